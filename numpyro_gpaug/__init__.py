@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussian processes with non-Gaussian likelihoods, as ordinary NumPyro models."""
+
+from numpyro_gpaug import kernels
+from numpyro_gpaug.augmentation import Augmentation, register_augmentation
+from numpyro_gpaug.distributions import PolyaGamma
+from numpyro_gpaug.errors import (
+    CholeskyError,
+    NotConjugateError,
+    UnknownLikelihoodError,
+)
+from numpyro_gpaug.expectations import Route, expected_log_prob, register_expectation
+from numpyro_gpaug.guides import AutoSparseGP
+from numpyro_gpaug.infer.elbo import TraceAnalytic_ELBO
+from numpyro_gpaug.process import GaussianProcess, with_residual
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Augmentation",
+    "AutoSparseGP",
+    "CholeskyError",
+    "GaussianProcess",
+    "NotConjugateError",
+    "PolyaGamma",
+    "Route",
+    "TraceAnalytic_ELBO",
+    "UnknownLikelihoodError",
+    "expected_log_prob",
+    "kernels",
+    "register_augmentation",
+    "register_expectation",
+    "with_residual",
+]

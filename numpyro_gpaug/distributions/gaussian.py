@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Gaussian a guide puts on inducing values: one block per latent."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array, random
+from numpyro.distributions import constraints
+from numpyro.distributions.kl import kl_divergence
+
+from numpyro_gpaug.linalg import (
+    Moments,
+    NaturalGaussian,
+    inverse_lower,
+    kl_to_diagonal,
+    moments,
+    solve_lower,
+)
+
+
+class BlockGaussian(dist.Distribution):
+    """Independent multivariate normals, one per leading index, as one event.
+
+    :param loc: means, (M,) or (C, M); the whole shape is the event shape.
+    :param tril: lower triangular (..., M, M): a factor of the covariance, or of the
+        precision. The signs of its diagonal do not matter.
+    :param parameter: ``"covariance"`` or ``"precision"``: what ``tril`` is a factor of.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> q = BlockGaussian(jnp.zeros(2), 2 * jnp.eye(2), "precision")
+    >>> print(q.variance)
+    [0.25 0.25]
+    """
+
+    arg_constraints = {"loc": constraints.real_vector, "tril": constraints.real}
+    reparametrized_params = ["loc", "tril"]
+    pytree_data_fields = ("loc", "tril")
+    pytree_aux_fields = ("parameter",)
+
+    def __init__(
+        self,
+        loc: Array,
+        tril: Array,
+        parameter: str = "covariance",
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.loc, self.tril, self.parameter = loc, tril, parameter
+        super().__init__((), jnp.shape(loc), validate_args=validate_args)
+
+    @classmethod
+    def from_natural(cls, natural: NaturalGaussian) -> BlockGaussian:
+        """From potential and precision: mean ``precision^-1 potential``."""
+        return cls(
+            moments(natural).mean, jnp.linalg.cholesky(natural.precision), "precision"
+        )
+
+    @property
+    def support(self) -> constraints.Constraint:
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    def moments(self) -> Moments:
+        """Mean, covariance factor and log-determinant."""
+        log_det = 2 * jnp.log(jnp.abs(_diagonal(self.tril))).sum(-1)
+        if self.parameter == "precision":
+            return Moments(self.loc, inverse_lower(self.tril), -log_det)
+        return Moments(self.loc, jnp.swapaxes(self.tril, -1, -2), log_det)
+
+    def sample(self, key: Array | None, sample_shape: tuple[int, ...] = ()) -> Array:
+        shape = sample_shape + self.event_shape
+        eps = random.normal(key, shape, self.loc.dtype)
+        whitener = self.moments().whitener
+        return self.loc + jnp.einsum("...mn,...m->...n", whitener, eps)
+
+    def log_prob(self, value: Array) -> Array:
+        deviation = (value - self.loc)[..., None]
+        if self.parameter == "precision":
+            white = jnp.swapaxes(self.tril, -1, -2) @ deviation
+        else:
+            white = solve_lower(self.tril, deviation)
+        axes = tuple(range(-len(self.event_shape), 0))
+        quadratic = jnp.square(white[..., 0]).sum(axes)
+        constant = np.prod(self.event_shape) * np.log(2 * np.pi)
+        log_det = self.moments().log_det.sum()
+        return -0.5 * (quadratic + log_det + jnp.asarray(constant, self.loc.dtype))
+
+    @property
+    def mean(self) -> Array:
+        return self.loc
+
+    @property
+    def variance(self) -> Array:
+        return jnp.square(self.moments().whitener).sum(-2)
+
+
+@kl_divergence.register(BlockGaussian, dist.Independent)
+def _kl_block_independent(p: BlockGaussian, q: dist.Independent) -> Array:
+    base = q.base_dist
+    while isinstance(base, dist.ExpandedDistribution):
+        base = base.base_dist
+    if not isinstance(base, dist.Normal) or q.event_shape != p.event_shape:
+        raise NotImplementedError(
+            "KL from a BlockGaussian is registered to independent normals of the same "
+            f"event shape {p.event_shape}, not to {type(base).__name__} of {q.event_shape}"
+        )
+    return kl_to_diagonal(p.moments(), base.loc, base.scale)
+
+
+def _diagonal(matrix: Array) -> Array:
+    return jnp.diagonal(matrix, axis1=-2, axis2=-1)

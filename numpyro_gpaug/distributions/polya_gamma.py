@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Polya-Gamma distribution."""
+
+import math
+
+import numpy as np
+
+from jax import Array
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from numpyro.distributions import constraints
+from numpyro.distributions.distribution import Distribution
+from numpyro.distributions.kl import kl_divergence
+from numpyro.distributions.util import (
+    is_prng_key,
+    not_jax_tracer,
+    promote_shapes,
+    validate_sample,
+)
+from numpyro_gpaug._special import log2cosh_half, pg_mean_unit
+from numpyro_gpaug.distributions._pg_density import (
+    POLE,
+    bregman,
+    log_density,
+    saddle_threshold,
+    scaled_tanh_derivatives,
+    with_tangent_of,
+)
+from numpyro_gpaug.distributions._pg_sampler import sample as _sample
+
+__all__ = ["PolyaGamma"]
+
+
+def _half_abs(c: Array) -> Array:
+    # Unlike jnp.abs this has slope one at zero, where the density is smooth in c and
+    # the slope cancels: the second derivative there would otherwise be lost.
+    return jnp.where(c < 0, -c, c) / 2
+
+
+class PolyaGamma(Distribution):
+    r"""Polya-Gamma distribution :math:`PG(b, c)`, :math:`b>0`, :math:`c` real [1].
+
+    The law of
+
+    .. math::
+        \omega = \frac{1}{2\pi^2} \sum_{k\ge 1}
+            \frac{g_k}{(k-1/2)^2 + c^2/(4\pi^2)},
+        \qquad g_k \sim \mathrm{Gamma}(b, 1),
+
+    the auxiliary variable which makes a logistic likelihood Gaussian in its
+    log-odds, :math:`e^{af}(1+e^f)^{-b} = 2^{-b} e^{(a-b/2)f}\,
+    \mathrm{E}_{\omega\sim PG(b,0)}\, e^{-\omega f^2/2}`.  The density is even in
+    :math:`c`.
+
+    **log_prob** is exact to rounding in double precision (a convergent series for
+    small values, a contour integral otherwise) up to :math:`b=1000`, and beyond it a
+    second-order saddlepoint expansion; it was measured against 30-digit arithmetic
+    over :math:`b` in [0.01, 1e4], :math:`|c|` in [0, 1e3], values in [1e-4, 1e3] and
+    from 0.01 to 30 times the mean.  The largest error, relative to
+    :math:`\max(1, |\log p|)`, was ERR64 in double and ERR32 in single precision,
+    where the saddlepoint expansion starts at :math:`b=12`.  It is differentiable in
+    the value, in ``b`` and in ``c``.
+
+    **sample** is a rejection sampler, exact up to the rounding of its acceptance
+    probability for every real :math:`0 < b\le 12` (in particular for integer
+    :math:`b`) and every ``c``.  SADDLE_CLAIM
+    ``b = 0`` is allowed here and gives zero.  Draws carry no gradient.
+
+    **References**
+
+    [1] N. G. Polson, J. G. Scott and J. Windle (2013), *Bayesian inference for
+    logistic models using Polya-Gamma latent variables*, Journal of the American
+    Statistical Association 108(504).
+
+    :param b: Shape, positive.
+    :param c: Tilt, real. ``b`` and ``c`` broadcast to the batch shape; the event is
+        a scalar.
+
+    **Example**
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from jax import random
+        >>> from numpyro_gpaug.distributions import PolyaGamma
+        >>> omega = PolyaGamma(1.0, jnp.array([0.0, 2.0]))
+        >>> omega.sample(random.key(0), (3,)).shape
+        (3, 2)
+        >>> print(omega.mean.round(4))
+        [0.25   0.1904]
+    """
+
+    arg_constraints = {"b": constraints.positive, "c": constraints.real}
+    support = constraints.positive
+    reparametrized_params: list[str] = []
+    pytree_data_fields = ("b", "c")
+
+    def __init__(
+        self,
+        b: ArrayLike,
+        c: ArrayLike,
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.b, self.c = promote_shapes(b, c)
+        batch_shape = jnp.broadcast_shapes(jnp.shape(b), jnp.shape(c))
+        super().__init__(batch_shape, validate_args=validate_args)
+
+    def _arrays(self, *others: ArrayLike) -> tuple[Array, ...]:
+        """``b``, ``c`` and ``others`` as floating arrays of one shape and dtype."""
+        dtype = jnp.result_type(self.b, self.c, *others, 0.0)
+        arrays = (jnp.asarray(a, dtype) for a in (self.b, self.c, *others))
+        return tuple(jnp.broadcast_arrays(*arrays))
+
+    def _concrete_b(self) -> np.ndarray | None:
+        return np.asarray(self.b) if not_jax_tracer(self.b) else None
+
+    def sample(self, key: Array | None, sample_shape: tuple[int, ...] = ()) -> Array:
+        """Draw from the distribution.
+
+        :param key: A JAX random key.
+        :param sample_shape: Shape of independent draws, prepended to the batch shape.
+        :return: An array of shape ``sample_shape + batch_shape``.
+        """
+        assert is_prng_key(key)
+        b, c = self._arrays()
+        concrete_b = self._concrete_b()
+        draws = _sample(
+            key,
+            jnp.ravel(b),
+            jnp.ravel(_half_abs(c)),
+            math.prod(sample_shape),
+            None if concrete_b is None else concrete_b.ravel(),
+        )
+        return draws.reshape(tuple(sample_shape) + self.batch_shape) / 4
+
+    @validate_sample
+    def log_prob(self, value: ArrayLike) -> Array:
+        """Log-density.
+
+        :param value: Positive values, broadcast against the batch shape.
+        :return: The log-density, minus infinity off the support.
+        """
+        b, c, x = self._arrays(value)
+        positive = x > 0
+        concrete_b = self._concrete_b()
+        threshold = saddle_threshold(x.dtype)
+        known = concrete_b is not None
+        out = log_density(
+            4 * jnp.where(positive, x, 1.0),
+            b,
+            _half_abs(c),
+            all_small=known and bool(np.all(concrete_b <= threshold)),
+            all_large=known and bool(np.all(concrete_b > threshold)),
+        )
+        return jnp.where(positive, out + math.log(4.0), -jnp.inf)
+
+    @property
+    def mean(self) -> Array:
+        b, c = self._arrays()
+        return b * pg_mean_unit(jnp.square(c))
+
+    @property
+    def variance(self) -> Array:
+        b, c = self._arrays()
+        w = jnp.square(c) / 4 + POLE
+        _, t1 = scaled_tanh_derivatives(w, 1)
+        return -b * t1 / (8 * w)
+
+
+@kl_divergence.register(PolyaGamma, PolyaGamma)
+def _kl_polya_gamma(p: PolyaGamma, q: PolyaGamma) -> Array:
+    r"""``KL(p || q)`` for two Polya-Gamma laws of the same shape.
+
+    It is infinite neither way but has no closed form when the shapes differ.  The
+    shapes are compared when they are concrete; under tracing ``p.b`` is used.
+
+    :raises NotImplementedError: If the shapes are known to differ.
+    """
+    if not_jax_tracer(p.b) and not_jax_tracer(q.b):
+        if not np.all(np.asarray(p.b) == np.asarray(q.b)):
+            raise NotImplementedError(
+                "KL between PolyaGamma distributions is available in closed form "
+                "only when they share the shape `b`."
+            )
+    dtype = jnp.result_type(p.b, p.c, q.c, 0.0)
+    b, c1, c2 = jnp.broadcast_arrays(
+        *(jnp.asarray(a, dtype) for a in (p.b, p.c, q.c))
+    )
+    s1, s2 = jnp.square(c1), jnp.square(c2)
+    # The divergence is that of two points of log cosh; its textbook form is a small
+    # difference of large terms when c1 and c2 are close.
+    value = bregman(s1 / 4 + POLE, s2 / 4 + POLE, (c2 - c1) * (c2 + c1) / 4)
+    surrogate = log2cosh_half(s1) - log2cosh_half(s2) + (s2 - s1) / 2 * pg_mean_unit(s1)
+    return b * with_tangent_of(value, surrogate)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guides: sparse Gaussian processes by us, every other latent by a NumPyro autoguide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+from numpyro import handlers
+from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer.initialization import init_to_median
+
+from numpyro_gpaug.distributions.gaussian import BlockGaussian
+from numpyro_gpaug.linalg import NaturalGaussian
+from numpyro_gpaug.structure import Block, Structure, analyse
+
+_COVARIANCES = ("natural", "dense", "diagonal")
+
+
+class AutoSparseGP:
+    """A Gaussian on the inducing values of every Gaussian process in a model (and on
+    every plain Gaussian weight vector that reaches the likelihood affinely), and a
+    NumPyro autoguide on all other latents.
+
+    A function of its params alone: the dict of arrays is the fit, and
+    ``Predictive(model, guide=guide, params=params, num_samples=...)`` works at inputs
+    of any size. ``guide.structure`` says which site went where.
+
+    :param model: a NumPyro model.
+    :param covariance: ``"natural"``: potential and precision, what
+        :class:`~numpyro_gpaug.ConjugateSVI` moves in closed form (not for gradient
+        optimisers: their steps can leave the positive definite cone); ``"dense"``: mean
+        and a triangular factor, for gradient SVI; ``"diagonal"``: mean and standard
+        deviations.
+    :param other: class of the autoguide for all other latents (for example
+        ``AutoNormal``), built as ``other(model)``; the default ``AutoDelta`` gives their
+        posterior mode, started at prior medians.
+    :raises ValueError: for an unknown ``covariance``.
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(X, y=None):
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), inducing=X[:3])
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+    >>> guide = gpaug.AutoSparseGP(model)
+    >>> X, y = jnp.arange(8.0)[:, None], jnp.array([0, 1] * 4)
+    >>> draw = numpyro.handlers.seed(guide, 0)(X, y)
+    >>> {name: value.shape for name, value in draw.items()}
+    {'f.v': (3,)}
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        covariance: str = "natural",
+        other: Callable[..., Any] = AutoDelta,
+    ) -> None:
+        if covariance not in _COVARIANCES:
+            raise ValueError(
+                f"covariance must be one of {_COVARIANCES}, got {covariance!r}"
+            )
+        self.model = model
+        self.covariance = covariance
+        self._other_class = other
+        self._other: Callable[..., Any] | None = None
+        self._structure: Structure | None = None
+
+    @property
+    def structure(self) -> Structure:
+        """What the model is made of.
+
+        :raises RuntimeError: before the guide was first called or set up.
+        """
+        if self._structure is None:
+            raise RuntimeError(
+                "the guide has not seen the model's arguments yet: call it, or "
+                "guide.setup(*args, **kwargs), first"
+            )
+        return self._structure
+
+    def setup(self, *args: Any, **kwargs: Any) -> AutoSparseGP:
+        """Takes the model apart for these arguments; done once, by the first call.
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        :return: the guide.
+        """
+        if self._structure is None:
+            self._structure = analyse(self.model, *args, **kwargs)
+            if self._structure.others:
+                self._other = self._build_other()
+                with handlers.block():
+                    handlers.seed(self._other, 0)(*args, **kwargs)
+        return self
+
+    def _build_other(self) -> Callable[..., Any]:
+        # Zeros, not draws, for what is hidden: the other guide starts from a fixed model.
+        hidden = {b.site: jnp.zeros(b.shape, b.dtype) for b in self.structure.blocks}
+        fixed = handlers.block(
+            handlers.substitute(self.model, data=hidden), hide=list(hidden)
+        )
+        if self._other_class is AutoDelta:
+            return AutoDelta(fixed, init_loc_fn=init_to_median())
+        return self._other_class(fixed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws every latent.
+
+        :return: values by site name.
+        """
+        self.setup(*args, **kwargs)
+        values = self.draw_others(*args, **kwargs)
+        for block in self.structure.blocks:
+            values[block.site] = numpyro.sample(block.site, self._gaussian(block))
+        return values
+
+    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws only what the other autoguide owns.
+
+        :return: values by site name; empty if the Gaussian blocks are all there is.
+        """
+        return dict(self._other(*args, **kwargs)) if self._other else {}
+
+    def median(self, params: dict[str, Any]) -> dict[str, Array]:
+        """Posterior medians of all latents.
+
+        :param params: the guide's params.
+        :return: values by site name.
+        """
+        values = self.other_median(params)
+        for block in self.structure.blocks:
+            with handlers.substitute(data=params), handlers.block():
+                values[block.site] = self._gaussian(block).mean
+        return values
+
+    def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
+        """Posterior medians of the latents the other autoguide owns."""
+        return dict(self._other.median(params)) if self._other else {}
+
+    def sample_posterior(
+        self,
+        rng_key: Array,
+        params: dict[str, Any],
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> dict[str, Array]:
+        """Draws from the guide.
+
+        :param rng_key: random key.
+        :param params: the guide's params.
+        :param args: the model's arguments.
+        :param sample_shape: leading shape of the draws.
+        :param kwargs: the model's keyword arguments.
+        :return: values by site name.
+        """
+        self.setup(*args, **kwargs)
+
+        def draw(key: Array) -> dict[str, Array]:
+            seeded = handlers.seed(handlers.substitute(self, data=params), key)
+            return handlers.block(seeded)(*args, **kwargs)
+
+        if sample_shape == ():
+            return draw(rng_key)
+        keys = jax.random.split(rng_key, sample_shape)
+        for _ in sample_shape:
+            draw = jax.vmap(draw)
+        return draw(keys)
+
+    def gaussian(self, block: Block, params: dict[str, Any]) -> dist.Distribution:
+        """The guide's distribution of a block.
+
+        :param block: one of ``structure.blocks``.
+        :param params: the guide's params.
+        """
+        with handlers.block(), handlers.substitute(data=params):
+            return self._gaussian(block)
+
+    def _gaussian(self, block: Block) -> dist.Distribution:
+        if self.covariance == "natural":
+            names = natural_names(block)
+            initial = prior_natural(block)
+            params = [numpyro.param(n, x) for n, x in zip(names, initial, strict=True)]
+            return BlockGaussian.from_natural(NaturalGaussian(*params))
+        loc = numpyro.param(f"{block.site}_loc", jnp.zeros(block.shape, block.dtype))
+        if self.covariance == "dense":
+            eye = prior_natural(block).precision
+            factor = numpyro.param(f"{block.site}_tril", eye)
+            return BlockGaussian(loc, jnp.tril(factor))
+        scale = numpyro.param(
+            f"{block.site}_scale",
+            jnp.ones(block.shape, block.dtype),
+            constraint=dist.constraints.positive,
+        )
+        return dist.Normal(loc, scale).to_event(len(block.shape))
+
+
+def natural_names(block: Block) -> tuple[str, str]:
+    """Names of a block's natural parameters among the params."""
+    return f"{block.site}_potential", f"{block.site}_precision"
+
+
+def prior_natural(block: Block) -> NaturalGaussian:
+    """The standard normal of a block's shape, in natural parameters."""
+    eye = jnp.eye(block.shape[-1], dtype=block.dtype)
+    return NaturalGaussian(
+        jnp.zeros(block.shape, block.dtype),
+        jnp.broadcast_to(eye, block.shape + block.shape[-1:]),
+    )

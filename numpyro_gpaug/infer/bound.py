@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The expected log-likelihood of a model, as a function of Gaussian marginals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_gpaug.augmentation.base import lookup_augmentation
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.expectations import (
+    Route,
+    base_distribution,
+    expected_log_prob,
+    gauss_hermite,
+    through_wrappers,
+)
+from numpyro_gpaug.linalg import Moments
+from numpyro_gpaug.process import residual_variance
+from numpyro_gpaug.structure import (
+    Arguments,
+    Block,
+    Observed,
+    Structure,
+    Trace,
+    run_model,
+)
+
+NUM_NODES = 32
+
+
+class Field(NamedTuple):
+    """Where a block meets the likelihood: values linear in the block, per datum.
+
+    A Gaussian process meets it at its function values; a weight vector at each predictor
+    it reaches, so its fields are a dict over ``"site/parameter"``.
+
+    :param offset: the part that does not depend on the block, (latents, N).
+    :param projection: A, with ``field = offset + A' v``, (1 or latents, M, N).
+    :param residual: variance given the block, (1 or latents, N).
+    """
+
+    offset: Array
+    projection: Array
+    residual: Array
+
+
+class Marginals(NamedTuple):
+    """Means and variances at a field, (latents, N)."""
+
+    mean: Array
+    variance: Array
+
+
+def marginals(field: Field, q: Moments) -> Marginals:
+    """Mean and variance at a field under a Gaussian on its block.
+
+    The variance is a sum of squares plus the residual: positive by construction.
+
+    :param field: the field.
+    :param q: moments of the block, with a leading axis over latents.
+    """
+    mean = field.offset + jnp.einsum("...mn,...m->...n", field.projection, q.mean)
+    spread = jnp.square(q.whitener @ field.projection).sum(-2)
+    return Marginals(mean, field.residual + spread)
+
+
+class BoundProblem:
+    """A model at fixed params and other latents, seen from its Gaussian blocks.
+
+    :param structure: what the model is made of.
+    :param model: the model.
+    :param arguments: its arguments.
+    :param values: params, other latents and plate indices by name.
+    :param key: seed for Monte Carlo routes.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        values: dict[str, Any],
+        key: Array,
+    ) -> None:
+        self.structure = structure
+        self._model, self._arguments = model, arguments
+        self._values, self._key = values, key
+        self._processes = [b for b in structure.blocks if b.is_process]
+        self._weights = [b for b in structure.blocks if not b.is_process]
+        self._zeros = {b.site: jnp.zeros(b.shape, b.dtype) for b in structure.blocks}
+
+    def trace(self, at: dict[str, Array]) -> Trace:
+        """Runs the model with function values and weights filled in from ``at``;
+        whatever is missing from it is at zero."""
+        values = {**self._zeros, **self._values, **at}
+        return run_model(self._model, self._arguments, self._key, values)
+
+    @cached_property
+    def _flat(self) -> dict[str, Array]:
+        """Zero function values, of the right shapes, found without arithmetic."""
+        names = [b.name for b in self._processes]
+        abstract = jax.eval_shape(lambda: {n: self.trace({})[n]["value"] for n in names})
+        return {n: jnp.zeros(s.shape, s.dtype) for n, s in abstract.items()}
+
+    @cached_property
+    def _base(self) -> Trace:
+        return self.trace(self._flat)
+
+    # Geometry: what can be kept while hyperparameters rest.
+
+    def fields(self) -> dict[str, Any]:
+        """The :class:`Field` of every block, by block name."""
+        found: dict[str, Any] = {}
+        for block in self._processes:
+            law = self._base[block.name]["fn"]
+            offset = law.mean.T if law.mean.ndim == 2 else law.mean[None]
+            residual = residual_variance(law.prior_variance, law.projection)
+            found[block.name] = Field(offset, law.projection, residual)
+        return {**found, **self._weight_fields()}
+
+    def _weight_fields(self) -> dict[str, dict[str, Field]]:
+        if not self._weights:
+            return {}
+        zeros = {b.name: self._zeros[b.site] for b in self._weights}
+        _, push = jax.linearize(lambda w: self._predictors({**self._flat, **w}), zeros)
+        found = {}
+        for block in self._weights:
+            size = block.shape[0]
+            directions = {k: jnp.zeros((size, *z.shape), z.dtype) for k, z in zeros.items()}
+            directions[block.name] = jnp.eye(size, dtype=block.dtype)
+            columns = jax.vmap(push)(directions)
+            found[block.name] = {
+                name: Field(*_flat_field(column)) for name, column in columns.items()
+            }
+        return found
+
+    def priors(self) -> dict[str, tuple[Array, Array]]:
+        """Prior mean and standard deviation of every block, each of its shape."""
+        found = {}
+        for block in self.structure.blocks:
+            normal = base_distribution(self._base[block.site]["fn"])
+            loc, scale = (
+                jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)
+                for x in (normal.loc, normal.scale)
+            )
+            found[block.name] = (loc, scale)
+        return found
+
+    def block_scale(self, block: Block) -> Any:
+        """The scale NumPyro put on a block's sample site (None for 1)."""
+        return self._base[block.site]["scale"]
+
+    def other_sites(self) -> Trace:
+        """The sample sites of all other latents."""
+        return {name: self._base[name] for name in self.structure.others}
+
+    # Expected log-likelihood.
+
+    def expected_log_likelihood(self, at: dict[str, Any], bound: str) -> Array:
+        """The sum over observed sites of their scaled, masked expectations.
+
+        :param at: :class:`Marginals` by block name (a dict of them for weights).
+        :param bound: ``"exact"`` or ``"augmented"``.
+        :return: scalar.
+        """
+        means = {b.name: as_values(at[b.name].mean, b) for b in self._processes}
+        spreads = {b.name: as_values(at[b.name].variance, b) for b in self._processes}
+        trace = self.trace(means)
+        carried = self._carried(means, spreads)
+        for block in self._weights:
+            for name, marginal in at[block.name].items():
+                mean, variance = carried[name]
+                carried[name] = (
+                    mean + marginal.mean.reshape(mean.shape),
+                    variance + marginal.variance.reshape(mean.shape),
+                )
+        terms = []
+        for site in self.structure.observed:
+            message = trace[site.name]
+            if site.route is Route.CLOSED_FORM:
+                moments = {k: carried[f"{site.name}/{k}"] for k in site.latents}
+                value = _closed_form(message, moments, bound)
+            elif site.route is Route.CONSTANT:
+                value = message["fn"].log_prob(message["value"])
+            else:
+                value = self._at_nodes(site, means, spreads)
+            terms.append(scaled_sum(value, message["scale"]))
+        return sum(terms[1:], terms[0])
+
+    def _predictors(self, at: dict[str, Array]) -> dict[str, Array]:
+        trace = self.trace(at)
+        return {
+            f"{site.name}/{k}": jnp.asarray(
+                getattr(base_distribution(trace[site.name]["fn"]), k)
+            )
+            for site in self.structure.observed
+            for k in site.latents
+        }
+
+    def _carried(
+        self, means: dict[str, Array], spreads: dict[str, Array]
+    ) -> dict[str, tuple[Array, Array]]:
+        """Mean and variance of each latent-carrying parameter, processes only.
+
+        It is elementwise affine in independent latents, so its variance is the sum over
+        latents of slope^2 v; slope and slope * v are two tangents, and no square root
+        (whose gradient at 0 is infinite) is taken.
+        """
+        values, push = jax.linearize(self._predictors, means)
+        variances = jax.tree.map(jnp.zeros_like, values)
+        blank = jax.tree.map(jnp.zeros_like, means)
+        for name, mean in means.items():
+            slope = push({**blank, name: jnp.ones_like(mean)})
+            carried = push({**blank, name: spreads[name]})
+            variances = {k: v + slope[k] * carried[k] for k, v in variances.items()}
+        return {k: (values[k], variances[k]) for k in values}
+
+    def _at_nodes(
+        self, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
+    ) -> Array:
+        """Expectation by re-running the model at nodes of the function values."""
+        reached = {k: means[k] for k in site.processes}
+        dtype = jnp.result_type(*reached.values())
+        if site.route is Route.GAUSS_HERMITE:
+            nodes, weights = gauss_hermite(NUM_NODES, dtype)
+            draws = {k: nodes for k in reached}
+        else:
+            weights = jnp.full((NUM_NODES,), 1 / NUM_NODES, dtype)
+            keys = random.split(self._key, len(reached))
+            draws = {
+                k: random.normal(key, (NUM_NODES, *m.shape), dtype)
+                for key, (k, m) in zip(keys, reached.items(), strict=True)
+            }
+
+        def density(z: dict[str, Array]) -> Array:
+            moved = {k: means[k] + jnp.sqrt(spreads[k]) * z[k] for k in z}
+            message = self.trace({**means, **moved})[site.name]
+            return message["fn"].log_prob(message["value"])
+
+        return jnp.tensordot(weights, jax.vmap(density)(draws), 1)
+
+
+def _flat_field(column: Array) -> tuple[Array, Array, Array]:
+    """Offset, projection and residual of a weight vector at one predictor: its mean is
+    relative to the predictor at zero weights, and nothing is left over."""
+    projection = column.reshape(1, column.shape[0], -1)
+    zero = jnp.zeros((1, projection.shape[-1]), column.dtype)
+    return zero, projection, zero
+
+
+def as_values(per_latent: Array, block: Block) -> Array:
+    """From (latents, N) to the shape the model sees, (N,) or (N, latents)."""
+    return per_latent[0] if len(block.shape) == 1 else per_latent.T
+
+
+def _closed_form(
+    message: dict[str, Any], moments: dict[str, tuple[Array, Array]], bound: str
+) -> Array:
+    fn, y = message["fn"], message["value"]
+    means = {k: m for k, (m, _) in moments.items()}
+    variances = {k: v for k, (_, v) in moments.items()}
+    if bound == "exact":
+        return expected_log_prob(fn, y, means, variances)
+    cls = type(base_distribution(fn))
+    augmentation = lookup_augmentation(cls)
+    if augmentation is None:
+        raise NotConjugateError(
+            f"site {message['name']!r}: {cls.__name__} has no augmentation registered, "
+            'only an exact expectation; use sites="exact" or bound="exact"'
+        )
+    return through_wrappers(fn, lambda d: augmentation.bound(d, y, means, variances))
+
+
+def scaled_sum(value: Array, scale: Any) -> Array:
+    """Sum of a site's terms, with the scale NumPyro put on the site."""
+    return jnp.sum(value if scale is None else value * scale)

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel protocol, its algebra, and the kernels that need no distance."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any, Protocol, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+# Reading a larger array back to check it would stall asynchronous dispatch.
+_CHECKED_SIZE = 4096
+
+# Reduced-precision products (TF32 on GPU, bfloat16 on TPU) would swamp the difference
+# of squared norms and inner products.
+matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def pytree(cls: type) -> type:
+    """Make ``cls`` a frozen dataclass whose fields are leaves."""
+    return jax.tree_util.register_dataclass(
+        dataclasses.dataclass(frozen=True, eq=False)(cls)
+    )
+
+
+class Kernel(Protocol):
+    """What the package asks of a covariance function; no base class is needed."""
+
+    def __call__(self, X: Any, Z: Any = None, /) -> jax.Array:
+        """``k(X, Z)`` is the matrix ``(N, M)``; ``k(X)`` is the diagonal ``(N,)``."""
+        ...
+
+
+def as_kernel(obj: Any) -> Kernel:
+    """Return ``obj`` as a :class:`Kernel`.
+
+    :param obj: a kernel, returned unchanged, or a plain function
+        ``k(X, Z) -> (N, M)``, lifted by :func:`from_function`.
+    :raises TypeError: if ``obj`` is neither.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import as_kernel
+        >>> k = as_kernel(lambda X, Z: X @ Z.T)
+        >>> print(k(jnp.ones((3, 2))))
+        [2. 2. 2.]
+    """
+    # jit and functools.wraps hide the function they wrap behind a callable object.
+    if inspect.isroutine(inspect.unwrap(obj)) or isinstance(obj, functools.partial):
+        return from_function(obj)
+    if inspect.isclass(obj) or not callable(obj):
+        raise TypeError(
+            "expected a kernel instance, callable as k(X, Z) -> (N, M) and as "
+            f"k(X) -> (N,), or a function k(X, Z) -> (N, M); got {obj!r}"
+        )
+    return obj
+
+
+def from_function(
+    fn: Callable[[Any, Any], jax.Array], diag: Callable[[Any], jax.Array] | None = None
+) -> Kernel:
+    """Lift a plain function to a :class:`Kernel`.
+
+    The function is given the inputs as they were passed.
+
+    :param fn: ``fn(X, Z) -> (N, M)``.
+    :param diag: ``diag(X) -> (N,)``; by default ``fn`` is evaluated row by row.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import from_function
+        >>> k = from_function(lambda X, Z: jnp.exp(-jnp.abs(X[:, None] - Z)))
+        >>> X = jnp.arange(3.0)
+        >>> k(X, X).shape, k(X).shape
+        ((3, 3), (3,))
+    """
+    return _Function(fn, diag)
+
+
+class _Algebra:
+    """Sums and products with kernels, functions and scalars."""
+
+    # Makes NumPy arrays and scalars on the left defer to the methods below.
+    __array_ufunc__ = None
+
+    def __add__(self, other: Any) -> Sum:
+        return _combine(Sum, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        # The builtin sum starts from 0, which is no valid variance.
+        if isinstance(other, numbers.Real) and other == 0:
+            return self
+        return _combine(Sum, other, self)
+
+    def __mul__(self, other: Any) -> Product:
+        return _combine(Product, self, other)
+
+    def __rmul__(self, other: Any) -> Product:
+        return _combine(Product, other, self)
+
+
+@pytree
+class _Function(_Algebra):
+    fn: Callable = dataclasses.field(metadata={"static": True})
+    diag: Callable | None = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, X: jax.Array, Z: jax.Array | None = None) -> jax.Array:
+        if Z is None:
+            fn, inputs = self.diag or self._row_by_row, (X,)
+        else:
+            fn, inputs = self.fn, (X, Z)
+        if max(map(jnp.ndim, inputs)) > 2:
+            signature = "(n,d)->(n)" if Z is None else "(n,d),(m,d)->(n,m)"
+            return jnp.vectorize(fn, signature=signature)(*inputs)
+        result = fn(*inputs)
+        expected = tuple(np.shape(rows)[0] for rows in inputs)
+        if jnp.shape(result) != expected:
+            raise ValueError(
+                f"kernel function {self.fn!r} returned shape {jnp.shape(result)}, "
+                f"expected {expected}"
+            )
+        return result
+
+    def _row_by_row(self, X: jax.Array) -> jax.Array:
+        return jax.vmap(lambda x: self.fn(x[None], x[None])[0, 0])(jnp.asarray(X))
+
+
+class Matrix(_Algebra):
+    """Checks and shapes around ``_covariance`` and ``_diagonal`` of a subclass."""
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """``(C,)`` for hyperparameters of C latents, else ``()``."""
+        return jnp.broadcast_shapes(
+            *(
+                np.shape(value)[:-1] if name == "lengthscale" else np.shape(value)
+                for name, value in self._hyperparameters()
+            )
+        )
+
+    def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        for name, value in self._hyperparameters():
+            _check(type(self).__name__, name, value)
+        # The conversion makes new objects.
+        same = X is Z
+        if Z is None:
+            (X,) = _inputs(X)
+            self._check_columns(X)
+            shape = jnp.broadcast_shapes((*self.batch_shape, 1), X.shape[:-1])
+            return jnp.broadcast_to(self._diagonal(X), shape)
+        X, Z = _inputs(X, Z)
+        if X.shape[-1] != Z.shape[-1]:
+            raise ValueError(
+                "inputs differ in their number of columns: "
+                f"X has shape {X.shape} and Z has shape {Z.shape}"
+            )
+        self._check_columns(X)
+        shape = jnp.broadcast_shapes(
+            (*self.batch_shape, 1, 1),
+            (*X.shape[:-1], 1),
+            (*Z.shape[:-2], 1, Z.shape[-2]),
+        )
+        return jnp.broadcast_to(self._covariance(X, Z, same), shape)
+
+    def _hyperparameters(self) -> list[tuple[str, Any]]:
+        return [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
+
+    def _check_columns(self, X: jax.Array) -> None:
+        """Raise if a hyperparameter does not fit the columns of ``X``."""
+
+    def _value(self, name: str, dtype: Any) -> jax.Array:
+        return jnp.asarray(getattr(self, name), dtype)
+
+    def _over_pairs(self, name: str, dtype: Any) -> jax.Array:
+        return self._value(name, dtype)[..., None, None]
+
+
+@pytree
+class Linear(Matrix):
+    r"""Linear functions through the origin.
+
+    .. math:: k(x, z) = \sigma^2 \sum_d x_d z_d
+
+    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import Linear
+        >>> print((Linear(2.0) + 1.0)(jnp.array([1.0, 2.0])))
+        [3. 9.]
+    """
+
+    variance: ArrayLike = 1.0
+
+    def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
+        del same
+        product = matmul(X, jnp.swapaxes(Z, -1, -2))
+        return self._over_pairs("variance", X.dtype) * product
+
+    def _diagonal(self, X: jax.Array) -> jax.Array:
+        squared = jnp.sum(jnp.square(X), -1)
+        return self._value("variance", X.dtype)[..., None] * squared
+
+
+@pytree
+class Constant(Matrix):
+    r"""Constant functions; a scalar added to or multiplied with a kernel becomes one.
+
+    .. math:: k(x, z) = \sigma^2
+
+    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import Constant
+        >>> print(Constant(2.0)(jnp.zeros((3, 1))))
+        [2. 2. 2.]
+    """
+
+    variance: ArrayLike = 1.0
+
+    def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
+        del Z, same
+        return self._over_pairs("variance", X.dtype)
+
+    def _diagonal(self, X: jax.Array) -> jax.Array:
+        return self._value("variance", X.dtype)[..., None]
+
+
+class _Pair(_Algebra):
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """``(C,)`` if either part has hyperparameters of C latents, else ``()``."""
+        return jnp.broadcast_shapes(
+            getattr(self.left, "batch_shape", ()),
+            getattr(self.right, "batch_shape", ()),
+        )
+
+    def _parts(self, X: Any, Z: Any) -> tuple[jax.Array, jax.Array]:
+        inputs = (X,) if Z is None else (X, Z)
+        return self.left(*inputs), self.right(*inputs)
+
+
+@pytree
+class Sum(_Pair):
+    r"""The sum of two independent functions; also written ``left + right``.
+
+    .. math:: k(x, z) = k_1(x, z) + k_2(x, z)
+
+    :param left: a :class:`Kernel`.
+    :param right: a :class:`Kernel`.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import Matern32, SquaredExponential
+        >>> k = SquaredExponential(variance=2.0) + Matern32(variance=jnp.ones(4))
+        >>> k.batch_shape, k(jnp.zeros((3, 1))).shape
+        ((4,), (4, 3))
+    """
+
+    left: Kernel
+    right: Kernel
+
+    def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        left, right = self._parts(X, Z)
+        return left + right
+
+
+@pytree
+class Product(_Pair):
+    r"""The product of two covariance functions; also written ``left * right``.
+
+    .. math:: k(x, z) = k_1(x, z) \, k_2(x, z)
+
+    :param left: a :class:`Kernel`.
+    :param right: a :class:`Kernel`.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import Periodic, SquaredExponential
+        >>> k = 2.0 * Periodic(period=7.0) * SquaredExponential(lengthscale=30.0)
+        >>> print(k(jnp.zeros(3)))
+        [2. 2. 2.]
+    """
+
+    left: Kernel
+    right: Kernel
+
+    def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        left, right = self._parts(X, Z)
+        return left * right
+
+
+def _combine(kind: type, *parts: Any) -> Any:
+    kernels = []
+    for part in parts:
+        if isinstance(part, numbers.Real | np.ndarray | jax.Array):
+            kernels.append(Constant(part))
+        elif callable(part):
+            kernels.append(as_kernel(part))
+        else:
+            return NotImplemented
+    return kind(*kernels)
+
+
+def _check(kernel: str, name: str, value: Any) -> None:
+    largest = 2 if name == "lengthscale" else 1
+    if np.ndim(value) > largest:
+        raise ValueError(
+            f"{kernel}: {name} has shape {np.shape(value)}; "
+            f"at most {largest} axes are expected"
+        )
+    if isinstance(value, jax.core.Tracer) or np.size(value) > _CHECKED_SIZE:
+        return
+    if not np.all(np.isfinite(value) & (np.asarray(value) > 0)):
+        raise ValueError(f"{kernel}: {name} must be positive and finite, got {value}")
+
+
+def _inputs(*inputs: Any) -> list[jax.Array]:
+    arrays = [jnp.asarray(X) for X in inputs]
+    dtype = jnp.result_type(*arrays)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        dtype = jnp.result_type(float)
+    for X in arrays:
+        if X.ndim == 0 or (X.ndim > 1 and X.shape[-1] == 0):
+            raise ValueError(f"inputs must be (N, D) or (N,), got shape {X.shape}")
+    return [(X[:, None] if X.ndim == 1 else X).astype(dtype) for X in arrays]

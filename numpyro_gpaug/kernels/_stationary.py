@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of the scaled Euclidean distance."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ._base import Matrix, pytree
+from ._distances import PAIRWISE_COLUMNS, centre, matmul_form, pairwise_form, safe_sqrt
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stationary(Matrix):
+    """A function of the scaled squared distance."""
+
+    lengthscale: ArrayLike = 1.0
+    variance: ArrayLike = 1.0
+
+    def _check_columns(self, X: jax.Array) -> None:
+        shape = np.shape(self.lengthscale)
+        if shape and shape[-1] not in (1, X.shape[-1]):
+            raise ValueError(
+                f"{type(self).__name__}: lengthscale of shape {shape} does not match "
+                f"inputs of shape {X.shape}; use a scalar, (D,) for one per column, "
+                "or (C, 1) or (C, D) for C latents"
+            )
+
+    def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
+        lengthscale = self._value("lengthscale", X.dtype)
+        if lengthscale.ndim and lengthscale.shape[-1] != 1:
+            scaled = self._squared_distance(X, Z, lengthscale, same)
+        else:
+            # Dividing the result keeps one distance matrix for all latents.
+            scale = lengthscale[..., None] if lengthscale.ndim else lengthscale
+            scaled = self._squared_distance(X, Z, None, same) / jnp.square(scale)
+        return self._over_pairs("variance", X.dtype) * self._correlation(scaled)
+
+    def _squared_distance(
+        self, X: jax.Array, Z: jax.Array, lengthscale: jax.Array | None, same: bool
+    ) -> jax.Array:
+        if X.shape[-1] <= PAIRWISE_COLUMNS:
+            return pairwise_form(X, Z, lengthscale, lambda difference: difference)
+        return matmul_form(X, Z, lengthscale, same)
+
+    def _diagonal(self, X: jax.Array) -> jax.Array:
+        return self._value("variance", X.dtype)[..., None]
+
+
+@pytree
+class SquaredExponential(_Stationary):
+    r"""Infinitely smooth.
+
+    .. math:: k(x, z) = \sigma^2 \exp(-r^2 / 2), \qquad
+        r^2 = \sum_d (x_d - z_d)^2 / \ell_d^2
+
+    :param lengthscale: :math:`\ell`, scalar or ``(D,)``; ``(C, 1)`` or ``(C, D)``.
+    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import SquaredExponential
+        >>> k = SquaredExponential(lengthscale=jnp.array([1.0, 2.0]), variance=3.0)
+        >>> X = jnp.ones((5, 2))
+        >>> k(X, X[:2]).shape, k(X).shape
+        ((5, 2), (5,))
+        >>> SquaredExponential(variance=jnp.ones(7))(X, X).shape
+        (7, 5, 5)
+    """
+
+    def _correlation(self, squared: jax.Array) -> jax.Array:
+        return jnp.exp(-0.5 * squared)
+
+
+@pytree
+class Matern12(_Stationary):
+    r"""Continuous, nowhere differentiable (Ornstein-Uhlenbeck in one dimension).
+
+    .. math:: k(x, z) = \sigma^2 \exp(-r), \qquad
+        r^2 = \sum_d (x_d - z_d)^2 / \ell_d^2
+
+    :param lengthscale: :math:`\ell`, scalar or ``(D,)``; ``(C, 1)`` or ``(C, D)``.
+    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import Matern12
+        >>> X = jnp.array([0.0, 1.0])
+        >>> print(f"{Matern12()(X, X)[0, 1]:.4f}")
+        0.3679
+    """
+
+    def _correlation(self, squared: jax.Array) -> jax.Array:
+        return jnp.exp(-safe_sqrt(squared))
+
+
+@pytree
+class Matern32(_Stationary):
+    r"""Once differentiable.
+
+    .. math:: k(x, z) = \sigma^2 (1 + \sqrt 3 r) \exp(-\sqrt 3 r), \qquad
+        r^2 = \sum_d (x_d - z_d)^2 / \ell_d^2
+
+    :param lengthscale: :math:`\ell`, scalar or ``(D,)``; ``(C, 1)`` or ``(C, D)``.
+    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import Matern32
+        >>> X = jnp.array([0.0, 1.0])
+        >>> print(f"{Matern32()(X, X)[0, 1]:.4f}")
+        0.4834
+    """
+
+    def _correlation(self, squared: jax.Array) -> jax.Array:
+        r = math.sqrt(3) * safe_sqrt(squared)
+        return (1 + r) * jnp.exp(-r)
+
+
+@pytree
+class Matern52(_Stationary):
+    r"""Twice differentiable.
+
+    .. math:: k(x, z) = \sigma^2 (1 + \sqrt 5 r + 5 r^2 / 3) \exp(-\sqrt 5 r), \qquad
+        r^2 = \sum_d (x_d - z_d)^2 / \ell_d^2
+
+    :param lengthscale: :math:`\ell`, scalar or ``(D,)``; ``(C, 1)`` or ``(C, D)``.
+    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import Matern52
+        >>> X = jnp.array([0.0, 1.0])
+        >>> print(f"{Matern52()(X, X)[0, 1]:.4f}")
+        0.5240
+    """
+
+    def _correlation(self, squared: jax.Array) -> jax.Array:
+        r = math.sqrt(5) * safe_sqrt(squared)
+        return (1 + r + 5 / 3 * squared) * jnp.exp(-r)
+
+
+@pytree
+class RationalQuadratic(_Stationary):
+    r"""A scale mixture of squared exponentials.
+
+    .. math:: k(x, z) = \sigma^2 \left(1 + \frac{r^2}{2 \alpha}\right)^{-\alpha}, \qquad
+        r^2 = \sum_d (x_d - z_d)^2 / \ell_d^2
+
+    :param lengthscale: :math:`\ell`, scalar or ``(D,)``; ``(C, 1)`` or ``(C, D)``.
+    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
+    :param alpha: :math:`\alpha`, scalar or ``(C,)``; large values approach
+        :class:`SquaredExponential`.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import RationalQuadratic
+        >>> X = jnp.array([0.0, 1.0])
+        >>> print(f"{RationalQuadratic(alpha=0.5)(X, X)[0, 1]:.4f}")
+        0.7071
+    """
+
+    alpha: ArrayLike = 1.0
+
+    def _correlation(self, squared: jax.Array) -> jax.Array:
+        alpha = self._over_pairs("alpha", squared.dtype)
+        return jnp.exp(-alpha * jnp.log1p(squared / (2 * alpha)))
+
+
+@pytree
+class Periodic(_Stationary):
+    r"""Functions that repeat along every column.
+
+    .. math:: k(x, z) = \sigma^2 \exp\Bigl(
+        -2 \sum_d \sin^2(\pi (x_d - z_d) / p) / \ell_d^2 \Bigr)
+
+    :param lengthscale: :math:`\ell`, scalar or ``(D,)``; ``(C, 1)`` or ``(C, D)``.
+    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
+    :param period: :math:`p`, scalar or ``(C,)``.
+
+    .. doctest::
+
+        >>> import jax.numpy as jnp
+        >>> from numpyro_gpaug.kernels import Periodic
+        >>> X = jnp.array([0.0, 1.0, 2.0])
+        >>> print(" ".join(f"{x:.4f}" for x in Periodic(period=2.0)(X, X)[0]))
+        1.0000 0.1353 1.0000
+    """
+
+    period: ArrayLike = 1.0
+
+    # The squared distance is that of the columns wrapped around unit circles, where a
+    # chord has length 2 |sin(pi (x - z) / p)|.
+
+    def _squared_distance(
+        self, X: jax.Array, Z: jax.Array, lengthscale: jax.Array | None, same: bool
+    ) -> jax.Array:
+        period = self._over_pairs("period", X.dtype)
+        if X.shape[-1] <= PAIRWISE_COLUMNS:
+            return pairwise_form(
+                X, Z, lengthscale, lambda d: 2 * jnp.sin(math.pi * (d / period))
+            )
+        origin = centre(Z)
+
+        def wrap(inputs: jax.Array) -> jax.Array:
+            angle = 2 * math.pi * ((inputs - origin) / period)
+            return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)
+
+        if lengthscale is not None:
+            lengthscale = jnp.concatenate([lengthscale, lengthscale], -1)
+        return matmul_form(wrap(X), wrap(Z), lengthscale, same)
+
+    def _correlation(self, squared: jax.Array) -> jax.Array:
+        return jnp.exp(-0.5 * squared)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussian processes as ordinary sites of a NumPyro model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug._numpyro import (
+    current_residual_policy,
+    deterministic_site,
+    residual_policy,
+)
+from numpyro_gpaug.kernels import as_kernel
+from numpyro_gpaug.linalg import cholesky_jitter, default_jitter, solve_lower
+
+_POLICIES = ("mean", "noise", "site")
+
+
+class GaussianProcess:
+    r"""A (sparse) Gaussian process with a whitened inducing vector.
+
+    Construct it in a model, outside data plates; call it at inputs, inside them. The
+    constructor makes one stock sample site ``"{name}.v"``, a standard normal of event
+    shape (M,) or (C, M), and the inducing values are :math:`u = L v` with
+    :math:`L L^\top = K_{ZZ} + \text{jitter}`. A call makes a deterministic site
+    ``name``, :math:`f = m(x) + A^\top v + \sqrt{r}\,\epsilon`, with
+    :math:`A = L^{-1} K_{ZX}` and :math:`r_i = k(x_i, x_i) - |A_i|^2`.
+
+    The residual noise is added only in prediction and inside stock evidence lower
+    bounds; log densities (NUTS, ``log_likelihood``) use its mean 0, so MCMC with fewer
+    inducing inputs than data targets the projected process. See :func:`with_residual`.
+
+    :param name: name of the site of function values.
+    :param kernel: any :class:`numpyro_gpaug.kernels.Kernel`, tinygp kernel, or plain
+        function ``k(X, Z) -> (N, M)``. Hyperparameters with a leading axis C make one
+        kernel per latent.
+    :param inducing: inducing inputs Z, (M, D), or (C, M, D) for a set per latent. The
+        training inputs themselves give the full process.
+    :param mean: a number, an array (C,), or a function of the inputs that returns (N,)
+        or (N, C).
+    :param num_latents: number C of independent latents; ``None`` for a single one
+        without a latent axis.
+    :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; default
+        1e-5 in float32 and 1e-10 in float64; 0 is allowed.
+    :raises ValueError: inside a plate, or for inducing inputs that are not two- or
+        three-dimensional (one-dimensional for scalar inputs) or are empty.
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(X, y=None):
+    ...     kernel = gpaug.kernels.SquaredExponential(lengthscale=0.5)
+    ...     gp = gpaug.GaussianProcess("f", kernel, inducing=jnp.linspace(0, 1, 5)[:, None])
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+    >>> from numpyro.infer import Predictive
+    >>> prior = Predictive(model, num_samples=3)(jax.random.key(0), jnp.zeros((7, 1)))
+    >>> prior["f"].shape, prior["f.v"].shape
+    ((3, 7), (3, 5))
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kernel: Any,
+        inducing: Array,
+        mean: float | Array | Callable[[Array], Array] = 0.0,
+        num_latents: int | None = None,
+        jitter: float | None = None,
+    ) -> None:
+        self.name = name
+        self.kernel = as_kernel(kernel)
+        self.inducing = _as_inputs(inducing, "inducing")
+        self.mean = mean
+        self.num_latents = num_latents
+        if self.inducing.ndim == 3 and self.inducing.shape[0] != num_latents:
+            raise ValueError(
+                f"inducing has shape {self.inducing.shape}, one set per latent, but "
+                f"num_latents is {num_latents}"
+            )
+        self.jitter = default_jitter(self.inducing.dtype) if jitter is None else jitter
+        num_inducing = self.inducing.shape[-2 if self.inducing.ndim > 1 else 0]
+        shape = (num_inducing,) if num_latents is None else (num_latents, num_inducing)
+        standard = dist.Normal(jnp.zeros(shape, self.inducing.dtype), 1)
+        self.v = numpyro.sample(f"{name}.v", standard.to_event(len(shape)))
+        if self.v.shape != shape:
+            raise ValueError(
+                f'GaussianProcess("{name}") was constructed inside a plate: its inducing '
+                f"values came out with shape {self.v.shape}, not {shape}. Construct it "
+                "before the plate and call it inside."
+            )
+
+    @cached_property
+    def cholesky(self) -> Array:
+        """Lower factor of ``K_ZZ`` with jitter, (1 or C, M, M)."""
+        gram = _lead(self.kernel(self.inducing, self.inducing), 2)
+        return cholesky_jitter(gram, self.jitter)
+
+    def __call__(self, X: Array, latents: Array | None = None) -> Array:
+        """Function values at ``X``.
+
+        :param X: inputs, (N, D).
+        :param latents: indices of a subset of the C latents; all by default.
+        :return: (N,), or (N, C), or (N, len(latents)).
+        :raises ValueError: if the columns of ``X`` and of the inducing inputs differ.
+        """
+        X = _as_inputs(X, "X")
+        if X.ndim > 2 or X.shape[1:] != self.inducing.shape[-1:] * (X.ndim - 1):
+            raise ValueError(
+                f'GaussianProcess("{self.name}") was called at X of shape {X.shape}; its '
+                f"inducing inputs have shape {self.inducing.shape}: expected (N, "
+                f"{self.inducing.shape[-1]})"
+            )
+        if latents is not None and self.num_latents is None:
+            raise ValueError("latents= needs a GaussianProcess with num_latents=C")
+        conditional = Conditional(self, X, latents)
+        return deterministic_site(self.name, conditional)
+
+
+class Conditional:
+    """The law of function values at ``X`` given the inducing values; everything lazy.
+
+    It is the ``fn`` of the deterministic site a :class:`GaussianProcess` call makes.
+
+    :param gp: the process.
+    :param X: inputs, (N, D).
+    :param latents: indices of the latents, or ``None`` for all.
+    """
+
+    def __init__(self, gp: GaussianProcess, X: Array, latents: Array | None) -> None:
+        self.gp = gp
+        self.X = X
+        self.latents = latents
+
+    @cached_property
+    def projection(self) -> Array:
+        """``A = L^-1 K_ZX``, (1 or C, M, N)."""
+        return self.projection_through(self.gp.cholesky)
+
+    def projection_through(self, factor: Array) -> Array:
+        """``A`` from a factor of ``K_ZZ`` computed before, (1 or C, M, M)."""
+        cross = _lead(self.gp.kernel(self.X, self.gp.inducing), 2)
+        return self._select(solve_lower(factor, jnp.swapaxes(cross, -1, -2)))
+
+    @cached_property
+    def prior_variance(self) -> Array:
+        """``k(x, x)``, (1 or C, N)."""
+        return self._select(_lead(self.gp.kernel(self.X), 1))
+
+    @cached_property
+    def residual(self) -> Array:
+        """Variance of f given v, (1 or C, N)."""
+        return residual_variance(self.prior_variance, self.projection)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the function values: (N,), (N, C) or (N, len(latents))."""
+        size = self.X.shape[0]
+        if self.gp.num_latents is None:
+            return (size,)
+        chosen = self.gp.num_latents if self.latents is None else len(self.latents)
+        return (size, chosen)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the function values."""
+        return jnp.result_type(self.X.dtype, self.gp.inducing.dtype)
+
+    @cached_property
+    def mean(self) -> Array:
+        """The mean function at ``X``, of :attr:`shape`."""
+        mean = self.gp.mean
+        value = jnp.asarray(mean(self.X) if callable(mean) else mean, self.dtype)
+        if value.ndim and self.latents is not None:
+            value = value[..., jnp.asarray(self.latents)]
+        if value.ndim == 1 and callable(mean) and len(self.shape) == 2:
+            value = value[:, None]
+        return jnp.broadcast_to(value, self.shape)
+
+    def values(self, v: Array, eps: Array | None = None) -> Array:
+        """Function values for whitened inducing values ``v`` and residual noise ``eps``.
+
+        :param v: (M,) or (C, M).
+        :param eps: standard normal of :attr:`shape`, or ``None`` for no residual.
+        """
+        v = self._select(v) if self.gp.num_latents is not None else v[None]
+        values = self._as_values(jnp.einsum("...mn,...m->...n", self.projection, v))
+        if eps is not None:
+            # The gradient of a square root at 0 is infinite, and r is 0 where X is Z.
+            positive = self.residual > 0
+            scale = jnp.where(positive, jnp.sqrt(jnp.where(positive, self.residual, 1)), 0)
+            values = values + self._as_values(scale) * eps
+        return self.mean + values
+
+    def __call__(self) -> Array:
+        policy = current_residual_policy()
+        eps = None
+        if policy == "noise":
+            key = numpyro.prng_key()
+            eps = jax.random.normal(key, self.shape, self.dtype)
+        elif policy == "site":
+            standard = dist.Normal(jnp.zeros(self.shape, self.dtype), 1)
+            eps = numpyro.sample(
+                f"{self.gp.name}.eps", standard.to_event(len(self.shape) - 1)
+            )
+        return self.values(self.gp.v, eps)
+
+    def _select(self, per_latent: Array) -> Array:
+        """The chosen latents of an array with a leading axis 1 or C."""
+        if self.latents is None or per_latent.shape[0] == 1:
+            return per_latent
+        return per_latent[jnp.asarray(self.latents)]
+
+    def _as_values(self, per_latent: Array) -> Array:
+        """From (1 or C, N) to :attr:`shape`."""
+        if self.gp.num_latents is None:
+            return per_latent[0]
+        return jnp.broadcast_to(per_latent.T, self.shape)
+
+
+def residual_variance(prior_variance: Array, projection: Array) -> Array:
+    """``k(x, x) - |A_i|^2``: a Schur complement, so only rounding can make it negative,
+    and the true value is then 0 to rounding."""
+    return jnp.maximum(prior_variance - jnp.square(projection).sum(-2), 0)
+
+
+def with_residual(model: Callable, policy: str) -> Callable:
+    """``model`` with a fixed policy for the residual of its Gaussian processes.
+
+    :param model: a NumPyro model.
+    :param policy: ``"site"`` makes the residual noise a whitened latent site
+        ``"{name}.eps"``, so that MCMC with inducing inputs samples the process with
+        independent residuals; ``"noise"`` adds fresh noise always; ``"mean"`` never.
+    :return: a model with the same arguments.
+    :raises ValueError: for any other policy.
+    """
+    if policy not in _POLICIES:
+        raise ValueError(f"policy must be one of {_POLICIES}, got {policy!r}")
+    return residual_policy(model, policy)
+
+
+def _as_inputs(X: Array, name: str) -> Array:
+    X = jnp.asarray(X)
+    if X.ndim not in (1, 2, 3) or 0 in X.shape:
+        raise ValueError(
+            f"{name} has shape {X.shape}; expected a non-empty array (rows, columns)"
+        )
+    return X if jnp.issubdtype(X.dtype, jnp.floating) else X.astype(float)
+
+
+def _lead(array: Array, ndim: int) -> Array:
+    return array if array.ndim > ndim else array[None]

@@ -1,0 +1,519 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels against scikit-learn, brute force, and the measurements that shaped them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+from sklearn.gaussian_process import kernels as sk
+
+from numpyro_gpaug import kernels
+from numpyro_gpaug.kernels import (
+    Constant,
+    Linear,
+    Matern12,
+    Matern32,
+    Matern52,
+    Periodic,
+    Product,
+    RationalQuadratic,
+    SquaredExponential,
+    Sum,
+    as_kernel,
+    from_function,
+)
+
+STATIONARY = [
+    SquaredExponential,
+    Matern12,
+    Matern32,
+    Matern52,
+    RationalQuadratic,
+    Periodic,
+]
+ALL = [*STATIONARY, Linear, Constant]
+# One count of columns for each form of the distance.
+COLUMNS = [3, 12]
+
+
+def draw(seed, *shape, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def brute(kernel, X, Z):
+    """The formula of the docstring, pair by pair, in float64."""
+    X, Z = (np.asarray(inputs, np.float64) for inputs in (X, Z))
+    X, Z = (inputs[:, None] if inputs.ndim == 1 else inputs for inputs in (X, Z))
+    difference = X[:, None] - Z[None]
+    variance = np.float64(kernel.variance)
+    if isinstance(kernel, Linear):
+        return variance * X @ Z.T
+    if isinstance(kernel, Constant):
+        return variance * np.ones((len(X), len(Z)))
+    scale = np.asarray(kernel.lengthscale, np.float64)
+    r2 = np.sum((difference / scale) ** 2, -1)
+    r = np.sqrt(r2)
+    correlation = {
+        SquaredExponential: lambda: np.exp(-r2 / 2),
+        Matern12: lambda: np.exp(-r),
+        Matern32: lambda: (1 + 3**0.5 * r) * np.exp(-(3**0.5) * r),
+        Matern52: lambda: (1 + 5**0.5 * r + 5 * r2 / 3) * np.exp(-(5**0.5) * r),
+        RationalQuadratic: lambda: (1 + r2 / (2 * kernel.alpha)) ** -kernel.alpha,
+        Periodic: lambda: np.exp(
+            -2
+            * np.sum((np.sin(np.pi * difference / kernel.period) / scale) ** 2, axis=-1)
+        ),
+    }
+    return variance * correlation[type(kernel)]()
+
+
+def jaxpr_of(kernel, X, Z):
+    return jax.make_jaxpr(lambda k, X, Z: k(X, Z))(kernel, X, Z)
+
+
+PARITY = {
+    "squared_exponential": (SquaredExponential(1.3, 2.0), 2.0 * sk.RBF(1.3)),
+    "matern12": (Matern12(1.3, 2.0), 2.0 * sk.Matern(1.3, nu=0.5)),
+    "matern32": (Matern32(1.3, 2.0), 2.0 * sk.Matern(1.3, nu=1.5)),
+    "matern52": (Matern52(1.3, 2.0), 2.0 * sk.Matern(1.3, nu=2.5)),
+    "rational_quadratic": (
+        RationalQuadratic(1.3, 2.0, 0.7),
+        2.0 * sk.RationalQuadratic(1.3, 0.7),
+    ),
+    "linear": (Linear(2.0), 2.0 * sk.DotProduct(0.0)),
+    "constant": (Constant(2.0), sk.ConstantKernel(2.0)),
+    "composite": (
+        2.0 * SquaredExponential(0.8) * Linear() + Matern32(2.0) + 0.5,
+        2.0 * sk.RBF(0.8) * sk.DotProduct(0.0)
+        + sk.Matern(2.0, nu=1.5)
+        + sk.ConstantKernel(0.5),
+    ),
+}
+
+
+def assert_parity(ours, theirs, columns, dtype, tolerance):
+    X, Z = draw(0, 9, columns, dtype=dtype), draw(1, 7, columns, dtype=dtype)
+    assert_kernel = functools.partial(
+        np.testing.assert_allclose, rtol=tolerance, atol=tolerance
+    )
+    assert_kernel(ours(X, Z), theirs(X, Z))
+    assert_kernel(ours(X, X), theirs(X))
+    assert_kernel(ours(X), theirs.diag(X))
+    assert ours(X, Z).dtype == ours(X).dtype == dtype
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("case", PARITY)
+def test_agrees_with_scikit_learn(case, columns):
+    assert_parity(*PARITY[case], columns, np.float32, 2e-5)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("case", PARITY)
+def test_agrees_with_scikit_learn_in_double_precision(case, columns):
+    assert_parity(*PARITY[case], columns, np.float64, 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_periodic_agrees_with_scikit_learn_in_one_dimension():
+    X, Z = draw(0, 9, 1, dtype=np.float64), draw(1, 7, 1, dtype=np.float64)
+    expected = sk.ExpSineSquared(0.9, 1.7)(X, Z)
+    np.testing.assert_allclose(Periodic(0.9, period=1.7)(X, Z), expected, rtol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("Kernel", STATIONARY)
+def test_one_lengthscale_per_column(Kernel, columns):
+    X, Z = draw(0, 9, columns, dtype=np.float64), draw(1, 7, columns, dtype=np.float64)
+    kernel = Kernel(np.linspace(0.5, 3.0, columns) * columns**0.5, 1.5)
+    np.testing.assert_allclose(kernel(X, Z), brute(kernel, X, Z), rtol=1e-11)
+    np.testing.assert_allclose(kernel(X), np.diag(kernel(X, X)), rtol=1e-14)
+
+
+@given(
+    Kernel=st.sampled_from(STATIONARY),
+    rows=st.integers(1, 6),
+    columns=st.sampled_from([1, 3, 12]),
+    shift=st.floats(-100, 100),
+    log_scale=st.floats(-3, 3),
+    ratio=st.floats(0.2, 10),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_right_and_positive_semidefinite_at_any_scale(
+    Kernel, rows, columns, shift, log_scale, ratio
+):
+    scale = 10.0**log_scale
+    X = (scale * (draw(rows, rows, columns) + shift)).astype(np.float32)
+    lengthscale = ratio * columns**0.5
+    if Kernel is Periodic:
+        kernel = Periodic(lengthscale, 2.0, period=3.0 * scale)
+    else:
+        kernel = Kernel(lengthscale * scale, 2.0)
+    K = np.asarray(kernel(X, X), np.float64)
+    # Matern12 has a cusp at 0, where a rounded distance counts in full.
+    tolerance = 2e-3 if Kernel is Matern12 else 2e-4
+    np.testing.assert_allclose(K, brute(kernel, X, X), atol=tolerance)
+    assert np.linalg.eigvalsh((K + K.T) / 2).min() > -1e-4 * rows
+    np.testing.assert_array_equal(np.diag(K), kernel(X))
+
+
+@pytest.mark.parametrize(
+    ("columns", "mean", "lengthscale", "tolerance"),
+    [
+        (20, 0.0, 20**0.5, 1e-6),
+        (20, 10.0, 20**0.5, 1e-6),
+        (20, 100.0, 20**0.5, 1e-6),
+        (20, 0.0, 0.1 * 20**0.5, 1e-4),
+        (1, 0.0, 0.05, 1e-6),
+        (1, 100.0, 0.05, 1e-6),
+        (8, 100.0, 0.3, 1e-6),
+        (784, 0.5, 784**0.5, 2e-6),
+    ],
+)
+def test_no_cancellation_in_single_precision(columns, mean, lengthscale, tolerance):
+    X = draw(0, 100, columns) + np.float32(mean)
+    Z = draw(1, 80, columns) + np.float32(mean)
+    Z[:10] = X[:10]
+    kernel = SquaredExponential(np.float32(lengthscale))
+    assert np.abs(kernel(X, Z) - brute(kernel, X, Z)).max() < tolerance
+    K = np.asarray(kernel(X, X), np.float64)
+    assert np.abs(K - brute(kernel, X, X)).max() < tolerance
+    assert np.linalg.eigvalsh((K + K.T) / 2).min() > -10 * tolerance
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("Kernel", STATIONARY)
+def test_diagonal_is_exact_for_the_same_object(Kernel, columns):
+    X = jnp.asarray(50 + draw(0, 20, columns))
+    np.testing.assert_array_equal(jnp.diag(Kernel(0.3)(X, X)), 1.0)
+    np.testing.assert_array_equal(
+        jax.jit(lambda X: jnp.diag((Kernel(0.3) + 0.5)(X, X)))(X), 1.5
+    )
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("Kernel", STATIONARY)
+def test_gradient_is_finite_at_coincident_points(Kernel, columns):
+    X = jnp.asarray(draw(0, 5, columns)).at[1].set(draw(0, 5, columns)[0])
+
+    def same(X, lengthscale):
+        return jnp.sum(jnp.sin(Kernel(lengthscale)(X, X)))
+
+    def equal(X, lengthscale):
+        return jnp.sum(jnp.sin(Kernel(lengthscale)(X, X + 0.0)))
+
+    for lengthscale in (jnp.float32(0.7), jnp.full(columns, 0.7)):
+        for function in (same, equal):
+            gradient = jax.grad(function, (0, 1))(X, lengthscale)
+            assert all(jnp.isfinite(leaf).all() for leaf in gradient)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("Kernel", ALL)
+def test_gradient_agrees_with_finite_differences(Kernel, columns):
+    X, Z = (jnp.asarray(draw(i, 3, columns, dtype=np.float64)) for i in (0, 1))
+    kernel = Kernel(variance=jnp.asarray(1.3))
+    if Kernel in STATIONARY:
+        kernel = Kernel(jnp.linspace(1.0, 3.0, columns) * columns**0.5, kernel.variance)
+    for case in (
+        kernel,
+        kernel * Matern52(jnp.asarray(4.0)) + Linear(jnp.asarray(0.5)),
+    ):
+        check_grads(lambda k, X, Z: k(X, Z), (case, X, Z), 1, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("batched_Z", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (None,), (4, 1), (4, None)])
+@pytest.mark.parametrize("Kernel", STATIONARY)
+def test_batch_of_latents_equals_a_loop(Kernel, shape, batched_Z, columns):
+    rng = np.random.default_rng(2)
+    X = draw(0, 5, columns, dtype=np.float64)
+    Z = draw(1, *(4,) * batched_Z, 3, columns, dtype=np.float64)
+    shape = tuple(columns if axis is None else axis for axis in shape)
+    lengthscale = columns**0.5 * rng.uniform(0.5, 2.0, shape)
+    variance = rng.uniform(0.5, 2.0, 4)
+    extra = {
+        name: rng.uniform(0.5, 2.0, 4)
+        for name in ("alpha", "period")
+        if hasattr(Kernel, name)
+    }
+    kernel = Kernel(lengthscale, variance, **extra) + Constant(variance)
+    assert kernel.batch_shape == (4,)
+    assert kernel(X, Z).shape == (4, 5, 3)
+    assert kernel(X).shape == (4, 5)
+    for c in range(4):
+        single = Kernel(
+            lengthscale[c] if len(shape) == 2 else lengthscale,
+            variance[c],
+            **{name: float(value[c]) for name, value in extra.items()},
+        )
+        Z_c = Z[c] if batched_Z else Z
+        expected = brute(single, X, Z_c) + variance[c]
+        np.testing.assert_allclose(kernel(X, Z)[c], expected, rtol=1e-11)
+        np.testing.assert_allclose(kernel(X)[c], 2 * variance[c], rtol=1e-12)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("Kernel", ALL)
+def test_inputs_of_each_latent_with_shared_hyperparameters(Kernel, columns):
+    X, Z = draw(0, 5, columns), draw(1, 4, 3, columns)
+    kernel = Kernel()
+    expected = np.stack([kernel(X, Z_c) for Z_c in Z])
+    np.testing.assert_allclose(kernel(X, Z), expected, rtol=1e-4, atol=1e-6)
+    transposed = np.swapaxes(expected, -1, -2)
+    np.testing.assert_allclose(kernel(Z, X), transposed, rtol=1e-4, atol=1e-6)
+    assert kernel(Z, Z).shape == (4, 3, 3)
+    expected = np.stack([kernel(Z_c) for Z_c in Z])
+    np.testing.assert_allclose(kernel(Z), expected, rtol=1e-6)
+
+
+def test_latents_with_one_lengthscale_share_the_distances():
+    X, Z = draw(0, 6, 12), draw(1, 5, 12)
+    for lengthscale in (np.float32(2), np.full((4, 1), 2.0, np.float32)):
+        kernel = SquaredExponential(lengthscale, np.ones(4, np.float32))
+        text = str(jaxpr_of(kernel, X, Z))
+        assert text.count("dot_general") == 1
+        assert "f32[6,5] = dot_general" in text
+        assert "f32[4,6,12]" not in text
+    shared = SquaredExponential(np.float32(2), np.ones(4, np.float32))
+    assert "f32[6,5] = exp" in str(jaxpr_of(shared, X, Z))
+
+
+def test_latents_with_a_lengthscale_per_column_do_not_repeat_the_data():
+    X, Z = draw(0, 600, 12), draw(1, 5, 12)
+    kernel = SquaredExponential(np.ones((4, 12), np.float32))
+    assert "f32[4,600,12]" not in str(jaxpr_of(kernel, X, Z))
+
+
+@pytest.mark.parametrize("kernel", [SquaredExponential(np.ones(12)), Linear()])
+def test_products_keep_full_precision_on_accelerators(kernel):
+    text = str(jaxpr_of(kernel, draw(0, 6, 12), draw(1, 5, 12)))
+    assert text.count("precision=(Precision.HIGHEST") == text.count("dot_general[")
+
+
+@pytest.mark.parametrize("per_column", [False, True])
+@pytest.mark.parametrize("Kernel", [SquaredExponential, Matern32, Periodic])
+def test_memory_of_the_gradient_is_not_cubic(Kernel, per_column):
+    rows, columns = 200, 2000
+    X, Z = draw(0, rows, columns), draw(1, rows, columns)
+    lengthscale = jnp.full(columns if per_column else (), columns**0.5)
+
+    @jax.jit
+    def loss(Z, lengthscale, X):
+        value = jax.value_and_grad(
+            lambda Z, scale: jnp.sum(jnp.sin(Kernel(scale)(X, Z))), (0, 1)
+        )
+        return value(Z, lengthscale)
+
+    memory = loss.lower(Z, lengthscale, X).compile().memory_analysis()
+    inputs = X.nbytes + Z.nbytes
+    assert memory.temp_size_in_bytes < 8 * inputs < rows * rows * columns * 4 / 10
+
+
+def test_memory_with_few_columns_is_that_of_a_few_matrices():
+    X, Z = draw(0, 500, 8), draw(1, 400, 8)
+    loss = jax.jit(jax.grad(lambda Z, X: jnp.sum(jnp.sin(Matern52()(X, Z)))))
+    memory = loss.lower(Z, X).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 8 * 500 * 400 * 4
+
+
+@pytest.mark.parametrize("Kernel", ALL)
+def test_inputs_rule_the_dtype(x64, Kernel):
+    X = draw(0, 4, 2)
+    for variance in (2, 2.0, np.float64(2), jnp.asarray(2.0, jnp.float64)):
+        kernel = Kernel(variance=variance)
+        kernel = kernel * 2.0 + kernel
+        for inputs in ((X,), (X, X), (X, X + 1), (X.astype(int), X)):
+            assert kernel(*inputs).dtype == np.float32
+        for inputs in ((X.astype(int),), (X, X.astype(np.float64))):
+            assert kernel(*inputs).dtype == np.float64
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("Kernel", ALL)
+def test_no_implicit_promotion(x64, Kernel, columns):
+    with jax.numpy_dtype_promotion("strict"):
+        X = draw(0, 4, columns)
+        kernel = Kernel(variance=jnp.asarray(2.0)) + 1.0
+        assert kernel(X, X[:2]).dtype == kernel(X).dtype == np.float32
+
+
+@pytest.mark.parametrize("Kernel", ALL)
+def test_inputs_without_columns(Kernel):
+    x, z = draw(0, 5), draw(1, 3)
+    kernel = Kernel(variance=1.5)
+    np.testing.assert_array_equal(kernel(x, z), kernel(x[:, None], z[:, None]))
+    np.testing.assert_array_equal(kernel(x), kernel(x[:, None]))
+    np.testing.assert_allclose(kernel(x, z), brute(kernel, x, z), rtol=1e-4)
+    assert kernel(x[:0], z).shape == (0, 3)
+
+
+@pytest.mark.parametrize("Kernel", ALL)
+def test_is_a_pytree(Kernel):
+    X = jnp.asarray(draw(0, 5, 2))
+    kernel = Kernel(variance=jnp.asarray(1.5)) * 2.0
+    leaves, structure = jax.tree.flatten(kernel)
+    assert structure == jax.tree.structure(jax.tree.map(lambda _: object(), kernel))
+    expected = kernel(X, X)
+    np.testing.assert_allclose(jax.jit(lambda k: k(X, X))(kernel), expected, rtol=1e-6)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2.0 * leaf]), kernel)
+    both = jax.vmap(lambda k: k(X, X))(stacked)
+    np.testing.assert_allclose(both[0], expected, rtol=1e-6)
+    gradient = jax.grad(lambda k: jnp.sum(k(X)))(kernel)
+    assert jax.tree.structure(gradient) == structure
+    np.testing.assert_allclose(
+        gradient.left.variance, jnp.sum(kernel(X)) / 1.5, rtol=1e-5
+    )
+    # Gradients and optimizer states are no valid kernels, but have their structure.
+    jax.tree.map(lambda leaf: -0.0 * leaf, kernel)
+
+
+def test_algebra():
+    X = draw(0, 4, 2)
+    k, other = SquaredExponential(), Matern12()
+    assert isinstance(k + other, Sum)
+    assert isinstance(k * other, Product)
+    assert isinstance((k + 2).right, Constant)
+    assert isinstance((2 * k).left, Constant)
+    assert sum([k, other]).left is k
+    for two in (2, 2.0, np.float32(2), np.asarray(2.0), jnp.asarray(2.0)):
+        for scaled in (two * k, k * two):
+            np.testing.assert_allclose(scaled(X, X), 2 * k(X, X), rtol=1e-6)
+        for shifted in (two + k, k + two):
+            np.testing.assert_allclose(shifted(X), 2 + k(X), rtol=1e-6)
+    per_latent = np.arange(1.0, 4.0) * k
+    assert per_latent.batch_shape == (3,)
+    assert per_latent(X, X).shape == (3, 4, 4)
+    with_function = k + (lambda X, Z: X @ Z.T)
+    np.testing.assert_allclose(with_function(X, X), k(X, X) + X @ X.T, rtol=1e-6)
+    for wrong in ("2", None, [1.0]):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            k + wrong
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, np.array([1.0, 0.0])])
+@pytest.mark.parametrize("name", ["lengthscale", "variance", "alpha"])
+def test_invalid_hyperparameter(name, value):
+    X = draw(0, 4, 2)
+    for concrete in (value, jnp.asarray(value)):
+        kernel = RationalQuadratic(**{name: concrete})
+        message = f"RationalQuadratic: {name} must be positive and finite, got"
+        with pytest.raises(ValueError, match=message):
+            kernel(X)
+        with pytest.raises(ValueError, match=message):
+            jax.jit(lambda X, kernel=kernel: kernel(X, X))(X)
+    jax.jit(lambda v: RationalQuadratic(**{name: v})(X))(value)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "inputs", "message"),
+    [
+        (Linear(), (np.ones((4, 2)), np.ones((3, 5))), r"\(4, 2\).*\(3, 5\)"),
+        (Matern12(), (np.ones(4), np.ones((3, 2))), r"\(4, 1\).*\(3, 2\)"),
+        (Matern12(np.ones(3)), (np.ones((4, 2)),), r"\(3,\).*\(4, 2\)"),
+        (Matern12(np.ones((2, 3))), (np.ones((4, 2)),) * 2, r"\(2, 3\).*\(4, 2\)"),
+        (Matern12(variance=np.ones((4, 1))), (np.ones(4),), r"variance.*\(4, 1\)"),
+        (Matern12(np.ones((2, 1, 1))), (np.ones(4),), r"lengthscale.*\(2, 1, 1\)"),
+        (Matern12(), (1.0,), r"\(N, D\).*got shape \(\)"),
+        (Matern12(), (np.ones((3, 0)),), r"\(N, D\).*got shape \(3, 0\)"),
+    ],
+)
+def test_mismatched_shapes(kernel, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        kernel(*inputs)
+
+
+def euclidean(X, Z):
+    return jnp.exp(-jnp.sum((X[:, None] - Z) ** 2, -1) / 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        euclidean,
+        jax.jit(euclidean),
+        functools.partial(lambda X, Z, scale: euclidean(scale * X, Z), scale=1.0),
+        functools.wraps(euclidean)(lambda *inputs: euclidean(*inputs)),
+    ],
+)
+def test_functions_are_lifted(function):
+    X, Z = draw(0, 5, 2), draw(1, 3, 2)
+    kernel = as_kernel(function)
+    expected = SquaredExponential()
+    np.testing.assert_allclose(kernel(X, Z), expected(X, Z), rtol=1e-5)
+    np.testing.assert_allclose(kernel(X), expected(X), rtol=1e-5)
+    assert as_kernel(kernel) is kernel
+    assert not jax.tree.leaves(kernel)
+    batch = draw(2, 4, 3, 2)
+    np.testing.assert_allclose(kernel(X, batch), expected(X, batch), rtol=1e-5)
+    np.testing.assert_allclose(kernel(batch), expected(batch), rtol=1e-5)
+
+
+def test_function_of_inputs_without_columns():
+    x = draw(0, 5)
+    kernel = as_kernel(lambda x, z: jnp.exp(-jnp.square(x[:, None] - z)))
+    assert kernel(x, x[:2]).shape == (5, 2)
+    np.testing.assert_array_equal(kernel(x), np.ones(5))
+
+
+def test_function_with_its_own_diagonal():
+    kernel = from_function(euclidean, diag=lambda X: 2 * jnp.ones(len(X)))
+    np.testing.assert_array_equal(kernel(draw(0, 5, 2)), 2 * np.ones(5))
+
+
+def test_function_of_the_wrong_shape():
+    X = draw(0, 5, 2)
+    with pytest.raises(
+        ValueError, match=r"shape \(5, 3, 2\), expected \(5, 3\)"
+    ):
+        as_kernel(lambda X, Z: X[:, None] - Z)(X, X[:3])
+    with pytest.raises(ValueError, match=r"returned shape \(\), expected \(5,\)"):
+        from_function(euclidean, diag=jnp.sum)(X)
+
+
+@pytest.mark.parametrize("wrong", [None, 1.0, "rbf", SquaredExponential, np.ones(3)])
+def test_not_a_kernel(wrong):
+    with pytest.raises(TypeError, match="expected a kernel instance, callable as"):
+        as_kernel(wrong)
+
+
+def test_tinygp_kernels_are_kernels():
+    tk = pytest.importorskip("tinygp").kernels
+    X, Z = draw(0, 5, 1), draw(1, 3, 1)
+    pairs = [
+        (tk.ExpSquared(0.7), SquaredExponential(0.7)),
+        (tk.Exp(0.7), Matern12(0.7)),
+        (tk.Matern32(0.7), Matern32(0.7)),
+        (tk.Matern52(0.7), Matern52(0.7)),
+        (tk.RationalQuadratic(0.7, alpha=1.5), RationalQuadratic(0.7, alpha=1.5)),
+        (tk.DotProduct(), Linear()),
+        (tk.Constant(2.0), Constant(2.0)),
+        (
+            2.0 * tk.ExpSquared() + tk.Matern32(),
+            2.0 * SquaredExponential() + Matern32(),
+        ),
+    ]
+    for theirs, ours in pairs:
+        assert as_kernel(theirs) is theirs
+        assert theirs(X).shape == (5,)
+        np.testing.assert_allclose(theirs(X, Z), ours(X, Z), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(theirs(X), ours(X), rtol=1e-5)
+    mixed = Linear() + tk.ExpSquared(0.7)
+    expected = Linear()(X, Z) + tk.ExpSquared(0.7)(X, Z)
+    np.testing.assert_allclose(mixed(X, Z), expected, rtol=1e-5, atol=1e-6)
+    assert mixed.batch_shape == ()
+
+
+def test_public_names_are_documented():
+    for name in kernels.__all__:
+        assert getattr(kernels, name).__doc__
