@@ -11,7 +11,7 @@ from numpyro_gpaug.errors import (
 )
 from numpyro_gpaug.expectations import Route, expected_log_prob, register_expectation
 from numpyro_gpaug.guides import AutoSparseGP
-from numpyro_gpaug.infer.elbo import TraceAnalytic_ELBO
+from numpyro_gpaug.infer import ConjugateSVI, TraceAnalytic_ELBO
 from numpyro_gpaug.process import GaussianProcess, with_residual
 
 __version__ = "0.1.0"
@@ -20,6 +20,7 @@ __all__ = [
     "Augmentation",
     "AutoSparseGP",
     "CholeskyError",
+    "ConjugateSVI",
     "GaussianProcess",
     "NotConjugateError",
     "PolyaGamma",

@@ -86,6 +86,11 @@ class AutoSparseGP:
             )
         return self._structure
 
+    @property
+    def random_others(self) -> bool:
+        """Whether the other autoguide draws at random (``AutoDelta`` does not)."""
+        return self._other is not None and not isinstance(self._other, AutoDelta)
+
     def setup(self, *args: Any, **kwargs: Any) -> AutoSparseGP:
         """Takes the model apart for these arguments; done once, by the first call.
 
@@ -103,7 +108,7 @@ class AutoSparseGP:
 
     def _build_other(self) -> Callable[..., Any]:
         # Zeros, not draws, for what is hidden: the other guide starts from a fixed model.
-        hidden = {b.site: jnp.zeros(b.shape, b.dtype) for b in self.structure.blocks}
+        hidden = self.structure.zeros
         fixed = handlers.block(
             handlers.substitute(self.model, data=hidden), hide=list(hidden)
         )

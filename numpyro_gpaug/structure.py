@@ -53,6 +53,7 @@ class Observed(NamedTuple):
     """An observed site and how its expected log-density is computed.
 
     :param name: the site.
+    :param cls: class of its distribution, wrappers removed.
     :param latents: parameters that carry a latent; empty unless closed form.
     :param route: see :class:`~numpyro_gpaug.expectations.Route`.
     :param processes: Gaussian processes that reach the site.
@@ -60,6 +61,7 @@ class Observed(NamedTuple):
     """
 
     name: str
+    cls: type
     latents: tuple[str, ...]
     route: Route
     processes: tuple[str, ...]
@@ -87,6 +89,11 @@ class Structure:
     others: tuple[str, ...]
     observed: tuple[Observed, ...]
     plates: dict[str, Plate]
+
+    @property
+    def zeros(self) -> dict[str, Array]:
+        """Zeros for the site of every block."""
+        return {b.site: jnp.zeros(b.shape, b.dtype) for b in self.blocks}
 
     @property
     def subsampled(self) -> dict[str, Plate]:
@@ -157,9 +164,11 @@ def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
     candidates, sites = _survey(model, arguments, key)
     reach = _Reach(model, arguments, key, candidates)
     weights = [b for b in candidates if not b.is_process and reach.is_weight(b.name)]
-    processes = [b for b in candidates if b.is_process]
-    blocks = (*processes, *weights)
-    owned = {b.site for b in blocks}
+    owned = {b.site for b in candidates if b.is_process or b in weights}
+    blocks = tuple(sorted(
+        (b for b in candidates if b.site in owned),
+        key=lambda b: sites.latent.index(b.site),
+    ))  # fmt: skip
     return Structure(
         blocks=blocks,
         others=tuple(n for n in sites.latent if n not in owned),
@@ -294,18 +303,18 @@ class _Reach:
 
     def observed(self, name: str, blocks: tuple[Block, ...]) -> Observed:
         """The route of an observed site."""
-        density = self.states["densities"][name].state
+        density, cls = self.states["densities"][name].state, self.classes[name]
         reached = tuple(b.name for b in blocks if b.name in density)
         processes = tuple(n for n in reached if n in self.processes)
         if not reached:
-            return Observed(name, (), Route.CONSTANT, (), None)
+            return Observed(name, cls, (), Route.CONSTANT, (), None)
         reason = self._why_not_closed(name, reached)
         if reason is None:
             latents = self.registered[name]
-            return Observed(name, latents, Route.CLOSED_FORM, processes, None)
+            return Observed(name, cls, latents, Route.CLOSED_FORM, processes, None)
         elementwise = len(reached) == 1 and density[reached[0]].elementwise
         route = Route.GAUSS_HERMITE if elementwise else Route.MONTE_CARLO
-        return Observed(name, (), route, processes, reason)
+        return Observed(name, cls, (), route, processes, reason)
 
     def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
         if not self.registered[name]:

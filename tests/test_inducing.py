@@ -99,9 +99,7 @@ def test_repeated_rows_are_chosen_once(method):
     X = np.repeat(draw(0, 12, 2), [200, *[1] * 11], axis=0)
     for num_inducing in (3, 11, 12):
         assert_distinct(method(X, num_inducing), (num_inducing, 2))
-    with pytest.raises(
-        ValueError, match="13 exceeds the 12 distinct rows among"
-    ):
+    with pytest.raises(ValueError, match="13 exceeds the 12 distinct rows among"):
         method(X, 13)
 
 

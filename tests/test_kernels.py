@@ -72,6 +72,12 @@ def brute(kernel, X, Z):
     return variance * correlation[type(kernel)]()
 
 
+@jax.jit
+def evaluate(kernel, *inputs):
+    """One compilation where eager evaluation has one per operation."""
+    return kernel(*inputs)
+
+
 def jaxpr_of(kernel, X, Z):
     return jax.make_jaxpr(lambda k, X, Z: k(X, Z))(kernel, X, Z)
 
@@ -101,10 +107,9 @@ def assert_parity(ours, theirs, columns, dtype, tolerance):
     assert_kernel = functools.partial(
         np.testing.assert_allclose, rtol=tolerance, atol=tolerance
     )
-    assert_kernel(ours(X, Z), theirs(X, Z))
+    assert_kernel(evaluate(ours, X, Z), theirs(X, Z))
     assert_kernel(ours(X, X), theirs(X))
     assert_kernel(ours(X), theirs.diag(X))
-    assert ours(X, Z).dtype == ours(X).dtype == dtype
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -139,13 +144,13 @@ def test_one_lengthscale_per_column(Kernel, columns):
 
 @given(
     Kernel=st.sampled_from(STATIONARY),
-    rows=st.integers(1, 6),
+    rows=st.sampled_from([1, 6]),
     columns=st.sampled_from([1, 3, 12]),
     shift=st.floats(-100, 100),
     log_scale=st.floats(-3, 3),
     ratio=st.floats(0.2, 10),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_right_and_positive_semidefinite_at_any_scale(
     Kernel, rows, columns, shift, log_scale, ratio
 ):
@@ -211,7 +216,7 @@ def test_gradient_is_finite_at_coincident_points(Kernel, columns):
 
     for lengthscale in (jnp.float32(0.7), jnp.full(columns, 0.7)):
         for function in (same, equal):
-            gradient = jax.grad(function, (0, 1))(X, lengthscale)
+            gradient = jax.jit(jax.grad(function, (0, 1)))(X, lengthscale)
             assert all(jnp.isfinite(leaf).all() for leaf in gradient)
 
 
@@ -223,11 +228,7 @@ def test_gradient_agrees_with_finite_differences(Kernel, columns):
     kernel = Kernel(variance=jnp.asarray(1.3))
     if Kernel in STATIONARY:
         kernel = Kernel(jnp.linspace(1.0, 3.0, columns) * columns**0.5, kernel.variance)
-    for case in (
-        kernel,
-        kernel * Matern52(jnp.asarray(4.0)) + Linear(jnp.asarray(0.5)),
-    ):
-        check_grads(lambda k, X, Z: k(X, Z), (case, X, Z), 1, atol=1e-6, rtol=1e-6)
+    check_grads(evaluate, (kernel, X, Z), 1, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("x64")
@@ -249,8 +250,9 @@ def test_batch_of_latents_equals_a_loop(Kernel, shape, batched_Z, columns):
     }
     kernel = Kernel(lengthscale, variance, **extra) + Constant(variance)
     assert kernel.batch_shape == (4,)
-    assert kernel(X, Z).shape == (4, 5, 3)
-    assert kernel(X).shape == (4, 5)
+    K, diagonal = evaluate(kernel, X, Z), kernel(X)
+    assert K.shape == (4, 5, 3)
+    assert diagonal.shape == (4, 5)
     for c in range(4):
         single = Kernel(
             lengthscale[c] if len(shape) == 2 else lengthscale,
@@ -259,8 +261,8 @@ def test_batch_of_latents_equals_a_loop(Kernel, shape, batched_Z, columns):
         )
         Z_c = Z[c] if batched_Z else Z
         expected = brute(single, X, Z_c) + variance[c]
-        np.testing.assert_allclose(kernel(X, Z)[c], expected, rtol=1e-11)
-        np.testing.assert_allclose(kernel(X)[c], 2 * variance[c], rtol=1e-12)
+        np.testing.assert_allclose(K[c], expected, rtol=1e-11)
+        np.testing.assert_allclose(diagonal[c], 2 * variance[c], rtol=1e-12)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -268,13 +270,12 @@ def test_batch_of_latents_equals_a_loop(Kernel, shape, batched_Z, columns):
 def test_inputs_of_each_latent_with_shared_hyperparameters(Kernel, columns):
     X, Z = draw(0, 5, columns), draw(1, 4, 3, columns)
     kernel = Kernel()
-    expected = np.stack([kernel(X, Z_c) for Z_c in Z])
-    np.testing.assert_allclose(kernel(X, Z), expected, rtol=1e-4, atol=1e-6)
-    transposed = np.swapaxes(expected, -1, -2)
-    np.testing.assert_allclose(kernel(Z, X), transposed, rtol=1e-4, atol=1e-6)
-    assert kernel(Z, Z).shape == (4, 3, 3)
-    expected = np.stack([kernel(Z_c) for Z_c in Z])
-    np.testing.assert_allclose(kernel(Z), expected, rtol=1e-6)
+    expected = np.stack([brute(kernel, X, Z_c) for Z_c in Z])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    close(evaluate(kernel, X, Z), expected)
+    close(evaluate(kernel, Z, X), np.swapaxes(expected, -1, -2))
+    close(kernel(Z), [np.diag(brute(kernel, Z_c, Z_c)) for Z_c in Z])
+    assert jax.eval_shape(evaluate, kernel, Z, Z).shape == (4, 3, 3)
 
 
 def test_latents_with_one_lengthscale_share_the_distances():
@@ -334,9 +335,9 @@ def test_inputs_rule_the_dtype(x64, Kernel):
         kernel = Kernel(variance=variance)
         kernel = kernel * 2.0 + kernel
         for inputs in ((X,), (X, X), (X, X + 1), (X.astype(int), X)):
-            assert kernel(*inputs).dtype == np.float32
+            assert jax.eval_shape(kernel, *inputs).dtype == np.float32
         for inputs in ((X.astype(int),), (X, X.astype(np.float64))):
-            assert kernel(*inputs).dtype == np.float64
+            assert jax.eval_shape(kernel, *inputs).dtype == np.float64
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -345,7 +346,8 @@ def test_no_implicit_promotion(x64, Kernel, columns):
     with jax.numpy_dtype_promotion("strict"):
         X = draw(0, 4, columns)
         kernel = Kernel(variance=jnp.asarray(2.0)) + 1.0
-        assert kernel(X, X[:2]).dtype == kernel(X).dtype == np.float32
+        for inputs in ((X,), (X, X[:2]), (X, X)):
+            assert jax.eval_shape(kernel, *inputs).dtype == np.float32
 
 
 @pytest.mark.parametrize("Kernel", ALL)
@@ -376,6 +378,17 @@ def test_is_a_pytree(Kernel):
     )
     # Gradients and optimizer states are no valid kernels, but have their structure.
     jax.tree.map(lambda leaf: -0.0 * leaf, kernel)
+
+
+def test_tree_structure_tells_kernels_apart():
+    # jit looks compiled code up by structure: equal structures, another kernel's code.
+    instances = [Kernel() for Kernel in ALL]
+    instances += [Linear() + Linear(), Linear() * Linear(), as_kernel(euclidean)]
+    instances += [from_function(euclidean, diag=len)]
+    structures = [jax.tree.structure(kernel) for kernel in instances]
+    for i, structure in enumerate(structures):
+        assert [structure == other for other in structures].count(True) == 1
+        assert structure == jax.tree.structure(jax.tree.map(abs, instances[i]))
 
 
 def test_algebra():
@@ -473,9 +486,7 @@ def test_function_with_its_own_diagonal():
 
 def test_function_of_the_wrong_shape():
     X = draw(0, 5, 2)
-    with pytest.raises(
-        ValueError, match=r"shape \(5, 3, 2\), expected \(5, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"shape \(5, 3, 2\), expected \(5, 3\)"):
         as_kernel(lambda X, Z: X[:, None] - Z)(X, X[:3])
     with pytest.raises(ValueError, match=r"returned shape \(\), expected \(5,\)"):
         from_function(euclidean, diag=jnp.sum)(X)

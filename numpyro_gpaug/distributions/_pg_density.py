@@ -322,6 +322,7 @@ def _complex_log_sin(delta: Array, v: Array) -> tuple[Array, Array]:
     return b - LOG2 + 0.5 * jnp.log(modulus), math.pi / 2 - a + turn
 
 
+@partial(jax.jit, static_argnames=("all_small", "all_large"))
 def log_density(
     x: Array, h: Array, z: Array, *, all_small: bool = False, all_large: bool = False
 ) -> Array:

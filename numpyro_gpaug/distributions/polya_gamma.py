@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -36,6 +37,23 @@ def _half_abs(c: Array) -> Array:
     # Unlike jnp.abs this has slope one at zero, where the density is smooth in c and
     # the slope cancels: the second derivative there would otherwise be lost.
     return jnp.where(c < 0, -c, c) / 2
+
+
+@jax.jit
+def _unit_variance(c: Array) -> Array:
+    w = jnp.square(c) / 4 + POLE
+    _, t1 = scaled_tanh_derivatives(w, 1)
+    return -t1 / (8 * w)
+
+
+@jax.jit
+def _unit_divergence(c1: Array, c2: Array) -> Array:
+    s1, s2 = jnp.square(c1), jnp.square(c2)
+    # The divergence is that of two points of log cosh; its textbook form is a small
+    # difference of large terms when c1 and c2 are close.
+    value = bregman(s1 / 4 + POLE, s2 / 4 + POLE, (c2 - c1) * (c2 + c1) / 4)
+    surrogate = log2cosh_half(s1) - log2cosh_half(s2) + (s2 - s1) / 2 * pg_mean_unit(s1)
+    return with_tangent_of(value, surrogate)
 
 
 class PolyaGamma(Distribution):
@@ -164,17 +182,15 @@ class PolyaGamma(Distribution):
     @property
     def variance(self) -> Array:
         b, c = self._arrays()
-        w = jnp.square(c) / 4 + POLE
-        _, t1 = scaled_tanh_derivatives(w, 1)
-        return -b * t1 / (8 * w)
+        return b * _unit_variance(c)
 
 
 @kl_divergence.register(PolyaGamma, PolyaGamma)
 def _kl_polya_gamma(p: PolyaGamma, q: PolyaGamma) -> Array:
     r"""``KL(p || q)`` for two Polya-Gamma laws of the same shape.
 
-    It is infinite neither way but has no closed form when the shapes differ.  The
-    shapes are compared when they are concrete; under tracing ``p.b`` is used.
+    There is no closed form when the shapes differ.  They are compared when both are
+    concrete; a traced pair must agree, and ``p.b`` is used.
 
     :raises NotImplementedError: If the shapes are known to differ.
     """
@@ -188,9 +204,4 @@ def _kl_polya_gamma(p: PolyaGamma, q: PolyaGamma) -> Array:
     b, c1, c2 = jnp.broadcast_arrays(
         *(jnp.asarray(a, dtype) for a in (p.b, p.c, q.c))
     )
-    s1, s2 = jnp.square(c1), jnp.square(c2)
-    # The divergence is that of two points of log cosh; its textbook form is a small
-    # difference of large terms when c1 and c2 are close.
-    value = bregman(s1 / 4 + POLE, s2 / 4 + POLE, (c2 - c1) * (c2 + c1) / 4)
-    surrogate = log2cosh_half(s1) - log2cosh_half(s2) + (s2 - s1) / 2 * pg_mean_unit(s1)
-    return b * with_tangent_of(value, surrogate)
+    return b * _unit_divergence(c1, c2)

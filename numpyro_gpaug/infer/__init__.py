@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inference: the analytic bound, closed-form updates, and the posterior."""
+
+from numpyro_gpaug.infer.conjugate import ConjugateSVI
+from numpyro_gpaug.infer.elbo import TraceAnalytic_ELBO
+from numpyro_gpaug.infer.schedules import Adaptive, Constant, RobbinsMonro
+from numpyro_gpaug.infer.stepper import ConjugateState
+
+__all__ = [
+    "Adaptive",
+    "ConjugateSVI",
+    "ConjugateState",
+    "Constant",
+    "RobbinsMonro",
+    "TraceAnalytic_ELBO",
+]

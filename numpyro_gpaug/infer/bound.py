@@ -93,7 +93,7 @@ class BoundProblem:
         self._values, self._key = values, key
         self._processes = [b for b in structure.blocks if b.is_process]
         self._weights = [b for b in structure.blocks if not b.is_process]
-        self._zeros = {b.site: jnp.zeros(b.shape, b.dtype) for b in structure.blocks}
+        self._zeros = structure.zeros
 
     def trace(self, at: dict[str, Array]) -> Trace:
         """Runs the model with function values and weights filled in from ``at``;
@@ -153,8 +153,9 @@ class BoundProblem:
         return found
 
     def block_scale(self, block: Block) -> Any:
-        """The scale NumPyro put on a block's sample site (None for 1)."""
-        return self._base[block.site]["scale"]
+        """The scale NumPyro put on a block's sample site, 1 if none."""
+        scale = self._base[block.site]["scale"]
+        return 1 if scale is None else scale
 
     def other_sites(self) -> Trace:
         """The sample sites of all other latents."""

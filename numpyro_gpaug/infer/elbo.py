@@ -120,7 +120,7 @@ class TraceAnalytic_ELBO(ELBO):
         priors = problem.priors()
         for block in structure.blocks:
             kl = kl_to_diagonal(moments[block.name], *priors[block.name])
-            total = total - scaled_sum(kl, problem.block_scale(block))
+            total = total - kl * problem.block_scale(block)
         return total + other_terms(problem, guide_trace)
 
 
@@ -168,7 +168,7 @@ def drawn_indices(
     in a step sees the same batch."""
     if not structure.subsampled:
         return {}
-    zeros = {b.site: jnp.zeros(b.shape, b.dtype) for b in structure.blocks}
+    zeros = structure.zeros
     trace = run_model(model, arguments, key, {**zeros, **values})
     return {name: trace[name]["value"] for name in structure.subsampled}
 

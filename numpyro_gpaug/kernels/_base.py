@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, dataclass_transform
 
 import jax
@@ -25,10 +25,24 @@ matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def pytree(cls: type) -> type:
-    """Make ``cls`` a frozen dataclass whose fields are leaves."""
-    return jax.tree_util.register_dataclass(
-        dataclasses.dataclass(frozen=True, eq=False)(cls)
-    )
+    """Make ``cls`` a frozen dataclass whose fields are leaves, unless static."""
+    # Not register_dataclass: its tree structures compare equal between classes with
+    # the same fields (JAX 0.10 and 0.12), so that jit may run another class's code.
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    static, dynamic = [], []
+    for field in dataclasses.fields(cls):
+        (static if field.metadata.get("static") else dynamic).append(field.name)
+
+    def flatten_with_keys(obj: Any) -> tuple:
+        children = [(jax.tree_util.GetAttrKey(n), getattr(obj, n)) for n in dynamic]
+        return children, tuple(getattr(obj, n) for n in static)
+
+    def unflatten(metadata: tuple, children: Iterable) -> Any:
+        fields = zip(static + dynamic, (*metadata, *children), strict=True)
+        return cls(**dict(fields))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+    return cls
 
 
 class Kernel(Protocol):

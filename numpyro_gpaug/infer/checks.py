@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what users pass in; every error names the argument and its shape."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import constraints
+
+from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.expectations import base_distribution
+from numpyro_gpaug.structure import Arguments, Block, Trace, conditional_of, run_model
+
+
+def check_arguments(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises for arrays a fit could only turn into NaN.
+
+    :param model: the model, for the names of its arguments.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    :raises ValueError: for arrays that are empty, not numeric, NaN or infinite.
+    """
+    for name, value in _named(model, args, kwargs).items():
+        for leaf in jax.tree.leaves(value):
+            if isinstance(leaf, np.ndarray | jax.Array):
+                _check_array(name, leaf)
+
+
+def _named(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        return dict(inspect.signature(model).bind(*args, **kwargs).arguments)
+    except ValueError:
+        return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+
+
+def _check_array(name: str, value: Any) -> None:
+    shape = np.shape(value)
+    if 0 in shape:
+        raise ValueError(f"{name} has shape {shape}: it is empty")
+    kind = np.dtype(value.dtype).kind if isinstance(value, np.ndarray) else "f"
+    if kind in "OUS":
+        raise ValueError(
+            f"{name} has shape {shape} and dtype {value.dtype}; expected numbers. Encode "
+            "labels as 0/1 or 0..C-1, for example with numpy.unique(y, "
+            "return_inverse=True)[1]"
+        )
+    if jax.dtypes.issubdtype(value.dtype, np.floating):
+        bad = int(np.size(value) - np.isfinite(np.asarray(value)).sum())
+        if bad:
+            raise ValueError(
+                f"{name} has shape {shape} and {bad} NaN or infinite entries; remove or "
+                "impute them first"
+            )
+
+
+def valid_observations(trace: Trace) -> dict[str, Array]:
+    """Whether each observed site's value lies in its support; may run inside ``jit``.
+
+    :param trace: a trace of the model.
+    :raises ValueError: for observations of the wrong shape, naming both shapes.
+    """
+    valid = {}
+    for name, site in trace.items():
+        if site["type"] != "sample" or not site["is_observed"]:
+            continue
+        fn, value = site["fn"], jnp.asarray(site["value"])
+        shape = tuple(fn.batch_shape) + tuple(fn.event_shape)
+        if value.shape != shape:
+            raise ValueError(
+                f"site {name!r}: observations have shape {value.shape}, but the model "
+                f"gives them a distribution of shape {shape}"
+            )
+        inside = fn.support(value)
+        if isinstance(fn, dist.MaskedDistribution):
+            inside = inside | ~jnp.asarray(fn._mask)
+        valid[name] = jnp.all(inside)
+    return valid
+
+
+def support_error(name: str, site: dict[str, Any]) -> ValueError:
+    """The error for a site whose observations leave their support.
+
+    :param name: the site.
+    :param site: its message, executed.
+    """
+    base, value = base_distribution(site["fn"]), np.asarray(site["value"])
+    hint = ""
+    if base.is_discrete:
+        hint = ". Labels are 0/1 (or 0..C-1): convert -1/+1 labels with (y + 1) // 2"
+    return ValueError(
+        f"site {name!r}: observations of shape {value.shape} take values "
+        f"{np.unique(value)[:5]}, outside the support of {type(base).__name__}{hint}"
+    )
+
+
+def check_param(name: str, value: Any, constraint: constraints.Constraint) -> None:
+    """Raises for an initial param value that is not finite or breaks its constraint.
+
+    :param name: the param.
+    :param value: its initial value, possibly a tree.
+    :param constraint: its constraint.
+    :raises ValueError: naming it and its value.
+    """
+    for leaf in jax.tree.leaves(value):
+        array = np.asarray(leaf)
+        if not np.isfinite(array).all() or not np.all(constraint(jnp.asarray(leaf))):
+            raise ValueError(
+                f"param {name!r} of shape {array.shape} starts at {array}, which is not "
+                f"finite or does not satisfy {constraint}"
+            )
+
+
+def explain_failure(
+    model: Callable[..., Any],
+    values: dict[str, Any],
+    blocks: tuple[Block, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> NoReturn:
+    """Raises for a bound that is not finite, naming the likely cause.
+
+    :param model: the model.
+    :param values: params and other latents at the failure.
+    :param blocks: its Gaussian blocks.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    :raises CholeskyError: always.
+    """
+    zeros = {b.site: jnp.zeros(b.shape, b.dtype) for b in blocks}
+    arguments = Arguments.split(args, kwargs)
+    trace = run_model(model, arguments, jax.random.key(0), {**zeros, **values})
+    for block in blocks:
+        if block.is_process:
+            gp = conditional_of(trace, block).gp
+            if not np.isfinite(np.asarray(gp.cholesky)).all():
+                raise CholeskyError(_cholesky_message(gp))
+    finite = {
+        k: bool(all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(v))))
+        for k, v in values.items()
+    }
+    broken = [k for k, good in finite.items() if not good]
+    raise CholeskyError(
+        "the evidence lower bound is not finite"
+        + (f"; params {broken} are not finite" if broken else "")
+        + ". Likely causes: a learning rate that is too large, inputs that are not "
+        "standardised, or a kernel that is not finite at these inputs"
+    )
+
+
+def _cholesky_message(gp: Any) -> str:
+    Z = np.asarray(gp.inducing)
+    gram = np.asarray(gp.kernel(gp.inducing, gp.inducing))
+    rows = np.unique(Z.reshape(-1, Z.shape[-1]), axis=0) if Z.ndim > 1 else np.unique(Z)
+    causes = []
+    if not np.isfinite(gram).all():
+        causes.append("the kernel matrix itself is not finite (hyperparameters?)")
+    if Z.ndim == 2 and len(rows) < len(Z):
+        causes.append(f"{len(Z) - len(rows)} inducing inputs are duplicates")
+    causes.append("the lengthscale is long against the spacing of the inducing inputs")
+    return (
+        f'GaussianProcess("{gp.name}"): the Cholesky factorisation of the {gram.shape} '
+        f"kernel matrix failed with relative jitter {gp.jitter:g} in {gram.dtype}. "
+        f"Likely cause: {'; or '.join(causes)}. Use distinct inducing inputs "
+        "(numpyro_gpaug.inducing.kmeans), a larger jitter=, or float64"
+    )

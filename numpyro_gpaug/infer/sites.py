@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Closed-form updates of Gaussian blocks from their Gaussian sites.
+
+The sites of a likelihood follow from its expected log-density ``E(m, v)`` (or its
+augmented bound): precision ``-2 dE/dv``, potential ``dE/dm + precision m``. The update
+``precision <- P + A diag(precision) A'`` with the prior precision ``P`` is positive
+definite by construction, and a step is a convex combination of natural parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from numpyro_gpaug.infer.bound import Field, Marginals, marginals
+from numpyro_gpaug.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
+
+MAX_HALVINGS = 12
+
+Natural = dict[str, NaturalGaussian]
+
+
+class Evaluation(NamedTuple):
+    """The bound at natural parameters, and all that the next update needs.
+
+    :param bound: evidence lower bound.
+    :param magnitude: sum of the magnitudes it was summed from, for rounding.
+    :param marginals: by block (and predictor).
+    :param gradients: derivatives of the expected log-likelihood in the marginals.
+    :param divergences: KL by block.
+    """
+
+    bound: Array
+    magnitude: Array
+    marginals: dict[str, Any]
+    gradients: dict[str, Any]
+    divergences: dict[str, Array]
+
+
+class Sites(NamedTuple):
+    """The pieces of a problem that a sweep of closed-form updates needs.
+
+    :param fields: by block.
+    :param priors: prior mean and standard deviation by block, with a latent axis.
+    :param scales: NumPyro's scale of each block's site (1 if none).
+    :param log_likelihood: function of the marginals (and of the kind of bound).
+    :param constant: the part of the bound the blocks do not enter.
+    """
+
+    fields: dict[str, Any]
+    priors: dict[str, tuple[Array, Array]]
+    scales: dict[str, Any]
+    log_likelihood: Callable[..., Array]
+    constant: Array | float
+
+    def marginals(self, name: str, q: Moments) -> Any:
+        """Marginals of one block at its field or fields."""
+        return _map_fields(lambda field: marginals(field, q), self.fields[name])
+
+    def evaluate(self, natural: Natural) -> Evaluation:
+        """The bound and the site gradients at ``natural``."""
+        q = {name: moments(n) for name, n in natural.items()}
+        at = {name: self.marginals(name, q[name]) for name in natural}
+        kl = {name: self._kl(name, q[name]) for name in natural}
+        return self._evaluation(at, kl)
+
+    def reevaluate(
+        self, old: Evaluation, name: str, candidate: NaturalGaussian
+    ) -> Evaluation:
+        """The bound after a change of one block only."""
+        q = moments(candidate)
+        at = {**old.marginals, name: self.marginals(name, q)}
+        kl = {**old.divergences, name: self._kl(name, q)}
+        return self._evaluation(at, kl)
+
+    def bound_at(self, q: dict[str, Moments]) -> Array:
+        """The bound at given moments, to be differentiated."""
+        at = {name: self.marginals(name, q[name]) for name in q}
+        divergence = sum(self._kl(name, q[name]) for name in q)
+        return self.log_likelihood(at) + self.constant - divergence
+
+    def _kl(self, name: str, q: Moments) -> Array:
+        return kl_to_diagonal(q, *self.priors[name]) * self.scales[name]
+
+    def _evaluation(self, at: dict[str, Any], kl: dict[str, Array]) -> Evaluation:
+        value, gradients = jax.value_and_grad(self.log_likelihood)(at)
+        total = sum(kl.values())
+        bound = value + self.constant - total
+        return Evaluation(bound, jnp.abs(value) + total + 1, at, gradients, kl)
+
+    def target(self, name: str, at: Any, gradients: Any) -> NaturalGaussian:
+        """Where a whole step takes a block: prior plus sites.
+
+        :param name: the block.
+        :param at: its marginals.
+        :param gradients: derivatives of the expected log-likelihood there.
+        """
+        loc, scale = self.priors[name]
+        prior_precision = jnp.square(1 / scale)
+        potential = prior_precision * loc
+        precision = jax.vmap(jnp.diag)(prior_precision)
+        field = self.fields[name]
+        parts = field if isinstance(field, dict) else {"": field}
+        for key, part in parts.items():
+            here, slope = (at, gradients) if key == "" else (at[key], gradients[key])
+            site_potential, site_precision = _gaussian_site(part, here, slope)
+            weighted = part.projection * site_precision[..., None, :]
+            precision = precision + weighted @ jnp.swapaxes(part.projection, -1, -2)
+            potential = potential + jnp.einsum(
+                "...mn,...n->...m", part.projection, site_potential
+            )
+        return NaturalGaussian(potential, precision)
+
+
+def _gaussian_site(
+    field: Field, at: Marginals, gradients: Marginals
+) -> tuple[Array, Array]:
+    """Potential and precision of the sites on ``A' v``, per datum."""
+    # A precision is positive for log-concave likelihoods; elsewhere the clip keeps the
+    # update positive definite.
+    precision = jnp.maximum(-2 * gradients.variance, 0)
+    potential = gradients.mean + precision * (at.mean - field.offset)
+    return potential, precision
+
+
+def _map_fields(fn: Callable[[Field], Any], field: Any) -> Any:
+    if isinstance(field, dict):
+        return {key: fn(part) for key, part in field.items()}
+    return fn(field)
+
+
+def mix(old: NaturalGaussian, target: NaturalGaussian, step: Array) -> NaturalGaussian:
+    """The convex combination of natural parameters a step of size ``step`` takes."""
+    return jax.tree.map(lambda a, b: (1 - step) * a + step * b, old, target)
+
+
+def slack(evaluation: Evaluation) -> Array:
+    """How far the bound may seem to fall by rounding alone."""
+    return 32 * jnp.finfo(evaluation.bound.dtype).eps * evaluation.magnitude
+
+
+def backtracked_update(
+    sites: Sites,
+    natural: Natural,
+    evaluation: Evaluation,
+    name: str,
+    gradients: Any,
+    step: Array,
+) -> tuple[Natural, Evaluation, Array]:
+    """Moves one block towards its target, halving the step while the bound falls.
+
+    :param sites: the problem.
+    :param natural: natural parameters of all blocks.
+    :param evaluation: the evaluation there.
+    :param name: the block to move.
+    :param gradients: site gradients of this block that define the target.
+    :param step: the first step size tried.
+    :return: natural parameters and evaluation after the move (unchanged if no step
+        raised the bound), and the step size to try next time.
+    """
+    target = sites.target(name, evaluation.marginals[name], gradients)
+    floor = evaluation.bound - slack(evaluation)
+
+    class Search(NamedTuple):
+        step: Array
+        tries: Array
+        accepted: Array
+        natural: NaturalGaussian
+        evaluation: Evaluation
+
+    def searching(s: Search) -> Array:
+        return ~s.accepted & (s.tries < MAX_HALVINGS)
+
+    def attempt(s: Search) -> Search:
+        candidate = mix(natural[name], target, s.step)
+        outcome = sites.reevaluate(evaluation, name, candidate)
+        # Written so that a NaN is refused.
+        accepted = (outcome.bound >= floor) | ~jnp.isfinite(evaluation.bound)
+        accepted = accepted & jnp.isfinite(outcome.bound)
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(accepted, new, old),
+            (candidate, outcome),
+            (s.natural, s.evaluation),
+        )
+        step = jnp.where(accepted, s.step, s.step / 2)
+        return Search(step, s.tries + 1, accepted, *kept)
+
+    start = Search(step, jnp.zeros((), int), jnp.array(False), natural[name], evaluation)
+    found = lax.while_loop(searching, attempt, start)
+    next_step = jnp.where(found.tries == 1, jnp.minimum(1, 2 * found.step), found.step)
+    return {**natural, name: found.natural}, found.evaluation, next_step

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure steps under :class:`~numpyro_gpaug.ConjugateSVI`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax, random
+from numpyro import handlers
+
+from numpyro_gpaug.augmentation.base import lookup_augmentation
+from numpyro_gpaug.guides import AutoSparseGP
+from numpyro_gpaug.infer.bound import BoundProblem
+from numpyro_gpaug.infer.elbo import other_terms
+from numpyro_gpaug.infer.schedules import Schedule, as_schedule
+from numpyro_gpaug.infer.sites import (
+    Evaluation,
+    Natural,
+    Sites,
+    backtracked_update,
+    mix,
+    slack,
+)
+from numpyro_gpaug.linalg import moments
+from numpyro_gpaug.structure import Arguments, Structure
+
+
+class Hyper(NamedTuple):
+    """Hyperparameters and their optimiser.
+
+    :param values: unconstrained params of the model and of the other guide.
+    :param update: the pending update, applied at the start of the next step.
+    :param scale: fraction of it to apply; halved when it made the bound fall.
+    :param optim_state: the optax state.
+    """
+
+    values: dict[str, Any]
+    update: dict[str, Any]
+    scale: Array
+    optim_state: Any
+
+
+class ConjugateState(NamedTuple):
+    """State of :class:`ConjugateSVI`, a pytree of arrays.
+
+    :param hyper: hyperparameters.
+    :param natural: natural parameters of every Gaussian block, latent axis first.
+    :param step_sizes: next step size to try, by block (full data).
+    :param schedule: state of the step-size schedule (minibatches).
+    :param epochs: by subsampled plate, a permutation and the position in it.
+    :param bound: the bound at this state (full data) or of the last batch before it.
+    :param stalled: steps in a row that moved the bound by less than ``tol``.
+    :param step: steps taken.
+    :param rng_key: random key.
+    """
+
+    hyper: Hyper
+    natural: Natural
+    step_sizes: dict[str, Array]
+    schedule: Any
+    epochs: dict[str, tuple[Array, Array]]
+    bound: Array
+    stalled: Array
+    step: Array
+    rng_key: Array
+
+
+class Stepper:
+    """Steps of one model at given arguments, inside one trace.
+
+    :param model: the model.
+    :param guide: its guide.
+    :param arguments: the model's arguments.
+    :param constrain: from unconstrained params to constrained ones.
+    :param optim: optax transformation, or ``None`` if nothing is learnt.
+    :param hyper_steps: gradient steps per closed-form step.
+    :param sites: ``"auto"``, ``"augmented"`` or ``"exact"``.
+    :param step_size: see :func:`~numpyro_gpaug.infer.schedules.as_schedule`.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: AutoSparseGP,
+        arguments: Arguments,
+        constrain: Callable[[dict[str, Any]], dict[str, Any]],
+        optim: optax.GradientTransformation | None,
+        hyper_steps: int,
+        sites: str,
+        step_size: float | str | Schedule | None,
+    ) -> None:
+        self._model, self._guide, self._arguments = model, guide, arguments
+        self._constrain = constrain
+        self._optim, self._hyper_steps = optim, hyper_steps
+        self._structure = guide.structure
+        self._subsampled = bool(self._structure.subsampled)
+        # The bound of one step can be compared with that of the next only if both are
+        # computed on the same data and the same draws.
+        self._comparable = not self._subsampled and not guide.random_others
+        self._bound = "augmented" if sites == "augmented" else "exact"
+        self._starts_augmented = sites == "auto" and all(
+            lookup_augmentation(site.cls) is not None
+            for site in self._structure.observed
+            if site.latents
+        )
+        self._schedule = as_schedule(step_size, self._subsampled)
+        self._fixed_fields: dict[str, Any] | None = None
+
+    def start(self, state: ConjugateState) -> Evaluation | tuple[()]:
+        """What the first step of a loop needs; the fields are computed here, once, if
+        they cannot change."""
+        if self._optim is not None or not self._comparable:
+            return ()
+        values = state.hyper.values
+        self._fixed_fields = self._fields(values, self._key(state), {})
+        return self.evaluate(state)
+
+    def evaluate(self, state: ConjugateState) -> Evaluation:
+        """The bound at a state, on all of its arguments' data."""
+        values, key = state.hyper.values, self._key(state)
+        fields = self._fixed_fields or self._fields(values, key, {})
+        return self._sites(values, key, {}, fields).evaluate(state.natural)
+
+    def step(
+        self, state: ConjugateState, evaluation: Evaluation | tuple[()]
+    ) -> tuple[ConjugateState, Evaluation | tuple[()]]:
+        """One step.
+
+        :param state: the state.
+        :param evaluation: the evaluation there, if :meth:`start` gave one.
+        """
+        if self._fixed_fields is not None:
+            return self._fixed_step(state, evaluation)
+        if self._subsampled:
+            return self._batch_step(state), ()
+        return self._joint_step(state), ()
+
+    # The three kinds of step.
+
+    def _fixed_step(
+        self, state: ConjugateState, evaluation: Evaluation
+    ) -> tuple[ConjugateState, Evaluation]:
+        """Full data, hyperparameters at rest: geometry and evaluation are reused."""
+        key = self._key(state)
+        sites = self._sites(state.hyper.values, key, {}, self._fixed_fields)
+        natural, evaluation, steps = self._sweep(sites, state, evaluation)
+        state = state._replace(
+            natural=natural, step_sizes=steps, bound=evaluation.bound
+        )
+        return state, evaluation
+
+    def _joint_step(self, state: ConjugateState) -> ConjugateState:
+        """Full data: the pending hyperparameter update, a sweep, a new gradient."""
+        key = self._key(state)
+        values = _moved(state.hyper)
+        fields, pullback = self._fields_and_pullback(values, key, {})
+        sites = self._sites(values, key, {}, fields)
+        start = sites.evaluate(state.natural)
+        natural, evaluation, steps = self._sweep(sites, state, start)
+        hyper = self._gradient_step(
+            state.hyper, values, natural, key, {}, fields, pullback
+        )
+        new = state._replace(
+            hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound
+        )
+        if not self._comparable:
+            return new
+        fell = ~(evaluation.bound >= state.bound - slack(evaluation))
+        halved = state.hyper._replace(scale=state.hyper.scale / 2)
+        refused = state._replace(hyper=halved)
+        return jax.tree.map(partial(jnp.where, fell), refused, new)
+
+    def _batch_step(self, state: ConjugateState) -> ConjugateState:
+        """A minibatch: no bound to compare with, so a decaying step instead."""
+        key = self._key(state)
+        indices, epochs = self._next_batch(state, key)
+        values = _moved(state.hyper)
+        fields, pullback = self._fields_and_pullback(values, key, indices)
+        sites = self._sites(values, key, indices, fields)
+        evaluation = before = sites.evaluate(state.natural)
+        natural, schedules = dict(state.natural), {}
+        for k, name in enumerate(natural):
+            gradients = self._site_gradients(sites, state, evaluation, name)
+            target = sites.target(name, evaluation.marginals[name], gradients)
+            direction = jax.tree.map(jnp.subtract, target, natural[name])
+            size, schedules[name] = self._schedule.next(
+                state.schedule[name], state.step, direction
+            )
+            natural[name] = mix(natural[name], target, size)
+            if k + 1 < len(natural):
+                evaluation = sites.reevaluate(evaluation, name, natural[name])
+        hyper = self._gradient_step(
+            state.hyper, values, natural, key, indices, fields, pullback
+        )
+        return state._replace(
+            hyper=hyper, natural=natural, schedule=schedules, epochs=epochs,
+            bound=before.bound,
+        )  # fmt: skip
+
+    # Their parts.
+
+    def _sweep(
+        self, sites: Sites, state: ConjugateState, evaluation: Evaluation
+    ) -> tuple[Natural, Evaluation, dict[str, Array]]:
+        """Moves every block once, one at a time: blocks that share a predictor overshoot
+        when they move together."""
+        natural, steps = dict(state.natural), {}
+        for name in natural:
+            gradients = self._site_gradients(sites, state, evaluation, name)
+            natural, evaluation, steps[name] = backtracked_update(
+                sites, natural, evaluation, name, gradients, state.step_sizes[name]
+            )
+        return natural, evaluation, steps
+
+    def _site_gradients(
+        self, sites: Sites, state: ConjugateState, evaluation: Evaluation, name: str
+    ) -> Any:
+        exact = evaluation.gradients[name]
+        if not self._starts_augmented:
+            return exact
+        augmented = jax.grad(lambda at: sites.log_likelihood(at, bound="augmented"))
+        return lax.cond(
+            state.step == 0, lambda: augmented(evaluation.marginals)[name], lambda: exact
+        )
+
+    def _gradient_step(
+        self,
+        hyper: Hyper,
+        values: dict[str, Any],
+        natural: Natural,
+        key: Array,
+        indices: dict[str, Array],
+        fields: dict[str, Any],
+        pullback: Callable[[Any], Any],
+    ) -> Hyper:
+        """The next pending update of the hyperparameters, the blocks held fixed in
+        whitened coordinates (the envelope theorem makes this the gradient of the
+        optimised bound)."""
+        if self._optim is None:
+            return hyper
+        q = {name: moments(n) for name, n in natural.items()}
+
+        def loss(values: dict[str, Any], fields: dict[str, Any]) -> Array:
+            return -self._sites(values, key, indices, fields).bound_at(q)
+
+        def gradient(values: Any, fields: Any, pullback: Callable) -> Any:
+            direct, through = jax.grad(loss, (0, 1))(values, fields)
+            return jax.tree.map(jnp.add, direct, pullback(through)[0])
+
+        def advance(gradients: Any, at: Any, optim_state: Any) -> tuple[Any, Any]:
+            updates, optim_state = self._optim.update(gradients, optim_state, at)
+            return optax.apply_updates(at, updates), optim_state
+
+        def further(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            at, optim_state = carry
+            fields, pullback = self._fields_and_pullback(at, key, indices)
+            return advance(gradient(at, fields, pullback), at, optim_state)
+
+        carry = advance(gradient(values, fields, pullback), values, hyper.optim_state)
+        if self._hyper_steps > 1:
+            carry = lax.fori_loop(1, self._hyper_steps, further, carry)
+        update = jax.tree.map(jnp.subtract, carry[0], values)
+        scale = jnp.minimum(1, 2 * hyper.scale)
+        return Hyper(values, update, scale, carry[1])
+
+    # The problem at given hyperparameters.
+
+    def _problem(
+        self, values: dict[str, Any], key: Array, indices: dict[str, Array]
+    ) -> tuple[BoundProblem, dict[str, Any]]:
+        """The model, and the trace of the other guide, drawn with ``key``."""
+        params = self._constrain(values)
+        args, kwargs = self._arguments.merge()
+        seeded = handlers.seed(self._guide.draw_others, key)
+        drawn = handlers.substitute(seeded, data=params)
+        trace = handlers.trace(drawn).get_trace(*args, **kwargs)
+        others = {n: trace[n]["value"] for n in self._structure.others}
+        filled = {**params, **others, **indices}
+        problem = BoundProblem(
+            self._structure, self._model, self._arguments, filled, key
+        )
+        return problem, trace
+
+    def _fields(
+        self, values: dict[str, Any], key: Array, indices: dict[str, Array]
+    ) -> dict[str, Any]:
+        return self._problem(values, key, indices)[0].fields()
+
+    def _fields_and_pullback(
+        self, values: dict[str, Any], key: Array, indices: dict[str, Array]
+    ) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+        return jax.vjp(lambda values: self._fields(values, key, indices), values)
+
+    def _sites(
+        self,
+        values: dict[str, Any],
+        key: Array,
+        indices: dict[str, Array],
+        fields: dict[str, Any],
+    ) -> Sites:
+        problem, trace = self._problem(values, key, indices)
+        priors = {
+            name: tuple(x.reshape(-1, x.shape[-1]) for x in pair)
+            for name, pair in problem.priors().items()
+        }
+        return Sites(
+            fields=fields,
+            priors=priors,
+            scales={b.name: problem.block_scale(b) for b in self._structure.blocks},
+            log_likelihood=partial(
+                problem.expected_log_likelihood, bound=self._bound
+            ),
+            constant=other_terms(problem, trace),
+        )
+
+    def _key(self, state: ConjugateState) -> Array:
+        return random.fold_in(state.rng_key, state.step)
+
+    def _next_batch(
+        self, state: ConjugateState, key: Array
+    ) -> tuple[dict[str, Array], dict[str, tuple[Array, Array]]]:
+        """Indices of every subsampled plate, from epochs shuffled without replacement;
+        NumPyro's own draw costs a sequential pass over the plate per step."""
+        indices, epochs = {}, {}
+        for k, (name, plate) in enumerate(self._structure.subsampled.items()):
+            order, position = state.epochs[name]
+            over = position + plate.subsample_size > plate.size
+            shuffle_key = random.fold_in(key, k)
+            order = lax.cond(
+                over, lambda k=shuffle_key, o=order: random.permutation(k, o),
+                lambda o=order: o,
+            )  # fmt: skip
+            position = jnp.where(over, 0, position)
+            indices[name] = lax.dynamic_slice(
+                order, (position,), (plate.subsample_size,)
+            )
+            epochs[name] = order, position + plate.subsample_size
+        return indices, epochs
+
+
+def _moved(hyper: Hyper) -> dict[str, Any]:
+    """Hyperparameters after their pending update."""
+    return jax.tree.map(lambda v, u: v + hyper.scale * u, hyper.values, hyper.update)
+
+
+def first_epochs(structure: Structure) -> dict[str, tuple[Array, Array]]:
+    """Epochs at their end, so that the first step shuffles."""
+    return {
+        name: (jnp.arange(plate.size, dtype=jnp.int32), jnp.int32(plate.size))
+        for name, plate in structure.subsampled.items()
+    }
