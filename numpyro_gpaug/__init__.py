@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gaussian processes with non-Gaussian likelihoods, as ordinary NumPyro models."""
 
-from numpyro_gpaug import kernels
+from numpyro_gpaug import inducing, kernels
 from numpyro_gpaug.augmentation import Augmentation, register_augmentation
 from numpyro_gpaug.distributions import PolyaGamma
 from numpyro_gpaug.errors import (
@@ -11,7 +11,7 @@ from numpyro_gpaug.errors import (
 )
 from numpyro_gpaug.expectations import Route, expected_log_prob, register_expectation
 from numpyro_gpaug.guides import AutoSparseGP
-from numpyro_gpaug.infer import ConjugateSVI, TraceAnalytic_ELBO
+from numpyro_gpaug.infer import ConjugateSVI, Posterior, TraceAnalytic_ELBO
 from numpyro_gpaug.process import GaussianProcess, with_residual
 
 __version__ = "0.1.0"
@@ -24,10 +24,12 @@ __all__ = [
     "GaussianProcess",
     "NotConjugateError",
     "PolyaGamma",
+    "Posterior",
     "Route",
     "TraceAnalytic_ELBO",
     "UnknownLikelihoodError",
     "expected_log_prob",
+    "inducing",
     "kernels",
     "register_augmentation",
     "register_expectation",

@@ -7,10 +7,9 @@ written in ``q``: gradients stay finite where a mean and a variance are both zer
 
 import math
 
-import numpy as np
-
-from jax import Array
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
 from jax.typing import ArrayLike
 
 __all__ = ["log2cosh_half", "pg_mean_unit"]

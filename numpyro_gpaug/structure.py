@@ -53,18 +53,18 @@ class Observed(NamedTuple):
     """An observed site and how its expected log-density is computed.
 
     :param name: the site.
-    :param cls: class of its distribution, wrappers removed.
     :param latents: parameters that carry a latent; empty unless closed form.
     :param route: see :class:`~numpyro_gpaug.expectations.Route`.
     :param processes: Gaussian processes that reach the site.
+    :param augmented: whether its likelihood has an augmentation.
     :param reason: why the route is not closed form, ``None`` if it is.
     """
 
     name: str
-    cls: type
     latents: tuple[str, ...]
     route: Route
     processes: tuple[str, ...]
+    augmented: bool
     reason: str | None
 
 
@@ -111,13 +111,19 @@ class Arguments(NamedTuple):
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Splits positional and keyword arguments."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, np.ndarray | np.generic | jax.Array) for x in leaves]
+        is_array = [_is_array(x) for x in leaves]
         # NumPy arrays cannot be indexed by the traced indices of a plate.
         arrays = tuple(
             jnp.asarray(x) for x, a in zip(leaves, is_array, strict=True) if a
         )
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array[i])
         return cls(arrays, (treedef, static))
+
+    @staticmethod
+    def select_arrays(tree: Any, items: list[Any]) -> list[Any]:
+        """Of ``items``, one per leaf of ``tree``, those of the array leaves."""
+        leaves = jax.tree.leaves(tree)
+        return [item for x, item in zip(leaves, items, strict=True) if _is_array(x)]
 
     def merge(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments again."""
@@ -128,6 +134,10 @@ class Arguments(NamedTuple):
             for i in range(treedef.num_leaves)
         ]
         return jax.tree.unflatten(treedef, ordered)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | np.generic | jax.Array)
 
 
 def run_model(
@@ -303,18 +313,20 @@ class _Reach:
 
     def observed(self, name: str, blocks: tuple[Block, ...]) -> Observed:
         """The route of an observed site."""
-        density, cls = self.states["densities"][name].state, self.classes[name]
+        density = self.states["densities"][name].state
         reached = tuple(b.name for b in blocks if b.name in density)
         processes = tuple(n for n in reached if n in self.processes)
+        augmented = lookup_augmentation(self.classes[name]) is not None
         if not reached:
-            return Observed(name, cls, (), Route.CONSTANT, (), None)
+            return Observed(name, (), Route.CONSTANT, (), augmented, None)
         reason = self._why_not_closed(name, reached)
         if reason is None:
-            latents = self.registered[name]
-            return Observed(name, cls, latents, Route.CLOSED_FORM, processes, None)
-        elementwise = len(reached) == 1 and density[reached[0]].elementwise
-        route = Route.GAUSS_HERMITE if elementwise else Route.MONTE_CARLO
-        return Observed(name, cls, (), route, processes, reason)
+            latents, route = self.registered[name], Route.CLOSED_FORM
+        else:
+            elementwise = len(reached) == 1 and density[reached[0]].elementwise
+            latents = ()
+            route = Route.GAUSS_HERMITE if elementwise else Route.MONTE_CARLO
+        return Observed(name, latents, route, processes, augmented, reason)
 
     def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
         if not self.registered[name]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.test_util import check_grads
 from sklearn.gaussian_process import kernels as sk
 
 from numpyro_gpaug import kernels
@@ -102,27 +101,16 @@ PARITY = {
 }
 
 
-def assert_parity(ours, theirs, columns, dtype, tolerance):
-    X, Z = draw(0, 9, columns, dtype=dtype), draw(1, 7, columns, dtype=dtype)
-    assert_kernel = functools.partial(
-        np.testing.assert_allclose, rtol=tolerance, atol=tolerance
-    )
-    assert_kernel(evaluate(ours, X, Z), theirs(X, Z))
-    assert_kernel(ours(X, X), theirs(X))
-    assert_kernel(ours(X), theirs.diag(X))
-
-
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("case", PARITY)
-def test_agrees_with_scikit_learn(case, columns):
-    assert_parity(*PARITY[case], columns, np.float32, 2e-5)
-
-
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("case", PARITY)
-def test_agrees_with_scikit_learn_in_double_precision(case, columns):
-    assert_parity(*PARITY[case], columns, np.float64, 1e-12)
+def test_agrees_with_scikit_learn(case, columns):
+    ours, theirs = PARITY[case]
+    X, Z = draw(0, 9, columns, dtype=np.float64), draw(1, 7, columns, dtype=np.float64)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+    close(evaluate(ours, X, Z), theirs(X, Z))
+    close(jax.jit(lambda X: ours(X, X))(X), theirs(X))
+    close(ours(X), theirs.diag(X))
 
 
 @pytest.mark.usefixtures("x64")
@@ -138,8 +126,7 @@ def test_periodic_agrees_with_scikit_learn_in_one_dimension():
 def test_one_lengthscale_per_column(Kernel, columns):
     X, Z = draw(0, 9, columns, dtype=np.float64), draw(1, 7, columns, dtype=np.float64)
     kernel = Kernel(np.linspace(0.5, 3.0, columns) * columns**0.5, 1.5)
-    np.testing.assert_allclose(kernel(X, Z), brute(kernel, X, Z), rtol=1e-11)
-    np.testing.assert_allclose(kernel(X), np.diag(kernel(X, X)), rtol=1e-14)
+    np.testing.assert_allclose(evaluate(kernel, X, Z), brute(kernel, X, Z), rtol=1e-11)
 
 
 @given(
@@ -197,7 +184,6 @@ def test_no_cancellation_in_single_precision(columns, mean, lengthscale, toleran
 @pytest.mark.parametrize("Kernel", STATIONARY)
 def test_diagonal_is_exact_for_the_same_object(Kernel, columns):
     X = jnp.asarray(50 + draw(0, 20, columns))
-    np.testing.assert_array_equal(jnp.diag(Kernel(0.3)(X, X)), 1.0)
     np.testing.assert_array_equal(
         jax.jit(lambda X: jnp.diag((Kernel(0.3) + 0.5)(X, X)))(X), 1.5
     )
@@ -208,34 +194,47 @@ def test_diagonal_is_exact_for_the_same_object(Kernel, columns):
 def test_gradient_is_finite_at_coincident_points(Kernel, columns):
     X = jnp.asarray(draw(0, 5, columns)).at[1].set(draw(0, 5, columns)[0])
 
-    def same(X, lengthscale):
-        return jnp.sum(jnp.sin(Kernel(lengthscale)(X, X)))
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2))
+    def gradient(X, lengthscale, per_column):
+        same, equal = Kernel(lengthscale)(X, X), Kernel(per_column)(X, X + 0.0)
+        return jnp.sum(jnp.sin(same) + jnp.sin(equal))
 
-    def equal(X, lengthscale):
-        return jnp.sum(jnp.sin(Kernel(lengthscale)(X, X + 0.0)))
-
-    for lengthscale in (jnp.float32(0.7), jnp.full(columns, 0.7)):
-        for function in (same, equal):
-            gradient = jax.jit(jax.grad(function, (0, 1)))(X, lengthscale)
-            assert all(jnp.isfinite(leaf).all() for leaf in gradient)
+    for leaf in gradient(X, jnp.float32(0.7), jnp.full(columns, 0.7)):
+        assert jnp.isfinite(leaf).all()
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("Kernel", ALL)
+@pytest.mark.parametrize(
+    ("Kernel", "columns"),
+    [*((Kernel, 3) for Kernel in ALL), (SquaredExponential, 12), (Periodic, 12)],
+)
 def test_gradient_agrees_with_finite_differences(Kernel, columns):
     X, Z = (jnp.asarray(draw(i, 3, columns, dtype=np.float64)) for i in (0, 1))
     kernel = Kernel(variance=jnp.asarray(1.3))
     if Kernel in STATIONARY:
         kernel = Kernel(jnp.linspace(1.0, 3.0, columns) * columns**0.5, kernel.variance)
-    check_grads(evaluate, (kernel, X, Z), 1, atol=1e-6, rtol=1e-6)
+    weights = draw(2, 3, 3, dtype=np.float64)
+    start = (kernel, X, Z)
+    direction = jax.tree.map(lambda x: draw(3, *np.shape(x), dtype=np.float64), start)
+
+    @jax.jit
+    @jax.value_and_grad
+    def along(step):
+        k, X, Z = jax.tree.map(lambda x, v: x + step * v, start, direction)
+        return jnp.sum(weights * k(X, Z))
+
+    step = 1e-5
+    difference = (along(step)[0] - along(-step)[0]) / (2 * step)
+    np.testing.assert_allclose(along(0.0)[1], difference, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("batched_Z", [False, True])
-@pytest.mark.parametrize("shape", [(), (1,), (None,), (4, 1), (4, None)])
-@pytest.mark.parametrize("Kernel", STATIONARY)
+@pytest.mark.parametrize(
+    ("shape", "batched_Z"), [((None,), False), ((4, 1), True), ((4, None), False)]
+)
+@pytest.mark.parametrize("Kernel", [Matern32, RationalQuadratic, Periodic])
 def test_batch_of_latents_equals_a_loop(Kernel, shape, batched_Z, columns):
     rng = np.random.default_rng(2)
     X = draw(0, 5, columns, dtype=np.float64)
@@ -266,7 +265,7 @@ def test_batch_of_latents_equals_a_loop(Kernel, shape, batched_Z, columns):
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("Kernel", ALL)
+@pytest.mark.parametrize("Kernel", [Matern52, Periodic, Linear, Constant])
 def test_inputs_of_each_latent_with_shared_hyperparameters(Kernel, columns):
     X, Z = draw(0, 5, columns), draw(1, 4, 3, columns)
     kernel = Kernel()
@@ -354,13 +353,12 @@ def test_no_implicit_promotion(x64, Kernel, columns):
 def test_inputs_without_columns(Kernel):
     x, z = draw(0, 5), draw(1, 3)
     kernel = Kernel(variance=1.5)
-    np.testing.assert_array_equal(kernel(x, z), kernel(x[:, None], z[:, None]))
-    np.testing.assert_array_equal(kernel(x), kernel(x[:, None]))
-    np.testing.assert_allclose(kernel(x, z), brute(kernel, x, z), rtol=1e-4)
+    np.testing.assert_allclose(evaluate(kernel, x, z), brute(kernel, x, z), rtol=1e-4)
+    np.testing.assert_allclose(kernel(x), kernel(x[:, None]), rtol=1e-6)
     assert kernel(x[:0], z).shape == (0, 3)
 
 
-@pytest.mark.parametrize("Kernel", ALL)
+@pytest.mark.parametrize("Kernel", [Matern32, RationalQuadratic, Linear])
 def test_is_a_pytree(Kernel):
     X = jnp.asarray(draw(0, 5, 2))
     kernel = Kernel(variance=jnp.asarray(1.5)) * 2.0

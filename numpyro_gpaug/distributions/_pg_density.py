@@ -15,14 +15,13 @@ exponent would lose :math:`h` units of rounding, and a second-order saddlepoint
 expansion, whose error falls as :math:`h^{-3}`, takes over.
 """
 
-from functools import partial
 import math
-
-import numpy as np
+from functools import partial
 
 import jax
-from jax import Array, lax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
 
 from numpyro_gpaug._special import _series_terms, _tanh_taylor
 
@@ -215,9 +214,7 @@ def saddle_log_density(x: Array, h: Array, z: Array) -> Array:
 
 def _halves(a: Array) -> tuple[Array, Array]:
     info = jnp.finfo(a.dtype)
-    hi = lax.reduce_precision(
-        a, exponent_bits=info.nexp, mantissa_bits=info.nmant // 2
-    )
+    hi = lax.reduce_precision(a, exponent_bits=info.nexp, mantissa_bits=info.nmant // 2)
     return hi, a - hi
 
 
@@ -225,8 +222,10 @@ def saddle_prefactor(w: Array, h: Array) -> Array:
     """Everything in the saddlepoint log-density but its exponent."""
     t = scaled_tanh_derivatives(w, 5)
     k2 = -2 * t[1] / w
+    # Standardised cumulants, in units which neither tail drives out of range.
+    unit = [a * jnp.sqrt(w) for a in t]
     l3, l4, l5, l6 = (
-        (-2.0) ** (n - 1) * t[n - 1] * w ** (1 - n / 2) / (-2 * t[1]) ** (n / 2)
+        (-2.0) ** (n - 1) * unit[n - 1] * w ** (0.5 - n / 4) / (-2 * unit[1]) ** (n / 2)
         for n in (3, 4, 5, 6)
     )
     l33 = jnp.square(l3)
@@ -295,9 +294,7 @@ def contour_log_density(x: Array, h: Array, z: Array) -> Array:
     terms = damp * ((a * cos - b * sin) - v * (a * sin + b * cos))
     integral = jnp.sum(terms, axis=0) * (v_max / num)
     scale = jnp.log(2 * delta / math.pi)
-    exponent = h * (log_cosh(z) - l0) + x * (
-        (delta - 0.5 * POLE) - 0.5 * jnp.square(z)
-    )
+    exponent = h * (log_cosh(z) - l0) + x * ((delta - 0.5 * POLE) - 0.5 * jnp.square(z))
     return exponent + scale + jnp.log(integral)
 
 

@@ -9,21 +9,19 @@ Gaussian again and the acceptance probability is at least 0.81 for every shape a
 tilt.
 """
 
-from functools import partial
 import math
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 import jax
-from jax import Array, lax, random
 import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
 from jax.scipy.special import gammaln
 
 from numpyro_gpaug.distributions._pg_density import (
     POLE,
     deviance,
-    log_cosh,
     saddle_prefactor,
     scaled_tanh_derivatives,
     series_log_rho,
@@ -234,8 +232,6 @@ def sample(
         out = jnp.where((h > 0)[None], draw, 0.0)
     if saddle:
         safe = jnp.where(large, h, 2 * SERIES_MAX)
-        draw = _sample_regime(
-            key_saddle, safe, z, num=num, kind="saddle", num_terms=0
-        )
+        draw = _sample_regime(key_saddle, safe, z, num=num, kind="saddle", num_terms=0)
         out = jnp.where(large[None], draw, out)
     return out

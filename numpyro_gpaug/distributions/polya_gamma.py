@@ -3,22 +3,21 @@
 
 import math
 
-import numpy as np
-
 import jax
-from jax import Array
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
 from jax.typing import ArrayLike
-
 from numpyro.distributions import constraints
 from numpyro.distributions.distribution import Distribution
 from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import (
-    is_prng_key,
     not_jax_tracer,
     promote_shapes,
     validate_sample,
 )
+from numpyro.util import is_prng_key
+
 from numpyro_gpaug._special import log2cosh_half, pg_mean_unit
 from numpyro_gpaug.distributions._pg_density import (
     POLE,
@@ -71,19 +70,24 @@ class PolyaGamma(Distribution):
     \mathrm{E}_{\omega\sim PG(b,0)}\, e^{-\omega f^2/2}`.  The density is even in
     :math:`c`.
 
-    **log_prob** is exact to rounding in double precision (a convergent series for
-    small values, a contour integral otherwise) up to :math:`b=1000`, and beyond it a
-    second-order saddlepoint expansion; it was measured against 30-digit arithmetic
-    over :math:`b` in [0.01, 1e4], :math:`|c|` in [0, 1e3], values in [1e-4, 1e3] and
-    from 0.01 to 30 times the mean.  The largest error, relative to
-    :math:`\max(1, |\log p|)`, was ERR64 in double and ERR32 in single precision,
-    where the saddlepoint expansion starts at :math:`b=12`.  It is differentiable in
-    the value, in ``b`` and in ``c``.
+    **log_prob** is exact to rounding (a convergent series for small values, a
+    contour integral otherwise) up to :math:`b=1000` in double and :math:`b=12` in
+    single precision.  Beyond, it is a saddlepoint expansion with two correction
+    terms, whose error falls as :math:`b^{-3}`.  Against 30-digit arithmetic, over
+    :math:`b` in [0.01, 1e4], :math:`|c|` in [0, 1e3], values in [1e-4, 1e3] and from
+    0.01 to 30 times the mean, the largest error relative to
+    :math:`\max(1, |\log p|)` was 5e-12 in double and 2e-6 in single precision.  It
+    is differentiable in the value, in ``b`` and in ``c``.
 
-    **sample** is a rejection sampler, exact up to the rounding of its acceptance
-    probability for every real :math:`0 < b\le 12` (in particular for integer
-    :math:`b`) and every ``c``.  SADDLE_CLAIM
-    ``b = 0`` is allowed here and gives zero.  Draws carry no gradient.
+    **sample** is a rejection sampler, for any real ``b`` and any ``c``, which accepts
+    at least 81% of its proposals.  For :math:`b\le 12`, integer or not, it is exact
+    up to the rounding of the acceptance probability (at most 1e-11 in double, 1e-5
+    in single precision).  Above, it draws from the saddlepoint expansion, at a total
+    variation distance from the Polya-Gamma law that is largest just above
+    :math:`b=12`, 3e-7, and falls to 3e-9 at :math:`b=40`; in single precision
+    rounding dominates, up to 6e-6 for :math:`b\le 200` and 4e-5 at :math:`b=10^4`,
+    :math:`c=10^3`.  A shape of zero, which ``validate_args`` rejects, gives zero.
+    Draws carry no gradient.
 
     **References**
 
@@ -105,8 +109,8 @@ class PolyaGamma(Distribution):
         >>> omega = PolyaGamma(1.0, jnp.array([0.0, 2.0]))
         >>> omega.sample(random.key(0), (3,)).shape
         (3, 2)
-        >>> print(omega.mean.round(4))
-        [0.25   0.1904]
+        >>> [f"{m:.4f}" for m in omega.mean]
+        ['0.2500', '0.1904']
     """
 
     arg_constraints = {"b": constraints.positive, "c": constraints.real}
@@ -201,7 +205,5 @@ def _kl_polya_gamma(p: PolyaGamma, q: PolyaGamma) -> Array:
                 "only when they share the shape `b`."
             )
     dtype = jnp.result_type(p.b, p.c, q.c, 0.0)
-    b, c1, c2 = jnp.broadcast_arrays(
-        *(jnp.asarray(a, dtype) for a in (p.b, p.c, q.c))
-    )
+    b, c1, c2 = jnp.broadcast_arrays(*(jnp.asarray(a, dtype) for a in (p.b, p.c, q.c)))
     return b * _unit_divergence(c1, c2)

@@ -3,6 +3,7 @@
 
 from numpyro_gpaug.infer.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.elbo import TraceAnalytic_ELBO
+from numpyro_gpaug.infer.posterior import FunctionValues, Posterior
 from numpyro_gpaug.infer.schedules import Adaptive, Constant, RobbinsMonro
 from numpyro_gpaug.infer.stepper import ConjugateState
 
@@ -11,6 +12,8 @@ __all__ = [
     "ConjugateSVI",
     "ConjugateState",
     "Constant",
+    "FunctionValues",
+    "Posterior",
     "RobbinsMonro",
     "TraceAnalytic_ELBO",
 ]

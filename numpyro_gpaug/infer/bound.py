@@ -21,13 +21,14 @@ from numpyro_gpaug.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.linalg import Moments
-from numpyro_gpaug.process import residual_variance
+from numpyro_gpaug.process import Conditional, residual_variance
 from numpyro_gpaug.structure import (
     Arguments,
     Block,
     Observed,
     Structure,
     Trace,
+    conditional_of,
     run_model,
 )
 
@@ -114,15 +115,28 @@ class BoundProblem:
 
     # Geometry: what can be kept while hyperparameters rest.
 
-    def fields(self) -> dict[str, Any]:
-        """The :class:`Field` of every block, by block name."""
+    def fields(self, factors: dict[str, Array] | None = None) -> dict[str, Any]:
+        """The :class:`Field` of every block, by block name.
+
+        :param factors: Cholesky factors of the inducing matrices, if computed before.
+        """
         found: dict[str, Any] = {}
         for block in self._processes:
-            law = self._base[block.name]["fn"]
+            law = self.conditional(block)
+            factor = law.gp.cholesky if factors is None else factors[block.name]
+            projection = law.projection_through(factor)
             offset = law.mean.T if law.mean.ndim == 2 else law.mean[None]
-            residual = residual_variance(law.prior_variance, law.projection)
-            found[block.name] = Field(offset, law.projection, residual)
+            residual = residual_variance(law.prior_variance, projection)
+            found[block.name] = Field(offset, projection, residual)
         return {**found, **self._weight_fields()}
+
+    def message(self, site: str) -> dict[str, Any]:
+        """The message of a sample site, at function values of zero."""
+        return self._base[site]
+
+    def conditional(self, block: Block) -> Conditional:
+        """The law of a process's function values given its inducing vector."""
+        return conditional_of(self._base, block)
 
     def _weight_fields(self) -> dict[str, dict[str, Field]]:
         if not self._weights:
@@ -170,29 +184,39 @@ class BoundProblem:
         :param bound: ``"exact"`` or ``"augmented"``.
         :return: scalar.
         """
-        means = {b.name: as_values(at[b.name].mean, b) for b in self._processes}
-        spreads = {b.name: as_values(at[b.name].variance, b) for b in self._processes}
-        trace = self.trace(means)
-        carried = self._carried(means, spreads)
-        for block in self._weights:
-            for name, marginal in at[block.name].items():
-                mean, variance = carried[name]
-                carried[name] = (
-                    mean + marginal.mean.reshape(mean.shape),
-                    variance + marginal.variance.reshape(mean.shape),
-                )
+        means, spreads = self._process_moments(at)
+        trace, carried = self.trace(means), self.predictors(at)
         terms = []
         for site in self.structure.observed:
             message = trace[site.name]
             if site.route is Route.CLOSED_FORM:
-                moments = {k: carried[f"{site.name}/{k}"] for k in site.latents}
-                value = _closed_form(message, moments, bound)
+                value = _closed_form(message, *predictor(carried, site), bound)
             elif site.route is Route.CONSTANT:
                 value = message["fn"].log_prob(message["value"])
             else:
                 value = self._at_nodes(site, means, spreads)
             terms.append(scaled_sum(value, message["scale"]))
         return sum(terms[1:], terms[0])
+
+    def predictors(self, at: dict[str, Any]) -> dict[str, Marginals]:
+        """Marginals of every latent-carrying parameter, by ``"site/parameter"``.
+
+        :param at: :class:`Marginals` by block name (a dict of them for weights).
+        """
+        carried = self._carried(*self._process_moments(at))
+        for block in self._weights:
+            for name, marginal in at[block.name].items():
+                mean, variance = carried[name]
+                carried[name] = Marginals(
+                    mean + marginal.mean.reshape(mean.shape),
+                    variance + marginal.variance.reshape(mean.shape),
+                )
+        return carried
+
+    def _process_moments(self, at: dict[str, Any]) -> tuple[dict, dict]:
+        means = {b.name: as_values(at[b.name].mean, b) for b in self._processes}
+        spreads = {b.name: as_values(at[b.name].variance, b) for b in self._processes}
+        return means, spreads
 
     def _predictors(self, at: dict[str, Array]) -> dict[str, Array]:
         trace = self.trace(at)
@@ -206,7 +230,7 @@ class BoundProblem:
 
     def _carried(
         self, means: dict[str, Array], spreads: dict[str, Array]
-    ) -> dict[str, tuple[Array, Array]]:
+    ) -> dict[str, Marginals]:
         """Mean and variance of each latent-carrying parameter, processes only.
 
         It is elementwise affine in independent latents, so its variance is the sum over
@@ -220,7 +244,7 @@ class BoundProblem:
             slope = push({**blank, name: jnp.ones_like(mean)})
             carried = push({**blank, name: spreads[name]})
             variances = {k: v + slope[k] * carried[k] for k, v in variances.items()}
-        return {k: (values[k], variances[k]) for k in values}
+        return {k: Marginals(values[k], variances[k]) for k in values}
 
     def _at_nodes(
         self, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
@@ -260,12 +284,19 @@ def as_values(per_latent: Array, block: Block) -> Array:
     return per_latent[0] if len(block.shape) == 1 else per_latent.T
 
 
+def predictor(
+    carried: dict[str, Marginals], site: Observed
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Means and variances of one site's latent-carrying parameters."""
+    found = {k: carried[f"{site.name}/{k}"] for k in site.latents}
+    means = {k: marginal.mean for k, marginal in found.items()}
+    return means, {k: marginal.variance for k, marginal in found.items()}
+
+
 def _closed_form(
-    message: dict[str, Any], moments: dict[str, tuple[Array, Array]], bound: str
+    message: dict[str, Any], means: dict, variances: dict, bound: str
 ) -> Array:
     fn, y = message["fn"], message["value"]
-    means = {k: m for k, (m, _) in moments.items()}
-    variances = {k: v for k, (_, v) in moments.items()}
     if bound == "exact":
         return expected_log_prob(fn, y, means, variances)
     cls = type(base_distribution(fn))

@@ -24,6 +24,7 @@ from numpyro_gpaug.infer.checks import (
     support_error,
     valid_observations,
 )
+from numpyro_gpaug.infer.posterior import Posterior
 from numpyro_gpaug.infer.schedules import Schedule, as_schedule
 from numpyro_gpaug.infer.stepper import ConjugateState, Hyper, Stepper, first_epochs
 from numpyro_gpaug.linalg import NaturalGaussian
@@ -368,19 +369,17 @@ class ConjugateSVI:
             self.hyper_steps, self.sites, self.step_size,
         )  # fmt: skip
 
-    def posterior(self, params: dict[str, Any]) -> Any:
+    def posterior(self, params: dict[str, Any]) -> Posterior:
         """The fitted posterior, for prediction.
 
         :param params: params of a fit, as in ``result.params``.
         :return: a :class:`~numpyro_gpaug.Posterior`.
         :raises RuntimeError: before ``init``.
         """
-        from numpyro_gpaug.infer.posterior import Posterior
-
         if self._seen is None:
             raise RuntimeError("call init or run first, or build a Posterior directly")
         args, kwargs = self._seen
-        return Posterior(self.model, self.guide, params, *args, **kwargs)
+        return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
 
 
 

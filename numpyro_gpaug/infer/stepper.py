@@ -13,7 +13,6 @@ import optax
 from jax import Array, lax, random
 from numpyro import handlers
 
-from numpyro_gpaug.augmentation.base import lookup_augmentation
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem
 from numpyro_gpaug.infer.elbo import other_terms
@@ -104,9 +103,7 @@ class Stepper:
         self._comparable = not self._subsampled and not guide.random_others
         self._bound = "augmented" if sites == "augmented" else "exact"
         self._starts_augmented = sites == "auto" and all(
-            lookup_augmentation(site.cls) is not None
-            for site in self._structure.observed
-            if site.latents
+            site.augmented for site in self._structure.observed if site.latents
         )
         self._schedule = as_schedule(step_size, self._subsampled)
         self._fixed_fields: dict[str, Any] | None = None

@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fitted posterior: prediction at new inputs, without the training data."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from numpyro import handlers
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.affine import dependences
+from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.expectations import Route, base_distribution, predictive
+from numpyro_gpaug.guides import AutoSparseGP
+from numpyro_gpaug.infer.bound import BoundProblem, as_values, predictor
+from numpyro_gpaug.infer.elbo import field_marginals, moments_of, with_latent_axis
+from numpyro_gpaug.linalg import Moments, cholesky_jitter, default_jitter
+from numpyro_gpaug.structure import (
+    Arguments,
+    Block,
+    Observed,
+    Plate,
+    Structure,
+    run_model,
+)
+
+BATCH_SIZE = 1024
+
+
+class FunctionValues(NamedTuple):
+    """Posterior of function values.
+
+    :param mean: (N,) or (N, C).
+    :param variance: of the same shape; or the covariance, (N, N) or (C, N, N).
+    """
+
+    mean: Array
+    variance: Array
+
+
+class Posterior:
+    """A fitted posterior; make it with ``svi.posterior(params)`` or :meth:`from_guide`.
+
+    The model is called again at new inputs: pass the arguments that hold inputs, in the
+    places they have in the model; leave out the observations (they become ``None``).
+    Keyword arguments of the fit, such as ``inducing=Z``, are remembered. Factors of the
+    inducing matrices are computed once; a prediction then costs O(M^2) per point.
+    Latents owned by another autoguide stay at their posterior medians.
+
+    All methods stream over rows in blocks of ``batch_size`` padded to one shape, so any
+    number of rows costs one compilation; predictions do not depend on it.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        structure: Structure,
+        values: dict[str, Any],
+        moments: dict[str, Moments],
+        remembered: dict[str, Any],
+        observations: tuple[str, ...],
+    ) -> None:
+        self._model = model
+        self._structure = structure
+        self._values = values
+        self._moments = moments
+        self._remembered = remembered
+        self._observations = observations
+        self._factors: dict[str, Array] | None = None
+        self._compiled = {
+            "f": jax.jit(self._f, static_argnames=("static", "site")),
+            "y": jax.jit(self._y, static_argnames=("static", "site")),
+            "log_prob": jax.jit(self._log_prob, static_argnames=("static", "site")),
+            "joint": jax.jit(self._joint, static_argnames=("static", "site")),
+            "factors": jax.jit(self._cholesky, static_argnames="static"),
+        }
+
+    @classmethod
+    def from_guide(
+        cls,
+        model: Callable[..., Any],
+        guide: AutoSparseGP,
+        params: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Posterior:
+        """From a guide, its params, and the arguments of the fit.
+
+        :param model: the model.
+        :param guide: its guide, of any covariance.
+        :param params: params of model and guide.
+        :param args: the model's arguments at the fit, observations included.
+        :param kwargs: its keyword arguments.
+        """
+        structure = guide.setup(*args, **kwargs).structure
+        gaussians = {b.name: guide.gaussian(b, params) for b in structure.blocks}
+        moments = {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
+        values = {**params, **guide.other_median(params)}
+        for block in structure.blocks:
+            for key in [k for k in values if k.startswith(f"{block.site}_")]:
+                del values[key]
+        observations = _observation_arguments(model, structure, values, args, kwargs)
+        remembered = {k: v for k, v in kwargs.items() if k not in observations}
+        return cls(model, structure, values, moments, remembered, observations)
+
+    # -- prediction -------------------------------------------------------------------
+
+    def predict_f(
+        self,
+        *args: Any,
+        site: str | None = None,
+        full_covariance: bool = False,
+        batch_size: int = BATCH_SIZE,
+        **kwargs: Any,
+    ) -> FunctionValues:
+        """Posterior mean and variance of a Gaussian process.
+
+        :param args: the model's arguments at new inputs, without observations.
+        :param site: which process, if the model has several.
+        :param full_covariance: the covariance between all rows (O(N^2) memory, no
+            streaming) instead of the variance.
+        :param batch_size: rows per block.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        """
+        block = self._block(site)
+        called = self._call_arguments(args, kwargs, observed=False)
+        if full_covariance:
+            return self._call("joint", called[0], block.name)
+        return self._stream("f", called, block.name, batch_size)
+
+    def predict_y(
+        self,
+        *args: Any,
+        site: str | None = None,
+        batch_size: int = BATCH_SIZE,
+        **kwargs: Any,
+    ) -> Distribution:
+        """Posterior predictive distribution of new observations, the latents integrated
+        out: a NumPyro distribution (``.probs`` of a Bernoulli, ``.mean``, ``.variance``,
+        ``.icdf`` for intervals, ``.log_prob``, ``.sample``).
+
+        :param args: the model's arguments at new inputs, without observations.
+        :param site: which observed site, if the model has several.
+        :param batch_size: rows per block.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        """
+        observed = self._observed(site)
+        called = self._call_arguments(args, kwargs, observed=False)
+        return self._stream("y", called, observed.name, batch_size)
+
+    def log_prob(
+        self,
+        *args: Any,
+        site: str | None = None,
+        batch_size: int = BATCH_SIZE,
+        **kwargs: Any,
+    ) -> Array:
+        """Log posterior predictive density of held-out observations, per datum.
+
+        :param args: the model's arguments, observations included: ``log_prob(X, y)``.
+        :param site: which observed site, if the model has several.
+        :param batch_size: rows per block.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        """
+        observed = self._observed(site)
+        called = self._call_arguments(args, kwargs, observed=True)
+        return self._stream("log_prob", called, observed.name, batch_size)
+
+    def sample(
+        self,
+        key: Array,
+        *args: Any,
+        site: str | None = None,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> Array:
+        """Joint draws of function values at new inputs, O(N^3) in the number of rows.
+
+        :param key: random key.
+        :param args: the model's arguments at new inputs, without observations.
+        :param site: which process, if the model has several.
+        :param sample_shape: leading shape of the draws.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        :return: ``sample_shape + (N,)`` or ``sample_shape + (N, C)``.
+        """
+        mean, covariance = self.predict_f(*args, site=site, full_covariance=True, **kwargs)
+        factor = cholesky_jitter(covariance, default_jitter(covariance.dtype))
+        if not np.isfinite(np.asarray(factor)).all():
+            raise CholeskyError(
+                f"the posterior covariance of shape {covariance.shape} at the new inputs "
+                "did not factorise: are there duplicate rows?"
+            )
+        noise = random.normal(key, sample_shape + mean.T.shape, mean.dtype)
+        draws = jnp.einsum("...ij,...j->...i", factor, noise)
+        return mean + (draws if mean.ndim == 1 else jnp.swapaxes(draws, -1, -2))
+
+    # -- what is compiled ------------------------------------------------------------
+
+    def _problem(self, arrays: tuple[Array, ...], static: Any) -> BoundProblem:
+        names = {site.name for site in self._structure.observed}
+
+        def unobserved(message: dict[str, Any]) -> Array | None:
+            drawn = message["type"] == "sample" and not message["is_observed"]
+            if drawn and message["name"] in names:
+                return jnp.zeros(message["fn"].shape())
+            return None
+
+        whole = whole_plates(self._model)
+        model = handlers.substitute(whole, substitute_fn=unobserved)
+        arguments = Arguments(arrays, static)
+        return BoundProblem(
+            self._structure, model, arguments, self._values, random.key(0)
+        )
+
+    def _at(self, problem: BoundProblem, factors: dict[str, Array]) -> dict[str, Any]:
+        return field_marginals(problem.fields(factors), self._moments)
+
+    def _cholesky(self, arrays: tuple[Array, ...], static: Any) -> dict[str, Array]:
+        problem = self._problem(arrays, static)
+        processes = [b for b in self._structure.blocks if b.is_process]
+        return {b.name: problem.conditional(b).gp.cholesky for b in processes}
+
+    def _f(self, arrays: Any, factors: Any, static: Any, site: str) -> FunctionValues:
+        at = self._at(self._problem(arrays, static), factors)[site]
+        block = self._block(site)
+        return FunctionValues(*(as_values(x, block) for x in at))
+
+    def _joint(self, arrays: Any, factors: Any, static: Any, site: str):
+        problem, block = self._problem(arrays, static), self._block(site)
+        law, q = problem.conditional(block), self._moments[site]
+        A = law.projection_through(factors[site])
+        spread = q.whitener @ A
+        # The residual covariance is a Schur complement: positive semidefinite.
+        residual = law.gp.kernel(law.X, law.X) - jnp.swapaxes(A, -1, -2) @ A
+        covariance = residual + jnp.swapaxes(spread, -1, -2) @ spread
+        mean = self._f(arrays, factors, static, site).mean
+        return FunctionValues(mean, covariance[0] if mean.ndim == 1 else covariance)
+
+    def _y(self, arrays: Any, factors: Any, static: Any, site: str) -> Distribution:
+        return self._predictive(arrays, factors, static, site)[0]
+
+    def _log_prob(self, arrays: Any, factors: Any, static: Any, site: str) -> Array:
+        fn, message = self._predictive(arrays, factors, static, site)
+        value = fn.log_prob(message["value"])
+        return value.sum(tuple(range(1, value.ndim)))
+
+    def _predictive(
+        self, arrays: Any, factors: Any, static: Any, site: str
+    ) -> tuple[Distribution, dict[str, Any]]:
+        problem = self._problem(arrays, static)
+        at = self._at(problem, factors)
+        message = problem.message(site)
+        moments = predictor(problem.predictors(at), self._observed(site))
+        return predictive(base_distribution(message["fn"]), *moments), message
+
+    # -- arguments and streaming ---------------------------------------------------
+
+    def _call_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], observed: bool
+    ) -> tuple[Arguments, tuple[bool, ...]]:
+        """The model's arguments, and which of their arrays run over rows: those just
+        passed in whose leading axis is that of the first."""
+        if not observed:
+            kwargs = {**self._without_observations(len(args)), **kwargs}
+        merged = {**self._remembered, **kwargs}
+        arguments = Arguments.split(args, merged)
+        fresh = Arguments.split(
+            args, {k: v for k, v in merged.items() if k not in self._remembered}
+        )
+        if not fresh.arrays or fresh.arrays[0].ndim == 0:
+            raise ValueError("pass the new inputs, an array with one row per point")
+        rows = fresh.arrays[0].shape[0]
+        if rows == 0:
+            raise ValueError(f"the new inputs have shape {fresh.arrays[0].shape}")
+        is_fresh = jax.tree.map(lambda _: True, args), {
+            k: jax.tree.map(lambda _, k=k: k not in self._remembered, v)
+            for k, v in merged.items()
+        }
+        flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_fresh))
+        by_row = tuple(
+            flag and a.ndim > 0 and a.shape[0] == rows
+            for flag, a in zip(flags, arguments.arrays, strict=True)
+        )
+        return arguments, by_row
+
+    def _without_observations(self, given: int) -> dict[str, None]:
+        """``None`` for observation arguments that were not passed and have no default."""
+        parameters = list(inspect.signature(self._model).parameters.values())[given:]
+        return {
+            p.name: None
+            for p in parameters
+            if p.name in self._observations and p.default is p.empty
+        }
+
+    def _call(self, what: str, arguments: Arguments, site: str) -> Any:
+        if self._factors is None:
+            factors = self._compiled["factors"](arguments.arrays, static=arguments.static)
+            for name, factor in factors.items():
+                if not np.isfinite(np.asarray(factor)).all():
+                    raise CholeskyError(f"the kernel matrix of {name!r} did not factorise")
+            self._factors = factors
+        return self._compiled[what](
+            arguments.arrays, self._factors, static=arguments.static, site=site
+        )
+
+    def _stream(
+        self,
+        what: str,
+        called: tuple[Arguments, tuple[bool, ...]],
+        site: str,
+        batch_size: int,
+    ) -> Any:
+        """Blocks of rows, the last one padded, put together again."""
+        arguments, by_row = called
+        rows = arguments.arrays[by_row.index(True)].shape[0]
+        blocks = []
+        for start in range(0, rows, batch_size):
+            chosen = np.minimum(np.arange(start, start + batch_size), rows - 1)
+            arrays = tuple(
+                a[chosen] if flag else a
+                for a, flag in zip(arguments.arrays, by_row, strict=True)
+            )
+            blocks.append(self._call(what, arguments._replace(arrays=arrays), site))
+        # The answer's structure (a distribution knows its batch shape) at all rows.
+        whole = jax.eval_shape(
+            lambda arrays: self._compiled[what](
+                arrays, self._factors, static=arguments.static, site=site
+            ),
+            arguments.arrays,
+        )
+        leaves = [
+            _joined(leaf.shape, parts)
+            for leaf, *parts in zip(
+                jax.tree.leaves(whole), *map(jax.tree.leaves, blocks), strict=True
+            )
+        ]
+        return jax.tree.unflatten(jax.tree.structure(whole), leaves)
+
+    # -- sites ----------------------------------------------------------------------
+
+    def _block(self, site: str | None) -> Block:
+        processes = [b for b in self._structure.blocks if b.is_process]
+        return _one_of(processes, site, "Gaussian process")
+
+    def _observed(self, site: str | None) -> Observed:
+        return _one_of(self._structure.observed, site, "observed site")
+
+    # -- saving -----------------------------------------------------------------------
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Saves plain arrays (``.npz``): values of params and other latents, moments of
+        the Gaussian blocks, remembered keyword arguments. No code, no pickle, and no
+        training data unless they were passed by keyword.
+
+        :param path: the file.
+        :raises ValueError: for a value that is not made of arrays and plain numbers.
+        """
+        arrays: dict[str, np.ndarray] = {}
+        meta = {
+            "values": _pack(self._values, "values", arrays),
+            "remembered": _pack(self._remembered, "remembered", arrays),
+            "moments": _pack(
+                {k: list(m) for k, m in self._moments.items()}, "moments", arrays
+            ),
+            "observations": list(self._observations),
+            "structure": _pack_structure(self._structure),
+        }
+        np.savez(path, meta=np.array(json.dumps(meta)), **arrays)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], model: Callable[..., Any]) -> Posterior:
+        """Loads what :meth:`save` wrote; nothing is unpickled.
+
+        :param path: the file.
+        :param model: the model it was fitted with.
+        """
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {k: jnp.asarray(v) for k, v in archive.items() if k != "meta"}
+            meta = json.loads(str(archive["meta"]))
+        return cls(
+            model,
+            _unpack_structure(meta["structure"]),
+            _unpack(meta["values"], arrays),
+            {k: Moments(*m) for k, m in _unpack(meta["moments"], arrays).items()},
+            _unpack(meta["remembered"], arrays),
+            tuple(meta["observations"]),
+        )
+
+
+def _one_of(candidates: Any, name: str | None, what: str) -> Any:
+    names = [c.name for c in candidates]
+    if name is None and len(names) == 1:
+        return candidates[0]
+    if name not in names:
+        raise ValueError(f"site={name!r}: the model's choices of {what} are {names}")
+    return candidates[names.index(name)]
+
+
+def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:
+    if parts[0].shape == shape:
+        return parts[0]
+    return jnp.concatenate(parts)[: shape[0]]
+
+
+def _observation_arguments(
+    model: Callable[..., Any],
+    structure: Structure,
+    values: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[str, ...]:
+    """Names of the arguments that observed values are computed from."""
+    arguments = Arguments.split(args, kwargs)
+    inputs = {str(i): a for i, a in enumerate(arguments.arrays)}
+
+    def observed(inputs: dict[str, Array]) -> list[Any]:
+        given = arguments._replace(
+            arrays=tuple(inputs[str(i)] for i in range(len(inputs)))
+        )
+        filled = {**structure.zeros, **values}
+        trace = run_model(model, given, random.key(0), filled)
+        return [trace[site.name]["value"] for site in structure.observed]
+
+    reached = {int(k) for state in dependences(observed, inputs) for k in state}
+    positional = list(inspect.signature(model).parameters)
+    paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+    names = [
+        positional[path[1].idx] if path[0].idx == 0 else path[1].key for path, _ in paths
+    ]
+    of_arrays = Arguments.select_arrays((args, kwargs), names)
+    return tuple(dict.fromkeys(of_arrays[i] for i in sorted(reached)))
+
+
+def _pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+    """A JSON description of ``tree``; its arrays go into ``arrays`` under their path."""
+    if isinstance(tree, np.ndarray | jax.Array):
+        arrays[path] = np.asarray(tree)
+        return {"array": path}
+    if isinstance(tree, dict) and all(isinstance(k, str) for k in tree):
+        return {"dict": {k: _pack(v, f"{path}/{k}", arrays) for k, v in tree.items()}}
+    if type(tree) in (list, tuple):
+        return {"list": [_pack(v, f"{path}/{i}", arrays) for i, v in enumerate(tree)]}
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return {"plain": tree}
+    raise ValueError(
+        f"{path} is a {type(tree).__name__}: only arrays, numbers, strings, and dicts, "
+        "lists and tuples of them can be saved"
+    )
+
+
+def _unpack(packed: dict[str, Any], arrays: dict[str, Array]) -> Any:
+    ((kind, content),) = packed.items()
+    if kind == "array":
+        return arrays[content]
+    if kind == "dict":
+        return {k: _unpack(v, arrays) for k, v in content.items()}
+    if kind == "list":
+        return [_unpack(v, arrays) for v in content]
+    return content
+
+
+def _pack_structure(structure: Structure) -> dict[str, Any]:
+    return {
+        "blocks": [[b.name, b.site, b.shape, str(b.dtype)] for b in structure.blocks],
+        "others": structure.others,
+        "observed": [[*o[:2], o.route.value, *o[3:]] for o in structure.observed],
+        "plates": {k: list(p) for k, p in structure.plates.items()},
+    }
+
+
+def _unpack_structure(packed: dict[str, Any]) -> Structure:
+    return Structure(
+        blocks=tuple(
+            Block(name, site, tuple(shape), jnp.dtype(dtype))
+            for name, site, shape, dtype in packed["blocks"]
+        ),
+        others=tuple(packed["others"]),
+        observed=tuple(
+            Observed(name, tuple(latents), Route(route), tuple(processes), *rest)
+            for name, latents, route, processes, *rest in packed["observed"]
+        ),
+        plates={k: Plate(*p) for k, p in packed["plates"].items()},
+    )

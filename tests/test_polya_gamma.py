@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the Polya-Gamma distribution."""
+
+import doctest
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import pytest
+from jax import random
+from numpyro.distributions.kl import kl_divergence
+from scipy.integrate import quad
+
+from numpyro_gpaug._special import log2cosh_half, pg_mean_unit
+from numpyro_gpaug.distributions import PolyaGamma, polya_gamma
+
+try:
+    from jax import enable_x64
+except ImportError:
+    from jax.experimental import enable_x64
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "polya_gamma.json").read_text())
+
+# b, c, x and the log-density of PG(b, c) at x, from a contour integral in 30-digit
+# arithmetic (mpmath).  b and x are float32 numbers, so that both precisions are
+# asked for the same thing.
+EXTREME = np.array(
+    [
+        (0.009999999776482582, 0.0, 9.999999747378752e-05, 7.480186147833849),
+        (0.009999999776482582, 0.0, 0.0024999999441206455, 2.771872403847562),
+        (0.009999999776482582, 0.5, 0.0073475600220263, 1.1574456436105862),
+        (0.009999999776482582, 10.0, 0.014998638071119785, -0.6183269658635931),
+        (0.009999999776482582, 1000.0, 7.000000096013537e-06, 11.301430329525793),
+        (0.10000000149011612, 0.0, 1000.0, -4943.088100652763),
+        (0.10000000149011612, 0.5, 0.0073475600220263, 3.3567744401555077),
+        (0.10000000149011612, 10.0, 0.003499682294204831, 4.535798982620432),
+        (0.10000000149011612, 1000.0, 4.999999987376214e-07, -2432.401764252295),
+        (1.0, 0.0, 9.999999747378752e-05, -1237.103459515004),
+        (1.0, 0.0, 0.25, 0.6040213346752147),
+        (1.0, 0.5, 0.7347559928894043, -1.8489131196564494),
+        (1.0, 10.0, 1.499863862991333, -76.2499493564251),
+        (1.0, 1000.0, 0.000699999975040555, -19.286862784810445),
+        (5.0, 0.0, 1000.0, -4901.160861244906),
+        (5.0, 0.5, 0.36737799644470215, -3.434355362279598),
+        (5.0, 10.0, 0.17498411238193512, 1.0041992767407784),
+        (5.0, 1000.0, 2.499999936844688e-05, -122496.6108531137),
+        (12.0, 0.0, 9.999999747378752e-05, -179976.99844948397),
+        (12.0, 0.0, 3.0, -0.5783005172248291),
+        (12.0, 0.5, 8.817071914672852, -16.524370936438533),
+        (12.0, 10.0, 17.99836540222168, -901.0849114385413),
+        (12.0, 1000.0, 0.00839999970048666, -334.8149631577327),
+        (13.0, 0.0, 1000.0, -4848.011854846079),
+        (13.0, 0.5, 0.9551827907562256, -11.810819901271463),
+        (13.0, 10.0, 0.4549586772918701, -2.045948543805562),
+        (13.0, 1000.0, 6.500000017695129e-05, -318517.08456676034),
+        (300.0, 0.0, 9.999999747378752e-05, -112499776.99062759),
+        (300.0, 0.0, 75.0, -2.182040926723975),
+        (300.0, 0.5, 220.4268035888672, -371.7321074276459),
+        (300.0, 10.0, 449.9591369628906, -22467.769510476293),
+        (300.0, 1000.0, 0.20999999344348907, -8564.994297322359),
+        (999.0, 0.0, 1000.0, -2154.565093016191),
+        (999.0, 0.5, 73.4021224975586, -987.6249988151177),
+        (999.0, 10.0, 34.96182632446289, -321.26431136358633),
+        (999.0, 1000.0, 0.004995000082999468, -24477983.84139833),
+        (1001.0, 0.0, 9.999999747378752e-05, -1252500568.6883364),
+        (1001.0, 0.0, 250.25, -2.784360362766131),
+        (1001.0, 0.5, 735.49072265625, -1233.0182665229322),
+        (1001.0, 10.0, 1501.3636474609375, -74958.37958595758),
+        (1001.0, 1000.0, 0.7006999850273132, -28594.166150956637),
+        (10000.0, 0.0, 1000.0, -5640.8258513645205),
+        (10000.0, 0.5, 734.7559814453125, -9876.982040341301),
+        (10000.0, 10.0, 349.9682312011719, -3216.6800357457664),
+        (10000.0, 1000.0, 0.05000000074505806, -245024984.18322924),
+    ]
+)
+
+
+@pytest.fixture(params=["float32", "float64"])
+def dtype(request: pytest.FixtureRequest) -> np.dtype:
+    if request.param == "float64":
+        request.getfixturevalue("x64")
+    return np.dtype(request.param)
+
+
+def tol(dtype: np.dtype, single: float, double: float) -> float:
+    return single if dtype == np.float32 else double
+
+
+def columns(rows: list[dict], *names: str) -> list[np.ndarray]:
+    return [np.array([row[name] for row in rows], np.float64) for name in names]
+
+
+def scaled_error(value: jax.Array, reference: np.ndarray) -> float:
+    difference = np.asarray(value, np.float64) - reference
+    return float(np.max(np.abs(difference) / np.maximum(1.0, np.abs(reference))))
+
+
+def log_prob(x, b, c):
+    return PolyaGamma(b, c).log_prob(x)
+
+
+def test_golden_log_density(dtype):
+    b, c, x, reference = columns(GOLDEN["logpdf"], "b", "c", "x", "logpdf")
+    value = log_prob(*(jnp.asarray(a, dtype) for a in (x, b, c)))
+    assert value.dtype == dtype
+    assert scaled_error(value, reference) < tol(dtype, 5e-6, 1e-12)
+    mirrored = log_prob(*(jnp.asarray(a, dtype) for a in (x, b, -c)))
+    np.testing.assert_array_equal(value, mirrored)
+
+
+def test_extreme_log_density(dtype):
+    b, c, x, reference = EXTREME.T
+    value = log_prob(*(jnp.asarray(a, dtype) for a in (x, b, c)))
+    assert scaled_error(value, reference) < tol(dtype, 5e-6, 1e-11)
+
+
+def test_log_density_with_concrete_shape(dtype):
+    """Regimes left out because the shape is known give the same numbers."""
+    x = jnp.asarray([0.1, 0.4, 3.0], dtype)
+    for b in (1.0, 5.0, 40.0, 2000.0):
+        known = PolyaGamma(b, 0.5).log_prob(x * b)
+        traced = jax.jit(log_prob)(x * b, jnp.asarray(b, dtype), 0.5)
+        assert known.dtype == dtype
+        np.testing.assert_allclose(known, traced, rtol=tol(dtype, 3e-6, 1e-13))
+
+
+def test_off_support():
+    value = jax.jit(log_prob)(jnp.array([-1.0, 0.0, 0.2]), 1.0, 0.5)
+    assert np.isneginf(value[:2]).all()
+    assert np.isfinite(value[2])
+    with pytest.raises(ValueError, match="invalid b"):
+        PolyaGamma(-1.0, 0.0, validate_args=True)
+
+
+def test_golden_moments(dtype):
+    rows = [row for row in GOLDEN["moments"] if row["b"] > 0]
+    b, c, mean, var, kl = columns(rows, "b", "c", "mean", "var", "kl_to_c0")
+    b, c = jnp.asarray(b, dtype), jnp.asarray(c, dtype)
+    law = PolyaGamma(b, c)
+    rtol = tol(dtype, 3e-6, 1e-12)
+    np.testing.assert_allclose(law.mean, mean, rtol=rtol)
+    np.testing.assert_allclose(law.variance, var, rtol=rtol)
+    divergence = kl_divergence(law, PolyaGamma(b, jnp.zeros_like(c)))
+    assert divergence.dtype == law.mean.dtype == law.variance.dtype == dtype
+    np.testing.assert_allclose(divergence, kl, rtol=rtol, atol=1e-30)
+
+
+def test_golden_general_divergence(dtype):
+    rows = GOLDEN["kl_general"]
+    b, c1, c2, kl = columns(rows, "b", "c1", "c2", "kl")
+    b, c1, c2 = (jnp.asarray(a, dtype) for a in (b, c1, c2))
+    value = kl_divergence(PolyaGamma(b, c1), PolyaGamma(b, c2))
+    np.testing.assert_allclose(value, kl, rtol=tol(dtype, 3e-6, 1e-12))
+
+
+def test_divergence_rules(x64):
+    def kl(c):
+        return kl_divergence(PolyaGamma(2.0, c[0]), PolyaGamma(2.0, c[1]))
+
+    kl, gradient, hessian = map(jax.jit, (kl, jax.grad(kl), jax.hessian(kl)))
+    np.testing.assert_array_equal(gradient(jnp.zeros(2)), 0.0)
+    at = jnp.array([1.3, -0.4])
+    numeric = [
+        (kl(at.at[i].add(1e-6)) - kl(at.at[i].add(-1e-6))) / 2e-6 for i in range(2)
+    ]
+    np.testing.assert_allclose(gradient(at), numeric, rtol=1e-8)
+    assert np.isfinite(hessian(jnp.zeros(2))).all()
+    with pytest.raises(NotImplementedError, match="share the shape"):
+        kl_divergence(PolyaGamma(1.0, 0.0), PolyaGamma(2.0, 0.0))
+    expanded = kl_divergence(
+        PolyaGamma(2.0, 1.0).expand((3,)), PolyaGamma(2.0, 0.0).expand((3,))
+    )
+    np.testing.assert_allclose(expanded, np.full(3, kl(jnp.array([1.0, 0.0]))))
+
+
+def test_special_functions(dtype):
+    c = np.array([0.0, 1e-4, 1e-2, 0.3, 0.99, 1.01, 2.0, 10.0, 500.0])
+    q = jnp.asarray(c**2, dtype)
+    rtol = tol(dtype, 5e-7, 2e-15)
+    np.testing.assert_allclose(log2cosh_half(q), np.logaddexp(c / 2, -c / 2), rtol=rtol)
+    unit = np.append(0.25, np.tanh(c[1:] / 2) / (2 * c[1:]))
+    np.testing.assert_allclose(pg_mean_unit(q), unit, rtol=rtol)
+    np.testing.assert_allclose(
+        jax.jit(jax.vmap(jax.grad(log2cosh_half)))(q), unit / 2, rtol=2 * rtol
+    )
+    slope = jax.jit(jax.vmap(jax.grad(pg_mean_unit)))(q)
+    np.testing.assert_allclose(slope[0], -1 / 48, rtol=rtol)
+    # d mean / d(c^2) is minus half the variance.
+    variance = PolyaGamma(jnp.ones((), dtype), jnp.asarray(c, dtype)).variance
+    np.testing.assert_allclose(slope, -variance / 2, rtol=tol(dtype, 2e-5, 1e-12))
+    curvature = jax.jit(jax.vmap(jax.grad(jax.grad(pg_mean_unit))))(q)
+    np.testing.assert_allclose(curvature[0], 1 / 240, rtol=rtol)
+    assert np.isfinite(curvature).all()
+
+
+@pytest.mark.parametrize(
+    ("b", "c"), [(0.3, 0.0), (1.0, 2.0), (2.5, 0.5), (40.0, 3.0), (1200.0, 1.0)]
+)
+def test_normalisation_and_moments_by_quadrature(x64, b, c):
+    law = PolyaGamma(b, c)
+    log_density = jax.jit(law.log_prob)
+    mean, sd = float(law.mean), float(law.variance) ** 0.5
+
+    def integral(f: Callable[[float], float]) -> float:
+        # In log x, where the density is smooth and unimodal for every shape.
+        width = 12 * sd / mean
+        centre = np.log(mean)
+        lower, upper = max(centre - width, centre - 60), centre + min(width, 6.0)
+        value, _ = quad(
+            lambda u: f(np.exp(u)) * np.exp(float(log_density(np.exp(u))) + u),
+            lower,
+            upper,
+            points=[centre - sd / mean, centre],
+            limit=200,
+            epsabs=1e-11,
+            epsrel=1e-10,
+        )
+        return value
+
+    np.testing.assert_allclose(integral(lambda x: 1.0), 1.0, rtol=1e-9)
+    np.testing.assert_allclose(integral(lambda x: x), mean, rtol=1e-9)
+    second = integral(lambda x: (x - mean) ** 2)
+    np.testing.assert_allclose(second, sd**2, rtol=1e-8)
+    if (b, c) == (1.0, 2.0):
+        for row in GOLDEN["laplace"]:
+            if (row["b"], row["c"]) == (b, c):
+                value = integral(lambda x, t=row["t"]: np.exp(-t * x))
+                np.testing.assert_allclose(value, row["value"], rtol=1e-9)
+
+
+def gradient_points() -> tuple[np.ndarray, ...]:
+    grid = np.meshgrid(
+        [0.05, 0.7, 1.0, 3.3, 40.0, 1500.0], [0.0, 0.4, 6.0], [0.1, 0.6, 1.0, 1.8, 7.0]
+    )
+    b, c, factor = (a.ravel() for a in grid)
+    mean = b * np.where(c > 0, np.tanh(c / 2) / (2 * np.maximum(c, 0.1)), 0.25)
+    return mean * factor, b, c
+
+
+def test_gradients_match_finite_differences(x64):
+    point = gradient_points()
+    total = jax.jit(jax.grad(lambda *a: log_prob(*a).sum(), argnums=(0, 1, 2)))
+    value = jax.jit(log_prob)
+    exact = total(*point)
+    for i in range(3):
+        step = 2e-6 * np.maximum(point[i], 1e-3 if i == 2 else 0.0)
+        up, down = list(point), list(point)
+        up[i], down[i] = point[i] + step, point[i] - step
+        numeric = (value(*up) - value(*down)) / (up[i] - down[i])
+        scale = np.maximum(np.abs(numeric), np.maximum(1.0, 1 / point[1]))
+        # What rounding of the two values leaves of the difference.
+        noise = 4e-14 * np.maximum(1.0, np.abs(value(*point))) / step
+        assert np.all(np.abs(exact[i] - numeric) < 3e-8 * scale + noise)
+
+
+@pytest.mark.parametrize("b", [0.7, 40.0, 1500.0])
+def test_second_derivatives(x64, b):
+    """Through the tilt at zero, and through the value in every regime."""
+    for x in (0.02 * b, 0.25 * b, b):
+        tilt = jax.jit(jax.grad(jax.grad(lambda c: PolyaGamma(b, c).log_prob(x))))
+        np.testing.assert_allclose(tilt(0.0), b / 4 - x, rtol=1e-9, atol=1e-9)
+        slope = jax.jit(jax.grad(PolyaGamma(b, 1.0).log_prob))
+        step = 1e-4 * x
+        numeric = (slope(x + step) - slope(x - step)) / (2 * step)
+        exact = jax.jit(jax.grad(jax.grad(PolyaGamma(b, 1.0).log_prob)))(x)
+        np.testing.assert_allclose(exact, numeric, rtol=1e-6)
+
+
+def test_gradients_are_finite_everywhere():
+    b, c, x, _ = (jnp.asarray(a, jnp.float32) for a in EXTREME.T)
+    total = jax.jit(jax.grad(lambda *a: log_prob(*a).sum(), argnums=(0, 1, 2)))
+    for part in total(x, b, c):
+        assert np.isfinite(part).all()
+
+
+# Sampler.  All draws are made once per dtype; keys are fixed, thresholds are far in
+# the tail of the test statistic (|z| < 4.5, sqrt(n) KS < 2.2 has p < 2e-4).
+
+NUM_DRAWS = 60_000
+TILTS = (0.0, 0.5, 2.0, 10.0, 100.0)
+SHAPES = {"integer": (1.0, 2.0, 3.0), "mixed": (0.3, 7.5, 13.0, 40.0)}
+
+
+def cells(kind: str) -> tuple[np.ndarray, np.ndarray]:
+    b, c = np.meshgrid(SHAPES[kind], TILTS, indexing="ij")
+    return b.ravel(), c.ravel()
+
+
+def laplace(t: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    def log_cosh(z):
+        return z + np.log1p(np.exp(-2 * z)) - np.log(2)
+
+    return np.exp(b * (log_cosh(c / 2) - log_cosh(np.sqrt(c**2 / 4 + t / 2))))
+
+
+def z_scores(x: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Largest |z| of the mean and two Laplace transforms, per column of ``x``."""
+    n = x.shape[0]
+    with enable_x64(True):
+        law = PolyaGamma(b, c)
+        mean, sd = np.asarray(law.mean), np.sqrt(np.asarray(law.variance))
+    out = [(x.mean(0) - mean) / sd]
+    for t in (0.5 / mean, 3 / mean):
+        first = laplace(t, b, c)
+        spread = np.sqrt(laplace(2 * t, b, c) - first**2)
+        out.append((np.exp(-t * x).mean(0) - first) / spread)
+    return np.sqrt(n) * np.max(np.abs(out), axis=0)
+
+
+def kolmogorov(x: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """sqrt(n) times the distance to the integrated density, per column of ``x``."""
+    x = np.sort(x, axis=0)
+    n = x.shape[0]
+    grid = np.linspace(np.log(x[0]) - 0.7, np.log(x[-1]) + 0.5, 3001)
+    with enable_x64(True):
+        density = np.exp(np.asarray(jax.jit(log_prob)(np.exp(grid), b, c)) + grid)
+    steps = np.diff(grid, axis=0) * (density[1:] + density[:-1]) / 2
+    cdf = np.concatenate([np.zeros_like(b)[None], np.cumsum(steps, axis=0)])
+    np.testing.assert_allclose(cdf[-1], 1.0, atol=2e-5)
+    rank = np.arange(1, n + 1) / n
+    out = []
+    for j in range(len(b)):
+        value = np.interp(np.log(x[:, j]), grid[:, j], cdf[:, j])
+        out.append(max(np.max(rank - value), np.max(value - rank + 1 / n)))
+    return np.sqrt(n) * np.array(out)
+
+
+@pytest.mark.parametrize("kind", ["integer", "mixed"])
+def test_sampler_law(dtype, kind):
+    b, c = cells(kind)
+    law = PolyaGamma(jnp.asarray(b, dtype), jnp.asarray(c, dtype))
+    draws = law.sample(random.key(2013), (NUM_DRAWS,))
+    assert draws.dtype == dtype
+    x = np.asarray(draws, np.float64)
+    assert np.all(x > 0)
+    assert np.all(z_scores(x, b, c) < 4.5)
+    assert np.all(kolmogorov(x, b, c) < 2.2)
+    # The same checks must see a bias of two per cent in every cell.
+    score = z_scores(1.02 * x, b, c) / 4.5
+    detected = np.maximum(score, kolmogorov(1.02 * x, b, c) / 2.2)
+    assert np.all(detected > 1), list(zip(b, c, detected, strict=True))
+
+
+def test_sampler_is_deterministic_and_follows_shapes(dtype):
+    b = jnp.asarray([[1.0], [2.0]], dtype)
+    c = jnp.asarray([0.0, -1.0, 1000.0], dtype)
+    law = PolyaGamma(b, c)
+    assert law.batch_shape == (2, 3)
+    draws = law.sample(random.key(0), (4,))
+    assert draws.shape == (4, 2, 3)
+    assert draws.dtype == dtype
+    np.testing.assert_array_equal(draws, law.sample(random.key(0), (4,)))
+    assert np.all(draws != law.sample(random.key(1), (4,)))
+    assert law.log_prob(draws).shape == (4, 2, 3)
+    assert np.isfinite(law.log_prob(draws)).all()
+    # Where rejections never happen c = 1e3 concentrates on b / (2c).
+    np.testing.assert_allclose(draws[..., 2] * 1000, [[0.5, 1.0]] * 4, rtol=0.2)
+
+
+def test_zero_shape_is_a_point_mass():
+    law = PolyaGamma(
+        jnp.array([0.0, 1.0, 0.0]), jnp.array([0.0, 1.0, 5.0]), validate_args=False
+    )
+    draws = np.asarray(law.sample(random.key(0), (50,)))
+    assert np.all(draws[:, [0, 2]] == 0)
+    assert np.all(draws[:, 1] > 0)
+    traced = jax.jit(lambda b: PolyaGamma(b, 1.0).sample(random.key(0), (50,)))
+    assert np.all(traced(0.0) == 0)
+    np.testing.assert_array_equal(law.mean[::2], 0.0)
+
+
+def test_empty_draws():
+    assert PolyaGamma(1.0, jnp.zeros(3)).sample(random.key(0), (0,)).shape == (0, 3)
+
+
+def test_vmap_jit_and_pytree():
+    b, c = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.0, 1.0, 4.0])
+    keys = random.split(random.key(3), 3)
+
+    def draw(key, b, c):
+        return PolyaGamma(b, c).sample(key, (700,))
+
+    batched = jax.jit(jax.vmap(draw))(keys, b, c)
+    assert batched.shape == (3, 700)
+    single = jax.jit(draw)(keys[1], b[1], c[1])
+    np.testing.assert_allclose(batched[1], single, rtol=1e-5)
+
+    law = PolyaGamma(b, c)
+    leaves, structure = jax.tree.flatten(law)
+    assert len(leaves) == 2
+    again = jax.tree.unflatten(structure, leaves)
+    x = jnp.array([0.2, 0.3, 0.4])
+    expected = law.log_prob(x)
+    np.testing.assert_array_equal(again.log_prob(x), expected)
+    through = jax.jit(lambda law, x: law.log_prob(x))(law, x)
+    np.testing.assert_allclose(through, expected, rtol=1e-5)
+    rows = jax.vmap(lambda law, x: law.log_prob(x))(law, x)
+    np.testing.assert_allclose(rows, expected, rtol=1e-5)
+
+
+def test_expand_and_numpyro_site():
+    law = PolyaGamma(1.0, 2.0)
+    assert not law.has_rsample
+    wide = law.expand((2, 3))
+    draws = wide.sample(random.key(0), (5,))
+    assert draws.shape == (5, 2, 3)
+    assert wide.log_prob(draws).shape == (5, 2, 3)
+    assert len(np.unique(draws)) == 30
+    np.testing.assert_allclose(wide.mean, np.full((2, 3), law.mean))
+
+    def model():
+        with numpyro.plate("data", 4):
+            numpyro.sample("omega", PolyaGamma(1.0, jnp.arange(4.0)))
+
+    trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace()
+    assert trace["omega"]["value"].shape == (4,)
+
+
+def test_integer_arguments_become_floats():
+    law = PolyaGamma(1, jnp.arange(3))
+    assert law.mean.dtype == law.sample(random.key(0)).dtype == jnp.float32
+
+
+def test_docstring_example():
+    results = doctest.testmod(polya_gamma)
+    assert results.failed == 0
+    assert results.attempted > 0
