@@ -50,7 +50,7 @@ class GaussianProcess:
     :param num_latents: number C of independent latents; ``None`` for a single one
         without a latent axis.
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; default
-        1e-5 in float32 and 1e-10 in float64; 0 is allowed.
+        ``2e-7 M`` in float32 and 1e-10 in float64; 0 is allowed.
     :raises ValueError: inside a plate, or for inducing inputs that are not two- or
         three-dimensional (one-dimensional for scalar inputs) or are empty.
 
@@ -88,8 +88,10 @@ class GaussianProcess:
                 f"inducing has shape {self.inducing.shape}, one set per latent, but "
                 f"num_latents is {num_latents}"
             )
-        self.jitter = default_jitter(self.inducing.dtype) if jitter is None else jitter
         num_inducing = self.inducing.shape[-2 if self.inducing.ndim > 1 else 0]
+        if jitter is None:
+            jitter = default_jitter(num_inducing, self.inducing.dtype)
+        self.jitter = jitter
         shape = (num_inducing,) if num_latents is None else (num_latents, num_inducing)
         standard = dist.Normal(jnp.zeros(shape, self.inducing.dtype), 1)
         self.v = numpyro.sample(f"{name}.v", standard.to_event(len(shape)))

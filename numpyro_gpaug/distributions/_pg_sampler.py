@@ -31,6 +31,7 @@ from numpyro_gpaug.distributions._pg_density import (
 #: saddlepoint expansion.
 SERIES_MAX = 12.0
 _NUM_POLE_TERMS = 14
+_COMPACT_FROM = 4096
 
 
 class _Lanes(NamedTuple):
@@ -141,29 +142,26 @@ def _saddle_log_accept(x: Array, lane: _Lanes) -> Array:
     return lane.h * (bend - dev) + prefactor
 
 
-def _inverse_gaussian(key: Array, lane: _Lanes, shape: tuple[int, ...]) -> Array:
-    dtype = lane.h.dtype
-    key_n, key_u = random.split(key)
-    normal = random.normal(key_n, shape, dtype)
-    uniform = random.uniform(key_u, shape, dtype)
-    spread = jnp.square(normal) / (2 * lane.h * lane.drift)
-    root = 1 + spread + jnp.sqrt(spread * (spread + 2))
-    mean = lane.h / lane.drift
-    return jnp.where(uniform * (1 + 1 / root) <= 1, mean / root, mean * root)
-
-
 def _propose(
     key: Array, lane: _Lanes, shape: tuple[int, ...], kind: str
 ) -> tuple[Array, Array]:
-    key_x, key_u = random.split(key)
-    x = _inverse_gaussian(key_x, lane, shape)
-    tiny = jnp.finfo(x.dtype).tiny
-    x = jnp.maximum(x, tiny)
+    """One inverse-Gaussian proposal per lane, and whether it is accepted."""
+    dtype = lane.h.dtype
+    # One call to the generator: each call adds its own copy of the cipher to the
+    # program, which dominates the time to compile it.
+    low = float(np.nextafter(np.array(-1, dtype), np.array(0, dtype)))
+    u = random.uniform(key, (3, *shape), dtype, low, 1.0)
     lane = jax.tree.map(lambda a: jnp.broadcast_to(a, shape), lane)
-    log_accept = (
-        _series_log_accept(x, lane) if kind == "series" else _saddle_log_accept(x, lane)
-    )
-    return x, -random.exponential(key_u, shape, x.dtype) <= log_accept
+
+    spread = jnp.square(lax.erf_inv(u[0])) / (lane.h * lane.drift)
+    root = 1 + spread + jnp.sqrt(spread * (spread + 2))
+    mean = lane.h / lane.drift
+    choose = 0.5 * (1 + u[1]) * (1 + 1 / root) <= 1
+    x = jnp.where(choose, mean / root, mean * root)
+    x = jnp.maximum(x, jnp.finfo(dtype).tiny)
+
+    accept = _series_log_accept if kind == "series" else _saddle_log_accept
+    return x, jnp.log(0.5 * (1 + u[2])) <= accept(x, lane)
 
 
 @partial(jax.jit, static_argnames=("num", "kind", "num_terms"))
@@ -174,33 +172,40 @@ def _sample_regime(
     lanes = _series_lanes(h, z, num_terms) if kind == "series" else _saddle_lanes(h, z)
     batch = h.shape[0]
     total = num * batch
-    key, key_first = random.split(key)
-    x, done = _propose(key_first, lanes, (num, batch), kind)
-    x, done = x.reshape(-1), done.reshape(-1)
+
+    def until_accepted(key, lanes, width, x, done):
+        def redraw(state):
+            count, x, done = state
+            x_new, ok = _propose(random.fold_in(key, count), lanes, (width,), kind)
+            return count + 1, jnp.where(done, x, x_new), done | ok
+
+        start = (0, x, done)
+        return lax.while_loop(lambda state: ~jnp.all(state[2]), redraw, start)[1]
+
+    def take(index):
+        return jax.tree.map(lambda a: a[index % batch], lanes)
+
+    if total <= _COMPACT_FROM:
+        x, done = jnp.zeros(total, h.dtype), jnp.zeros(total, bool)
+        x = until_accepted(key, take(np.arange(total)), total, x, done)
+        return x.reshape(num, batch)
+
     # At most 19% of the lanes are rejected on average.  Looping over all of them
     # until the last is accepted would waste most of the work.
-    width = total if total <= 512 else total // 4 + 1
+    width = total // 4
+    x, done = _propose(key, lanes, (num, batch), kind)
 
     def retry(state):
-        key, x, done = state
+        count, x, done = state
         index = jnp.nonzero(~done, size=width, fill_value=total)[0]
-        sub = jax.tree.map(lambda a: a[index % batch], lanes)
-
-        def redraw(inner):
-            key, x, done = inner
-            key, key_next = random.split(key)
-            x_new, ok = _propose(key_next, sub, (width,), kind)
-            return key, jnp.where(done, x, x_new), done | ok
-
-        key, x_sub, _ = lax.while_loop(
-            lambda inner: ~jnp.all(inner[2]),
-            redraw,
-            (key, jnp.zeros(width, x.dtype), index == total),
-        )
+        key_next = random.fold_in(key, count)
+        blank = jnp.zeros(width, x.dtype)
+        x_sub = until_accepted(key_next, take(index), width, blank, index == total)
         x = x.at[index].set(x_sub, mode="drop")
-        return key, x, done.at[index].set(True, mode="drop")
+        return count + 1, x, done.at[index].set(True, mode="drop")
 
-    _, x, _ = lax.while_loop(lambda state: ~jnp.all(state[2]), retry, (key, x, done))
+    start = (0, x.reshape(-1), done.reshape(-1))
+    _, x, _ = lax.while_loop(lambda state: ~jnp.all(state[2]), retry, start)
     return x.reshape(num, batch)
 
 

@@ -193,7 +193,8 @@ class Posterior:
         :return: ``sample_shape + (N,)`` or ``sample_shape + (N, C)``.
         """
         mean, covariance = self.predict_f(*args, site=site, full_covariance=True, **kwargs)
-        factor = cholesky_jitter(covariance, default_jitter(covariance.dtype))
+        jitter = default_jitter(covariance.shape[-1], covariance.dtype)
+        factor = cholesky_jitter(covariance, jitter)
         if not np.isfinite(np.asarray(factor)).all():
             raise CholeskyError(
                 f"the posterior covariance of shape {covariance.shape} at the new inputs "
