@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gaussian processes with non-Gaussian likelihoods, as ordinary NumPyro models."""
 
-from numpyro_gpaug import inducing, kernels
+from numpyro_gpaug import diagnostics, inducing, kernels
 from numpyro_gpaug.augmentation import Augmentation, register_augmentation
 from numpyro_gpaug.distributions import PolyaGamma
 from numpyro_gpaug.errors import (
@@ -28,6 +28,7 @@ __all__ = [
     "Route",
     "TraceAnalytic_ELBO",
     "UnknownLikelihoodError",
+    "diagnostics",
     "expected_log_prob",
     "inducing",
     "kernels",

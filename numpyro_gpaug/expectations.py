@@ -104,8 +104,9 @@ def expected_log_prob(
     >>> import numpyro.distributions as dist
     >>> d = dist.Bernoulli(logits=jnp.zeros(2))
     >>> y = jnp.array([1, 0])
-    >>> print(expected_log_prob(d, y, {"logits": jnp.ones(2)}, {"logits": jnp.ones(2)}))
-    [-0.4154 -1.4154]
+    >>> ones = {"logits": jnp.ones(2)}
+    >>> print(expected_log_prob(d, y, means=ones, variances=ones).round(4))
+    [-0.4069 -1.4069]
     """
     entry = _require(base_distribution(d))
     return through_wrappers(

@@ -97,9 +97,11 @@ class GaussianProcess:
         self.v = numpyro.sample(f"{name}.v", standard.to_event(len(shape)))
         if self.v.shape != shape:
             raise ValueError(
-                f'GaussianProcess("{name}") was constructed inside a plate: its inducing '
-                f"values came out with shape {self.v.shape}, not {shape}. Construct it "
-                "before the plate and call it inside."
+                f'GaussianProcess("{name}"): its inducing values have shape '
+                f"{self.v.shape}, but {num_inducing} inducing inputs call for {shape}. "
+                "Either it is constructed inside a plate (construct it before the plate, "
+                "call it inside), or the inducing inputs changed in number since the fit "
+                "(pass them as an argument or a param, not as rows of the data)."
             )
 
     @cached_property

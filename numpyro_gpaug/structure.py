@@ -153,7 +153,10 @@ def run_model(
     """
     args, kwargs = arguments.merge()
     filled = handlers.substitute(handlers.seed(model, key), data=values)
-    return handlers.trace(residual_policy(filled, "mean")).get_trace(*args, **kwargs)
+    # Whoever calls may be inside handlers of its own (a guide being traced).
+    with handlers.block():
+        policy = residual_policy(filled, "mean")
+        return handlers.trace(policy).get_trace(*args, **kwargs)
 
 
 def conditional_of(trace: Trace, block: Block) -> Conditional:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures shared by all tests."""
+"""Fixtures and helpers shared by all tests."""
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 try:
@@ -10,9 +11,27 @@ try:
 except ImportError:
     from jax.experimental import enable_x64
 
+TOLERANCES = {"float32": 1e-5, "float64": 1e-11}
+
 
 @pytest.fixture
 def x64() -> Iterator[None]:
     """Run the test with 64-bit types enabled."""
     with enable_x64(True):
         yield
+
+
+@pytest.fixture(params=["float32", "float64"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both float dtypes, float64 with 64-bit types enabled."""
+    with enable_x64(request.param == "float64"):
+        yield request.param
+
+
+def assert_close(actual, expected, factor: float = 1.0) -> None:
+    """Equal to the rounding of ``actual``'s dtype, relative to ``max(1, |expected|)``.
+
+    :param factor: multiple of the dtype's usual tolerance.
+    """
+    tolerance = factor * TOLERANCES[str(np.asarray(actual).dtype)]
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)

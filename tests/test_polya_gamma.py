@@ -99,6 +99,7 @@ def scaled_error(value: jax.Array, reference: np.ndarray) -> float:
     return float(np.max(np.abs(difference) / np.maximum(1.0, np.abs(reference))))
 
 
+@jax.jit
 def log_prob(x, b, c):
     return PolyaGamma(b, c).log_prob(x)
 
@@ -123,13 +124,13 @@ def test_log_density_with_concrete_shape(dtype):
     x = jnp.asarray([0.1, 0.4, 3.0], dtype)
     for b in (1.0, 5.0, 40.0, 2000.0):
         known = PolyaGamma(b, 0.5).log_prob(x * b)
-        traced = jax.jit(log_prob)(x * b, jnp.asarray(b, dtype), 0.5)
+        traced = log_prob(x * b, jnp.asarray(b, dtype), 0.5)
         assert known.dtype == dtype
         np.testing.assert_allclose(known, traced, rtol=tol(dtype, 3e-6, 1e-13))
 
 
 def test_off_support():
-    value = jax.jit(log_prob)(jnp.array([-1.0, 0.0, 0.2]), 1.0, 0.5)
+    value = log_prob(jnp.array([-1.0, 0.0, 0.2]), 1.0, 0.5)
     assert np.isneginf(value[:2]).all()
     assert np.isfinite(value[2])
     with pytest.raises(ValueError, match="invalid b"):
@@ -244,7 +245,7 @@ def gradient_points() -> tuple[np.ndarray, ...]:
 def test_gradients_match_finite_differences(x64):
     point = gradient_points()
     total = jax.jit(jax.grad(lambda *a: log_prob(*a).sum(), argnums=(0, 1, 2)))
-    value = jax.jit(log_prob)
+    value = log_prob
     exact = total(*point)
     for i in range(3):
         step = 2e-6 * np.maximum(point[i], 1e-3 if i == 2 else 0.0)
@@ -281,14 +282,9 @@ def test_gradients_are_finite_everywhere():
 # Sampler.  All draws are made once per dtype; keys are fixed, thresholds are far in
 # the tail of the test statistic (|z| < 4.5, sqrt(n) KS < 2.2 has p < 2e-4).
 
-NUM_DRAWS = 60_000
+NUM_DRAWS = 40_000
 TILTS = (0.0, 0.5, 2.0, 10.0, 100.0)
-SHAPES = {"integer": (1.0, 2.0, 3.0), "mixed": (0.3, 7.5, 13.0)}
-
-
-def cells(kind: str) -> tuple[np.ndarray, np.ndarray]:
-    b, c = np.meshgrid(SHAPES[kind], TILTS, indexing="ij")
-    return b.ravel(), c.ravel()
+SHAPES = (0.3, 1.0, 2.0, 3.0, 7.5, 13.0)
 
 
 def laplace(t: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -312,39 +308,41 @@ def z_scores(x: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.sqrt(n) * np.max(np.abs(out), axis=0)
 
 
-def kolmogorov(x: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """sqrt(n) times the distance to the integrated density, per column of ``x``."""
+def kolmogorov(x: np.ndarray, b: np.ndarray, c: np.ndarray, bias: float) -> np.ndarray:
+    """sqrt(n) times the distance to the integrated density, per column of ``x``,
+    for the draws as they are (first row) and multiplied by ``bias``."""
     x = np.sort(x, axis=0)
     n = x.shape[0]
     grid = np.linspace(np.log(x[0]) - 0.7, np.log(x[-1]) + 0.5, 3001)
     with enable_x64(True):
-        density = np.exp(np.asarray(jax.jit(log_prob)(np.exp(grid), b, c)) + grid)
+        density = np.exp(np.asarray(log_prob(np.exp(grid), b, c)) + grid)
     steps = np.diff(grid, axis=0) * (density[1:] + density[:-1]) / 2
     cdf = np.concatenate([np.zeros_like(b)[None], np.cumsum(steps, axis=0)])
     np.testing.assert_allclose(cdf[-1], 1.0, atol=2e-5)
     rank = np.arange(1, n + 1) / n
-    out = []
-    for j in range(len(b)):
-        value = np.interp(np.log(x[:, j]), grid[:, j], cdf[:, j])
-        out.append(max(np.max(rank - value), np.max(value - rank + 1 / n)))
-    return np.sqrt(n) * np.array(out)
+    out = np.zeros((2, len(b)))
+    for i, factor in enumerate((1.0, bias)):
+        for j in range(len(b)):
+            value = np.interp(np.log(factor * x[:, j]), grid[:, j], cdf[:, j])
+            out[i, j] = max(np.max(rank - value), np.max(value - rank + 1 / n))
+    return np.sqrt(n) * out
 
 
-@pytest.mark.parametrize("kind", ["integer", "mixed"])
-def test_sampler_law(dtype, kind):
-    b, c = cells(kind)
+def test_sampler_law(dtype):
+    b, c = (a.ravel() for a in np.meshgrid(SHAPES, TILTS))
     law = PolyaGamma(jnp.asarray(b, dtype), jnp.asarray(c, dtype))
     draws = law.sample(random.key(2013), (NUM_DRAWS,))
     assert draws.dtype == dtype
     x = np.asarray(draws, np.float64)
     assert np.all(x > 0)
     assert np.all(z_scores(x, b, c) < 4.5)
-    assert np.all(kolmogorov(x, b, c) < 2.2)
+    distance, biased_distance = kolmogorov(x, b, c, 1.02)
+    assert np.all(distance < 2.2)
     # The same checks must see a bias of two per cent (the scatter of the smallest
-    # shape would take more draws).
+    # shapes would take more draws).
     score = z_scores(1.02 * x, b, c) / 4.5
-    detected = np.maximum(score, kolmogorov(1.02 * x, b, c) / 2.2)
-    assert np.all(detected[b >= 1] > 1), list(zip(b, c, detected, strict=True))
+    detected = np.maximum(score, biased_distance / 2.2)
+    assert np.all(detected[b >= 2] > 1), list(zip(b, c, detected, strict=True))
 
 
 def test_sampler_is_deterministic_and_follows_shapes(dtype):
@@ -381,12 +379,12 @@ def test_vmap_jit_and_pytree():
     b, c = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.0, 1.0, 4.0])
     keys = random.split(random.key(3), 3)
 
-    def draw(key, b, c):
-        return PolyaGamma(b, c).sample(key, (50,))
+    def draw(key, c):
+        return PolyaGamma(1.0, c).sample(key, (50,))
 
-    batched = jax.jit(jax.vmap(draw))(keys, b, c)
+    batched = jax.jit(jax.vmap(draw))(keys, c)
     assert batched.shape == (3, 50)
-    single = jax.jit(draw)(keys[1], b[1], c[1])
+    single = draw(keys[1], c[1])
     np.testing.assert_allclose(batched[1], single, rtol=1e-5)
 
     law = PolyaGamma(b, c)
@@ -400,17 +398,19 @@ def test_vmap_jit_and_pytree():
     np.testing.assert_allclose(through, expected, rtol=1e-5)
     rows = jax.vmap(lambda law, x: law.log_prob(x))(law, x)
     np.testing.assert_allclose(rows, expected, rtol=1e-5)
+    draws = jax.vmap(lambda law, key: law.sample(key, (2,)))(law, keys)
+    assert draws.shape == (3, 2)
 
 
 def test_expand_and_numpyro_site():
     law = PolyaGamma(1.0, 2.0)
     assert not law.has_rsample
-    wide = law.expand((2, 3))
+    wide = law.expand((2, 5))
     draws = wide.sample(random.key(0), (5,))
-    assert draws.shape == (5, 2, 3)
-    assert wide.log_prob(draws).shape == (5, 2, 3)
-    assert len(np.unique(draws)) == 30
-    np.testing.assert_allclose(wide.mean, np.full((2, 3), law.mean))
+    assert draws.shape == (5, 2, 5)
+    assert wide.log_prob(draws).shape == (5, 2, 5)
+    assert len(np.unique(draws)) == 50
+    np.testing.assert_allclose(wide.mean, np.full((2, 5), law.mean))
 
     def model():
         with numpyro.plate("data", 4):
@@ -421,7 +421,7 @@ def test_expand_and_numpyro_site():
 
 
 def test_integer_arguments_become_floats():
-    law = PolyaGamma(1, jnp.arange(3))
+    law = PolyaGamma(1, jnp.arange(4))
     assert law.mean.dtype == law.sample(random.key(0)).dtype == jnp.float32
 
 

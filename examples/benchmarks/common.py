@@ -300,7 +300,8 @@ def measure(
     repeats: int,
     steps: int = 0,
 ) -> dict[str, Any]:
-    """One warm worker, then cold ones with the number of steps it found.
+    """One warm worker, then cold ones with the number of steps it found (none if it
+    was given: the first fit of the warm one is then a cold one too).
 
     :param python: interpreter.
     :param script: the worker.
@@ -319,7 +320,10 @@ def measure(
         start = python, script, method, path
         result = spawn(*start, *common, "--steps", str(steps), dtype=dtype)
         result |= {"method": method, "dtype": dtype, "load": load}
-        if "failed" in result or result["runs"] == 1:
+        if "failed" in result:
+            return result
+        result["setup"] = result["cold"] - result["imports"] - result["warm"]
+        if steps or result["runs"] == 1:
             return result
         taken = "--steps", str(result["steps"]), "--cold"
         cold = [spawn(*start, *common, *taken, dtype=dtype) for _ in range(repeats)]

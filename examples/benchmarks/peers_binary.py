@@ -119,6 +119,9 @@ def gpytorch(problem: Problem, clock: Clock) -> tuple[Fit, dict[str, Any]]:
         def forward(self, f: Any, *_: Any, **__: Any) -> Any:
             return torch.distributions.Bernoulli(logits=f)
 
+        def marginal(self, at: Any, *_: Any, **__: Any) -> Any:
+            return torch.distributions.Bernoulli(self.quadrature(torch.sigmoid, at))
+
     class Model(gpt.models.ApproximateGP):
         def __init__(self) -> None:
             q = NaturalVariationalDistribution(len(Z))

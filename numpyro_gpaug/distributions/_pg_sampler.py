@@ -214,29 +214,38 @@ def sample(
 ) -> Array:
     """``num`` draws of ``X`` for each entry of the flat ``h >= 0``, ``z >= 0``.
 
-    :param concrete_h: The values of ``h`` if they are known, which spares the
-        regimes and the terms they do not need.
+    :param concrete_h: The values of ``h`` if they are known, so that each regime is
+        run on its own entries only, with no more terms than they need.
     """
-    num_terms = _NUM_POLE_TERMS
-    series = saddle = True
-    if concrete_h is not None:
-        series = bool(np.any(concrete_h <= SERIES_MAX))
-        saddle = not bool(np.all(concrete_h <= SERIES_MAX))
-        small = concrete_h[(concrete_h <= SERIES_MAX) & (concrete_h > 0)]
-        if np.all(small == np.round(small)):
-            num_terms = int(max(small, default=1))
-    key_series, key_saddle = random.split(key)
-    large = h > SERIES_MAX
+    keys = dict(zip(("series", "saddle"), random.split(key), strict=True))
     out = jnp.zeros((num, h.shape[0]), h.dtype)
-    if series:
+    if concrete_h is None:
         # A shape of zero is a point mass; any stand-in keeps the arithmetic finite.
-        safe = jnp.where(large | (h <= 0), 1.0, h)
-        draw = _sample_regime(
-            key_series, safe, z, num=num, kind="series", num_terms=num_terms
+        parts = {"series": (h > 0) & (h <= SERIES_MAX), "saddle": h > SERIES_MAX}
+        stand_in = {"series": 1.0, "saddle": 2 * SERIES_MAX}
+        for kind, member in parts.items():
+            safe = jnp.where(member, h, stand_in[kind])
+            draws = _sample_regime(
+                keys[kind], safe, z, num=num, kind=kind, num_terms=_NUM_POLE_TERMS
+            )
+            out = jnp.where(member[None], draws, out)
+        return out
+
+    positive = concrete_h > 0
+    for kind, member in (
+        ("series", positive & (concrete_h <= SERIES_MAX)),
+        ("saddle", concrete_h > SERIES_MAX),
+    ):
+        if not member.any():
+            continue
+        values = concrete_h[member]
+        whole = kind == "series" and np.all(values == np.round(values))
+        terms = int(values.max()) if whole else _NUM_POLE_TERMS
+        if member.all():
+            return _sample_regime(keys[kind], h, z, num=num, kind=kind, num_terms=terms)
+        index = np.flatnonzero(member)
+        draws = _sample_regime(
+            keys[kind], h[index], z[index], num=num, kind=kind, num_terms=terms
         )
-        out = jnp.where((h > 0)[None], draw, 0.0)
-    if saddle:
-        safe = jnp.where(large, h, 2 * SERIES_MAX)
-        draw = _sample_regime(key_saddle, safe, z, num=num, kind="saddle", num_terms=0)
-        out = jnp.where(large[None], draw, out)
+        out = out.at[:, index].set(draws)
     return out

@@ -135,8 +135,10 @@ class PolyaGamma(Distribution):
         arrays = (jnp.asarray(a, dtype) for a in (self.b, self.c, *others))
         return tuple(jnp.broadcast_arrays(*arrays))
 
-    def _concrete_b(self) -> np.ndarray | None:
-        return np.asarray(self.b) if not_jax_tracer(self.b) else None
+    def _concrete_b(self, shape: tuple[int, ...]) -> np.ndarray | None:
+        if not not_jax_tracer(self.b):
+            return None
+        return np.broadcast_to(np.asarray(self.b), shape).ravel()
 
     def sample(self, key: Array | None, sample_shape: tuple[int, ...] = ()) -> Array:
         """Draw from the distribution.
@@ -147,15 +149,15 @@ class PolyaGamma(Distribution):
         """
         assert is_prng_key(key)
         b, c = self._arrays()
-        concrete_b = self._concrete_b()
         draws = _sample(
             key,
             jnp.ravel(b),
             jnp.ravel(_half_abs(c)),
             math.prod(sample_shape),
-            None if concrete_b is None else concrete_b.ravel(),
+            self._concrete_b(b.shape),
         )
-        return draws.reshape(tuple(sample_shape) + self.batch_shape) / 4
+        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        return draws.reshape(tuple(sample_shape) + b.shape) / 4
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
@@ -166,7 +168,7 @@ class PolyaGamma(Distribution):
         """
         b, c, x = self._arrays(value)
         positive = x > 0
-        concrete_b = self._concrete_b()
+        concrete_b = self._concrete_b(x.shape)
         threshold = saddle_threshold(x.dtype)
         known = concrete_b is not None
         out = log_density(

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array, lax, random
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
@@ -29,6 +28,9 @@ from numpyro_gpaug.infer.schedules import Schedule, as_schedule
 from numpyro_gpaug.infer.stepper import ConjugateState, Hyper, Stepper, first_epochs
 from numpyro_gpaug.linalg import NaturalGaussian
 from numpyro_gpaug.structure import Arguments, Structure, require_conjugate, run_model
+
+if TYPE_CHECKING:
+    import optax
 
 SITES = ("auto", "augmented", "exact")
 CHUNK = 100
@@ -67,15 +69,17 @@ class ConjugateSVI:
 
     >>> import jax, numpyro, optax, jax.numpy as jnp, numpyro.distributions as dist
     >>> import numpyro_gpaug as gpaug
-    >>> def model(X, y=None):
+    >>> def model(X, y=None, *, inducing):
     ...     ls = numpyro.param("ls", 1.0, constraint=dist.constraints.positive)
-    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(ls), inducing=X[::2])
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(ls), inducing)
     ...     with numpyro.plate("data", X.shape[0]):
     ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
     >>> X = jnp.linspace(-3, 3, 20)[:, None]
     >>> y = (X[:, 0] > 0).astype(int)
     >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
-    >>> result = svi.run(jax.random.key(0), 50, X, y, progress_bar=False)
+    >>> result = svi.run(
+    ...     jax.random.key(0), 50, X, y, inducing=X[::2], progress_bar=False
+    ... )
     >>> print(svi.posterior(result.params).predict_y(X[:1]).probs.round(2))
     [0.05]
 
@@ -101,7 +105,7 @@ class ConjugateSVI:
                 "AutoSparseGP(model, covariance='natural'); other guides are fitted by "
                 "numpyro.infer.SVI with TraceAnalytic_ELBO()"
             )
-        if optim is not None and not isinstance(optim, optax.GradientTransformation):
+        if optim is not None and not _is_optax(optim):
             raise ValueError(
                 "optim must be an optax GradientTransformation (such as "
                 f"optax.adam(1e-2)) or None, got {type(optim).__name__}"
@@ -142,6 +146,10 @@ class ConjugateSVI:
         structure = self.guide.setup(*args, **kwargs).structure
         if not structure.blocks:
             raise ValueError("the model has no Gaussian process and no Gaussian weights")
+        if not structure.observed:
+            raise ValueError(
+                "the model has no observed site: pass the observations (y) to init or run"
+            )
         require_conjugate(structure)
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
@@ -381,6 +389,15 @@ class ConjugateSVI:
         args, kwargs = self._seen
         return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
 
+
+
+def _is_optax(optim: Any) -> bool:
+    """Told by its two functions: importing optax would cost every user its import."""
+    return (
+        callable(getattr(optim, "init", None))
+        and callable(getattr(optim, "update", None))
+        and not hasattr(optim, "get_params")
+    )
 
 
 def _settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:

@@ -56,6 +56,14 @@ class Posterior:
     inducing matrices are computed once; a prediction then costs O(M^2) per point.
     Latents owned by another autoguide stay at their posterior medians.
 
+    :param model: the model.
+    :param structure: what it is made of.
+    :param values: params and point values of other latents, by name.
+    :param moments: of the Gaussian blocks, latent axis first, by block name.
+    :param remembered: keyword arguments of the fit.
+    :param observations: names of the arguments that hold observations.
+    :param shared: remembered arguments that have no row per datum.
+
     All methods stream over rows in blocks of ``batch_size`` padded to one shape, so any
     number of rows costs one compilation; predictions do not depend on it.
     """
@@ -68,6 +76,7 @@ class Posterior:
         moments: dict[str, Moments],
         remembered: dict[str, Any],
         observations: tuple[str, ...],
+        shared: tuple[str, ...],
     ) -> None:
         self._model = model
         self._structure = structure
@@ -75,14 +84,15 @@ class Posterior:
         self._moments = moments
         self._remembered = remembered
         self._observations = observations
+        self._shared = shared
         self._factors: dict[str, Array] | None = None
+        self._raw = {"f": self._f, "y": self._y, "log_prob": self._log_prob}
+        self._raw["joint"] = self._joint
         self._compiled = {
-            "f": jax.jit(self._f, static_argnames=("static", "site")),
-            "y": jax.jit(self._y, static_argnames=("static", "site")),
-            "log_prob": jax.jit(self._log_prob, static_argnames=("static", "site")),
-            "joint": jax.jit(self._joint, static_argnames=("static", "site")),
-            "factors": jax.jit(self._cholesky, static_argnames="static"),
+            name: jax.jit(fn, static_argnames=("static", "site"))
+            for name, fn in self._raw.items()
         }
+        self._compiled["factors"] = jax.jit(self._cholesky, static_argnames="static")
 
     @classmethod
     def from_guide(
@@ -110,7 +120,12 @@ class Posterior:
                 del values[key]
         observations = _observation_arguments(model, structure, values, args, kwargs)
         remembered = {k: v for k, v in kwargs.items() if k not in observations}
-        return cls(model, structure, values, moments, remembered, observations)
+        rows = {n for p in structure.plates.values() for n in p}
+        shared = tuple(
+            k for k, v in remembered.items()
+            if not any(jnp.shape(x)[:1] in {(n,) for n in rows} for x in jax.tree.leaves(v))
+        )  # fmt: skip
+        return cls(model, structure, values, moments, remembered, observations, shared)
 
     # -- prediction -------------------------------------------------------------------
 
@@ -274,21 +289,19 @@ class Posterior:
             kwargs = {**self._without_observations(len(args)), **kwargs}
         merged = {**self._remembered, **kwargs}
         arguments = Arguments.split(args, merged)
-        fresh = Arguments.split(
-            args, {k: v for k, v in merged.items() if k not in self._remembered}
+        passed = [*args, *(kwargs[k] for k in kwargs if k not in self._shared)]
+        arrays = [a for a in map(jnp.shape, jax.tree.leaves(passed)) if a]
+        if not arrays or arrays[0][0] == 0:
+            raise ValueError(
+                f"pass the new inputs: arrays with one row per point, got shapes {arrays}"
+            )
+        is_new = (
+            jax.tree.map(lambda _: True, args),
+            {k: jax.tree.map(lambda _, k=k: k in kwargs, v) for k, v in merged.items()},
         )
-        if not fresh.arrays or fresh.arrays[0].ndim == 0:
-            raise ValueError("pass the new inputs, an array with one row per point")
-        rows = fresh.arrays[0].shape[0]
-        if rows == 0:
-            raise ValueError(f"the new inputs have shape {fresh.arrays[0].shape}")
-        is_fresh = jax.tree.map(lambda _: True, args), {
-            k: jax.tree.map(lambda _, k=k: k not in self._remembered, v)
-            for k, v in merged.items()
-        }
-        flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_fresh))
+        flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_new))
         by_row = tuple(
-            flag and a.ndim > 0 and a.shape[0] == rows
+            flag and a.ndim > 0 and a.shape[0] == arrays[0][0]
             for flag, a in zip(flags, arguments.arrays, strict=True)
         )
         return arguments, by_row
@@ -322,6 +335,14 @@ class Posterior:
     ) -> Any:
         """Blocks of rows, the last one padded, put together again."""
         arguments, by_row = called
+        # The answer's structure (a distribution knows its batch shape) at all rows; run
+        # first, so that an error tells the shape that was passed in, not a padded one.
+        whole = jax.eval_shape(
+            lambda arrays: self._raw[what](
+                arrays, self._cholesky(arrays, arguments.static), arguments.static, site
+            ),
+            arguments.arrays,
+        )
         rows = arguments.arrays[by_row.index(True)].shape[0]
         blocks = []
         for start in range(0, rows, batch_size):
@@ -331,13 +352,6 @@ class Posterior:
                 for a, flag in zip(arguments.arrays, by_row, strict=True)
             )
             blocks.append(self._call(what, arguments._replace(arrays=arrays), site))
-        # The answer's structure (a distribution knows its batch shape) at all rows.
-        whole = jax.eval_shape(
-            lambda arrays: self._compiled[what](
-                arrays, self._factors, static=arguments.static, site=site
-            ),
-            arguments.arrays,
-        )
         leaves = [
             _joined(leaf.shape, parts)
             for leaf, *parts in zip(
@@ -373,6 +387,7 @@ class Posterior:
                 {k: list(m) for k, m in self._moments.items()}, "moments", arrays
             ),
             "observations": list(self._observations),
+            "shared": list(self._shared),
             "structure": _pack_structure(self._structure),
         }
         np.savez(path, meta=np.array(json.dumps(meta)), **arrays)
@@ -394,6 +409,7 @@ class Posterior:
             {k: Moments(*m) for k, m in _unpack(meta["moments"], arrays).items()},
             _unpack(meta["remembered"], arrays),
             tuple(meta["observations"]),
+            tuple(meta["shared"]),
         )
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array, lax, random
 from numpyro import handlers
 
@@ -27,6 +26,9 @@ from numpyro_gpaug.infer.sites import (
 )
 from numpyro_gpaug.linalg import moments
 from numpyro_gpaug.structure import Arguments, Structure
+
+if TYPE_CHECKING:
+    import optax
 
 
 class Hyper(NamedTuple):
@@ -251,7 +253,7 @@ class Stepper:
 
         def advance(gradients: Any, at: Any, optim_state: Any) -> tuple[Any, Any]:
             updates, optim_state = self._optim.update(gradients, optim_state, at)
-            return optax.apply_updates(at, updates), optim_state
+            return jax.tree.map(jnp.add, at, updates), optim_state
 
         def further(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             at, optim_state = carry

@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checking a fit: ArviZ trees, importance-sampling diagnostics, LOO and calibration.
+
+ArviZ is imported when it is first needed, so ``import numpyro_gpaug`` stays quick.
+Only ``arviz_base`` and ``arviz_stats`` are used, which have the same names on Python
+3.11 (0.8) and later (1.x).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array, random
+from jax.typing import ArrayLike
+from numpyro import handlers
+
+from numpyro_gpaug._calibration import (
+    ReliabilityCurve,
+    brier_score,
+    expected_calibration_error,
+    reliability_curve,
+)
+from numpyro_gpaug._numpyro import residual_policy, whole_plates
+from numpyro_gpaug.expectations import (
+    Route,
+    base_distribution,
+    gauss_hermite,
+    lookup_expectation,
+    predictive,
+    through_wrappers,
+)
+from numpyro_gpaug.guides import AutoSparseGP
+from numpyro_gpaug.infer.bound import (
+    NUM_NODES,
+    BoundProblem,
+    Marginals,
+    as_values,
+    predictor,
+)
+from numpyro_gpaug.process import Conditional
+from numpyro_gpaug.structure import Arguments, Observed, Structure, Trace, analyse
+
+if TYPE_CHECKING:
+    from xarray import DataTree
+
+__all__ = [
+    "Psis",
+    "ReliabilityCurve",
+    "brier_score",
+    "expected_calibration_error",
+    "loo",
+    "psis_khat",
+    "reliability_curve",
+    "to_datatree",
+]
+
+# Numbers held at once while draws are evaluated: 64 MiB in float32.
+_BUDGET = 2**24
+
+# -- draws, as a tree -----------------------------------------------------------------
+
+
+def to_datatree(
+    key: Array,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    params: dict[str, Any],
+    *args: Any,
+    num_samples: int = 1000,
+    losses: ArrayLike | None = None,
+    **kwargs: Any,
+) -> DataTree:
+    r"""Draws from a fitted guide, as a tree that ArviZ reads.
+
+    Groups, with dimensions ``chain`` (of size 1) and ``draw`` in the first four:
+
+    * ``posterior``: every latent, and every deterministic site, among them the function
+      values of Gaussian processes;
+    * ``posterior_predictive``: replicated observations;
+    * ``log_likelihood``: per observation;
+    * ``sample_stats``: ``log_p``, the log joint density of draw and observations, and
+      ``log_q``, the log density of the guide;
+    * ``observed_data``;
+    * ``fit``: ``losses``, over a dimension ``step``, if they were given.
+
+    With fewer inducing inputs than data, function values are not determined by a draw
+    of the inducing vector :math:`v`. The likelihood of an observation is the one given
+    :math:`v`, with what is left over integrated out,
+    :math:`\log \int p(y_n \mid f_n) \, p(f_n \mid v) \, df_n`: in closed form where a
+    predictive distribution is registered, else by 32 nodes or draws. ``log_p`` is the
+    log prior plus the (scaled) sum of these. It is the density that
+    ``with_residual(model, "site")`` has once its residuals are integrated out; with the
+    training inputs as inducing inputs that is the model itself.
+
+    ``log_p`` and ``log_q`` are densities of the same latents, in the space the model
+    declares them in. A latent that the guide holds at a point (``AutoDelta``) has no
+    density: both take it as given, and importance ratios speak about the rest.
+
+    :param key: random key.
+    :param model: the model.
+    :param guide: its guide: an :class:`~numpyro_gpaug.AutoSparseGP` or any other.
+    :param params: params of the fit.
+    :param args: the model's arguments, observations included; all of the data, also
+        after a fit on minibatches.
+    :param num_samples: number of draws, at least 2.
+    :param losses: losses of the fit.
+    :param kwargs: the model's keyword arguments.
+    :return: a :class:`xarray.DataTree`.
+    :raises ValueError: for fewer than two draws.
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(X, y=None):
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), inducing=X[::2])
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+    >>> guide = gpaug.AutoSparseGP(model)
+    >>> X, y = jnp.arange(8.0)[:, None], jnp.array([0, 1] * 4)
+    >>> svi = gpaug.ConjugateSVI(model, guide)
+    >>> params = svi.run(jax.random.key(0), 5, X, y, progress_bar=False).params
+    >>> key = jax.random.key(1)
+    >>> tree = gpaug.diagnostics.to_datatree(key, model, guide, params, X, y)
+    >>> dict(tree["log_likelihood"].sizes)
+    {'chain': 1, 'draw': 1000, 'data': 8}
+    >>> gpaug.diagnostics.psis_khat(tree).khat < 0.7
+    True
+    """
+    from arviz_base import from_dict
+
+    if num_samples < 2:
+        raise ValueError(f"num_samples must be at least 2, got {num_samples}")
+    model = whole_plates(model)
+    if isinstance(guide, AutoSparseGP):
+        structure = guide.setup(*args, **kwargs).structure
+    else:
+        structure = analyse(model, *args, **kwargs)
+    names = (*(b.site for b in structure.blocks), *structure.others)
+    arguments = Arguments.split(args, kwargs)
+    guide_key, model_key = random.split(key)
+    latents, log_q, delta = _draw(
+        guide, params, arguments, random.split(guide_key, num_samples), names
+    )
+    fixed = {n for n in delta if (latents[n] == latents[n][:1]).all()}
+    evaluated = _evaluate(
+        model, structure, params, arguments, random.split(model_key, num_samples),
+        {n: v[0] for n, v in latents.items() if n in fixed},
+        {n: v for n, v in latents.items() if n not in fixed},
+    )  # fmt: skip
+    groups: dict[str, dict[str, Any]] = {
+        "posterior": {**latents, **evaluated.deterministic},
+        "posterior_predictive": evaluated.replicated,
+        "log_likelihood": evaluated.log_likelihood,
+        "sample_stats": {"log_p": evaluated.log_p, "log_q": log_q},
+    }
+    one_chain = {g: {n: v[None] for n, v in d.items()} for g, d in groups.items()}
+    tree = from_dict(
+        {**one_chain, "observed_data": evaluated.observed},
+        sample_dims=["chain", "draw"],
+        dims=evaluated.dims,
+        attrs={"/": {"inference_library": "numpyro_gpaug"}},
+    )
+    if losses is not None:
+        from xarray import Dataset, DataTree
+
+        tree["fit"] = DataTree(Dataset({"losses": ("step", np.asarray(losses))}))
+    return tree
+
+
+def _draw(
+    guide: Callable[..., Any],
+    params: dict[str, Any],
+    arguments: Arguments,
+    keys: Array,
+    names: tuple[str, ...],
+) -> tuple[dict[str, np.ndarray], np.ndarray, set[str]]:
+    """Latents, log densities, and which latents the guide declares by a ``Delta``.
+
+    A ``Delta`` alone does not make a latent fixed: guides such as ``AutoLowRank...``
+    draw an auxiliary vector and declare latents as ``Delta``s whose ``log_density`` is
+    the Jacobian, so the sum over all the guide's sites is the density of the latents.
+    """
+    delta: set[str] = set()
+
+    def draw(arrays: tuple[Array, ...], key: Array) -> tuple[dict[str, Array], Array]:
+        args, kwargs = arguments._replace(arrays=arrays).merge()
+        seeded = handlers.seed(handlers.substitute(guide, data=params), key)
+        trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+        fns = {n: base_distribution(trace[n]["fn"]) for n in names}
+        delta.update(n for n, fn in fns.items() if isinstance(fn, dist.Delta))
+        drawn = [site for site in trace.values() if site["type"] == "sample"]
+        return {n: trace[n]["value"] for n in names}, _log_density(drawn)
+
+    drawn, log_q = jax.jit(jax.vmap(draw, (None, 0)))(arguments.arrays, keys)
+    return jax.tree.map(np.asarray, drawn), np.asarray(log_q, float), delta
+
+
+class _Evaluated(NamedTuple):
+    deterministic: dict[str, np.ndarray]
+    replicated: dict[str, np.ndarray]
+    log_likelihood: dict[str, np.ndarray]
+    log_p: np.ndarray
+    observed: dict[str, np.ndarray]
+    dims: dict[str, list[str]]
+
+
+def _evaluate(
+    model: Callable[..., Any],
+    structure: Structure,
+    params: dict[str, Any],
+    arguments: Arguments,
+    keys: Array,
+    fixed: dict[str, np.ndarray],
+    drawn: dict[str, np.ndarray],
+) -> _Evaluated:
+    """The model at every draw, in chunks that bound the memory."""
+    # Given a draw, weight vectors are known, and the processes' residuals are all that
+    # is left to integrate.
+    given_weights = dataclasses.replace(
+        structure, blocks=tuple(b for b in structure.blocks if b.is_process)
+    )
+    dims: dict[str, list[str]] = {}
+    factors: set[str] = set()
+
+    def one(arrays: Any, key: Array, fixed: Any, drawn: Any) -> tuple[Any, ...]:
+        given = arguments._replace(arrays=arrays)
+        values = {**params, **fixed, **drawn}
+        noise_key, bound_key, new_key = random.split(key, 3)
+        trace = _trace(model, given, noise_key, values)
+        dims.update({name: _plate_names(site) for name, site in trace.items()})
+        problem = BoundProblem(given_weights, model, given, values, bound_key)
+        likelihoods = _log_likelihoods(problem, {**fixed, **drawn})
+        prior = _log_density([trace[n] for n in drawn])
+        deterministic = {
+            n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"
+        }
+        observed, replicated, scaled = {}, {}, {}
+        new_keys = random.split(new_key, len(structure.observed) + 1)
+        for site, new_key in zip(structure.observed, new_keys, strict=False):
+            message = trace[site.name]
+            scaled[site.name] = _scaled(likelihoods[site.name], message["scale"])
+            if isinstance(base_distribution(message["fn"]), dist.Unit):
+                factors.add(site.name)  # numpyro.factor: a density of no observation
+                continue
+            observed[site.name] = message["value"]
+            replicated[site.name] = message["fn"].sample(new_key)
+        return (deterministic, replicated, likelihoods, prior, scaled), observed
+
+    batched = jax.jit(jax.vmap(one, (None, 0, None, 0), (0, None)))
+    total = len(keys)
+    shapes, _ = jax.eval_shape(batched, arguments.arrays, keys, fixed, drawn)
+    size = sum(math.prod(s.shape[1:]) for s in jax.tree.leaves(shapes[2]))
+    width = NUM_NODES
+    if structure.others and not fixed.keys() >= set(structure.others):
+        width += sum(math.prod(b.shape) for b in given_weights.blocks)  # K_ZX per draw
+    chunk = min(total, max(1, _BUDGET // max(1, size * width)))
+    parts = []
+    for start in range(0, total, chunk):
+        chosen = np.minimum(np.arange(start, start + chunk), total - 1)
+        block = {n: v[chosen] for n, v in drawn.items()}
+        part, observed = batched(arguments.arrays, keys[chosen], fixed, block)
+        kept = min(chunk, total - start)
+        parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x[:kept]), part))
+    deterministic, replicated, likelihoods, prior, scaled = jax.tree.map(
+        lambda *blocks: np.concatenate(blocks), *parts
+    )
+    # In double precision, as the ratios are small differences of large sums.
+    log_p = prior.astype(float) + sum(
+        v.astype(float).reshape(total, -1).sum(-1) for v in scaled.values()
+    )
+    likelihoods = {n: v for n, v in likelihoods.items() if n not in factors}
+    return _Evaluated(
+        deterministic, replicated, likelihoods, log_p,
+        jax.tree.map(np.asarray, observed), {n: d for n, d in dims.items() if d},
+    )  # fmt: skip
+
+
+def _trace(
+    model: Callable[..., Any], arguments: Arguments, key: Array, values: dict[str, Any]
+) -> Trace:
+    args, kwargs = arguments.merge()
+    filled = handlers.substitute(handlers.seed(model, key), data=values)
+    return handlers.trace(residual_policy(filled, "noise")).get_trace(*args, **kwargs)
+
+
+def _log_likelihoods(problem: BoundProblem, latents: Any) -> dict[str, Array]:
+    """Per observed site, the log density of each observation given the draw."""
+    at, means, spreads = {}, {}, {}
+    fields = problem.fields()
+    for block in problem.structure.blocks:
+        field, v = fields[block.name], latents[block.site]
+        v = v if v.ndim > 1 else v[None]
+        mean = field.offset + jnp.einsum("...mn,...m->...n", field.projection, v)
+        at[block.name] = Marginals(mean, jnp.broadcast_to(field.residual, mean.shape))
+        means[block.name] = as_values(mean, block)
+        spreads[block.name] = as_values(at[block.name].variance, block)
+    carried = problem.predictors(at)
+    found = {}
+    for site in problem.structure.observed:
+        message = problem.message(site.name)
+        fn, y = message["fn"], message["value"]
+        registered = lookup_expectation(type(base_distribution(fn)))
+        if site.route is Route.CONSTANT or not site.processes:
+            found[site.name] = fn.log_prob(y)
+        elif site.route is Route.CLOSED_FORM and registered is not None:
+            value = predictive(fn, *predictor(carried, site)).log_prob(y)
+            found[site.name] = through_wrappers(fn, partial(_given, value))
+        else:
+            found[site.name] = _mixture(problem, site, means, spreads)
+    return found
+
+
+def _given(value: Array, base: dist.Distribution) -> Array:
+    return value
+
+
+def _mixture(
+    problem: BoundProblem,
+    site: Observed,
+    means: dict[str, Array],
+    spreads: dict[str, Array],
+) -> Array:
+    """The same without a closed form: by nodes if one latent reaches each datum, else
+    by draws. Without residuals, as on a full process, both are exact."""
+    reached = {k: means[k] for k in site.processes}
+    dtype = jnp.result_type(*reached.values())
+    if site.route is Route.GAUSS_HERMITE:
+        nodes, weights = gauss_hermite(NUM_NODES, dtype)
+        z = {k: nodes for k in reached}
+    else:
+        weights = jnp.full((NUM_NODES,), 1 / NUM_NODES, dtype)
+        keys = random.split(random.key(0), len(reached))
+        z = {
+            k: random.normal(key, (NUM_NODES, *m.shape), dtype)
+            for key, (k, m) in zip(keys, reached.items(), strict=True)
+        }
+
+    def density(z: dict[str, Array]) -> Array:
+        moved = {k: means[k] + jnp.sqrt(spreads[k]) * z[k] for k in z}
+        message = problem.trace({**means, **moved})[site.name]
+        return message["fn"].log_prob(message["value"])
+
+    values = jax.vmap(density)(z)
+    log_weights = jnp.log(weights).reshape((-1,) + (1,) * (values.ndim - 1))
+    return jax.nn.logsumexp(values + log_weights, 0)
+
+
+def _log_density(sites: list[dict[str, Any]]) -> Array:
+    terms = [_scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum() for s in sites]
+    return sum(terms[1:], terms[0]) if terms else jnp.zeros(())
+
+
+def _scaled(value: Array, scale: Any) -> Array:
+    return value if scale is None else value * scale
+
+
+def _plate_names(site: dict[str, Any]) -> list[str]:
+    """Plates as names of dimensions; ArviZ names the axes that are left."""
+    frames = {frame.dim: frame.name for frame in site.get("cond_indep_stack", ())}
+    if isinstance(site.get("fn"), Conditional):
+        # Rows come first in function values, whatever the dim of their plate.
+        return [frames[-1]] if frames.keys() == {-1} else []
+    if site["type"] != "sample" or not frames:
+        return []
+    batch = site["fn"].batch_shape
+    axes = range(-len(batch), 0)
+    return [frames.get(d, f"{site['name']}_dim_{i}") for i, d in enumerate(axes)]
+
+
+# -- importance sampling --------------------------------------------------------------
+
+
+class Psis(NamedTuple):
+    """Pareto-smoothed importance sampling of the posterior with the guide as proposal.
+
+    :param khat: shape of the tail of the importance ratios. Below 0.5 the guide is a
+        very good proposal, below 0.7 a usable one; above, expectations under it cannot
+        be trusted to be near those of the posterior, nor repaired by reweighting.
+    :param log_weights: smoothed and normalised log-weights, one per draw.
+    """
+
+    khat: float
+    log_weights: np.ndarray
+
+
+def psis_khat(
+    tree_or_log_p: DataTree | ArrayLike, log_q: ArrayLike | None = None
+) -> Psis:
+    """How far a guide is from the posterior, by the tail of importance ratios.
+
+    The answer is about all latents jointly, so it grows with their number: a large
+    value in hundreds of dimensions does not mean that marginals are wrong.
+
+    :param tree_or_log_p: a tree from :func:`to_datatree`, or log joint densities of
+        the draws.
+    :param log_q: log densities of the guide at the draws, unless a tree is passed.
+    :return: ``khat`` and smoothed log-weights; -inf if all ratios are equal.
+    :raises ValueError: for shapes that differ, fewer than 25 draws, or values that are
+        not finite.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> z = np.random.default_rng(0).normal(size=1000)  # draws of the guide
+    >>> log_q = -(z**2) / 2
+    >>> psis_khat(-2 * z**2, log_q).khat < 0.5  # the posterior is narrower
+    True
+    >>> psis_khat(-(z**2) / 8, log_q).khat > 0.7  # it is wider
+    True
+
+    Reference: Yao, Vehtari, Simpson and Gelman (2018), Yes, but did it work?
+    """
+    from arviz_stats.base import array_stats
+
+    found: Any = (tree_or_log_p, log_q)
+    if log_q is None:
+        stats: Any = tree_or_log_p["sample_stats"]  # type: ignore[index]
+        found = stats["log_p"].values, stats["log_q"].values
+    log_p, log_q = (np.asarray(x, float) for x in found)
+    if log_p.shape != log_q.shape:
+        raise ValueError(
+            f"log_p has shape {log_p.shape} and log_q {log_q.shape}: expected the same"
+        )
+    ratios = (log_p - log_q).ravel()
+    if ratios.size < 25 or not np.isfinite(ratios).all():
+        raise ValueError(
+            "log_p and log_q must hold at least 25 finite draws; of "
+            f"{ratios.size}, {np.count_nonzero(np.isfinite(ratios))} are finite"
+        )
+    if np.ptp(ratios) <= 1e-12 * np.abs(log_p).max():
+        return Psis(-np.inf, np.full(ratios.size, -np.log(ratios.size)))
+    # ArviZ takes log-likelihoods, minus the log-ratios of leave-one-out.
+    log_weights, khat = array_stats.psislw(-ratios)
+    return Psis(float(khat), np.asarray(log_weights))
+
+
+def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any:
+    """Leave-one-out log predictive density, by PSIS, without refitting.
+
+    Latents that the guide holds at a point (hyperparameters) are not refitted.
+
+    :param tree: a tree from :func:`to_datatree`.
+    :param site: which observed site, if the model has several.
+    :param correct: whether to reweight draws from the guide to the posterior, by
+        ``log_p`` and ``log_q``, as well as from the posterior to that without the
+        observation. Without it, draws are taken to be from the posterior; prefer that
+        only where :func:`psis_khat` is above 0.7.
+    :return: ArviZ's ``ELPDData``: ``elpd``, ``se``, ``p``, and per observation
+        ``elpd_i`` and ``pareto_k``. ArviZ warns if some ``pareto_k`` are too large.
+
+    Reference: Magnusson, Andersen, Jonasson and Vehtari (2019), Bayesian
+    leave-one-out cross-validation for large data.
+    """
+    import arviz_stats
+
+    if correct:
+        stats = tree["sample_stats"]
+        return arviz_stats.loo_approximate_posterior(
+            tree, stats["log_p"], stats["log_q"], pointwise=True, var_name=site
+        )
+    # Draws of a guide are independent: their relative efficiency is 1.
+    return arviz_stats.loo(tree, pointwise=True, var_name=site, reff=1.0)

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closed-form updates: golden problems, equivalences, monotonicity, minibatches."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import numpyro_gpaug as gpaug
+import optax
+import pytest
+from numpyro_gpaug.infer import Adaptive, RobbinsMonro
+
+from tests.problems import classifier, learnt, regression, toy
+
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / "problem_binary_logistic.json").read_text()
+)
+KEY = jax.random.key(0)
+
+
+def fit(model, *args, num_steps=60, optim=None, sites="auto", **kwargs):
+    options = {k: kwargs.pop(k) for k in ("step_size", "hyper_steps") if k in kwargs}
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim, sites, **options)
+    return svi, svi.run(KEY, num_steps, *args, progress_bar=False, **kwargs)
+
+
+def inducing_moments(params, Z, lengthscale, variance):
+    """Mean and covariance of u = L v."""
+    gram = gpaug.kernels.SquaredExponential(lengthscale, variance)(Z, Z)
+    L = np.linalg.cholesky(np.asarray(gram))
+    covariance = np.linalg.inv(np.asarray(params["f.v_precision"]))
+    mean = covariance @ np.asarray(params["f.v_potential"])
+    return L @ mean, L @ covariance @ L.T
+
+
+@pytest.mark.parametrize("which", ["full", "sparse"])
+def test_golden_problem(x64, which: str) -> None:
+    X = jnp.asarray(GOLDEN["X"])
+    Z = X if which == "full" else jnp.asarray(GOLDEN["Z"])
+    y = (jnp.asarray(GOLDEN["y"]) + 1) / 2
+    kernel = {"lengthscale": 0.9, "variance": 1.3}
+    _, result = fit(
+        classifier, X, y, inducing=Z, jitter=0, sites="augmented", **kernel
+    )
+    golden = GOLDEN[which]
+    mean, covariance = inducing_moments(result.params, Z, **kernel)
+    np.testing.assert_allclose(mean, golden["mu"], rtol=1e-8)
+    np.testing.assert_allclose(covariance, golden["Sigma"], rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-8)
+    if which == "sparse":
+        trace = golden["elbo_trace_from_prior"][1:]
+        np.testing.assert_allclose(-result.losses[: len(trace)], trace, rtol=1e-8)
+    # The exact bound is tighter and still below the evidence.
+    _, exact = fit(classifier, X, y, inducing=Z, jitter=0, **kernel)
+    assert golden["elbo"] < -exact.losses[-1]
+    if which == "full":
+        assert -exact.losses[-1] < golden["log_evidence"]
+
+
+def test_regression_equals_the_exact_posterior(x64) -> None:
+    X, _ = toy(30, 1)
+    y = jnp.sin(X[:, 0])
+    svi, result = fit(regression, X, y, inducing=X, num_steps=2)
+    new = jnp.linspace(-2, 2, 7)[:, None]
+    kernel = gpaug.kernels.Matern52()
+    gram = np.asarray(kernel(X, X)) + 0.25 * np.eye(30)
+    cross = np.asarray(kernel(new, X))
+    f = svi.posterior(result.params).predict_f(new)
+    np.testing.assert_allclose(f.mean, cross @ np.linalg.solve(gram, y), atol=1e-6)
+    variance = 1 - np.einsum("ij,ji->i", cross, np.linalg.solve(gram, cross.T))
+    np.testing.assert_allclose(f.variance, variance, atol=1e-6)
+    density = dist.MultivariateNormal(jnp.zeros(30), jnp.asarray(gram)).log_prob(y)
+    np.testing.assert_allclose(-result.losses[-1], density, rtol=1e-7)
+
+
+def test_augmented_bound_never_falls_and_exact_ends_higher(x64) -> None:
+    X, y = toy(60)
+    for variance in (1.0, 100.0):
+        arguments = {"inducing": X[:20], "variance": variance}
+        _, augmented = fit(
+            classifier, X, y, sites="augmented", num_steps=300, **arguments
+        )
+        assert np.diff(augmented.losses).max() < 1e-10
+        svi, exact = fit(classifier, X, y, sites="exact", **arguments)
+        # The exact bound of the augmented optimum, not only its own bound.
+        state = svi.init(KEY, X, y, init_params=augmented.params, **arguments)
+        there = svi.evaluate(state, X, y, **arguments)
+        assert exact.losses[-1] < there < augmented.losses[-1]
+
+
+def test_auto_and_exact_sites_meet() -> None:
+    X, y = toy(60)
+    fits = [fit(classifier, X, y, inducing=X[:20], sites=s)[1] for s in ("auto", "exact")]
+    np.testing.assert_allclose(fits[0].losses[-1], fits[1].losses[-1], rtol=1e-5)
+
+
+def test_sparse_with_all_inputs_equals_a_dense_reference(x64) -> None:
+    """Newton's method on the exact bound over dense full-GP moments, by hand."""
+    X, y = toy(25)
+    svi, result = fit(classifier, X, y, inducing=X, variance=2.0, num_steps=80)
+    f = svi.posterior(result.params).predict_f(X)
+    K = np.asarray(gpaug.kernels.SquaredExponential(1.0, 2.0)(X, X))
+    K = K + 2e-10 * np.eye(25)
+    # Stationarity: m = K dE/dm and S^-1 = K^-1 - 2 diag(dE/dv).
+    sign = 2 * np.asarray(y) - 1
+
+    def total(m, v):
+        return gpaug.logistic.expected_log_sigmoid(jnp.asarray(sign) * m, v).sum()
+
+    slope, curvature = jax.grad(total, (0, 1))(f.mean, f.variance)
+    np.testing.assert_allclose(f.mean, K @ np.asarray(slope), atol=1e-5)
+    W = np.diag(-2 * np.asarray(curvature))
+    S = np.linalg.inv(np.eye(25) + K @ W) @ K
+    np.testing.assert_allclose(f.variance, np.diag(S), atol=1e-5)
+
+
+def test_two_processes_are_updated_one_at_a_time() -> None:
+    def model(X, y=None):
+        total = 0.0
+        for name, variance in (("f", 4.0), ("g", 9.0)):
+            kernel = gpaug.kernels.SquaredExponential(1.0, variance)
+            gp = gpaug.GaussianProcess(name, kernel, inducing=X[::2])
+            with numpyro.plate(f"data_{name}", X.shape[0]):
+                total = total + gp(X)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=total), obs=y)
+
+    def single(X, y=None):
+        kernel = gpaug.kernels.SquaredExponential(1.0, 13.0)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=X[::2])
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    X, y = toy(40)
+    _, result = fit(model, X, y, num_steps=100)
+    assert np.diff(result.losses).max() < 1e-3
+    # The factorised posterior of the two terms can only be worse than that of their sum.
+    assert result.losses[-1] > fit(single, X, y)[1].losses[-1]
+
+
+def test_linear_weights_equal_a_linear_kernel(x64) -> None:
+    def weights(X, y=None):
+        scale = jnp.array([1.0, 2.0, 0.5])
+        beta = numpyro.sample("beta", dist.Normal(0.3, scale).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=X @ beta + 0.1), obs=y)
+
+    def process(X, y=None):
+        scale = jnp.array([1.0, 2.0, 0.5])
+        X = X * scale
+        gp = gpaug.GaussianProcess(
+            "f", gpaug.kernels.Linear(), inducing=jnp.eye(3),
+            mean=lambda inputs: inputs @ (0.3 / scale) + 0.1,
+        )  # fmt: skip
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    X, y = toy(50, 3)
+    for sites in ("augmented", "exact"):
+        first = fit(weights, X, y, sites=sites, num_steps=300)[1]
+        second = fit(process, X, y, sites=sites, num_steps=300)[1]
+        np.testing.assert_allclose(first.losses[-1], second.losses[-1], rtol=1e-8)
+
+
+def test_hyperparameters_reach_the_optimum_and_the_bound_never_falls(x64) -> None:
+    X, y = toy(60)
+    _, result = fit(
+        learnt, X, y, inducing=X[:15], num_steps=300, optim=optax.adam(0.1)
+    )
+    assert np.diff(result.losses).max() < 1e-9
+    at = {k: float(result.params[k]) for k in ("lengthscale", "variance")}
+    for name in at:
+        for factor in (0.97, 1.03):
+            moved = {**at, name: at[name] * factor}
+            _, other = fit(classifier, X, y, inducing=X[:15], **moved)
+            assert other.losses[-1] > result.losses[-1]
+
+
+def test_inducing_inputs_are_learnt() -> None:
+    def model(X, y=None):
+        Z = numpyro.param("Z", X[:4])
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing=Z)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    X, y = toy(60)
+    fixed = fit(model, X, y)[1].losses[-1]
+    _, result = fit(model, X, y, num_steps=200, optim=optax.adam(0.05))
+    assert result.losses[-1] < fixed - 0.5
+    assert result.params["Z"].shape == (4, 2)
+
+
+def test_several_gradient_steps_per_update() -> None:
+    X, y = toy(40)
+    arguments = {"inducing": X[:10], "optim": optax.adam(0.05), "num_steps": 20}
+    one = fit(learnt, X, y, **arguments)[1]
+    three = fit(learnt, X, y, hyper_steps=3, **arguments)[1]
+    assert three.losses[-1] < one.losses[-1]
+
+
+def test_sampled_hyperparameters_through_a_stock_autoguide() -> None:
+    def model(X, y=None, *, inducing):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        kernel = gpaug.kernels.SquaredExponential(lengthscale)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    X, y = toy(60)
+    _, mode = fit(model, X, y, inducing=X[:15], optim=optax.adam(0.1), num_steps=150)
+    assert np.diff(mode.losses).max() < 1e-3
+    guide = gpaug.AutoSparseGP(model, other=numpyro.infer.autoguide.AutoNormal)
+    svi = gpaug.ConjugateSVI(model, guide, optax.adam(0.03))
+    result = svi.run(KEY, 600, X, y, inducing=X[:15], progress_bar=False)
+    median = guide.median(result.params)["lengthscale"]
+    # The posterior of the lengthscale is about symmetric in its logarithm.
+    np.testing.assert_allclose(
+        median, mode.params["lengthscale_auto_loc"], rtol=0.25
+    )
+
+
+@pytest.mark.parametrize(
+    "step_size", [None, 0.05, "adaptive", RobbinsMonro(5.0, 0.9), Adaptive(20.0)]
+)
+def test_minibatches_come_near_the_full_optimum(step_size) -> None:
+    X, y = toy(400)
+    Z = X[:15]
+    full = fit(learnt, X, y, inducing=Z)[1].losses[-1]
+    svi, result = fit(
+        learnt, X, y, inducing=Z, batch_size=40, num_steps=600, step_size=step_size
+    )
+    reached = svi.evaluate(result.state, X, y, inducing=Z)
+    assert full - 1e-3 * abs(full) <= reached < full + 2.0
+
+
+def test_an_epoch_visits_every_datum_once() -> None:
+    seen = []
+
+    def model(X, y=None):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing=X[:3])
+        with numpyro.plate("data", X.shape[0], subsample_size=5) as index:
+            jax.debug.callback(lambda i: seen.append(np.asarray(i)), index)
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X[index])), obs=y[index])
+
+    X, y = toy(20)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    state = svi.init(KEY, X, y)
+    for _ in range(4):
+        seen.clear()
+        order, position = state.epochs["data"]
+        state, _ = svi.update(state, X, y)
+    order, position = state.epochs["data"]
+    assert int(position) == 20
+    np.testing.assert_array_equal(np.sort(order), np.arange(20))
+    assert (np.asarray(order) != np.arange(20)).any()
+    jax.effects_barrier()
+    used = np.unique(np.concatenate(seen))
+    np.testing.assert_array_equal(used, np.sort(np.asarray(order)[15:]))
+
+
+def test_batches_passed_in() -> None:
+    def model(X, y, *, size, inducing):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.SquaredExponential(), inducing)
+        with numpyro.plate("data", size, subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    X, y = toy(200)
+    arguments = {"size": 200, "inducing": X[:10]}
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    state = svi.init(KEY, X[:20], y[:20], **arguments)
+    for step in range(100):
+        rows = slice(20 * (step % 10), 20 * (step % 10) + 20)
+        state, _ = svi.update(state, X[rows], y[rows], **arguments)
+    full = fit(classifier, X, y, inducing=X[:10])[1].losses[-1]
+    losses = [
+        svi.evaluate(state, X[i : i + 20], y[i : i + 20], **arguments)
+        for i in range(0, 200, 20)
+    ]
+    # Each batch's loss is scaled to all the data, so their mean is the full loss.
+    assert full - 1e-3 * abs(full) <= np.mean(losses) < full + 1.0
+
+
+def test_tol_stops_and_init_state_continues() -> None:
+    X, y = toy(60)
+    svi, stopped = fit(classifier, X, y, inducing=X[:20], num_steps=1000, tol=1e-2)
+    assert len(stopped.losses) < 30
+    again = svi.run(
+        KEY, 5, X, y, inducing=X[:20], init_state=stopped.state, progress_bar=False
+    )
+    assert again.losses[0] <= stopped.losses[-1] + 1e-4
+    # The first result still holds its own arrays.
+    assert np.isfinite(stopped.params["f.v_precision"]).all()
+
+
+def test_one_compilation_whatever_the_number_of_steps() -> None:
+    X, y = toy(40)
+    svi, _ = fit(classifier, X, y, inducing=X[:10], num_steps=3)
+    compiled = svi._advance._cache_size()
+    for num_steps in (1, 7, 130):
+        svi.run(KEY, num_steps, X, y, inducing=X[:10], progress_bar=False)
+    assert svi._advance._cache_size() == compiled == 1
+
+
+def test_a_run_in_two_parts_is_one_run() -> None:
+    X, y = toy(40)
+    arguments = {"inducing": X[:10], "progress_bar": False}
+    svi = gpaug.ConjugateSVI(learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.05))
+    whole = svi.run(KEY, 20, X, y, **arguments)
+    first = svi.run(KEY, 8, X, y, **arguments)
+    second = svi.run(KEY, 12, X, y, init_state=first.state, **arguments)
+    parts = np.concatenate([first.losses, second.losses])
+    np.testing.assert_allclose(parts, whole.losses, rtol=1e-6)

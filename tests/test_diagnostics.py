@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ArviZ trees, importance ratios, LOO and calibration."""
+
+import subprocess
+import sys
+
+import arviz_stats
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from numpyro.infer import autoguide
+from scipy import stats
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import brier_score_loss
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug import diagnostics
+
+NOISE = 0.5
+
+
+def data(size=20, seed=0):
+    rng = np.random.default_rng(seed)
+    X = np.sort(rng.uniform(-3, 3, size))[:, None]
+    f = np.sin(2 * X[:, 0])
+    return X, f + NOISE * rng.normal(size=size), (rng.uniform(size=size) < 0.5 + f / 2)
+
+
+def kernel(lengthscale=1.5):
+    return gpaug.kernels.Matern52(lengthscale=lengthscale)
+
+
+def regression(X, y=None, Z=None):
+    gp = gpaug.GaussianProcess("f", kernel(), inducing=X if Z is None else Z)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(gp(X), NOISE), obs=y)
+
+
+def classification(X, y=None, Z=None):
+    gp = gpaug.GaussianProcess("f", kernel(), inducing=X if Z is None else Z)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+def learnt(X, y=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
+    gp = gpaug.GaussianProcess("f", kernel(lengthscale), inducing=X[::2])
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+def projection(X, Z):
+    """A and the residual variances."""
+    gram = np.asarray(kernel()(Z, Z)) + 1e-10 * np.eye(len(Z))
+    A = np.linalg.solve(np.linalg.cholesky(gram), np.asarray(kernel()(Z, X)))
+    return A, np.maximum(1 - np.square(A).sum(0), 0)
+
+
+def gaussian(X, y, Z):
+    """The posterior of regression as the guide's params, and as a distribution."""
+    A, _ = projection(X, Z)
+    precision, potential = np.eye(len(Z)) + A @ A.T / NOISE**2, A @ y / NOISE**2
+    covariance = np.linalg.inv(precision)
+    q = stats.multivariate_normal(covariance @ potential, covariance)
+    return {"f.v_potential": potential, "f.v_precision": precision}, q
+
+
+def draws(model, params, *args, num_samples=5, guide=None, **kwargs):
+    guide = gpaug.AutoSparseGP(model) if guide is None else guide
+    return diagnostics.to_datatree(
+        random.key(1), model, guide, params, *args, num_samples=num_samples, **kwargs
+    )
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """Data, and a tree from the exact posterior of a full process."""
+    with jax.enable_x64(True):
+        X, y, _ = data()
+        params, _ = gaussian(X, y, X)
+        losses = np.array([2.0, 1.0])
+        tree = draws(regression, params, X, y, num_samples=4000, losses=losses)
+    return X, y, tree
+
+
+def flat(tree, name):
+    return tree["sample_stats"][name].values[0]
+
+
+# -- the tree -------------------------------------------------------------------------
+
+
+def test_tree_has_the_groups_dims_and_values_of_arviz(exact):
+    X, y, tree = exact
+    sizes = {"chain": 1, "draw": 4000, "data": 20}
+    for group in ("posterior_predictive", "log_likelihood"):
+        assert dict(tree[group].sizes) == sizes
+        assert set(tree[group].data_vars) == {"y"}
+    assert dict(tree["posterior"].sizes) == {**sizes, "f.v_dim_0": 20}
+    assert set(tree["posterior"].data_vars) == {"f", "f.v"}
+    assert tree["posterior"]["f"].dims == ("chain", "draw", "data")
+    assert set(tree["sample_stats"].data_vars) == {"log_p", "log_q"}
+    assert tree["sample_stats"]["log_p"].dims == ("chain", "draw")
+    np.testing.assert_array_equal(tree["observed_data"]["y"].values, y)
+    assert tree["fit"]["losses"].dims == ("step",)
+    gram = np.asarray(kernel()(X, X))
+    mean = gram @ np.linalg.solve(gram + NOISE**2 * np.eye(20), y)
+    summary = arviz_stats.summary(tree, var_names=["f"], round_to="none")
+    np.testing.assert_allclose(summary["mean"], mean, atol=0.03)
+    replicated = tree["posterior_predictive"]["y"].values
+    np.testing.assert_allclose(replicated.mean((0, 1)), mean, atol=0.05)
+
+
+@pytest.mark.parametrize("model", [regression, classification])
+def test_log_likelihood_and_log_p_integrate_the_residual(x64, model):
+    X, y, labels = data()
+    target = y if model is regression else labels
+    Z = X[::4]
+    params, q = gaussian(X, y, Z)
+    tree = draws(model, params, X, target, Z=Z)
+    v = tree["posterior"]["f.v"].values[0]
+    A, r = projection(X, Z)
+    m = v @ A
+    if model is regression:
+        expected = stats.norm.logpdf(y, m, np.sqrt(NOISE**2 + r))
+    else:
+        z, w = np.polynomial.hermite_e.hermegauss(60)
+        f = m[..., None] + np.sqrt(r)[:, None] * z
+        p = (1 / (1 + np.exp(-f))) @ (w / w.sum())
+        expected = np.log(np.where(labels, p, 1 - p))
+    found = tree["log_likelihood"]["y"].values[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    prior = stats.norm.logpdf(v).sum(1)
+    np.testing.assert_allclose(flat(tree, "log_p"), prior + expected.sum(1))
+    np.testing.assert_allclose(flat(tree, "log_q"), q.logpdf(v))
+
+
+def test_quadrature_route_matches_the_closed_form(x64):
+    X, y, labels = data()
+    Z = X[::4]
+
+    def unregistered(X, y=None):
+        gp = gpaug.GaussianProcess("f", kernel(), inducing=Z)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.BernoulliProbs(jax.nn.sigmoid(gp(X))), obs=y)
+
+    params, _ = gaussian(X, y, Z)
+    closed = draws(classification, params, X, labels, Z=Z)
+    nodes = draws(unregistered, params, X, labels)
+    for name in ("log_p", "log_q"):
+        np.testing.assert_allclose(flat(closed, name), flat(nodes, name), rtol=1e-6)
+
+
+@pytest.mark.parametrize("other", ["AutoDelta", "AutoNormal", "AutoMultivariateNormal"])
+def test_densities_of_other_latents(x64, other):
+    """At a point: none. Random: in the space of the model."""
+    X, y, labels = data()
+    params, q = gaussian(X, y, X[::2])
+    params["lengthscale_auto_loc"] = 0.3
+    params["lengthscale_auto_scale"] = 0.2
+    params["auto_loc"], params["auto_scale_tril"] = np.array([0.3]), np.array([[0.2]])
+    guide = gpaug.AutoSparseGP(learnt, other=getattr(autoguide, other))
+    tree = draws(learnt, params, X, labels, guide=guide)
+    lengthscale = tree["posterior"]["lengthscale"].values[0]
+    v = tree["posterior"]["f.v"].values[0]
+    prior, log_q = stats.norm.logpdf(v).sum(1), q.logpdf(v)
+    if other == "AutoDelta":
+        np.testing.assert_array_equal(lengthscale, 0.3)
+    else:
+        prior = prior + stats.lognorm.logpdf(lengthscale, 0.5)
+        log_q = log_q + stats.lognorm.logpdf(lengthscale, 0.2, scale=np.exp(0.3))
+    np.testing.assert_allclose(flat(tree, "log_q"), log_q)
+    likelihood = tree["log_likelihood"]["y"].values[0].sum(1)
+    np.testing.assert_allclose(flat(tree, "log_p"), prior + likelihood)
+
+
+def test_a_stock_guide_on_everything(x64):
+    X, _, labels = data(8)
+    guide = autoguide.AutoMultivariateNormal(learnt)
+    with numpyro.handlers.seed(rng_seed=0):
+        guide(X, labels)
+    params = {"auto_loc": np.zeros(5), "auto_scale_tril": np.eye(5)}
+    tree = draws(learnt, params, X, labels, guide=guide)
+    assert set(tree["posterior"].data_vars) == {"lengthscale", "f", "f.v"}
+    log_q = stats.norm.logpdf(tree["posterior"]["f.v"].values[0]).sum(1)
+    log_q = log_q + stats.lognorm.logpdf(tree["posterior"]["lengthscale"].values[0], 1)
+    np.testing.assert_allclose(flat(tree, "log_q"), log_q)
+
+
+def rich(X, y=None, counts=None):
+    """Three latents, weights, a subsampled plate, a mask, a scale and a factor."""
+    gp = gpaug.GaussianProcess("f", kernel(), inducing=X[::4], num_latents=3)
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([1]).to_event(1))
+    numpyro.factor("penalty", -jnp.square(X).sum())
+    with numpyro.plate("data", X.shape[0], subsample_size=5) as idx:
+        f = gp(X[idx]) + (X[idx] @ w)[:, None]
+        picked = None if y is None else y[idx]
+        likelihood = dist.Normal(f, NOISE).to_event(1)
+        with numpyro.handlers.mask(mask=idx > 0), numpyro.handlers.scale(scale=0.5):
+            numpyro.sample("y", likelihood, obs=picked)
+
+
+def test_latents_weights_plates_masks_scales_and_factors(x64):
+    X, y, _ = data()
+    Y = np.stack([y, -y, y + 1], 1)
+    Y[0] = np.nan  # masked
+    guide = gpaug.AutoSparseGP(rich).setup(X, np.nan_to_num(Y))
+    tree = draws(rich, {}, X, Y, guide=guide, num_samples=4)
+    assert set(tree["log_likelihood"].data_vars) == {"y"}
+    assert tree["log_likelihood"]["y"].sizes == {"chain": 1, "draw": 4, "data": 20}
+    assert tree["posterior"]["f"].shape == (1, 4, 20, 3)
+    assert tree["posterior_predictive"]["y"].shape == (1, 4, 20, 3)
+    v, w = (tree["posterior"][k].values[0] for k in ("f.v", "w"))
+    likelihood = tree["log_likelihood"]["y"].values[0]
+    np.testing.assert_array_equal(likelihood[:, 0], 0)
+    A, r = projection(X, X[::4])
+    sd = np.sqrt(NOISE**2 + r)[:, None]
+    mean = np.swapaxes(v @ A, 1, 2) + (w @ X.T)[..., None]
+    expected = stats.norm.logpdf(Y, mean, sd).sum(-1)
+    np.testing.assert_allclose(likelihood[:, 1:], expected[:, 1:], rtol=1e-6)
+    prior = stats.norm.logpdf(v).sum((1, 2)) + stats.norm.logpdf(w).sum(1)
+    total = prior + 0.5 * expected[:, 1:].sum(1) - np.square(X).sum()
+    np.testing.assert_allclose(flat(tree, "log_p"), total, rtol=1e-6)
+    np.testing.assert_allclose(flat(tree, "log_q"), prior, rtol=1e-6)
+
+
+def test_chunks_do_not_change_the_answer(x64, monkeypatch):
+    X, y, _ = data()
+    params, _ = gaussian(X, y, X)
+    trees = [draws(regression, params, X, y)]
+    monkeypatch.setattr(diagnostics, "_BUDGET", 2 * 20 * 32)  # chunks of 2, 2 and 1
+    trees.append(draws(regression, params, X, y))
+    for group in (
+        "posterior",
+        "posterior_predictive",
+        "log_likelihood",
+        "sample_stats",
+    ):
+        for name, variable in trees[0][group].data_vars.items():
+            found = trees[1][group][name].values
+            np.testing.assert_allclose(found, variable.values, atol=1e-12)
+
+
+def test_importing_the_package_does_not_import_arviz():
+    heavy = "arviz_base", "arviz_stats", "xarray", "matplotlib", "sklearn"
+    code = f"import sys, numpyro_gpaug; print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "[]"
+
+
+# -- importance sampling --------------------------------------------------------------
+
+
+def test_ratios_of_an_exact_posterior_are_the_evidence(exact):
+    X, y, tree = exact
+    ratios = flat(tree, "log_p") - flat(tree, "log_q")
+    gram = np.asarray(kernel()(X, X)) + NOISE**2 * np.eye(len(X))
+    evidence = stats.multivariate_normal(np.zeros(len(X)), gram).logpdf(y)
+    np.testing.assert_allclose(ratios, evidence, atol=1e-6)
+    psis = diagnostics.psis_khat(tree)
+    assert psis.khat < 0.2
+    np.testing.assert_allclose(psis.log_weights, -np.log(4000), atol=1e-6)
+
+
+def test_khat_tells_good_guides_from_narrow_ones():
+    X, _, labels = data()
+    guide = gpaug.AutoSparseGP(classification)
+    svi = gpaug.ConjugateSVI(classification, guide)
+    params = svi.run(random.key(0), 15, X, labels, progress_bar=False).params
+    good = draws(classification, params, X, labels, guide=guide, num_samples=1000)
+    assert diagnostics.psis_khat(good).khat < 0.5
+    narrow = {name: 4 * value for name, value in params.items()}
+    bad = draws(classification, narrow, X, labels, guide=guide, num_samples=1000)
+    psis = diagnostics.psis_khat(bad)
+    assert psis.khat > 0.7
+    np.testing.assert_allclose(np.exp(psis.log_weights).sum(), 1, rtol=1e-5)
+
+
+def test_equal_ratios_have_no_tail():
+    assert diagnostics.psis_khat(np.arange(50.0), np.arange(50.0)).khat == -np.inf
+
+
+def test_loo_matches_leaving_one_out(exact):
+    X, y, tree = exact
+    K = np.asarray(kernel()(X, X))
+    expected = []
+    for i in range(len(y)):
+        rest = np.arange(len(y)) != i
+        gram = K[np.ix_(rest, rest)] + NOISE**2 * np.eye(len(y) - 1)
+        solved = np.linalg.solve(gram, K[rest, i])
+        mean, variance = solved @ y[rest], 1 + NOISE**2 - solved @ K[rest, i]
+        expected.append(stats.norm.logpdf(y[i], mean, np.sqrt(variance)))
+    for correct in (True, False):
+        found = diagnostics.loo(tree, correct=correct)
+        np.testing.assert_allclose(found.elpd_i.values, expected, atol=0.05)
+        np.testing.assert_allclose(found.elpd, np.sum(expected), atol=0.1)
+        assert found.pareto_k.values.max() < 0.7
+
+
+def test_loo_is_corrected_for_the_guide(x64, exact):
+    """Draws of a guide that is too wide, by 10% in every direction."""
+    X, y, tree = exact
+    params, _ = gaussian(X, y, X)
+    wide = {name: value / 1.21 for name, value in params.items()}
+    found = draws(regression, wide, X, y, num_samples=4000)
+    truth = diagnostics.loo(tree).elpd
+    assert abs(diagnostics.loo(found).elpd - truth) < 0.15
+    assert abs(diagnostics.loo(found, correct=False).elpd - truth) > 0.25
+
+
+# -- calibration ----------------------------------------------------------------------
+
+
+def test_brier_score():
+    p, y = np.array([0.9, 0.2, 0.5]), np.array([1, 0, 0])
+    by_hand = (0.1**2 + 0.2**2 + 0.5**2) / 3
+    assert diagnostics.brier_score(p, y) == pytest.approx(by_hand)
+    assert diagnostics.brier_score(p, y) == pytest.approx(brier_score_loss(y, p))
+    both = np.stack([1 - p, p], 1)
+    assert diagnostics.brier_score(jnp.asarray(both), y) == pytest.approx(2 * by_hand)
+    three = diagnostics.brier_score([[0.5, 0.3, 0.2]], [2])
+    assert three == pytest.approx(0.25 + 0.09 + 0.64)
+
+
+def test_reliability_and_calibration_error_by_hand():
+    p, y = [0.0, 0.5, 0.6, 0.7, 1.0], [0, 1, 1, 0, 1]
+    curve = diagnostics.reliability_curve(p, y, num_bins=4)
+    np.testing.assert_allclose(curve.edges, [0, 0.25, 0.5, 0.75, 1])
+    np.testing.assert_array_equal(curve.counts, [1, 1, 2, 1])
+    np.testing.assert_allclose(curve.predicted, [0, 0.5, 0.65, 1])
+    np.testing.assert_allclose(curve.observed, [0, 1, 0.5, 1])
+    error = diagnostics.expected_calibration_error(p, y, num_bins=4)
+    assert error == pytest.approx((0.5 + 2 * 0.15) / 5)
+    # Most probable class 0.6 (right) and 0.9 (wrong).
+    p, y = [[0.6, 0.4, 0.0], [0.05, 0.05, 0.9]], [0, 1]
+    error = diagnostics.expected_calibration_error(p, y)
+    assert error == pytest.approx((0.4 + 0.9) / 2)
+
+
+def test_reliability_is_that_of_scikit_learn_and_keeps_empty_bins():
+    rng = np.random.default_rng(0)
+    p = rng.beta(0.5, 0.5, 500)
+    p = p[(p < 0.3) | (p > 0.5)]
+    y = rng.uniform(size=len(p)) < p
+    curve = diagnostics.reliability_curve(p, y, num_bins=10)
+    observed, predicted = calibration_curve(y, p, n_bins=10)
+    full = curve.counts > 0
+    assert not full[3]
+    assert np.isnan(curve.observed[3])
+    np.testing.assert_allclose(curve.observed[full], observed)
+    np.testing.assert_allclose(curve.predicted[full], predicted)
+    assert curve.counts.sum() == len(p)
+
+
+def test_perfect_calibration_has_no_error():
+    p = np.repeat([0.1, 0.4, 0.75], 100)
+    y = np.concatenate([np.arange(100) < k for k in (10, 40, 75)])
+    assert diagnostics.expected_calibration_error(p, y) < 1e-12
+    rng = np.random.default_rng(0)
+    p = rng.uniform(size=100_000)
+    y = rng.uniform(size=100_000) < p
+    assert diagnostics.expected_calibration_error(p, y) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("probs", "y", "message"),
+    [
+        ([0.5, 1.5], [0, 1], r"probs of shape \(2,\) must lie in \[0, 1\].*1.5"),
+        ([0.5, np.nan], [0, 1], "must lie in"),
+        ([0.5, 0.5], [0], r"probs has shape \(2,\) and y \(1,\)"),
+        ([], [], "not empty"),
+        (0.5, 1, r"probs has shape \(\)"),
+        ([0.5, 0.5], [-1, 1], r"y of shape \(2,\) must hold labels 0 to 1"),
+        ([0.5, 0.5], ["a", "b"], "labels 0 to 1"),
+        ([[0.5, 0.2]], [0], "rows must sum to 1"),
+        ([[0.5, 0.5]], [2], "labels 0 to 1; it holds"),
+    ],
+)
+def test_bad_probabilities_and_labels(probs, y, message):
+    for score in (
+        diagnostics.brier_score,
+        diagnostics.reliability_curve,
+        diagnostics.expected_calibration_error,
+    ):
+        with pytest.raises(ValueError, match=message):
+            score(probs, y)
+
+
+def test_other_bad_input():
+    with pytest.raises(ValueError, match="num_bins must be at least 1, got 0"):
+        diagnostics.reliability_curve([0.5], [1], num_bins=0)
+    with pytest.raises(ValueError, match=r"log_p has shape \(30,\) and log_q \(29,\)"):
+        diagnostics.psis_khat(np.zeros(30), np.zeros(29))
+    with pytest.raises(ValueError, match="of 30, 29 are finite"):
+        diagnostics.psis_khat(np.r_[np.nan, np.zeros(29)], np.zeros(30))
+    with pytest.raises(ValueError, match="at least 25 finite draws"):
+        diagnostics.psis_khat(np.zeros(9), np.zeros(9))
+    X, y, _ = data(4)
+    with pytest.raises(ValueError, match="num_samples must be at least 2, got 1"):
+        draws(regression, {}, X, y, num_samples=1)

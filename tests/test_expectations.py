@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact expectations, augmented bounds, and the contract both registries hold."""
+
+import json
+from math import exp, log1p, pi, sqrt
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import mpmath
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from numpyro.distributions import constraints
+from scipy.integrate import quad
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.augmentation import lookup_augmentation
+from numpyro_gpaug.errors import NotConjugateError, UnknownLikelihoodError
+from numpyro_gpaug.expectations import gauss_hermite, predictive
+from numpyro_gpaug.logistic import (
+    expected_log_sigmoid,
+    expected_sigmoid,
+    logistic_mixture,
+)
+from tests.conftest import assert_close
+
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / "expected_loglik.json").read_text()
+)["table"]
+
+MEANS = [-200.0, -37.0, -9.0, -2.0, -0.3, 0.0, 0.3, 2.0, 9.0, 37.0, 200.0]
+VARIANCES = [1e-6, 1e-4, 1e-2, 0.3, 1.0, 7.0, 1e2, 1e3, 1e4, 1e6]
+GRID = np.array([(m, v) for m in MEANS for v in VARIANCES])
+
+
+def log_sigmoid(f):
+    return f - log1p(exp(f)) if f < 0 else -log1p(exp(-f))
+
+
+def sigmoid(f):
+    return exp(log_sigmoid(f))
+
+
+def slope_sigmoid(f):
+    return exp(log_sigmoid(f) + log_sigmoid(-f))
+
+
+def expectation(g, mean, variance):
+    """``E g(f)`` by adaptive quadrature between points where the integrand turns."""
+    scale = sqrt(variance)
+    steps = (-38, -12, -8, -5, -3, -1.5, 0, 1.5, 3, 5, 8, 12, 38)
+    kinks = ((k - mean) / scale for k in (-40, -12, -4, -1, 0, 1, 4, 12, 40))
+    turns = sorted({*steps, *(z for z in kinks if abs(z) < 38)})
+
+    def integrand(z):
+        return g(mean + scale * z) * exp(-0.5 * z * z)
+
+    parts = [
+        quad(integrand, a, b, epsabs=0, epsrel=1e-13)[0]
+        for a, b in zip(turns[:-1], turns[1:], strict=True)
+    ]
+    return sum(parts) / sqrt(2 * pi)
+
+
+def reference(g, points):
+    return np.array([expectation(g, *point) for point in points.tolist()])
+
+
+@pytest.mark.parametrize("point", [(-37.0, 7.0), (0.3, 1e6), (2.0, 1e-6), (9.0, 1e2)])
+def test_the_reference_itself_in_high_precision(point):
+    mean, variance = map(mpmath.mpf, point)
+    with mpmath.workdps(30):
+        scale = mpmath.sqrt(variance)
+        turns = sorted({*(mean + scale * k for k in (-30, -8, -2, 0, 2, 8, 30)),
+                        *(mpmath.mpf(k) for k in (-60, -5, 0, 5, 60)
+                          if abs(k - mean) < 30 * scale)})  # fmt: skip
+        value = mpmath.quad(
+            lambda f: -mpmath.log1p(mpmath.exp(-f)) * mpmath.npdf(f, mean, scale), turns
+        )
+    ours = expectation(log_sigmoid, *point)
+    assert abs(ours - float(value)) < 1e-12 * max(1, abs(value))
+
+
+def test_expected_log_sigmoid_and_derivatives(dtype):
+    points = GRID.astype(dtype).astype(float)
+    tolerance = {"float64": 1e-12, "float32": 1e-6}[dtype]
+    mean, variance = jnp.asarray(points, dtype).T
+    value = expected_log_sigmoid(mean, variance)
+    assert value.dtype == dtype
+    exact = reference(log_sigmoid, points)
+    error = np.abs(np.asarray(value, float) - exact) / np.maximum(1, np.abs(exact))
+    assert error.max() < tolerance
+    assert np.all(value <= 0)
+
+    slopes = jax.vmap(jax.grad(expected_log_sigmoid, (0, 1)))(mean, variance)
+    assert slopes[0].dtype == slopes[1].dtype == dtype
+    by_mean = reference(lambda f: sigmoid(-f), points)
+    by_variance = -0.5 * reference(slope_sigmoid, points)
+    assert np.abs(slopes[0] - by_mean).max() < tolerance
+    assert np.abs(slopes[1] - by_variance).max() < tolerance
+    assert np.abs(expected_sigmoid(-mean, variance) - by_mean).max() < tolerance
+
+
+@pytest.mark.usefixtures("x64")
+def test_second_derivatives_obey_the_heat_equation():
+    mean, variance = jnp.asarray([(m, v) for m, v in GRID if abs(m) < 40]).T
+    twice = jax.vmap(jax.grad(jax.grad(expected_log_sigmoid)))(mean, variance)
+    once = jax.vmap(jax.grad(expected_log_sigmoid, 1))(mean, variance)
+    np.testing.assert_allclose(twice, 2 * once, rtol=1e-8, atol=1e-13)
+    forward = jax.vmap(jax.jacfwd(jax.jacrev(expected_log_sigmoid)))(mean, variance)
+    np.testing.assert_allclose(forward, twice, rtol=1e-8, atol=1e-13)
+
+
+def test_the_point_mass_and_broadcasting(dtype):
+    mean = jnp.linspace(-30, 30, 7, dtype=dtype)[:, None]
+    value = expected_log_sigmoid(mean, jnp.zeros((), dtype))
+    assert_close(value[:, 0], [log_sigmoid(float(m)) for m in mean[:, 0]])
+    table = expected_log_sigmoid(mean, jnp.broadcast_to(jnp.ones(3, dtype), (7, 3)))
+    assert table.shape == (7, 3)
+    single = jax.jit(expected_log_sigmoid)(mean[2, 0], jnp.ones((), dtype))
+    assert_close(single, table[2, 1])
+
+
+def test_the_mixture_is_the_logistic(dtype):
+    scales, weights = logistic_mixture(dtype)
+    assert scales.dtype == weights.dtype == dtype
+    assert np.all(np.asarray(weights) > 0)
+    f = np.linspace(-30, 30, 61)
+    cdf = dist.Normal(0.0, 1.0).cdf(jnp.asarray(f[:, None], dtype) / scales)
+    error = (np.asarray(cdf, float) * np.asarray(weights, float)).sum(-1)
+    tolerance = {"float64": 1e-14, "float32": 3e-7}[dtype]
+    assert np.abs(error - 1 / (1 + np.exp(-f))).max() < tolerance
+
+
+def test_gauss_hermite_integrates_polynomials(dtype):
+    nodes, weights = gauss_hermite(10, dtype)
+    assert nodes.dtype == weights.dtype == dtype
+    moments = [float((weights * nodes**k).sum()) for k in range(9)]
+    expected = [1, 0, 1, 0, 3, 0, 15, 0, 105]
+    np.testing.assert_allclose(
+        moments, expected, rtol=1e-5, atol=1e-4 if dtype == "float32" else 1e-10
+    )
+
+
+# Golden values.
+
+
+def golden(lik):
+    rows = [row for row in GOLDEN if row["lik"] == lik]
+    names = sorted(rows[0].keys() - {"lik"})
+    return {name: np.array([row[name] for row in rows]) for name in names}
+
+
+@pytest.mark.usefixtures("x64")
+def test_golden_bernoulli():
+    table = golden("bernoulli_logistic")
+    assert len(table["y"]) == 40
+    y = ((table["y"] + 1) / 2).astype(int)
+    d = dist.Bernoulli(logits=jnp.zeros(40))
+    moments = {"logits": jnp.asarray(table["m"])}, {"logits": jnp.asarray(table["v"])}
+    exact = gpaug.expected_log_prob(d, y, *moments)
+    np.testing.assert_allclose(exact, table["exact"], rtol=1e-8)
+    bound = lookup_augmentation(type(d)).bound(d, y, *moments)
+    np.testing.assert_allclose(bound, table["bound"], rtol=1e-8)
+    assert np.all(bound <= exact)
+
+
+@pytest.mark.usefixtures("x64")
+def test_golden_gaussian():
+    table = golden("gaussian")
+    d = dist.Normal(0.0, jnp.sqrt(table["noise_var"]))
+    moments = {"loc": jnp.asarray(table["m"])}, {"loc": jnp.asarray(table["v"])}
+    exact = gpaug.expected_log_prob(d, table["y"], *moments)
+    np.testing.assert_allclose(exact, table["exact"], rtol=1e-8)
+    bound = lookup_augmentation(type(d)).bound(d, table["y"], *moments)
+    np.testing.assert_allclose(bound, table["exact"], rtol=1e-8)
+
+
+# Sites: MATH.md 0.1.
+
+
+def bernoulli_case():
+    y, m, v = (
+        np.array([0, 1, 1, 0]),
+        np.array([0.4, -2, 6, 0]),
+        np.array([1, 0.1, 9, 0]),
+    )
+    d = dist.Bernoulli(logits=jnp.zeros(4))
+    sign, c = 2 * y - 1.0, np.sqrt(m**2 + v)
+    with np.errstate(invalid="ignore"):
+        tilt = np.where(c == 0, 0.25, np.tanh(c / 2) / (2 * c))
+    points = np.stack([sign * m, np.maximum(v, 1e-16)], 1)
+    precision = reference(slope_sigmoid, points)
+    potential = sign * reference(lambda f: sigmoid(-f), points) + precision * m
+    sites = {"augmented": (sign / 2, tilt), "exact": (potential, precision)}
+    return d, "logits", y, m, v, sites
+
+
+def normal_case():
+    y, m, v = np.array([0.3, -1, 2]), np.array([0.4, -2, 6]), np.array([1, 0, 9.0])
+    d = dist.Normal(jnp.zeros(3), jnp.asarray([0.5, 1, 2]))
+    precision = np.array([4, 1, 0.25])
+    sites = dict.fromkeys(("augmented", "exact"), (y * precision, precision))
+    return d, "loc", y, m, v, sites
+
+
+CASES = [bernoulli_case, normal_case]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("registry", ["augmented", "exact"])
+@pytest.mark.parametrize("case", CASES)
+def test_site_identities(case, registry):
+    d, name, y, m, v, sites = case()
+
+    def bound(m, v):
+        if registry == "exact":
+            value = gpaug.expected_log_prob(d, y, {name: m}, {name: v})
+        else:
+            augmentation = lookup_augmentation(type(d))
+            value = augmentation.bound(d, y, {name: m}, {name: v})
+        assert value.shape == d.batch_shape
+        return value.sum()
+
+    by_mean, by_variance = jax.grad(bound, (0, 1))(jnp.asarray(m), jnp.asarray(v))
+    potential, precision = sites[registry]
+    np.testing.assert_allclose(-2 * by_variance, precision, rtol=1e-10)
+    ours = by_mean - 2 * by_variance * m
+    np.testing.assert_allclose(ours, potential, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("case", CASES)
+def test_bounds_are_tight_at_a_point_and_below_elsewhere(case):
+    d, name, y, m, v, _ = case()
+    augmentation = lookup_augmentation(type(d))
+    assert augmentation.latents == (name,)
+    at, zero = {name: jnp.asarray(m)}, {name: jnp.zeros(len(m))}
+    likelihood = type(d)(*((m, d.scale) if name == "loc" else (m,)))
+    density = likelihood.log_prob(jnp.asarray(y))
+    assert_close(augmentation.bound(d, y, at, zero), density)
+    assert_close(gpaug.expected_log_prob(d, y, at, zero), density)
+    spread = {name: jnp.asarray(v)}
+    gap = gpaug.expected_log_prob(d, y, at, spread) - augmentation.bound(
+        d, y, at, spread
+    )
+    assert np.all(gap > -1e-13)
+
+
+@pytest.mark.usefixtures("x64")
+def test_normal_gradients_reach_the_scale():
+    y, m, v = 0.3, {"loc": jnp.asarray(0.1)}, {"loc": jnp.asarray(2.0)}
+
+    def value(scale):
+        return gpaug.expected_log_prob(dist.Normal(0.0, scale), y, m, v)
+
+    # d/ds of -log s - ((y - m)^2 + v) / (2 s^2)
+    np.testing.assert_allclose(jax.grad(value)(0.5), -1 / 0.5 + 2.04 / 0.5**3)
+
+
+@pytest.mark.usefixtures("x64")
+def test_polya_gamma_conditional_and_natural_agree_with_the_likelihood():
+    """``log p(y, omega | f) - log p(omega | y, f)`` is ``log p(y | f)``, and the joint
+    is Gaussian in f with the natural parameters."""
+    d = dist.Bernoulli(logits=jnp.zeros(2))
+    augmentation = lookup_augmentation(type(d))
+    y, omega = jnp.array([0, 1]), jnp.array([0.1, 0.4])
+    ((potential, precision),) = augmentation.natural(d, y, {"omega": omega}).values()
+
+    def constant(f):
+        f = jnp.asarray(f)
+        aux = augmentation.conditional(d, y, {"logits": f})["omega"]
+        joint = dist.Bernoulli(logits=f).log_prob(y) + aux.log_prob(omega)
+        return joint - (potential * f - precision * f**2 / 2)
+
+    assert_close(constant([0.3, -2.0]), constant([-1.7, 5.0]), 100)
+
+
+def test_normal_has_no_auxiliary():
+    d = dist.Normal(jnp.zeros(2), 0.5)
+    augmentation = lookup_augmentation(type(d))
+    assert augmentation.conditional(d, jnp.ones(2), {"loc": jnp.ones(2)}) == {}
+    potential, precision = augmentation.natural(d, jnp.arange(2.0), {})["loc"]
+    assert_close(potential, [0, 4])
+    assert_close(precision, [4, 4])
+    assert augmentation.gibbs_blocks(d) == (("aux",), ("loc",))
+
+
+# Wrappers.
+
+
+@pytest.fixture
+def wrapped():
+    m = jnp.linspace(-2, 2, 6).reshape(2, 3)
+    moments = {"logits": m}, {"logits": jnp.ones((2, 3))}
+    y = jnp.array([[0, 1, 1], [0, 0, 1]])
+    plain = dist.Bernoulli(logits=jnp.zeros((2, 3)))
+    value = np.asarray(gpaug.expected_log_prob(plain, y, *moments))
+    return plain, y, moments, value
+
+
+def test_to_event_sums(wrapped):
+    plain, y, moments, value = wrapped
+    one = gpaug.expected_log_prob(plain.to_event(1), y, *moments)
+    assert_close(one, value.sum(1))
+    two = gpaug.expected_log_prob(plain.to_event(2), y, *moments)
+    assert_close(two, value.sum())
+
+
+def test_mask_removes_even_nan(wrapped):
+    plain, y, moments, value = wrapped
+    mask = jnp.array([[True, False, True], [True, True, False]])
+    masked = gpaug.expected_log_prob(plain.mask(mask), y, *moments)
+    assert_close(masked, np.where(mask, value, 0))
+    broken = jnp.where(mask, y, jnp.nan)
+    assert_close(gpaug.expected_log_prob(plain.mask(mask), broken, *moments), masked)
+    rows = gpaug.expected_log_prob(
+        plain.to_event(1).mask(jnp.array([False, True])), y, *moments
+    )
+    assert_close(rows, [0, value[1].sum()])
+    none = gpaug.expected_log_prob(plain.mask(False), y, *moments)  # noqa: FBT003
+    assert_close(none, np.zeros((2, 3)))
+
+
+def test_masked_nan_has_finite_gradients(wrapped):
+    plain, y, moments, _ = wrapped
+    mask = jnp.array([[True, False, True], [True, True, False]])
+    broken = jnp.where(mask, y, jnp.nan)
+
+    def total(m):
+        means = {"logits": m}
+        return gpaug.expected_log_prob(
+            plain.mask(mask), broken, means, moments[1]
+        ).sum()
+
+    gradient = jax.grad(total)(moments[0]["logits"])
+    assert np.isfinite(gradient).all()
+    assert np.all((np.asarray(gradient) != 0) == np.asarray(mask))
+
+
+def test_expand_broadcasts(wrapped):
+    _, y, moments, value = wrapped
+    d = dist.Bernoulli(logits=jnp.zeros(3)).expand([2, 3])
+    assert_close(gpaug.expected_log_prob(d, y, *moments), value)
+    row = {k: x[1] for k, x in moments[0].items()}, {"logits": jnp.ones(3)}
+    same = gpaug.expected_log_prob(
+        dist.Bernoulli(logits=jnp.zeros(3)).expand([4, 3]).to_event(1), y[1], *row
+    )
+    assert_close(same, np.full(4, value[1].sum()))
+
+
+# Predictive distributions.
+
+
+@pytest.mark.usefixtures("x64")
+def test_predictive_bernoulli():
+    points = np.array([(0.3, 1.0), (-4, 30), (2, 1e-4), (0, 1e6)])
+    m, v = jnp.asarray(points).T
+    d = dist.Bernoulli(logits=jnp.zeros(4)).to_event(1)
+    new = predictive(d, {"logits": m}, {"logits": v})
+    assert_close(new.probs, reference(sigmoid, points))
+    assert_close(new.log_prob(jnp.ones(4)), np.log(reference(sigmoid, points)))
+
+
+@pytest.mark.usefixtures("x64")
+def test_predictive_normal():
+    d = dist.Normal(jnp.zeros(2), 0.5)
+    new = predictive(d, {"loc": jnp.array([1, 2.0])}, {"loc": jnp.array([0, 2.0])})
+    assert_close(new.mean, [1, 2])
+    assert_close(new.variance, [0.25, 2.25])
+
+
+def test_unknown_likelihoods_raise():
+    with pytest.raises(UnknownLikelihoodError, match="Poisson"):
+        gpaug.expected_log_prob(dist.Poisson(1.0), 1, {}, {})
+    with pytest.raises(UnknownLikelihoodError, match="Poisson"):
+        predictive(dist.Poisson(jnp.ones(2)).to_event(1), {}, {})
+
+
+# A user's own likelihoods, end to end.
+
+
+class LogPoisson(dist.Distribution):
+    """Counts with a log-rate."""
+
+    arg_constraints = {"log_rate": constraints.real}
+    support = constraints.nonnegative_integer
+    pytree_data_fields = ("log_rate",)
+
+    def __init__(self, log_rate, *, validate_args=None):
+        self.log_rate = log_rate
+        super().__init__(jnp.shape(log_rate), (), validate_args=validate_args)
+
+    def sample(self, key, sample_shape=()):
+        return random.poisson(
+            key, jnp.exp(self.log_rate), sample_shape + self.batch_shape
+        )
+
+    def log_prob(self, value):
+        return dist.Poisson(jnp.exp(self.log_rate)).log_prob(value)
+
+
+class Robust(dist.StudentT):
+    """A Student-t whose location carries a latent."""
+
+
+class RobustAugmentation(gpaug.Augmentation):
+    """A gamma-distributed precision per datum."""
+
+    latents = ("loc",)
+
+    def bound(self, d, y, means, variances):
+        square = (y - means["loc"]) ** 2 + variances["loc"]
+        at = jnp.sqrt(square)
+        return dist.StudentT(d.df, 0.0, d.scale).log_prob(at)
+
+    def conditional(self, d, y, f):
+        rate = 0.5 * (d.df * d.scale**2 + (y - f["loc"]) ** 2)
+        return {"precision": dist.Gamma((d.df + 1) / 2, rate)}
+
+    def natural(self, d, y, aux):
+        return {"loc": (y * aux["precision"], aux["precision"])}
+
+
+@pytest.fixture
+def line():
+    X = jnp.linspace(-2, 2, 12)[:, None]
+    return X, X[::3]
+
+
+def process_model(likelihood):
+    def model(X, y=None, *, inducing):
+        kernel = gpaug.kernels.SquaredExponential(0.8, 1.5)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", likelihood(gp(X)), obs=y)
+
+    return model
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_registered_expectation_end_to_end(line):
+    X, Z = line
+    y = jnp.array([0, 1, 0, 2, 1, 3, 5, 3, 2, 4, 1, 0])
+
+    def expected(d, y, m, v):
+        m, v = m["log_rate"], v["log_rate"]
+        return y * m - jnp.exp(m + v / 2) - jax.scipy.special.gammaln(y + 1.0)
+
+    def new(d, m, v):
+        mean = jnp.exp(m["log_rate"] + v["log_rate"] / 2)
+        return dist.NegativeBinomial2(mean, 1 / jnp.expm1(v["log_rate"]))
+
+    gpaug.register_expectation(LogPoisson, ("log_rate",), expected, new)
+    model = process_model(LogPoisson)
+    guide = gpaug.AutoSparseGP(model)
+    svi = gpaug.ConjugateSVI(model, guide)
+    result = svi.run(random.key(0), 30, X, y, inducing=Z, progress_bar=False)
+    assert np.all(np.diff(result.losses) < 1e-9)
+    (site,) = guide.structure.observed
+    assert site.route is gpaug.Route.CLOSED_FORM
+
+    # The same model by quadrature: the likelihood is not registered.
+    plain = process_model(lambda f: dist.Poisson(jnp.exp(f)))
+    loss = gpaug.TraceAnalytic_ELBO()
+    assert loss.routes(plain, X, y, inducing=Z) == {"y": gpaug.Route.GAUSS_HERMITE}
+    same = loss.loss(
+        random.key(0), result.params, plain, gpaug.AutoSparseGP(plain), X, y, inducing=Z
+    )
+    np.testing.assert_allclose(same, result.losses[-1], rtol=1e-10)
+    posterior = svi.posterior(result.params)
+    f = posterior.predict_f(X)
+    mean = posterior.predict_y(X).mean
+    np.testing.assert_allclose(mean, jnp.exp(f.mean + f.variance / 2), rtol=1e-10)
+    assert np.corrcoef(mean, y)[0, 1] > 0.8
+
+    augmented = gpaug.ConjugateSVI(model, guide, sites="augmented")
+    with pytest.raises(NotConjugateError, match="LogPoisson has no augmentation"):
+        augmented.run(random.key(0), 2, X, y, inducing=Z, progress_bar=False)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_registered_augmentation_end_to_end(line):
+    X, Z = line
+    y = jnp.sin(2 * X[:, 0]).at[4].set(30.0)
+    gpaug.register_augmentation(Robust, RobustAugmentation())
+    model = process_model(lambda f: Robust(3.0, f, 0.2))
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), sites="augmented")
+    result = svi.run(random.key(0), 60, X, y, inducing=Z, progress_bar=False)
+    assert np.all(np.diff(result.losses) < 1e-9)
+
+    # The bound is stationary there: gradients in mean and factor vanish.
+    dense = gpaug.AutoSparseGP(model, covariance="dense").setup(X, y, inducing=Z)
+    (block,) = dense.structure.blocks
+    q = svi.guide.gaussian(block, result.params)
+    covariance = q.moments().whitener.T @ q.moments().whitener
+    params = {"f.v_loc": q.mean, "f.v_tril": jnp.linalg.cholesky(covariance)}
+    loss = gpaug.TraceAnalytic_ELBO(bound="augmented")
+
+    def at(params):
+        return loss.loss(random.key(0), params, model, dense, X, y, inducing=Z)
+
+    value, gradients = jax.value_and_grad(at)(params)
+    np.testing.assert_allclose(value, result.losses[-1], rtol=1e-10)
+    for gradient in gradients.values():
+        assert np.abs(gradient).max() < 1e-5

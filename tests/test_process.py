@@ -1,0 +1,527 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model side: values, residual policies, kernels, weights and dtypes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax import random
+from numpyro import handlers
+from numpyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO, log_likelihood
+from numpyro.infer.util import log_density
+from scipy.stats import multivariate_normal, norm
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.kernels import Matern32, SquaredExponential
+from tests.conftest import assert_close
+
+RNG = np.random.default_rng(0)
+X = RNG.uniform(-2, 2, (7, 2))
+Z = RNG.uniform(-2, 2, (4, 2))
+V = RNG.normal(size=(3, 4))
+
+
+def squared_exponential(a, b, lengthscale=0.9, variance=1.5):
+    difference = (a[:, None] - b[None]) / lengthscale
+    return variance * np.exp(-0.5 * (difference**2).sum(-1))
+
+
+def brute(v, X=X, Z=Z, **hyper):
+    """Values without residual, and the residual variance, by NumPy."""
+    factor = np.linalg.cholesky(squared_exponential(Z, Z, **hyper))
+    A = np.linalg.solve(factor, squared_exponential(Z, X, **hyper))
+    diagonal = np.diag(squared_exponential(X, X, **hyper))
+    return A.T @ v, diagonal - (A**2).sum(0)
+
+
+KERNEL = SquaredExponential(0.9, 1.5)
+
+
+def values(v, at=X, policy="mean", kernel=KERNEL, latents=None, seed=0, **options):
+    """Function values of a process whose whitened inducing vector is ``v``."""
+    options = {"inducing": jnp.asarray(Z), "jitter": 0.0, **options}
+
+    def model():
+        gp = gpaug.GaussianProcess("f", kernel, **options)
+        return gp(jnp.asarray(at), latents=latents)
+
+    filled = handlers.substitute(model, data={"f.v": jnp.asarray(v)})
+    return handlers.seed(gpaug.with_residual(filled, policy), seed)()
+
+
+# Values.
+
+
+@pytest.mark.usefixtures("x64")
+def test_values_are_the_brute_force_formula():
+    assert_close(values(V[0]), brute(V[0])[0], 10)
+    assert values(V[0]).shape == (7,)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_conditional_exposes_projection_and_residual():
+    with handlers.seed(rng_seed=0), handlers.trace() as trace:
+        gp = gpaug.GaussianProcess("f", KERNEL, inducing=jnp.asarray(Z), jitter=0.0)
+        gp(jnp.asarray(X))
+    assert trace["f"]["type"] == "deterministic"
+    assert trace["f.v"]["type"] == "sample"
+    law = trace["f"]["fn"]
+    factor = np.linalg.cholesky(squared_exponential(Z, Z))
+    A = np.linalg.solve(factor, squared_exponential(Z, X))
+    assert_close(law.projection, A[None], 10)
+    assert_close(law.residual, brute(V[0])[1][None], 10)
+    assert_close(law.prior_variance, np.full((1, 7), 1.5))
+    assert_close(law.gp.cholesky, factor[None], 10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_inducing_at_the_inputs_leaves_no_residual():
+    v = RNG.normal(size=7)
+    factor = np.linalg.cholesky(squared_exponential(X, X))
+    for policy in ("mean", "noise"):
+        exact = values(v, policy=policy, inducing=jnp.asarray(X))
+        np.testing.assert_allclose(exact, factor @ v, atol=1e-6)
+    with handlers.seed(rng_seed=0), handlers.trace() as trace:
+        gpaug.GaussianProcess("f", KERNEL, inducing=jnp.asarray(X), jitter=0.0)(X)
+    residual = trace["f"]["fn"].residual
+    assert np.all(residual >= 0)
+    assert np.all(residual < 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_residual_gradients_are_finite_where_it_vanishes():
+    def total(lengthscale):
+        kernel = SquaredExponential(lengthscale, 1.5)
+        v = jnp.ones(7)
+        return values(v, policy="noise", kernel=kernel, inducing=jnp.asarray(X)).sum()
+
+    assert np.isfinite(jax.grad(total)(0.9))
+
+
+def test_jitter_is_relative_and_used():
+    exact, loose = (values(V[0], jitter=j) for j in (0.0, 0.5))
+    factor = np.linalg.cholesky(squared_exponential(Z, Z) + 0.5 * 1.5 * np.eye(4))
+    A = np.linalg.solve(factor, squared_exponential(Z, X))
+    np.testing.assert_allclose(loose, A.T @ V[0], rtol=1e-4, atol=1e-5)
+    assert np.abs(exact - loose).max() > 0.01
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("mean", "expected"),
+    [
+        (0.7, lambda f: f + 0.7),
+        (np.array([1.0, -2, 3]), lambda f: f + np.array([1.0, -2, 3])),
+        (lambda X: X[:, 0] ** 2, lambda f: f + X[:, :1] ** 2),
+        (lambda X: X @ np.ones((2, 3)), lambda f: f + X.sum(1, keepdims=True)),
+    ],
+    ids=["number", "(C,)", "(N,) function", "(N, C) function"],
+)
+def test_mean_functions(mean, expected):
+    plain = np.stack([brute(v)[0] for v in V], 1)
+    shifted = values(V, num_latents=3, mean=mean)
+    assert_close(shifted, expected(plain), 10)
+    chosen = values(V, num_latents=3, mean=mean, latents=jnp.array([2, 0]))
+    assert_close(chosen, np.asarray(shifted)[:, [2, 0]], 10)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("mean", [-1.5, lambda X: X[:, 0]], ids=["number", "function"])
+def test_mean_functions_of_one_latent(mean):
+    offset = mean(X) if callable(mean) else mean
+    assert_close(values(V[0], mean=mean), brute(V[0])[0] + offset, 10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_square_mean_function_is_not_transposed():
+    """N = C: a function that returns (N,) still varies over data, an array over
+    latents."""
+    at = X[:3]
+    plain = np.stack([brute(v, X=at)[0] for v in V], 1)
+    by_row = values(V, at=at, num_latents=3, mean=lambda X: X[:, 0])
+    assert_close(by_row, plain + at[:, :1], 10)
+    by_latent = values(V, at=at, num_latents=3, mean=jnp.arange(3.0))
+    assert_close(by_latent, plain + np.arange(3), 10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_num_latents_and_subsets():
+    every = values(V, num_latents=3)
+    assert every.shape == (7, 3)
+    for c in range(3):
+        assert_close(every[:, c], brute(V[c])[0], 10)
+    some = values(V, num_latents=3, latents=jnp.array([2, 1]))
+    assert_close(some, every[:, [2, 1]])
+    assert_close(values(V, num_latents=3, latents=[0]), every[:, :1])
+    single = values(V[:1], num_latents=1)
+    assert single.shape == (7, 1)
+    assert_close(single[:, 0], brute(V[0])[0], 10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_hyperparameters_and_inducing_inputs_per_latent():
+    lengthscales, variances = np.array([0.5, 0.9, 2]), np.array([1, 1.5, 0.2])
+    kernel = SquaredExponential(lengthscales[:, None], variances)
+    sets = RNG.uniform(-2, 2, (3, 4, 2))
+    every = values(V, kernel=kernel, num_latents=3)
+    apart = values(V, kernel=kernel, num_latents=3, inducing=jnp.asarray(sets))
+    subset = values(V, kernel=kernel, num_latents=3, latents=jnp.array([2, 0]))
+    assert_close(subset, every[:, [2, 0]])
+    for c in range(3):
+        hyper = {"lengthscale": lengthscales[c], "variance": variances[c]}
+        assert_close(every[:, c], brute(V[c], **hyper)[0], 10)
+        assert_close(apart[:, c], brute(V[c], Z=sets[c], **hyper)[0], 10)
+    with handlers.seed(rng_seed=0), handlers.trace() as trace:
+        gp = gpaug.GaussianProcess("f", kernel, jnp.asarray(Z), num_latents=3)
+        gp(jnp.asarray(X))
+    residual = trace["f"]["fn"].residual
+    for c in range(3):
+        hyper = {"lengthscale": lengthscales[c], "variance": variances[c]}
+        np.testing.assert_allclose(residual[c], brute(V[c], **hyper)[1], atol=1e-8)
+
+
+@pytest.mark.usefixtures("x64")
+def test_ard_lengthscales():
+    kernel = SquaredExponential(jnp.array([0.5, 2.0]), 1.5)
+    expected = brute(V[0], lengthscale=np.array([0.5, 2.0]))[0]
+    assert_close(values(V[0], kernel=kernel), expected, 10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_plain_functions_and_tinygp_kernels():
+    def plain(a, b):
+        square = jnp.square((a[:, None] - b[None]) / 0.9).sum(-1)
+        return 1.5 * jnp.exp(-0.5 * square)
+
+    assert_close(values(V[0], kernel=plain), brute(V[0])[0], 10)
+    assert_close(
+        values(V[0], kernel=plain, policy="noise"), values(V[0], policy="noise"), 10
+    )
+    tinygp = pytest.importorskip("tinygp")
+    kernel = 1.5 * tinygp.kernels.ExpSquared(
+        0.9, distance=tinygp.kernels.distance.L2Distance()
+    )
+    assert_close(values(V[0], kernel=kernel), brute(V[0])[0], 10)
+    sparse = values(V[0], kernel=kernel, policy="noise")
+    assert_close(sparse, values(V[0], policy="noise"), 10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_scalar_inputs():
+    Z1, X1 = Z[:, 0], X[:, 0]
+    ours = values(V[0], at=X1, inducing=jnp.asarray(Z1))
+    assert_close(ours, brute(V[0], X=X1[:, None], Z=Z1[:, None])[0], 10)
+
+
+# Errors.
+
+
+def test_a_process_inside_a_plate_raises():
+    def model():
+        with numpyro.plate("data", 7):
+            gpaug.GaussianProcess("f", KERNEL, inducing=jnp.asarray(Z))
+
+    with pytest.raises(ValueError, match='"f".*inside a plate.*shape'):
+        handlers.seed(model, 0)()
+
+
+@pytest.mark.parametrize("at", [X[:, :1], X[:, 0], np.ones((2, 7, 2)), np.ones((0, 2))])
+def test_inputs_of_the_wrong_shape_raise(at):
+    with pytest.raises(ValueError, match=r"shape.*expected"):
+        values(V[0], at=at)
+
+
+@pytest.mark.parametrize("inducing", [np.ones((0, 2)), np.ones((1, 1, 1, 1)), 3.0])
+def test_inducing_inputs_of_the_wrong_shape_raise(inducing):
+    with pytest.raises(ValueError, match="inducing has shape"):
+        values(V[0], inducing=jnp.asarray(inducing))
+
+
+def test_other_misuse_raises():
+    with pytest.raises(ValueError, match="num_latents"):
+        values(V, inducing=jnp.ones((3, 4, 2)), num_latents=2)
+    with pytest.raises(ValueError, match="num_latents"):
+        values(V[0], latents=jnp.array([0]))
+    with pytest.raises(ValueError, match="policy"):
+        gpaug.with_residual(lambda: None, "sometimes")
+
+
+# The residual policy.
+
+
+def regression(at, y=None, *, inducing=Z, noise=0.3):
+    gp = gpaug.GaussianProcess("f", KERNEL, inducing=jnp.asarray(inducing), jitter=0.0)
+    with numpyro.plate("data", at.shape[0]):
+        return numpyro.sample("y", dist.Normal(gp(jnp.asarray(at)), noise), obs=y)
+
+
+Y = RNG.normal(size=7)
+
+
+@pytest.mark.usefixtures("x64")
+def test_predictive_adds_noise_of_the_residual_variance():
+    at = RNG.uniform(-2, 2, (5, 2))
+    mean, residual = brute(V[0], X=at)
+    count = 4000
+    held = {"f.v": jnp.broadcast_to(jnp.asarray(V[0]), (count, 4))}
+    draws = Predictive(regression, held)(random.key(0), at)
+    f = np.asarray(draws["f"])
+    assert f.shape == (count, 5)
+    assert residual.min() > 0.01
+    assert np.abs((f.mean(0) - mean) / np.sqrt(residual / count)).max() < 5
+    assert np.abs(f.var(0) / residual - 1).max() < 5 * np.sqrt(2 / count)
+    # Independent between rows, and the observation sees the same noise.
+    centred = (f - mean) / np.sqrt(residual)
+    across = centred.T @ centred / count - np.diag((centred**2).mean(0))
+    assert np.abs(across).max() < 5 / np.sqrt(count)
+    noise = np.asarray(draws["y"]) - f
+    assert np.abs(noise.var(0) / 0.3**2 - 1).max() < 5 * np.sqrt(2 / count)
+
+
+@pytest.mark.usefixtures("x64")
+def test_prior_predictive_has_the_prior_variance():
+    count = 4000
+    draws = Predictive(regression, num_samples=count)(random.key(0), X)
+    covariance = np.cov(draws["f"].T)
+    ratio = np.diag(covariance) / 1.5
+    assert np.abs(ratio - 1).max() < 5 * np.sqrt(2 / count)
+
+
+@pytest.mark.usefixtures("x64")
+def test_log_densities_use_the_mean():
+    mean = brute(V[0])[0]
+    likelihood = norm(mean, 0.3).logpdf(Y)
+    prior = norm.logpdf(V[0]).sum()
+    params = {"f.v": jnp.asarray(V[0])}
+    total, trace = log_density(regression, (X, Y), {}, params)
+    assert_close(total, prior + likelihood.sum(), 10)
+    seeded = handlers.seed(regression, 0)
+    assert_close(log_density(seeded, (X, Y), {}, params)[0], total)
+    held = {"f.v": jnp.asarray(V[:1])}
+    pointwise = log_likelihood(regression, held, X, jnp.asarray(Y))["y"]
+    assert_close(pointwise, likelihood[None], 10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_stock_bounds_draw_the_residual():
+    """The loss of Trace_ELBO at one q, averaged, is the bound with residual noise."""
+    guide = gpaug.AutoSparseGP(regression, covariance="diagonal").setup(X, Y)
+    params = {"f.v_loc": jnp.asarray(V[0]), "f.v_scale": jnp.full(4, 0.4)}
+    mean, residual = brute(V[0])
+    factor = np.linalg.cholesky(squared_exponential(Z, Z))
+    A = np.linalg.solve(factor, squared_exponential(Z, X))
+    variance = residual + 0.4**2 * (A**2).sum(0)
+    expected = np.sum(norm(mean, 0.3).logpdf(Y) - variance / (2 * 0.3**2))
+    expected -= 0.5 * np.sum(0.4**2 + V[0] ** 2 - 1 - 2 * np.log(0.4))
+    loss = Trace_ELBO()
+
+    @jax.vmap
+    def value(key):
+        return -loss.loss(key, params, regression, guide, X, Y)
+
+    draws = jax.jit(value)(random.split(random.key(0), 4000))
+    assert abs(draws.mean() - expected) < 5 * draws.std() / np.sqrt(len(draws))
+
+
+@pytest.mark.usefixtures("x64")
+def test_residual_sites_are_whitened_latents():
+    model = gpaug.with_residual(regression, "site")
+    eps = RNG.normal(size=7)
+    params = {"f.v": jnp.asarray(V[0]), "f.eps": jnp.asarray(eps)}
+    mean, residual = brute(V[0])
+    expected = norm.logpdf(V[0]).sum() + norm.logpdf(eps).sum()
+    expected += norm(mean + np.sqrt(residual) * eps, 0.3).logpdf(Y).sum()
+    total, trace = log_density(model, (X, Y), {}, params)
+    assert_close(total, expected, 10)
+    assert trace["f.eps"]["type"] == "sample"
+    assert_close(trace["f"]["value"], mean + np.sqrt(residual) * eps, 10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_residual_sites_of_several_latents():
+    def model():
+        gp = gpaug.GaussianProcess(
+            "f", KERNEL, jnp.asarray(Z), num_latents=3, jitter=0.0
+        )
+        with numpyro.plate("data", 7):
+            gp(jnp.asarray(X))
+
+    eps = RNG.normal(size=(7, 3))
+    params = {"f.v": jnp.asarray(V), "f.eps": jnp.asarray(eps)}
+    total, trace = log_density(gpaug.with_residual(model, "site"), (), {}, params)
+    assert_close(total, norm.logpdf(V).sum() + norm.logpdf(eps).sum(), 10)
+    for c in range(3):
+        mean, residual = brute(V[c])
+        assert_close(
+            trace["f"]["value"][:, c], mean + np.sqrt(residual) * eps[:, c], 10
+        )
+
+
+@pytest.mark.usefixtures("x64")
+def test_nuts_with_residual_sites_samples_the_exact_posterior():
+    """Conjugate here: y ~ N(0, A'A + diag(residual) + noise)."""
+    model = gpaug.with_residual(regression, "site")
+    mcmc = MCMC(NUTS(model), num_warmup=200, num_samples=400, progress_bar=False)
+    mcmc.run(random.key(0), X, jnp.asarray(Y))
+    draws = mcmc.get_samples()
+    assert draws["f.eps"].shape == (400, 7)
+    factor = np.linalg.cholesky(squared_exponential(Z, Z))
+    A = np.linalg.solve(factor, squared_exponential(Z, X))
+    noise = np.diag(brute(V[0])[1] + 0.3**2)
+    precision = np.eye(4) + A @ np.linalg.solve(noise, A.T)
+    covariance = np.linalg.inv(precision)
+    mean = covariance @ A @ np.linalg.solve(noise, Y)
+    error = (draws["f.v"].mean(0) - mean) / np.sqrt(np.diag(covariance))
+    assert np.abs(error).max() < 0.3
+    assert np.abs(draws["f.v"].var(0) / np.diag(covariance) - 1).max() < 0.5
+
+
+# Other shapes of model.
+
+
+def fit(model, *args, steps=25, **options):
+    guide = gpaug.AutoSparseGP(model)
+    svi = gpaug.ConjugateSVI(model, guide, **options)
+    result = svi.run(random.key(0), steps, *args, progress_bar=False)
+    return svi, guide, result
+
+
+@pytest.mark.usefixtures("x64")
+def test_plain_gaussian_weights_are_bayesian_linear_regression():
+    def model(X, y=None):
+        scale = jnp.array([0.5, 2.0])
+        w = numpyro.sample("w", dist.Normal(jnp.array([1.0, 0]), scale).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(X @ w + 0.2, 0.3), obs=y)
+
+    _, guide, result = fit(model, jnp.asarray(X), jnp.asarray(Y), steps=3)
+    (block,) = guide.structure.blocks
+    assert (block.name, block.is_process) == ("w", False)
+    prior = np.diag([1 / 0.25, 1 / 4])
+    precision = prior + X.T @ X / 0.09
+    mean = np.linalg.solve(precision, prior @ [1, 0] + X.T @ (Y - 0.2) / 0.09)
+    q = guide.gaussian(block, result.params)
+    assert_close(q.mean, mean, 10)
+    assert_close(q.variance, np.diag(np.linalg.inv(precision)), 10)
+    cover = X @ np.diag([0.25, 4]) @ X.T + 0.09 * np.eye(7)
+    evidence = multivariate_normal(X @ [1, 0] + 0.2, cover).logpdf(Y)
+    assert_close(-result.losses[-1], evidence, 100)
+
+
+@pytest.mark.usefixtures("x64")
+def test_several_processes_and_linear_weights_add_up():
+    """Full processes and a linear term under normal noise: the mean field bound's
+    predictive mean is the exact one, as means of Gaussian mean field are."""
+    other = Matern32(1.3, 0.4)
+
+    def model(X, y=None):
+        f = gpaug.GaussianProcess("f", KERNEL, inducing=X)
+        g = gpaug.GaussianProcess("g", other, inducing=X)
+        w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 1).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            loc = f(X) - 2 * g(X) + X @ w
+            numpyro.sample("y", dist.Normal(loc, 0.5), obs=y)
+
+    inputs, y = jnp.asarray(X), jnp.asarray(Y)
+    svi, guide, result = fit(model, inputs, y, steps=400)
+    assert [b.name for b in guide.structure.blocks] == ["f", "g", "w"]
+    assert np.all(np.diff(result.losses) < 1e-9)
+    posterior = svi.posterior(result.params)
+    parts = {
+        "f": squared_exponential(X, X),
+        "g": -2 * np.asarray(other(inputs, inputs)),
+    }
+    total = parts["f"] + 4 * np.asarray(other(inputs, inputs)) + X @ X.T
+    weights = np.linalg.solve(total + 0.25 * np.eye(7), Y)
+    for name, cross in parts.items():
+        mean = posterior.predict_f(inputs, site=name).mean
+        np.testing.assert_allclose(mean, cross @ weights, atol=1e-4)
+    new = posterior.predict_y(inputs)
+    np.testing.assert_allclose(new.mean, total @ weights, atol=1e-4)
+
+
+@pytest.mark.usefixtures("x64")
+def test_params_that_are_pytrees():
+    """The same fit, the hyperparameters as two params or as one tree."""
+
+    def model(X, y=None, *, tree):
+        if tree:
+            start = {"lengthscale": jnp.asarray(0.9), "variance": jnp.asarray(1.5)}
+            hyper = numpyro.param("hyper", start, constraint=dist.constraints.positive)
+            hyper = hyper["lengthscale"], hyper["variance"]
+        else:
+            hyper = (
+                numpyro.param("lengthscale", 0.9, constraint=dist.constraints.positive),
+                numpyro.param("variance", 1.5, constraint=dist.constraints.positive),
+            )
+        gp = gpaug.GaussianProcess("f", SquaredExponential(*hyper), inducing=X[:4])
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(gp(X), 0.3), obs=y)
+
+    fits = []
+    for tree in (False, True):
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
+        run = svi.run(
+            random.key(0), 10, jnp.asarray(X), jnp.asarray(Y), tree=tree,
+            progress_bar=False,
+        )  # fmt: skip
+        fits.append(run)
+    assert_close(fits[1].losses, fits[0].losses)
+    assert fits[0].losses[-1] < fits[0].losses[1]
+    learnt = fits[1].params["hyper"]
+    for name in ("lengthscale", "variance"):
+        assert_close(learnt[name], fits[0].params[name])
+
+
+def test_dtypes_are_those_of_the_inputs(dtype):
+    at, inducing = jnp.asarray(X, dtype), jnp.asarray(Z, dtype)
+    y = jnp.asarray(Y > 0, int)
+
+    def model(X, y=None):
+        lengthscale = numpyro.param(
+            "lengthscale", 0.9, constraint=dist.constraints.positive
+        )
+        kernel = SquaredExponential(lengthscale, 1.5)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing, num_latents=2)
+        with numpyro.plate("data", X.shape[0]):
+            f = gp(X)
+            numpyro.sample("y", dist.Bernoulli(logits=f[:, 0] - f[:, 1]), obs=y)
+
+    svi, _, result = fit(model, at, y, steps=3, optim=optax.adam(0.1))
+    leaves = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(result.params)
+    }
+    assert {str(leaf.dtype) for leaf in leaves.values()} == {dtype}, leaves
+    posterior = svi.posterior(result.params)
+    assert {str(x.dtype) for x in posterior.predict_f(at)} == {dtype}
+    assert posterior.predict_y(at).probs.dtype == dtype
+    assert result.losses.dtype == dtype
+    draws = Predictive(model, num_samples=2)(random.key(0), at)
+    assert draws["f"].dtype == draws["f.v"].dtype == dtype
+
+
+def test_float32_inputs_stay_float32_under_x64(x64):
+    at, inducing = jnp.asarray(X, "float32"), jnp.asarray(Z, "float32")
+    y = jnp.asarray(Y > 0, int)
+
+    def model(X, y=None):
+        gp = gpaug.GaussianProcess("f", KERNEL, inducing=inducing)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    svi, guide, result = fit(model, at, y, steps=3)
+    assert {str(x.dtype) for x in result.params.values()} == {"float32"}
+    assert result.losses.dtype == "float32"
+    assert svi.posterior(result.params).predict_f(at).mean.dtype == "float32"
+    draws = Predictive(model, num_samples=2)(random.key(0), at)
+    assert draws["f"].dtype == "float32"
+    dense = gpaug.AutoSparseGP(model, covariance="dense").setup(at, y)
+    stock = SVI(model, dense, optax.adam(0.1), gpaug.TraceAnalytic_ELBO())
+    state = stock.init(random.key(0), at, y)
+    state, loss = stock.update(state, at, y)
+    assert loss.dtype == "float32"
+    assert {str(x.dtype) for x in stock.get_params(state).values()} == {"float32"}

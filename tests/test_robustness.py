@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hard problems, random problems in float32, and bad input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import numpyro_gpaug as gpaug
+import optax
+import pytest
+
+from tests.problems import classifier, learnt, toy
+
+KEY = jax.random.key(0)
+
+
+def hard_problems():
+    """Name, inputs, labels."""
+    rng = np.random.default_rng(0)
+    pair, cloud = rng.normal(size=(2, 1)), rng.normal(size=(40, 2))
+    yield "two alike", pair, np.array([1, 1])
+    yield "two unlike", pair, np.array([0, 1])
+    yield "separable", cloud, (cloud[:, 0] > 0).astype(int)
+    yield "one class", cloud, np.ones(40, int)
+    yield "duplicates", np.repeat(cloud[:10], 4, 0), rng.integers(0, 2, 40)
+    yield "noise", cloud, rng.integers(0, 2, 40)
+
+
+PROBLEMS = {name: (X, y) for name, X, y in hard_problems()}
+
+
+def assert_monotone(losses, dtype) -> None:
+    losses = np.asarray(losses, np.float64)
+    assert np.isfinite(losses).all()
+    slack = 64 * np.finfo(dtype).eps * (np.abs(losses).max() + 100)
+    assert np.diff(losses).max() <= slack
+
+
+def run_hard(name: str, dtype, variances, num_steps: int) -> None:
+    X, y = PROBLEMS[name]
+    X = jnp.asarray(X, dtype)
+    Z = jnp.asarray(np.unique(np.asarray(X), axis=0))
+    for sites in ("auto", "augmented"):
+        fixed = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, sites)
+        joint = gpaug.ConjugateSVI(
+            learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.1), sites
+        )
+        for variance in variances:
+            arguments = {"inducing": Z, "variance": np.asarray(variance, dtype)}
+            for svi in (fixed, joint):
+                result = svi.run(
+                    KEY, num_steps, X, y, progress_bar=False, **arguments
+                )
+                assert_monotone(result.losses, dtype)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_hard_problems_float32(name: str) -> None:
+    run_hard(name, np.float32, (1e3, 1e4), 40)
+
+
+@pytest.mark.parametrize("name", ["two unlike", "separable"])
+def test_hard_problems_float64(x64, name: str) -> None:
+    run_hard(name, np.float64, (1e4,), 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_hard_problems_float64_long(x64, name: str) -> None:
+    run_hard(name, np.float64, (1.0, 1e3, 1e4), 200)
+
+
+@pytest.mark.parametrize("sites", ["auto", "exact", "augmented"])
+def test_bad_starts(sites: str) -> None:
+    """From a q far from any posterior: the bound rises to the same optimum."""
+    X, y = toy(40)
+    Z = X[:10]
+    svi = gpaug.ConjugateSVI(
+        classifier, gpaug.AutoSparseGP(classifier), None, sites
+    )
+    arguments = {"inducing": Z, "progress_bar": False}
+    optimum = svi.run(KEY, 200, X, y, **arguments).losses[-1]
+    rng = np.random.default_rng(1)
+    for scale in (1e-4, 1e4):
+        start = {
+            "f.v_precision": scale * jnp.eye(10),
+            "f.v_potential": jnp.asarray(30 * scale * rng.normal(size=10), X.dtype),
+        }
+        result = svi.run(KEY, 200, X, y, init_params=start, **arguments)
+        assert_monotone(result.losses, np.float32)
+        np.testing.assert_allclose(result.losses[-1], optimum, atol=2e-2)
+
+
+def random_problem(rng, num: int, dim: int, num_inducing: int):
+    """Inputs and kernel scales over six orders of magnitude, near-constant columns."""
+    scale = 10.0 ** rng.uniform(-3, 3)
+    X = scale * rng.normal(size=(num, dim))
+    if rng.uniform() < 0.3:
+        X[:, 0] = scale * (1 + 1e-6 * rng.normal(size=num))
+    rows = rng.permutation(num)[:num_inducing]
+    y = rng.integers(0, 2, num) if rng.uniform() < 0.5 else X[:, -1] > 0
+    lengthscale = scale * 10.0 ** rng.uniform(-1, 1)
+    variance = 10.0 ** rng.uniform(-3, 3)
+    X = X.astype(np.float32)
+    return X, np.asarray(y, np.int32), X[rows], np.float32(lengthscale), np.float32(variance)
+
+
+def run_random(per_shape: int) -> None:
+    rng = np.random.default_rng(0)
+    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
+    shapes = [(2, 1, 1), (5, 1, 5), (20, 2, 20), (30, 3, 10)]
+    shapes += [(50, 10, 20), (50, 9, 50), (64, 1, 16), (100, 5, 30)]
+    for shape in shapes:
+        for _ in range(per_shape):
+            X, y, Z, lengthscale, variance = random_problem(rng, *shape)
+            result = svi.run(
+                KEY, 15, X, y, inducing=Z, lengthscale=lengthscale,
+                variance=variance, progress_bar=False,
+            )  # fmt: skip
+            assert_monotone(result.losses, np.float32)
+            for name, value in result.params.items():
+                assert np.isfinite(value).all(), name
+
+
+def test_random_problems_in_float32_stay_finite() -> None:
+    run_random(8)
+
+
+@pytest.mark.slow
+def test_500_random_problems_in_float32_stay_finite() -> None:
+    run_random(63)
+
+
+# -- bad input --------------------------------------------------------------------
+
+
+def start(model=classifier, X=None, y=None, guide=None, **kwargs):
+    X0, y0 = toy(20)
+    X, y = X0 if X is None else X, y0 if y is None else y
+    kwargs.setdefault("inducing", X0[:5])
+    svi = gpaug.ConjugateSVI(model, guide or gpaug.AutoSparseGP(model))
+    return svi.run(KEY, 2, X, y, progress_bar=False, **kwargs)
+
+
+def spoilt(value, row=3):
+    X = np.array(toy(20)[0])
+    X[row, 1] = value
+    return X
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"X": spoilt(np.nan)}, ValueError, r"X has shape \(20, 2\) and 1 NaN"),
+        ({"X": spoilt(np.inf)}, ValueError, r"X .* infinite"),
+        ({"X": jnp.asarray(spoilt(np.nan))}, ValueError, r"X .* NaN"),
+        ({"y": np.full(20, np.nan)}, ValueError, r"y has shape \(20,\)"),
+        ({"y": np.array([-1, 1] * 10)}, ValueError, r"\(y \+ 1\) // 2"),
+        ({"y": np.array([0, 2] * 10)}, ValueError, "outside the support"),
+        ({"y": np.array(["a", "b"] * 10)}, ValueError, "y .*Encode labels"),
+        ({"y": np.array(["a", "b"] * 10, object)}, ValueError, "y .*Encode labels"),
+        ({"y": np.zeros(19, int)}, ValueError, r"\(19,\).*\(20,\)"),
+        ({"y": np.zeros((20, 1), int)}, ValueError, r"\(20, 1\).*\(20,\)"),
+        ({"X": np.zeros((0, 2))}, ValueError, r"X has shape \(0, 2\): it is empty"),
+        ({"inducing": np.zeros((5, 3))}, ValueError, r"\(20, 2\).*\(5, 3\)"),
+        ({"lengthscale": -1.0}, ValueError, "lengthscale"),
+        ({"variance": 0.0}, ValueError, "variance"),
+        (
+            {"inducing": np.ones((5, 2), np.float32), "jitter": 0.0},
+            gpaug.CholeskyError,
+            r"4 inducing inputs are duplicates",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else "",
+)
+def test_bad_input_is_named(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        start(**arguments)
+
+
+def test_a_param_that_starts_outside_its_constraint() -> None:
+    def model(X, y=None, *, inducing):
+        positive = dist.constraints.positive
+        variance = numpyro.param("variance", -1.0, constraint=positive)
+        return classifier(X, y, inducing=inducing, variance=variance)
+
+    with pytest.raises(ValueError, match="param 'variance'"):
+        start(model)
+
+
+def test_handled_edge_cases() -> None:
+    X, y = toy(20)
+    for rows in (1, 2):
+        result = start(X=X[:rows], y=y[:rows], inducing=X[:rows])
+        assert np.isfinite(result.losses).all()
+    # More inducing inputs than data, repeated inducing inputs, a constant column.
+    assert np.isfinite(start(X=X[:4], y=y[:4], inducing=X).losses).all()
+    repeated = jnp.concatenate([X[:5], X[:5]])
+    assert np.isfinite(start(inducing=repeated).losses).all()
+    assert np.isfinite(start(X=X.at[:, 0].set(3.0)).losses).all()
+    # Boolean and float labels are labels.
+    assert np.isfinite(start(y=np.asarray(y, bool)).losses).all()
+    assert np.isfinite(start(y=np.asarray(y, float)).losses).all()
+
+
+def test_masked_observations_may_be_anything() -> None:
+    def model(X, y=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)
+        with numpyro.plate("data", X.shape[0]):
+            d = dist.Bernoulli(logits=gp(X)).mask(y >= 0)
+            numpyro.sample("y", d, obs=y)
+
+    X, y = toy(20)
+    y = y.at[3].set(-1)
+    kept = np.arange(20) != 3
+    whole = start(model, X, y)
+    part = start(model, X[kept], y[kept])
+    np.testing.assert_allclose(whole.losses, part.losses, rtol=1e-5)
+
+
+def test_unsuitable_models_and_guides() -> None:
+    def in_plate(X, y=None, *, inducing):
+        with numpyro.plate("data", X.shape[0]):
+            gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    with pytest.raises(ValueError, match="inside a plate"):
+        start(in_plate)
+
+    def poisson(X, y=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(gp(X))), obs=y)
+
+    with pytest.raises(gpaug.NotConjugateError, match="'y'.*Poisson.*TraceAnalytic"):
+        start(poisson)
+
+    def clipped(X, y=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)
+        with numpyro.plate("data", X.shape[0]):
+            logits = jnp.clip(gp(X), -5, 5)
+            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    with pytest.raises(gpaug.NotConjugateError, match="'clip'"):
+        start(clipped)
+
+    def empty(X, y=None, *, inducing):
+        scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(0.0, scale), obs=X[:, 0])
+
+    with pytest.raises(ValueError, match="no Gaussian process"):
+        start(empty)
+    with pytest.raises(ValueError, match="covariance='natural'"):
+        start(guide=gpaug.AutoSparseGP(classifier, covariance="dense"))
+    guide = gpaug.AutoSparseGP(classifier)
+    with pytest.raises(ValueError, match="optax"):
+        gpaug.ConjugateSVI(classifier, guide, numpyro.optim.Adam(0.1))
+    with pytest.raises(ValueError, match="sites must be one of"):
+        gpaug.ConjugateSVI(classifier, guide, None, sites="best")
+    with pytest.raises(ValueError, match="step_size"):
+        start_svi = gpaug.ConjugateSVI(classifier, guide, step_size=1.5)
+        X, y = toy(20)
+        start_svi.init(KEY, X, y, inducing=X[:5])
+    with pytest.raises(ValueError, match="covariance must be one of"):
+        gpaug.AutoSparseGP(classifier, covariance="banded")
+
+
+def test_no_observations() -> None:
+    X, _ = toy(20)
+    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
+    with pytest.raises(ValueError, match="no observed site"):
+        svi.run(KEY, 2, X, inducing=X[:5], progress_bar=False)
+
+
+def test_a_bound_that_blows_up_names_the_learning_rate() -> None:
+    X, y = toy(20)
+    svi = gpaug.ConjugateSVI(learnt, gpaug.AutoSparseGP(learnt), optax.sgd(1e30))
+    arguments = {"inducing": X[:5], "batch_size": 5, "progress_bar": False}
+    with pytest.raises(gpaug.CholeskyError):
+        svi.run(KEY, 50, X, y, **arguments)
