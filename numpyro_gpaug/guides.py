@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
-from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer.autoguide import AutoDelta, AutoGuide
 from numpyro.infer.initialization import init_to_median
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
@@ -70,7 +70,7 @@ class AutoSparseGP:
         self.model = model
         self.covariance = covariance
         self._other_class = other
-        self._other: Callable[..., Any] | None = None
+        self._other: AutoGuide | None = None
         self._structure: Structure | None = None
 
     @property
@@ -106,7 +106,7 @@ class AutoSparseGP:
                     handlers.seed(self._other, 0)(*args, **kwargs)
         return self
 
-    def _build_other(self) -> Callable[..., Any]:
+    def _build_other(self) -> AutoGuide:
         # Zeros, not draws, for what is hidden: the other guide starts from a fixed model.
         hidden = self.structure.zeros
         fixed = handlers.block(

@@ -147,8 +147,7 @@ def greedy(X: ArrayLike, num_inducing: int, *, kernel: Any) -> jax.Array:
         >>> print(greedy(X, 2, kernel=SquaredExponential())[:, 0])
         [0. 3.]
     """
-    rows, _ = _distinct_rows(X, num_inducing)
-    rows = jnp.asarray(rows)
+    rows = jnp.asarray(_distinct_rows(X, num_inducing)[0])
     kernel = as_kernel(kernel)
     # A function written for one-dimensional inputs gets them as the user has them.
     points = rows[:, 0] if np.ndim(X) == 1 else rows

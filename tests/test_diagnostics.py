@@ -20,12 +20,12 @@ from sklearn.metrics import brier_score_loss
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
 
-NOISE = 0.5
+NOISE = 0.7
 
 
 def data(size=20, seed=0):
     rng = np.random.default_rng(seed)
-    X = np.sort(rng.uniform(-3, 3, size))[:, None]
+    X = np.linspace(-3, 3, size)[:, None] + rng.uniform(0, 0.1, (size, 1))
     f = np.sin(2 * X[:, 0])
     return X, f + NOISE * rng.normal(size=size), (rng.uniform(size=size) < 0.5 + f / 2)
 

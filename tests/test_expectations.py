@@ -507,3 +507,25 @@ def test_a_registered_augmentation_end_to_end(line):
     np.testing.assert_allclose(value, result.losses[-1], rtol=1e-10)
     for gradient in gradients.values():
         assert np.abs(gradient).max() < 1e-5
+
+
+@pytest.mark.usefixtures("x64")
+def test_an_augmentation_alone_is_enough_for_the_defaults(line):
+    """Exact expectations are then quadratures: no route that is offered may fail."""
+    X, Z = line
+    y = jnp.sin(2 * X[:, 0])
+    gpaug.register_augmentation(Robust, RobustAugmentation())
+    model = process_model(lambda f: Robust(3.0, f, 0.2))
+    guide = gpaug.AutoSparseGP(model, covariance="dense").setup(X, y, inducing=Z)
+    params = {"f.v_loc": jnp.zeros(4), "f.v_tril": jnp.eye(4)}
+    loss = gpaug.TraceAnalytic_ELBO()
+    value = loss.loss(random.key(0), params, model, guide, X, y, inducing=Z)
+    # At the prior every f is N(0, 1.5) and the divergence is 0.
+    nodes, weights = np.polynomial.hermite_e.hermegauss(32)
+    f = np.sqrt(1.5) * nodes
+    terms = dist.StudentT(3.0, f, 0.2).log_prob(np.asarray(y)[:, None])
+    expected = np.sum(np.asarray(terms) @ weights) / weights.sum()
+    np.testing.assert_allclose(-value, expected, rtol=0.02)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    result = svi.run(random.key(0), 5, X, y, inducing=Z, progress_bar=False)
+    assert result.losses[-1] < value

@@ -230,7 +230,7 @@ def test_a_process_inside_a_plate_raises():
 
 @pytest.mark.parametrize("at", [X[:, :1], X[:, 0], np.ones((2, 7, 2)), np.ones((0, 2))])
 def test_inputs_of_the_wrong_shape_raise(at):
-    with pytest.raises(ValueError, match=r"shape.*expected"):
+    with pytest.raises(ValueError, match=r"X.* shape"):
         values(V[0], at=at)
 
 
@@ -417,15 +417,16 @@ def test_several_processes_and_linear_weights_add_up():
     predictive mean is the exact one, as means of Gaussian mean field are."""
     other = Matern32(1.3, 0.4)
 
+    inputs, y = jnp.asarray(X), jnp.asarray(Y)
+
     def model(X, y=None):
-        f = gpaug.GaussianProcess("f", KERNEL, inducing=X)
-        g = gpaug.GaussianProcess("g", other, inducing=X)
+        f = gpaug.GaussianProcess("f", KERNEL, inducing=inputs)
+        g = gpaug.GaussianProcess("g", other, inducing=inputs)
         w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 1).to_event(1))
         with numpyro.plate("data", X.shape[0]):
             loc = f(X) - 2 * g(X) + X @ w
             numpyro.sample("y", dist.Normal(loc, 0.5), obs=y)
 
-    inputs, y = jnp.asarray(X), jnp.asarray(Y)
     svi, guide, result = fit(model, inputs, y, steps=400)
     assert [b.name for b in guide.structure.blocks] == ["f", "g", "w"]
     assert np.all(np.diff(result.losses) < 1e-9)
@@ -478,7 +479,7 @@ def test_params_that_are_pytrees():
 
 def test_dtypes_are_those_of_the_inputs(dtype):
     at, inducing = jnp.asarray(X, dtype), jnp.asarray(Z, dtype)
-    y = jnp.asarray(Y > 0, int)
+    y = jnp.asarray(np.stack([Y > 0, Y < 1], 1), int)
 
     def model(X, y=None):
         lengthscale = numpyro.param(
@@ -487,8 +488,7 @@ def test_dtypes_are_those_of_the_inputs(dtype):
         kernel = SquaredExponential(lengthscale, 1.5)
         gp = gpaug.GaussianProcess("f", kernel, inducing=inducing, num_latents=2)
         with numpyro.plate("data", X.shape[0]):
-            f = gp(X)
-            numpyro.sample("y", dist.Bernoulli(logits=f[:, 0] - f[:, 1]), obs=y)
+            numpyro.sample("y", dist.Bernoulli(logits=-gp(X)).to_event(1), obs=y)
 
     svi, _, result = fit(model, at, y, steps=3, optim=optax.adam(0.1))
     leaves = {
@@ -517,8 +517,6 @@ def test_float32_inputs_stay_float32_under_x64(x64):
     assert {str(x.dtype) for x in result.params.values()} == {"float32"}
     assert result.losses.dtype == "float32"
     assert svi.posterior(result.params).predict_f(at).mean.dtype == "float32"
-    draws = Predictive(model, num_samples=2)(random.key(0), at)
-    assert draws["f"].dtype == "float32"
     dense = gpaug.AutoSparseGP(model, covariance="dense").setup(at, y)
     stock = SVI(model, dense, optax.adam(0.1), gpaug.TraceAnalytic_ELBO())
     state = stock.init(random.key(0), at, y)

@@ -70,7 +70,7 @@ class BlockGaussian(dist.Distribution):
             return Moments(self.loc, inverse_lower(self.tril), -log_det)
         return Moments(self.loc, jnp.swapaxes(self.tril, -1, -2), log_det)
 
-    def sample(self, key: Array | None, sample_shape: tuple[int, ...] = ()) -> Array:
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         shape = sample_shape + self.event_shape
         eps = random.normal(key, shape, self.loc.dtype)
         whitener = self.moments().whitener

@@ -138,9 +138,9 @@ def other_terms(problem: BoundProblem, guide_trace: Trace) -> Array | float:
     return total
 
 
-def field_marginals(fields: dict[str, Any], moments: dict[str, Moments]) -> dict:
+def field_marginals(fields: dict[str, Any], moments: dict[str, Moments]) -> dict[str, Any]:
     """:class:`~numpyro_gpaug.infer.bound.Marginals` at the field of every block."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, field in fields.items():
         q = with_latent_axis(moments[name])
         if isinstance(field, dict):

@@ -390,7 +390,8 @@ class Posterior:
             "shared": list(self._shared),
             "structure": _pack_structure(self._structure),
         }
-        np.savez(path, meta=np.array(json.dumps(meta)), **arrays)
+        arrays["meta"] = np.array(json.dumps(meta))
+        np.savez(path, allow_pickle=False, **arrays)
 
     @classmethod
     def load(cls, path: str | PathLike[str], model: Callable[..., Any]) -> Posterior:

@@ -119,7 +119,7 @@ class Adaptive:
 
 
 def _square(tree: Any) -> Array:
-    return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree))
+    return jnp.sum(jnp.stack([jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)]))
 
 
 def as_schedule(step_size: float | str | Schedule | None, subsampled: bool) -> Schedule:

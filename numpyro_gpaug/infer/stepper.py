@@ -133,8 +133,8 @@ class Stepper:
         :param state: the state.
         :param evaluation: the evaluation there, if :meth:`start` gave one.
         """
-        if self._fixed_fields is not None:
-            return self._fixed_step(state, evaluation)
+        if self._fixed_fields is not None and evaluation:
+            return self._fixed_step(state, self._fixed_fields, evaluation)
         if self._subsampled:
             return self._batch_step(state), ()
         return self._joint_step(state), ()
@@ -142,11 +142,11 @@ class Stepper:
     # The three kinds of step.
 
     def _fixed_step(
-        self, state: ConjugateState, evaluation: Evaluation
+        self, state: ConjugateState, fields: dict[str, Any], evaluation: Evaluation
     ) -> tuple[ConjugateState, Evaluation]:
         """Full data, hyperparameters at rest: geometry and evaluation are reused."""
         key = self._key(state)
-        sites = self._sites(state.hyper.values, key, {}, self._fixed_fields)
+        sites = self._sites(state.hyper.values, key, {}, fields)
         natural, evaluation, steps = self._sweep(sites, state, evaluation)
         state = state._replace(
             natural=natural, step_sizes=steps, bound=evaluation.bound
@@ -240,7 +240,8 @@ class Stepper:
         """The next pending update of the hyperparameters, the blocks held fixed in
         whitened coordinates (the envelope theorem makes this the gradient of the
         optimised bound)."""
-        if self._optim is None:
+        optim = self._optim
+        if optim is None:
             return hyper
         q = {name: moments(n) for name, n in natural.items()}
 
@@ -252,7 +253,7 @@ class Stepper:
             return jax.tree.map(jnp.add, direct, pullback(through)[0])
 
         def advance(gradients: Any, at: Any, optim_state: Any) -> tuple[Any, Any]:
-            updates, optim_state = self._optim.update(gradients, optim_state, at)
+            updates, optim_state = optim.update(gradients, optim_state, at)
             return jax.tree.map(jnp.add, at, updates), optim_state
 
         def further(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -304,8 +305,8 @@ class Stepper:
     ) -> Sites:
         problem, trace = self._problem(values, key, indices)
         priors = {
-            name: tuple(x.reshape(-1, x.shape[-1]) for x in pair)
-            for name, pair in problem.priors().items()
+            name: (loc.reshape(-1, loc.shape[-1]), scale.reshape(-1, scale.shape[-1]))
+            for name, (loc, scale) in problem.priors().items()
         }
         return Sites(
             fields=fields,

@@ -7,8 +7,9 @@ import dataclasses
 import functools
 import inspect
 import numbers
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, dataclass_transform
+from typing import Any, Protocol, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +25,13 @@ matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
-def pytree(cls: type) -> type:
+def pytree(cls: type[Any]) -> Any:
     """Make ``cls`` a frozen dataclass whose fields are leaves, unless static."""
     # Not register_dataclass: its tree structures compare equal between classes with
     # the same fields (JAX 0.10 and 0.12), so that jit may run another class's code.
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
-    static, dynamic = [], []
+    static: list[str] = []
+    dynamic: list[str] = []
     for field in dataclasses.fields(cls):
         (static if field.metadata.get("static") else dynamic).append(field.name)
 
@@ -129,10 +131,8 @@ class _Function(_Algebra):
     diag: Callable | None = dataclasses.field(metadata={"static": True})
 
     def __call__(self, X: jax.Array, Z: jax.Array | None = None) -> jax.Array:
-        if Z is None:
-            fn, inputs = self.diag or self._row_by_row, (X,)
-        else:
-            fn, inputs = self.fn, (X, Z)
+        inputs = (X,) if Z is None else (X, Z)
+        fn = self.fn if Z is not None else self.diag or self._row_by_row
         if max(map(jnp.ndim, inputs)) > 2:
             signature = "(n,d)->(n)" if Z is None else "(n,d),(m,d)->(n,m)"
             return jnp.vectorize(fn, signature=signature)(*inputs)
@@ -151,6 +151,12 @@ class _Function(_Algebra):
 
 class Matrix(_Algebra):
     """Checks and shapes around ``_covariance`` and ``_diagonal`` of a subclass."""
+
+    @abstractmethod
+    def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array: ...
+
+    @abstractmethod
+    def _diagonal(self, X: jax.Array) -> jax.Array: ...
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -187,7 +193,7 @@ class Matrix(_Algebra):
         return jnp.broadcast_to(self._covariance(X, Z, same), shape)
 
     def _hyperparameters(self) -> list[tuple[str, Any]]:
-        return [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        return [(f.name, getattr(self, f.name)) for f in dataclasses.fields(cast(Any, self))]
 
     def _check_columns(self, X: jax.Array) -> None:
         """Raise if a hyperparameter does not fit the columns of ``X``."""
@@ -254,6 +260,9 @@ class Constant(Matrix):
 
 
 class _Pair(_Algebra):
+    left: Kernel
+    right: Kernel
+
     @property
     def batch_shape(self) -> tuple[int, ...]:
         """``(C,)`` if either part has hyperparameters of C latents, else ``()``."""
@@ -320,10 +329,10 @@ class Product(_Pair):
 
 
 def _combine(kind: type, *parts: Any) -> Any:
-    kernels = []
+    kernels: list[Kernel] = []
     for part in parts:
         if isinstance(part, numbers.Real | np.ndarray | jax.Array):
-            kernels.append(Constant(part))
+            kernels.append(Constant(cast(ArrayLike, part)))
         elif callable(part):
             kernels.append(as_kernel(part))
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import abstractmethod
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ class _Stationary(Matrix):
 
     lengthscale: ArrayLike = 1.0
     variance: ArrayLike = 1.0
+
+    @abstractmethod
+    def _correlation(self, scaled: jax.Array) -> jax.Array: ...
 
     def _check_columns(self, X: jax.Array) -> None:
         shape = np.shape(self.lengthscale)
