@@ -24,6 +24,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from scipy.stats import beta
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
@@ -78,46 +79,39 @@ def load(path: str | None) -> tuple[np.ndarray, np.ndarray]:
         return cancer.data, cancer.target
     if path.endswith(".npz"):
         with np.load(path, allow_pickle=False) as archive:
-            if missing := {"X", "y"} - set(archive):
-                raise SystemExit(f"{path} holds {list(archive)}, not {sorted(missing)}")
+            if not {"X", "y"} <= set(archive):
+                raise SystemExit(f"{path} holds {list(archive)}; expected X and y")
             X, labels = archive["X"], archive["y"]
     elif path.endswith(".csv"):
-        table = np.atleast_2d(np.genfromtxt(path, delimiter=",", dtype=str))
-        try:
-            table[0, :-1].astype(float)
-        except ValueError:
-            table = table[1:]  # a header
-        X, labels = table[:, :-1], table[:, -1]
+        words = np.genfromtxt(path, delimiter=",", dtype=str, ndmin=2)
+        numbers = np.genfromtxt(path, delimiter=",", ndmin=2)  # NaN where not a number
+        header = int(np.isnan(numbers[0, :-1]).all())
+        X, labels = numbers[header:, :-1], numbers[header:, -1]
+        if np.isnan(labels).any():
+            labels = words[header:, -1]
     else:
         raise SystemExit(f"--data must end in .npz or .csv, got {path}")
-    try:
-        X = X.astype(float)
-    except ValueError as error:
-        raise SystemExit(f"{path}: the inputs are not all numbers ({error})") from None
-    return X, check(path, X, labels)
+    return X, encode(path, X, labels)
 
 
-def check(path: str, X: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def encode(path: str, X: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Labels as 0 and 1; refuses anything that is not a binary problem."""
-    if X.ndim != 2 or labels.shape != X.shape[:1]:
+    if X.ndim != 2 or labels.shape != X.shape[:1] or X.dtype.kind not in "biuf":
         raise SystemExit(
-            f"{path}: X has shape {X.shape} and y {labels.shape}; expected (N, D), (N,)"
+            f"{path}: X is {X.dtype} of shape {X.shape}, y has shape {labels.shape}; "
+            "expected numbers (N, D) and labels (N,)"
         )
-    missing = ~np.isfinite(X).all(1)
-    if labels.dtype.kind == "f":
-        missing |= ~np.isfinite(labels)
-    elif labels.dtype.kind == "U":
-        missing |= np.isin(np.char.lower(np.char.strip(labels)), ["", "nan", "na"])
-    if missing.any():
+    bad = ~np.isfinite(X).all(1) | np.isin(labels.astype(str), ["", "nan", "NaN", "NA"])
+    if bad.any():
         raise SystemExit(
-            f"{path}: {missing.sum()} of {len(X)} rows hold NaN or infinite values, "
-            f"the first is row {missing.argmax()}; drop or impute them"
+            f"{path}: {bad.sum()} of {len(X)} rows hold NaN, infinite or missing "
+            f"values, the first is row {bad.argmax()}; drop or impute them"
         )
     values, counts = np.unique(labels, return_counts=True)
-    if len(values) != 2 or counts.min() < 5:
+    if len(values) != 2 or counts.min() < 10:
         raise SystemExit(
-            f"{path}: y holds {len(values)} values, {values[:5]}, the rarest "
-            f"{counts.min()} times; expected two, each five times or more"
+            f"{path}: y holds {len(values)} distinct values, {values[:5]}, the rarest "
+            f"{min(counts, default=0)} times; expected two, each ten times or more"
         )
     print(f"data: {path}; 0 = {values[0]}, 1 = {values[1]}")
     return (labels == values[1]).astype(int)
@@ -167,13 +161,12 @@ def fit(data: Split, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def baselines(data: Split, seed: int) -> dict[str, Any]:
-    """Rivals with probabilities: Platt scaling is a sigmoid fitted by cross-validation."""
-    svm = CalibratedClassifierCV(
-        SVC(random_state=seed), method="sigmoid", ensemble=False
-    )
-    found = {"Logistic regression": LogisticRegression(max_iter=1000)}
-    found["RBF SVM + Platt"] = svm
-    return {name: rival.fit(data.X, data.y) for name, rival in found.items()}
+    """Rivals with probabilities; Platt scaling is a cross-validated sigmoid."""
+    svm = SVC(random_state=seed)
+    platt = CalibratedClassifierCV(svm, method="sigmoid", ensemble=False)
+    logistic = LogisticRegression(max_iter=1000)
+    rivals = {"Logistic regression": logistic, "RBF SVM + Platt": platt}
+    return {name: rival.fit(data.X, data.y) for name, rival in rivals.items()}
 
 
 # -- report -------------------------------------------------------------------------
@@ -228,7 +221,8 @@ def check_saved(posterior: gpaug.Posterior, X: np.ndarray, path: str) -> None:
 
 def draw(data: Split, fitted: dict[str, Any], probs: dict, path: str) -> None:
     """Reliability diagram, bound, and decision surface (or ranked predictions)."""
-    style = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10}
+    style = {"axes.spines.top": False, "axes.spines.right": False}
+    style |= {"font.size": 10, "axes.titlepad": 24}
     with plt.rc_context(style):
         figure = plt.figure(figsize=(14, 4.6), layout="constrained")
         grid = figure.add_gridspec(4, 3, width_ratios=(1, 1, 1.25))
@@ -245,42 +239,37 @@ def draw(data: Split, fitted: dict[str, Any], probs: dict, path: str) -> None:
 
 
 def draw_reliability(top, bottom, probs: dict[str, np.ndarray], y: np.ndarray) -> None:
+    """Observed against predicted with 90% Jeffreys intervals, above the counts."""
     top.plot([0, 1], [0, 1], color="0.7", lw=1, ls="--", zorder=0)
-    width = 0.1 / (len(probs) + 1)
+    num_bins = 5 if len(y) < 500 else 10
+    width = 0.8 / num_bins / len(probs)
     for i, (name, p) in enumerate(probs.items()):
-        curve = diagnostics.reliability_curve(p, y, num_bins=10)
-        full = curve.counts > 0
-        size = 12 + 110 * np.sqrt(curve.counts[full] / len(y))
-        line = {"color": COLORS[name], "alpha": 0.9, "zorder": 5 - i}
-        top.plot(curve.predicted[full], curve.observed[full], lw=1.2, **line)
-        top.scatter(
-            curve.predicted[full],
-            curve.observed[full],
-            s=size,
-            label=name,
-            lw=0,
-            **line,
-        )
-        left = curve.edges[:-1] + (i + 0.5) * width
+        curve = diagnostics.reliability_curve(p, y, num_bins)
+        hits = np.nan_to_num(curve.observed) * curve.counts
+        ends = beta.interval(0.9, hits + 0.5, curve.counts - hits + 0.5)
+        x = curve.predicted + 0.012 * (i - 1)  # side by side where methods agree
+        top.vlines(x, *ends, color=COLORS[name], lw=1.5, alpha=0.5)
+        size = 15 + 120 * curve.counts / len(y)
+        top.scatter(x, curve.observed, size, COLORS[name], label=name, zorder=3)
+        left = curve.edges[:-1] + 0.1 / num_bins + i * width
         bottom.bar(left, curve.counts, width, align="edge", color=COLORS[name])
-    top.set(ylabel="observed frequency", title="Reliability on test data")
-    top.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), xticklabels=[])
-    legend = top.legend(frameon=False, loc="upper left")
+    top.set(ylabel="observed frequency", xlim=(-0.04, 1.04), ylim=(-0.04, 1.04))
+    top.set_title("Reliability on test data")
+    legend = top.legend(
+        frameon=False, loc="lower center", bbox_to_anchor=(0.47, 0.98), ncols=3,
+        fontsize=8.5, handletextpad=0.1, columnspacing=0.8,
+    )  # fmt: skip
     for handle in legend.legend_handles:
         handle.set_sizes([40])
-    bottom.set(xlabel="predicted probability", ylabel="count", xlim=(-0.03, 1.03))
-    bottom.set_yscale("symlog", linthresh=1)
-    bottom.set_yticks([0, 1, 10, 100] if len(y) >= 100 else [0, 1, 10])
-    bottom.yaxis.set_major_formatter("{x:.0f}")
-    bottom.yaxis.set_minor_locator(plt.NullLocator())
+    top.tick_params(labelbottom=False)
+    bottom.set(xlabel="predicted probability", ylabel="count", xlim=(-0.04, 1.04))
 
 
 def draw_bound(axes, bound: np.ndarray) -> None:
-    steps = np.arange(1, len(bound) + 1)
-    axes.plot(steps, bound, color="C0", lw=2)
-    axes.plot(steps[-1], bound[-1], "o", color="C0")
+    axes.plot(np.arange(1, len(bound) + 1), bound, color="C0", lw=2)
+    axes.plot(len(bound), bound[-1], "o", color="C0")
     axes.annotate(
-        f"{bound[-1]:.1f}", (steps[-1], bound[-1]), (0, -16), ha="right",
+        f"{bound[-1]:.1f}", (len(bound), bound[-1]), (0, -16), ha="right",
         textcoords="offset points",
     )  # fmt: skip
     axes.set(xlabel="step", ylabel="evidence lower bound", xscale="log")
@@ -293,42 +282,56 @@ def draw_surface(axes, data: Split, fitted: dict[str, Any]) -> None:
     first, second = (np.linspace(a, b, 120) for a, b in zip(low, high, strict=True))
     mesh = np.stack(np.meshgrid(first, second), -1).reshape(-1, 2).astype(data.X.dtype)
     p = np.asarray(fitted["posterior"].predict_y(mesh).probs).reshape(120, 120)
-    shades = axes.contourf(
-        first, second, p, np.linspace(0, 1, 21), cmap="RdBu", alpha=0.75
-    )
+    levels = np.linspace(0, 1, 21)
+    shades = axes.contourf(first, second, p, levels, cmap="RdBu", alpha=0.75)
     axes.contour(first, second, p, [0.5], colors="k", linewidths=1.5)
-    for label, marker in ((0, "o"), (1, "s")):
-        rows = data.X[data.y == label]
-        axes.scatter(
-            *rows.T, s=16, marker=marker, color=CLASSES[label], ec="w", lw=0.4,
-            label=f"class {label}",
-        )  # fmt: skip
-    axes.scatter(*fitted["Z"].T, s=24, marker="x", color="k", lw=1, label="inducing")
+    draw_classes(axes, data.X, data.y)
+    inducing = {"marker": "x", "color": "k", "lw": 1.2, "label": "inducing"}
+    axes.scatter(*fitted["Z"].T, s=26, zorder=4, **inducing)
     bar = axes.figure.colorbar(shades, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1])
     bar.set_label("predicted probability of class 1")
-    axes.legend(loc="upper right", fontsize=8, framealpha=0.9)
+    axes.legend(
+        frameon=False,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.98),
+        ncols=3,
+        fontsize=8.5,
+    )
     axes.set(xlabel="input 1 (standardised)", ylabel="input 2 (standardised)")
     axes.set_title("Decision surface and training data")
 
 
 def draw_ranked(axes, data: Split, posterior: gpaug.Posterior) -> None:
     f = posterior.predict_f(data.X_test)
-    mean, sd = np.asarray(f.mean), np.sqrt(np.asarray(f.variance))
-    order = np.argsort(mean)
-    mean, sd, y = mean[order], sd[order], data.y_test[order]
-    rank = np.arange(len(y))
-    axes.fill_between(rank, mean - 2 * sd, mean + 2 * sd, color="0.88", lw=0)
-    axes.fill_between(rank, mean - sd, mean + sd, color="0.76", lw=0)
+    order = np.argsort(np.asarray(f.mean))
+    mean, y = np.asarray(f.mean)[order], data.y_test[order]
+    sd, rank = np.sqrt(np.asarray(f.variance))[order], np.arange(len(y))
+    for width, color in ((2, "0.9"), (1, "0.8")):
+        low, high = mean - width * sd, mean + width * sd
+        axes.fill_between(rank, low, high, color=color, lw=0)
     axes.axhline(0, color="0.4", lw=1, ls="--")
-    for label, marker in ((0, "o"), (1, "s")):
-        rows = y == label
-        axes.scatter(
-            rank[rows], mean[rows], s=18, marker=marker, color=CLASSES[label], ec="w",
-            lw=0.4, zorder=3, label=f"class {label}",
-        )  # fmt: skip
+    draw_classes(axes, np.stack([rank, mean], 1), y)
+    wrong = (mean > 0) != y
+    axes.scatter(
+        rank[wrong],
+        mean[wrong],
+        s=90,
+        fc="none",
+        ec="k",
+        zorder=4,
+        label="misclassified",
+    )
     axes.legend(frameon=False, loc="upper left")
     axes.set(xlabel="test points, ranked", ylabel="latent function (log-odds)")
-    axes.set_title("Latent mean, one and two standard deviations")
+    axes.set_title("Latent mean with one and two standard deviations")
+
+
+def draw_classes(axes, points: np.ndarray, y: np.ndarray) -> None:
+    for label, marker in ((0, "o"), (1, "s")):
+        axes.scatter(
+            *points[y == label].T, s=18, marker=marker, color=CLASSES[label], ec="w",
+            lw=0.4, zorder=2 + (np.mean(y == label) < 0.5), label=f"class {label}",
+        )  # fmt: skip
 
 
 # -- main ---------------------------------------------------------------------------

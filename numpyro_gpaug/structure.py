@@ -8,7 +8,7 @@ of the likelihood's parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -190,6 +190,34 @@ def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
     )
 
 
+def structure_for(
+    model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> Structure:
+    """``structure`` with the plates that these arguments give the model.
+
+    :param model: the model.
+    :param structure: what it is made of, from arguments of any size.
+    :param arguments: its arguments.
+    """
+    plates: dict[str, Plate] = {}
+
+    def abstract(arrays: tuple[Array, ...]) -> None:
+        given = arguments._replace(arrays=arrays)
+        trace = run_model(model, given, jax.random.key(0), structure.zeros)
+        plates.update(_plates(trace))
+
+    jax.eval_shape(abstract, arguments.arrays)
+    return replace(structure, plates=plates)
+
+
+def _plates(trace: Trace) -> dict[str, Plate]:
+    return {
+        name: Plate(site["args"][0], site["value"].shape[0])
+        for name, site in trace.items()
+        if site["type"] == "plate"
+    }
+
+
 class _Sites(NamedTuple):
     latent: tuple[str, ...]
     observed: tuple[str, ...]
@@ -206,6 +234,7 @@ def _survey(
     plates: dict[str, Plate] = {}
 
     def visit(trace: Trace) -> None:
+        plates.update(_plates(trace))
         process_sites = set()
         for name, site in trace.items():
             if site["type"] == "deterministic" and isinstance(
@@ -215,10 +244,7 @@ def _survey(
                 candidates.append(Block(name, f"{name}.v", v.shape, v.dtype))
                 process_sites.add(f"{name}.v")
         for name, site in trace.items():
-            if site["type"] == "plate":
-                size = site["args"][0]
-                plates[name] = Plate(size, site["value"].shape[0])
-            elif site["type"] == "sample" and site["is_observed"]:
+            if site["type"] == "sample" and site["is_observed"]:
                 observed.append(name)
             elif site["type"] == "sample":
                 latent.append(name)

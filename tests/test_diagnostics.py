@@ -178,16 +178,18 @@ def test_densities_of_other_latents(x64, other):
     np.testing.assert_allclose(flat(tree, "log_p"), prior + likelihood)
 
 
-def test_a_stock_guide_on_everything(x64):
-    X, _, labels = data(8)
-    guide = autoguide.AutoMultivariateNormal(learnt)
-    with numpyro.handlers.seed(rng_seed=0):
-        guide(X, labels)
-    params = {"auto_loc": np.zeros(5), "auto_scale_tril": np.eye(5)}
-    tree = draws(learnt, params, X, labels, guide=guide)
+def test_a_handwritten_guide(x64):
+    X, y, _ = data(8)
+
+    def guide(X, y=None):
+        numpyro.sample("f.v", dist.Normal(0.1, 0.5).expand([4]).to_event(1))
+        numpyro.sample("lengthscale", dist.LogNormal(0.2, 0.5))
+
+    tree = draws(learnt, {}, X, y > 0, guide=guide)
     assert set(tree["posterior"].data_vars) == {"lengthscale", "f", "f.v"}
-    log_q = stats.norm.logpdf(tree["posterior"]["f.v"].values[0]).sum(1)
-    log_q = log_q + stats.lognorm.logpdf(tree["posterior"]["lengthscale"].values[0], 1)
+    log_q = stats.norm.logpdf(tree["posterior"]["f.v"].values[0], 0.1, 0.5).sum(1)
+    drawn = tree["posterior"]["lengthscale"].values[0]
+    log_q = log_q + stats.lognorm.logpdf(drawn, 0.5, scale=np.exp(0.2))
     np.testing.assert_allclose(flat(tree, "log_q"), log_q)
 
 
@@ -274,11 +276,11 @@ def test_khat_tells_good_guides_from_narrow_ones():
     svi = gpaug.ConjugateSVI(classification, guide)
     params = svi.run(random.key(0), 15, X, labels, progress_bar=False).params
     good = draws(classification, params, X, labels, guide=guide, num_samples=1000)
-    assert diagnostics.psis_khat(good).khat < 0.5
+    assert diagnostics.psis_khat(good).khat < 0.7
     narrow = {name: 4 * value for name, value in params.items()}
     bad = draws(classification, narrow, X, labels, guide=guide, num_samples=1000)
     psis = diagnostics.psis_khat(bad)
-    assert psis.khat > 0.7
+    assert psis.khat > 1
     np.testing.assert_allclose(np.exp(psis.log_weights).sum(), 1, rtol=1e-5)
 
 

@@ -41,7 +41,7 @@ GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_binary_logistic.json").read_text()
 )
 KEY = 0
-NEW = np.random.default_rng(9).uniform(-2, 2, (11, 2))
+NEW = np.random.default_rng(9).uniform(-2, 2, (11, 2))  # another number of rows
 
 latents = pytest.mark.parametrize("num_latents", [None, 3], ids=["C=1", "C=3"])
 
@@ -66,6 +66,12 @@ def fitted(num_latents, sites="auto"):
     return conjugate(*problem(num_latents), sites=sites)
 
 
+@cache
+def posterior_of(num_latents, sites="auto"):
+    svi, result = fitted(num_latents, sites)
+    return svi.posterior(result.params)
+
+
 def stock(args, kwargs, loss, covariance, steps, rate=0.05, model=classifier):
     guide = gpaug.AutoSparseGP(model, covariance=covariance).setup(*args, **kwargs)
     schedule = optax.cosine_decay_schedule(rate, steps)
@@ -75,7 +81,9 @@ def stock(args, kwargs, loss, covariance, steps, rate=0.05, model=classifier):
 
 
 def loss_at(loss, params, guide, args, kwargs, model=classifier):
-    return loss.loss(random.key(KEY), params, model, guide, *args, **kwargs)
+    return jax.jit(
+        lambda params: loss.loss(random.key(KEY), params, model, guide, *args, **kwargs)
+    )(params)
 
 
 # Closed form against NumPy.
@@ -163,32 +171,37 @@ def test_the_first_step_on_a_batch_is_the_formula(num_latents):
 
 def test_three_latents_are_three_fits():
     (X, y), kwargs = problem(3)
-    together = fitted(3)[0].posterior(fitted(3)[1].params)
-    f, covariance = (
-        together.predict_f(NEW),
-        together.predict_f(NEW, full_covariance=True),
-    )
-    total = 0.0
-    for c in range(3):
-        svi, result = conjugate((X, y[:, c]), {"inducing": kwargs["inducing"]})
-        apart = svi.posterior(result.params)
-        one = apart.predict_f(NEW)
-        np.testing.assert_allclose(f.mean[:, c], one.mean, rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(f.variance[:, c], one.variance, rtol=1e-6)
-        joint = apart.predict_f(NEW, full_covariance=True).variance
-        np.testing.assert_allclose(covariance.variance[c], joint, rtol=1e-5, atol=1e-7)
-        probs = together.predict_y(NEW).probs[:, c]
-        np.testing.assert_allclose(probs, apart.predict_y(NEW).probs, rtol=1e-6)
-        total += result.losses[-1]
-    np.testing.assert_allclose(fitted(3)[1].losses[-1], total, rtol=1e-9)
+    svi, result = fitted(3)
+    together = blocks_of(svi.guide, result.params)
+    one, _ = fitted(None)
+    apart = [
+        one.run(
+            random.key(KEY), 40, X, y[:, c], inducing=kwargs["inducing"],
+            num_latents=None, progress_bar=False,
+        )
+        for c in range(3)
+    ]  # fmt: skip
+    for c, alone in enumerate(apart):
+        mean, cover = blocks_of(one.guide, alone.params)
+        np.testing.assert_allclose(together[0][c], mean[0], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(together[1][c], cover[0], rtol=1e-6, atol=1e-7)
+    total = sum(alone.losses[-1] for alone in apart)
+    np.testing.assert_allclose(result.losses[-1], total, rtol=1e-9)
+    joint = posterior_of(3)
+    alone = one.posterior(apart[1].params)
+    probs = joint.predict_y(NEW).probs[:, 1]
+    np.testing.assert_allclose(probs, alone.predict_y(NEW).probs, rtol=1e-6)
+    covariances = (p.predict_f(NEW, full_covariance=True)[1] for p in (joint, alone))
+    three, single = covariances
+    assert three.shape == (3, 11, 11)
+    np.testing.assert_allclose(three[1], single, rtol=1e-5, atol=1e-7)
 
 
 @latents
 def test_prediction_is_the_brute_force_formula(num_latents):
     kwargs = problem(num_latents)[1]
     svi, result = fitted(num_latents)
-    posterior = svi.posterior(result.params)
-    f = posterior.predict_f(NEW)
+    f = posterior_of(num_latents).predict_f(NEW)
     shape = (11,) if num_latents is None else (11, 3)
     assert f.mean.shape == f.variance.shape == shape
     columns = [np.asarray(x).reshape(11, -1).T for x in f]
@@ -208,12 +221,12 @@ def test_prediction_is_the_brute_force_formula(num_latents):
 def test_adam_reaches_the_closed_form_optimum(num_latents, bound):
     args, kwargs = problem(num_latents)
     guide, result = stock(args, kwargs, gpaug.TraceAnalytic_ELBO(bound), "dense", 1000)
-    svi, closed = fitted(num_latents, bound)
+    closed = fitted(num_latents, bound)[1]
     assert abs(result.losses[-1] - closed.losses[-1]) < 1e-5
     gradient = gpaug.Posterior.from_guide(
         classifier, guide, result.params, *args, **kwargs
     ).predict_f(NEW)
-    natural = svi.posterior(closed.params).predict_f(NEW)
+    natural = posterior_of(num_latents, bound).predict_f(NEW)
     np.testing.assert_allclose(gradient.mean, natural.mean, atol=3e-3)
     np.testing.assert_allclose(gradient.variance, natural.variance, atol=3e-3)
 
@@ -411,7 +424,7 @@ def test_nuts_samples_the_posterior_of_the_full_process():
     assert np.abs((q[0][0] - mean) / deviation).max() < 0.05
     assert np.abs(np.sqrt(np.diag(q[1][0])) / deviation - 1).max() < 0.1
 
-    new = Predictive(classifier, draws)(random.key(1), NEW, inducing=X)
+    new = Predictive(classifier, draws)(random.key(1), jnp.asarray(NEW), inducing=X)
     assert new["f"].shape == new["y"].shape == (800, 11)
     f = svi.posterior(result.params).predict_f(NEW)
     error = (new["f"].mean(0) - f.mean) / np.sqrt(f.variance)
@@ -453,7 +466,7 @@ def test_predictive_from_the_fit_agrees_with_the_posterior(num_latents, how):
             classifier, guide=svi.guide, params=result.params, num_samples=count
         )
     draws = predict(random.key(2), jnp.asarray(NEW), **kwargs)
-    posterior = svi.posterior(result.params)
+    posterior = posterior_of(num_latents)
     mean, variance = posterior.predict_f(NEW)
     f = np.asarray(draws["f"])
     assert f.shape == (count, *mean.shape)
@@ -569,7 +582,7 @@ def test_scope_only_renames():
     for name, value in plain.params.items():
         np.testing.assert_allclose(result.params[f"a/{name}"], value, rtol=1e-9)
     f = svi.posterior(result.params).predict_f(NEW)
-    reference = fitted(None)[0].posterior(fitted(None)[1].params).predict_f(NEW)
+    reference = posterior_of(None).predict_f(NEW)
     np.testing.assert_allclose(f.mean, reference.mean, rtol=1e-7, atol=1e-9)
     draws = Predictive(scoped, num_samples=2)(random.key(0), jnp.asarray(NEW), **kwargs)
     assert set(draws) == {"a/f", "a/f.v", "a/y"}

@@ -114,7 +114,7 @@ def check_param(name: str, value: Any, constraint: constraints.Constraint) -> No
     """
     for leaf in jax.tree.leaves(value):
         array = np.asarray(leaf)
-        if not np.isfinite(array).all() or not np.all(constraint(jnp.asarray(leaf))):
+        if not np.isfinite(array).all() or not np.all(constraint(array)):
             raise ValueError(
                 f"param {name!r} of shape {array.shape} starts at {array}, which is not "
                 f"finite or does not satisfy {constraint}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,7 +28,14 @@ from numpyro_gpaug.infer.posterior import Posterior
 from numpyro_gpaug.infer.schedules import Schedule, as_schedule
 from numpyro_gpaug.infer.stepper import ConjugateState, Hyper, Stepper, first_epochs
 from numpyro_gpaug.linalg import NaturalGaussian
-from numpyro_gpaug.structure import Arguments, Structure, require_conjugate, run_model
+from numpyro_gpaug.structure import (
+    Arguments,
+    Block,
+    Structure,
+    require_conjugate,
+    run_model,
+    structure_for,
+)
 
 if TYPE_CHECKING:
     import optax
@@ -153,28 +161,22 @@ class ConjugateSVI:
         require_conjugate(structure)
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
-        init_key, rng_key = random.split(rng_key)
-        values = self._initial_params(structure, arguments, init_key, init_params or {})
-        natural = {b.name: self._start(b, init_params or {}) for b in structure.blocks}
-        schedule = as_schedule(self.step_size, bool(structure.subsampled))
-        dtype = structure.blocks[0].dtype
-        start = jnp.asarray(getattr(schedule, "value", 1.0), dtype)
-        return ConjugateState(
-            hyper=Hyper(
-                values,
-                jax.tree.map(jnp.zeros_like, values),
-                jnp.ones((), dtype),
-                self.optim.init(values) if self.optim else (),
-            ),
-            natural=natural,
-            step_sizes={name: start for name in natural},
-            schedule={k: schedule.init(n) for k, n in natural.items()},
-            epochs=first_epochs(structure),
-            bound=jnp.asarray(-jnp.inf, dtype),
-            stalled=jnp.int32(0),
-            step=jnp.int32(0),
-            rng_key=rng_key,
+        given = init_params or {}
+        found: dict[str, Any] = {}
+        # All of it in one compiled call: eager arithmetic would compile op by op.
+        params, valid = jax.jit(partial(self._collect, found, arguments))(
+            arguments.arrays, rng_key, given
         )
+        for name, constraint in found.items():
+            check_param(name, params[name], constraint)
+            self._transforms[name] = biject_to(constraint)
+        for name, inside in valid.items():
+            if not inside:
+                values = {**structure.zeros, **params, **given}
+                trace = run_model(self.model, arguments, rng_key, values)
+                raise support_error(name, trace[name])
+        structure = structure_for(self.model, structure, arguments)
+        return jax.jit(partial(self._start, structure))(params, rng_key, given)
 
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
         """Constrained params of model and guide, the natural parameters among them."""
@@ -236,11 +238,16 @@ class ConjugateSVI:
         if state is None:
             state = self.init(rng_key, *args, init_params=init_params, **kwargs)
         elif self._seen is None:
-            check_arguments(self.model, args, kwargs)
-            self.guide.setup(*args, **kwargs)
+            self.init(rng_key, *args, init_params=init_params, **kwargs)
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
-        subsampled = self.guide.structure.subsampled
+        structure = structure_for(self.model, self.guide.structure, arguments)
+        subsampled = structure.subsampled
+        if set(subsampled) != set(state.epochs):
+            raise ValueError(
+                f"the state was made for subsampled plates {sorted(state.epochs)}, but "
+                f"the arguments subsample {sorted(subsampled)}: start a new run"
+            )
         epoch = max((p.size // p.subsample_size for p in subsampled.values()), default=0)
         limit = 0.0 if tol is None or subsampled else tol
         losses: list[np.ndarray] = []
@@ -266,57 +273,63 @@ class ConjugateSVI:
 
     # -- initial values -------------------------------------------------------------
 
-    def _initial_params(
+    def _collect(
         self,
-        structure: Structure,
+        found: dict[str, Any],
         arguments: Arguments,
+        arrays: tuple[Array, ...],
         key: Array,
         init_params: dict[str, Any],
-    ) -> dict[str, Any]:
-        """Unconstrained initial params, from one compiled run of guide and model."""
-        found: dict[str, Any] = {}
+    ) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Constrained initial params, and whether observations are in their support.
 
-        def collect(arrays: tuple[Array, ...], key: Array) -> Any:
-            given = arguments._replace(arrays=arrays)
-            args, kwargs = given.merge()
-            guide_key, model_key = random.split(key)
-            others = handlers.seed(self.guide.draw_others, guide_key)
-            guide_trace = handlers.trace(others).get_trace(*args, **kwargs)
-            drawn = {n: guide_trace[n]["value"] for n in structure.others}
-            values = {**structure.zeros, **drawn, **init_params}
-            trace = run_model(self.model, given, model_key, values)
-            params = {}
-            for site in (*guide_trace.values(), *trace.values()):
-                if site["type"] == "param":
-                    found[site["name"]] = site["kwargs"].get(
-                        "constraint", constraints.real
-                    )
-                    params[site["name"]] = jax.tree.map(_strong, site["value"])
-            return params, valid_observations(trace)
+        :param found: filled with the constraint of every param.
+        """
+        structure, arguments = self.guide.structure, arguments._replace(arrays=arrays)
+        args, kwargs = arguments.merge()
+        guide_key, model_key = random.split(key)
+        others = handlers.seed(self.guide.draw_others, guide_key)
+        guide_trace = handlers.trace(others).get_trace(*args, **kwargs)
+        drawn = {n: guide_trace[n]["value"] for n in structure.others}
+        values = {**structure.zeros, **drawn, **init_params}
+        trace = run_model(self.model, arguments, model_key, values)
+        params = {}
+        for site in (*guide_trace.values(), *trace.values()):
+            if site["type"] == "param":
+                name = site["name"]
+                found[name] = site["kwargs"].get("constraint", constraints.real)
+                value = init_params.get(name, site["value"])
+                params[name] = jax.tree.map(_strong, value)
+        return params, valid_observations(trace)
 
-        params, valid = jax.jit(collect)(arguments.arrays, key)
-        for name, ok in valid.items():
-            if not ok:
-                values = {**structure.zeros, **params, **init_params}
-                raise support_error(
-                    name, run_model(self.model, arguments, key, values)[name]
-                )
-        given = {k: v for k, v in init_params.items() if k in params}
-        params = {**params, **jax.tree.map(_strong, given)}
-        for name, constraint in found.items():
-            check_param(name, params[name], constraint)
-            self._transforms[name] = biject_to(constraint)
+    def _start(
+        self,
+        structure: Structure,
+        params: dict[str, Any],
+        key: Array,
+        init_params: dict[str, Any],
+    ) -> ConjugateState:
         inverted = {k: t.inv for k, t in self._transforms.items()}
-        return {k: jax.tree.map(inverted[k], v) for k, v in params.items()}
-
-    def _start(self, block: Any, init_params: dict[str, Any]) -> NaturalGaussian:
-        names, prior = natural_names(block), prior_natural(block)
-        start = [
-            jnp.asarray(init_params.get(n, x)) for n, x in zip(names, prior, strict=True)
-        ]
-        rows = block.shape[-1]
-        return NaturalGaussian(
-            start[0].reshape(-1, rows), start[1].reshape(-1, rows, rows)
+        values = {k: jax.tree.map(inverted[k], v) for k, v in params.items()}
+        natural = {b.name: _start_block(b, init_params) for b in structure.blocks}
+        schedule = as_schedule(self.step_size, bool(structure.subsampled))
+        dtype = structure.blocks[0].dtype
+        step_size = jnp.asarray(getattr(schedule, "value", 1.0), dtype)
+        return ConjugateState(
+            hyper=Hyper(
+                values,
+                jax.tree.map(jnp.zeros_like, values),
+                jnp.ones((), dtype),
+                self.optim.init(values) if self.optim else (),
+            ),
+            natural=natural,
+            step_sizes={name: step_size for name in natural},
+            schedule={k: schedule.init(n) for k, n in natural.items()},
+            epochs=first_epochs(structure),
+            bound=jnp.asarray(-jnp.inf, dtype),
+            stalled=jnp.int32(0),
+            step=jnp.int32(0),
+            rng_key=random.fold_in(key, 1),
         )
 
     def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:
@@ -385,6 +398,18 @@ class ConjugateSVI:
         args, kwargs = self._seen
         return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
 
+
+
+def _start_block(block: Block, init_params: dict[str, Any]) -> NaturalGaussian:
+    names, prior = natural_names(block), prior_natural(block)
+    potential, precision = (
+        jnp.asarray(init_params.get(n, x), block.dtype)
+        for n, x in zip(names, prior, strict=True)
+    )
+    rows = block.shape[-1]
+    return NaturalGaussian(
+        potential.reshape(-1, rows), precision.reshape(-1, rows, rows)
+    )
 
 
 def _is_optax(optim: Any) -> bool:

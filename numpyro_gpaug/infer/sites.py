@@ -68,6 +68,12 @@ class Sites(NamedTuple):
         kl = {name: self._kl(name, q[name]) for name in natural}
         return self._evaluation(at, kl)
 
+    def unevaluated(self, natural: Natural) -> Evaluation:
+        """An evaluation of the right shapes, with a bound of minus infinity."""
+        shapes = jax.eval_shape(self.evaluate, natural)
+        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return empty._replace(bound=jnp.full_like(empty.bound, -jnp.inf))
+
     def reevaluate(
         self, old: Evaluation, name: str, candidate: NaturalGaussian
     ) -> Evaluation:
@@ -148,8 +154,9 @@ def backtracked_update(
     natural: Natural,
     evaluation: Evaluation,
     name: str,
-    gradients: Any,
+    gradients: Callable[[], Any],
     step: Array,
+    only_evaluate: Array,
 ) -> tuple[Natural, Evaluation, Array]:
     """Moves one block towards its target, halving the step while the bound falls.
 
@@ -157,39 +164,44 @@ def backtracked_update(
     :param natural: natural parameters of all blocks.
     :param evaluation: the evaluation there.
     :param name: the block to move.
-    :param gradients: site gradients of this block that define the target.
+    :param gradients: gives the site gradients of this block that define the target.
     :param step: the first step size tried.
+    :param only_evaluate: take no step, but evaluate the block where it is. (The same
+        code does both: compiling the bound twice would double the compile time.)
     :return: natural parameters and evaluation after the move (unchanged if no step
         raised the bound), and the step size to try next time.
     """
-    target = sites.target(name, evaluation.marginals[name], gradients)
+    old = natural[name]
+    target = lax.cond(
+        only_evaluate,
+        lambda: old,
+        lambda: sites.target(name, evaluation.marginals[name], gradients()),
+    )
     floor = evaluation.bound - slack(evaluation)
 
-    class Search(NamedTuple):
-        step: Array
-        tries: Array
-        accepted: Array
-        natural: NaturalGaussian
-        evaluation: Evaluation
+    def refused(search: _Search) -> Array:
+        return ~search.accepted
 
-    def searching(s: Search) -> Array:
-        return ~s.accepted & (s.tries < MAX_HALVINGS)
-
-    def attempt(s: Search) -> Search:
-        candidate = mix(natural[name], target, s.step)
+    def attempt(search: _Search) -> _Search:
+        # The last attempt is no step at all, and is accepted.
+        last = only_evaluate | (search.tries == MAX_HALVINGS)
+        step = jnp.where(last, 0, search.step / 2)
+        candidate = mix(old, target, step)
         outcome = sites.reevaluate(evaluation, name, candidate)
-        # Written so that a NaN is refused.
-        accepted = (outcome.bound >= floor) | ~jnp.isfinite(evaluation.bound)
-        accepted = accepted & jnp.isfinite(outcome.bound)
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(accepted, new, old),
-            (candidate, outcome),
-            (s.natural, s.evaluation),
-        )
-        step = jnp.where(accepted, s.step, s.step / 2)
-        return Search(step, s.tries + 1, accepted, *kept)
+        accepted = last | (outcome.bound >= floor)
+        return _Search(step, search.tries + 1, accepted, candidate, outcome)
 
-    start = Search(step, jnp.zeros((), int), jnp.array(False), natural[name], evaluation)
-    found = lax.while_loop(searching, attempt, start)
-    next_step = jnp.where(found.tries == 1, jnp.minimum(1, 2 * found.step), found.step)
+    start = _Search(2 * step, jnp.int32(0), jnp.array(False), old, evaluation)
+    found = lax.while_loop(refused, attempt, start)
+    grown = jnp.where(found.tries == 1, 2 * found.step, found.step)
+    next_step = jnp.clip(grown, 2.0**-MAX_HALVINGS, 1)
+    next_step = jnp.where(only_evaluate, step, next_step)
     return {**natural, name: found.natural}, found.evaluation, next_step
+
+
+class _Search(NamedTuple):
+    step: Array
+    tries: Array
+    accepted: Array
+    natural: NaturalGaussian
+    evaluation: Evaluation

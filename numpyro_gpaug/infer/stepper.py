@@ -25,7 +25,7 @@ from numpyro_gpaug.infer.sites import (
     slack,
 )
 from numpyro_gpaug.linalg import moments
-from numpyro_gpaug.structure import Arguments, Structure
+from numpyro_gpaug.structure import Arguments, Structure, structure_for
 
 if TYPE_CHECKING:
     import optax
@@ -98,7 +98,7 @@ class Stepper:
         self._model, self._guide, self._arguments = model, guide, arguments
         self._constrain = constrain
         self._optim, self._hyper_steps = optim, hyper_steps
-        self._structure = guide.structure
+        self._structure = structure_for(model, guide.structure, arguments)
         self._subsampled = bool(self._structure.subsampled)
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
@@ -115,9 +115,10 @@ class Stepper:
         they cannot change."""
         if self._optim is not None or not self._comparable:
             return ()
-        values = state.hyper.values
-        self._fixed_fields = self._fields(values, self._key(state), {})
-        return self.evaluate(state)
+        values, key = state.hyper.values, self._key(state)
+        self._fixed_fields = self._fields(values, key, {})
+        sites = self._sites(values, key, {}, self._fixed_fields)
+        return sites.unevaluated(state.natural)
 
     def evaluate(self, state: ConjugateState) -> Evaluation:
         """The bound at a state, on all of its arguments' data."""
@@ -147,7 +148,8 @@ class Stepper:
         """Full data, hyperparameters at rest: geometry and evaluation are reused."""
         key = self._key(state)
         sites = self._sites(state.hyper.values, key, {}, fields)
-        natural, evaluation, steps = self._sweep(sites, state, evaluation)
+        fresh = ~jnp.isfinite(evaluation.bound)
+        natural, evaluation, steps = self._sweep(sites, state, evaluation, fresh)
         state = state._replace(
             natural=natural, step_sizes=steps, bound=evaluation.bound
         )
@@ -159,8 +161,9 @@ class Stepper:
         values = _moved(state.hyper)
         fields, pullback = self._fields_and_pullback(values, key, {})
         sites = self._sites(values, key, {}, fields)
-        start = sites.evaluate(state.natural)
-        natural, evaluation, steps = self._sweep(sites, state, start)
+        start = sites.unevaluated(state.natural)
+        fresh = jnp.array(True)
+        natural, evaluation, steps = self._sweep(sites, state, start, fresh)
         hyper = self._gradient_step(
             state.hyper, values, natural, key, {}, fields, pullback
         )
@@ -204,21 +207,35 @@ class Stepper:
     # Their parts.
 
     def _sweep(
-        self, sites: Sites, state: ConjugateState, evaluation: Evaluation
+        self, sites: Sites, state: ConjugateState, evaluation: Evaluation, fresh: Array
     ) -> tuple[Natural, Evaluation, dict[str, Array]]:
         """Moves every block once, one at a time: blocks that share a predictor overshoot
-        when they move together."""
-        natural, steps = dict(state.natural), {}
-        for name in natural:
-            gradients = self._site_gradients(sites, state, evaluation, name)
-            natural, evaluation, steps[name] = backtracked_update(
-                sites, natural, evaluation, name, gradients, state.step_sizes[name]
-            )
-        return natural, evaluation, steps
+        when they move together.
+
+        :param fresh: whether ``evaluation`` is still to be computed; then a first pass
+            over the blocks moves nothing.
+        """
+
+        def sweep(carry: Any) -> Any:
+            passes, natural, evaluation, steps = carry
+            only_evaluate = passes == 0
+            natural, steps = dict(natural), dict(steps)
+            for name in natural:
+                natural, evaluation, steps[name] = backtracked_update(
+                    sites, natural, evaluation, name,
+                    partial(self._site_gradients, sites, state, evaluation, name),
+                    steps[name], only_evaluate,
+                )  # fmt: skip
+            return passes + 1, natural, evaluation, steps
+
+        first = jnp.where(fresh, 0, 1)
+        start = first, dict(state.natural), evaluation, dict(state.step_sizes)
+        return lax.while_loop(lambda carry: carry[0] < 2, sweep, start)[1:]
 
     def _site_gradients(
         self, sites: Sites, state: ConjugateState, evaluation: Evaluation, name: str
     ) -> Any:
+        """Derivatives of the expected log-likelihood that define a block's sites."""
         exact = evaluation.gradients[name]
         if not self._starts_augmented:
             return exact
