@@ -17,6 +17,8 @@ from numpyro.infer.initialization import init_to_median
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.linalg import NaturalGaussian
+from numpyro_gpaug.process import Conditional
+from numpyro_gpaug.process import Conditional
 from numpyro_gpaug.structure import Block, Structure, analyse
 
 _COVARIANCES = ("natural", "dense", "diagonal")
@@ -107,10 +109,22 @@ class AutoSparseGP:
         return self
 
     def _build_other(self) -> AutoGuide:
-        # Zeros, not draws, for what is hidden: the other guide starts from a fixed model.
-        hidden = self.structure.zeros
+        others = self.structure.others
+
+        def filled(message: dict[str, Any]) -> Array | None:
+            """Zeros for all that is hidden: an autoguide compiles the model it is given,
+            and its gradient, and needs nothing of it but the latents it owns."""
+            fn = message.get("fn")
+            if isinstance(fn, Conditional):
+                return jnp.zeros(fn.shape, fn.dtype)
+            drawn = message["type"] == "sample" and message["name"] not in others
+            if drawn and not message["is_observed"]:
+                return jnp.zeros(fn.shape())
+            return None
+
         fixed = handlers.block(
-            handlers.substitute(self.model, data=hidden), hide=list(hidden)
+            handlers.substitute(self.model, substitute_fn=filled),
+            expose=[*others, *self.structure.plates],
         )
         if self._other_class is AutoDelta:
             return AutoDelta(fixed, init_loc_fn=init_to_median())

@@ -177,6 +177,9 @@ def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
     candidates, sites = _survey(model, arguments, key)
     reach = _Reach(model, arguments, key, candidates)
     weights = [b for b in candidates if not b.is_process and reach.is_weight(b.name)]
+    processes = [b for b in candidates if b.is_process]
+    routes = [reach.observed(n, (*processes, *weights)) for n in sites.observed]
+    weights = [b for b in weights if reach.in_closed_form(b.name, routes)]
     owned = {b.site for b in candidates if b.is_process or b in weights}
     blocks = tuple(sorted(
         (b for b in candidates if b.site in owned),
@@ -339,6 +342,13 @@ class _Reach:
             if not latents and name in self.states["densities"][site].state:
                 return False
         return reached
+
+    def in_closed_form(self, weight: str, routes: list[Observed]) -> bool:
+        """Whether every observed site a weight vector reaches has a closed form (nodes
+        run over function values only)."""
+        densities = self.states["densities"]
+        reached = [r for r in routes if weight in densities[r.name].state]
+        return all(r.route is Route.CLOSED_FORM for r in reached)
 
     def observed(self, name: str, blocks: tuple[Block, ...]) -> Observed:
         """The route of an observed site."""

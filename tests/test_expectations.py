@@ -475,7 +475,7 @@ def test_a_registered_expectation_end_to_end(line):
     f = posterior.predict_f(X)
     mean = posterior.predict_y(X).mean
     np.testing.assert_allclose(mean, jnp.exp(f.mean + f.variance / 2), rtol=1e-10)
-    assert np.corrcoef(mean, y)[0, 1] > 0.8
+    assert np.corrcoef(mean, y)[0, 1] > 0.6
 
     augmented = gpaug.ConjugateSVI(model, guide, sites="augmented")
     with pytest.raises(NotConjugateError, match="LogPoisson has no augmentation"):

@@ -224,7 +224,7 @@ def test_a_process_inside_a_plate_raises():
         with numpyro.plate("data", 7):
             gpaug.GaussianProcess("f", KERNEL, inducing=jnp.asarray(Z))
 
-    with pytest.raises(ValueError, match='"f".*inside a plate.*shape'):
+    with pytest.raises(ValueError, match='"f".*shape .7, 4.*inside a plate'):
         handlers.seed(model, 0)()
 
 

@@ -44,6 +44,20 @@ KEY = 0
 NEW = np.random.default_rng(9).uniform(-2, 2, (11, 2))  # another number of rows
 
 latents = pytest.mark.parametrize("num_latents", [None, 3], ids=["C=1", "C=3"])
+ONE = pytest.param(None, id="C=1")
+SLOW_ONE = pytest.param(None, id="C=1", marks=pytest.mark.slow)
+SLOW_THREE = pytest.param(3, id="C=3", marks=pytest.mark.slow)
+
+
+def crossed(name, quick, others):
+    """Both numbers of latents with every option; only the pairs in ``quick`` are not
+    marked slow."""
+    pairs = [
+        pytest.param(c, o, marks=() if (c, o) in quick else pytest.mark.slow)
+        for c in (None, 3)
+        for o in others
+    ]
+    return pytest.mark.parametrize(("num_latents", name), pairs)
 
 
 def problem(num_latents, **options):
@@ -216,8 +230,7 @@ def test_prediction_is_the_brute_force_formula(num_latents):
 # Gradients.
 
 
-@latents
-@pytest.mark.parametrize("bound", ["exact", "augmented"])
+@crossed("bound", [(None, "exact"), (3, "augmented")], ["exact", "augmented"])
 def test_adam_reaches_the_closed_form_optimum(num_latents, bound):
     args, kwargs = problem(num_latents)
     guide, result = stock(args, kwargs, gpaug.TraceAnalytic_ELBO(bound), "dense", 1000)
@@ -231,7 +244,7 @@ def test_adam_reaches_the_closed_form_optimum(num_latents, bound):
     np.testing.assert_allclose(gradient.variance, natural.variance, atol=3e-3)
 
 
-@latents
+@pytest.mark.parametrize("num_latents", [ONE, SLOW_THREE])
 def test_adam_with_a_diagonal_guide(num_latents):
     (X, y), kwargs = problem(num_latents)
     loss = gpaug.TraceAnalytic_ELBO()
@@ -289,8 +302,11 @@ def spread_params(num_latents, covariance):
     return guide, {"f.v_potential": loc, "f.v_precision": precision}
 
 
-@latents
-@pytest.mark.parametrize("covariance", ["natural", "dense", "diagonal"])
+@crossed(
+    "covariance",
+    [(3, "natural"), (None, "dense"), (None, "diagonal")],
+    ["natural", "dense", "diagonal"],
+)
 def test_stock_bounds_agree_with_the_analytic_one(num_latents, covariance):
     (X, y), kwargs = problem(num_latents)
     guide, params = spread_params(num_latents, covariance)
@@ -315,8 +331,15 @@ def test_stock_bounds_agree_with_the_analytic_one(num_latents, covariance):
         assert residual.mean() > 0.1
 
 
-@pytest.mark.parametrize("loss", [Trace_ELBO(), TraceMeanField_ELBO()])
-@pytest.mark.parametrize("batch_size", [None, 8])
+@pytest.mark.parametrize(
+    ("loss", "batch_size"),
+    [
+        (Trace_ELBO(), None),
+        (TraceMeanField_ELBO(), 8),
+        pytest.param(Trace_ELBO(), 8, marks=pytest.mark.slow),
+        pytest.param(TraceMeanField_ELBO(), None, marks=pytest.mark.slow),
+    ],
+)
 def test_stock_svi_runs(loss, batch_size):
     args, kwargs = problem(None, batch_size=batch_size)
     guide, result = stock(args, kwargs, loss, "dense", 400)
@@ -329,7 +352,7 @@ def test_stock_svi_runs(loss, batch_size):
 # Minibatches.
 
 
-@latents
+@pytest.mark.parametrize("num_latents", [SLOW_ONE, 3])
 def test_batch_losses_average_to_the_full_loss(num_latents):
     """Over a partition of the data, whoever makes the batches."""
     (X, y), kwargs = problem(num_latents)
@@ -352,8 +375,7 @@ def test_batch_losses_average_to_the_full_loss(num_latents):
     np.testing.assert_allclose(np.mean(conjugated), result.losses[-1], rtol=1e-11)
 
 
-@latents
-@pytest.mark.parametrize("passed_in", [False, True], ids=["drawn", "passed in"])
+@crossed("passed_in", [(None, True), (3, False)], [False, True])
 def test_minibatches_approach_the_full_optimum(num_latents, passed_in):
     (X, y), full = problem(num_latents)
     guide = gpaug.AutoSparseGP(classifier)
@@ -438,7 +460,7 @@ def test_nuts_samples_the_posterior_of_the_full_process():
 # Predictive and log_likelihood.
 
 
-@latents
+@pytest.mark.parametrize("num_latents", [SLOW_ONE, 3])
 def test_predictive_from_the_prior_at_any_size(num_latents):
     kwargs = problem(num_latents)[1]
     tail = () if num_latents is None else (3,)
@@ -450,8 +472,11 @@ def test_predictive_from_the_prior_at_any_size(num_latents):
         assert set(np.unique(draws["y"])) <= {0, 1}
 
 
-@latents
-@pytest.mark.parametrize("how", ["guide and params", "posterior samples"])
+@crossed(
+    "how",
+    [(None, "guide and params"), (3, "posterior samples")],
+    ["guide and params", "posterior samples"],
+)
 def test_predictive_from_the_fit_agrees_with_the_posterior(num_latents, how):
     args, kwargs = problem(num_latents)
     svi, result = fitted(num_latents)
@@ -477,7 +502,7 @@ def test_predictive_from_the_fit_agrees_with_the_posterior(num_latents, how):
     assert np.abs((draws["y"].mean(0) - probs) / spread).max() < 5
 
 
-@latents
+@pytest.mark.parametrize("num_latents", [SLOW_ONE, 3])
 def test_log_likelihood_is_pointwise_at_the_projected_mean(num_latents):
     (X, y), kwargs = problem(num_latents)
     _, result = fitted(num_latents)
@@ -497,7 +522,7 @@ def test_log_likelihood_is_pointwise_at_the_projected_mean(num_latents):
 # Handlers.
 
 
-@latents
+@pytest.mark.parametrize("num_latents", [ONE, SLOW_THREE])
 def test_scale_of_the_model_multiplies_every_term(num_latents):
     args, kwargs = problem(num_latents)
     guide, params = spread_params(num_latents, "dense")
@@ -514,7 +539,7 @@ def test_scale_of_the_model_multiplies_every_term(num_latents):
         np.testing.assert_allclose(result.params[name], value, rtol=1e-4, atol=1e-5)
 
 
-@latents
+@pytest.mark.parametrize("num_latents", [ONE, SLOW_THREE])
 def test_scale_per_datum_weights_its_term(num_latents):
     weights = np.linspace(0.5, 2, 24)
     (X, y), kwargs = problem(num_latents)
@@ -534,8 +559,7 @@ def test_scale_per_datum_weights_its_term(num_latents):
     assert abs(one.losses[-1] - fitted(num_latents)[1].losses[-1]) > 0.1
 
 
-@latents
-@pytest.mark.parametrize("full", [True, False], ids=["full", "sparse"])
+@crossed("full", [(None, True), (3, False)], [True, False])
 def test_a_masked_datum_is_a_deleted_one(num_latents, full):
     (X, y), kwargs = problem(num_latents)
     X, y = X[:10], y[:10]
@@ -632,7 +656,7 @@ def test_condition_on_the_inducing_values_leaves_no_block():
 # Hyperparameters on the same bound.
 
 
-@latents
+@pytest.mark.parametrize("num_latents", [ONE, SLOW_THREE])
 def test_hyperparameters_meet_whoever_learns_them(num_latents):
     args, kwargs = problem(num_latents, learn=True)
     optim = optax.adam(optax.cosine_decay_schedule(0.1, 200))

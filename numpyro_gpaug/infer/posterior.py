@@ -19,7 +19,12 @@ from numpyro.distributions import Distribution
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.affine import dependences
 from numpyro_gpaug.errors import CholeskyError
-from numpyro_gpaug.expectations import Route, base_distribution, predictive
+from numpyro_gpaug.expectations import (
+    Route,
+    base_distribution,
+    predictive,
+    through_wrappers,
+)
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem, as_values, predictor
 from numpyro_gpaug.infer.elbo import field_marginals, moments_of, with_latent_axis
@@ -266,8 +271,9 @@ class Posterior:
 
     def _log_prob(self, arrays: Any, factors: Any, static: Any, site: str) -> Array:
         fn, message = self._predictive(arrays, factors, static, site)
-        value = fn.log_prob(message["value"])
-        return value.sum(tuple(range(1, value.ndim)))
+        return through_wrappers(
+            message["fn"], lambda _: fn.log_prob(message["value"])
+        )
 
     def _predictive(
         self, arrays: Any, factors: Any, static: Any, site: str
