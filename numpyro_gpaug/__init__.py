@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gaussian processes with non-Gaussian likelihoods, as ordinary NumPyro models."""
 
-from numpyro_gpaug import diagnostics, inducing, kernels
+from numpyro_gpaug import diagnostics, inducing, kernels, testing
 from numpyro_gpaug.augmentation import Augmentation, register_augmentation
 from numpyro_gpaug.distributions import PolyaGamma
 from numpyro_gpaug.errors import (
@@ -34,5 +34,6 @@ __all__ = [
     "kernels",
     "register_augmentation",
     "register_expectation",
+    "testing",
     "with_residual",
 ]

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conformance checks for likelihoods that users register."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug.augmentation.base import Augmentation, lookup_augmentation
+from numpyro_gpaug.errors import UnknownLikelihoodError
+from numpyro_gpaug.expectations import gauss_hermite, lookup_expectation
+
+Parameters = dict[str, Array]
+
+
+def check_augmentation(
+    d: Distribution,
+    y: Array,
+    *,
+    key: Array | None = None,
+    tolerance: float | None = None,
+) -> None:
+    r"""Checks an augmentation registered for ``type(d)`` against its own likelihood.
+
+    Four identities are checked; a wrong constant anywhere breaks one of them.
+
+    1. ``log p(y | f) + log p(aux | y, f) - (potential f - precision f^2 / 2)`` does not
+       depend on f, for auxiliaries drawn from their conditional at any f: the
+       augmented model is Gaussian in f with just these natural parameters.
+    2. ``bound <= E log p(y | f)``.
+    3. The bound is tight: ``bound -> log p(y | m)`` as ``v -> 0``.
+    4. The sites derived from the bound are positive, and as ``v -> 0`` equal
+       ``natural`` at the auxiliaries' conditional means (natural parameters are linear
+       in the auxiliaries).
+
+    :param d: a likelihood with its other parameters as you wish; the values of its
+        latent-carrying parameters only give their shape and dtype.
+    :param y: observations of its shape.
+    :param key: random key for latents and auxiliaries.
+    :param tolerance: relative to ``1 + |value|``; default 1e-3 in float32 and 1e-8 in
+        float64.
+    :raises AssertionError: naming the identity that fails, and by how much.
+    :raises UnknownLikelihoodError: if nothing is registered for ``type(d)``.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> import numpyro.distributions as dist
+    >>> check_augmentation(dist.Bernoulli(logits=jnp.zeros(4)), jnp.array([0, 1, 1, 0]))
+    """
+    augmentation = lookup_augmentation(type(d))
+    if augmentation is None:
+        raise UnknownLikelihoodError(type(d))
+    y = jnp.asarray(y)
+    shapes = {name: getattr(d, name) for name in augmentation.latents}
+    dtype = jnp.result_type(*shapes.values())
+    if tolerance is None:
+        tolerance = 1e-8 if dtype == jnp.float64 else 1e-3
+    latent_key, aux_key = random.split(random.key(0) if key is None else key)
+    draws = [
+        {
+            name: 2 * random.normal(random.fold_in(k, i), jnp.shape(x), dtype)
+            for i, (name, x) in enumerate(shapes.items())
+        }
+        for k in random.split(latent_key, 3)
+    ]
+    _check_gaussian_given_auxiliaries(augmentation, d, y, draws, aux_key, tolerance)
+    for means in draws:
+        for variance in (0.1, 4.0):
+            variances = {k: jnp.full_like(m, variance) for k, m in means.items()}
+            _check_below_expectation(augmentation, d, y, means, variances, tolerance)
+        _check_tight(augmentation, d, y, means, tolerance)
+
+
+def _check_gaussian_given_auxiliaries(
+    augmentation: Augmentation,
+    d: Distribution,
+    y: Array,
+    draws: list[Parameters],
+    key: Array,
+    tolerance: float,
+) -> None:
+    for origin in draws:
+        conditionals = augmentation.conditional(d, y, origin)
+        aux = {
+            name: q.sample(random.fold_in(key, i))
+            for i, (name, q) in enumerate(conditionals.items())
+        }
+        natural = augmentation.natural(d, y, aux)
+        left = []
+        for f in draws:
+            gaussian = sum(
+                _per_datum(augmentation, potential * f[k] - 0.5 * precision * f[k] ** 2)
+                for k, (potential, precision) in natural.items()
+            )
+            density = sum(
+                _to_batch(q.log_prob(aux[name]), y)
+                for name, q in augmentation.conditional(d, y, f).items()
+            )
+            left.append(_at(d, f).log_prob(y) + density - gaussian)
+        for other in left[1:]:
+            _assert_close(
+                other, left[0], tolerance,
+                "log p(y|f) + log p(aux|y,f) - Gaussian in f depends on f",
+            )  # fmt: skip
+
+
+def _check_below_expectation(
+    augmentation: Augmentation,
+    d: Distribution,
+    y: Array,
+    means: Parameters,
+    variances: Parameters,
+    tolerance: float,
+) -> None:
+    bound = augmentation.bound(d, y, means, variances)
+    exact = _expectation(augmentation, d, y, means, variances)
+    worst = float(jnp.max(bound - exact - tolerance * (1 + jnp.abs(exact))))
+    assert worst <= 0, f"the bound exceeds E log p(y | f), by {worst:.3g}"
+
+    def total(variances: Parameters) -> Array:
+        return jnp.sum(augmentation.bound(d, y, means, variances))
+
+    for name, slope in jax.grad(total)(variances).items():
+        least = float(jnp.min(-2 * slope))
+        assert least >= -tolerance, f"the site precision of {name!r} is {least:.3g} < 0"
+
+
+def _check_tight(
+    augmentation: Augmentation,
+    d: Distribution,
+    y: Array,
+    means: Parameters,
+    tolerance: float,
+) -> None:
+    zeros = {k: jnp.zeros_like(m) for k, m in means.items()}
+    bound = augmentation.bound(d, y, means, zeros)
+    density = _at(d, means).log_prob(y)
+    _assert_close(bound, density, tolerance, "the bound is not tight as v -> 0")
+
+    def total(means: Parameters, variances: Parameters) -> Array:
+        return jnp.sum(augmentation.bound(d, y, means, variances))
+
+    by_mean, by_variance = jax.grad(total, (0, 1))(means, zeros)
+    conditionals = augmentation.conditional(d, y, means)
+    average = {name: q.mean for name, q in conditionals.items()}
+    for name, (potential, precision) in augmentation.natural(d, y, average).items():
+        site = -2 * by_variance[name]
+        _assert_close(
+            site, precision, tolerance, f"site precision of {name!r} against natural"
+        )
+        _assert_close(
+            by_mean[name] + site * means[name], potential, tolerance,
+            f"site potential of {name!r} against natural",
+        )  # fmt: skip
+
+
+def _expectation(
+    augmentation: Augmentation,
+    d: Any,
+    y: Array,
+    means: Parameters,
+    variances: Parameters,
+) -> Array:
+    """The registered expectation; else a product rule over the latents of a datum."""
+    entry = lookup_expectation(type(d))
+    if entry is not None:
+        return entry.expected_log_prob(d, y, means, variances)
+    nodes, weights = gauss_hermite(64, jnp.result_type(*means.values()))
+    if len(means) > 1 or augmentation.latent_axis is not None:
+        raise ValueError(
+            f"{type(d).__name__} has several latents per datum: register its exact "
+            "expectation (numpyro_gpaug.register_expectation) to check its bound"
+        )
+    ((name, m),) = means.items()
+    values = m + jnp.sqrt(variances[name]) * nodes.reshape((-1,) + (1,) * m.ndim)
+    densities = jax.vmap(lambda f: _at(d, {name: f}).log_prob(y))(values)
+    return jnp.tensordot(weights, densities, 1)
+
+
+def _at(d: Distribution, f: Parameters) -> Distribution:
+    """``d`` with its latent-carrying parameters replaced."""
+    given = {k: getattr(d, k) for k in d.arg_constraints if k in vars(d)}
+    return type(d)(**{**given, **f})
+
+
+def _per_datum(augmentation: Augmentation, value: Array) -> Array:
+    axis = augmentation.latent_axis
+    return value if axis is None else value.sum(axis)
+
+
+def _to_batch(density: Array, y: Array) -> Array:
+    """Auxiliaries may have more axes than the data; theirs are the trailing ones."""
+    extra = jnp.ndim(density) - jnp.ndim(y)
+    return density.sum(tuple(range(-extra, 0))) if extra > 0 else density
+
+
+def _assert_close(value: Array, expected: Array, tolerance: float, what: str) -> None:
+    value, expected = np.asarray(value), np.asarray(expected)
+    error = np.abs(value - expected) / (1 + np.abs(expected))
+    worst = float(error.max(initial=0))
+    assert worst <= tolerance, f"{what}: relative error {worst:.3g} > {tolerance:.3g}"
