@@ -40,7 +40,7 @@ class Dependence(NamedTuple):
 _LINEAR = {"add", "sub", "neg", "add_any", "copy", "copy_p", "real", "select_n"}
 _MOVES = {
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
-    "rev", "gather", "dynamic_slice", "pad", "split", "concatenate",
+    "rev", "gather", "dynamic_slice", "pad", "split", "concatenate", "stack",
 }  # fmt: skip
 _SUMS = {"reduce_sum", "cumsum", "dot_general"}
 _ELEMENTWISE = {
@@ -70,34 +70,119 @@ def dependences(
     closed = jax.make_jaxpr(lambda *leaves: fn(dict(zip(names, leaves, strict=True))))(
         *(inputs[name] for name in names)
     )
-    starts: list[State] = [{name: Dependence((), None)} for name in names]
-    return _interpret(closed.jaxpr, starts)
-
-
-def _interpret(jaxpr: Any, starts: list[State]) -> list[State]:
-    env: dict[Any, State] = dict(zip(jaxpr.invars, starts, strict=True))
-
-    def read(var: Any) -> State:
-        return {} if isinstance(var, Literal) else env.get(var, {})
-
-    for eqn in jaxpr.eqns:
-        states = [read(var) for var in eqn.invars]
-        if any(states):
-            outputs = _equation(eqn, states)
-            env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
-
-
-def _equation(eqn: Any, states: list[State]) -> list[State]:
-    inner = _inner_jaxpr(eqn)
-    if inner is not None:
-        results = _interpret(inner, states)
-        return [_renamed(state, eqn.params.get("name")) for state in results]
-    state = _primitive(eqn, states)
-    return [
-        _moved(state, ("output", k)) if len(eqn.outvars) > 1 else state
-        for k in range(len(eqn.outvars))
+    reader = _Reader()
+    starts = [
+        _Value({name: Dependence(reader.token("input"), None)}, reader.token(name))
+        for name in names
     ]
+    return [value.state for value in reader.interpret(closed.jaxpr, starts)]
+
+
+class _Value(NamedTuple):
+    """What is known of a variable: how it depends on the inputs, and a token that two
+    variables share only if they are computed alike from the same things."""
+
+    state: State
+    token: int
+
+
+class _Reader:
+    """Interprets a jaxpr; tokens are interned, so that they stay small and comparable
+    across calls of one inner jaxpr (jit caches them) with different operands."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[Hashable, int] = {}
+
+    def token(self, *key: Hashable) -> int:
+        """The token of a structural key."""
+        return self._tokens.setdefault(key, len(self._tokens))
+
+    def interpret(self, jaxpr: Any, starts: list[_Value]) -> list[_Value]:
+        """Values of the outputs of ``jaxpr`` from those of its inputs."""
+        env: dict[Any, _Value] = dict(zip(jaxpr.invars, starts, strict=True))
+        for var in jaxpr.constvars:
+            env[var] = _Value({}, self.token("constant", id(jaxpr), id(var)))
+
+        def read(var: Any) -> _Value:
+            if isinstance(var, Literal):
+                return _Value({}, self.token("literal", str(var.val), str(var.aval)))
+            return env[var]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(var) for var in eqn.invars]
+            env.update(zip(eqn.outvars, self._equation(eqn, operands), strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
+        inner = _inner_jaxpr(eqn)
+        states = [value.state for value in operands]
+        if inner is not None:
+            results = self.interpret(inner, operands)
+            name = eqn.params.get("name")
+            return [
+                value._replace(state=_renamed(value.state, states, name))
+                for value in results
+            ]
+        tokens = tuple(value.token for value in operands)
+        key = eqn.primitive.name, _static(eqn), tokens
+        state = self._primitive(eqn, operands) if any(states) else {}
+        several = len(eqn.outvars) > 1
+        return [
+            _Value(self._moved(state, ("output", k)) if several else state,
+                   self.token(*key, k))
+            for k in range(len(eqn.outvars))
+        ]  # fmt: skip
+
+    def _primitive(self, eqn: Any, operands: list[_Value]) -> State:
+        name = eqn.primitive.name
+        states = [value.state for value in operands]
+        joined = _join(states)
+        if name in ("concatenate", "stack"):
+            return self._side_by_side(eqn, operands)
+        if name in _MOVES and (name == "pad" or not any(states[1:])):
+            indices = tuple(value.token for value in operands[1:])
+            return self._moved(joined, (name, _static(eqn), indices))
+        if name in _SUMS and sum(bool(state) for state in states) == 1:
+            return _mixed(joined, None)
+        if name in ("mul", "div"):
+            product = bool(states[0]) and bool(states[1])
+            inverse = name == "div" and bool(states[1])
+            return _nonlinear(joined, name) if product or inverse else joined
+        if name == "convert_element_type":
+            kept = jax.numpy.issubdtype(eqn.params["new_dtype"], jax.numpy.inexact)
+            return joined if kept else _nonlinear(joined, name)
+        if name == "select_n" and states[0]:
+            return _nonlinear(joined, "where")
+        if name in _LINEAR or (name == "integer_pow" and eqn.params["y"] == 1):
+            return joined
+        if name in _ELEMENTWISE:
+            return _nonlinear(joined, name)
+        return _mixed(_nonlinear(joined, name), name)
+
+    def _moved(self, state: State, move: Hashable) -> State:
+        return {
+            key: Dependence(
+                None if d.alignment is None else self.token("moved", d.alignment, move),
+                d.nonlinear,
+            )
+            for key, d in state.items()
+        }
+
+    def _side_by_side(self, eqn: Any, operands: list[_Value]) -> State:
+        """Pieces side by side keep each output element on one input element."""
+        joined = _join([value.state for value in operands])
+        for key, d in joined.items():
+            pieces = [
+                value.state[key].alignment if key in value.state else -1
+                for value in operands
+            ]
+            whole = (
+                None
+                if None in pieces
+                else self.token("pieces", _static(eqn), tuple(pieces))
+            )
+            joined[key] = Dependence(whole, d.nonlinear)
+        return joined
 
 
 def _inner_jaxpr(eqn: Any) -> Any:
@@ -111,46 +196,21 @@ def _inner_jaxpr(eqn: Any) -> Any:
     return None
 
 
-def _renamed(state: State, name: str | None) -> State:
+def _renamed(state: State, operands: list[State], name: str | None) -> State:
     """Names the user's function (``clip``) rather than its first primitive (``max``)."""
-    if name is None or name.startswith("<") or name.startswith("_"):
+    if name is None or name.startswith(("<", "_")):
         return state
+    before = _join(operands)
     return {
-        key: Dependence(d.alignment, name if d.nonlinear else None)
+        key: Dependence(
+            d.alignment, name if d.nonlinear and before[key].affine else d.nonlinear
+        )
         for key, d in state.items()
     }
 
 
-def _primitive(eqn: Any, states: list[State]) -> State:
-    name = eqn.primitive.name
-    if name in _MOVES and (name in ("pad", "concatenate") or not any(states[1:])):
-        if name == "concatenate":
-            return _concatenated(states)
-        return _moved(_join(states), (name, _static(eqn)))
-    if name in _SUMS and sum(bool(state) for state in states) == 1:
-        return _mixed(_join(states), None)
-    if name == "mul" or name == "div":
-        numerator_only = name == "mul" or not states[1]
-        if numerator_only and not (states[0] and states[1]):
-            return _join(states)
-        return _nonlinear(_join(states), name)
-    if name == "convert_element_type":
-        kept = jax.numpy.issubdtype(eqn.params["new_dtype"], jax.numpy.inexact)
-        return _join(states) if kept else _nonlinear(_join(states), name)
-    if name == "select_n" and states[0]:
-        return _nonlinear(_join(states), "where")
-    if name in _LINEAR:
-        return _join(states)
-    if name == "integer_pow" and eqn.params["y"] == 1:
-        return _join(states)
-    if name in _ELEMENTWISE:
-        return _nonlinear(_join(states), name)
-    return _mixed(_nonlinear(_join(states), name), name)
-
-
-def _static(eqn: Any) -> Hashable:
-    constants = tuple(id(var) for var in eqn.invars[1:])
-    return (str(sorted((k, str(v)) for k, v in eqn.params.items())), constants)
+def _static(eqn: Any) -> str:
+    return str(sorted((k, str(v)) for k, v in eqn.params.items()))
 
 
 def _join(states: list[State]) -> State:
@@ -160,24 +220,6 @@ def _join(states: list[State]) -> State:
             old = joined.get(key, new)
             alignment = old.alignment if old.alignment == new.alignment else None
             joined[key] = Dependence(alignment, old.nonlinear or new.nonlinear)
-    return joined
-
-
-def _moved(state: State, move: Hashable) -> State:
-    return {
-        key: Dependence(
-            None if d.alignment is None else (d.alignment, move), d.nonlinear
-        )
-        for key, d in state.items()
-    }
-
-
-def _concatenated(states: list[State]) -> State:
-    """Pieces side by side keep each output on one input element."""
-    joined = _join(states)
-    for key, d in joined.items():
-        pieces = tuple(state[key].alignment if key in state else "" for state in states)
-        joined[key] = Dependence(None if None in pieces else pieces, d.nonlinear)
     return joined
 
 

@@ -109,6 +109,7 @@ def expected_log_prob(
     [-0.41 -1.41]
     """
     entry = _require(base_distribution(d))
+    y = feasible(d, y)
     return through_wrappers(
         d, lambda base: entry.expected_log_prob(base, y, means, variances)
     )
@@ -141,6 +142,18 @@ def base_distribution(d: Distribution) -> Distribution:
     ):
         d = d.base_dist
     return d
+
+
+def feasible(d: Distribution, y: Array) -> Array:
+    """``y`` with masked entries replaced by values in the support: whatever a masked
+    datum is (NaN, say), it must not reach a gradient."""
+    if isinstance(d, dist.MaskedDistribution):
+        mask = jnp.asarray(d._mask)
+        mask = mask.reshape(mask.shape + (1,) * d.event_dim)
+        return jnp.where(mask, y, d.base_dist.support.feasible_like(y))
+    if isinstance(d, dist.Independent | dist.ExpandedDistribution):
+        return feasible(d.base_dist, y)
+    return y
 
 
 def through_wrappers(d: Distribution, value: Callable[[Any], Array]) -> Array:

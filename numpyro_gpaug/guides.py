@@ -18,7 +18,6 @@ from numpyro.infer.initialization import init_to_median
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.linalg import NaturalGaussian
 from numpyro_gpaug.process import Conditional
-from numpyro_gpaug.process import Conditional
 from numpyro_gpaug.structure import Block, Structure, analyse
 
 _COVARIANCES = ("natural", "dense", "diagonal")

@@ -119,11 +119,11 @@ class GaussianProcess:
         :raises ValueError: if the columns of ``X`` and of the inducing inputs differ.
         """
         X = _as_inputs(X, "X")
-        if X.ndim > 2 or X.shape[1:] != self.inducing.shape[-1:] * (X.ndim - 1):
+        if X.ndim > 2 or _columns(X) != _columns(self.inducing):
             raise ValueError(
                 f'GaussianProcess("{self.name}") was called at X of shape {X.shape}; its '
                 f"inducing inputs have shape {self.inducing.shape}: expected (N, "
-                f"{self.inducing.shape[-1]})"
+                f"{_columns(self.inducing)})"
             )
         if latents is not None and self.num_latents is None:
             raise ValueError("latents= needs a GaussianProcess with num_latents=C")
@@ -185,9 +185,10 @@ class Conditional:
         """The mean function at ``X``, of :attr:`shape`."""
         mean = self.gp.mean
         value = jnp.asarray(mean(self.X) if callable(mean) else mean, self.dtype)
-        if value.ndim and self.latents is not None:
+        per_latent = value.ndim == 2 or (value.ndim == 1 and not callable(mean))
+        if per_latent and self.latents is not None:
             value = value[..., jnp.asarray(self.latents)]
-        if value.ndim == 1 and callable(mean) and len(self.shape) == 2:
+        if not per_latent and value.ndim and len(self.shape) == 2:
             value = value[:, None]
         return jnp.broadcast_to(value, self.shape)
 
@@ -197,12 +198,16 @@ class Conditional:
         :param v: (M,) or (C, M).
         :param eps: standard normal of :attr:`shape`, or ``None`` for no residual.
         """
+        # NumPyro draws standard normals in JAX's default dtype, whatever their loc's.
+        v = jnp.asarray(v, self.dtype)
         v = self._select(v) if self.gp.num_latents is not None else v[None]
         values = self._as_values(jnp.einsum("...mn,...m->...n", self.projection, v))
         if eps is not None:
             # The gradient of a square root at 0 is infinite, and r is 0 where X is Z.
             positive = self.residual > 0
-            scale = jnp.where(positive, jnp.sqrt(jnp.where(positive, self.residual, 1)), 0)
+            scale = jnp.where(
+                positive, jnp.sqrt(jnp.where(positive, self.residual, 1)), 0
+            )
             values = values + self._as_values(scale) * eps
         return self.mean + values
 
@@ -260,6 +265,10 @@ def _as_inputs(X: Array, name: str) -> Array:
             f"{name} has shape {X.shape}; expected a non-empty array (rows, columns)"
         )
     return X if jnp.issubdtype(X.dtype, jnp.floating) else X.astype(float)
+
+
+def _columns(X: Array) -> int:
+    return 1 if X.ndim == 1 else X.shape[-1]
 
 
 def _lead(array: Array, ndim: int) -> Array:

@@ -53,11 +53,12 @@ class Observed(NamedTuple):
     """An observed site and how its expected log-density is computed.
 
     :param name: the site.
-    :param latents: parameters that carry a latent; empty unless closed form.
-    :param route: see :class:`~numpyro_gpaug.expectations.Route`.
+    :param latents: parameters that carry a latent affinely, in a registered
+        likelihood; empty otherwise.
+    :param route: of the exact expectation.
     :param processes: Gaussian processes that reach the site.
     :param augmented: whether its likelihood has an augmentation.
-    :param reason: why the route is not closed form, ``None`` if it is.
+    :param reason: why the site has no closed-form update, ``None`` if it has.
     """
 
     name: str
@@ -240,26 +241,30 @@ def _survey(
         plates.update(_plates(trace))
         process_sites = set()
         for name, site in trace.items():
-            if site["type"] == "deterministic" and isinstance(
-                site.get("fn"), Conditional
-            ):
-                v = trace[f"{name}.v"]["value"]
-                candidates.append(Block(name, f"{name}.v", v.shape, v.dtype))
+            if isinstance(site.get("fn"), Conditional):
+                v = trace[f"{name}.v"]
                 process_sites.add(f"{name}.v")
+                if not v["is_observed"]:
+                    candidates.append(_block(name, f"{name}.v", v))
         for name, site in trace.items():
             if site["type"] == "sample" and site["is_observed"]:
                 observed.append(name)
             elif site["type"] == "sample":
                 latent.append(name)
                 if name not in process_sites and _is_vector_normal(site):
-                    value = site["value"]
-                    candidates.append(Block(name, name, value.shape, value.dtype))
+                    candidates.append(_block(name, name, site))
 
     def abstract(arrays: tuple[Array, ...]) -> None:
         visit(run_model(model, arguments._replace(arrays=arrays), key, {}))
 
     jax.eval_shape(abstract, arguments.arrays)
     return candidates, _Sites(tuple(latent), tuple(observed), plates)
+
+
+def _block(name: str, site: str, message: dict[str, Any]) -> Block:
+    # The dtype of the prior, not of the draw, which NumPyro makes in the default dtype.
+    loc = base_distribution(message["fn"]).loc
+    return Block(name, site, message["value"].shape, jnp.result_type(loc))
 
 
 def _is_vector_normal(site: dict[str, Any]) -> bool:
@@ -359,12 +364,13 @@ class _Reach:
         if not reached:
             return Observed(name, (), Route.CONSTANT, (), augmented, None)
         reason = self._why_not_closed(name, reached)
-        if reason is None:
-            latents, route = self.registered[name], Route.CLOSED_FORM
+        latents = self.registered[name] if reason is None else ()
+        if latents and lookup_expectation(self.classes[name]) is not None:
+            route = Route.CLOSED_FORM
+        elif len(reached) == 1 and density[reached[0]].elementwise:
+            route = Route.GAUSS_HERMITE
         else:
-            elementwise = len(reached) == 1 and density[reached[0]].elementwise
-            latents = ()
-            route = Route.GAUSS_HERMITE if elementwise else Route.MONTE_CARLO
+            route = Route.MONTE_CARLO
         return Observed(name, latents, route, processes, augmented, reason)
 
     def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import numpyro_gpaug as gpaug
 import optax
 import pytest
-from numpyro_gpaug.infer import Adaptive, RobbinsMonro
 
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer import Adaptive, RobbinsMonro
 from tests.problems import classifier, learnt, regression, toy
 
 GOLDEN = json.loads(
@@ -43,9 +43,7 @@ def test_golden_problem(x64, which: str) -> None:
     Z = X if which == "full" else jnp.asarray(GOLDEN["Z"])
     y = (jnp.asarray(GOLDEN["y"]) + 1) / 2
     kernel = {"lengthscale": 0.9, "variance": 1.3}
-    _, result = fit(
-        classifier, X, y, inducing=Z, jitter=0, sites="augmented", **kernel
-    )
+    _, result = fit(classifier, X, y, inducing=Z, jitter=0, sites="augmented", **kernel)
     golden = GOLDEN[which]
     mean, covariance = inducing_moments(result.params, Z, **kernel)
     np.testing.assert_allclose(mean, golden["mu"], rtol=1e-8)
@@ -94,7 +92,9 @@ def test_augmented_bound_never_falls_and_exact_ends_higher(x64) -> None:
 
 def test_auto_and_exact_sites_meet() -> None:
     X, y = toy(60)
-    fits = [fit(classifier, X, y, inducing=X[:20], sites=s)[1] for s in ("auto", "exact")]
+    fits = [
+        fit(classifier, X, y, inducing=X[:20], sites=s)[1] for s in ("auto", "exact")
+    ]
     np.testing.assert_allclose(fits[0].losses[-1], fits[1].losses[-1], rtol=1e-5)
 
 
@@ -168,9 +168,7 @@ def test_linear_weights_equal_a_linear_kernel(x64) -> None:
 
 def test_hyperparameters_reach_the_optimum_and_the_bound_never_falls(x64) -> None:
     X, y = toy(60)
-    _, result = fit(
-        learnt, X, y, inducing=X[:15], num_steps=300, optim=optax.adam(0.1)
-    )
+    _, result = fit(learnt, X, y, inducing=X[:15], num_steps=300, optim=optax.adam(0.1))
     assert np.diff(result.losses).max() < 1e-9
     at = {k: float(result.params[k]) for k in ("lengthscale", "variance")}
     for name in at:
@@ -218,9 +216,7 @@ def test_sampled_hyperparameters_through_a_stock_autoguide() -> None:
     result = svi.run(KEY, 600, X, y, inducing=X[:15], progress_bar=False)
     median = guide.median(result.params)["lengthscale"]
     # The posterior of the lengthscale is about symmetric in its logarithm.
-    np.testing.assert_allclose(
-        median, mode.params["lengthscale_auto_loc"], rtol=0.25
-    )
+    np.testing.assert_allclose(median, mode.params["lengthscale_auto_loc"], rtol=0.25)
 
 
 @pytest.mark.parametrize(

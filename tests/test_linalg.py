@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from numpyro_gpaug import kernels
 from numpyro_gpaug.linalg import (
     NaturalGaussian,
@@ -69,7 +70,9 @@ def test_moments_and_kl_against_dense_algebra(x64) -> None:
 
 
 def test_kl_of_a_gaussian_with_itself_is_zero() -> None:
-    q = moments(NaturalGaussian(jnp.array([[2.0, -1.0]]), jnp.diag(jnp.array([4.0, 9.0]))[None]))
+    q = moments(
+        NaturalGaussian(jnp.array([[2.0, -1.0]]), jnp.diag(jnp.array([4.0, 9.0]))[None])
+    )
     loc, scale = jnp.array([[0.5, -1 / 9]]), jnp.array([[0.5, 1 / 3]])
     np.testing.assert_allclose(kl_to_diagonal(q, loc, scale), 0.0, atol=1e-6)
 

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import numpyro_gpaug as gpaug
 import optax
 import pytest
 
+import numpyro_gpaug as gpaug
 from tests.problems import classifier, learnt, regression, toy
 
 KEY = jax.random.key(0)

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import numpyro_gpaug as gpaug
 import optax
 import pytest
 
+import numpyro_gpaug as gpaug
 from tests.problems import classifier, learnt, toy
 
 KEY = jax.random.key(0)
@@ -42,16 +42,16 @@ def run_hard(name: str, dtype, variances, num_steps: int) -> None:
     X = jnp.asarray(X, dtype)
     Z = jnp.asarray(np.unique(np.asarray(X), axis=0))
     for sites in ("auto", "augmented"):
-        fixed = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, sites)
+        fixed = gpaug.ConjugateSVI(
+            classifier, gpaug.AutoSparseGP(classifier), None, sites
+        )
         joint = gpaug.ConjugateSVI(
             learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.1), sites
         )
         for variance in variances:
             arguments = {"inducing": Z, "variance": np.asarray(variance, dtype)}
             for svi in (fixed, joint):
-                result = svi.run(
-                    KEY, num_steps, X, y, progress_bar=False, **arguments
-                )
+                result = svi.run(KEY, num_steps, X, y, progress_bar=False, **arguments)
                 assert_monotone(result.losses, dtype)
 
 
@@ -76,9 +76,7 @@ def test_bad_starts(sites: str) -> None:
     """From a q far from any posterior: the bound rises to the same optimum."""
     X, y = toy(40)
     Z = X[:10]
-    svi = gpaug.ConjugateSVI(
-        classifier, gpaug.AutoSparseGP(classifier), None, sites
-    )
+    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, sites)
     arguments = {"inducing": Z, "progress_bar": False}
     optimum = svi.run(KEY, 200, X, y, **arguments).losses[-1]
     rng = np.random.default_rng(1)
@@ -103,7 +101,13 @@ def random_problem(rng, num: int, dim: int, num_inducing: int):
     lengthscale = scale * 10.0 ** rng.uniform(-1, 1)
     variance = 10.0 ** rng.uniform(-3, 3)
     X = X.astype(np.float32)
-    return X, np.asarray(y, np.int32), X[rows], np.float32(lengthscale), np.float32(variance)
+    return (
+        X,
+        np.asarray(y, np.int32),
+        X[rows],
+        np.float32(lengthscale),
+        np.float32(variance),
+    )
 
 
 def run_random(per_shape: int) -> None:

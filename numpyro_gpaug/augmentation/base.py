@@ -49,9 +49,7 @@ class Augmentation(ABC):
         """
 
     @abstractmethod
-    def conditional(
-        self, d: Any, y: Array, f: Parameters
-    ) -> dict[str, Distribution]:
+    def conditional(self, d: Any, y: Array, f: Parameters) -> dict[str, Distribution]:
         """Full conditionals of the auxiliaries given the latents, with exact samplers.
 
         :param d: the likelihood.
@@ -85,9 +83,7 @@ class Augmentation(ABC):
 _REGISTRY: dict[type[Distribution], Augmentation] = {}
 
 
-def register_augmentation(
-    cls: type[Distribution], augmentation: Augmentation
-) -> None:
+def register_augmentation(cls: type[Distribution], augmentation: Augmentation) -> None:
     """Registers an augmentation for a distribution class and its subclasses.
 
     Check it with :func:`numpyro_gpaug.testing.check_augmentation` first.

@@ -17,6 +17,7 @@ from numpyro_gpaug.expectations import (
     Route,
     base_distribution,
     expected_log_prob,
+    feasible,
     gauss_hermite,
     through_wrappers,
 )
@@ -106,7 +107,9 @@ class BoundProblem:
     def _flat(self) -> dict[str, Array]:
         """Zero function values, of the right shapes, found without arithmetic."""
         names = [b.name for b in self._processes]
-        abstract = jax.eval_shape(lambda: {n: self.trace({})[n]["value"] for n in names})
+        abstract = jax.eval_shape(
+            lambda: {n: self.trace({})[n]["value"] for n in names}
+        )
         return {n: jnp.zeros(s.shape, s.dtype) for n, s in abstract.items()}
 
     @cached_property
@@ -146,7 +149,9 @@ class BoundProblem:
         found = {}
         for block in self._weights:
             size = block.shape[0]
-            directions = {k: jnp.zeros((size, *z.shape), z.dtype) for k, z in zeros.items()}
+            directions = {
+                k: jnp.zeros((size, *z.shape), z.dtype) for k, z in zeros.items()
+            }
             directions[block.name] = jnp.eye(size, dtype=block.dtype)
             columns = jax.vmap(push)(directions)
             found[block.name] = {
@@ -189,7 +194,9 @@ class BoundProblem:
         terms = []
         for site in self.structure.observed:
             message = trace[site.name]
-            if site.route is Route.CLOSED_FORM:
+            if site.latents and (
+                bound == "augmented" or site.route is Route.CLOSED_FORM
+            ):
                 value = _closed_form(message, *predictor(carried, site), bound)
             elif site.route is Route.CONSTANT:
                 value = message["fn"].log_prob(message["value"])
@@ -296,7 +303,8 @@ def predictor(
 def _closed_form(
     message: dict[str, Any], means: dict, variances: dict, bound: str
 ) -> Array:
-    fn, y = message["fn"], message["value"]
+    fn = message["fn"]
+    y = feasible(fn, message["value"])
     if bound == "exact":
         return expected_log_prob(fn, y, means, variances)
     cls = type(base_distribution(fn))

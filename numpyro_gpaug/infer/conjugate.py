@@ -153,7 +153,9 @@ class ConjugateSVI:
         check_arguments(self.model, args, kwargs)
         structure = self.guide.setup(*args, **kwargs).structure
         if not structure.blocks:
-            raise ValueError("the model has no Gaussian process and no Gaussian weights")
+            raise ValueError(
+                "the model has no Gaussian process and no Gaussian weights"
+            )
         if not structure.observed:
             raise ValueError(
                 "the model has no observed site: pass the observations (y) to init or run"
@@ -184,7 +186,9 @@ class ConjugateSVI:
         for block in self.guide.structure.blocks:
             natural = state.natural[block.name]
             shapes = block.shape, block.shape + block.shape[-1:]
-            for name, x, shape in zip(natural_names(block), natural, shapes, strict=True):
+            for name, x, shape in zip(
+                natural_names(block), natural, shapes, strict=True
+            ):
                 params[name] = x.reshape(shape)
         return params
 
@@ -248,7 +252,9 @@ class ConjugateSVI:
                 f"the state was made for subsampled plates {sorted(state.epochs)}, but "
                 f"the arguments subsample {sorted(subsampled)}: start a new run"
             )
-        epoch = max((p.size // p.subsample_size for p in subsampled.values()), default=0)
+        epoch = max(
+            (p.size // p.subsample_size for p in subsampled.values()), default=0
+        )
         limit = 0.0 if tol is None or subsampled else tol
         losses: list[np.ndarray] = []
         taken = 0
@@ -399,7 +405,6 @@ class ConjugateSVI:
         return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
 
 
-
 def _start_block(block: Block, init_params: dict[str, Any]) -> NaturalGaussian:
     names, prior = natural_names(block), prior_natural(block)
     potential, precision = (
@@ -434,4 +439,6 @@ def _settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:
 
 def _strong(value: Any) -> jax.Array:
     """Strongly typed: a Python number would change dtype on its first update."""
-    return jnp.asarray(value, jnp.result_type(float) if isinstance(value, float) else None)
+    return jnp.asarray(
+        value, jnp.result_type(float) if isinstance(value, float) else None
+    )

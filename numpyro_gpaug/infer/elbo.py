@@ -138,7 +138,9 @@ def other_terms(problem: BoundProblem, guide_trace: Trace) -> Array | float:
     return total
 
 
-def field_marginals(fields: dict[str, Any], moments: dict[str, Moments]) -> dict[str, Any]:
+def field_marginals(
+    fields: dict[str, Any], moments: dict[str, Moments]
+) -> dict[str, Any]:
     """:class:`~numpyro_gpaug.infer.bound.Marginals` at the field of every block."""
     found: dict[str, Any] = {}
     for name, field in fields.items():
@@ -196,4 +198,3 @@ def moments_of(fn: dist.Distribution) -> Moments:
         f"the guide puts a {type(base).__name__} on the inducing values; the analytic "
         "bound needs a Gaussian: use AutoSparseGP"
     )
-

@@ -212,7 +212,9 @@ class Posterior:
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         :return: ``sample_shape + (N,)`` or ``sample_shape + (N, C)``.
         """
-        mean, covariance = self.predict_f(*args, site=site, full_covariance=True, **kwargs)
+        mean, covariance = self.predict_f(
+            *args, site=site, full_covariance=True, **kwargs
+        )
         jitter = default_jitter(covariance.shape[-1], covariance.dtype)
         factor = cholesky_jitter(covariance, jitter)
         if not np.isfinite(np.asarray(factor)).all():
@@ -271,9 +273,7 @@ class Posterior:
 
     def _log_prob(self, arrays: Any, factors: Any, static: Any, site: str) -> Array:
         fn, message = self._predictive(arrays, factors, static, site)
-        return through_wrappers(
-            message["fn"], lambda _: fn.log_prob(message["value"])
-        )
+        return through_wrappers(message["fn"], lambda _: fn.log_prob(message["value"]))
 
     def _predictive(
         self, arrays: Any, factors: Any, static: Any, site: str
@@ -323,10 +323,14 @@ class Posterior:
 
     def _call(self, what: str, arguments: Arguments, site: str) -> Any:
         if self._factors is None:
-            factors = self._compiled["factors"](arguments.arrays, static=arguments.static)
+            factors = self._compiled["factors"](
+                arguments.arrays, static=arguments.static
+            )
             for name, factor in factors.items():
                 if not np.isfinite(np.asarray(factor)).all():
-                    raise CholeskyError(f"the kernel matrix of {name!r} did not factorise")
+                    raise CholeskyError(
+                        f"the kernel matrix of {name!r} did not factorise"
+                    )
             self._factors = factors
         return self._compiled[what](
             arguments.arrays, self._factors, static=arguments.static, site=site
@@ -458,7 +462,8 @@ def _observation_arguments(
     positional = list(inspect.signature(model).parameters)
     paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     names = [
-        positional[path[1].idx] if path[0].idx == 0 else path[1].key for path, _ in paths
+        positional[path[1].idx] if path[0].idx == 0 else path[1].key
+        for path, _ in paths
     ]
     of_arrays = Arguments.select_arrays((args, kwargs), names)
     return tuple(dict.fromkeys(of_arrays[i] for i in sorted(reached)))

@@ -114,6 +114,9 @@ class Sites(NamedTuple):
         for key, part in parts.items():
             here, slope = (at, gradients) if key == "" else (at[key], gradients[key])
             site_potential, site_precision = _gaussian_site(part, here, slope)
+            # A scale on the whole model multiplies likelihood and prior alike.
+            site_potential = site_potential / self.scales[name]
+            site_precision = site_precision / self.scales[name]
             weighted = part.projection * site_precision[..., None, :]
             precision = precision + weighted @ jnp.swapaxes(part.projection, -1, -2)
             potential = potential + jnp.einsum(

@@ -241,7 +241,9 @@ class Stepper:
             return exact
         augmented = jax.grad(lambda at: sites.log_likelihood(at, bound="augmented"))
         return lax.cond(
-            state.step == 0, lambda: augmented(evaluation.marginals)[name], lambda: exact
+            state.step == 0,
+            lambda: augmented(evaluation.marginals)[name],
+            lambda: exact,
         )
 
     def _gradient_step(
@@ -329,9 +331,7 @@ class Stepper:
             fields=fields,
             priors=priors,
             scales={b.name: problem.block_scale(b) for b in self._structure.blocks},
-            log_likelihood=partial(
-                problem.expected_log_likelihood, bound=self._bound
-            ),
+            log_likelihood=partial(problem.expected_log_likelihood, bound=self._bound),
             constant=other_terms(problem, trace),
         )
 

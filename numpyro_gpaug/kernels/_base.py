@@ -193,7 +193,9 @@ class Matrix(_Algebra):
         return jnp.broadcast_to(self._covariance(X, Z, same), shape)
 
     def _hyperparameters(self) -> list[tuple[str, Any]]:
-        return [(f.name, getattr(self, f.name)) for f in dataclasses.fields(cast(Any, self))]
+        return [
+            (f.name, getattr(self, f.name)) for f in dataclasses.fields(cast(Any, self))
+        ]
 
     def _check_columns(self, X: jax.Array) -> None:
         """Raise if a hyperparameter does not fit the columns of ``X``."""
