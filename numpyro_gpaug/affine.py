@@ -197,7 +197,7 @@ def _inner_jaxpr(eqn: Any) -> Any:
 
 
 def _renamed(state: State, operands: list[State], name: str | None) -> State:
-    """Names the user's function (``clip``) rather than its first primitive (``max``)."""
+    """Names the user's function (``clip``), not its first primitive (``max``)."""
     if name is None or name.startswith(("<", "_")):
         return state
     before = _join(operands)

@@ -115,7 +115,9 @@ def expected_log_prob(
     )
 
 
-def predictive(d: Distribution, means: Parameters, variances: Parameters):
+def predictive(
+    d: Distribution, means: Parameters, variances: Parameters
+) -> Distribution:
     """The distribution of a new observation, its latents integrated out.
 
     :param d: the likelihood at the new inputs; see :func:`expected_log_prob`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guides: sparse Gaussian processes by us, every other latent by a NumPyro autoguide."""
+"""Guides: sparse Gaussian processes by us, other latents by NumPyro's autoguides."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class AutoSparseGP:
         and a triangular factor, for gradient SVI; ``"diagonal"``: mean and standard
         deviations.
     :param other: class of the autoguide for all other latents (for example
-        ``AutoNormal``), built as ``other(model)``; the default ``AutoDelta`` gives their
-        posterior mode, started at prior medians.
+        ``AutoNormal``), built as ``other(model)``; the default ``AutoDelta`` gives
+        their posterior mode, started at prior medians.
     :raises ValueError: for an unknown ``covariance``.
 
     **Example**
@@ -111,9 +111,9 @@ class AutoSparseGP:
         others = self.structure.others
 
         def filled(message: dict[str, Any]) -> Array | None:
-            """Zeros for all that is hidden: an autoguide compiles the model it is given,
-            and its gradient, and needs nothing of it but the latents it owns."""
-            fn = message.get("fn")
+            """Zeros for all that is hidden: an autoguide compiles the model it is
+            given, and its gradient, and needs nothing of it but its own latents."""
+            fn: Any = message.get("fn")
             if isinstance(fn, Conditional):
                 return jnp.zeros(fn.shape, fn.dtype)
             drawn = message["type"] == "sample" and message["name"] not in others

@@ -60,7 +60,8 @@ class GaussianProcess:
     >>> import numpyro_gpaug as gpaug
     >>> def model(X, y=None):
     ...     kernel = gpaug.kernels.SquaredExponential(lengthscale=0.5)
-    ...     gp = gpaug.GaussianProcess("f", kernel, inducing=jnp.linspace(0, 1, 5)[:, None])
+    ...     Z = jnp.linspace(0, 1, 5)[:, None]
+    ...     gp = gpaug.GaussianProcess("f", kernel, inducing=Z)
     ...     with numpyro.plate("data", X.shape[0]):
     ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
     >>> from numpyro.infer import Predictive
@@ -99,9 +100,10 @@ class GaussianProcess:
             raise ValueError(
                 f'GaussianProcess("{name}"): its inducing values have shape '
                 f"{self.v.shape}, but {num_inducing} inducing inputs call for {shape}. "
-                "Either it is constructed inside a plate (construct it before the plate, "
-                "call it inside), or the inducing inputs changed in number since the fit "
-                "(pass them as an argument or a param, not as rows of the data)."
+                "Either it is constructed inside a plate (construct it before the "
+                "plate, call it inside), or the inducing inputs changed in number "
+                "since the fit (pass them as an argument or a param, not as rows of "
+                "the data)."
             )
 
     @cached_property
@@ -121,8 +123,8 @@ class GaussianProcess:
         X = _as_inputs(X, "X")
         if X.ndim > 2 or _columns(X) != _columns(self.inducing):
             raise ValueError(
-                f'GaussianProcess("{self.name}") was called at X of shape {X.shape}; its '
-                f"inducing inputs have shape {self.inducing.shape}: expected (N, "
+                f'GaussianProcess("{self.name}") was called at X of shape {X.shape}; '
+                f"its inducing inputs have shape {self.inducing.shape}: expected (N, "
                 f"{_columns(self.inducing)})"
             )
         if latents is not None and self.num_latents is None:
@@ -193,7 +195,7 @@ class Conditional:
         return jnp.broadcast_to(value, self.shape)
 
     def values(self, v: Array, eps: Array | None = None) -> Array:
-        """Function values for whitened inducing values ``v`` and residual noise ``eps``.
+        """Function values from whitened inducing values and residual noise.
 
         :param v: (M,) or (C, M).
         :param eps: standard normal of :attr:`shape`, or ``None`` for no residual.

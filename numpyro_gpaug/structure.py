@@ -379,8 +379,8 @@ class _Reach:
         for leaf in jax.tree.leaves(self.states["rest"][name]):
             if touched := [r for r in reached if r in leaf.state]:
                 return (
-                    f"{touched[0]!r} reaches a parameter of {self.classes[name].__name__} "
-                    f"other than {self.registered[name]}"
+                    f"{touched[0]!r} reaches a parameter of "
+                    f"{self.classes[name].__name__} other than {self.registered[name]}"
                 )
         for latent in self.registered[name]:
             state = self.states["carried"][name][latent].state

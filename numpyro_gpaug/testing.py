@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, random
 from numpyro.distributions import Distribution
 
@@ -201,7 +200,6 @@ def _to_batch(density: Array, y: Array) -> Array:
 
 
 def _assert_close(value: Array, expected: Array, tolerance: float, what: str) -> None:
-    value, expected = np.asarray(value), np.asarray(expected)
-    error = np.abs(value - expected) / (1 + np.abs(expected))
-    worst = float(error.max(initial=0))
+    error = jnp.abs(value - expected) / (1 + jnp.abs(expected))
+    worst = float(jnp.max(error))
     assert worst <= tolerance, f"{what}: relative error {worst:.3g} > {tolerance:.3g}"

@@ -138,7 +138,7 @@ def test_two_processes_are_updated_one_at_a_time() -> None:
     X, y = toy(40)
     _, result = fit(model, X, y, num_steps=100)
     assert np.diff(result.losses).max() < 1e-3
-    # The factorised posterior of the two terms can only be worse than that of their sum.
+    # A factorised posterior of the two terms can only be worse than that of the sum.
     assert result.losses[-1] > fit(single, X, y)[1].losses[-1]
 
 

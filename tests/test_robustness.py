@@ -264,9 +264,7 @@ def test_unsuitable_models_and_guides() -> None:
     with pytest.raises(ValueError, match="sites must be one of"):
         gpaug.ConjugateSVI(classifier, guide, None, sites="best")
     with pytest.raises(ValueError, match="step_size"):
-        start_svi = gpaug.ConjugateSVI(classifier, guide, step_size=1.5)
-        X, y = toy(20)
-        start_svi.init(KEY, X, y, inducing=X[:5])
+        gpaug.ConjugateSVI(classifier, guide, step_size=1.5)
     with pytest.raises(ValueError, match="covariance must be one of"):
         gpaug.AutoSparseGP(classifier, covariance="banded")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binary classification with a sparse Gaussian process: time, bound and accuracy.
+r"""Binary classification with a sparse Gaussian process: time, bound and accuracy.
 
 ``waveform``: N = 4500, M = 100, hyperparameters fixed (lengthscale 5, variance 1),
 closed form against rivals that maximise the same bound on the same inducing inputs; one
@@ -8,7 +8,7 @@ hyperparameters learnt on smaller sets.
 
 Every method runs in a process of its own, one core, one dtype, so every start is cold::
 
-    python examples/benchmarks/binary.py --json results.json \\
+    python examples/benchmarks/binary.py --json results.json \
         --peers numpy,svc,gpflow=/path/to/python,gpytorch=/path/to/python
 
 Without ``--peers``, those that this interpreter can import are run. Data other than

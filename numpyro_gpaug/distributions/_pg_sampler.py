@@ -64,7 +64,7 @@ def pole_coefficients(h: Array, num_terms: int) -> tuple[Array, ...]:
     p = [jnp.ones_like(h)]
     for n in range(1, num_terms):
         terms = (((1 - h) * k - n) * float(g[k]) * p[n - k] for k in range(1, n + 1))
-        p.append(sum(terms) / n)
+        p.append(jnp.asarray(sum(terms) / n))
     falling = jnp.ones_like(h)
     const = h * math.log(POLE / math.pi) - gammaln(h + 1)
     out = [const + 0.5 * math.log(2 * math.pi)]
@@ -232,18 +232,18 @@ def sample(
         return out
 
     positive = concrete_h > 0
-    for kind, member in (
+    for kind, members in (
         ("series", positive & (concrete_h <= SERIES_MAX)),
         ("saddle", concrete_h > SERIES_MAX),
     ):
-        if not member.any():
+        if not members.any():
             continue
-        values = concrete_h[member]
+        values = concrete_h[members]
         whole = kind == "series" and np.all(values == np.round(values))
         terms = int(values.max()) if whole else _NUM_POLE_TERMS
-        if member.all():
+        if members.all():
             return _sample_regime(keys[kind], h, z, num=num, kind=kind, num_terms=terms)
-        index = np.flatnonzero(member)
+        index = np.flatnonzero(members)
         draws = _sample_regime(
             keys[kind], h[index], z[index], num=num, kind=kind, num_terms=terms
         )

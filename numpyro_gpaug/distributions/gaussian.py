@@ -105,7 +105,8 @@ def _kl_block_independent(p: BlockGaussian, q: dist.Independent) -> Array:
     if not isinstance(base, dist.Normal) or q.event_shape != p.event_shape:
         raise NotImplementedError(
             "KL from a BlockGaussian is registered to independent normals of the same "
-            f"event shape {p.event_shape}, not to {type(base).__name__} of {q.event_shape}"
+            f"event shape {p.event_shape}, not to {type(base).__name__} of "
+            f"{q.event_shape}"
         )
     return kl_to_diagonal(p.moments(), base.loc, base.scale)
 

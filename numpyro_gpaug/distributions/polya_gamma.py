@@ -140,7 +140,7 @@ class PolyaGamma(Distribution):
             return None
         return np.broadcast_to(np.asarray(self.b), shape).ravel()
 
-    def sample(self, key: Array | None, sample_shape: tuple[int, ...] = ()) -> Array:
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Draw from the distribution.
 
         :param key: A JAX random key.
@@ -170,14 +170,12 @@ class PolyaGamma(Distribution):
         positive = x > 0
         concrete_b = self._concrete_b(x.shape)
         threshold = saddle_threshold(x.dtype)
-        known = concrete_b is not None
-        out = log_density(
-            4 * jnp.where(positive, x, 1.0),
-            b,
-            _half_abs(c),
-            all_small=known and bool(np.all(concrete_b <= threshold)),
-            all_large=known and bool(np.all(concrete_b > threshold)),
-        )
+        small = large = False
+        if concrete_b is not None:
+            small = bool(np.all(concrete_b <= threshold))
+            large = bool(np.all(concrete_b > threshold))
+        scaled = 4 * jnp.where(positive, x, 1.0)
+        out = log_density(scaled, b, _half_abs(c), all_small=small, all_large=large)
         return jnp.where(positive, out + math.log(4.0), -jnp.inf)
 
     @property

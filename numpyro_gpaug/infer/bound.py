@@ -39,8 +39,8 @@ NUM_NODES = 32
 class Field(NamedTuple):
     """Where a block meets the likelihood: values linear in the block, per datum.
 
-    A Gaussian process meets it at its function values; a weight vector at each predictor
-    it reaches, so its fields are a dict over ``"site/parameter"``.
+    A Gaussian process meets it at its function values; a weight vector at each
+    predictor it reaches, so its fields are a dict over ``"site/parameter"``.
 
     :param offset: the part that does not depend on the block, (latents, N).
     :param projection: A, with ``field = offset + A' v``, (1 or latents, M, N).

@@ -51,16 +51,16 @@ def _check_array(name: str, value: Any) -> None:
     kind = np.dtype(value.dtype).kind if isinstance(value, np.ndarray) else "f"
     if kind in "OUS":
         raise ValueError(
-            f"{name} has shape {shape} and dtype {value.dtype}; expected numbers. Encode "
-            "labels as 0/1 or 0..C-1, for example with numpy.unique(y, "
+            f"{name} has shape {shape} and dtype {value.dtype}; expected numbers. "
+            "Encode labels as 0/1 or 0..C-1, for example with numpy.unique(y, "
             "return_inverse=True)[1]"
         )
     if jax.dtypes.issubdtype(value.dtype, np.floating):
         bad = int(np.size(value) - np.isfinite(np.asarray(value)).sum())
         if bad:
             raise ValueError(
-                f"{name} has shape {shape} and {bad} NaN or infinite entries; remove or "
-                "impute them first"
+                f"{name} has shape {shape} and {bad} NaN or infinite entries; remove "
+                "or impute them first"
             )
 
 
@@ -116,8 +116,8 @@ def check_param(name: str, value: Any, constraint: constraints.Constraint) -> No
         array = np.asarray(leaf)
         if not np.isfinite(array).all() or not np.all(constraint(array)):
             raise ValueError(
-                f"param {name!r} of shape {array.shape} starts at {array}, which is not "
-                f"finite or does not satisfy {constraint}"
+                f"param {name!r} of shape {array.shape} starts at {array}, which is "
+                f"not finite or does not satisfy {constraint}"
             )
 
 

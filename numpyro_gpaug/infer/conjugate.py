@@ -120,6 +120,7 @@ class ConjugateSVI:
             )
         if hyper_steps < 1:
             raise ValueError(f"hyper_steps must be at least 1, got {hyper_steps}")
+        as_schedule(step_size, subsampled=True)
         self.model = model
         self.guide = guide
         self.optim = optim
@@ -158,7 +159,8 @@ class ConjugateSVI:
             )
         if not structure.observed:
             raise ValueError(
-                "the model has no observed site: pass the observations (y) to init or run"
+                "the model has no observed site: pass the observations (y) to init "
+                "or run"
             )
         require_conjugate(structure)
         self._seen = args, kwargs

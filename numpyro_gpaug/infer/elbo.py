@@ -125,7 +125,7 @@ class TraceAnalytic_ELBO(ELBO):
 
 
 def other_terms(problem: BoundProblem, guide_trace: Trace) -> Array | float:
-    """Minus the KL of the other latents: analytic where registered, else at the draw."""
+    """Minus the KL of the other latents: analytic if registered, else at the draw."""
     total: Array | float = 0.0
     for name, site in problem.other_sites().items():
         guide_site = guide_trace[name]

@@ -20,12 +20,17 @@ from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.affine import dependences
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.expectations import (
-    Route,
     base_distribution,
     predictive,
     through_wrappers,
 )
 from numpyro_gpaug.guides import AutoSparseGP
+from numpyro_gpaug.infer.archive import (
+    pack,
+    pack_structure,
+    unpack,
+    unpack_structure,
+)
 from numpyro_gpaug.infer.bound import BoundProblem, as_values, predictor
 from numpyro_gpaug.infer.elbo import field_marginals, moments_of, with_latent_axis
 from numpyro_gpaug.linalg import Moments, cholesky_jitter, default_jitter
@@ -33,7 +38,6 @@ from numpyro_gpaug.structure import (
     Arguments,
     Block,
     Observed,
-    Plate,
     Structure,
     run_model,
 )
@@ -126,10 +130,7 @@ class Posterior:
         observations = _observation_arguments(model, structure, values, args, kwargs)
         remembered = {k: v for k, v in kwargs.items() if k not in observations}
         rows = {n for p in structure.plates.values() for n in p}
-        shared = tuple(
-            k for k, v in remembered.items()
-            if not any(jnp.shape(x)[:1] in {(n,) for n in rows} for x in jax.tree.leaves(v))
-        )  # fmt: skip
+        shared = tuple(k for k, v in remembered.items() if not _has_rows(v, rows))
         return cls(model, structure, values, moments, remembered, observations, shared)
 
     # -- prediction -------------------------------------------------------------------
@@ -165,8 +166,8 @@ class Posterior:
         **kwargs: Any,
     ) -> Distribution:
         """Posterior predictive distribution of new observations, the latents integrated
-        out: a NumPyro distribution (``.probs`` of a Bernoulli, ``.mean``, ``.variance``,
-        ``.icdf`` for intervals, ``.log_prob``, ``.sample``).
+        out: a NumPyro distribution (``.probs`` of a Bernoulli, ``.mean``,
+        ``.variance``, ``.icdf`` for intervals, ``.log_prob``, ``.sample``).
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which observed site, if the model has several.
@@ -219,8 +220,8 @@ class Posterior:
         factor = cholesky_jitter(covariance, jitter)
         if not np.isfinite(np.asarray(factor)).all():
             raise CholeskyError(
-                f"the posterior covariance of shape {covariance.shape} at the new inputs "
-                "did not factorise: are there duplicate rows?"
+                f"the posterior covariance of shape {covariance.shape} at the new "
+                "inputs did not factorise: are there duplicate rows?"
             )
         noise = random.normal(key, sample_shape + mean.T.shape, mean.dtype)
         draws = jnp.einsum("...ij,...j->...i", factor, noise)
@@ -299,7 +300,8 @@ class Posterior:
         arrays = [a for a in map(jnp.shape, jax.tree.leaves(passed)) if a]
         if not arrays or arrays[0][0] == 0:
             raise ValueError(
-                f"pass the new inputs: arrays with one row per point, got shapes {arrays}"
+                "pass the new inputs: arrays with one row per point, got shapes "
+                f"{arrays}"
             )
         is_new = (
             jax.tree.map(lambda _: True, args),
@@ -313,7 +315,7 @@ class Posterior:
         return arguments, by_row
 
     def _without_observations(self, given: int) -> dict[str, None]:
-        """``None`` for observation arguments that were not passed and have no default."""
+        """``None`` for observation arguments not passed that have no default."""
         parameters = list(inspect.signature(self._model).parameters.values())[given:]
         return {
             p.name: None
@@ -391,14 +393,14 @@ class Posterior:
         """
         arrays: dict[str, np.ndarray] = {}
         meta = {
-            "values": _pack(self._values, "values", arrays),
-            "remembered": _pack(self._remembered, "remembered", arrays),
-            "moments": _pack(
+            "values": pack(self._values, "values", arrays),
+            "remembered": pack(self._remembered, "remembered", arrays),
+            "moments": pack(
                 {k: list(m) for k, m in self._moments.items()}, "moments", arrays
             ),
             "observations": list(self._observations),
             "shared": list(self._shared),
-            "structure": _pack_structure(self._structure),
+            "structure": pack_structure(self._structure),
         }
         arrays["meta"] = np.array(json.dumps(meta))
         np.savez(path, allow_pickle=False, **arrays)
@@ -415,13 +417,18 @@ class Posterior:
             meta = json.loads(str(archive["meta"]))
         return cls(
             model,
-            _unpack_structure(meta["structure"]),
-            _unpack(meta["values"], arrays),
-            {k: Moments(*m) for k, m in _unpack(meta["moments"], arrays).items()},
-            _unpack(meta["remembered"], arrays),
+            unpack_structure(meta["structure"]),
+            unpack(meta["values"], arrays),
+            {k: Moments(*m) for k, m in unpack(meta["moments"], arrays).items()},
+            unpack(meta["remembered"], arrays),
             tuple(meta["observations"]),
             tuple(meta["shared"]),
         )
+
+
+def _has_rows(tree: Any, rows: set[int]) -> bool:
+    shapes = (jnp.shape(x) for x in jax.tree.leaves(tree))
+    return any(shape and shape[0] in rows for shape in shapes)
 
 
 def _one_of(candidates: Any, name: str | None, what: str) -> Any:
@@ -467,55 +474,3 @@ def _observation_arguments(
     ]
     of_arrays = Arguments.select_arrays((args, kwargs), names)
     return tuple(dict.fromkeys(of_arrays[i] for i in sorted(reached)))
-
-
-def _pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
-    """A JSON description of ``tree``; its arrays go into ``arrays`` under their path."""
-    if isinstance(tree, np.ndarray | jax.Array):
-        arrays[path] = np.asarray(tree)
-        return {"array": path}
-    if isinstance(tree, dict) and all(isinstance(k, str) for k in tree):
-        return {"dict": {k: _pack(v, f"{path}/{k}", arrays) for k, v in tree.items()}}
-    if type(tree) in (list, tuple):
-        return {"list": [_pack(v, f"{path}/{i}", arrays) for i, v in enumerate(tree)]}
-    if tree is None or isinstance(tree, bool | int | float | str):
-        return {"plain": tree}
-    raise ValueError(
-        f"{path} is a {type(tree).__name__}: only arrays, numbers, strings, and dicts, "
-        "lists and tuples of them can be saved"
-    )
-
-
-def _unpack(packed: dict[str, Any], arrays: dict[str, Array]) -> Any:
-    ((kind, content),) = packed.items()
-    if kind == "array":
-        return arrays[content]
-    if kind == "dict":
-        return {k: _unpack(v, arrays) for k, v in content.items()}
-    if kind == "list":
-        return [_unpack(v, arrays) for v in content]
-    return content
-
-
-def _pack_structure(structure: Structure) -> dict[str, Any]:
-    return {
-        "blocks": [[b.name, b.site, b.shape, str(b.dtype)] for b in structure.blocks],
-        "others": structure.others,
-        "observed": [[*o[:2], o.route.value, *o[3:]] for o in structure.observed],
-        "plates": {k: list(p) for k, p in structure.plates.items()},
-    }
-
-
-def _unpack_structure(packed: dict[str, Any]) -> Structure:
-    return Structure(
-        blocks=tuple(
-            Block(name, site, tuple(shape), jnp.dtype(dtype))
-            for name, site, shape, dtype in packed["blocks"]
-        ),
-        others=tuple(packed["others"]),
-        observed=tuple(
-            Observed(name, tuple(latents), Route(route), tuple(processes), *rest)
-            for name, latents, route, processes, *rest in packed["observed"]
-        ),
-        plates={k: Plate(*p) for k, p in packed["plates"].items()},
-    )

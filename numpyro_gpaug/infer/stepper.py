@@ -209,8 +209,8 @@ class Stepper:
     def _sweep(
         self, sites: Sites, state: ConjugateState, evaluation: Evaluation, fresh: Array
     ) -> tuple[Natural, Evaluation, dict[str, Array]]:
-        """Moves every block once, one at a time: blocks that share a predictor overshoot
-        when they move together.
+        """Moves every block once, one at a time: blocks that share a predictor
+        overshoot when they move together.
 
         :param fresh: whether ``evaluation`` is still to be computed; then a first pass
             over the blocks moves nothing.
