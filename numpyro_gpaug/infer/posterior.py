@@ -18,8 +18,9 @@ from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.affine import dependences
-from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.expectations import (
+    Route,
     base_distribution,
     predictive,
     through_wrappers,
@@ -54,6 +55,19 @@ class FunctionValues(NamedTuple):
 
     mean: Array
     variance: Array
+
+
+class Fit(NamedTuple):
+    """What a prediction needs of a fit.
+
+    :param values: params and point values of other latents.
+    :param moments: of the Gaussian blocks.
+    :param factors: Cholesky factors of the inducing matrices.
+    """
+
+    values: dict[str, Any]
+    moments: dict[str, Moments]
+    factors: dict[str, Array]
 
 
 class Posterior:
@@ -94,7 +108,7 @@ class Posterior:
         self._remembered = remembered
         self._observations = observations
         self._shared = shared
-        self._factors: dict[str, Array] | None = None
+        self._fit: Fit | None = None
         self._raw = {"f": self._f, "y": self._y, "log_prob": self._log_prob}
         self._raw["joint"] = self._joint
         self._compiled = {
@@ -229,7 +243,9 @@ class Posterior:
 
     # -- what is compiled ------------------------------------------------------------
 
-    def _problem(self, arrays: tuple[Array, ...], static: Any) -> BoundProblem:
+    def _problem(
+        self, arrays: tuple[Array, ...], static: Any, values: dict[str, Any]
+    ) -> BoundProblem:
         names = {site.name for site in self._structure.observed}
 
         def unobserved(message: dict[str, Any]) -> Array | None:
@@ -241,48 +257,52 @@ class Posterior:
         whole = whole_plates(self._model)
         model = handlers.substitute(whole, substitute_fn=unobserved)
         arguments = Arguments(arrays, static)
-        return BoundProblem(
-            self._structure, model, arguments, self._values, random.key(0)
-        )
+        return BoundProblem(self._structure, model, arguments, values, random.key(0))
 
-    def _at(self, problem: BoundProblem, factors: dict[str, Array]) -> dict[str, Any]:
-        return field_marginals(problem.fields(factors), self._moments)
-
-    def _cholesky(self, arrays: tuple[Array, ...], static: Any) -> dict[str, Array]:
-        problem = self._problem(arrays, static)
+    def _cholesky(
+        self, arrays: tuple[Array, ...], values: dict[str, Any], static: Any
+    ) -> dict[str, Array]:
+        problem = self._problem(arrays, static, values)
         processes = [b for b in self._structure.blocks if b.is_process]
         return {b.name: problem.conditional(b).gp.cholesky for b in processes}
 
-    def _f(self, arrays: Any, factors: Any, static: Any, site: str) -> FunctionValues:
-        at = self._at(self._problem(arrays, static), factors)[site]
-        block = self._block(site)
+    def _f(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
+        fields = self._problem(arrays, static, fit.values).fields(fit.factors)
+        at, block = field_marginals(fields, fit.moments)[site], self._block(site)
         return FunctionValues(*(as_values(x, block) for x in at))
 
-    def _joint(self, arrays: Any, factors: Any, static: Any, site: str):
-        problem, block = self._problem(arrays, static), self._block(site)
-        law, q = problem.conditional(block), self._moments[site]
-        A = law.projection_through(factors[site])
+    def _joint(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
+        problem = self._problem(arrays, static, fit.values)
+        law, q = problem.conditional(self._block(site)), fit.moments[site]
+        A = law.projection_through(fit.factors[site])
         spread = q.whitener @ A
         # The residual covariance is a Schur complement: positive semidefinite.
         residual = law.gp.kernel(law.X, law.X) - jnp.swapaxes(A, -1, -2) @ A
         covariance = residual + jnp.swapaxes(spread, -1, -2) @ spread
-        mean = self._f(arrays, factors, static, site).mean
+        mean = self._f(arrays, fit, static, site).mean
         return FunctionValues(mean, covariance[0] if mean.ndim == 1 else covariance)
 
-    def _y(self, arrays: Any, factors: Any, static: Any, site: str) -> Distribution:
-        return self._predictive(arrays, factors, static, site)[0]
+    def _y(self, arrays: Any, fit: Fit, static: Any, site: str) -> Distribution:
+        return self._predictive(arrays, fit, static, site)[0]
 
-    def _log_prob(self, arrays: Any, factors: Any, static: Any, site: str) -> Array:
-        fn, message = self._predictive(arrays, factors, static, site)
+    def _log_prob(self, arrays: Any, fit: Fit, static: Any, site: str) -> Array:
+        fn, message = self._predictive(arrays, fit, static, site)
         return through_wrappers(message["fn"], lambda _: fn.log_prob(message["value"]))
 
     def _predictive(
-        self, arrays: Any, factors: Any, static: Any, site: str
+        self, arrays: Any, fit: Fit, static: Any, site: str
     ) -> tuple[Distribution, dict[str, Any]]:
-        problem = self._problem(arrays, static)
-        at = self._at(problem, factors)
+        observed = self._observed(site)
+        if observed.route is not Route.CLOSED_FORM:
+            raise NotConjugateError(
+                f"site {site!r} has no closed-form predictive distribution; draw from "
+                "it with numpyro.infer.Predictive(model, guide=guide, params=params, "
+                "num_samples=...)"
+            )
+        problem = self._problem(arrays, static, fit.values)
+        at = field_marginals(problem.fields(fit.factors), fit.moments)
         message = problem.message(site)
-        moments = predictor(problem.predictors(at), self._observed(site))
+        moments = predictor(problem.predictors(at), observed)
         return predictive(base_distribution(message["fn"]), *moments), message
 
     # -- arguments and streaming ---------------------------------------------------
@@ -324,18 +344,18 @@ class Posterior:
         }
 
     def _call(self, what: str, arguments: Arguments, site: str) -> Any:
-        if self._factors is None:
+        if self._fit is None:
             factors = self._compiled["factors"](
-                arguments.arrays, static=arguments.static
+                arguments.arrays, self._values, static=arguments.static
             )
             for name, factor in factors.items():
                 if not np.isfinite(np.asarray(factor)).all():
                     raise CholeskyError(
                         f"the kernel matrix of {name!r} did not factorise"
                     )
-            self._factors = factors
+            self._fit = Fit(self._values, self._moments, factors)
         return self._compiled[what](
-            arguments.arrays, self._factors, static=arguments.static, site=site
+            arguments.arrays, self._fit, static=arguments.static, site=site
         )
 
     def _stream(
@@ -350,8 +370,15 @@ class Posterior:
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
         whole = jax.eval_shape(
-            lambda arrays: self._raw[what](
-                arrays, self._cholesky(arrays, arguments.static), arguments.static, site
+            lambda arrays, static=arguments.static: self._raw[what](
+                arrays,
+                Fit(
+                    self._values,
+                    self._moments,
+                    self._cholesky(arrays, self._values, static),
+                ),
+                static,
+                site,
             ),
             arguments.arrays,
         )
