@@ -262,9 +262,12 @@ def _survey(
 
 
 def _block(name: str, site: str, message: dict[str, Any]) -> Block:
-    # The dtype of the prior, not of the draw, which NumPyro makes in the default dtype.
-    loc = base_distribution(message["fn"]).loc
-    return Block(name, site, message["value"].shape, jnp.result_type(loc))
+    value = message["value"]
+    # The dtype of the prior, not of the draw, which NumPyro makes in the default dtype;
+    # but Normal(0, 1) has integer parameters.
+    dtype = jnp.result_type(base_distribution(message["fn"]).loc)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return Block(name, site, value.shape, dtype if floating else value.dtype)
 
 
 def _is_vector_normal(site: dict[str, Any]) -> bool:
