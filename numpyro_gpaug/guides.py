@@ -17,8 +17,7 @@ from numpyro.infer.initialization import init_to_median
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.linalg import NaturalGaussian
-from numpyro_gpaug.process import Conditional
-from numpyro_gpaug.structure import Block, Structure, analyse
+from numpyro_gpaug.structure import Block, Structure, analyse, flat_functions
 
 _COVARIANCES = ("natural", "dense", "diagonal")
 
@@ -113,16 +112,14 @@ class AutoSparseGP:
         def filled(message: dict[str, Any]) -> Array | None:
             """Zeros for all that is hidden: an autoguide compiles the model it is
             given, and its gradient, and needs nothing of it but its own latents."""
-            fn: Any = message.get("fn")
-            if isinstance(fn, Conditional):
-                return jnp.zeros(fn.shape, fn.dtype)
             drawn = message["type"] == "sample" and message["name"] not in others
             if drawn and not message["is_observed"]:
-                return jnp.zeros(fn.shape())
+                return jnp.zeros(message["fn"].shape())
             return None
 
+        flat = flat_functions(self.model)
         fixed = handlers.block(
-            handlers.substitute(self.model, substitute_fn=filled),
+            handlers.substitute(flat, substitute_fn=filled),
             expose=[*others, *self.structure.plates],
         )
         if self._other_class is AutoDelta:

@@ -160,6 +160,35 @@ def run_model(
         return handlers.trace(policy).get_trace(*args, **kwargs)
 
 
+def check_shape(name: str, site: dict[str, Any]) -> None:
+    """Raises if an observed value does not have the shape of its distribution.
+
+    :param name: the site.
+    :param site: its message.
+    :raises ValueError: naming both shapes; broadcasting would pair every datum with
+        every function value.
+    """
+    fn, shape = site["fn"], jnp.shape(site["value"])
+    expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
+    if shape != expected:
+        raise ValueError(
+            f"site {name!r}: observations have shape {shape}, but the model gives them "
+            f"a distribution of shape {expected}"
+        )
+
+
+def flat_functions(model: Callable[..., Any]) -> Callable[..., Any]:
+    """``model`` with every Gaussian process at function values of zero."""
+
+    def zeros(message: dict[str, Any]) -> Array | None:
+        fn: Any = message.get("fn")
+        if isinstance(fn, Conditional):
+            return jnp.zeros(fn.shape, fn.dtype)
+        return None
+
+    return handlers.substitute(model, substitute_fn=zeros)
+
+
 def conditional_of(trace: Trace, block: Block) -> Conditional:
     """The conditional law of a Gaussian process block's function values."""
     return trace[block.name]["fn"]
@@ -188,7 +217,9 @@ def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
     ))  # fmt: skip
     return Structure(
         blocks=blocks,
-        others=tuple(n for n in sites.latent if n not in owned),
+        others=tuple(
+            n for n in sites.latent if n not in owned and not reach.is_likelihood(n)
+        ),
         observed=tuple(reach.observed(name, blocks) for name in sites.observed),
         plates=sites.plates,
     )
@@ -316,6 +347,7 @@ class _Reach:
         rest: dict[str, Any] = {}
         for name, site in trace.items():
             if site["type"] == "sample" and site["is_observed"]:
+                check_shape(name, site)
                 base = base_distribution(site["fn"])
                 self.classes[name] = type(base)
                 latents = _latents(type(base))
@@ -333,6 +365,12 @@ class _Reach:
                 law = conditional_of(trace, block)
                 rest[block.name] = [law.mean, law.prior_variance, law.projection]
         return {"carried": carried, "densities": densities, "rest": rest}
+
+    def is_likelihood(self, latent: str) -> bool:
+        """Whether a latent site is an observation that was not passed in: its own
+        distribution depends on a process."""
+        leaves = jax.tree.leaves(self.states["rest"].get(latent, []))
+        return any(self.processes & set(leaf.state) for leaf in leaves)
 
     def is_weight(self, name: str) -> bool:
         """Whether a vector normal reaches nothing but likelihood predictors, affinely,

@@ -16,7 +16,15 @@ from numpyro.distributions import constraints
 
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.expectations import base_distribution
-from numpyro_gpaug.structure import Arguments, Block, Trace, conditional_of, run_model
+from numpyro_gpaug.structure import (
+    Arguments,
+    Block,
+    Trace,
+    check_shape,
+    conditional_of,
+    flat_functions,
+    run_model,
+)
 
 
 def check_arguments(
@@ -74,13 +82,8 @@ def valid_observations(trace: Trace) -> dict[str, Array]:
     for name, site in trace.items():
         if site["type"] != "sample" or not site["is_observed"]:
             continue
+        check_shape(name, site)
         fn, value = site["fn"], jnp.asarray(site["value"])
-        shape = tuple(fn.batch_shape) + tuple(fn.event_shape)
-        if value.shape != shape:
-            raise ValueError(
-                f"site {name!r}: observations have shape {value.shape}, but the model "
-                f"gives them a distribution of shape {shape}"
-            )
         inside = fn.support(value)
         if isinstance(fn, dist.MaskedDistribution):
             inside = inside | ~jnp.asarray(fn._mask)
@@ -137,19 +140,20 @@ def explain_failure(
     :param kwargs: its keyword arguments.
     :raises CholeskyError: always.
     """
-    zeros = {b.site: jnp.zeros(b.shape, b.dtype) for b in blocks}
-    arguments = Arguments.split(args, kwargs)
-    trace = run_model(model, arguments, jax.random.key(0), {**zeros, **values})
-    for block in blocks:
-        if block.is_process:
-            gp = conditional_of(trace, block).gp
-            if not np.isfinite(np.asarray(gp.cholesky)).all():
-                raise CholeskyError(_cholesky_message(gp))
-    finite = {
-        k: bool(all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(v))))
-        for k, v in values.items()
-    }
-    broken = [k for k, good in finite.items() if not good]
+    broken = [
+        name
+        for name, value in values.items()
+        if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(value))
+    ]
+    if not broken:
+        zeros = {b.site: jnp.zeros(b.shape, b.dtype) for b in blocks}
+        arguments, key = Arguments.split(args, kwargs), jax.random.key(0)
+        trace = run_model(flat_functions(model), arguments, key, {**zeros, **values})
+        for block in blocks:
+            if block.is_process:
+                gp = conditional_of(trace, block).gp
+                if not np.isfinite(np.asarray(gp.cholesky)).all():
+                    raise CholeskyError(_cholesky_message(gp))
     raise CholeskyError(
         "the evidence lower bound is not finite"
         + (f"; params {broken} are not finite" if broken else "")

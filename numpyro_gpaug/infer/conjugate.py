@@ -341,7 +341,8 @@ class ConjugateSVI:
         )
 
     def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:
-        params = self.get_params(state)
+        # The natural parameters follow from the rest: they are never the cause.
+        params = self._constrain(state.hyper.values)
         values = {**params, **self.guide.other_median(params)}
         blocks = self.guide.structure.blocks
         explain_failure(self.model, values, blocks, args, kwargs)
