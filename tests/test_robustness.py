@@ -52,7 +52,7 @@ def run_hard(names, dtype, variances, num_steps: int, kinds) -> None:
         X = jnp.asarray(X, dtype)
         Z = jnp.asarray(np.unique(np.asarray(X), axis=0))
         for sites in kinds:
-            # One compilation per shape; a guide is made for one number of inducing rows.
+            # One compilation per shape; a guide has one number of inducing inputs.
             for svi in compiled.setdefault((sites, Z.shape), fitters(sites)):
                 for variance in variances:
                     result = svi.run(
