@@ -163,6 +163,11 @@ class Conditional:
         """``k(x, x)``, (1 or C, N)."""
         return self._select(_lead(self.gp.kernel(self.X), 1))
 
+    @property
+    def prior_covariance(self) -> Array:
+        """``k(X, X)``, (1 or C, N, N)."""
+        return self._select(_lead(self.gp.kernel(self.X, self.X), 2))
+
     @cached_property
     def residual(self) -> Array:
         """Variance of f given v, (1 or C, N)."""

@@ -335,6 +335,31 @@ def test_likelihood_parameters_are_learnt_on_the_same_bound(x64) -> None:
     np.testing.assert_allclose(result.params["scale"], best, rtol=0.02)
 
 
+def test_a_subset_of_latents_leaves_the_others_at_the_prior() -> None:
+    def model(X, y=None, *, inducing, num_latents, latents=None):
+        kernel = gpaug.kernels.Matern52(variance=jnp.ones(num_latents))
+        gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=num_latents)
+        with numpyro.plate("data", X.shape[0]):
+            d = dist.Bernoulli(logits=gp(X, latents=latents)).to_event(1)
+            numpyro.sample("y", d, obs=y)
+
+    X, y = toy(40)
+    Y = jnp.stack([y, 1 - y], 1)
+    subset = np.array([2, 0])
+    arguments = {"inducing": X[:8], "num_steps": 5}
+    svi, part = fit(model, X, Y, num_latents=3, latents=subset, **arguments)
+    whole = fit(model, X, Y, num_latents=2, **arguments)[1]
+    np.testing.assert_allclose(part.losses, whole.losses, rtol=1e-6)
+    precision = part.params["f.v_precision"]
+    np.testing.assert_array_equal(precision[1], np.eye(8))
+    np.testing.assert_allclose(
+        precision[subset], whole.params["f.v_precision"], rtol=1e-5, atol=1e-5
+    )
+    posterior = svi.posterior(part.params)
+    joint = posterior.predict_f(X[:4], full_covariance=True)
+    assert joint.variance.shape == (2, 4, 4)
+
+
 def test_params_that_are_trees() -> None:
     def model(X, y=None, *, inducing):
         layer = numpyro.param("layer", {"w": jnp.eye(2), "b": jnp.zeros(2)})

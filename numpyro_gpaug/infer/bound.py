@@ -72,6 +72,13 @@ def marginals(field: Field, q: Moments) -> Marginals:
     return Marginals(mean, field.residual + spread)
 
 
+def chosen(q: Moments, latents: Array | None) -> Moments:
+    """Moments of the latents a process was called for; all of them for ``None``."""
+    if latents is None:
+        return q
+    return Moments(*(x[jnp.asarray(latents)] for x in q))
+
+
 class BoundProblem:
     """A model at fixed params and other latents, seen from its Gaussian blocks.
 
@@ -132,6 +139,10 @@ class BoundProblem:
             residual = residual_variance(law.prior_variance, projection)
             found[block.name] = Field(offset, projection, residual)
         return {**found, **self._weight_fields()}
+
+    def latents(self) -> dict[str, Array | None]:
+        """Which latents each process was called for; ``None`` for all."""
+        return {b.name: self.conditional(b).latents for b in self._processes}
 
     def message(self, site: str) -> dict[str, Any]:
         """The message of a sample site, at function values of zero."""

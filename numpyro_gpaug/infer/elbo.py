@@ -16,7 +16,7 @@ from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.infer.bound import BoundProblem, marginals, scaled_sum
+from numpyro_gpaug.infer.bound import BoundProblem, chosen, marginals, scaled_sum
 from numpyro_gpaug.linalg import Moments, kl_to_diagonal
 from numpyro_gpaug.structure import Arguments, Structure, Trace, analyse, run_model
 
@@ -115,7 +115,7 @@ class TraceAnalytic_ELBO(ELBO):
         moments = {
             b.name: moments_of(guide_trace[b.site]["fn"]) for b in structure.blocks
         }
-        at = field_marginals(problem.fields(), moments)
+        at = field_marginals(problem, problem.fields(), moments)
         total = problem.expected_log_likelihood(at, self.bound)
         priors = problem.priors()
         for block in structure.blocks:
@@ -139,12 +139,13 @@ def other_terms(problem: BoundProblem, guide_trace: Trace) -> Array | float:
 
 
 def field_marginals(
-    fields: dict[str, Any], moments: dict[str, Moments]
+    problem: BoundProblem, fields: dict[str, Any], moments: dict[str, Moments]
 ) -> dict[str, Any]:
     """:class:`~numpyro_gpaug.infer.bound.Marginals` at the field of every block."""
     found: dict[str, Any] = {}
+    latents = problem.latents()
     for name, field in fields.items():
-        q = with_latent_axis(moments[name])
+        q = chosen(with_latent_axis(moments[name]), latents.get(name))
         if isinstance(field, dict):
             found[name] = {k: marginals(f, q) for k, f in field.items()}
         else:

@@ -32,7 +32,12 @@ from numpyro_gpaug.infer.archive import (
     unpack,
     unpack_structure,
 )
-from numpyro_gpaug.infer.bound import BoundProblem, as_values, predictor
+from numpyro_gpaug.infer.bound import (
+    BoundProblem,
+    as_values,
+    chosen,
+    predictor,
+)
 from numpyro_gpaug.infer.elbo import field_marginals, moments_of, with_latent_axis
 from numpyro_gpaug.linalg import Moments, cholesky_jitter, default_jitter
 from numpyro_gpaug.structure import (
@@ -267,17 +272,22 @@ class Posterior:
         return {b.name: problem.conditional(b).gp.cholesky for b in processes}
 
     def _f(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
-        fields = self._problem(arrays, static, fit.values).fields(fit.factors)
-        at, block = field_marginals(fields, fit.moments)[site], self._block(site)
+        problem = self._problem(arrays, static, fit.values)
+        fields = problem.fields(fit.factors)
+        at, block = (
+            field_marginals(problem, fields, fit.moments)[site],
+            self._block(site),
+        )
         return FunctionValues(*(as_values(x, block) for x in at))
 
     def _joint(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
         problem = self._problem(arrays, static, fit.values)
-        law, q = problem.conditional(self._block(site)), fit.moments[site]
+        law = problem.conditional(self._block(site))
+        q = chosen(fit.moments[site], law.latents)
         A = law.projection_through(fit.factors[site])
         spread = q.whitener @ A
         # The residual covariance is a Schur complement: positive semidefinite.
-        residual = law.gp.kernel(law.X, law.X) - jnp.swapaxes(A, -1, -2) @ A
+        residual = law.prior_covariance - jnp.swapaxes(A, -1, -2) @ A
         covariance = residual + jnp.swapaxes(spread, -1, -2) @ spread
         mean = self._f(arrays, fit, static, site).mean
         return FunctionValues(mean, covariance[0] if mean.ndim == 1 else covariance)
@@ -300,7 +310,7 @@ class Posterior:
                 "num_samples=...)"
             )
         problem = self._problem(arrays, static, fit.values)
-        at = field_marginals(problem.fields(fit.factors), fit.moments)
+        at = field_marginals(problem, problem.fields(fit.factors), fit.moments)
         message = problem.message(site)
         moments = predictor(problem.predictors(at), observed)
         return predictive(base_distribution(message["fn"]), *moments), message

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.infer.bound import Field, Marginals, marginals
+from numpyro_gpaug.infer.bound import Field, Marginals, chosen, marginals
 from numpyro_gpaug.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
 
 MAX_HALVINGS = 12
@@ -47,6 +47,7 @@ class Sites(NamedTuple):
     :param fields: by block.
     :param priors: prior mean and standard deviation by block, with a latent axis.
     :param scales: NumPyro's scale of each block's site (1 if none).
+    :param latents: indices of the latents a process was called for, by block.
     :param log_likelihood: function of the marginals (and of the kind of bound).
     :param constant: the part of the bound the blocks do not enter.
     """
@@ -54,11 +55,13 @@ class Sites(NamedTuple):
     fields: dict[str, Any]
     priors: dict[str, tuple[Array, Array]]
     scales: dict[str, Any]
+    latents: dict[str, Array | None]
     log_likelihood: Callable[..., Array]
     constant: Array | float
 
     def marginals(self, name: str, q: Moments) -> Any:
         """Marginals of one block at its field or fields."""
+        q = chosen(q, self.latents.get(name))
         return _map_fields(lambda field: marginals(field, q), self.fields[name])
 
     def evaluate(self, natural: Natural) -> Evaluation:
@@ -112,15 +115,19 @@ class Sites(NamedTuple):
         field = self.fields[name]
         parts = field if isinstance(field, dict) else {"": field}
         for key, part in parts.items():
-            here, slope = (at, gradients) if key == "" else (at[key], gradients[key])
-            site_potential, site_precision = _gaussian_site(part, here, slope)
+            point, slope = (at, gradients) if key == "" else (at[key], gradients[key])
+            site_potential, site_precision = _gaussian_site(part, point, slope)
             # A scale on the whole model multiplies likelihood and prior alike.
             site_potential = site_potential / self.scales[name]
             site_precision = site_precision / self.scales[name]
             weighted = part.projection * site_precision[..., None, :]
-            precision = precision + weighted @ jnp.swapaxes(part.projection, -1, -2)
-            potential = potential + jnp.einsum(
-                "...mn,...n->...m", part.projection, site_potential
+            here = self.latents.get(name)
+            rows = slice(None) if here is None else jnp.asarray(here)
+            precision = precision.at[rows].add(
+                weighted @ jnp.swapaxes(part.projection, -1, -2)
+            )
+            potential = potential.at[rows].add(
+                jnp.einsum("...mn,...n->...m", part.projection, site_potential)
             )
         return NaturalGaussian(potential, precision)
 

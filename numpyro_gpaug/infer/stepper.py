@@ -331,6 +331,7 @@ class Stepper:
             fields=fields,
             priors=priors,
             scales={b.name: problem.block_scale(b) for b in self._structure.blocks},
+            latents=problem.latents(),
             log_likelihood=partial(problem.expected_log_likelihood, bound=self._bound),
             constant=other_terms(problem, trace),
         )
