@@ -152,8 +152,7 @@ class AutoSparseGP:
         """
         values = self.other_median(params)
         for block in self.structure.blocks:
-            with handlers.substitute(data=params), handlers.block():
-                values[block.site] = self._gaussian(block).mean
+            values[block.site] = self.gaussian(block, params).mean
         return values
 
     def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
@@ -190,6 +189,13 @@ class AutoSparseGP:
             draw = jax.vmap(draw)
         return draw(keys)
 
+    def param_names(self, block: Block) -> tuple[str, str]:
+        """Names of the two params of a block."""
+        if self.covariance == "natural":
+            return natural_names(block)
+        spread = "tril" if self.covariance == "dense" else "scale"
+        return f"{block.site}_auto_loc", f"{block.site}_auto_{spread}"
+
     def gaussian(self, block: Block, params: dict[str, Any]) -> dist.Distribution:
         """The guide's distribution of a block.
 
@@ -201,17 +207,18 @@ class AutoSparseGP:
 
     def _gaussian(self, block: Block) -> dist.Distribution:
         if self.covariance == "natural":
-            names = natural_names(block)
+            names = self.param_names(block)
             initial = prior_natural(block)
             params = [numpyro.param(n, x) for n, x in zip(names, initial, strict=True)]
             return BlockGaussian.from_natural(NaturalGaussian(*params))
-        loc = numpyro.param(f"{block.site}_loc", jnp.zeros(block.shape, block.dtype))
+        loc_name, spread_name = self.param_names(block)
+        loc = numpyro.param(loc_name, jnp.zeros(block.shape, block.dtype))
         if self.covariance == "dense":
             eye = prior_natural(block).precision
-            factor = numpyro.param(f"{block.site}_tril", eye)
+            factor = numpyro.param(spread_name, eye)
             return BlockGaussian(loc, jnp.tril(factor))
         scale = numpyro.param(
-            f"{block.site}_scale",
+            spread_name,
             jnp.ones(block.shape, block.dtype),
             constraint=dist.constraints.positive,
         )
@@ -220,7 +227,7 @@ class AutoSparseGP:
 
 def natural_names(block: Block) -> tuple[str, str]:
     """Names of a block's natural parameters among the params."""
-    return f"{block.site}_potential", f"{block.site}_precision"
+    return f"{block.site}_auto_potential", f"{block.site}_auto_precision"
 
 
 def prior_natural(block: Block) -> NaturalGaussian:

@@ -39,6 +39,12 @@ def cholesky_jitter(matrix: Array, jitter: float) -> Array:
     return jnp.linalg.cholesky(matrix + shift[..., None, None] * eye)
 
 
+def safe_sqrt(x: Array) -> Array:
+    """Square root with a gradient of 0, not infinity, at 0."""
+    positive = x > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+
+
 def solve_lower(factor: Array, rhs: Array) -> Array:
     """``factor^-1 rhs`` for a lower factor; leading axes broadcast."""
     batch = jnp.broadcast_shapes(factor.shape[:-2], rhs.shape[:-2])

@@ -16,7 +16,7 @@ expectation of log-sigmoid is concave in the mean and its site precision positiv
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def logistic_mixture(dtype: np.dtype | type) -> tuple[Array, Array]:
     return jnp.asarray(scales, dtype), jnp.asarray(weights, dtype)
 
 
-@partial(jax.custom_jvp)
+@jax.custom_jvp
 def expected_log_sigmoid(mean: Array, variance: Array) -> Array:
     r"""``E log sigmoid(f)`` for ``f ~ N(mean, variance)``, at every variance.
 

@@ -20,7 +20,7 @@ from numpyro_gpaug._numpyro import (
     residual_policy,
 )
 from numpyro_gpaug.kernels import as_kernel
-from numpyro_gpaug.linalg import cholesky_jitter, default_jitter, solve_lower
+from numpyro_gpaug.linalg import cholesky_jitter, default_jitter, safe_sqrt, solve_lower
 
 _POLICIES = ("mean", "noise", "site")
 
@@ -210,12 +210,8 @@ class Conditional:
         v = self._select(v) if self.gp.num_latents is not None else v[None]
         values = self._as_values(jnp.einsum("...mn,...m->...n", self.projection, v))
         if eps is not None:
-            # The gradient of a square root at 0 is infinite, and r is 0 where X is Z.
-            positive = self.residual > 0
-            scale = jnp.where(
-                positive, jnp.sqrt(jnp.where(positive, self.residual, 1)), 0
-            )
-            values = values + self._as_values(scale) * eps
+            # The residual is 0 where X is Z.
+            values = values + self._as_values(safe_sqrt(self.residual)) * eps
         return self.mean + values
 
     def __call__(self) -> Array:

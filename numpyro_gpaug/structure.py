@@ -210,6 +210,7 @@ def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
     processes = [b for b in candidates if b.is_process]
     routes = [reach.observed(n, (*processes, *weights)) for n in sites.observed]
     weights = [b for b in weights if reach.in_closed_form(b.name, routes)]
+    reach.refuse_unsupported(sites.latent, bool(sites.observed))
     owned = {b.site for b in candidates if b.is_process or b in weights}
     blocks = tuple(sorted(
         (b for b in candidates if b.site in owned),
@@ -246,11 +247,18 @@ def structure_for(
 
 
 def _plates(trace: Trace) -> dict[str, Plate]:
-    return {
+    plates = {
         name: Plate(site["args"][0], site["value"].shape[0])
         for name, site in trace.items()
         if site["type"] == "plate"
     }
+    for name, plate in plates.items():
+        if plate.subsample_size > plate.size:
+            raise ValueError(
+                f"plate {name!r} has subsample_size {plate.subsample_size}, more than "
+                f"its size {plate.size}"
+            )
+    return plates
 
 
 class _Sites(NamedTuple):
@@ -319,9 +327,9 @@ class _Reach:
         candidates: list[Block],
     ) -> None:
         self.processes = {b.name for b in candidates if b.is_process}
+        self.vectors = {b.site: b.name for b in candidates if b.is_process}
         self.registered: dict[str, tuple[str, ...]] = {}
         self.classes: dict[str, type] = {}
-        inputs: dict[str, Any] = {}
 
         def parts(values: dict[str, Any]) -> dict[str, Any]:
             trace = run_model(model, arguments, key, values)
@@ -329,7 +337,8 @@ class _Reach:
 
         def shapes(arrays: tuple[Array, ...]) -> dict[str, Array]:
             trace = run_model(model, arguments._replace(arrays=arrays), key, {})
-            return {b.name: trace[b.name]["value"] for b in candidates}
+            names = {n for b in candidates for n in (b.name, b.site)}
+            return {n: trace[n]["value"] for n in names}
 
         inputs = jax.eval_shape(shapes, arguments.arrays)
         tree = jax.eval_shape(parts, inputs)
@@ -365,6 +374,31 @@ class _Reach:
                 law = conditional_of(trace, block)
                 rest[block.name] = [law.mean, law.prior_variance, law.projection]
         return {"carried": carried, "densities": densities, "rest": rest}
+
+    def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
+        """Raises for models whose processes feed something other than likelihoods.
+
+        :param latents: all latent sites.
+        :param observed: whether anything is observed; if nothing is, a latent site that
+            depends on a process is an observation that was not passed in.
+        :raises NotConjugateError: naming the two sites.
+        """
+        for site, name in self.vectors.items():
+            if any(site in leaf.state for leaf in jax.tree.leaves(self.states)):
+                raise NotConjugateError(
+                    f"the inducing values {site!r} are used directly; use the function "
+                    f"values {name!r}, or fit by MCMC(NUTS(model))"
+                )
+        laws = (*self.processes, *(latents if observed else ()))
+        for law in laws:
+            leaves = jax.tree.leaves(self.states["rest"].get(law, []))
+            sources = {n for leaf in leaves for n in leaf.state} & self.processes
+            if sources:
+                raise NotConjugateError(
+                    f"the law of {law!r} depends on the process "
+                    f"{sorted(sources)[0]!r}; only observed sites may. MCMC(NUTS(model)) samples such a model; "
+                    "SVI with Trace_ELBO() fits it"
+                )
 
     def is_likelihood(self, latent: str) -> bool:
         """Whether a latent site is an observation that was not passed in: its own
@@ -454,8 +488,11 @@ def _latents(cls: type) -> tuple[str, ...]:
     return () if augmentation is None else augmentation.latents
 
 
-def require_conjugate(structure: Structure) -> None:
-    """Raises unless every observed site has a closed form.
+def require_conjugate(structure: Structure, sites: str) -> None:
+    """Raises unless every observed site has closed-form updates.
+
+    :param structure: what the model is made of.
+    :param sites: ``"auto"``, ``"exact"`` or ``"augmented"``.
 
     :raises NotConjugateError: naming the site, the operation and a route that works.
     """
@@ -466,4 +503,9 @@ def require_conjugate(structure: Structure) -> None:
                 "numpyro.infer.SVI with numpyro_gpaug.TraceAnalytic_ELBO() and "
                 "AutoSparseGP(model, covariance='dense') fits this model "
                 f"({site.route.value}); MCMC(NUTS(model)) samples it."
+            )
+        if site.route is Route.MONTE_CARLO and sites != "augmented":
+            raise NotConjugateError(
+                f"site {site.name!r} has an augmentation but no exact expectation in "
+                'closed form: use sites="augmented", or register_expectation'
             )

@@ -32,8 +32,8 @@ def inducing_moments(params, Z, lengthscale, variance):
     """Mean and covariance of u = L v."""
     gram = gpaug.kernels.SquaredExponential(lengthscale, variance)(Z, Z)
     L = np.linalg.cholesky(np.asarray(gram))
-    covariance = np.linalg.inv(np.asarray(params["f.v_precision"]))
-    mean = covariance @ np.asarray(params["f.v_potential"])
+    covariance = np.linalg.inv(np.asarray(params["f.v_auto_precision"]))
+    mean = covariance @ np.asarray(params["f.v_auto_potential"])
     return L @ mean, L @ covariance @ L.T
 
 
@@ -289,7 +289,7 @@ def test_tol_stops_and_init_state_continues() -> None:
     )
     assert again.losses[0] <= stopped.losses[-1] + 1e-4
     # The first result still holds its own arrays.
-    assert np.isfinite(stopped.params["f.v_precision"]).all()
+    assert np.isfinite(stopped.params["f.v_auto_precision"]).all()
 
 
 def test_one_compilation_whatever_the_number_of_steps() -> None:
@@ -350,10 +350,10 @@ def test_a_subset_of_latents_leaves_the_others_at_the_prior() -> None:
     svi, part = fit(model, X, Y, num_latents=3, latents=subset, **arguments)
     whole = fit(model, X, Y, num_latents=2, **arguments)[1]
     np.testing.assert_allclose(part.losses, whole.losses, rtol=1e-6)
-    precision = part.params["f.v_precision"]
+    precision = part.params["f.v_auto_precision"]
     np.testing.assert_array_equal(precision[1], np.eye(8))
     np.testing.assert_allclose(
-        precision[subset], whole.params["f.v_precision"], rtol=1e-5, atol=1e-5
+        precision[subset], whole.params["f.v_auto_precision"], rtol=1e-5, atol=1e-5
     )
     posterior = svi.posterior(part.params)
     joint = posterior.predict_f(X[:4], full_covariance=True)

@@ -66,7 +66,7 @@ def gaussian(X, y, Z):
     precision, potential = np.eye(len(Z)) + A @ A.T / NOISE**2, A @ y / NOISE**2
     covariance = np.linalg.inv(precision)
     q = stats.multivariate_normal(covariance @ potential, covariance)
-    return {"f.v_potential": potential, "f.v_precision": precision}, q
+    return {"f.v_auto_potential": potential, "f.v_auto_precision": precision}, q
 
 
 def draws(model, params, *args, num_samples=5, guide=None, **kwargs):

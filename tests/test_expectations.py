@@ -497,7 +497,7 @@ def test_a_registered_augmentation_end_to_end(line):
     (block,) = dense.structure.blocks
     q = svi.guide.gaussian(block, result.params)
     covariance = q.moments().whitener.T @ q.moments().whitener
-    params = {"f.v_loc": q.mean, "f.v_tril": jnp.linalg.cholesky(covariance)}
+    params = {"f.v_auto_loc": q.mean, "f.v_auto_tril": jnp.linalg.cholesky(covariance)}
     loss = gpaug.TraceAnalytic_ELBO(bound="augmented")
 
     def at(params):
@@ -517,7 +517,7 @@ def test_an_augmentation_alone_is_enough_for_the_defaults(line):
     gpaug.register_augmentation(Robust, RobustAugmentation())
     model = process_model(lambda f: Robust(3.0, f, 0.2))
     guide = gpaug.AutoSparseGP(model, covariance="dense").setup(X, y, inducing=Z)
-    params = {"f.v_loc": jnp.zeros(4), "f.v_tril": jnp.eye(4)}
+    params = {"f.v_auto_loc": jnp.zeros(4), "f.v_auto_tril": jnp.eye(4)}
     loss = gpaug.TraceAnalytic_ELBO()
     value = loss.loss(random.key(0), params, model, guide, X, y, inducing=Z)
     # At the prior every f is N(0, 1.5) and the divergence is 0.

@@ -30,8 +30,8 @@ def test_moments_and_probabilities_against_formulas(x64) -> None:
     kernel = gpaug.kernels.SquaredExponential()
     gram, cross = np.asarray(kernel(Z, Z)), np.asarray(kernel(Z, new))
     A = np.linalg.solve(np.linalg.cholesky(gram + 1e-10 * np.eye(12)), cross)
-    S = np.linalg.inv(np.asarray(result.params["f.v_precision"]))
-    mean = A.T @ (S @ np.asarray(result.params["f.v_potential"]))
+    S = np.linalg.inv(np.asarray(result.params["f.v_auto_precision"]))
+    mean = A.T @ (S @ np.asarray(result.params["f.v_auto_potential"]))
     covariance = np.asarray(kernel(new, new)) - A.T @ A + A.T @ S @ A
     f = posterior.predict_f(new)
     np.testing.assert_allclose(f.mean, mean, atol=1e-9)

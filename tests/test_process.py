@@ -309,7 +309,7 @@ def test_log_densities_use_the_mean():
 def test_stock_bounds_draw_the_residual():
     """The loss of Trace_ELBO at one q, averaged, is the bound with residual noise."""
     guide = gpaug.AutoSparseGP(regression, covariance="diagonal").setup(X, Y)
-    params = {"f.v_loc": jnp.asarray(V[0]), "f.v_scale": jnp.full(4, 0.4)}
+    params = {"f.v_auto_loc": jnp.asarray(V[0]), "f.v_auto_scale": jnp.full(4, 0.4)}
     mean, residual = brute(V[0])
     factor = np.linalg.cholesky(squared_exponential(Z, Z))
     A = np.linalg.solve(factor, squared_exponential(Z, X))

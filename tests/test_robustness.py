@@ -93,8 +93,10 @@ def test_bad_starts(sites: str) -> None:
     rng = np.random.default_rng(1)
     for scale in (1e-4, 1e4):
         start = {
-            "f.v_precision": scale * jnp.eye(10),
-            "f.v_potential": jnp.asarray(30 * scale * rng.normal(size=10), X.dtype),
+            "f.v_auto_precision": scale * jnp.eye(10),
+            "f.v_auto_potential": jnp.asarray(
+                30 * scale * rng.normal(size=10), X.dtype
+            ),
         }
         result = svi.run(KEY, 200, X, y, init_params=start, **arguments)
         assert_monotone(result.losses, np.float32)

@@ -274,11 +274,11 @@ def test_a_fresh_guide_may_be_set_up_inside_handlers():
     args, kwargs = problem(None)
     guide = gpaug.AutoSparseGP(classifier, covariance="dense")
     trace = handlers.trace(handlers.seed(guide, 0)).get_trace(*args, **kwargs)
-    assert set(trace) == {"f.v", "f.v_loc", "f.v_tril"}
+    assert set(trace) == {"f.v", "f.v_auto_loc", "f.v_auto_tril"}
     fresh = gpaug.AutoSparseGP(classifier, covariance="dense")
     svi = SVI(classifier, fresh, optax.adam(0.1), gpaug.TraceAnalytic_ELBO())
     result = svi.run(random.key(KEY), 3, *args, progress_bar=False, **kwargs)
-    assert set(result.params) == {"f.v_loc", "f.v_tril"}
+    assert set(result.params) == {"f.v_auto_loc", "f.v_auto_tril"}
 
 
 # Stock bounds.
@@ -294,12 +294,12 @@ def spread_params(num_latents, covariance):
     loc = jnp.asarray(rng.normal(size=block.shape))
     if covariance == "diagonal":
         scale = jnp.asarray(rng.uniform(0.3, 1, block.shape))
-        return guide, {"f.v_loc": loc, "f.v_scale": scale}
+        return guide, {"f.v_auto_loc": loc, "f.v_auto_scale": scale}
     factor = np.tril(rng.normal(size=(*block.shape, 6))) * 0.2 + 0.5 * np.eye(6)
     if covariance == "dense":
-        return guide, {"f.v_loc": loc, "f.v_tril": jnp.asarray(factor)}
+        return guide, {"f.v_auto_loc": loc, "f.v_auto_tril": jnp.asarray(factor)}
     precision = jnp.asarray(factor @ np.swapaxes(factor, -1, -2) + np.eye(6))
-    return guide, {"f.v_potential": loc, "f.v_precision": precision}
+    return guide, {"f.v_auto_potential": loc, "f.v_auto_precision": precision}
 
 
 @crossed(
@@ -622,7 +622,7 @@ def test_two_scopes_of_one_process_do_not_mix():
     svi, result = conjugate((X, y), {}, model=model)
     once = fitted(None)[1].losses[-1]
     np.testing.assert_allclose(result.losses[-1], 2 * once, rtol=1e-9)
-    potentials = [result.params[f"{p}/f.v_potential"] for p in "ab"]
+    potentials = [result.params[f"{p}/f.v_auto_potential"] for p in "ab"]
     np.testing.assert_allclose(potentials[0], potentials[1], rtol=1e-9)
 
 

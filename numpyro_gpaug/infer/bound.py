@@ -21,7 +21,7 @@ from numpyro_gpaug.expectations import (
     gauss_hermite,
     through_wrappers,
 )
-from numpyro_gpaug.linalg import Moments
+from numpyro_gpaug.linalg import Moments, safe_sqrt
 from numpyro_gpaug.process import Conditional, residual_variance
 from numpyro_gpaug.structure import (
     Arguments,
@@ -29,6 +29,7 @@ from numpyro_gpaug.structure import (
     Observed,
     Structure,
     Trace,
+    check_shape,
     conditional_of,
     run_model,
 )
@@ -205,6 +206,7 @@ class BoundProblem:
         terms = []
         for site in self.structure.observed:
             message = trace[site.name]
+            check_shape(site.name, message)
             if site.latents and (
                 bound == "augmented" or site.route is Route.CLOSED_FORM
             ):
@@ -282,7 +284,7 @@ class BoundProblem:
             }
 
         def density(z: dict[str, Array]) -> Array:
-            moved = {k: means[k] + jnp.sqrt(spreads[k]) * z[k] for k in z}
+            moved = {k: means[k] + safe_sqrt(spreads[k]) * z[k] for k in z}
             message = self.trace({**means, **moved})[site.name]
             return message["fn"].log_prob(message["value"])
 

@@ -162,7 +162,7 @@ class ConjugateSVI:
                 "the model has no observed site: pass the observations (y) to init "
                 "or run"
             )
-        require_conjugate(structure)
+        require_conjugate(structure, self.sites)
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
         given = init_params or {}
@@ -179,6 +179,12 @@ class ConjugateSVI:
                 values = {**structure.zeros, **params, **given}
                 trace = run_model(self.model, arguments, rng_key, values)
                 raise support_error(name, trace[name])
+        blocks = [n for b in structure.blocks for n in natural_names(b)]
+        if unknown := set(given) - set(params) - set(blocks):
+            raise ValueError(
+                f"init_params names {sorted(unknown)}, but the params are "
+                f"{sorted([*params, *blocks])}"
+            )
         structure = structure_for(self.model, structure, arguments)
         return jax.jit(partial(self._start, structure))(params, rng_key, given)
 
@@ -202,7 +208,9 @@ class ConjugateSVI:
         :return: the new state and the loss (minus the bound).
         """
         arguments = Arguments.split(args, kwargs)
-        state, losses = self._advance(
+        # The data may differ from the last call's: their bounds are not compared.
+        state = state._replace(bound=jnp.full_like(state.bound, -jnp.inf))
+        state, losses, _ = self._advance(
             state, jnp.int32(1), jnp.zeros_like(state.bound), arguments.arrays,
             static=arguments.static,
         )  # fmt: skip
@@ -243,8 +251,12 @@ class ConjugateSVI:
         state = init_state
         if state is None:
             state = self.init(rng_key, *args, init_params=init_params, **kwargs)
-        elif self._seen is None:
-            self.init(rng_key, *args, init_params=init_params, **kwargs)
+        else:
+            check_arguments(self.model, args, kwargs)
+            if self._seen is None:
+                self.init(rng_key, *args, init_params=init_params, **kwargs)
+            # The data may differ from those the state was fitted to.
+            state = state._replace(bound=jnp.full_like(state.bound, -jnp.inf))
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
         structure = structure_for(self.model, self.guide.structure, arguments)
@@ -254,21 +266,20 @@ class ConjugateSVI:
                 f"the state was made for subsampled plates {sorted(state.epochs)}, but "
                 f"the arguments subsample {sorted(subsampled)}: start a new run"
             )
-        epoch = max(
-            (p.size // p.subsample_size for p in subsampled.values()), default=0
-        )
-        limit = 0.0 if tol is None or subsampled else tol
+        noisy = bool(subsampled) or self.guide.random_others
+        epochs = [p.size // p.subsample_size for p in subsampled.values()]
+        epoch = max(epochs, default=CHUNK if noisy else 0)
+        limit = 0.0 if tol is None or noisy else tol
         losses: list[np.ndarray] = []
         taken = 0
         with tqdm(total=num_steps, disable=not progress_bar) as bar:
             while taken < num_steps:
                 wanted = min(CHUNK, num_steps - taken)
-                state, chunk = self._advance(
+                state, chunk, steps = self._advance(
                     state, jnp.int32(wanted), jnp.asarray(limit, state.bound.dtype),
                     arguments.arrays, static=arguments.static,
                 )  # fmt: skip
-                chunk = np.asarray(chunk)[:wanted]
-                chunk = chunk[~np.isnan(chunk)] if limit else chunk
+                chunk = np.asarray(chunk)[: int(steps)]
                 losses.append(chunk)
                 taken += len(chunk)
                 if not np.isfinite(chunk).all():
@@ -320,8 +331,9 @@ class ConjugateSVI:
         inverted = {k: t.inv for k, t in self._transforms.items()}
         values = {k: jax.tree.map(inverted[k], v) for k, v in params.items()}
         natural = {b.name: _start_block(b, init_params) for b in structure.blocks}
-        schedule = as_schedule(self.step_size, bool(structure.subsampled))
-        dtype = structure.blocks[0].dtype
+        noisy = bool(structure.subsampled) or self.guide.random_others
+        schedule = as_schedule(self.step_size, noisy)
+        dtype = jnp.result_type(*(b.dtype for b in structure.blocks))
         step_size = jnp.asarray(getattr(schedule, "value", 1.0), dtype)
         return ConjugateState(
             hyper=Hyper(
@@ -359,7 +371,7 @@ class ConjugateSVI:
         tol: Array,
         arrays: tuple[Array, ...],
         static: Any,
-    ) -> tuple[ConjugateState, Array]:
+    ) -> tuple[ConjugateState, Array, Array]:
         """Up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop."""
         stepper = self._stepper(Arguments(arrays, static))
         losses = jnp.full((CHUNK,), jnp.nan, state.bound.dtype)
@@ -371,7 +383,9 @@ class ConjugateSVI:
         def body(carry: Any) -> Any:
             i, state, evaluation, losses = carry
             new, evaluation = stepper.step(state, evaluation)
-            still = jnp.abs(new.bound - state.bound) < tol
+            # A refused update leaves the bound where it is: no sign of an optimum.
+            accepted = new.hyper.scale >= state.hyper.scale
+            still = accepted & (jnp.abs(new.bound - state.bound) < tol)
             stalled = jnp.where(still, state.stalled + 1, 0)
             new = new._replace(stalled=stalled, step=state.step + 1)
             return i + 1, new, evaluation, losses.at[i].set(-new.bound)
@@ -380,8 +394,8 @@ class ConjugateSVI:
             jnp.int32(0), state._replace(stalled=jnp.int32(0)), stepper.start(state),
             losses,
         )  # fmt: skip
-        _, state, _, losses = lax.while_loop(going, body, start)
-        return state, losses
+        taken, state, _, losses = lax.while_loop(going, body, start)
+        return state, losses, taken
 
     def _evaluate(
         self, state: ConjugateState, arrays: tuple[Array, ...], static: Any
@@ -402,8 +416,13 @@ class ConjugateSVI:
         :return: a :class:`~numpyro_gpaug.Posterior`.
         :raises RuntimeError: before ``init``.
         """
+        if not isinstance(params, dict):
+            raise TypeError(
+                f"params is a {type(params).__name__}: pass result.params, or "
+                "svi.get_params(state)"
+            )
         if self._seen is None:
-            raise RuntimeError("call init or run first, or build a Posterior directly")
+            raise RuntimeError("call init or run first, or use Posterior.from_guide")
         args, kwargs = self._seen
         return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
 

@@ -110,6 +110,10 @@ class TraceAnalytic_ELBO(ELBO):
     ) -> Array:
         others = {name: guide_trace[name]["value"] for name in structure.others}
         values = {**params, **others}
+        plates = {
+            n: guide_trace[n]["value"] for n in structure.plates if n in guide_trace
+        }
+        values.update(plates)
         values.update(drawn_indices(structure, model, arguments, values, key))
         problem = BoundProblem(structure, model, arguments, values, key)
         moments = {

@@ -45,6 +45,7 @@ from numpyro_gpaug.structure import (
     Block,
     Observed,
     Structure,
+    check_shape,
     run_model,
 )
 
@@ -143,9 +144,8 @@ class Posterior:
         gaussians = {b.name: guide.gaussian(b, params) for b in structure.blocks}
         moments = {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
         values = {**params, **guide.other_median(params)}
-        for block in structure.blocks:
-            for key in [k for k in values if k.startswith(f"{block.site}_")]:
-                del values[key]
+        for name in (n for b in structure.blocks for n in guide.param_names(b)):
+            del values[name]
         observations = _observation_arguments(model, structure, values, args, kwargs)
         remembered = {k: v for k, v in kwargs.items() if k not in observations}
         rows = {n for p in structure.plates.values() for n in p}
@@ -297,6 +297,11 @@ class Posterior:
 
     def _log_prob(self, arrays: Any, fit: Fit, static: Any, site: str) -> Array:
         fn, message = self._predictive(arrays, fit, static, site)
+        if not message["is_observed"]:
+            raise ValueError(
+                f"log_prob needs the observations of site {site!r}: log_prob(X, y)"
+            )
+        check_shape(site, message)
         return through_wrappers(message["fn"], lambda _: fn.log_prob(message["value"]))
 
     def _predictive(
@@ -409,6 +414,11 @@ class Posterior:
         ]
         return jax.tree.unflatten(jax.tree.structure(whole), leaves)
 
+    def __repr__(self) -> str:
+        blocks = {b.name: b.shape for b in self._structure.blocks}
+        observed = [site.name for site in self._structure.observed]
+        return f"Posterior(blocks={blocks}, observed={observed})"
+
     # -- sites ----------------------------------------------------------------------
 
     def _block(self, site: str | None) -> Block:
@@ -440,7 +450,9 @@ class Posterior:
             "structure": pack_structure(self._structure),
         }
         arrays["meta"] = np.array(json.dumps(meta))
-        np.savez(path, allow_pickle=False, **arrays)
+        # Through a handle: given a name, NumPy may append a suffix to it.
+        with open(path, "wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
 
     @classmethod
     def load(cls, path: str | PathLike[str], model: Callable[..., Any]) -> Posterior:
@@ -478,9 +490,13 @@ def _one_of(candidates: Any, name: str | None, what: str) -> Any:
 
 
 def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:
-    if parts[0].shape == shape:
+    """Parts along the axis over rows: the one whose size is not that of a block."""
+    sizes = zip(parts[0].shape, shape, strict=True)
+    axes = [i for i, (block, whole) in enumerate(sizes) if block != whole]
+    if not axes:
         return parts[0]
-    return jnp.concatenate(parts)[: shape[0]]
+    whole = jnp.concatenate(parts, axes[0])
+    return jax.lax.slice_in_dim(whole, 0, shape[axes[0]], axis=axes[0])
 
 
 def _observation_arguments(

@@ -127,13 +127,19 @@ def as_schedule(step_size: float | str | Schedule | None, subsampled: bool) -> S
 
     :param step_size: ``None`` (whole steps on full data, :class:`RobbinsMonro` on
         minibatches), a number, ``"adaptive"``, or a :class:`Schedule`.
-    :param subsampled: whether the data come in minibatches.
+    :param subsampled: whether steps are noisy: minibatches, or other latents drawn at
+        random.
     :raises ValueError: for anything else.
     """
     if step_size is None:
         return RobbinsMonro() if subsampled else Constant(1.0)
     if isinstance(step_size, int | float):
         return Constant(float(step_size))
+    if not subsampled and not isinstance(step_size, Constant):
+        raise ValueError(
+            f"step_size={step_size!r} is for minibatches; on full data a step is "
+            "halved while the bound falls: pass a number in (0, 1] or None"
+        )
     if step_size == "adaptive":
         return Adaptive()
     if hasattr(step_size, "init") and hasattr(step_size, "next"):

@@ -50,6 +50,7 @@ class Sites(NamedTuple):
     :param latents: indices of the latents a process was called for, by block.
     :param log_likelihood: function of the marginals (and of the kind of bound).
     :param constant: the part of the bound the blocks do not enter.
+    :param dtype: of the bound; other latents may be in JAX's default dtype.
     """
 
     fields: dict[str, Any]
@@ -58,6 +59,7 @@ class Sites(NamedTuple):
     latents: dict[str, Array | None]
     log_likelihood: Callable[..., Array]
     constant: Array | float
+    dtype: Any
 
     def marginals(self, name: str, q: Moments) -> Any:
         """Marginals of one block at its field or fields."""
@@ -98,8 +100,10 @@ class Sites(NamedTuple):
     def _evaluation(self, at: dict[str, Any], kl: dict[str, Array]) -> Evaluation:
         value, gradients = jax.value_and_grad(self.log_likelihood)(at)
         total = sum(kl.values())
-        bound = value + self.constant - total
-        return Evaluation(bound, jnp.abs(value) + total + 1, at, gradients, kl)
+        bound = jnp.asarray(value + self.constant - total, self.dtype)
+        magnitude = jnp.abs(value) + jnp.abs(self.constant) + total + 1
+        magnitude = jnp.asarray(magnitude, self.dtype)
+        return Evaluation(bound, magnitude, at, gradients, kl)
 
     def target(self, name: str, at: Any, gradients: Any) -> NaturalGaussian:
         """Where a whole step takes a block: prior plus sites.
@@ -151,7 +155,9 @@ def _map_fields(fn: Callable[[Field], Any], field: Any) -> Any:
 
 def mix(old: NaturalGaussian, target: NaturalGaussian, step: Array) -> NaturalGaussian:
     """The convex combination of natural parameters a step of size ``step`` takes."""
-    return jax.tree.map(lambda a, b: (1 - step) * a + step * b, old, target)
+    return jax.tree.map(
+        lambda a, b: jnp.asarray((1 - step) * a + step * b, a.dtype), old, target
+    )
 
 
 def slack(evaluation: Evaluation) -> Array:
@@ -166,6 +172,7 @@ def backtracked_update(
     name: str,
     gradients: Callable[[], Any],
     step: Array,
+    largest_step: float,
     only_evaluate: Array,
 ) -> tuple[Natural, Evaluation, Array]:
     """Moves one block towards its target, halving the step while the bound falls.
@@ -176,6 +183,7 @@ def backtracked_update(
     :param name: the block to move.
     :param gradients: gives the site gradients of this block that define the target.
     :param step: the first step size tried.
+    :param largest_step: bound of the step size tried next time.
     :param only_evaluate: take no step, but evaluate the block where it is. (The same
         code does both: compiling the bound twice would double the compile time.)
     :return: natural parameters and evaluation after the move (unchanged if no step
@@ -204,7 +212,7 @@ def backtracked_update(
     start = _Search(2 * step, jnp.int32(0), jnp.array(False), old, evaluation)
     found = lax.while_loop(refused, attempt, start)
     grown = jnp.where(found.tries == 1, 2 * found.step, found.step)
-    next_step = jnp.clip(grown, 2.0**-MAX_HALVINGS, 1)
+    next_step = jnp.clip(grown, 2.0**-MAX_HALVINGS, largest_step)
     next_step = jnp.where(only_evaluate, step, next_step)
     return {**natural, name: found.natural}, found.evaluation, next_step
 

@@ -103,11 +103,13 @@ class Stepper:
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
         self._comparable = not self._subsampled and not guide.random_others
+        stochastic = not self._comparable
         self._bound = "augmented" if sites == "augmented" else "exact"
         self._starts_augmented = sites == "auto" and all(
             site.augmented for site in self._structure.observed if site.latents
         )
-        self._schedule = as_schedule(step_size, self._subsampled)
+        self._schedule = as_schedule(step_size, stochastic)
+        self._largest_step = getattr(self._schedule, "value", 1.0)
         self._fixed_fields: dict[str, Any] | None = None
 
     def start(self, state: ConjugateState) -> Evaluation | tuple[()]:
@@ -136,7 +138,7 @@ class Stepper:
         """
         if self._fixed_fields is not None and evaluation:
             return self._fixed_step(state, self._fixed_fields, evaluation)
-        if self._subsampled:
+        if not self._comparable:
             return self._batch_step(state), ()
         return self._joint_step(state), ()
 
@@ -170,15 +172,14 @@ class Stepper:
         new = state._replace(
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound
         )
-        if not self._comparable:
-            return new
         fell = ~(evaluation.bound >= state.bound - slack(evaluation))
         halved = state.hyper._replace(scale=state.hyper.scale / 2)
         refused = state._replace(hyper=halved)
-        return jax.tree.map(partial(jnp.where, fell), refused, new)
+        return _flagged(jax.tree.map(partial(jnp.where, fell), refused, new), hyper)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
-        """A minibatch: no bound to compare with, so a decaying step instead."""
+        """A minibatch, or other latents drawn at random: no bound to compare with, so a
+        decaying step instead."""
         key = self._key(state)
         indices, epochs = self._next_batch(state, key)
         values = _moved(state.hyper)
@@ -199,10 +200,11 @@ class Stepper:
         hyper = self._gradient_step(
             state.hyper, values, natural, key, indices, fields, pullback
         )
-        return state._replace(
+        new = state._replace(
             hyper=hyper, natural=natural, schedule=schedules, epochs=epochs,
             bound=before.bound,
         )  # fmt: skip
+        return _flagged(new, hyper)
 
     # Their parts.
 
@@ -224,7 +226,7 @@ class Stepper:
                 natural, evaluation, steps[name] = backtracked_update(
                     sites, natural, evaluation, name,
                     partial(self._site_gradients, sites, state, evaluation, name),
-                    steps[name], only_evaluate,
+                    steps[name], self._largest_step, only_evaluate,
                 )  # fmt: skip
             return passes + 1, natural, evaluation, steps
 
@@ -283,7 +285,7 @@ class Stepper:
         carry = advance(gradient(values, fields, pullback), values, hyper.optim_state)
         if self._hyper_steps > 1:
             carry = lax.fori_loop(1, self._hyper_steps, further, carry)
-        update = jax.tree.map(jnp.subtract, carry[0], values)
+        update = jax.tree.map(lambda a, b: a - b, carry[0], values)
         scale = jnp.minimum(1, 2 * hyper.scale)
         return Hyper(values, update, scale, carry[1])
 
@@ -296,7 +298,7 @@ class Stepper:
         params = self._constrain(values)
         args, kwargs = self._arguments.merge()
         seeded = handlers.seed(self._guide.draw_others, key)
-        drawn = handlers.substitute(seeded, data=params)
+        drawn = handlers.substitute(seeded, data={**params, **indices})
         trace = handlers.trace(drawn).get_trace(*args, **kwargs)
         others = {n: trace[n]["value"] for n in self._structure.others}
         filled = {**params, **others, **indices}
@@ -334,6 +336,7 @@ class Stepper:
             latents=problem.latents(),
             log_likelihood=partial(problem.expected_log_likelihood, bound=self._bound),
             constant=other_terms(problem, trace),
+            dtype=jnp.result_type(*(b.dtype for b in self._structure.blocks)),
         )
 
     def _key(self, state: ConjugateState) -> Array:
@@ -359,6 +362,16 @@ class Stepper:
             )
             epochs[name] = order, position + plate.subsample_size
         return indices, epochs
+
+
+def _flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
+    """A bound of NaN if the gradient is not finite: every later step would be refused,
+    and the fit would seem to have converged."""
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(hyper.update)]
+    if not finite:
+        return state
+    good = jnp.stack(finite).all()
+    return state._replace(bound=jnp.where(good, state.bound, jnp.nan))
 
 
 def _moved(hyper: Hyper) -> dict[str, Any]:
