@@ -396,8 +396,8 @@ class _Reach:
             if sources:
                 raise NotConjugateError(
                     f"the law of {law!r} depends on the process "
-                    f"{sorted(sources)[0]!r}; only observed sites may. MCMC(NUTS(model)) samples such a model; "
-                    "SVI with Trace_ELBO() fits it"
+                    f"{sorted(sources)[0]!r}; only that of an observed site may. "
+                    "MCMC(NUTS(model)) samples such a model"
                 )
 
     def is_likelihood(self, latent: str) -> bool:

@@ -101,19 +101,19 @@ def blocks_of(guide, params):
     (block,) = guide.structure.blocks
     size = block.shape[-1]
     if guide.covariance == "natural":
-        precision = np.asarray(params[f"{block.site}_precision"]).reshape(
+        precision = np.asarray(params[f"{block.site}_auto_precision"]).reshape(
             -1, size, size
         )
         cover = np.linalg.inv(precision)
-        potential = np.asarray(params[f"{block.site}_potential"]).reshape(-1, size)
+        potential = np.asarray(params[f"{block.site}_auto_potential"]).reshape(-1, size)
         return np.einsum("cij,cj->ci", cover, potential), cover
-    mean = np.asarray(params[f"{block.site}_loc"]).reshape(-1, size)
+    mean = np.asarray(params[f"{block.site}_auto_loc"]).reshape(-1, size)
     if guide.covariance == "dense":
-        factor = np.tril(np.asarray(params[f"{block.site}_tril"])).reshape(
+        factor = np.tril(np.asarray(params[f"{block.site}_auto_tril"])).reshape(
             -1, size, size
         )
         return mean, factor @ np.swapaxes(factor, -1, -2)
-    scale = np.asarray(params[f"{block.site}_scale"]).reshape(-1, size)
+    scale = np.asarray(params[f"{block.site}_auto_scale"]).reshape(-1, size)
     return mean, np.square(scale)[..., None] * np.eye(size)
 
 

@@ -317,9 +317,9 @@ def guide_at(model, *args, shift=0.7):
     rng = np.random.default_rng(1)
     for block in guide.structure.blocks:
         size = block.shape[0]
-        params[f"{block.site}_loc"] = jnp.asarray(rng.normal(size=size)) * shift
+        params[f"{block.site}_auto_loc"] = jnp.asarray(rng.normal(size=size)) * shift
         factor = np.tril(rng.normal(size=(size, size))) * 0.1 + np.eye(size) * 0.6
-        params[f"{block.site}_tril"] = jnp.asarray(factor)
+        params[f"{block.site}_auto_tril"] = jnp.asarray(factor)
     return guide, params
 
 
@@ -332,7 +332,7 @@ def brute_moments(X, params, name):
         return 0.5 * np.exp(-0.5 * (a - b.T) ** 2 / 0.8**2)
 
     A = np.linalg.solve(np.linalg.cholesky(kernel(Z, Z)), kernel(Z, X))
-    loc, tril = (np.asarray(params[f"{name}.v_{k}"]) for k in ("loc", "tril"))
+    loc, tril = (np.asarray(params[f"{name}.v_auto_{k}"]) for k in ("loc", "tril"))
     S = tril @ tril.T
     variance = 0.5 - (A**2).sum(0) + np.einsum("mn,mk,kn->n", A, S, A)
     kl = 0.5 * (np.trace(S) + loc @ loc - len(loc) - np.linalg.slogdet(S)[1])

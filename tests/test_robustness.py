@@ -63,9 +63,10 @@ def run_hard(names, dtype, variances, num_steps: int, kinds) -> None:
 
 
 def test_hard_problems_float32() -> None:
-    run_hard(PROBLEMS, np.float32, (1e3, 1e4), 40, ["auto"])
+    run_hard(PROBLEMS, np.float32, (1e4,), 40, ["auto"])
 
 
+@pytest.mark.slow
 def test_hard_problems_float64(x64) -> None:
     run_hard(["separable", "noise"], np.float64, (1e4,), 40, ["auto"])
 
@@ -141,7 +142,7 @@ def run_random(per_shape: int, num_shapes: int) -> None:
 
 
 def test_random_problems_in_float32_stay_finite() -> None:
-    run_random(20, 3)
+    run_random(15, 2)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -208,8 +209,7 @@ class ConjugateSVI:
         :return: the new state and the loss (minus the bound).
         """
         arguments = Arguments.split(args, kwargs)
-        # The data may differ from the last call's: their bounds are not compared.
-        state = state._replace(bound=jnp.full_like(state.bound, -jnp.inf))
+        state = self._comparable_state(state, args, kwargs)
         state, losses, _ = self._advance(
             state, jnp.int32(1), jnp.zeros_like(state.bound), arguments.arrays,
             static=arguments.static,
@@ -255,8 +255,7 @@ class ConjugateSVI:
             check_arguments(self.model, args, kwargs)
             if self._seen is None:
                 self.init(rng_key, *args, init_params=init_params, **kwargs)
-            # The data may differ from those the state was fitted to.
-            state = state._replace(bound=jnp.full_like(state.bound, -jnp.inf))
+            state = self._comparable_state(state, args, kwargs)
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
         structure = structure_for(self.model, self.guide.structure, arguments)
@@ -351,6 +350,17 @@ class ConjugateSVI:
             step=jnp.int32(0),
             rng_key=random.fold_in(key, 1),
         )
+
+    def _comparable_state(
+        self, state: ConjugateState, args: Any, kwargs: Any
+    ) -> ConjugateState:
+        """The state, its bound forgotten if these are not the arrays of the last call:
+        the bounds of different data must not be compared."""
+        last, self._seen = self._seen, (args, kwargs)
+        now, before = jax.tree.leaves((args, kwargs)), jax.tree.leaves(last)
+        if len(now) == len(before) and all(map(operator.is_, now, before)):
+            return state
+        return state._replace(bound=jnp.full_like(state.bound, -jnp.inf))
 
     def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:
         # The natural parameters follow from the rest: they are never the cause.

@@ -46,6 +46,7 @@ from numpyro_gpaug.structure import (
     Observed,
     Structure,
     check_shape,
+    conditional_of,
     run_model,
 )
 
@@ -146,7 +147,14 @@ class Posterior:
         values = {**params, **guide.other_median(params)}
         for name in (n for b in structure.blocks for n in guide.param_names(b)):
             del values[name]
-        observations = _observation_arguments(model, structure, values, args, kwargs)
+        observations, inducing = _sources(model, structure, values, args, kwargs)
+        positional = list(inspect.signature(model).parameters)[: len(args)]
+        if lost := [name for name in inducing if name in positional]:
+            raise ValueError(
+                f"inducing inputs or hyperparameters are computed from {lost}, which "
+                "change at prediction: pass them by keyword (inducing=Z), or make them "
+                "params"
+            )
         remembered = {k: v for k, v in kwargs.items() if k not in observations}
         rows = {n for p in structure.plates.values() for n in p}
         shared = tuple(k for k, v in remembered.items() if not _has_rows(v, rows))
@@ -499,31 +507,41 @@ def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:
     return jax.lax.slice_in_dim(whole, 0, shape[axes[0]], axis=axes[0])
 
 
-def _observation_arguments(
+def _sources(
     model: Callable[..., Any],
     structure: Structure,
     values: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[str, ...]:
-    """Names of the arguments that observed values are computed from."""
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the arguments that observed values, and inducing matrices, are computed
+    from."""
     arguments = Arguments.split(args, kwargs)
     inputs = {str(i): a for i, a in enumerate(arguments.arrays)}
 
-    def observed(inputs: dict[str, Array]) -> list[Any]:
+    def parts(inputs: dict[str, Array]) -> tuple[list[Any], list[Any]]:
         given = arguments._replace(
             arrays=tuple(inputs[str(i)] for i in range(len(inputs)))
         )
         filled = {**structure.zeros, **values}
         trace = run_model(model, given, random.key(0), filled)
-        return [trace[site.name]["value"] for site in structure.observed]
+        processes = [b for b in structure.blocks if b.is_process]
+        factors = [conditional_of(trace, b).gp.cholesky for b in processes]
+        return [trace[site.name]["value"] for site in structure.observed], factors
 
-    reached = {int(k) for state in dependences(observed, inputs) for k in state}
+    states = dependences(parts, inputs)
     positional = list(inspect.signature(model).parameters)
     paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-    names = [
-        positional[path[1].idx] if path[0].idx == 0 else path[1].key
-        for path, _ in paths
-    ]
-    of_arrays = Arguments.select_arrays((args, kwargs), names)
-    return tuple(dict.fromkeys(of_arrays[i] for i in sorted(reached)))
+    names = Arguments.select_arrays(
+        (args, kwargs),
+        [
+            positional[path[1].idx] if path[0].idx == 0 else path[1].key
+            for path, _ in paths
+        ],
+    )
+    split = len(structure.observed)
+    found = []
+    for group in (states[:split], states[split:]):
+        indices = sorted({int(key) for state in group for key in state})
+        found.append(tuple(dict.fromkeys(names[i] for i in indices)))
+    return found[0], found[1]

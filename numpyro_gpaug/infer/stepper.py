@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -103,14 +103,17 @@ class Stepper:
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
         self._comparable = not self._subsampled and not guide.random_others
-        stochastic = not self._comparable
         self._bound = "augmented" if sites == "augmented" else "exact"
         self._starts_augmented = sites == "auto" and all(
             site.augmented for site in self._structure.observed if site.latents
         )
-        self._schedule = as_schedule(step_size, stochastic)
-        self._largest_step = getattr(self._schedule, "value", 1.0)
+        self._step_size = step_size
         self._fixed_fields: dict[str, Any] | None = None
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        # Not made for an evaluation: its data may not be those of the steps.
+        return as_schedule(self._step_size, not self._comparable)
 
     def start(self, state: ConjugateState) -> Evaluation | tuple[()]:
         """What the first step of a loop needs; the fields are computed here, once, if
@@ -226,7 +229,7 @@ class Stepper:
                 natural, evaluation, steps[name] = backtracked_update(
                     sites, natural, evaluation, name,
                     partial(self._site_gradients, sites, state, evaluation, name),
-                    steps[name], self._largest_step, only_evaluate,
+                    steps[name], getattr(self._schedule, "value", 1.0), only_evaluate,
                 )  # fmt: skip
             return passes + 1, natural, evaluation, steps
 

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that look conjugate and are not, and calls that would be silently wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import numpyro_gpaug as gpaug
+from tests.problems import classifier, learnt, regression, toy
+
+KEY = jax.random.key(0)
+KERNEL = gpaug.kernels.Matern52
+
+
+def run(model, *args, svi=None, optim=None, **kwargs):
+    svi = svi or gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
+    kwargs.setdefault("num_steps", 5)
+    return svi, svi.run(
+        KEY, kwargs.pop("num_steps"), *args, progress_bar=False, **kwargs
+    )
+
+
+def test_processes_that_feed_something_else() -> None:
+    def deep(X, y=None):
+        inner = gpaug.GaussianProcess("f", KERNEL(), X[:5])
+        outer = gpaug.GaussianProcess("g", KERNEL(), X[:5, :1])
+        with numpyro.plate("data", X.shape[0]):
+            logits = outer(inner(X)[:, None])
+            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    def latent(X, y=None):
+        gp = gpaug.GaussianProcess("f", KERNEL(), X[:5])
+        with numpyro.plate("data", X.shape[0]):
+            z = numpyro.sample("z", dist.Normal(gp(X), 0.3))
+            numpyro.sample("y", dist.Normal(z, 0.1), obs=jnp.asarray(y, z.dtype))
+
+    def vector(X, y=None):
+        gp = gpaug.GaussianProcess("f", KERNEL(), X[:5])
+        with numpyro.plate("data", X.shape[0]):
+            logits = gp(X) + gp.v[0]
+            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    X, y = toy(20)
+    for model, named in ((deep, "'g'.*'f'"), (latent, "'z'.*'f'"), (vector, "'f.v'")):
+        with pytest.raises(gpaug.NotConjugateError, match=named):
+            run(model, X, y)
+
+
+def test_a_fit_continues_on_other_data() -> None:
+    X, y = toy(60)
+    Z = X[:10]
+    svi, first = run(learnt, X[:20], y[:20], inducing=Z, optim=optax.adam(0.05))
+    more = {"inducing": Z, "num_steps": 60}
+    _, on = run(learnt, X, y, svi=svi, init_state=first.state, **more)
+    fresh = run(learnt, X, y, optim=optax.adam(0.05), **more)[1]
+    np.testing.assert_allclose(on.losses[-1], fresh.losses[-1], rtol=1e-2)
+    state = on.state
+    for _ in range(30):
+        state, loss = svi.update(state, X, 1 - y, inducing=Z)
+    np.testing.assert_allclose(
+        loss, svi.evaluate(state, X, 1 - y, inducing=Z), rtol=0.2
+    )
+
+
+def test_local_latents_see_their_own_batch() -> None:
+    """Outliers absorb their own noise, on minibatches as on full data."""
+
+    def model(X, y=None, *, inducing, batch_size=None):
+        gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
+        with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as index:
+            z = numpyro.sample("z", dist.StudentT(2.0, 0.0, 0.2))
+            numpyro.sample("y", dist.Normal(gp(X[index]) + z, 0.1), obs=y[index])
+
+    X = jnp.linspace(-2, 2, 60)[:, None]
+    y = jnp.sin(X[:, 0]).at[::7].add(5.0)
+    svi, result = run(
+        model,
+        X,
+        y,
+        inducing=X[::6],
+        batch_size=20,
+        num_steps=900,
+        optim=optax.adam(0.1),
+    )
+    z = np.asarray(result.params["z_auto_loc"])
+    assert z[::7].min() > 3
+    assert np.abs(np.delete(z, slice(None, None, 7))).max() < 1
+
+
+def test_names_that_share_a_prefix_survive() -> None:
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        w_0 = numpyro.sample("w_0", dist.Normal(5.0, 0.1))
+        w_scale = numpyro.param("w_scale", 2.0)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(X @ w + w_0, 0.1 * w_scale), obs=y)
+
+    X, _ = toy(40)
+    svi, result = run(model, X, X @ jnp.array([1.0, -1.0]) + 5.0)
+    predicted = svi.posterior(result.params).predict_y(X[:3]).mean
+    np.testing.assert_allclose(predicted, X[:3, 0] - X[:3, 1] + 5.0, atol=0.1)
+
+
+def test_a_gradient_that_is_not_finite_is_an_error() -> None:
+    def model(X, y=None, *, inducing):
+        a = numpyro.param("a", 0.0)
+        return classifier(X, y, inducing=inducing, variance=1.0 + jnp.sqrt(a * a))
+
+    X, y = toy(20)
+    with pytest.raises(gpaug.CholeskyError, match="not finite"):
+        run(model, X, y, inducing=X[:5], optim=optax.adam(0.1))
+
+
+@pytest.mark.filterwarnings("ignore:subsample_size does not match")
+def test_steps_and_names_that_would_be_ignored() -> None:
+    X, y = toy(20)
+    for step_size in ("adaptive", gpaug.infer.RobbinsMonro()):
+        guide = gpaug.AutoSparseGP(classifier)
+        svi = gpaug.ConjugateSVI(classifier, guide, step_size=step_size)
+        with pytest.raises(ValueError, match="is for minibatches"):
+            run(classifier, X, y, svi=svi, inducing=X[:5])
+    with pytest.raises(ValueError, match="init_params names"):
+        run(classifier, X, y, inducing=X[:5], init_params={"lengthscales": 1.0})
+    with pytest.raises(ValueError, match="subsample_size 50"):
+        run(learnt, X, y, inducing=X[:5], batch_size=50)
+    svi, result = run(classifier, X, y, inducing=X[:5])
+    with pytest.raises(TypeError, match=r"result\.params"):
+        svi.posterior(result)
+    with pytest.raises(ValueError, match="needs the observations"):
+        svi.posterior(result.params).log_prob(X[:3])
+    with pytest.raises(ValueError, match=r"\(1024, 1\)|\(3, 1\)"):
+        svi.posterior(result.params).log_prob(X[:3], y[:3, None])
+
+
+def test_a_small_constant_step_stays_small() -> None:
+    X, y = toy(40)
+    guide = gpaug.AutoSparseGP(classifier)
+    svi = gpaug.ConjugateSVI(classifier, guide, step_size=0.1)
+    slow = run(classifier, X, y, svi=svi, inducing=X[:8], num_steps=8)[1]
+    fast = run(classifier, X, y, inducing=X[:8], num_steps=8)[1]
+    assert slow.losses[-1] > fast.losses[-1] + 0.1
+
+
+def test_inducing_inputs_computed_from_the_rows_of_the_data() -> None:
+    def model(X, y=None):
+        return regression(X, y, inducing=X[:5])
+
+    X, _ = toy(20)
+    svi, result = run(model, X, X[:, 0])
+    with pytest.raises(ValueError, match=r"\['X'\].*by keyword"):
+        svi.posterior(result.params)
+
+
+def test_median_is_that_of_the_guide() -> None:
+    X, y = toy(30)
+    for covariance in ("natural", "dense", "diagonal"):
+        guide = gpaug.AutoSparseGP(classifier, covariance=covariance)
+        (block,) = guide.setup(X, y, inducing=X[:5]).structure.blocks
+        first, second = guide.param_names(block)
+        params = {first: jnp.arange(5.0), second: 2 * jnp.eye(5)}
+        if covariance == "diagonal":
+            params[second] = jnp.ones(5)
+        expected = jnp.arange(5.0) / (2 if covariance == "natural" else 1)
+        np.testing.assert_allclose(guide.median(params)["f.v"], expected, rtol=1e-6)
+
+
+def test_rows_along_another_axis() -> None:
+    def model(X, y=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", KERNEL(), inducing, num_latents=3)
+        with numpyro.plate("out", 3, dim=-2), numpyro.plate("data", X.shape[0], dim=-1):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X).T), obs=y)
+
+    X, y = toy(20)
+    svi, result = run(model, X, jnp.stack([y, 1 - y, y]), inducing=X[:5])
+    posterior = svi.posterior(result.params)
+    whole = posterior.predict_y(X[:9]).probs
+    parts = posterior.predict_y(X[:9], batch_size=4).probs
+    assert whole.shape == (3, 9)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+
+
+def test_float32_data_under_x64_with_sampled_hyperparameters(x64) -> None:
+    def model(X, y=None, *, inducing):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        return classifier(X, y, inducing=inducing, lengthscale=lengthscale)
+
+    X, y = toy(30, dtype=jnp.float32)
+    _, result = run(model, X, y, inducing=X[:6], optim=optax.adam(0.05))
+    assert result.losses.dtype == np.float32
+    assert np.isfinite(result.losses).all()
