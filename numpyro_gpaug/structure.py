@@ -247,17 +247,16 @@ def structure_for(
 
 
 def _plates(trace: Trace) -> dict[str, Plate]:
-    plates = {
-        name: Plate(site["args"][0], site["value"].shape[0])
-        for name, site in trace.items()
-        if site["type"] == "plate"
-    }
-    for name, plate in plates.items():
-        if plate.subsample_size > plate.size:
-            raise ValueError(
-                f"plate {name!r} has subsample_size {plate.subsample_size}, more than "
-                f"its size {plate.size}"
-            )
+    plates = {}
+    for name, site in trace.items():
+        if site["type"] == "plate":
+            size, declared = site["args"]
+            if declared is not None and declared > size:
+                raise ValueError(
+                    f"plate {name!r} has subsample_size {declared}, more than its size "
+                    f"{size}"
+                )
+            plates[name] = Plate(size, site["value"].shape[0])
     return plates
 
 

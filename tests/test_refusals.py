@@ -87,8 +87,9 @@ def test_local_latents_see_their_own_batch() -> None:
         optim=optax.adam(0.1),
     )
     z = np.asarray(result.params["z_auto_loc"])
-    assert z[::7].min() > 3
-    assert np.abs(np.delete(z, slice(None, None, 7))).max() < 1
+    others = np.delete(z, slice(None, None, 7))
+    # The process and the common level of z are only weakly identified; outliers are not.
+    assert z[::7].min() - others.max() > 4
 
 
 def test_names_that_share_a_prefix_survive() -> None:
