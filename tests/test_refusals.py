@@ -88,7 +88,7 @@ def test_local_latents_see_their_own_batch() -> None:
     )
     z = np.asarray(result.params["z_auto_loc"])
     others = np.delete(z, slice(None, None, 7))
-    # The process and the common level of z are only weakly identified; outliers are not.
+    # Process and common level of z are only weakly identified; outliers are not.
     assert z[::7].min() - others.max() > 4
 
 
