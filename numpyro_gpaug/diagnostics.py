@@ -29,6 +29,7 @@ from numpyro_gpaug._calibration import (
     reliability_curve,
 )
 from numpyro_gpaug._numpyro import residual_policy, whole_plates
+from numpyro_gpaug.analysis import analyse
 from numpyro_gpaug.expectations import (
     Route,
     base_distribution,
@@ -46,7 +47,7 @@ from numpyro_gpaug.infer.bound import (
     predictor,
 )
 from numpyro_gpaug.process import Conditional
-from numpyro_gpaug.structure import Arguments, Observed, Structure, Trace, analyse
+from numpyro_gpaug.structure import Arguments, Observed, Structure, Trace
 
 if TYPE_CHECKING:
     from xarray import DataTree

@@ -15,9 +15,10 @@ from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta, AutoGuide
 from numpyro.infer.initialization import init_to_median
 
+from numpyro_gpaug.analysis import analyse
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.linalg import NaturalGaussian
-from numpyro_gpaug.structure import Block, Structure, analyse, flat_functions
+from numpyro_gpaug.structure import Block, Structure, flat_functions
 
 _COVARIANCES = ("natural", "dense", "diagonal")
 

@@ -17,6 +17,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.infer.svi import SVIRunResult
 from tqdm.auto import tqdm
 
+from numpyro_gpaug.analysis import require_conjugate, structure_for
 from numpyro_gpaug.guides import AutoSparseGP, natural_names, prior_natural
 from numpyro_gpaug.infer.checks import (
     check_arguments,
@@ -33,9 +34,7 @@ from numpyro_gpaug.structure import (
     Arguments,
     Block,
     Structure,
-    require_conjugate,
     run_model,
-    structure_for,
 )
 
 if TYPE_CHECKING:

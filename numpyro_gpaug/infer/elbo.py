@@ -14,11 +14,12 @@ from numpyro import handlers
 from numpyro.distributions.kl import kl_divergence
 from numpyro.infer.elbo import ELBO
 
+from numpyro_gpaug.analysis import analyse
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.infer.bound import BoundProblem, chosen, marginals, scaled_sum
 from numpyro_gpaug.linalg import Moments, kl_to_diagonal
-from numpyro_gpaug.structure import Arguments, Structure, Trace, analyse, run_model
+from numpyro_gpaug.structure import Arguments, Structure, Trace, run_model
 
 BOUNDS = ("exact", "augmented")
 

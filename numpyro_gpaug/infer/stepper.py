@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 from numpyro import handlers
 
+from numpyro_gpaug.analysis import structure_for
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem
 from numpyro_gpaug.infer.elbo import other_terms
@@ -25,7 +26,7 @@ from numpyro_gpaug.infer.sites import (
     slack,
 )
 from numpyro_gpaug.linalg import moments
-from numpyro_gpaug.structure import Arguments, Structure, structure_for
+from numpyro_gpaug.structure import Arguments, Structure
 
 if TYPE_CHECKING:
     import optax

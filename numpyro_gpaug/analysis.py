@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a model apart: which latents update in closed form, and how each observed site
+is reached.
+
+Everything is found by tracing abstractly (no arithmetic runs) and by reading the jaxpr
+of the likelihood's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.affine import State, dependences
+from numpyro_gpaug.augmentation.base import lookup_augmentation
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.expectations import Route, base_distribution, lookup_expectation
+from numpyro_gpaug.process import Conditional
+from numpyro_gpaug.structure import (
+    Arguments,
+    Block,
+    Observed,
+    Plate,
+    Structure,
+    Trace,
+    check_shape,
+    conditional_of,
+    run_model,
+)
+
+
+def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+    """Takes a model apart.
+
+    :param model: a NumPyro model.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    :return: a :class:`Structure`.
+    """
+    arguments = Arguments.split(args, kwargs)
+    key = jax.random.key(0)
+    candidates, sites = _survey(model, arguments, key)
+    reach = _Reach(model, arguments, key, candidates)
+    weights = [b for b in candidates if not b.is_process and reach.is_weight(b.name)]
+    processes = [b for b in candidates if b.is_process]
+    routes = [reach.observed(n, (*processes, *weights)) for n in sites.observed]
+    weights = [b for b in weights if reach.in_closed_form(b.name, routes)]
+    reach.refuse_unsupported(sites.latent, bool(sites.observed))
+    owned = {b.site for b in candidates if b.is_process or b in weights}
+    blocks = tuple(sorted(
+        (b for b in candidates if b.site in owned),
+        key=lambda b: sites.latent.index(b.site),
+    ))  # fmt: skip
+    return Structure(
+        blocks=blocks,
+        others=tuple(
+            n for n in sites.latent if n not in owned and not reach.is_likelihood(n)
+        ),
+        observed=tuple(reach.observed(name, blocks) for name in sites.observed),
+        plates=sites.plates,
+    )
+
+
+def structure_for(
+    model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> Structure:
+    """``structure`` with the plates that these arguments give the model.
+
+    :param model: the model.
+    :param structure: what it is made of, from arguments of any size.
+    :param arguments: its arguments.
+    """
+    plates: dict[str, Plate] = {}
+
+    def abstract(arrays: tuple[Array, ...]) -> None:
+        given = arguments._replace(arrays=arrays)
+        trace = run_model(model, given, jax.random.key(0), structure.zeros)
+        plates.update(_plates(trace))
+
+    jax.eval_shape(abstract, arguments.arrays)
+    return replace(structure, plates=plates)
+
+
+def _plates(trace: Trace) -> dict[str, Plate]:
+    plates = {}
+    for name, site in trace.items():
+        if site["type"] == "plate":
+            size, declared = site["args"]
+            if declared is not None and declared > size:
+                raise ValueError(
+                    f"plate {name!r} has subsample_size {declared}, more than its size "
+                    f"{size}"
+                )
+            plates[name] = Plate(size, site["value"].shape[0])
+    return plates
+
+
+class _Sites(NamedTuple):
+    latent: tuple[str, ...]
+    observed: tuple[str, ...]
+    plates: dict[str, Plate]
+
+
+def _survey(
+    model: Callable[..., Any], arguments: Arguments, key: Array
+) -> tuple[list[Block], _Sites]:
+    """Names and shapes; candidates are the processes and the vector normals."""
+    candidates: list[Block] = []
+    latent: list[str] = []
+    observed: list[str] = []
+    plates: dict[str, Plate] = {}
+
+    def visit(trace: Trace) -> None:
+        plates.update(_plates(trace))
+        process_sites = set()
+        for name, site in trace.items():
+            if isinstance(site.get("fn"), Conditional):
+                v = trace[f"{name}.v"]
+                process_sites.add(f"{name}.v")
+                if not v["is_observed"]:
+                    candidates.append(_block(name, f"{name}.v", v))
+        for name, site in trace.items():
+            if site["type"] == "sample" and site["is_observed"]:
+                observed.append(name)
+            elif site["type"] == "sample":
+                latent.append(name)
+                if name not in process_sites and _is_vector_normal(site):
+                    candidates.append(_block(name, name, site))
+
+    def abstract(arrays: tuple[Array, ...]) -> None:
+        visit(run_model(model, arguments._replace(arrays=arrays), key, {}))
+
+    jax.eval_shape(abstract, arguments.arrays)
+    return candidates, _Sites(tuple(latent), tuple(observed), plates)
+
+
+def _block(name: str, site: str, message: dict[str, Any]) -> Block:
+    value = message["value"]
+    # The dtype of the prior, not of the draw, which NumPyro makes in the default dtype;
+    # but Normal(0, 1) has integer parameters.
+    dtype = jnp.result_type(base_distribution(message["fn"]).loc)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return Block(name, site, value.shape, dtype if floating else value.dtype)
+
+
+def _is_vector_normal(site: dict[str, Any]) -> bool:
+    fn = site["fn"]
+    vector = len(fn.event_shape) == 1 and fn.batch_shape == ()
+    plain = isinstance(base_distribution(fn), dist.Normal)
+    return vector and plain and not site["cond_indep_stack"]
+
+
+class _Reach:
+    """How each candidate block reaches each part of the model."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        key: Array,
+        candidates: list[Block],
+    ) -> None:
+        self.processes = {b.name for b in candidates if b.is_process}
+        self.vectors = {b.site: b.name for b in candidates if b.is_process}
+        self.registered: dict[str, tuple[str, ...]] = {}
+        self.classes: dict[str, type] = {}
+
+        def parts(values: dict[str, Any]) -> dict[str, Any]:
+            trace = run_model(model, arguments, key, values)
+            return self._parts(trace, candidates, values)
+
+        def shapes(arrays: tuple[Array, ...]) -> dict[str, Array]:
+            trace = run_model(model, arguments._replace(arrays=arrays), key, {})
+            names = {n for b in candidates for n in (b.name, b.site)}
+            return {n: trace[n]["value"] for n in names}
+
+        inputs = jax.eval_shape(shapes, arguments.arrays)
+        tree = jax.eval_shape(parts, inputs)
+        states = dependences(parts, inputs)
+        self.states: dict[str, Any] = jax.tree.unflatten(
+            jax.tree.structure(tree), [_Leaf(state) for state in states]
+        )
+
+    def _parts(
+        self, trace: Trace, candidates: list[Block], values: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What a block may reach: likelihood parameters, densities, everything else."""
+        carried: dict[str, Any] = {}
+        densities: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for name, site in trace.items():
+            if site["type"] == "sample" and site["is_observed"]:
+                check_shape(name, site)
+                base = base_distribution(site["fn"])
+                self.classes[name] = type(base)
+                latents = _latents(type(base))
+                self.registered[name] = latents
+                carried[name] = {k: getattr(base, k) for k in latents}
+                densities[name] = site["fn"].log_prob(site["value"])
+                rest[name] = [
+                    getattr(base, k) for k in base.arg_constraints
+                    if k not in latents and k in vars(base)
+                ]  # fmt: skip
+            elif site["type"] == "sample" and name not in values:
+                rest[name] = jax.tree.leaves(site["fn"])
+        for block in candidates:
+            if block.is_process:
+                law = conditional_of(trace, block)
+                rest[block.name] = [law.mean, law.prior_variance, law.projection]
+        return {"carried": carried, "densities": densities, "rest": rest}
+
+    def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
+        """Raises for models whose processes feed something other than likelihoods.
+
+        :param latents: all latent sites.
+        :param observed: whether anything is observed; if nothing is, a latent site that
+            depends on a process is an observation that was not passed in.
+        :raises NotConjugateError: naming the two sites.
+        """
+        for site, name in self.vectors.items():
+            if any(site in leaf.state for leaf in jax.tree.leaves(self.states)):
+                raise NotConjugateError(
+                    f"the inducing values {site!r} are used directly; use the function "
+                    f"values {name!r}, or fit by MCMC(NUTS(model))"
+                )
+        laws = (*self.processes, *(latents if observed else ()))
+        for law in laws:
+            leaves = jax.tree.leaves(self.states["rest"].get(law, []))
+            sources = {n for leaf in leaves for n in leaf.state} & self.processes
+            if sources:
+                raise NotConjugateError(
+                    f"the law of {law!r} depends on the process "
+                    f"{sorted(sources)[0]!r}; only that of an observed site may. "
+                    "MCMC(NUTS(model)) samples such a model"
+                )
+
+    def is_likelihood(self, latent: str) -> bool:
+        """Whether a latent site is an observation that was not passed in: its own
+        distribution depends on a process."""
+        leaves = jax.tree.leaves(self.states["rest"].get(latent, []))
+        return any(self.processes & set(leaf.state) for leaf in leaves)
+
+    def is_weight(self, name: str) -> bool:
+        """Whether a vector normal reaches nothing but likelihood predictors, affinely,
+        so that its update has a closed form."""
+        rest = jax.tree.leaves(self.states["rest"])
+        if any(name in leaf.state for leaf in rest):
+            return False
+        reached = False
+        for site, latents in self.registered.items():
+            for latent in latents:
+                dependence = self.states["carried"][site][latent].state.get(name)
+                reached |= dependence is not None
+                if dependence is not None and not dependence.affine:
+                    return False
+            if not latents and name in self.states["densities"][site].state:
+                return False
+        return reached
+
+    def in_closed_form(self, weight: str, routes: list[Observed]) -> bool:
+        """Whether every observed site a weight vector reaches has a closed form (nodes
+        run over function values only)."""
+        densities = self.states["densities"]
+        reached = [r for r in routes if weight in densities[r.name].state]
+        return all(r.route is Route.CLOSED_FORM for r in reached)
+
+    def observed(self, name: str, blocks: tuple[Block, ...]) -> Observed:
+        """The route of an observed site."""
+        density = self.states["densities"][name].state
+        reached = tuple(b.name for b in blocks if b.name in density)
+        processes = tuple(n for n in reached if n in self.processes)
+        augmented = lookup_augmentation(self.classes[name]) is not None
+        if not reached:
+            return Observed(name, (), Route.CONSTANT, (), augmented, None)
+        reason = self._why_not_closed(name, reached)
+        latents = self.registered[name] if reason is None else ()
+        if latents and lookup_expectation(self.classes[name]) is not None:
+            route = Route.CLOSED_FORM
+        elif len(reached) == 1 and density[reached[0]].elementwise:
+            route = Route.GAUSS_HERMITE
+        else:
+            route = Route.MONTE_CARLO
+        return Observed(name, latents, route, processes, augmented, reason)
+
+    def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
+        if not self.registered[name]:
+            return f"no closed form is registered for {self.classes[name].__name__}"
+        for leaf in jax.tree.leaves(self.states["rest"][name]):
+            if touched := [r for r in reached if r in leaf.state]:
+                return (
+                    f"{touched[0]!r} reaches a parameter of "
+                    f"{self.classes[name].__name__} other than {self.registered[name]}"
+                )
+        for latent in self.registered[name]:
+            state = self.states["carried"][name][latent].state
+            for block in reached:
+                dependence = state.get(block)
+                if dependence is None:
+                    continue
+                if not dependence.affine:
+                    return (
+                        f"{latent!r} is not affine in {block!r}: it passes through "
+                        f"{dependence.nonlinear!r}"
+                    )
+                if block in self.processes and not dependence.elementwise:
+                    return f"{latent!r} mixes several function values of {block!r}"
+        return None
+
+
+class _Leaf:
+    """Keeps a state (a dict) whole as one leaf of a tree."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+
+def _latents(cls: type) -> tuple[str, ...]:
+    expectation = lookup_expectation(cls)
+    if expectation is not None:
+        return expectation.latents
+    augmentation = lookup_augmentation(cls)
+    return () if augmentation is None else augmentation.latents
+
+
+def require_conjugate(structure: Structure, sites: str) -> None:
+    """Raises unless every observed site has closed-form updates.
+
+    :param structure: what the model is made of.
+    :param sites: ``"auto"``, ``"exact"`` or ``"augmented"``.
+
+    :raises NotConjugateError: naming the site, the operation and a route that works.
+    """
+    for site in structure.observed:
+        if site.reason is not None:
+            raise NotConjugateError(
+                f"site {site.name!r} has no closed-form update: {site.reason}. "
+                "numpyro.infer.SVI with numpyro_gpaug.TraceAnalytic_ELBO() and "
+                "AutoSparseGP(model, covariance='dense') fits this model "
+                f"({site.route.value}); MCMC(NUTS(model)) samples it."
+            )
+        if site.route is Route.MONTE_CARLO and sites != "augmented":
+            raise NotConjugateError(
+                f"site {site.name!r} has an augmentation but no exact expectation in "
+                'closed form: use sites="augmented", or register_expectation'
+            )
