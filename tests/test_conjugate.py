@@ -192,6 +192,7 @@ def test_inducing_inputs_are_learnt() -> None:
     assert result.params["Z"].shape == (4, 2)
 
 
+@pytest.mark.slow
 def test_several_gradient_steps_per_update() -> None:
     X, y = toy(40)
     arguments = {"inducing": X[:10], "optim": optax.adam(0.05), "num_steps": 20}
@@ -220,7 +221,14 @@ def test_sampled_hyperparameters_through_a_stock_autoguide() -> None:
 
 
 @pytest.mark.parametrize(
-    "step_size", [None, 0.05, "adaptive", RobbinsMonro(5.0, 0.9), Adaptive(20.0)]
+    "step_size",
+    [
+        None,
+        "adaptive",
+        pytest.param(0.05, marks=pytest.mark.slow),
+        pytest.param(RobbinsMonro(5.0, 0.9), marks=pytest.mark.slow),
+        pytest.param(Adaptive(20.0), marks=pytest.mark.slow),
+    ],
 )
 def test_minibatches_come_near_the_full_optimum(step_size) -> None:
     X, y = toy(400)

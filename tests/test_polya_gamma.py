@@ -328,6 +328,11 @@ def kolmogorov(x: np.ndarray, b: np.ndarray, c: np.ndarray, bias: float) -> np.n
     return np.sqrt(n) * out
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_sampler_law(dtype):
     b, c = (a.ravel() for a in np.meshgrid(SHAPES, TILTS))
     law = PolyaGamma(jnp.asarray(b, dtype), jnp.asarray(c, dtype))

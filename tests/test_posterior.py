@@ -48,6 +48,7 @@ def test_moments_and_probabilities_against_formulas(x64) -> None:
     np.testing.assert_allclose(posterior.log_prob(new, y), expected, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_draws_have_the_posterior_moments() -> None:
     posterior, _ = fitted()
     new = toy(5, seed=3)[0]
@@ -62,7 +63,7 @@ def test_predictions_do_not_depend_on_batch_size() -> None:
     posterior, _ = fitted()
     new = toy(101, seed=3)[0]
     whole = posterior.predict_y(new)
-    for batch_size in (1, 7, 101, 1000):
+    for batch_size in (7, 1000):
         part = posterior.predict_y(new, batch_size=batch_size)
         assert part.batch_shape == whole.batch_shape == (101,)
         np.testing.assert_allclose(part.probs, whole.probs, rtol=2e-6)

@@ -103,8 +103,7 @@ def loss_at(loss, params, guide, args, kwargs, model=classifier):
 # Closed form against NumPy.
 
 
-@latents
-@pytest.mark.parametrize("sites", ["auto", "augmented", "exact"])
+@crossed("sites", [(3, "auto"), (None, "augmented")], ["auto", "augmented", "exact"])
 def test_closed_form_ends_at_the_brute_force_bound(num_latents, sites):
     (X, y), kwargs = problem(num_latents)
     svi, result = fitted(num_latents, sites)
@@ -119,7 +118,7 @@ def test_closed_form_ends_at_the_brute_force_bound(num_latents, sites):
     np.testing.assert_allclose(-value, expected, rtol=1e-9)
 
 
-@latents
+@pytest.mark.parametrize("num_latents", [None, SLOW_THREE], ids=["C=1", None])
 def test_exact_sites_end_at_a_higher_bound(num_latents):
     svi, augmented = fitted(num_latents, "augmented")
     args, kwargs = problem(num_latents)

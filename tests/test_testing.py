@@ -18,6 +18,7 @@ def test_built_in_augmentations_conform() -> None:
     check_augmentation(dist.Normal(jnp.zeros(5), 0.7), jnp.linspace(-2, 2, 5))
 
 
+@pytest.mark.slow
 def test_built_in_augmentations_conform_in_float64(x64) -> None:
     zeros = jnp.zeros(5, jnp.float64)
     check_augmentation(dist.Bernoulli(logits=zeros), Y)
