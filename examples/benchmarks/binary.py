@@ -127,7 +127,8 @@ def numpyro_gpaug(problem: Problem, clock: Clock) -> tuple[Fit, dict[str, Any]]:
 def _divergence(params: dict[str, Any]) -> float:
     """From the fitted whitened Gaussian to the standard normal, in float64."""
     potential, precision = (
-        np.asarray(params[f"f.v_{name}"], float) for name in ("potential", "precision")
+        np.asarray(params[f"f.v_auto_{name}"], float)
+        for name in ("potential", "precision")
     )
     covariance = np.linalg.inv(precision)
     mean = covariance @ potential
