@@ -268,7 +268,9 @@ def test_polya_gamma_conditional_and_natural_agree_with_the_likelihood():
     d = dist.Bernoulli(logits=jnp.zeros(2))
     augmentation = lookup_augmentation(type(d))
     y, omega = jnp.array([0, 1]), jnp.array([0.1, 0.4])
-    ((potential, precision),) = augmentation.natural(d, y, {"omega": omega}).values()
+    ((potential, precision),) = augmentation.natural(
+        d, y, {"omega": omega}, {}
+    ).values()
 
     def constant(f):
         f = jnp.asarray(f)
@@ -283,7 +285,7 @@ def test_normal_has_no_auxiliary():
     d = dist.Normal(jnp.zeros(2), 0.5)
     augmentation = lookup_augmentation(type(d))
     assert augmentation.conditional(d, jnp.ones(2), {"loc": jnp.ones(2)}) == {}
-    potential, precision = augmentation.natural(d, jnp.arange(2.0), {})["loc"]
+    potential, precision = augmentation.natural(d, jnp.arange(2.0), {}, {})["loc"]
     assert_close(potential, [0, 4])
     assert_close(precision, [4, 4])
     assert augmentation.gibbs_blocks(d) == (("aux",), ("loc",))
@@ -421,7 +423,7 @@ class RobustAugmentation(gpaug.Augmentation):
         rate = 0.5 * (d.df * d.scale**2 + (y - f["loc"]) ** 2)
         return {"precision": dist.Gamma((d.df + 1) / 2, rate)}
 
-    def natural(self, d, y, aux):
+    def natural(self, d, y, aux, f):
         return {"loc": (y * aux["precision"], aux["precision"])}
 
 

@@ -31,8 +31,8 @@ class WrongTilt(bernoulli.BernoulliLogits):
 
 
 class WrongPotential(bernoulli.BernoulliLogits):
-    def natural(self, d, y, aux):
-        ((name, (potential, precision)),) = super().natural(d, y, aux).items()
+    def natural(self, d, y, aux, f):
+        ((name, (potential, precision)),) = super().natural(d, y, aux, f).items()
         return {name: (1.05 * potential, precision)}
 
 
@@ -67,7 +67,7 @@ def test_planted_errors_are_named(wrong, message: str) -> None:
 
 def test_wrong_normal_precision_is_named() -> None:
     class Wrong(normal.Normal):
-        def natural(self, d, y, aux):
+        def natural(self, d, y, aux, f):
             return {"loc": (y / d.scale, jnp.broadcast_to(1 / d.scale, y.shape))}
 
     class Likelihood(dist.Normal):

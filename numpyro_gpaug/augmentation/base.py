@@ -11,12 +11,16 @@ Gaussian sites are its derivatives: ``precision = -2 d/dv``,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from jax import Array
+from jax import Array, random
 from numpyro.distributions import Distribution
 
 Parameters = dict[str, Array]
+
+# In the order of the draws; a function receives the auxiliaries drawn before it.
+Conditionals = dict[str, Distribution | Callable[[dict[str, Array]], Distribution]]
 
 
 class Augmentation(ABC):
@@ -49,35 +53,68 @@ class Augmentation(ABC):
         """
 
     @abstractmethod
-    def conditional(self, d: Any, y: Array, f: Parameters) -> dict[str, Distribution]:
+    def conditional(self, d: Any, y: Array, f: Parameters) -> Conditionals:
         """Full conditionals of the auxiliaries given the latents, with exact samplers.
+
+        Auxiliaries are parametrised so that they enter the natural parameters linearly
+        (a precision, say, not the variance it is the inverse of).
 
         :param d: the likelihood.
         :param y: observations.
         :param f: values of the latents.
-        :return: distributions by auxiliary name; empty if there are none.
+        :return: distributions by auxiliary name, in the order in which they are drawn;
+            one that depends on an earlier auxiliary is a function of the dict of those
+            drawn so far. Empty if there are none.
         """
 
     @abstractmethod
     def natural(
-        self, d: Any, y: Array, aux: dict[str, Array]
+        self, d: Any, y: Array, aux: dict[str, Array], f: Parameters
     ) -> dict[str, tuple[Array, Array]]:
         """Potential and precision of each latent given sampled auxiliaries.
 
         :param d: the likelihood.
         :param y: observations.
-        :param aux: auxiliaries by name.
+        :param aux: auxiliaries by name; not read for a latent that
+            :meth:`gibbs_blocks` draws before them.
+        :param f: values of the latents; a latent's own value is not read.
         :return: ``(potential, precision)`` per name in ``latents``.
         """
 
     def gibbs_blocks(self, d: Any) -> tuple[tuple[str, ...], ...]:
-        """The order of Gibbs draws; what a block does not name is integrated out in it.
+        """The order of Gibbs draws.
 
         :param d: the likelihood.
-        :return: blocks of names; the default draws all auxiliaries (``"aux"``), then
-            all latents.
+        :return: blocks of names, ``"aux"`` for all auxiliaries. A latent that stands
+            before ``"aux"`` is drawn with the auxiliaries integrated out, one after it
+            given them. The default draws all auxiliaries, then all latents.
         """
         return (("aux",), tuple(self.latents))
+
+
+def draw_auxiliaries(key: Array, conditionals: Conditionals) -> dict[str, Array]:
+    """Draws the auxiliaries one after the other.
+
+    :param key: random key.
+    :param conditionals: from :meth:`Augmentation.conditional`.
+    """
+    aux: dict[str, Array] = {}
+    for i, (name, q) in enumerate(conditionals.items()):
+        law = q if isinstance(q, Distribution) else q(aux)
+        aux[name] = law.sample(random.fold_in(key, i))
+    return aux
+
+
+def auxiliary_means(conditionals: Conditionals) -> dict[str, Array]:
+    """Means of the auxiliaries, each given the means of those before it: what the
+    natural parameters, linear in them, average to.
+
+    :param conditionals: from :meth:`Augmentation.conditional`.
+    """
+    means: dict[str, Array] = {}
+    for name, q in conditionals.items():
+        means[name] = (q if isinstance(q, Distribution) else q(means)).mean
+    return means
 
 
 _REGISTRY: dict[type[Distribution], Augmentation] = {}

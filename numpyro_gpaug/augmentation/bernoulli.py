@@ -15,6 +15,7 @@ from jax import Array
 from numpyro_gpaug._special import log2cosh_half
 from numpyro_gpaug.augmentation.base import (
     Augmentation,
+    Conditionals,
     Parameters,
     register_augmentation,
 )
@@ -40,10 +41,10 @@ class BernoulliLogits(Augmentation):
         m, v = means["logits"], variances["logits"]
         return 0.5 * _sign(y, m) * m - log2cosh_half(m * m + v)
 
-    def conditional(self, d, y, f: Parameters) -> dict[str, dist.Distribution]:
+    def conditional(self, d, y, f: Parameters) -> Conditionals:
         return {"omega": PolyaGamma(jnp.ones_like(f["logits"]), f["logits"])}
 
-    def natural(self, d, y, aux) -> dict[str, tuple[Array, Array]]:
+    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
         omega = aux["omega"]
         return {"logits": (0.5 * _sign(y, omega), omega)}
 

@@ -9,6 +9,7 @@ from jax import Array
 
 from numpyro_gpaug.augmentation.base import (
     Augmentation,
+    Conditionals,
     Parameters,
     register_augmentation,
 )
@@ -33,10 +34,10 @@ class Normal(Augmentation):
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
         return _expected_log_prob(d, y, means, variances)
 
-    def conditional(self, d, y, f: Parameters) -> dict[str, dist.Distribution]:
+    def conditional(self, d, y, f: Parameters) -> Conditionals:
         return {}
 
-    def natural(self, d, y, aux) -> dict[str, tuple[Array, Array]]:
+    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
         precision = 1 / jnp.square(d.scale)
         precision = jnp.broadcast_to(precision, jnp.shape(y))
         return {"loc": (y * precision, precision)}
