@@ -105,19 +105,16 @@ class Arguments(NamedTuple):
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Splits positional and keyword arguments."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_array = [_is_array(x) for x in leaves]
         # NumPy arrays cannot be indexed by the traced indices of a plate.
-        arrays = tuple(
-            jnp.asarray(x) for x, a in zip(leaves, is_array, strict=True) if a
-        )
-        static = tuple((i, x) for i, x in enumerate(leaves) if not is_array[i])
+        arrays = tuple(jnp.asarray(x) for x in leaves if is_array(x))
+        static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
         return cls(arrays, (treedef, static))
 
     @staticmethod
     def select_arrays(tree: Any, items: list[Any]) -> list[Any]:
         """Of ``items``, one per leaf of ``tree``, those of the array leaves."""
         leaves = jax.tree.leaves(tree)
-        return [item for x, item in zip(leaves, items, strict=True) if _is_array(x)]
+        return [item for x, item in zip(leaves, items, strict=True) if is_array(x)]
 
     def merge(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments again."""
@@ -130,7 +127,8 @@ class Arguments(NamedTuple):
         return jax.tree.unflatten(treedef, ordered)
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether an argument is traced; anything else is static."""
     return isinstance(leaf, np.ndarray | np.generic | jax.Array)
 
 

@@ -47,6 +47,7 @@ from numpyro_gpaug.structure import (
     Structure,
     check_shape,
     conditional_of,
+    is_array,
     run_model,
 )
 
@@ -484,8 +485,8 @@ class Posterior:
 
 
 def _has_rows(tree: Any, rows: set[int]) -> bool:
-    shapes = (jnp.shape(x) for x in jax.tree.leaves(tree))
-    return any(shape and shape[0] in rows for shape in shapes)
+    arrays = (x for x in jax.tree.leaves(tree) if is_array(x))
+    return any(x.ndim and x.shape[0] in rows for x in arrays)
 
 
 def _one_of(candidates: Any, name: str | None, what: str) -> Any:

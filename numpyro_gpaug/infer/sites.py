@@ -4,7 +4,8 @@ r"""Closed-form updates of Gaussian blocks from their Gaussian sites.
 The sites of a likelihood follow from its expected log-density ``E(m, v)`` (or its
 augmented bound): precision ``-2 dE/dv``, potential ``dE/dm + precision m``. The update
 ``precision <- P + A diag(precision) A'`` with the prior precision ``P`` is positive
-definite by construction, and a step is a convex combination of natural parameters.
+definite by construction for log-concave likelihoods, and a step is a convex combination
+of natural parameters.
 """
 
 from __future__ import annotations
@@ -105,12 +106,18 @@ class Sites(NamedTuple):
         magnitude = jnp.asarray(magnitude, self.dtype)
         return Evaluation(bound, magnitude, at, gradients, kl)
 
-    def target(self, name: str, at: Any, gradients: Any) -> NaturalGaussian:
+    def target(
+        self, name: str, at: Any, gradients: Any, least_precision: float = -jnp.inf
+    ) -> NaturalGaussian:
         """Where a whole step takes a block: prior plus sites.
 
         :param name: the block.
         :param at: its marginals.
         :param gradients: derivatives of the expected log-likelihood there.
+        :param least_precision: sites of log-concave likelihoods have positive
+            precisions; those of others may not, and raising them to zero keeps every
+            step positive definite, but it moves the fixed point away from the maximum
+            of the bound. A caller that refuses steps by their bound needs no floor.
         """
         loc, scale = self.priors[name]
         prior_precision = jnp.square(1 / scale)
@@ -120,7 +127,9 @@ class Sites(NamedTuple):
         parts = field if isinstance(field, dict) else {"": field}
         for key, part in parts.items():
             point, slope = (at, gradients) if key == "" else (at[key], gradients[key])
-            site_potential, site_precision = _gaussian_site(part, point, slope)
+            site_potential, site_precision = _gaussian_site(
+                part, point, slope, least_precision
+            )
             # A scale on the whole model multiplies likelihood and prior alike.
             site_potential = site_potential / self.scales[name]
             site_precision = site_precision / self.scales[name]
@@ -137,12 +146,10 @@ class Sites(NamedTuple):
 
 
 def _gaussian_site(
-    field: Field, at: Marginals, gradients: Marginals
+    field: Field, at: Marginals, gradients: Marginals, least_precision: float
 ) -> tuple[Array, Array]:
     """Potential and precision of the sites on ``A' v``, per datum."""
-    # A precision is positive for log-concave likelihoods; elsewhere the clip keeps the
-    # update positive definite.
-    precision = jnp.maximum(-2 * gradients.variance, 0)
+    precision = jnp.maximum(-2 * gradients.variance, least_precision)
     potential = gradients.mean + precision * (at.mean - field.offset)
     return potential, precision
 
@@ -205,6 +212,7 @@ def backtracked_update(
         last = only_evaluate | (search.tries == MAX_HALVINGS)
         step = jnp.where(last, 0, search.step / 2)
         candidate = mix(old, target, step)
+        # A precision that is not positive definite has a bound of NaN: refused.
         outcome = sites.reevaluate(evaluation, name, candidate)
         accepted = last | (outcome.bound >= floor)
         return _Search(step, search.tries + 1, accepted, candidate, outcome)

@@ -193,7 +193,9 @@ class Stepper:
         natural, schedules = dict(state.natural), {}
         for k, name in enumerate(natural):
             gradients = self._site_gradients(sites, state, evaluation, name)
-            target = sites.target(name, evaluation.marginals[name], gradients)
+            target = sites.target(
+                name, evaluation.marginals[name], gradients, least_precision=0.0
+            )
             direction = jax.tree.map(jnp.subtract, target, natural[name])
             size, schedules[name] = self._schedule.next(
                 state.schedule[name], state.step, direction
