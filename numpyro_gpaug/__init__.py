@@ -3,7 +3,16 @@
 
 from numpyro_gpaug import diagnostics, inducing, kernels, testing
 from numpyro_gpaug.augmentation import Augmentation, register_augmentation
-from numpyro_gpaug.distributions import PolyaGamma
+from numpyro_gpaug.distributions import (
+    BayesianSVM,
+    GeneralizedInverseGaussian,
+    HeteroscedasticNormal,
+    InverseGaussian,
+    LogisticPoisson,
+    LogisticSoftmax,
+    LogisticSoftmaxMeanField,
+    PolyaGamma,
+)
 from numpyro_gpaug.errors import (
     CholeskyError,
     NotConjugateError,
@@ -19,9 +28,16 @@ __version__ = "0.1.0"
 __all__ = [
     "Augmentation",
     "AutoSparseGP",
+    "BayesianSVM",
     "CholeskyError",
     "ConjugateSVI",
     "GaussianProcess",
+    "GeneralizedInverseGaussian",
+    "HeteroscedasticNormal",
+    "InverseGaussian",
+    "LogisticPoisson",
+    "LogisticSoftmax",
+    "LogisticSoftmaxMeanField",
     "NotConjugateError",
     "PolyaGamma",
     "Posterior",

@@ -297,9 +297,16 @@ class _Reach:
                     f"{touched[0]!r} reaches a parameter of "
                     f"{self.classes[name].__name__} other than {self.registered[name]}"
                 )
+        carriers: dict[str, str] = {}
         for latent in self.registered[name]:
             state = self.states["carried"][name][latent].state
             for block in reached:
+                if block in state and carriers.setdefault(block, latent) != latent:
+                    return (
+                        f"{block!r} reaches both {carriers[block]!r} and {latent!r} of "
+                        f"{self.classes[name].__name__}, whose latents must be "
+                        "independent"
+                    )
                 dependence = state.get(block)
                 if dependence is None:
                     continue

@@ -1,7 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Augmented likelihoods: the contract, the registry, and one module per likelihood."""
 
-from numpyro_gpaug.augmentation import bernoulli, normal
+from numpyro_gpaug.augmentation import (
+    bayesian_svm,
+    bernoulli,
+    binomial,
+    heteroscedastic,
+    laplace,
+    multiclass,
+    negative_binomial,
+    normal,
+    poisson,
+    student_t,
+)
 from numpyro_gpaug.augmentation.base import (
     Augmentation,
     lookup_augmentation,
@@ -10,8 +21,16 @@ from numpyro_gpaug.augmentation.base import (
 
 __all__ = [
     "Augmentation",
+    "bayesian_svm",
     "bernoulli",
+    "binomial",
+    "heteroscedastic",
+    "laplace",
+    "multiclass",
     "lookup_augmentation",
+    "negative_binomial",
     "normal",
+    "poisson",
     "register_augmentation",
+    "student_t",
 ]

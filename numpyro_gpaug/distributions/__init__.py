@@ -1,7 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributions, each a full NumPyro citizen."""
 
+from numpyro_gpaug.distributions.bayesian_svm import BayesianSVM
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
+from numpyro_gpaug.distributions.generalized_inverse_gaussian import (
+    GeneralizedInverseGaussian,
+)
+from numpyro_gpaug.distributions.heteroscedastic_normal import HeteroscedasticNormal
+from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
+from numpyro_gpaug.distributions.logistic_poisson import LogisticPoisson
+from numpyro_gpaug.distributions.logistic_softmax import (
+    LogisticSoftmax,
+    LogisticSoftmaxMeanField,
+)
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
 
-__all__ = ["BlockGaussian", "PolyaGamma"]
+__all__ = [
+    "BayesianSVM",
+    "BlockGaussian",
+    "GeneralizedInverseGaussian",
+    "HeteroscedasticNormal",
+    "InverseGaussian",
+    "LogisticPoisson",
+    "LogisticSoftmax",
+    "LogisticSoftmaxMeanField",
+    "PolyaGamma",
+]

@@ -99,7 +99,11 @@ def support_error(name: str, site: dict[str, Any]) -> ValueError:
     """
     base, value = base_distribution(site["fn"]), np.asarray(site["value"])
     hint = ""
-    if base.is_discrete:
+    if base.support is constraints.nonnegative_integer:
+        hint = ". Counts are whole numbers, 0 or more"
+    elif hasattr(base, "total_count"):
+        hint = ". Counts are whole numbers from 0 to total_count"
+    elif base.is_discrete:
         hint = ". Labels are 0/1 (or 0..C-1): convert -1/+1 labels with (y + 1) // 2"
     return ValueError(
         f"site {name!r}: observations of shape {value.shape} take values "

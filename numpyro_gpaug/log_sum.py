@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Gaussian expectations of ``log sum_c g(f_c)``, deterministic for any number of
+classes.
+
+With ``S = sum_c g(f_c)`` over independent normals ``f_c``, Frullani's integral
+``log S = int (exp(-t) - exp(-t S)) dt / t`` turns the expectation into one integral
+over ``s = log t`` of a product over classes,
+
+.. math::
+    E \log S = \int [e^{-e^s} - \prod_c (1 - \psi_s(m_c, v_c))] \, ds, \qquad
+    \psi_s(m, v) = E \, [1 - e^{-e^s g(f)}].
+
+The inner function ``1 - exp(-e^s g(f))`` of the latent is analytic in a strip, so on a
+lattice of spacing h it equals a combination of normal densities and one normal cdf up
+to ``exp(-pi^2 / h)``-small errors. The Gaussian expectation of such a combination is
+closed at every variance, and its coefficients depend on ``s`` only: they are
+constants, and all inner expectations are one matrix product. The derivatives that
+define Gaussian sites, and the predictive probabilities ``E g(f_k) / S``, are those of
+the same sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.scipy.special import logsumexp, ndtr
+from scipy.special import log_expit
+from scipy.special import ndtr as ndtr_numpy
+
+# Rows of latents that are worked on at once: bounds the memory of the lattice.
+BLOCK = 65536
+
+
+class Link(NamedTuple):
+    """A positive, increasing function g of one latent.
+
+    :param name: its name.
+    :param log: ``log g``, by NumPy.
+    :param step: centre and width of the normal cdf that carries the plateau of
+        ``1 - exp(-e^s g(f))`` at large f.
+    """
+
+    name: str
+    log: Callable[[np.ndarray], np.ndarray]
+    step: tuple[float, float]
+
+
+# The exponential is used relative to a centre of the latents, the logistic as it is.
+EXPONENTIAL = Link("exponential", lambda f: f, (13.0, 2.0))
+LOGISTIC = Link("logistic", log_expit, (0.0, 1.7))
+
+
+class _Rule(NamedTuple):
+    """Spacings and ends of the outer sum (s) and of the lattice (f)."""
+
+    outer_spacing: float
+    outer: tuple[float, float]
+    spacing: float
+    width: float
+    ends: tuple[float, float]
+
+
+# The outer sum starts where S exp(s) is negligible and stops where exp(-S exp(s)) is;
+# the lattice covers every f at which 1 - exp(-e^s g(f)) is on its way for some s.
+_RULES = {
+    ("exponential", "float32"): _Rule(0.7, (-24, 20), 0.4, 0.52, (-37, 28)),
+    ("exponential", "float64"): _Rule(0.38, (-42, 24), 0.25, 0.4, (-60, 46)),
+    ("logistic", "float32"): _Rule(0.7, (-17, 18), 0.4, 0.52, (-35, 18)),
+    ("logistic", "float64"): _Rule(0.38, (-34, 24), 0.25, 0.4, (-60, 36)),
+}
+
+
+class _Lattice(NamedTuple):
+    """Constants of the double sum.
+
+    :param points: centres of the normal densities, (I,).
+    :param width: their standard deviation.
+    :param step: centre and width of the normal cdf.
+    :param s: outer nodes, (J,).
+    :param spacing: of the outer nodes.
+    :param reference: ``exp(-exp(s))``, (J,).
+    :param complement: coefficients of ``1 - exp(-x)`` with ``x = e^s g(f)``: of the
+        densities, (I, J), and of the cdf, (J,).
+    :param slope: those of its derivative in s, ``x exp(-x)``.
+    """
+
+    points: np.ndarray
+    width: float
+    step: tuple[float, float]
+    s: np.ndarray
+    spacing: float
+    reference: np.ndarray
+    complement: tuple[np.ndarray, np.ndarray]
+    slope: tuple[np.ndarray, np.ndarray]
+
+
+@cache
+def _lattice(link: Link, dtype: str, num_classes: int) -> _Lattice:
+    rule = _RULES[link.name, dtype]
+    low, high = rule.outer
+    if link is LOGISTIC:
+        low -= np.log(num_classes)  # S reaches the number of classes
+    s = np.arange(low, high, rule.outer_spacing)
+    left, right = rule.ends
+    margin = 4 * rule.width
+    points = np.arange(left - margin, right + margin, rule.spacing)
+    f = np.arange(points[0], points[-1], rule.spacing / 2)
+
+    z = (f[:, None] - points) / rule.width
+    densities = np.exp(-0.5 * z * z) / (rule.width * np.sqrt(2 * np.pi))
+    centre, scale = link.step
+
+    def fit(function: Callable[[np.ndarray], np.ndarray]) -> tuple:
+        def at(f: np.ndarray) -> np.ndarray:
+            log_x = s + link.log(np.minimum(f, right))[:, None]
+            return function(np.exp(np.minimum(log_x, 6.0)))
+
+        plateau = at(np.array([right]))[0]
+        rest = at(f) - plateau * ndtr_numpy((f - centre) / scale)[:, None]
+        return np.linalg.lstsq(densities, rest, rcond=1e-14)[0], plateau
+
+    return _Lattice(
+        points, rule.width, link.step, s, rule.outer_spacing, np.exp(-np.exp(s)),
+        fit(lambda x: -np.expm1(-x)), fit(lambda x: x * np.exp(-x)),
+    )  # fmt: skip
+
+
+def _basis(lattice: _Lattice, mean: Array, variance: Array) -> tuple[Array, Array]:
+    """Gaussian expectations of the densities, (..., I), and of the cdf, (...)."""
+    dtype = mean.dtype
+    points = jnp.asarray(lattice.points, dtype)
+    scale = lax.rsqrt(variance + np.asarray(lattice.width**2, dtype))
+    z = (mean[..., None] - points) * scale[..., None]
+    constant = np.asarray(1 / np.sqrt(2 * np.pi), dtype)
+    densities = jnp.exp(-0.5 * z * z) * (scale * constant)[..., None]
+    centre, width = lattice.step
+    plateau = (mean - centre) * lax.rsqrt(variance + np.asarray(width**2, dtype))
+    return densities, ndtr(plateau)
+
+
+def _expectation(
+    basis: tuple[Array, Array], coefficients: tuple[np.ndarray, np.ndarray]
+) -> Array:
+    """Of a function given by its coefficients, at every outer node, (..., J)."""
+    densities, cdf = basis
+    inner, plateau = (jnp.asarray(x, cdf.dtype) for x in coefficients)
+    # TPUs and GPUs would round the factors otherwise.
+    found = jnp.matmul(densities, inner, precision=lax.Precision.HIGHEST)
+    return found + cdf[..., None] * plateau
+
+
+def _log_survival(lattice: _Lattice, basis: tuple[Array, Array]) -> Array:
+    """``log E exp(-e^s g(f))`` at every outer node, (..., J)."""
+    complement = _expectation(basis, lattice.complement)
+    return jnp.log1p(-jnp.clip(complement, 0, 1 - jnp.finfo(complement.dtype).eps))
+
+
+def _centred(link: Link, mean: Array) -> tuple[Array, Array]:
+    """Where the outer sum is centred, and the means relative to it."""
+    if link is LOGISTIC:
+        return jnp.zeros(mean.shape[:-1], mean.dtype), mean
+    centre = lax.stop_gradient(logsumexp(mean, -1))
+    return centre, mean - centre[..., None]
+
+
+def _by_blocks(
+    compute: Callable[[Array, Array], Array], mean: Array, variance: Array
+) -> Array:
+    """Applies a function of (n, C) arrays block by block along the leading axes."""
+    shape, num_classes = mean.shape[:-1], mean.shape[-1]
+    size, rows = math.prod(shape), max(1, BLOCK // num_classes)
+    if size <= rows:
+        return compute(mean, variance)
+    blocks = -(-size // rows)
+
+    def padded(x: Array) -> Array:
+        x = x.reshape(size, num_classes)
+        x = jnp.pad(x, ((0, blocks * rows - size), (0, 0)), mode="edge")
+        return x.reshape(blocks, rows, num_classes)
+
+    # Recomputed in the backward pass: the lattice of all rows would not fit.
+    step = jax.checkpoint(lambda x: compute(*x))
+    found = lax.map(step, (padded(mean), padded(variance)))
+    found = found.reshape(blocks * rows, *found.shape[2:])[:size]
+    return found.reshape(shape + found.shape[1:])
+
+
+def expected_log_sum(link: Link, mean: Array, variance: Array) -> Array:
+    """``E log sum_c g(f_c)`` for independent ``f_c ~ N(mean_c, variance_c)``.
+
+    The absolute error is below 1e-9 in float64 and 5e-6 in float32 while standard
+    deviations stay below 5, and grows beyond (to a few hundredths at 10), as the log of
+    the sum then falls outside of the range of the integral with some probability.
+
+    :param link: the function g, :data:`EXPONENTIAL` or :data:`LOGISTIC`.
+    :param mean: (..., C).
+    :param variance: of the same shape, >= 0.
+    :return: the expectation, of the batch shape.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> value = expected_log_sum(EXPONENTIAL, jnp.zeros(3), jnp.zeros(3))
+    >>> print(f"{value:.4f}")  # log 3
+    1.0986
+    """
+    mean, variance = _same(mean, variance)
+    lattice = _lattice(link, str(mean.dtype), mean.shape[-1])
+    reference = jnp.asarray(lattice.reference, mean.dtype)
+
+    def rows(mean: Array, variance: Array) -> Array:
+        basis = _basis(lattice, mean, variance)
+        product = jnp.exp(_log_survival(lattice, basis).sum(-2))
+        return lattice.spacing * (reference - product).sum(-1)
+
+    centre, mean = _centred(link, mean)
+    return centre + _by_blocks(rows, mean, variance)
+
+
+def expected_shares(link: Link, mean: Array, variance: Array) -> Array:
+    """``E g(f_k) / sum_c g(f_c)``: the predictive probability of every class.
+
+    :param link: the function g.
+    :param mean: (..., C).
+    :param variance: of the same shape, >= 0.
+    :return: probabilities, (..., C), that sum to one.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> print(expected_shares(LOGISTIC, jnp.zeros(4), jnp.ones(4)))
+    [0.25 0.25 0.25 0.25]
+    """
+    mean, variance = _same(mean, variance)
+    lattice = _lattice(link, str(mean.dtype), mean.shape[-1])
+
+    def rows(mean: Array, variance: Array) -> Array:
+        basis = _basis(lattice, mean, variance)
+        own = _log_survival(lattice, basis)
+        others = jnp.exp(own.sum(-2, keepdims=True) - own)
+        slope = jnp.maximum(_expectation(basis, lattice.slope), 0)
+        return (others * slope).sum(-1)
+
+    shares = _by_blocks(rows, _centred(link, mean)[1], variance)
+    return shares / shares.sum(-1, keepdims=True)
+
+
+def _same(mean: Array, variance: Array) -> tuple[Array, Array]:
+    dtype = jnp.result_type(mean, variance, float)
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(variance))
+    mean, variance = (jnp.asarray(x, dtype) for x in (mean, variance))
+    return jnp.broadcast_to(mean, shape), jnp.broadcast_to(variance, shape)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact expectations of the augmented likelihoods: at every variance, at a point mass,
+and their gradients in the likelihoods' own parameters."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.augmentation import lookup_augmentation
+from tests.test_augmentations import NAMES, at, latents_of, likelihood, moments
+
+SINGLE = NAMES[:-1]
+
+MEANS = [-9.0, -0.5, 0.0, 0.5, 3.0, 30.0]
+VARIANCES = [1e-8, 1e-4, 0.3, 10.0, 1e3, 1e6]
+GRID = np.array([(m, v) for m in MEANS for v in VARIANCES])
+# Where some density above has a kink or turns.
+TURNS = [-1.2, -1.0, 0.0, 0.1, 0.3, 1.0, 2.5]
+
+
+@cache
+def rule():
+    """Gauss-Legendre nodes between points that cluster at every turn, and weights."""
+    m, s = GRID[:, :1], np.sqrt(GRID[:, 1:])
+    near = np.concatenate([[0], 10.0 ** np.linspace(-2, 8, 60)])
+    breaks = [np.broadcast_to(np.linspace(-11, 11, 60), (len(GRID), 60))]
+    breaks += [(c + sign * near - m) / s for c in TURNS for sign in (1, -1)]
+    z = np.sort(np.clip(np.concatenate(breaks, 1), -11, 11), 1)
+    x, w = np.polynomial.legendre.leggauss(12)
+    middle, half = (z[:, 1:] + z[:, :-1]) / 2, np.diff(z) / 2
+    z = (middle[..., None] + half[..., None] * x).reshape(len(GRID), -1)
+    weights = (half[..., None] * w).reshape(len(GRID), -1)
+    return z, weights * np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
+
+
+def one_datum(name, i, zeros):
+    d, y = likelihood(name, jnp.zeros(5, zeros.dtype))
+    given = {
+        k: jnp.broadcast_to(getattr(d, k)[i], zeros.shape)
+        for k in d.arg_constraints
+        if k in vars(d)
+    }
+    return type(d)(**given), jnp.broadcast_to(y[i], zeros.shape)
+
+
+@cache
+def reference(name, i):
+    """``E log p`` and its derivatives in the mean and the variance, by quadrature."""
+    with numpyro.validation_enabled(False):
+        z, weights = rule()
+        d, y = one_datum(name, i, jnp.zeros((len(GRID), 1)))
+        (latent,) = latents_of(d)
+        f = jnp.asarray(GRID[:, :1] + np.sqrt(GRID[:, 1:]) * z)
+
+        @jax.jit
+        def density_and_slope(f):
+            log_prob = lambda f: at(d, {latent: f}).log_prob(y)  # noqa: E731
+            return jax.jvp(log_prob, (f,), (jnp.ones_like(f),))
+
+        value, slope = (np.asarray(x) for x in density_and_slope(f))
+    by_variance = (weights * slope * z).sum(1) / (2 * np.sqrt(GRID[:, 1]))
+    return (weights * value).sum(1), (weights * slope).sum(1), by_variance
+
+
+def computed(name, i, dtype):
+    m, v = jnp.asarray(GRID, dtype).T
+
+    @jax.jit
+    def run(m, v):
+        d, y = one_datum(name, i, m)
+        (latent,) = latents_of(d)
+
+        def total(m, v):
+            value = gpaug.expected_log_prob(d, y, {latent: m}, {latent: v})
+            return value.sum(), value
+
+        (_, value), slopes = jax.value_and_grad(total, (0, 1), has_aux=True)(m, v)
+        bound = lookup_augmentation(type(d)).bound(d, y, {latent: m}, {latent: v})
+        return value, *slopes, bound
+
+    return [np.asarray(x, float) for x in run(m, v)]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("i", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_expectations_at_every_variance(x64, name, i) -> None:
+    value, by_mean, by_variance = reference(name, i)
+    for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-5)):
+        ours, *slopes, bound = computed(name, i, dtype)
+        scale = np.maximum(1, np.abs(value))
+        assert (np.abs(ours - value) / scale).max() < tolerance
+        assert ((bound - ours) / scale).max() < tolerance / 10
+        for slope, exact in zip(slopes, (by_mean, by_variance), strict=True):
+            # The reference divides by the standard deviation.
+            rounding = 1e-9 + 1e-14 * scale / np.sqrt(GRID[:, 1])
+            error = np.abs(slope - exact) - rounding
+            assert (error / np.maximum(1, np.abs(exact))).max() < tolerance
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_point_mass_off_the_kink(dtype, name) -> None:
+    d, y = likelihood(name, jnp.zeros(5, dtype))
+    (latent,) = latents_of(d)
+    m, zero = jnp.linspace(-3, 2.9, 5, dtype=dtype), jnp.zeros(5, dtype)
+    tolerance = {"float64": 1e-12, "float32": 2e-6}[dtype]
+
+    def total(m, v):
+        return gpaug.expected_log_prob(d, y, {latent: m}, {latent: v}).sum()
+
+    def density(m):
+        return at(d, {latent: m}).log_prob(y).sum()
+
+    @jax.jit
+    def all_of_it(m):
+        ours, (slope, by_variance) = jax.value_and_grad(total, (0, 1))(m, zero)
+        return (ours, slope), jax.value_and_grad(density)(m), by_variance
+
+    ours, exact, by_variance = all_of_it(m)
+    for a, b in zip(ours, exact, strict=True):
+        np.testing.assert_allclose(a, b, rtol=5 * tolerance, atol=5 * tolerance)
+    assert np.isfinite(by_variance).all()
+
+
+def test_margins_and_residuals_of_zero_are_finite(dtype) -> None:
+    """At the kink itself, without a variance."""
+    one, zero = jnp.ones(1, dtype), jnp.zeros(1, dtype)
+
+    @jax.jit
+    def everything(m, v):
+        found = []
+        for d, y, name in (
+            (gpaug.BayesianSVM(zero), jnp.ones(1, int), "f"),
+            (dist.Laplace(zero, one), one, "loc"),
+        ):
+            augmentation = lookup_augmentation(type(d))
+
+            def bound(m, v, d=d, y=y, name=name, augmentation=augmentation):
+                return augmentation.bound(d, y, {name: m}, {name: v}).sum()
+
+            law = augmentation.conditional(d, y, {name: m})["precision"]
+            found += [law.mean, *jax.grad(bound, (0, 1))(m, v)]
+        return found
+
+    assert np.isfinite(everything(one, zero)).all()
+
+
+PARAMETERS = [
+    ("negative_binomial", "total_count"),
+    ("student_t", "df"),
+    ("student_t", "scale"),
+    ("laplace", "scale"),
+    ("poisson", "max_rate"),
+    ("heteroscedastic", "max_precision"),
+]
+
+
+@pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
+def test_gradients_of_parameters(x64, name, parameter) -> None:
+    d, y = likelihood(name, jnp.zeros(5))
+    m, v = jnp.linspace(-2, 2, 5), jnp.array([0.1, 1.0, 4.0, 0.0, 30.0])
+    mv = moments(latents_of(d), m, v)
+    augmentation = lookup_augmentation(type(d))
+
+    @jax.jit
+    def both(x):
+        moved = at(d, {parameter: x})
+        exact = gpaug.expected_log_prob(moved, y, *mv)
+        return jnp.stack([exact, augmentation.bound(moved, y, *mv)])
+
+    x = getattr(d, parameter)
+    with numpyro.validation_enabled(False):
+        slope = jax.jvp(both, (x,), (x,))[1]
+        differences = (both(x * (1 + 1e-5)) - both(x * (1 - 1e-5))) / 2e-5
+    np.testing.assert_allclose(slope, differences, rtol=1e-7, atol=1e-7)

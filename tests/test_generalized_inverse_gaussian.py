@@ -1,0 +1,574 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the generalised inverse Gaussian and inverse Gaussian distributions."""
+
+import doctest
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import pytest
+from jax import random
+from numpyro.distributions.kl import kl_divergence
+from scipy.stats import gamma, invgamma, invgauss
+
+from numpyro_gpaug import GeneralizedInverseGaussian as GIG
+from numpyro_gpaug import InverseGaussian
+from numpyro_gpaug._bessel import log_peak_integral, peak
+from numpyro_gpaug.distributions import (
+    _gig_sampler,
+    generalized_inverse_gaussian,
+    inverse_gaussian,
+)
+
+try:
+    from jax import enable_x64
+except ImportError:
+    from jax.experimental import enable_x64
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "gig_logk.json").read_text())
+
+
+def tol(dtype: str, single: float, double: float) -> float:
+    return single if dtype == "float32" else double
+
+
+def column(name: str) -> np.ndarray:
+    return np.array([row[name] for row in GOLDEN["moments"]], np.float64)
+
+
+def golden_law(dtype: str) -> GIG:
+    return GIG(*(jnp.asarray(column(name), dtype) for name in "pab"))
+
+
+@jax.jit
+def log_prob(x, p, a, b):
+    return GIG(p, a, b).log_prob(x)
+
+
+def test_golden_moments(dtype):
+    law = golden_law(dtype)
+    rtol = tol(dtype, 3e-6, 1e-12)
+    for got, name in (
+        (law.mean, "mean"),
+        (law.variance, "var"),
+        (law.mean_reciprocal, "Einv"),
+        (law.mode, "mode"),
+    ):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got, column(name), rtol=rtol, err_msg=name)
+    np.testing.assert_allclose(law.mean_log, column("Elog"), rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(law.entropy(), column("entropy"), rtol=rtol, atol=rtol)
+
+
+def test_golden_log_density(dtype):
+    rows = [row["logpdf"] for row in GOLDEN["moments"]]
+    x = np.array([[point["x"] for point in row] for row in rows]).T
+    want = np.array([[point["logpdf"] for point in row] for row in rows]).T
+    got = golden_law(dtype).log_prob(jnp.asarray(x, dtype))
+    assert got.dtype == dtype
+    rtol = tol(dtype, 3e-6, 1e-12)
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("float32", marks=pytest.mark.slow), "float64"],
+    indirect=True,
+)
+def test_golden_divergence(dtype):
+    for row in GOLDEN["kl"]:
+        q, r = (GIG(*(jnp.asarray(v, dtype) for v in row[k])) for k in "qp")
+        got = kl_divergence(q, r)
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got, row["kl"], rtol=tol(dtype, 1e-5, 1e-12))
+    law = golden_law(dtype)
+    np.testing.assert_allclose(
+        kl_divergence(law, law), 0.0, atol=tol(dtype, 1e-6, 1e-14)
+    )
+
+
+@pytest.mark.slow
+def test_divergence_is_the_textbook_sum(x64):
+    """Orders of both signs, batched, and its gradient."""
+    q, r = np.array([[-2.5, 1.3, 0.4]]), np.array([[1.2, 0.8, 2.0], [-0.3, 2.0, 0.1]])
+
+    def kl(q, r):
+        return kl_divergence(GIG(*q), GIG(*r))
+
+    def textbook(q, r):
+        law, x = GIG(*q), 1.7
+        difference = law.log_prob(x) - GIG(*r).log_prob(x)
+        p, a, b = (u - v for u, v in zip(q, r, strict=True))
+        out = difference + p * (law.mean_log - jnp.log(x))
+        return out - a / 2 * (law.mean - x) - b / 2 * (law.mean_reciprocal - 1 / x)
+
+    for args in ((q.T, r.T), (r.T, q.T)):
+        got = kl(*args)
+        assert got.shape == (2,)
+        np.testing.assert_allclose(got, textbook(*args), rtol=1e-11)
+        slope, want = (
+            jax.jit(jax.grad(lambda q, r, f=f: f(q, r).sum(), argnums=(0, 1)))(
+                *(tuple(map(jnp.asarray, law)) for law in args)
+            )
+            for f in (kl, textbook)
+        )
+        jax.tree.map(
+            lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-10),
+            slope,
+            want,
+        )
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_score_identities(dtype):
+    """The slopes of log_prob are those of the exponential family: the statistics minus
+    their means."""
+    law = golden_law(dtype)
+    p, a, b = (column(name) for name in "pab")
+    x = np.asarray(0.8 * column("mean"), dtype)
+    by_x, by_p, by_a, by_b = jax.jit(
+        jax.grad(lambda *args: log_prob(*args).sum(), argnums=(0, 1, 2, 3))
+    )(x, law.p, law.a, law.b)
+    z = x.astype(np.float64)
+    atol = tol(dtype, 5e-6, 1e-11)
+    np.testing.assert_allclose(
+        by_x, (p - 1) / z - a / 2 + b / (2 * z**2), rtol=tol(dtype, 2e-5, 1e-11)
+    )
+    np.testing.assert_allclose(by_p, np.log(z) - column("Elog"), rtol=atol, atol=atol)
+    np.testing.assert_allclose(by_a, (column("mean") - z) / 2, rtol=atol, atol=atol)
+    np.testing.assert_allclose(by_b, (column("Einv") - 1 / z) / 2, rtol=atol, atol=atol)
+
+
+@pytest.mark.slow
+def test_second_derivatives_are_covariances(x64):
+    law = golden_law("float64")
+    index = slice(2, 13)
+    at = tuple(v[index] for v in (law.p, law.a, law.b))
+    hessian = jax.jit(jax.vmap(jax.hessian(log_prob, argnums=(1, 2, 3))))
+    second = hessian(jnp.ones(11), *at)
+    np.testing.assert_allclose(second[1][1], -law.variance[index] / 4, rtol=1e-9)
+    flipped = GIG(-at[0], at[2], at[1])
+    np.testing.assert_allclose(second[2][2], -flipped.variance / 4, rtol=1e-9)
+    step = 1e-5
+
+    def mean_log(p):
+        return GIG(p, *at[1:]).mean_log
+
+    numeric = (mean_log(at[0] + step) - mean_log(at[0] - step)) / (2 * step)
+    np.testing.assert_allclose(second[0][0], -numeric, rtol=1e-7)
+    by_p = jax.jvp(mean_log, at[:1], (jnp.ones(11),))[1]
+    np.testing.assert_allclose(by_p, numeric, rtol=1e-7)
+
+
+def test_symmetries(x64):
+    p, a, b = np.array([-3.0, -0.2, 0.0, 0.4, 6.0]), 1.3, 0.2
+    x = np.array([0.02, 0.5, 1.0, 2.0, 9.0])
+    law, inverse = GIG(p, a, b), GIG(-p, b, a)
+    np.testing.assert_allclose(
+        inverse.log_prob(1 / x), law.log_prob(x) + 2 * np.log(x), rtol=1e-13
+    )
+    np.testing.assert_allclose(inverse.mean, law.mean_reciprocal, rtol=1e-13)
+    np.testing.assert_allclose(inverse.entropy(), law.entropy() - 2 * law.mean_log)
+    scaled = GIG(p, a / 7, b * 7)
+    np.testing.assert_allclose(scaled.variance, 49 * law.variance, rtol=1e-12)
+    np.testing.assert_allclose(scaled.mode, 7 * law.mode, rtol=1e-12)
+    # The order is continued smoothly through zero, where 1/x takes over from x.
+    slope = jax.vmap(jax.grad(lambda p: GIG(p, a, b).log_prob(0.7)))
+    np.testing.assert_allclose(*slope(jnp.array([-1e-9, 0.0])), rtol=1e-8)
+    # A step up or down from the mode only lowers the density.
+    top = law.log_prob(law.mode)
+    assert np.all(top > law.log_prob(law.mode * 1.001))
+    assert np.all(top > law.log_prob(law.mode * 0.999))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("float32", marks=pytest.mark.slow), "float64"],
+    indirect=True,
+)
+def test_gamma_limits(dtype):
+    """A vanishing coefficient leaves a Gamma or an inverse Gamma law."""
+    x = np.array([0.1, 1.0, 7.0])
+    small = jnp.asarray(1e-25, dtype)
+    rtol = tol(dtype, 3e-6, 1e-12)
+    law = GIG(jnp.asarray(2.5, dtype), jnp.asarray(1.5, dtype), small)
+    want = gamma(2.5, scale=1 / 0.75)
+    np.testing.assert_allclose(law.log_prob(x), want.logpdf(x), rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(
+        [law.mean, law.variance, law.entropy()],
+        [want.mean(), want.var(), want.entropy()],
+        rtol=rtol,
+    )
+    np.testing.assert_allclose(law.mean_reciprocal, 0.75 / 1.5, rtol=rtol)
+    law = GIG(jnp.asarray(-2.5, dtype), small, jnp.asarray(1.5, dtype))
+    want = invgamma(2.5, scale=0.75)
+    np.testing.assert_allclose(law.log_prob(x), want.logpdf(x), rtol=rtol, atol=rtol)
+    # The variance converges slowly, as the square root of the coefficient.
+    np.testing.assert_allclose(
+        [law.mean, law.variance], [want.mean(), want.var()], rtol=10 * rtol
+    )
+
+
+# Draws, densities and slopes in the order stay finite over all of these.
+SCALES = {
+    "float32": [1e-30, 1e-15, 1e-6, 1.0, 1e6, 1e15],
+    "float64": [1e-300, 1e-150, 1e-8, 1.0, 1e8, 1e150],
+}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_extreme_parameters(dtype):
+    orders = [-1e4, -30.0, -2.5, -0.3, 0.0, 1e-5, 1.0, 50.0, 1e4]
+    scales = SCALES[dtype]
+    p, a, b = (
+        jnp.asarray(v.ravel(), dtype) for v in np.meshgrid(orders, scales, scales)
+    )
+    law = GIG(p, a, b, validate_args=True)
+    x = law.sample(random.key(0), (50,))
+    assert np.all(np.asarray(x) > 0)
+    assert np.isfinite(x).all()
+    assert np.isfinite(law.log_prob(x)).all()
+
+
+@pytest.mark.slow
+def test_extreme_moments_and_slopes(dtype):
+    orders = [-1e4, -30.0, -2.5, -0.3, 0.0, 1e-5, 1.0, 50.0, 1e4]
+    scales = SCALES[dtype]
+    p, a, b = (
+        jnp.asarray(v.ravel(), dtype) for v in np.meshgrid(orders, scales, scales)
+    )
+    law = GIG(p, a, b)
+    x = law.sample(random.key(0), (50,))
+    assert np.isfinite(law.mean_log).all()
+    assert np.isfinite(law.entropy()).all()
+    by_p = jax.jit(jax.grad(lambda p: log_prob(x, p, a, b).sum()))(p)
+    assert np.isfinite(by_p).all()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_rejection_constant_is_bounded(dtype):
+    """The area under the hat against the integral, not against draws."""
+    low = tol(dtype, -36.0, -200.0)
+    lam, omega = np.meshgrid(
+        [0.0, 1e-6, 0.01, 0.1, 0.3, 0.5, 1.0, 2.0, 10.0, 1e3, 1e6],
+        10.0 ** np.linspace(low, 6, 60),
+    )
+    _, big, log_q = peak(
+        jnp.asarray(lam.ravel(), dtype), jnp.asarray(omega.ravel(), dtype)
+    )
+    hat = _gig_sampler.make_hat(big, log_q)
+    accept = np.exp(np.asarray(log_peak_integral(big, log_q))) / hat.area
+    assert np.all(accept > 1 - np.exp(-1))
+    assert np.all(accept < 1)
+
+
+# Sampler.  Keys are fixed, all cells of one test share a level of 1e-4: with m cells
+# sqrt(n) KS has the two-sided tail 2 exp(-2 t^2) = 1e-4 / m.
+
+NUM_DRAWS = 40_000
+CELLS = np.array(
+    [
+        (-20.0, 3.0, 0.5),
+        (-0.7, 1e-4, 1e-4),
+        (-0.5, 2.0, 1.0),
+        (0.0, 1e-6, 1e-6),
+        (0.0, 1e-30, 1e-30),
+        (0.3, 1e-3, 1e-3),
+        (0.5, 2.0, 1.0),
+        (1.0, 2.0, 3.0),
+        (2.2, 0.3, 1.1),
+        (3.0, 4.0, 1e-12),
+        (100.0, 5.0, 500.0),
+        (1e4, 1.0, 1.0),
+        (1.0, 1e4, 1e4),
+    ]
+)
+
+
+def numeric_cdf(p: float, a: float, b: float) -> tuple[np.ndarray, np.ndarray]:
+    """The log of x on a grid and the distribution function, by a cumulative sum of the
+    unnormalised density."""
+
+    def energy(t):
+        return p * t - (a * np.exp(t) + b * np.exp(-t)) / 2
+
+    root = np.sqrt(p * p + a * b)
+    centre = np.log((p + root) / a) if p > 0 else np.log(b / (root - p))
+    wide = centre + np.linspace(-160, 160, 400_001)
+    with np.errstate(over="ignore"):
+        inside = wide[energy(wide) > energy(centre) - 45]
+    t = np.linspace(inside[0], inside[-1], 40_001)
+    density = np.exp(energy(t) - energy(centre))
+    cdf = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return t, cdf / cdf[-1]
+
+
+def kolmogorov(x: np.ndarray, t: np.ndarray, cdf: np.ndarray) -> float:
+    n = len(x)
+    value = np.interp(np.log(np.sort(x)), t, cdf)
+    rank = np.arange(1, n + 1) / n
+    distance = max(np.max(rank - value), np.max(value - rank + 1 / n))
+    return float(np.sqrt(n) * distance)
+
+
+def draw_cells(dtype: str, num: int) -> np.ndarray:
+    p, a, b = (jnp.asarray(column, dtype) for column in CELLS.T)
+    return np.asarray(GIG(p, a, b).sample(random.key(2014), (num,)), np.float64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num"),
+    [
+        ("float32", NUM_DRAWS),
+        pytest.param("float64", NUM_DRAWS, marks=pytest.mark.slow),
+        pytest.param("float32", 1_000_000, marks=pytest.mark.slow),
+        pytest.param("float64", 1_000_000, marks=pytest.mark.slow),
+    ],
+    indirect=["dtype"],
+)
+def test_sampler_law(dtype, num):
+    x = draw_cells(dtype, num)
+    limit = np.sqrt(np.log(2 * len(CELLS) / 1e-4) / 2)
+    assert np.all(x > 0)
+    for j, cell in enumerate(CELLS):
+        t, cdf = numeric_cdf(*cell)
+        assert kolmogorov(x[:, j], t, cdf) < limit, cell
+        # The check sees a bias of a twentieth of the spread of the logs.
+        biased = x[:, j] * np.exp(0.05 * np.std(np.log(x[:, j])))
+        assert kolmogorov(biased, t, cdf) > limit, cell
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_known_order_of_one_half(dtype):
+    """The shortcut without rejections has the law of the general sampler; a traced
+    order takes the general one."""
+    p, a, b = (jnp.asarray(v, dtype) for v in ([0.5, -0.5], 2.0, 1.0))
+    known = GIG(np.asarray(p), a, b)
+    assert known._is_inverse_gaussian()
+    assert not GIG(jnp.asarray([0.5, 0.6], dtype), a, b)._is_inverse_gaussian()
+    x = known.sample(random.key(5), (NUM_DRAWS,))
+    traced = jax.jit(lambda p: GIG(p, a, b).sample(random.key(5), (NUM_DRAWS,)))(p)
+    assert np.all(np.asarray(x) != np.asarray(traced))
+    limit = np.sqrt(np.log(2 * 4 / 1e-4) / 2)
+    for draws in (x, traced):
+        assert draws.dtype == dtype
+        for j, order in enumerate((0.5, -0.5)):
+            cdf = numeric_cdf(order, 2.0, 1.0)
+            assert kolmogorov(np.asarray(draws[:, j], np.float64), *cdf) < limit
+            swapped = numeric_cdf(-order, 2.0, 1.0)
+            assert kolmogorov(np.asarray(draws[:, j], np.float64), *swapped) > limit
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_inverse_gaussian_against_scipy(dtype):
+    loc, concentration = np.array([0.3, 1.0, 20.0]), np.array([2.0, 0.5, 300.0])
+    law = InverseGaussian(jnp.asarray(loc, dtype), jnp.asarray(concentration, dtype))
+    want = invgauss(loc / concentration, scale=concentration)
+    x = np.asarray([[0.1], [1.0], [15.0]]) * loc
+    rtol = tol(dtype, 2e-5, 1e-12)
+    got = law.log_prob(jnp.asarray(x, dtype))
+    assert got.dtype == law.mean.dtype == law.entropy().dtype == dtype
+    np.testing.assert_allclose(got, want.logpdf(x), rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(law.mean, want.mean(), rtol=rtol)
+    np.testing.assert_allclose(law.variance, want.var(), rtol=rtol)
+    draws = np.asarray(law.sample(random.key(3), (NUM_DRAWS,)), np.float64)
+    limit = np.sqrt(np.log(2 * 3 / 1e-4) / 2)
+    for j in range(3):
+        cdf = invgauss.cdf(
+            np.sort(draws[:, j]), loc[j] / concentration[j], scale=concentration[j]
+        )
+        rank = np.arange(1, NUM_DRAWS + 1) / NUM_DRAWS
+        assert np.sqrt(NUM_DRAWS) * np.max(np.abs(rank - cdf)) < limit
+
+
+@pytest.mark.slow
+def test_inverse_gaussian_is_the_special_case(dtype):
+    law = InverseGaussian(
+        jnp.asarray([[0.3], [2.0]], dtype), jnp.asarray([1e-3, 1.0, 500.0], dtype)
+    )
+    same = law.to_gig()
+    assert law.batch_shape == same.batch_shape == (2, 3)
+    rtol = tol(dtype, 2e-5, 1e-11)
+    x = law.mean * 0.9
+    for got, want in (
+        (law.log_prob(x), same.log_prob(x)),
+        (law.mean, same.mean),
+        (law.variance, same.variance),
+        (law.mean_reciprocal, same.mean_reciprocal),
+        (law.mean_log, same.mean_log),
+        (law.mode, same.mode),
+        (law.entropy(), same.entropy()),
+    ):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol)
+    other = InverseGaussian(jnp.asarray(1.1, dtype), jnp.asarray(2.0, dtype))
+    np.testing.assert_allclose(
+        kl_divergence(law, other), kl_divergence(same, other.to_gig()), rtol=5 * rtol
+    )
+    np.testing.assert_array_equal(kl_divergence(law, law), 0.0)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_inverse_gaussian_extremes(dtype):
+    scales = SCALES[dtype]
+    loc, concentration = (
+        jnp.asarray(v.ravel(), dtype) for v in np.meshgrid(scales, scales)
+    )
+    law = InverseGaussian(loc, concentration, validate_args=True)
+    x = law.sample(random.key(0), (50,))
+    assert np.all(np.asarray(x) > 0)
+    assert np.isfinite(x).all()
+    assert not np.isnan(law.log_prob(x)).any()
+
+
+# What NumPyro asks of every distribution.
+
+LAWS = {
+    GIG: ((jnp.array([-1.0, 0.5, 3.0]), 2.0, jnp.array([0.1, 1.0, 5.0])), "pab"),
+    InverseGaussian: (
+        (jnp.array([0.5, 1.0, 4.0]), jnp.array([2.0, 1.0, 0.3])),
+        ("loc", "concentration"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LAWS)
+def test_support_and_refusals(kind):
+    args, names = LAWS[kind]
+    law = kind(*args, validate_args=True)
+    off = jax.jit(law.log_prob)(jnp.array([-1.0, 0.0, 1.0]))
+    assert np.isneginf(off[:2]).all()
+    assert np.isfinite(off[2])
+    with pytest.warns(UserWarning, match="[Oo]ut-of-support"):
+        law.log_prob(-jnp.ones(3))
+    for i, name in enumerate(names):
+        if name == "p":
+            continue
+        for value in (0.0, -1.0, np.nan):
+            bad = [*args]
+            bad[i] = value
+            with pytest.raises(ValueError, match=f"invalid {name}"):
+                kind(*bad, validate_args=True)
+
+
+@pytest.mark.parametrize("order", [np.nan, 1.0])
+def test_bad_parameters_do_not_hang(order):
+    law = GIG(order, -1.0, 1.0, validate_args=False)
+    assert np.isnan(law.sample(random.key(0)))
+    assert np.isnan(law.log_prob(1.0))
+    assert np.isnan(GIG(1.0, 1.0, 0.0, validate_args=False).log_prob(1.0))
+    assert np.isnan(GIG(1.0, 0.0, 1.0, validate_args=False).log_prob(1.0))
+
+
+@pytest.mark.parametrize("kind", LAWS)
+def test_pytree_vmap_and_jit(kind):
+    args, names = LAWS[kind]
+    law = kind(*args)
+    leaves, structure = jax.tree.flatten(law)
+    assert len(leaves) == len(names)
+    x = jnp.array([0.2, 0.7, 4.0])
+    want = law.log_prob(x)
+    again = jax.tree.unflatten(structure, leaves)
+    np.testing.assert_array_equal(again.log_prob(x), want)
+    through = jax.jit(lambda law, x: (law.log_prob(x), law.variance))(law, x)
+    np.testing.assert_allclose(through[0], want, rtol=1e-5)
+    np.testing.assert_allclose(through[1], law.variance, rtol=1e-5)
+
+    full = kind(*jnp.broadcast_arrays(*args))
+    rows = jax.vmap(lambda law, x: law.log_prob(x))(full, x)
+    np.testing.assert_allclose(rows, want, rtol=1e-5)
+    keys = random.split(random.key(3), 3)
+    draws = jax.jit(jax.vmap(lambda law, key: law.sample(key, (6,))))(full, keys)
+    assert draws.shape == (3, 6)
+    single = jax.jit(lambda law, key: law.sample(key, (6,)))(
+        kind(*(v[1] for v in jnp.broadcast_arrays(*args))), keys[1]
+    )
+    np.testing.assert_allclose(draws[1], single, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", LAWS)
+def test_expand_and_numpyro_site(kind):
+    args, _ = LAWS[kind]
+    law = kind(*args)
+    assert not law.has_rsample
+    wide = law.expand((4, 3))
+    draws = wide.sample(random.key(0), (5,))
+    assert draws.shape == (5, 4, 3)
+    assert len(np.unique(draws)) == 60
+    np.testing.assert_array_equal(draws, wide.sample(random.key(0), (5,)))
+    assert np.all(draws != wide.sample(random.key(1), (5,)))
+    assert wide.log_prob(draws).shape == (5, 4, 3)
+    np.testing.assert_allclose(wide.mean, np.broadcast_to(law.mean, (4, 3)))
+    np.testing.assert_allclose(kl_divergence(wide, law.expand((4, 3))), 0.0, atol=1e-6)
+    assert law.sample(random.key(0), (0,)).shape == (0, 3)
+
+    def model():
+        with numpyro.plate("data", 3):
+            numpyro.sample("x", kind(*args))
+
+    trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace()
+    assert trace["x"]["value"].shape == (3,)
+
+
+@pytest.mark.parametrize("kind", LAWS)
+def test_draws_carry_no_gradient(kind):
+    args, _ = LAWS[kind]
+    total = jax.grad(lambda a: kind(a, *args[1:]).sample(random.key(0)).sum())
+    np.testing.assert_array_equal(total(args[0]), 0.0)
+
+
+def test_integer_arguments_become_floats():
+    law = GIG(1, jnp.array([1, 2]), 3)
+    assert law.mean.dtype == law.sample(random.key(0)).dtype == jnp.float32
+    law = InverseGaussian(1, jnp.array([1, 2]))
+    assert law.mean.dtype == law.sample(random.key(0)).dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_precision_of_single_follows_double():
+    """The moments of large and small orders in float32 against float64."""
+    p, a, b = np.meshgrid([-200.0, -1.5, 0.2, 40.0, 5e3], [1e-4, 3.0], [1e-3, 50.0])
+    args = [np.asarray(v.ravel(), np.float32) for v in (p, a, b)]
+    single = GIG(*args)
+    names = ("mean", "variance", "mean_reciprocal", "mean_log", "mode")
+    got = {name: getattr(single, name) for name in names}
+    with enable_x64(True):
+        double = GIG(*(v.astype(np.float64) for v in args))
+        for name in names:
+            np.testing.assert_allclose(
+                got[name], getattr(double, name), rtol=3e-5, atol=1e-30, err_msg=name
+            )
+
+
+@pytest.mark.parametrize("module", [generalized_inverse_gaussian, inverse_gaussian])
+def test_docstring_example(module):
+    results = doctest.testmod(module)
+    assert results.failed == 0
+    assert results.attempted > 0

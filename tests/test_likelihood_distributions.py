@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Likelihoods as NumPyro distributions, and predictions with the latent integrated
+out."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+import scipy.stats as st
+from jax import random
+from scipy.special import expit, gammaln, log_expit
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug._mixtures import gaussian_nodes, log_gamma_nodes
+from numpyro_gpaug._ramp import expected_absolute, expected_ramp
+from numpyro_gpaug.distributions.bayesian_svm import expected_ratio
+from numpyro_gpaug.expectations import predictive
+
+SVM = json.loads(
+    (Path(__file__).parent / "golden" / "problem_bayesian_svm.json").read_text()
+)
+PARAMETERS = {
+    "binomial": ("logits", lambda m: dist.Binomial(20, logits=m)),
+    "negative_binomial": ("logits", lambda m: dist.NegativeBinomialLogits(9.0, m)),
+    "poisson": ("logits", lambda m: gpaug.LogisticPoisson(m, 12.0)),
+    "student_t": ("loc", lambda m: dist.StudentT(9.0, m, 0.6)),
+    "laplace": ("loc", lambda m: dist.Laplace(m, 0.7)),
+    "svm": ("f", gpaug.BayesianSVM),
+}
+
+
+def predicted(name, m, v):
+    if name == "heteroscedastic":
+        d = gpaug.HeteroscedasticNormal(m, m, 3.0)
+        means = {"loc": m, "precision_logits": m + 1}
+        return predictive(d, means, dict.fromkeys(means, v))
+    latent, make = PARAMETERS[name]
+    return predictive(make(m), {latent: m}, {latent: v})
+
+
+def moments(dtype):
+    return jnp.array([-0.7, 0.4, 1.0], dtype), jnp.array([0.1, 0.3, 0.01], dtype)
+
+
+TABLE = {
+    "svm": lambda t: gpaug.BayesianSVM(moments(t)[0]),
+    "logistic_poisson": lambda t: gpaug.LogisticPoisson(moments(t)[0], 7.0),
+    "heteroscedastic_normal": lambda t: gpaug.HeteroscedasticNormal(
+        moments(t)[0], moments(t)[1], 5.0
+    ),
+    **{
+        f"predicted_{name}": lambda t, name=name: predicted(name, *moments(t))
+        for name in [*PARAMETERS, "heteroscedastic"]
+    },
+}
+
+
+@cache
+def compiled(name, dtype):
+    """Made in one compiled call; op by op it takes most of the time."""
+    return jax.jit(lambda: TABLE[name](dtype))()
+
+
+QUICK = ("svm", "logistic_poisson", "heteroscedastic_normal", "predicted_poisson",
+         "predicted_student_t")  # fmt: skip
+SOME_SLOW = [
+    n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TABLE
+]
+
+
+@pytest.mark.parametrize("name", SOME_SLOW)
+def test_citizenship(x64, name) -> None:
+    """Pytree, jit, vmap and expand leave the log-density what it is."""
+    d = compiled(name, "float64")
+    assert (d.batch_shape, d.event_shape) == ((3,), ())
+    y = jnp.ones(3)
+
+    @jax.jit
+    def everything(d, y):
+        stacked = jax.tree.map(lambda x: jnp.stack([x, x]), d)
+        mapped = jax.vmap(lambda d, y: d.log_prob(y))(stacked, jnp.stack([y, y]))
+        expanded = d.expand((2, 3)).log_prob(y)
+        return d.log_prob(y), expanded, mapped, d.to_event(1).log_prob(y), d.mean
+
+    value, expanded, mapped, event, mean = everything(d, y)
+    assert value.shape == (3,)
+    np.testing.assert_allclose(expanded, np.stack([value] * 2), rtol=1e-12)
+    np.testing.assert_allclose(mapped, np.stack([value] * 2), rtol=1e-12)
+    np.testing.assert_allclose(event, value.sum(), rtol=1e-12)
+    rebuilt = jax.tree.unflatten(jax.tree.structure(d), jax.tree.leaves(d))
+    assert type(rebuilt) is type(d)
+    assert rebuilt.batch_shape == (3,)
+    np.testing.assert_array_equal(rebuilt.mean, d.mean)
+    np.testing.assert_allclose(mean, d.mean, rtol=1e-12)
+    assert d.support(y).all()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_dtypes(dtype, name) -> None:
+    is_discrete = []
+
+    def everything(key):
+        d = TABLE[name](dtype)
+        is_discrete.append(d.is_discrete)
+        draw = d.sample(key, (4,))
+        return draw, (d.mean, d.variance, d.log_prob(draw))
+
+    draw, rest = jax.eval_shape(everything, random.key(0))
+    assert draw.shape == (4, 3)
+    if not is_discrete[0]:
+        assert draw.dtype == dtype
+    assert {leaf.dtype for leaf in rest} == {np.dtype(dtype)}
+
+
+SAMPLED = ("svm", "heteroscedastic_normal")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.slow) for n in TABLE],
+)
+def test_draws_have_the_moments(name) -> None:
+    d = compiled(name, "float32")
+    num = 20_000
+    draws = np.asarray(d.sample(random.key(1), (num,)), float)
+    error = np.abs(draws.mean(0) - d.mean) / np.sqrt(d.variance / num)
+    assert error.max() < 4.5
+    spread = draws.var(0)
+    kurtosis = np.square(np.square(draws - draws.mean(0))).mean(0) / spread**2
+    error = np.abs(spread / d.variance - 1) / np.sqrt((kurtosis - 1) / num)
+    assert error.max() < 4.5
+
+
+@pytest.mark.parametrize("name", SOME_SLOW)
+def test_densities_are_normalised_and_have_the_moments(x64, name) -> None:
+    d = compiled(name, "float64")
+    if d.is_discrete:
+        y, weight = jnp.arange(2.0 if "svm" in name else 3000.0), 1.0
+    else:
+        u = np.linspace(-12, 12, 4001)
+        y, weight = jnp.asarray(np.sinh(u)), np.cosh(u) * (u[1] - u[0])
+    log_prob = d.normalized_log_prob if name == "svm" else d.log_prob
+    density = np.exp(jax.jit(log_prob)(y[:, None])).T * weight
+    mean = density @ y
+    tail = 1e-5 if name in ("predicted_student_t", "predicted_laplace") else 1e-7
+    np.testing.assert_allclose(density.sum(1), 1, rtol=tail)
+    np.testing.assert_allclose(mean, d.mean, rtol=tail, atol=tail)
+    second = density @ (np.asarray(y) ** 2) - mean**2
+    np.testing.assert_allclose(second, d.variance, rtol=tail, atol=tail)
+
+
+# The likelihoods.
+
+
+def test_svm_pseudo_likelihood() -> None:
+    f = jnp.array([-3.0, 0.0, 0.5, 2.0])
+    d = gpaug.BayesianSVM(f)
+    np.testing.assert_allclose(d.log_prob(jnp.ones(4)), [-8, -2, -1, 0])
+    np.testing.assert_allclose(d.log_prob(jnp.zeros(4)), [0, -2, -3, -6])
+    sums = np.exp(d.log_prob(jnp.ones(4))) + np.exp(d.log_prob(jnp.zeros(4)))
+    np.testing.assert_allclose(sums[[1, 3]], [0.2707, 1.0025], atol=1e-4)
+    ratio = np.exp(d.log_prob(jnp.ones(4))) / sums
+    np.testing.assert_allclose(d.probs, ratio, rtol=1e-6)
+    np.testing.assert_allclose(np.exp(d.normalized_log_prob(1)), ratio, rtol=1e-6)
+    np.testing.assert_allclose(d.normalized_log_prob(0), np.log1p(-ratio), rtol=1e-4)
+
+
+def test_svm_arguments() -> None:
+    with pytest.raises(ValueError, match="probit"):
+        gpaug.BayesianSVM(jnp.zeros(2), predictive="softmax")
+    d = gpaug.BayesianSVM(jnp.zeros(2), validate_args=True)
+    with pytest.warns(UserWarning, match="Out-of-support"):
+        d.log_prob(jnp.array([-1, 1]))
+
+
+def test_scaled_likelihoods_against_numpyro(x64) -> None:
+    logits = jnp.array([-2.0, 0.0, 3.0])
+    y = jnp.array([0, 2, 5])
+    rate = 4 * jax.nn.sigmoid(logits)
+    ours = gpaug.LogisticPoisson(logits, 4.0).log_prob(y)
+    np.testing.assert_allclose(ours, dist.Poisson(rate).log_prob(y), rtol=1e-12)
+    scale = 1 / jnp.sqrt(rate)
+    ours = gpaug.HeteroscedasticNormal(0.5, logits, 4.0).log_prob(y)
+    np.testing.assert_allclose(ours, dist.Normal(0.5, scale).log_prob(y), rtol=1e-12)
+
+
+def test_extreme_logits_stay_finite() -> None:
+    logits = jnp.array([-200.0, 200.0])
+    assert np.isfinite(gpaug.LogisticPoisson(logits, 4.0).log_prob(3)).all()
+    d = gpaug.HeteroscedasticNormal(0.0, jnp.array([-80.0, 200.0]), 4.0)
+    assert np.isfinite(d.log_prob(3.0)).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gpaug.LogisticPoisson(jnp.zeros(2), -1.0, validate_args=True),
+        lambda: gpaug.HeteroscedasticNormal(0.0, 0.0, 0.0, validate_args=True),
+        lambda: gpaug.BayesianSVM(jnp.array([jnp.nan]), validate_args=True),
+    ],
+)
+def test_bad_parameters(make) -> None:
+    with pytest.raises(ValueError, match="invalid"):
+        make()
+
+
+# Predictions.
+
+MEANS = [-9.0, 0.5, 5.0, 200.0]
+VARIANCES = [1e-8, 0.25, 4.0, 100.0, 1e4, 1e6]
+GRID = np.array([(m, v) for m in MEANS for v in VARIANCES])
+
+
+@cache
+def rule(turns):
+    m, s = GRID[:, :1], np.sqrt(GRID[:, 1:])
+    near = np.concatenate([[0], 10.0 ** np.linspace(-2.5, 8, 90)])
+    breaks = [np.broadcast_to(np.linspace(-12, 12, 90), (len(GRID), 90))]
+    breaks += [(c + sign * near - m) / s for c in turns for sign in (1, -1)]
+    z = np.sort(np.clip(np.concatenate(breaks, 1), -12, 12), 1)
+    x, w = np.polynomial.legendre.leggauss(16)
+    middle, half = (z[:, 1:] + z[:, :-1]) / 2, np.diff(z) / 2
+    z = (middle[..., None] + half[..., None] * x).reshape(len(GRID), -1)
+    weights = (half[..., None] * w).reshape(len(GRID), -1)
+    return m + s * z, weights * np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
+
+
+def average(g, *turns):
+    f, weights = rule(turns)
+    return (weights * g(f)).sum(1)
+
+
+def binomial(n, y):
+    top = gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
+    return lambda f: np.exp(top + y * log_expit(f) + (n - y) * log_expit(-f))
+
+
+def negative_binomial(r, y):
+    top = gammaln(y + r) - gammaln(y + 1) - gammaln(r)
+    return lambda f: np.exp(top + y * log_expit(f) + r * log_expit(-f))
+
+
+def logistic_poisson(rate, y):
+    top = y * np.log(rate) - gammaln(y + 1)
+    return lambda f: np.exp(top + y * log_expit(f) - rate * expit(f))
+
+
+CASES = [
+    ("logits", lambda z: dist.Binomial(20, logits=z), 5, binomial(20, 5), -1.1),
+    ("logits", lambda z: dist.Binomial(1000, logits=z), 300,
+     binomial(1000, 300), -0.85),
+    ("logits", lambda z: dist.Binomial(1000, logits=z), 0, binomial(1000, 0), -7.6),
+    ("logits", lambda z: dist.NegativeBinomialLogits(2.5, z), 3,
+     negative_binomial(2.5, 3), 0.3),
+    ("logits", lambda z: dist.NegativeBinomialLogits(50.0, z), 200,
+     negative_binomial(50.0, 200), 1.4),
+    ("logits", lambda z: gpaug.LogisticPoisson(z, 4.0), 0,
+     logistic_poisson(4.0, 0), 0.0),
+    ("logits", lambda z: gpaug.LogisticPoisson(z, 500.0), 200,
+     logistic_poisson(500.0, 200), -0.4),
+    ("loc", lambda z: dist.StudentT(1.0, z, 0.6), 2.0,
+     lambda f: st.t.pdf(2.0, 1.0, f, 0.6), 2.0),
+    ("loc", lambda z: dist.StudentT(1e4, z, 0.6), 2.0,
+     lambda f: st.t.pdf(2.0, 1e4, f, 0.6), 2.0),
+    ("loc", lambda z: dist.Laplace(z, 0.7), -3.0,
+     lambda f: st.laplace.pdf(-3.0, f, 0.7), -3.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c if i in (1, 6, 7, 9) else pytest.param(c, marks=pytest.mark.slow)
+     for i, c in enumerate(CASES)],
+)  # fmt: skip
+def test_predictive_probabilities(x64, case) -> None:
+    latent, make, y, g, turn = case
+    expected = average(g, 0.0, turn)
+    for dtype, tolerance in (("float64", 1e-7), ("float32", 1e-5)):
+        m, v = jnp.asarray(GRID, dtype).T
+
+        @jax.jit
+        def log_prob(m, v):
+            law = predictive(make(m), {latent: m}, {latent: v})
+            return law.log_prob(jnp.asarray(y, m.dtype))
+
+        ours = np.exp(np.asarray(log_prob(m, v), float))
+        assert np.abs(ours - expected).max() < tolerance
+
+
+def test_predictive_heteroscedastic(x64) -> None:
+    m, v = jnp.asarray(GRID).T
+    d = gpaug.HeteroscedasticNormal(m, m, 3.0)
+    means = {"loc": jnp.zeros_like(m), "precision_logits": m}
+    variances = {"loc": jnp.full_like(m, 0.01), "precision_logits": v}
+
+    @jax.jit
+    def log_prob(means, variances):
+        return predictive(d, means, variances).log_prob(jnp.full(m.shape, 2.0))
+
+    def density(f):
+        with np.errstate(over="ignore"):
+            scale = np.sqrt(0.01 + (1 + np.exp(-f)) / 3)
+        return st.norm.pdf(2.0, 0, scale)
+
+    ours = np.exp(log_prob(means, variances))
+    np.testing.assert_allclose(ours, average(density, 0.0, -2.0), atol=1e-8)
+
+
+def test_student_t_without_moments() -> None:
+    d = dist.StudentT(jnp.array([1.0, 2.0, 3.0]), 0.0, 1.0)
+    moment = {"loc": jnp.zeros(3)}
+    law = jax.jit(lambda: predictive(d, moment, {"loc": jnp.ones(3)}))()
+    np.testing.assert_array_equal(law.mean, [np.nan, 0, 0])
+    np.testing.assert_array_equal(law.variance, [np.nan, np.inf, 4])
+
+
+def test_golden_svm_predictions(x64) -> None:
+    golden = SVM["predict"]
+    m, v = jnp.asarray(golden["mean"]), jnp.asarray(golden["var"])
+    for name, key in (("probit", "p_probit"), ("normalized", "p_ratio")):
+        d = gpaug.BayesianSVM(m, predictive=name)
+        law = jax.jit(lambda d=d: predictive(d, {"f": m}, {"f": v}))()
+        np.testing.assert_allclose(law.probs, golden[key], rtol=1e-9)
+
+
+def test_svm_ratio_at_every_variance(x64) -> None:
+    expected = average(lambda f: expit(2 * (f + np.clip(f, -1, 1))), 0.0, -1.0, 1.0)
+    for dtype, tolerance in (("float64", 1e-10), ("float32", 2e-6)):
+        m, v = jnp.asarray(GRID, dtype).T
+        ours = jax.jit(expected_ratio)(m, v)
+        assert ours.dtype == dtype
+        assert np.abs(np.asarray(ours, float) - expected).max() < tolerance
+    edge = jnp.linspace(-2, 2, len(GRID))
+    point = jax.jit(expected_ratio)(edge, jnp.zeros(len(GRID)))
+    np.testing.assert_allclose(point, gpaug.BayesianSVM(edge).probs, rtol=1e-11)
+
+
+def test_nodes(x64) -> None:
+    m, v = jnp.asarray(GRID).T
+    f, log_weights = jax.jit(gaussian_nodes)(m, v)
+    weights = np.exp(log_weights)
+    np.testing.assert_allclose(
+        (weights * expit(f)).sum(1), average(expit, 0.0), 0, 1e-9
+    )
+    np.testing.assert_allclose((weights * f).sum(1), m, rtol=1e-9, atol=1e-6)
+    a = jnp.array([0.5, 3.0, 1e3])
+    x, log_weights = log_gamma_nodes(a)
+    second = (np.exp(log_weights) * np.exp(2 * x)).sum(1)
+    np.testing.assert_allclose(second, 1 + 1 / a, rtol=1e-6)
+
+
+def test_ramp(dtype) -> None:
+    m = jnp.asarray([-30.0, -1.0, 0.0, 2.0, 40.0], dtype)
+    v = jnp.asarray([4.0, 0.5, 1.0, 1e-12, 0.0], dtype)
+    s = np.sqrt(np.asarray(v, float).clip(1e-30))
+    z = np.asarray(m, float) / s
+    expected = m * st.norm.cdf(z) + s * st.norm.pdf(z)
+    tolerance = {"float64": 1e-12, "float32": 1e-6}[dtype]
+    both = expected + (-m * st.norm.cdf(-z) + s * st.norm.pdf(z))
+    twice = jax.vmap(jax.grad(jax.grad(expected_ramp)))
+    ours = jax.jit(
+        lambda: (expected_ramp(m, v), expected_absolute(m, v), twice(m, v))
+    )()
+    np.testing.assert_allclose(ours[0], expected, tolerance, tolerance)
+    np.testing.assert_allclose(ours[1], both, tolerance, tolerance)
+    np.testing.assert_allclose(ours[2], st.norm.pdf(z) / s, 1e-4, 1e-6)
