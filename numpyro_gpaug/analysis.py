@@ -305,7 +305,7 @@ class _Reach:
                     return (
                         f"{block!r} reaches both {carriers[block]!r} and {latent!r} of "
                         f"{self.classes[name].__name__}, whose latents must be "
-                        "independent"
+                        "independent: give each its own GaussianProcess"
                     )
                 dependence = state.get(block)
                 if dependence is None:

@@ -50,6 +50,43 @@ def test_processes_that_feed_something_else() -> None:
             run(model, X, y)
 
 
+def test_one_process_in_two_parameters() -> None:
+    def model(X, y=None):
+        f = gpaug.GaussianProcess("f", KERNEL(), X[:5])
+        with numpyro.plate("data", X.shape[0]):
+            value = f(X)
+            d = gpaug.HeteroscedasticNormal(value, value, 10.0)
+            numpyro.sample("y", d, obs=y)
+
+    X, y = toy(20)
+    with pytest.raises(gpaug.NotConjugateError, match="both 'loc' and 'precision"):
+        run(model, X, jnp.asarray(y, X.dtype))
+
+
+def test_counts_that_are_not() -> None:
+    def model(X, y=None):
+        f = gpaug.GaussianProcess("f", KERNEL(), X[:5])
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", gpaug.LogisticPoisson(f(X), 3.0), obs=y)
+
+    X, _ = toy(20)
+    for wrong in (-1.0, 0.5):
+        with pytest.raises(ValueError, match="Counts are whole numbers"):
+            run(model, X, jnp.full(20, wrong))
+
+
+def test_likelihood_parameters_outside_their_constraint() -> None:
+    def model(X, y=None, *, df):
+        f = gpaug.GaussianProcess("f", KERNEL(), X[:5])
+        with numpyro.plate("data", X.shape[0]):
+            d = dist.StudentT(df, f(X), 1.0, validate_args=False)
+            numpyro.sample("y", d, obs=y)
+
+    X, y = toy(20)
+    with pytest.raises(ValueError, match="'df' of StudentT"):
+        run(model, X, jnp.asarray(y, X.dtype), df=jnp.asarray(-1.0))
+
+
 def test_a_fit_continues_on_other_data() -> None:
     X, y = toy(60)
     Z = X[:10]

@@ -72,13 +72,15 @@ def _check_array(name: str, value: Any) -> None:
             )
 
 
-def valid_observations(trace: Trace) -> dict[str, Array]:
-    """Whether each observed site's value lies in its support; may run inside ``jit``.
+def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
+    """Whether each observed site's value lies in its support, by ``(site, "")``, and
+    each parameter of its likelihood satisfies its constraint, by ``(site, parameter)``;
+    may run inside ``jit``.
 
     :param trace: a trace of the model.
     :raises ValueError: for observations of the wrong shape, naming both shapes.
     """
-    valid = {}
+    valid: dict[tuple[str, str], Array] = {}
     for name, site in trace.items():
         if site["type"] != "sample" or not site["is_observed"]:
             continue
@@ -87,17 +89,33 @@ def valid_observations(trace: Trace) -> dict[str, Array]:
         inside = fn.support(value)
         if isinstance(fn, dist.MaskedDistribution):
             inside = inside | ~jnp.asarray(fn._mask)
-        valid[name] = jnp.all(inside)
+        valid[name, ""] = jnp.all(inside)
+        base = base_distribution(fn)
+        for k, constraint in base.arg_constraints.items():
+            if k in vars(base) and not constraints.is_dependent(constraint):
+                value = jnp.asarray(getattr(base, k))
+                valid[name, k] = jnp.all(constraint(value))
     return valid
 
 
-def support_error(name: str, site: dict[str, Any]) -> ValueError:
-    """The error for a site whose observations leave their support.
+def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError:
+    """The error for what :func:`valid_observations` found invalid.
 
     :param name: the site.
-    :param site: its message, executed.
+    :param parameter: the parameter that breaks its constraint; empty if it is the
+        observations that leave their support.
+    :param site: the message of the site, executed.
     """
-    base, value = base_distribution(site["fn"]), np.asarray(site["value"])
+    base = base_distribution(site["fn"])
+    cls = type(base).__name__
+    if parameter:
+        value = np.asarray(getattr(base, parameter))
+        return ValueError(
+            f"site {name!r}: parameter {parameter!r} of {cls}, of shape {value.shape}, "
+            f"takes values {np.unique(value)[:5]}, which do not satisfy "
+            f"{base.arg_constraints[parameter]}"
+        )
+    value = np.asarray(site["value"])
     hint = ""
     if base.support is constraints.nonnegative_integer:
         hint = ". Counts are whole numbers, 0 or more"
@@ -107,7 +125,7 @@ def support_error(name: str, site: dict[str, Any]) -> ValueError:
         hint = ". Labels are 0/1 (or 0..C-1): convert -1/+1 labels with (y + 1) // 2"
     return ValueError(
         f"site {name!r}: observations of shape {value.shape} take values "
-        f"{np.unique(value)[:5]}, outside the support of {type(base).__name__}{hint}"
+        f"{np.unique(value)[:5]}, outside the support of {cls}{hint}"
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 from jax import Array, lax, random
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
@@ -23,7 +24,7 @@ from numpyro_gpaug.infer.checks import (
     check_arguments,
     check_param,
     explain_failure,
-    support_error,
+    invalid_error,
     valid_observations,
 )
 from numpyro_gpaug.infer.posterior import Posterior
@@ -174,11 +175,12 @@ class ConjugateSVI:
         for name, constraint in found.items():
             check_param(name, params[name], constraint)
             self._transforms[name] = biject_to(constraint)
-        for name, inside in valid.items():
+        for (name, parameter), inside in valid.items():
             if not inside:
                 values = {**structure.zeros, **params, **given}
-                trace = run_model(self.model, arguments, rng_key, values)
-                raise support_error(name, trace[name])
+                with numpyro.validation_enabled(False):
+                    trace = run_model(self.model, arguments, rng_key, values)
+                raise invalid_error(name, parameter, trace[name])
         blocks = [n for b in structure.blocks for n in natural_names(b)]
         if unknown := set(given) - set(params) - set(blocks):
             raise ValueError(
@@ -297,8 +299,8 @@ class ConjugateSVI:
         arrays: tuple[Array, ...],
         key: Array,
         init_params: dict[str, Any],
-    ) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Constrained initial params, and whether observations are in their support.
+    ) -> tuple[dict[str, Any], dict[tuple[str, str], Array]]:
+        """Constrained initial params, and whether what is observed is valid.
 
         :param found: filled with the constraint of every param.
         """
