@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures and helpers shared by all tests."""
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
+# Compiling hundreds of small programs is nearly all of the time the tests take: compile
+# them without LLVM's optimisations (the graph is still optimised). Before jax starts.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 try:
     from jax import enable_x64

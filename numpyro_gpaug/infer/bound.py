@@ -184,9 +184,23 @@ class BoundProblem:
         return found
 
     def block_scale(self, block: Block) -> Any:
-        """The scale NumPyro put on a block's sample site, 1 if none."""
+        """The factor of a block's KL: the scale NumPyro put on its sample site, times
+        C / K if the process was called for the K latents a plate of size C drew."""
         scale = self._base[block.site]["scale"]
-        return 1 if scale is None else scale
+        scale = 1 if scale is None else scale
+        latents = self.conditional(block).latents if block.is_process else None
+        if latents is None:
+            return scale
+        plates = [s for s in self._base.values() if s["type"] == "plate"]
+        drawn = [s for s in plates if s["value"] is latents]
+        sizes = block.shape[0], len(latents)
+        if not drawn and any((s["args"][0], len(s["value"])) == sizes for s in plates):
+            raise ValueError(
+                f"process {block.name!r} is called for {sizes[1]} of {sizes[0]} "
+                "latents, as many as a plate draws, but not with that plate's indices: "
+                "pass them as they are (latents=index)"
+            )
+        return scale * block.shape[0] / len(latents) if drawn else scale
 
     def other_sites(self) -> Trace:
         """The sample sites of all other latents."""

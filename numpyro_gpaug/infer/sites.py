@@ -11,6 +11,7 @@ of natural parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +62,23 @@ class Sites(NamedTuple):
     log_likelihood: Callable[..., Array]
     constant: Array | float
     dtype: Any
+
+    def held(self, natural: Natural) -> Natural:
+        """The natural parameters of those latents the processes were called for."""
+        return {k: _rows(n, self.latents.get(k)) for k, n in natural.items()}
+
+    def put_back(self, natural: Natural, held: Natural) -> Natural:
+        """``natural`` with the latents of :meth:`held` replaced."""
+        return {
+            k: jax.tree.map(partial(_with_rows, self.latents.get(k)), n, held[k])
+            for k, n in natural.items()
+        }
+
+    def of_held(self) -> Sites:
+        """The same problem for :meth:`held` natural parameters: no other latent is
+        looked at, so that a step costs what the latents it was called for cost."""
+        priors = {k: _rows(p, self.latents.get(k)) for k, p in self.priors.items()}
+        return self._replace(priors=priors, latents={})
 
     def marginals(self, name: str, q: Moments) -> Any:
         """Marginals of one block at its field or fields."""
@@ -158,6 +176,18 @@ def _map_fields(fn: Callable[[Field], Any], field: Any) -> Any:
     if isinstance(field, dict):
         return {key: fn(part) for key, part in field.items()}
     return fn(field)
+
+
+def _rows(tree: Any, latents: Array | None) -> Any:
+    if latents is None:
+        return tree
+    return jax.tree.map(lambda x: x[jnp.asarray(latents)], tree)
+
+
+def _with_rows(latents: Array | None, whole: Array, part: Array) -> Array:
+    if latents is None:
+        return part
+    return whole.at[jnp.asarray(latents)].set(part)
 
 
 def mix(old: NaturalGaussian, target: NaturalGaussian, step: Array) -> NaturalGaussian:

@@ -16,7 +16,7 @@ from numpyro_gpaug.analysis import structure_for
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem
 from numpyro_gpaug.infer.elbo import other_terms
-from numpyro_gpaug.infer.schedules import Schedule, as_schedule
+from numpyro_gpaug.infer.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.sites import (
     Evaluation,
     Natural,
@@ -130,7 +130,8 @@ class Stepper:
         """The bound at a state, on all of its arguments' data."""
         values, key = state.hyper.values, self._key(state)
         fields = self._fixed_fields or self._fields(values, key, {})
-        return self._sites(values, key, {}, fields).evaluate(state.natural)
+        sites = self._sites(values, key, {}, fields)
+        return sites.of_held().evaluate(sites.held(state.natural))
 
     def step(
         self, state: ConjugateState, evaluation: Evaluation | tuple[()]
@@ -188,9 +189,11 @@ class Stepper:
         indices, epochs = self._next_batch(state, key)
         values = _moved(state.hyper)
         fields, pullback = self._fields_and_pullback(values, key, indices)
-        sites = self._sites(values, key, indices, fields)
-        evaluation = before = sites.evaluate(state.natural)
-        natural, schedules = dict(state.natural), {}
+        whole = self._sites(values, key, indices, fields)
+        self._refuse_adaptive(whole)
+        natural, sites = whole.held(state.natural), whole.of_held()
+        evaluation = before = sites.evaluate(natural)
+        schedules = {}
         for k, name in enumerate(natural):
             gradients = self._site_gradients(sites, state, evaluation, name)
             target = sites.target(
@@ -207,10 +210,20 @@ class Stepper:
             state.hyper, values, natural, key, indices, fields, pullback
         )
         new = state._replace(
-            hyper=hyper, natural=natural, schedule=schedules, epochs=epochs,
-            bound=before.bound,
+            hyper=hyper, natural=whole.put_back(state.natural, natural),
+            schedule=schedules, epochs=epochs, bound=before.bound,
         )  # fmt: skip
         return _flagged(new, hyper)
+
+    def _refuse_adaptive(self, sites: Sites) -> None:
+        if isinstance(self._schedule, Adaptive) and any(
+            rows is not None for rows in sites.latents.values()
+        ):
+            raise ValueError(
+                "step_size='adaptive' averages gradients over steps, which do not "
+                "concern the same latents when a process is called for some of them: "
+                "use the default (RobbinsMonro) or a number"
+            )
 
     # Their parts.
 
@@ -273,7 +286,8 @@ class Stepper:
         q = {name: moments(n) for name, n in natural.items()}
 
         def loss(values: dict[str, Any], fields: dict[str, Any]) -> Array:
-            return -self._sites(values, key, indices, fields).bound_at(q)
+            sites = self._sites(values, key, indices, fields)
+            return -(sites if self._comparable else sites.of_held()).bound_at(q)
 
         def gradient(values: Any, fields: Any, pullback: Callable) -> Any:
             direct, through = jax.grad(loss, (0, 1))(values, fields)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plates that draw latents (labels, classes): only those drawn are worked on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import numpyro_gpaug as gpaug
+
+KEY = jax.random.key(0)
+LABELS = 6
+
+
+def model(X, Y=None, *, inducing, num_drawn=None, learn=False, shift=0):
+    """One process per label; the plate of the labels draws some of them."""
+    variance = 2.0
+    if learn:
+        positive = dist.constraints.positive
+        variance = numpyro.param("variance", 2.0, constraint=positive)
+    kernel = gpaug.kernels.Matern52(variance=variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=LABELS)
+    with (
+        numpyro.plate("labels", LABELS, subsample_size=num_drawn, dim=-1) as label,
+        numpyro.plate("data", X.shape[0], dim=-2),
+    ):
+        f = gp(X, latents=(label + shift) if shift else label)
+        Y = None if Y is None else Y[:, label]
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=Y)
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(50, 2))
+    slope = rng.normal(size=(2, LABELS))
+    Y = X @ slope + 0.5 * rng.normal(size=(50, LABELS)) > 0
+    return jnp.asarray(X, jnp.float32), jnp.asarray(Y, int)
+
+
+def fit(data, num_steps, optim=None, step_size=None, **kwargs):
+    X, Y = data
+    guide = gpaug.AutoSparseGP(model)
+    svi = gpaug.ConjugateSVI(model, guide, optim, step_size=step_size)
+    arguments = {"inducing": X[:8], **kwargs}
+    return svi, svi.run(KEY, num_steps, X, Y, progress_bar=False, **arguments)
+
+
+def test_a_step_moves_the_labels_drawn_and_no_other(data) -> None:
+    svi, first = fit(data, 1, step_size=1.0, num_drawn=2)
+    moved = np.any(first.params["f.v_auto_precision"] != np.eye(8), axis=(1, 2))
+    assert moved.sum() == 2
+    X, Y = data
+    more = svi.run(
+        KEY, 1, X, Y, inducing=X[:8], num_drawn=2, progress_bar=False,
+        init_state=first.state,
+    )  # fmt: skip
+    before, after = (r.params["f.v_auto_precision"] for r in (first, more))
+    changed = np.any(np.asarray(before) != np.asarray(after), axis=(1, 2))
+    # An epoch of the labels is drawn without replacement.
+    assert changed.sum() == 2
+    assert not (changed & moved).any()
+
+
+def test_whole_steps_on_some_labels_reach_the_fit_of_all(data) -> None:
+    """Each label has its own optimum: the C / K of the bound must not enter a step."""
+    svi, some = fit(data, 60, step_size=1.0, num_drawn=2)
+    whole = fit(data, 20)[1]
+    np.testing.assert_allclose(
+        some.params["f.v_auto_precision"], whole.params["f.v_auto_precision"],
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+    # The bound of the labels drawn, scaled by C / K with its KL, is unbiased.
+    X, Y = data
+    losses = [
+        svi.evaluate(
+            some.state._replace(rng_key=jax.random.key(i)), X, Y, inducing=X[:8],
+            num_drawn=2,
+        )
+        for i in range(150)
+    ]  # fmt: skip
+    error = np.std(losses) / np.sqrt(len(losses))
+    assert error > 0
+    assert abs(np.mean(losses) - whole.losses[-1]) < 3.5 * error
+
+
+@pytest.mark.slow
+def test_hyperparameters_by_stochastic_gradients(data) -> None:
+    _, some = fit(
+        data, 600, optax.adam(0.02), step_size=1.0, num_drawn=2, learn=True
+    )  # fmt: skip
+    _, whole = fit(data, 200, optax.adam(0.05), learn=True)
+    np.testing.assert_allclose(
+        some.params["variance"], whole.params["variance"], rtol=0.2
+    )
+
+
+def test_indices_that_are_not_the_plates(data) -> None:
+    with pytest.raises(ValueError, match="pass them as they are"):
+        fit(data, 1, num_drawn=2, shift=1)
+
+
+def test_the_adaptive_step_is_refused(data) -> None:
+    with pytest.raises(ValueError, match="adaptive"):
+        fit(data, 1, num_drawn=2, step_size="adaptive")
