@@ -93,13 +93,14 @@ class AutoSparseGP:
         return self._other is not None and not isinstance(self._other, AutoDelta)
 
     def setup(self, *args: Any, **kwargs: Any) -> AutoSparseGP:
-        """Takes the model apart for these arguments; done once, by the first call.
+        """Takes the model apart for these arguments; done once, by the first call that
+        passes observations.
 
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
         :return: the guide.
         """
-        if self._structure is None:
+        if self._structure is None or not self._structure.observed:
             self._structure = analyse(self.model, *args, **kwargs)
             if self._structure.others:
                 self._other = self._build_other()

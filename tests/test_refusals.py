@@ -75,6 +75,35 @@ def test_counts_that_are_not() -> None:
             run(model, X, jnp.full(20, wrong))
 
 
+def test_lists_and_frames() -> None:
+    X, y = toy(20)
+
+    class Frame:
+        def to_numpy(self):
+            return np.asarray(X)
+
+    arguments = {"inducing": X[:5]}
+    with pytest.raises(TypeError, match="y is a list of 20: pass an array"):
+        run(classifier, X, y.tolist(), **arguments)
+    with pytest.raises(TypeError, match="X is a Frame.*to_numpy"):
+        run(classifier, Frame(), y, **arguments)
+
+
+def test_new_inputs_that_are_not_finite() -> None:
+    X, y = toy(20)
+    svi, result = run(classifier, X, y, inducing=X[:5])
+    posterior = svi.posterior(result.params)
+    with pytest.raises(ValueError, match="X has shape .* 1 NaN"):
+        posterior.predict_y(X.at[0, 0].set(jnp.nan))
+
+
+def test_a_guide_set_up_without_observations() -> None:
+    X, y = toy(20)
+    guide = gpaug.AutoSparseGP(classifier).setup(X, inducing=X[:5])
+    svi = gpaug.ConjugateSVI(classifier, guide)
+    assert np.isfinite(run(classifier, X, y, svi=svi, inducing=X[:5])[1].losses).all()
+
+
 def test_likelihood_parameters_outside_their_constraint() -> None:
     def model(X, y=None, *, df):
         f = gpaug.GaussianProcess("f", KERNEL(), X[:5])

@@ -36,8 +36,10 @@ def check_arguments(
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     :raises ValueError: for arrays that are empty, not numeric, NaN or infinite.
+    :raises TypeError: for lists of numbers and data frames.
     """
     for name, value in _named(model, args, kwargs).items():
+        _check_kind(name, value)
         for leaf in jax.tree.leaves(value):
             if isinstance(leaf, np.ndarray | jax.Array):
                 _check_array(name, leaf)
@@ -47,9 +49,22 @@ def _named(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     try:
-        return dict(inspect.signature(model).bind(*args, **kwargs).arguments)
+        bound = inspect.signature(model).bind_partial(*args, **kwargs)
+        return dict(bound.arguments)
     except ValueError:
         return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+
+
+def _check_kind(name: str, value: Any) -> None:
+    if hasattr(value, "to_numpy"):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}: pass an array ({name}.to_numpy())"
+        )
+    leaves = jax.tree.leaves(value) if isinstance(value, list) else []
+    if leaves and all(isinstance(x, int | float) for x in leaves):
+        raise TypeError(
+            f"{name} is a list of {len(value)}: pass an array (numpy.asarray({name}))"
+        )
 
 
 def _check_array(name: str, value: Any) -> None:

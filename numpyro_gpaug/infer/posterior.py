@@ -38,6 +38,7 @@ from numpyro_gpaug.infer.bound import (
     chosen,
     predictor,
 )
+from numpyro_gpaug.infer.checks import check_arguments
 from numpyro_gpaug.infer.elbo import field_marginals, moments_of, with_latent_axis
 from numpyro_gpaug.linalg import Moments, cholesky_jitter, default_jitter
 from numpyro_gpaug.structure import (
@@ -336,6 +337,7 @@ class Posterior:
     ) -> tuple[Arguments, tuple[bool, ...]]:
         """The model's arguments, and which of their arrays run over rows: those just
         passed in whose leading axis is that of the first."""
+        check_arguments(self._model, args, kwargs)
         if not observed:
             kwargs = {**self._without_observations(len(args)), **kwargs}
         merged = {**self._remembered, **kwargs}
