@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -209,7 +210,8 @@ def _expectation(
 
 def _at(d: Distribution, f: Parameters) -> Distribution:
     """``d`` with its latent-carrying parameters replaced."""
-    given = {k: getattr(d, k) for k in d.arg_constraints if k in vars(d)}
+    parameters = inspect.signature(type(d)).parameters
+    given = {k: getattr(d, k) for k in parameters if k in vars(d)}
     return type(d)(**{**given, **f})
 
 

@@ -10,6 +10,7 @@ from numpyro_gpaug.augmentation import (
     multiclass,
     negative_binomial,
     normal,
+    normalizer,
     poisson,
     student_t,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "lookup_augmentation",
     "negative_binomial",
     "normal",
+    "normalizer",
     "poisson",
     "register_augmentation",
     "student_t",

@@ -8,6 +8,7 @@ from numpyro_gpaug.distributions.generalized_inverse_gaussian import (
 )
 from numpyro_gpaug.distributions.heteroscedastic_normal import HeteroscedasticNormal
 from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
+from numpyro_gpaug.distributions.logistic_normalizer import LogisticNormalizer
 from numpyro_gpaug.distributions.logistic_poisson import LogisticPoisson
 from numpyro_gpaug.distributions.logistic_softmax import (
     LogisticSoftmax,
@@ -21,6 +22,7 @@ __all__ = [
     "GeneralizedInverseGaussian",
     "HeteroscedasticNormal",
     "InverseGaussian",
+    "LogisticNormalizer",
     "LogisticPoisson",
     "LogisticSoftmax",
     "LogisticSoftmaxMeanField",
