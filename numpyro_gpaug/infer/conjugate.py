@@ -130,7 +130,11 @@ class ConjugateSVI:
         self.hyper_steps = hyper_steps
         self._transforms: dict[str, Any] = {}
         self._seen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._advance = jax.jit(self._run_chunk, static_argnames="static")
+        # The state is donated: with many latents a second copy would not fit. Callers
+        # pass in none that a user holds.
+        self._advance = jax.jit(
+            self._run_chunk, static_argnames="static", donate_argnames="state"
+        )
         self._loss = jax.jit(self._evaluate, static_argnames="static")
 
     # -- the interface of SVI ---------------------------------------------------------
@@ -210,7 +214,7 @@ class ConjugateSVI:
         :return: the new state and the loss (minus the bound).
         """
         arguments = Arguments.split(args, kwargs)
-        state = self._comparable_state(state, args, kwargs)
+        state = _copied(self._comparable_state(state, args, kwargs))
         state, losses, _ = self._advance(
             state, jnp.int32(1), jnp.zeros_like(state.bound), arguments.arrays,
             static=arguments.static,
@@ -256,7 +260,7 @@ class ConjugateSVI:
             check_arguments(self.model, args, kwargs)
             if self._seen is None:
                 self.init(rng_key, *args, init_params=init_params, **kwargs)
-            state = self._comparable_state(state, args, kwargs)
+            state = _copied(self._comparable_state(state, args, kwargs))
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
         structure = structure_for(self.model, self.guide.structure, arguments)
@@ -448,6 +452,10 @@ def _start_block(block: Block, init_params: dict[str, Any]) -> NaturalGaussian:
     return NaturalGaussian(
         potential.reshape(-1, rows), precision.reshape(-1, rows, rows)
     )
+
+
+def _copied(state: ConjugateState) -> ConjugateState:
+    return jax.tree.map(jnp.copy, state)
 
 
 def _is_optax(optim: Any) -> bool:

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-class classification with sparse Gaussian processes, from data to a picture.
+
+Softmax and logistic-softmax on the same model function, everything learnt on the bound
+(inducing inputs too), beside logistic regression and a support vector machine; then the
+toy problem of Galy-Fajou et al. (2020), class probabilities as red, green and blue.
+Images may say so by their side: how far neighbouring pixels count as one is learnt
+too. Draws ``multiclass.png``::
+
+    python examples/multiclass.py
+    python examples/multiclass.py --data mine.npz --num-inducing 300 --output mine.png
+    python examples/multiclass.py --all-folds
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
+from sklearn.model_selection import StratifiedKFold
+from sklearn.svm import SVC
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug import diagnostics
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import LogLocator, NullLocator  # noqa: E402
+
+FOLDS = 10
+SCORES = "error", "NLL", "Brier", "ECE", "ELBO", "seconds"
+
+
+def softmax(f: jax.Array) -> dist.Distribution:
+    return dist.Categorical(logits=f)
+
+
+# Another likelihood is another line here: its name, the distribution, the sites.
+METHODS: dict[str, tuple[Callable[[jax.Array], dist.Distribution], str]] = {
+    "softmax, exact": (softmax, "auto"),
+    "logistic-softmax, exact": (gpaug.LogisticSoftmax, "auto"),
+    "logistic-softmax, augmented": (gpaug.LogisticSoftmax, "augmented"),
+}
+
+
+class Data(NamedTuple):
+    """Inputs, labels 0 .. C-1, names of the classes, and the side of images."""
+
+    X: np.ndarray
+    y: np.ndarray
+    classes: np.ndarray
+    side: int | None
+
+
+class Split(NamedTuple):
+    """Scaled inputs and labels, and the rows that the test part comes from."""
+
+    X: np.ndarray
+    y: np.ndarray
+    X_test: np.ndarray
+    y_test: np.ndarray
+    rows: np.ndarray
+
+
+class Fitted(NamedTuple):
+    """A fit, with the seconds it took, compilation included."""
+
+    posterior: gpaug.Posterior
+    losses: np.ndarray
+    params: dict[str, Any]
+    seconds: float
+
+
+# -- model --------------------------------------------------------------------------
+
+
+def model(X, y=None, *, Z, likelihood, num_classes, side=None):
+    """One Gaussian process per class, all with the same learnt kernel."""
+    positive = dist.constraints.positive
+    start = np.sqrt(X.shape[1])
+    lengthscale = numpyro.param("lengthscale", start, constraint=positive)
+    variance = numpyro.param("variance", 10.0, constraint=positive)
+    Z = numpyro.param("Z", Z)
+    if side is not None:
+        blurred = blur(numpyro.param("blur", 0.5, constraint=positive), side)
+        X, Z = X @ blurred, Z @ blurred
+    kernel = gpaug.kernels.SquaredExponential(lengthscale, variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=Z, num_latents=num_classes)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", likelihood(gp(X)), obs=y)
+
+
+def blur(width: jax.Array, side: int) -> jax.Array:
+    """The matrix that blurs images by a Gaussian of this width, in pixels."""
+    pixels = jnp.arange(side, dtype=jnp.result_type(float))
+    row = jnp.exp(-0.5 * jnp.square((pixels[:, None] - pixels) / width))
+    row = row / row[side // 2].sum()
+    return jnp.kron(row, row)
+
+
+def optimiser(steps: int) -> optax.GradientTransformation:
+    """Adam, faster for the kernel than for the many inducing inputs."""
+    slow, fast = (
+        optax.adam(optax.cosine_decay_schedule(rate, steps, alpha=0.02))
+        for rate in (0.03, 0.3)
+    )
+    return optax.multi_transform(
+        {"Z": slow, "kernel": fast},
+        lambda params: {name: "Z" if name == "Z" else "kernel" for name in params},
+    )
+
+
+def fit(
+    X: np.ndarray, y: np.ndarray, method: str, steps: int, num_inducing: int, **shape
+) -> Fitted:
+    """Closed-form steps in turn with steps of the optimiser, from a cold start."""
+    start = time.perf_counter()
+    likelihood, sites = METHODS[method]
+    Z = gpaug.inducing.kmeans(X, min(num_inducing, len(np.unique(X, axis=0))))
+    svi = gpaug.ConjugateSVI(
+        model, gpaug.AutoSparseGP(model), optimiser(steps), sites=sites
+    )
+    given = {"Z": Z, "likelihood": likelihood, **shape}
+    result = svi.run(jax.random.key(0), steps, X, y, progress_bar=False, **given)
+    posterior = svi.posterior(result.params)
+    seconds = time.perf_counter() - start
+    return Fitted(posterior, np.asarray(result.losses), result.params, seconds)
+
+
+# -- data ---------------------------------------------------------------------------
+
+
+def load(path: str | None, side: int | None) -> Data:
+    """Digits, or an .npz with X and y, or a .csv with labels last."""
+    if path is None:
+        X, labels = load_digits(return_X_y=True)
+        side = 8
+    elif path.endswith(".npz"):
+        with np.load(path, allow_pickle=False) as archive:
+            if not {"X", "y"} <= set(archive):
+                raise SystemExit(f"{path} holds {list(archive)}; expected X and y")
+            X, labels = archive["X"].astype(float), archive["y"].ravel()
+    elif path.endswith(".csv"):
+        words = np.genfromtxt(path, delimiter=",", dtype=str, ndmin=2)
+        X = np.genfromtxt(path, delimiter=",", ndmin=2)[:, :-1]
+        header = int(np.isnan(X[0]).all())
+        X, labels = X[header:], words[header:, -1]
+    else:
+        raise SystemExit(f"--data must end in .npz or .csv, got {path}")
+    if X.ndim != 2 or labels.shape != X.shape[:1] or not np.isfinite(X).all():
+        shapes = f"X has shape {X.shape} and y {labels.shape}"
+        raise SystemExit(f"{path}: {shapes}; expected finite (N, D) and labels (N,)")
+    if side is not None and side * side != X.shape[1]:
+        raise SystemExit(f"--side {side} asks for {side**2} columns, not {X.shape[1]}")
+    classes, y, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    if len(classes) < 2 or counts.min() < 2 or len(classes) > len(y) // 5:
+        raise SystemExit(
+            f"{path}: {len(classes)} classes in {len(y)} rows, the rarest "
+            f"{counts.min()} times; expected two or more, each more than once"
+        )
+    return Data(X, y, classes, side)
+
+
+def split(data: Data, fold: int) -> Split:
+    """A stratified fold; columns scaled by the training part, pixels all alike."""
+    folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
+    train, test = list(folds.split(data.X, data.y))[fold]
+    X = data.X - data.X[train].mean(0)
+    # Pixels share a unit: scaled one by one, those that are always dark turn to noise.
+    scale = X[train].std(None if data.side else 0)
+    X = (X / np.where(scale > 0, scale, 1)).astype(jnp.result_type(float))
+    return Split(X[train], data.y[train], X[test], data.y[test], test)
+
+
+def rivals() -> dict[str, Any]:
+    """Platt scaling is a cross-validated sigmoid for each class."""
+    platt = CalibratedClassifierCV(SVC(), method="sigmoid", ensemble=False)
+    logistic = LogisticRegression(max_iter=1000)
+    return {"Logistic regression": logistic, "RBF SVM + Platt": platt}
+
+
+# -- scores -------------------------------------------------------------------------
+
+
+def run_fold(data: Data, fold: int, args: argparse.Namespace) -> tuple[dict, ...]:
+    """Test scores, test probabilities and fits, by method."""
+    parts = split(data, fold)
+    shape = {"num_classes": len(data.classes), "side": data.side}
+    scores, probs, fits = {}, {}, {}
+    for name in METHODS:
+        fitted = fit(parts.X, parts.y, name, args.steps, args.num_inducing, **shape)
+        p = probs[name] = np.asarray(fitted.posterior.predict_y(parts.X_test).probs)
+        rest = -fitted.losses[-1], fitted.seconds
+        scores[name] = (*score(p, parts.y_test), *rest)
+        fits[name] = fitted
+    for name, rival in rivals().items():
+        start = time.perf_counter()
+        p = probs[name] = rival.fit(parts.X, parts.y).predict_proba(parts.X_test)
+        rest = np.nan, time.perf_counter() - start
+        scores[name] = (*score(p, parts.y_test), *rest)
+    return scores, probs, fits
+
+
+def score(p: np.ndarray, y: np.ndarray) -> tuple[float, ...]:
+    return (
+        float(np.mean(p.argmax(1) != y)),
+        log_loss(y, p, labels=range(p.shape[1])),
+        diagnostics.brier_score(p, y),
+        diagnostics.expected_calibration_error(p, y, num_bins=10),
+    )
+
+
+def report(scores: dict[str, tuple[float, ...]], title: str) -> None:
+    """Lower is better, except for the bound (ELBO)."""
+    print(f"\n{title:<28}" + "".join(f"{name:>9}" for name in SCORES))
+    for name, row in scores.items():
+        cells = f"{name:<28}" + "".join(f"{value:9.4f}" for value in row[:4])
+        print(cells + "".join(f"{value:9.1f}" for value in row[4:]))
+
+
+def report_kernels(fits: dict[str, Fitted]) -> None:
+    print()
+    for name, fitted in fits.items():
+        learnt = {k: v for k, v in fitted.params.items() if jnp.ndim(v) == 0}
+        print(f"{name:<28}", ", ".join(f"{k} {v:.3g}" for k, v in learnt.items()))
+
+
+# -- the toy problem of the paper ---------------------------------------------------
+
+
+def toy(num: int = 500, variance: float = 0.5) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Points of three Gaussians, and the true class probabilities as a function."""
+    rng = np.random.default_rng(1)
+    angle = np.pi * (0.5 + 2 / 3 * np.arange(3))
+    centres = 1.2 * np.stack([np.cos(angle), np.sin(angle)], 1)
+    y = rng.integers(3, size=num)
+    X = centres[y] + np.sqrt(variance) * rng.normal(size=(num, 2))
+
+    def truth(points: np.ndarray) -> np.ndarray:
+        squared = np.square(points[:, None] - centres).sum(-1)
+        return jax.nn.softmax(-0.5 / variance * squared)
+
+    return X.astype(jnp.result_type(float)), y, truth
+
+
+def draw_toy(axes: list, steps: int) -> None:
+    """One panel for the truth, one for each method."""
+    X, y, truth = toy()
+    ends = np.linspace(-3.6, 3.6, 160)
+    mesh = np.stack(np.meshgrid(ends, ends), -1).reshape(-1, 2).astype(X.dtype)
+    panels = {"true probabilities": truth}
+    for name in METHODS:
+        fitted = fit(X, y, name, steps, 30, num_classes=3)
+        panels[name] = lambda points, at=fitted.posterior: at.predict_y(points).probs
+    for panel, (name, probabilities) in zip(axes, panels.items(), strict=True):
+        p = np.asarray(probabilities(mesh)).reshape(160, 160, 3)
+        where = [ends[0], ends[-1]] * 2
+        panel.imshow(np.clip(p, 0, 1), origin="lower", extent=where)
+        style = {"colors": "w", "linewidths": 1.2, "linestyles": ":"}
+        panel.contour(ends, ends, p.max(-1), [0.9], **style)
+        for label, marker in enumerate("os^"):
+            tint = 0.6 + 0.4 * np.eye(3)[label]
+            at = X[y == label].T
+            panel.scatter(*at, 9, [tint], marker=marker, ec="k", lw=0.5)
+        far = np.mean(np.sum(truth(X) * np.log(truth(X) / probabilities(X)), 1))
+        title = name if probabilities is truth else f"{name} (KL {far:.3f} nats)"
+        panel.set_title(title, fontsize=9.5)
+        panel.set(xticks=[], yticks=[], xlim=where[:2], ylim=where[2:])
+        panel.spines[:].set_visible(False)
+
+
+# -- picture of the data ------------------------------------------------------------
+
+
+def draw(data: Data, split_: Split, probs: dict, fits: dict, path: str, steps: int):
+    """Toy panels above; bounds, the least certain test rows and reliability below."""
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(style):
+        figure = plt.figure(figsize=(14, 8.2), layout="constrained")
+        upper, lower = figure.subfigures(2, 1, height_ratios=(1.05, 1), hspace=0.03)
+        upper.suptitle(
+            "500 points of three Gaussians: class probabilities as red, green, blue; "
+            "the dotted line is at 0.9",
+            fontweight="bold",
+        )
+        draw_toy(list(upper.subplots(1, 1 + len(METHODS))), min(steps, 60))
+        left, middle, right = lower.subfigures(1, 3, width_ratios=(1, 2.1, 1))
+        draw_bounds(left.subplots(), fits, len(split_.y))
+        draw_uncertain(middle, data, split_, probs[next(iter(METHODS))])
+        draw_reliability(right.subplots(), probs, split_.y_test)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def draw_bounds(axes, fits: dict[str, Fitted], num_data: int) -> None:
+    for name, fitted in fits.items():
+        x = np.arange(1, len(fitted.losses) + 1)
+        axes.plot(x, fitted.losses / num_data, lw=1.8, label=name)
+    axes.set(xlabel="step", ylabel="minus the bound, nats per datum")
+    axes.set(xscale="log", yscale="log")
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter("{x:.2g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title("Bound while fitting", fontweight="bold")
+
+
+def draw_uncertain(figure, data: Data, split_: Split, p: np.ndarray) -> None:
+    """The least certain test rows: the image if it is one, and the probabilities."""
+    rows = np.argsort(p.max(1))[:10]
+    figure.suptitle(
+        f"Least certain test rows: {next(iter(METHODS))} (true class in blue)",
+        fontweight="bold",
+    )
+    heights = (1.35 if data.side else 0.05, 1) * 2
+    grid = figure.add_gridspec(4, 5, height_ratios=heights)
+    for place, row in enumerate(rows):
+        above, column = 2 * (place // 5), place % 5
+        truth, guess = split_.y_test[row], p[row].argmax()
+        image = figure.add_subplot(grid[above, column])
+        image.axis("off")
+        if data.side:
+            pixels = data.X[split_.rows[row]].reshape(data.side, data.side)
+            image.imshow(pixels, cmap="gray_r", interpolation="nearest")
+        bars = figure.add_subplot(grid[above + 1, column])
+        colors = ["C0" if k == truth else "0.6" for k in range(p.shape[1])]
+        bars.bar(range(p.shape[1]), p[row], color=colors)
+        bars.set(ylim=(0, 1), yticks=[], xlim=(-0.6, p.shape[1] - 0.4))
+        bars.spines["left"].set_visible(False)
+        shown = range(p.shape[1]) if p.shape[1] <= 10 else ()
+        bars.set_xticks(shown, data.classes[: len(shown)])
+        bars.tick_params(length=0, labelsize=7, pad=1)
+        title, color = f"{data.classes[truth]}", "k"
+        if truth != guess:
+            title, color = f"{title}, predicted {data.classes[guess]}", "C3"
+        image.set_title(title, fontsize=8.5, color=color)
+
+
+def draw_reliability(axes, probs: dict[str, np.ndarray], y: np.ndarray) -> None:
+    """Right answers expected minus observed, among rows up to each confidence."""
+    axes.axhline(0, color="0.7", lw=1, ls="--")
+    for name, p in probs.items():
+        order = np.argsort(p.max(1))
+        surplus = np.cumsum((p.max(1) - (p.argmax(1) == y))[order])
+        axes.plot(p.max(1)[order], surplus, lw=1.8, label=name)
+    axes.set(
+        xlabel="confidence in the predicted class",
+        ylabel="expected minus observed, in rows",
+    )
+    axes.legend(
+        frameon=False, fontsize=8, loc="lower left", title="above 0: overconfident"
+    )
+    axes.set_title("Right answers, running total", fontweight="bold")
+
+
+# -- main ---------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", help=".npz with X and y, or .csv with labels last")
+    parser.add_argument("--side", type=int, help="rows of --data are square images")
+    parser.add_argument("--num-inducing", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--fold", type=int, default=0, choices=range(FOLDS))
+    parser.add_argument("--all-folds", action="store_true", help="means; no picture")
+    parser.add_argument("--output", default="multiclass.png", help="the picture")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the whole job."""
+    args = parse(argv)
+    data = load(args.data, args.side)
+    print(
+        f"{len(data.y)} rows, {data.X.shape[1]} inputs, {len(data.classes)} classes; "
+        f"{args.num_inducing} inducing inputs, {args.steps} steps"
+    )
+    if args.all_folds:
+        every = []
+        for fold in range(FOLDS):
+            every.append(run_fold(data, fold, args)[0])
+            report(every[-1], f"fold {fold}")
+        means = {k: tuple(np.mean([e[k] for e in every], 0)) for k in every[0]}
+        report(means, f"mean of {FOLDS} folds")
+        return
+    scores, probs, fits = run_fold(data, args.fold, args)
+    report(scores, f"test fold {args.fold} of {FOLDS}")
+    report_kernels(fits)
+    draw(data, split(data, args.fold), probs, fits, args.output, args.steps)
+    print(f"drew {Path(args.output).resolve()}")
+
+
+if __name__ == "__main__":
+    main()
