@@ -8,7 +8,7 @@ Images may say so by their side: how far neighbouring pixels count as one is lea
 too. Draws ``multiclass.png``::
 
     python examples/multiclass.py
-    python examples/multiclass.py --data mine.npz --num-inducing 300 --output mine.png
+    python examples/multiclass.py --data mine.npz --inducing 300 --out mine.png
     python examples/multiclass.py --all-folds
 """
 
@@ -202,7 +202,7 @@ def run_fold(data: Data, fold: int, args: argparse.Namespace) -> tuple[dict, ...
     shape = {"num_classes": len(data.classes), "side": data.side}
     scores, probs, fits = {}, {}, {}
     for name in METHODS:
-        fitted = fit(parts.X, parts.y, name, args.steps, args.num_inducing, **shape)
+        fitted = fit(parts.X, parts.y, name, args.steps, args.inducing, **shape)
         p = probs[name] = np.asarray(fitted.posterior.predict_y(parts.X_test).probs)
         rest = -fitted.losses[-1], fitted.seconds
         scores[name] = (*score(p, parts.y_test), *rest)
@@ -375,11 +375,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", help=".npz with X and y, or .csv with labels last")
     parser.add_argument("--side", type=int, help="rows of --data are square images")
-    parser.add_argument("--num-inducing", type=int, default=100)
+    parser.add_argument("--inducing", type=int, default=100, help="inducing inputs")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--fold", type=int, default=0, choices=range(FOLDS))
     parser.add_argument("--all-folds", action="store_true", help="means; no picture")
-    parser.add_argument("--output", default="multiclass.png", help="the picture")
+    parser.add_argument("--out", default="multiclass.png", help="the picture")
     return parser.parse_args(argv)
 
 
@@ -389,7 +389,7 @@ def main(argv: list[str] | None = None) -> None:
     data = load(args.data, args.side)
     print(
         f"{len(data.y)} rows, {data.X.shape[1]} inputs, {len(data.classes)} classes; "
-        f"{args.num_inducing} inducing inputs, {args.steps} steps"
+        f"{args.inducing} inducing inputs, {args.steps} steps"
     )
     if args.all_folds:
         every = []
@@ -402,8 +402,8 @@ def main(argv: list[str] | None = None) -> None:
     scores, probs, fits = run_fold(data, args.fold, args)
     report(scores, f"test fold {args.fold} of {FOLDS}")
     report_kernels(fits)
-    draw(data, split(data, args.fold), probs, fits, args.output, args.steps)
-    print(f"drew {Path(args.output).resolve()}")
+    draw(data, split(data, args.fold), probs, fits, args.out, args.steps)
+    print(f"drew {Path(args.out).resolve()}")
 
 
 if __name__ == "__main__":

@@ -81,6 +81,11 @@ class GaussianProcess:
     ) -> None:
         self.name = name
         self.kernel = as_kernel(kernel)
+        if inducing is None:
+            raise ValueError(
+                f'GaussianProcess("{name}"): inducing is None; pass the inducing '
+                "inputs, or the training inputs for the full process"
+            )
         self.inducing = _as_inputs(inducing, "inducing")
         self.mean = mean
         self.num_latents = num_latents

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -34,7 +33,6 @@ from numpyro_gpaug.linalg import NaturalGaussian
 from numpyro_gpaug.structure import (
     Arguments,
     Block,
-    Structure,
     run_model,
 )
 
@@ -136,6 +134,10 @@ class ConjugateSVI:
             self._run_chunk, static_argnames="static", donate_argnames="state"
         )
         self._loss = jax.jit(self._evaluate, static_argnames="static")
+        # Eager arithmetic would compile op by op.
+        self._first_params = jax.jit(self._collect, static_argnames="static")
+        self._first_state = jax.jit(self._start, static_argnames="static")
+        self._constraints: dict[str, Any] = {}
 
     # -- the interface of SVI ---------------------------------------------------------
 
@@ -170,15 +172,14 @@ class ConjugateSVI:
         require_conjugate(structure, self.sites)
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
-        given = init_params or {}
-        found: dict[str, Any] = {}
-        # All of it in one compiled call: eager arithmetic would compile op by op.
-        params, valid = jax.jit(partial(self._collect, found, arguments))(
-            arguments.arrays, rng_key, given
+        # Copied: the steps overwrite the state, and with it what it is made of.
+        given = jax.tree.map(jnp.array, init_params or {})
+        params, valid = self._first_params(
+            arguments.arrays, rng_key, given, static=arguments.static
         )
-        for name, constraint in found.items():
-            check_param(name, params[name], constraint)
-            self._transforms[name] = biject_to(constraint)
+        for name, value in params.items():
+            check_param(name, value, self._constraints[name])
+            self._transforms[name] = biject_to(self._constraints[name])
         for (name, parameter), inside in valid.items():
             if not inside:
                 values = {**structure.zeros, **params, **given}
@@ -191,8 +192,10 @@ class ConjugateSVI:
                 f"init_params names {sorted(unknown)}, but the params are "
                 f"{sorted([*params, *blocks])}"
             )
-        structure = structure_for(self.model, structure, arguments)
-        return jax.jit(partial(self._start, structure))(params, rng_key, given)
+        state = self._first_state(
+            params, arguments.arrays, rng_key, given, static=arguments.static
+        )
+        return state._replace(hyper=_copied(state.hyper))
 
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
         """Constrained params of model and guide, the natural parameters among them."""
@@ -298,17 +301,14 @@ class ConjugateSVI:
 
     def _collect(
         self,
-        found: dict[str, Any],
-        arguments: Arguments,
         arrays: tuple[Array, ...],
         key: Array,
         init_params: dict[str, Any],
+        static: Any,
     ) -> tuple[dict[str, Any], dict[tuple[str, str], Array]]:
-        """Constrained initial params, and whether what is observed is valid.
-
-        :param found: filled with the constraint of every param.
-        """
-        structure, arguments = self.guide.structure, arguments._replace(arrays=arrays)
+        """Constrained initial params, and whether what is observed is valid; notes the
+        constraint of every param."""
+        structure, arguments = self.guide.structure, Arguments(arrays, static)
         args, kwargs = arguments.merge()
         guide_key, model_key = random.split(key)
         others = handlers.seed(self.guide.draw_others, guide_key)
@@ -320,18 +320,23 @@ class ConjugateSVI:
         for site in (*guide_trace.values(), *trace.values()):
             if site["type"] == "param":
                 name = site["name"]
-                found[name] = site["kwargs"].get("constraint", constraints.real)
+                self._constraints[name] = site["kwargs"].get(
+                    "constraint", constraints.real
+                )
                 value = init_params.get(name, site["value"])
                 params[name] = jax.tree.map(_strong, value)
         return params, valid_observations(trace)
 
     def _start(
         self,
-        structure: Structure,
         params: dict[str, Any],
+        arrays: tuple[Array, ...],
         key: Array,
         init_params: dict[str, Any],
+        static: Any,
     ) -> ConjugateState:
+        arguments = Arguments(arrays, static)
+        structure = structure_for(self.model, self.guide.structure, arguments)
         inverted = {k: t.inv for k, t in self._transforms.items()}
         values = {k: jax.tree.map(inverted[k], v) for k, v in params.items()}
         natural = {b.name: _start_block(b, init_params) for b in structure.blocks}
@@ -454,8 +459,8 @@ def _start_block(block: Block, init_params: dict[str, Any]) -> NaturalGaussian:
     )
 
 
-def _copied(state: ConjugateState) -> ConjugateState:
-    return jax.tree.map(jnp.copy, state)
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _is_optax(optim: Any) -> bool:
