@@ -320,6 +320,29 @@ def test_a_run_in_two_parts_is_one_run() -> None:
     np.testing.assert_allclose(parts, whole.losses, rtol=1e-6)
 
 
+def test_what_a_user_holds_is_never_overwritten() -> None:
+    def model(X, y=None, *, inducing):
+        Z = numpyro.param("Z", inducing)
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), Z)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    X, y = toy(30)
+    Z = jnp.array(X[:8])
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
+    arguments = {"inducing": Z, "progress_bar": False}
+    first = svi.run(KEY, 3, X, y, **arguments)
+    held = jax.tree.map(np.asarray, (first.params, first.state.natural, Z))
+    svi.run(KEY, 3, X, y, init_params=first.params, **arguments)
+    svi.run(KEY, 3, X, y, init_state=first.state, **arguments)
+    svi.update(first.state, X, y, inducing=Z)
+    again = first.params, first.state.natural, Z
+    for before, after in zip(
+        jax.tree.leaves(held), jax.tree.leaves(again), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+
+
 def test_likelihood_parameters_are_learnt_on_the_same_bound(x64) -> None:
     def model(X, y=None):
         positive = dist.constraints.positive

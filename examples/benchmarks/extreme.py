@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--num-inducing", type=int, default=50)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(run_one(options, options.one)))
@@ -134,8 +134,8 @@ def main() -> None:
         "seconds": "CPU time",
         "results": results,
     }
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
