@@ -109,7 +109,10 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
         for k, constraint in base.arg_constraints.items():
             if k in vars(base) and not constraints.is_dependent(constraint):
                 value = jnp.asarray(getattr(base, k))
-                valid[name, k] = jnp.all(constraint(value))
+                # What is not finite has a cause of its own (a failed Cholesky, say),
+                # which the first steps find.
+                finite = jnp.all(jnp.isfinite(value))
+                valid[name, k] = jnp.all(constraint(value)) | ~finite
     return valid
 
 
