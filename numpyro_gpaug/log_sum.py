@@ -235,7 +235,7 @@ def expected_shares(link: Link, mean: Array, variance: Array) -> Array:
     **Example**
 
     >>> import jax.numpy as jnp
-    >>> print(expected_shares(LOGISTIC, jnp.zeros(4), jnp.ones(4)))
+    >>> print(expected_shares(LOGISTIC, jnp.zeros(4), jnp.ones(4)).round(3))
     [0.25 0.25 0.25 0.25]
     """
     mean, variance = _same(mean, variance)
