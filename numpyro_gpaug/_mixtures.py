@@ -9,11 +9,13 @@ exponentially convergent trapezoidal rule).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array, lax, random
+from jax.scipy.special import ndtr
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
@@ -197,6 +199,28 @@ class CountMixture(dist.Distribution):
         return constant + jax.nn.logsumexp(log_weights + exponent, axis=-1)
 
 
+def bisected_icdf(
+    cdf: Callable[[Array], Array], q: Array, low: Array, high: Array
+) -> Array:
+    """The quantile q of a distribution function, by bisection to rounding.
+
+    :param cdf: increasing.
+    :param q: probabilities.
+    :param low: below the quantile, of the shape of the answer.
+    :param high: above it.
+    """
+
+    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = 0.5 * (low + high)
+        below = cdf(middle) < q
+        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+    steps = 2 * jnp.finfo(low.dtype).nmant
+    low, high = lax.fori_loop(0, steps, halve, (low, high))
+    return 0.5 * (low + high)
+
+
 class NormalLaplace(dist.Distribution):
     """The sum of a normal and a Laplace variable.
 
@@ -261,6 +285,21 @@ class NormalLaplace(dist.Distribution):
         right, left = (_log_side(x, square) for x in (distance, -distance))
         return jnp.logaddexp(right, left) - jnp.log(2 * self.scale)
 
+    def cdf(self, value: ArrayLike) -> Array:
+        distance = jnp.asarray((value - self.loc) / self.scale)
+        floor = jnp.finfo(self.loc.dtype).eps ** 3
+        square = jnp.maximum(jnp.asarray(self.spread / jnp.square(self.scale)), floor)
+        right, left = (jnp.exp(_log_side(x, square)) for x in (distance, -distance))
+        return ndtr(distance / jnp.sqrt(square)) - 0.5 * (right - left)
+
+    def icdf(self, q: ArrayLike) -> Array:
+        q = jnp.asarray(q, self.loc.dtype)
+        deviation = jnp.sqrt(self.variance)
+        # Cantelli's inequality.
+        low = self.loc - deviation * jnp.sqrt((1 - q) / q)
+        high = self.loc + deviation * jnp.sqrt(q / (1 - q))
+        return bisected_icdf(self.cdf, q, low, high)
+
 
 def _log_side(distance: Array, square: Array) -> Array:
     """``log [exp(s^2 / 2 - d) Phi(d / s - s)]`` for ``square = s^2``."""
@@ -312,6 +351,13 @@ class NodeMixture(dist.MixtureSameFamily):
     @property
     def variance(self) -> Array:
         return self._variance
+
+    def icdf(self, q: ArrayLike) -> Array:
+        q = jnp.asarray(q, self._mean.dtype)
+        ends = self.component_distribution.icdf(q[..., None])
+        shape = jnp.broadcast_shapes(q.shape, self.batch_shape)
+        low, high = (jnp.broadcast_to(x, shape) for x in (ends.min(-1), ends.max(-1)))
+        return bisected_icdf(self.cdf, q, low, high)
 
     def sample_with_intermediates(
         self, key: Array, sample_shape: tuple[int, ...] = ()

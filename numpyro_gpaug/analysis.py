@@ -170,6 +170,7 @@ class _Reach:
         self.vectors = {b.site: b.name for b in candidates if b.is_process}
         self.registered: dict[str, tuple[str, ...]] = {}
         self.classes: dict[str, type] = {}
+        self.shared: dict[str, bool] = {}
 
         def parts(values: dict[str, Any]) -> dict[str, Any]:
             trace = run_model(model, arguments, key, values)
@@ -201,6 +202,8 @@ class _Reach:
                 self.classes[name] = type(base)
                 latents = _latents(type(base))
                 self.registered[name] = latents
+                shared = base.batch_shape == () and site["fn"].batch_shape != ()
+                self.shared[name] = shared
                 carried[name] = {k: getattr(base, k) for k in latents}
                 densities[name] = site["fn"].log_prob(site["value"])
                 rest[name] = [
@@ -276,6 +279,14 @@ class _Reach:
         reached = tuple(b.name for b in blocks if b.name in density)
         processes = tuple(n for n in reached if n in self.processes)
         augmented = lookup_augmentation(self.classes[name]) is not None
+        if processes and self.shared[name]:
+            cls = self.classes[name].__name__
+            raise ValueError(
+                f"site {name!r}: every datum is given one and the same {cls}, which "
+                f"takes the function values of {processes[0]!r} at all data for its "
+                "own; if its last axis runs over classes, construct the process with "
+                "num_latents=C"
+            )
         if not reached:
             return Observed(name, (), Route.CONSTANT, (), augmented, None)
         reason = self._why_not_closed(name, reached)

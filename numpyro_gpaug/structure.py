@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import handlers
+from numpyro.distributions import CategoricalLogits, CategoricalProbs
 
 from numpyro_gpaug._numpyro import residual_policy
-from numpyro_gpaug.expectations import Route
+from numpyro_gpaug.expectations import Route, base_distribution
 from numpyro_gpaug.process import Conditional
 
 Trace = dict[str, dict[str, Any]]
@@ -165,6 +166,13 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
         raise ValueError(
             f"site {name!r}: observations have shape {shape}, but the model gives them "
             f"a distribution of shape {expected}"
+        )
+    base = base_distribution(fn)
+    if isinstance(base, CategoricalLogits | CategoricalProbs) and jnp.issubdtype(
+        jnp.result_type(site["value"]), jnp.floating
+    ):
+        raise ValueError(
+            f"site {name!r}: class labels have a float dtype; pass y.astype(int)"
         )
 
 

@@ -369,3 +369,17 @@ def test_ramp(dtype) -> None:
     np.testing.assert_allclose(ours[0], expected, tolerance, tolerance)
     np.testing.assert_allclose(ours[1], both, tolerance, tolerance)
     np.testing.assert_allclose(ours[2], st.norm.pdf(z) / s, 1e-4, 1e-6)
+
+
+def test_intervals_of_real_predictions() -> None:
+    """Quantiles invert the distribution functions, which agree with draws."""
+    m, v = {"loc": jnp.array([0.0, 2.0])}, {"loc": jnp.array([0.5, 3.0])}
+    zeros = jnp.zeros(2)
+    for d in (dist.StudentT(3.0, zeros, 0.7), dist.Laplace(zeros, 0.7)):
+        predicted = predictive(d, m, v)
+        for q in (0.05, 0.5, 0.95):
+            x = predicted.icdf(q)
+            np.testing.assert_allclose(predicted.cdf(x), q, atol=2e-5)
+        draws = predicted.sample(jax.random.key(0), (20_000,))
+        share = (draws < predicted.icdf(0.9)).mean(0)
+        np.testing.assert_allclose(share, 0.9, atol=0.01)

@@ -75,6 +75,36 @@ def test_counts_that_are_not() -> None:
             run(model, X, jnp.full(20, wrong))
 
 
+@pytest.mark.parametrize("likelihood", ["softmax", "logistic"])
+def test_forgotten_num_latents(likelihood: str) -> None:
+    def model(X, y=None):
+        f = gpaug.GaussianProcess("f", KERNEL(), X[:5])
+        with numpyro.plate("data", X.shape[0]):
+            value = f(X)
+            softmax = likelihood == "softmax"
+            d = (
+                dist.Categorical(logits=value)
+                if softmax
+                else gpaug.LogisticSoftmax(value)
+            )
+            numpyro.sample("y", d, obs=y)
+
+    X, y = toy(20)
+    with pytest.raises(ValueError, match="num_latents=C"):
+        run(model, X, y)
+
+
+def test_float_classes() -> None:
+    def model(X, y=None):
+        f = gpaug.GaussianProcess("f", KERNEL(), X[:5], num_latents=2)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Categorical(logits=f(X)), obs=y)
+
+    X, y = toy(20)
+    with pytest.raises(ValueError, match="astype"):
+        run(model, X, jnp.asarray(y, float))
+
+
 def test_lists_and_frames() -> None:
     X, y = toy(20)
 

@@ -139,8 +139,13 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
         hint = ". Counts are whole numbers, 0 or more"
     elif hasattr(base, "total_count"):
         hint = ". Counts are whole numbers from 0 to total_count"
-    elif base.is_discrete:
+    elif base.is_discrete and value.min() < 0:
         hint = ". Labels are 0/1 (or 0..C-1): convert -1/+1 labels with (y + 1) // 2"
+    elif base.is_discrete:
+        hint = (
+            ". Labels are 0/1, or 0..C-1 with C the num_latents of the process: "
+            "numpy.unique(y, return_inverse=True)[1] numbers them"
+        )
     return ValueError(
         f"site {name!r}: observations of shape {value.shape} take values "
         f"{np.unique(value)[:5]}, outside the support of {cls}{hint}"

@@ -196,7 +196,8 @@ class Posterior:
     ) -> Distribution:
         """Posterior predictive distribution of new observations, the latents integrated
         out: a NumPyro distribution (``.probs`` of a Bernoulli, ``.mean``,
-        ``.variance``, ``.icdf`` for intervals, ``.log_prob``, ``.sample``).
+        ``.variance``, ``.log_prob``, ``.sample``, and ``.icdf`` for intervals of real
+        ones).
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which observed site, if the model has several.
