@@ -279,16 +279,19 @@ class NormalLaplace(dist.Distribution):
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
         # In units of the scale: exp(s^2/2 -+ d) Phi(+-d/s - s) / 2, summed.
-        distance = jnp.asarray((value - self.loc) / self.scale)
-        floor = jnp.finfo(self.loc.dtype).eps ** 3
-        square = jnp.maximum(jnp.asarray(self.spread / jnp.square(self.scale)), floor)
+        distance, square = self._in_units(value)
         right, left = (_log_side(x, square) for x in (distance, -distance))
         return jnp.logaddexp(right, left) - jnp.log(2 * self.scale)
 
-    def cdf(self, value: ArrayLike) -> Array:
+    def _in_units(self, value: ArrayLike) -> tuple[Array, Array]:
+        """Distance and variance of the normal, in units of the scale."""
         distance = jnp.asarray((value - self.loc) / self.scale)
         floor = jnp.finfo(self.loc.dtype).eps ** 3
         square = jnp.maximum(jnp.asarray(self.spread / jnp.square(self.scale)), floor)
+        return distance, square
+
+    def cdf(self, value: ArrayLike) -> Array:
+        distance, square = self._in_units(value)
         right, left = (jnp.exp(_log_side(x, square)) for x in (distance, -distance))
         return ndtr(distance / jnp.sqrt(square)) - 0.5 * (right - left)
 

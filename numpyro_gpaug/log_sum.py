@@ -196,7 +196,7 @@ def expected_log_sum(link: Link, mean: Array, variance: Array) -> Array:
     """``E log sum_c g(f_c)`` for independent ``f_c ~ N(mean_c, variance_c)``.
 
     The absolute error is below 1e-9 in float64 and 5e-6 in float32 while standard
-    deviations stay below 5, and grows beyond (to a few hundredths at 10), as the log of
+    deviations stay below 4, and grows beyond (to a few hundredths at 10), as the log of
     the sum then falls outside of the range of the integral with some probability.
 
     :param link: the function g, :data:`EXPONENTIAL` or :data:`LOGISTIC`.

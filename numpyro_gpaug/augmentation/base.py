@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from jax import Array, random
 from numpyro.distributions import Distribution
 
@@ -90,6 +91,11 @@ class Augmentation(ABC):
             given them. The default draws all auxiliaries, then all latents.
         """
         return (("aux",), tuple(self.latents))
+
+
+def label_sign(y: Array, like: Array) -> Array:
+    """Labels 0/1 as -1/+1, in the dtype of ``like``."""
+    return 2 * jnp.asarray(y, like.dtype) - 1
 
 
 def draw_auxiliaries(key: Array, conditionals: Conditionals) -> dict[str, Array]:

@@ -17,16 +17,13 @@ from numpyro_gpaug.augmentation.base import (
     Augmentation,
     Conditionals,
     Parameters,
+    label_sign,
     register_augmentation,
 )
 from numpyro_gpaug.distributions.bayesian_svm import BayesianSVM as Likelihood
 from numpyro_gpaug.distributions.bayesian_svm import expected_ratio, probit
 from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
 from numpyro_gpaug.expectations import register_expectation
-
-
-def _sign(y: Array, like: Array) -> Array:
-    return 2 * jnp.asarray(y, like.dtype) - 1
 
 
 class BayesianSVM(Augmentation):
@@ -46,7 +43,7 @@ class BayesianSVM(Augmentation):
 
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
         m, v = means["f"], variances["f"]
-        slack = 1 - _sign(y, m) * m
+        slack = 1 - label_sign(y, m) * m
         # Not sqrt(slack^2 + v), whose slope at zero is infinite.
         size = jnp.sqrt(slack * slack + v + jnp.finfo(m.dtype).eps ** 2)
         # -slack - size without the cancellation for data beyond the margin.
@@ -56,18 +53,18 @@ class BayesianSVM(Augmentation):
 
     def conditional(self, d, y, f: Parameters) -> Conditionals:
         value = f["f"]
-        slack = jnp.abs(1 - _sign(y, value) * value)
+        slack = jnp.abs(1 - label_sign(y, value) * value)
         slack = jnp.maximum(slack, jnp.finfo(value.dtype).eps)
         return {"precision": InverseGaussian(1 / slack, jnp.ones_like(value))}
 
     def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
         w = aux["precision"]
-        return {"f": (_sign(y, w) * (1 + w), w)}
+        return {"f": (label_sign(y, w) * (1 + w), w)}
 
 
 def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
     m = means["f"]
-    return -2 * expected_ramp(1 - _sign(y, m) * m, variances["f"])
+    return -2 * expected_ramp(1 - label_sign(y, m) * m, variances["f"])
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:

@@ -17,15 +17,12 @@ from numpyro_gpaug.augmentation.base import (
     Augmentation,
     Conditionals,
     Parameters,
+    label_sign,
     register_augmentation,
 )
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
 from numpyro_gpaug.expectations import register_expectation
 from numpyro_gpaug.logistic import expected_log_sigmoid, expected_sigmoid
-
-
-def _sign(y: Array, like: Array) -> Array:
-    return 2 * jnp.asarray(y, like.dtype) - 1
 
 
 class BernoulliLogits(Augmentation):
@@ -39,19 +36,19 @@ class BernoulliLogits(Augmentation):
 
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
         m, v = means["logits"], variances["logits"]
-        return 0.5 * _sign(y, m) * m - log2cosh_half(m * m + v)
+        return 0.5 * label_sign(y, m) * m - log2cosh_half(m * m + v)
 
     def conditional(self, d, y, f: Parameters) -> Conditionals:
         return {"omega": PolyaGamma(jnp.ones_like(f["logits"]), f["logits"])}
 
     def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
         omega = aux["omega"]
-        return {"logits": (0.5 * _sign(y, omega), omega)}
+        return {"logits": (0.5 * label_sign(y, omega), omega)}
 
 
 def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
     m = means["logits"]
-    return expected_log_sigmoid(_sign(y, m) * m, variances["logits"])
+    return expected_log_sigmoid(label_sign(y, m) * m, variances["logits"])
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
