@@ -8,10 +8,15 @@ from numpyro_gpaug.distributions import (
     GeneralizedInverseGaussian,
     HeteroscedasticNormal,
     InverseGaussian,
+    Linked,
     LogisticNormalizer,
     LogisticPoisson,
     LogisticSoftmax,
     LogisticSoftmaxMeanField,
+    LogVarianceNormal,
+    PiecewiseBernoulli,
+    PiecewiseHeteroscedasticNormal,
+    PiecewiseNormal,
     PolyaGamma,
 )
 from numpyro_gpaug.errors import (
@@ -22,6 +27,7 @@ from numpyro_gpaug.errors import (
 from numpyro_gpaug.expectations import Route, expected_log_prob, register_expectation
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer import ConjugateSVI, Posterior, TraceAnalytic_ELBO
+from numpyro_gpaug.links import PiecewiseLink, learned_link, link_penalty
 from numpyro_gpaug.process import GaussianProcess, with_residual
 
 __version__ = "0.1.0"
@@ -36,11 +42,17 @@ __all__ = [
     "GeneralizedInverseGaussian",
     "HeteroscedasticNormal",
     "InverseGaussian",
+    "Linked",
+    "LogVarianceNormal",
     "LogisticNormalizer",
     "LogisticPoisson",
     "LogisticSoftmax",
     "LogisticSoftmaxMeanField",
     "NotConjugateError",
+    "PiecewiseBernoulli",
+    "PiecewiseHeteroscedasticNormal",
+    "PiecewiseLink",
+    "PiecewiseNormal",
     "PolyaGamma",
     "Posterior",
     "Route",
@@ -50,6 +62,8 @@ __all__ = [
     "expected_log_prob",
     "inducing",
     "kernels",
+    "learned_link",
+    "link_penalty",
     "register_augmentation",
     "register_expectation",
     "testing",

@@ -207,8 +207,8 @@ class _Reach:
                 carried[name] = {k: getattr(base, k) for k in latents}
                 densities[name] = site["fn"].log_prob(site["value"])
                 rest[name] = [
-                    getattr(base, k) for k in base.arg_constraints
-                    if k not in latents and k in vars(base)
+                    value for k, value in vars(base).items()
+                    if k in type(base).gather_pytree_data_fields() and k not in latents
                 ]  # fmt: skip
             elif site["type"] == "sample" and name not in values:
                 rest[name] = jax.tree.leaves(site["fn"])

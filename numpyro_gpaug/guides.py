@@ -17,8 +17,15 @@ from numpyro.infer.initialization import init_to_median
 
 from numpyro_gpaug.analysis import analyse
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
+from numpyro_gpaug.expectations import base_distribution
 from numpyro_gpaug.linalg import NaturalGaussian
-from numpyro_gpaug.structure import Block, Structure, flat_functions
+from numpyro_gpaug.structure import (
+    Arguments,
+    Block,
+    Structure,
+    flat_functions,
+    run_model,
+)
 
 _COVARIANCES = ("natural", "dense", "diagonal")
 
@@ -73,6 +80,7 @@ class AutoSparseGP:
         self._other_class = other
         self._other: AutoGuide | None = None
         self._structure: Structure | None = None
+        self._starts: dict[str, tuple[Array, Array]] = {}
 
     @property
     def structure(self) -> Structure:
@@ -102,11 +110,50 @@ class AutoSparseGP:
         """
         if self._structure is None or not self._structure.observed:
             self._structure = analyse(self.model, *args, **kwargs)
+            self._starts = self._prior_scales(Arguments.split(args, kwargs))
             if self._structure.others:
                 self._other = self._build_other()
                 with handlers.block():
                     handlers.seed(self._other, 0)(*args, **kwargs)
         return self
+
+    def _prior_scales(self, arguments: Arguments) -> dict[str, tuple[Array, Array]]:
+        """Prior means and standard deviations of plain Gaussian weights, where their
+        guide starts: from zero a symmetric likelihood might not move them."""
+        weights = [b for b in self.structure.blocks if not b.is_process]
+        if not weights:
+            return {}
+        key, zeros = jax.random.key(0), self.structure.zeros
+        trace = run_model(flat_functions(self.model), arguments, key, zeros)
+        laws = {b.name: base_distribution(trace[b.site]["fn"]) for b in weights}
+        return {
+            b.name: (
+                jnp.broadcast_to(jnp.asarray(laws[b.name].loc, b.dtype), b.shape),
+                jnp.broadcast_to(jnp.asarray(laws[b.name].scale, b.dtype), b.shape),
+            )
+            for b in weights
+        }
+
+    def start(self, block: Block) -> tuple[Array, Array]:
+        """Mean and standard deviations a block starts from: its prior's.
+
+        :param block: one of ``structure.blocks``.
+        """
+        standard = (
+            jnp.zeros(block.shape, block.dtype),
+            jnp.ones(block.shape, block.dtype),
+        )
+        return self._starts.get(block.name, standard)
+
+    def start_natural(self, block: Block) -> NaturalGaussian:
+        """The same in natural parameters.
+
+        :param block: one of ``structure.blocks``.
+        """
+        loc, scale = self.start(block)
+        precision = 1 / jnp.square(scale)
+        eye = jnp.eye(block.shape[-1], dtype=block.dtype)
+        return NaturalGaussian(loc * precision, precision[..., None] * eye)
 
     def _build_other(self) -> AutoGuide:
         others = self.structure.others
@@ -210,32 +257,20 @@ class AutoSparseGP:
     def _gaussian(self, block: Block) -> dist.Distribution:
         if self.covariance == "natural":
             names = self.param_names(block)
-            initial = prior_natural(block)
+            initial = self.start_natural(block)
             params = [numpyro.param(n, x) for n, x in zip(names, initial, strict=True)]
             return BlockGaussian.from_natural(NaturalGaussian(*params))
         loc_name, spread_name = self.param_names(block)
-        loc = numpyro.param(loc_name, jnp.zeros(block.shape, block.dtype))
+        start, spread = self.start(block)
+        loc = numpyro.param(loc_name, start)
         if self.covariance == "dense":
-            eye = prior_natural(block).precision
-            factor = numpyro.param(spread_name, eye)
+            eye = jnp.eye(block.shape[-1], dtype=block.dtype)
+            factor = numpyro.param(spread_name, spread[..., None] * eye)
             return BlockGaussian(loc, jnp.tril(factor))
-        scale = numpyro.param(
-            spread_name,
-            jnp.ones(block.shape, block.dtype),
-            constraint=dist.constraints.positive,
-        )
+        scale = numpyro.param(spread_name, spread, constraint=dist.constraints.positive)
         return dist.Normal(loc, scale).to_event(len(block.shape))
 
 
 def natural_names(block: Block) -> tuple[str, str]:
     """Names of a block's natural parameters among the params."""
     return f"{block.site}_auto_potential", f"{block.site}_auto_precision"
-
-
-def prior_natural(block: Block) -> NaturalGaussian:
-    """The standard normal of a block's shape, in natural parameters."""
-    eye = jnp.eye(block.shape[-1], dtype=block.dtype)
-    return NaturalGaussian(
-        jnp.zeros(block.shape, block.dtype),
-        jnp.broadcast_to(eye, block.shape + block.shape[-1:]),
-    )

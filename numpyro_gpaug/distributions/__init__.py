@@ -8,6 +8,13 @@ from numpyro_gpaug.distributions.generalized_inverse_gaussian import (
 )
 from numpyro_gpaug.distributions.heteroscedastic_normal import HeteroscedasticNormal
 from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
+from numpyro_gpaug.distributions.linked import (
+    Linked,
+    PiecewiseBernoulli,
+    PiecewiseHeteroscedasticNormal,
+    PiecewiseNormal,
+)
+from numpyro_gpaug.distributions.log_variance_normal import LogVarianceNormal
 from numpyro_gpaug.distributions.logistic_normalizer import LogisticNormalizer
 from numpyro_gpaug.distributions.logistic_poisson import LogisticPoisson
 from numpyro_gpaug.distributions.logistic_softmax import (
@@ -22,9 +29,14 @@ __all__ = [
     "GeneralizedInverseGaussian",
     "HeteroscedasticNormal",
     "InverseGaussian",
+    "Linked",
+    "LogVarianceNormal",
     "LogisticNormalizer",
     "LogisticPoisson",
     "LogisticSoftmax",
     "LogisticSoftmaxMeanField",
+    "PiecewiseBernoulli",
+    "PiecewiseHeteroscedasticNormal",
+    "PiecewiseNormal",
     "PolyaGamma",
 ]

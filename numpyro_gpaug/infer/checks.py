@@ -14,6 +14,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import constraints
 
+from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.expectations import base_distribution
 from numpyro_gpaug.structure import (
@@ -113,6 +114,9 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
                 # which the first steps find.
                 finite = jnp.all(jnp.isfinite(value))
                 valid[name, k] = jnp.all(constraint(value)) | ~finite
+        if isinstance(base, Linked):
+            for k, inside in base.valid_parameters().items():
+                valid[name, k] = inside
     return valid
 
 
@@ -128,10 +132,12 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
     cls = type(base).__name__
     if parameter:
         value = np.asarray(getattr(base, parameter))
+        wanted: Any = base.arg_constraints[parameter]
+        if constraints.is_dependent(wanted):
+            wanted = f"the constraints of {type(base.components()).__name__}"
         return ValueError(
             f"site {name!r}: parameter {parameter!r} of {cls}, of shape {value.shape}, "
-            f"takes values {np.unique(value)[:5]}, which do not satisfy "
-            f"{base.arg_constraints[parameter]}"
+            f"takes values {np.unique(value)[:5]}, which do not satisfy {wanted}"
         )
     value = np.asarray(site["value"])
     hint = ""

@@ -18,7 +18,7 @@ from numpyro.infer.svi import SVIRunResult
 from tqdm.auto import tqdm
 
 from numpyro_gpaug.analysis import require_conjugate, structure_for
-from numpyro_gpaug.guides import AutoSparseGP, natural_names, prior_natural
+from numpyro_gpaug.guides import AutoSparseGP, natural_names
 from numpyro_gpaug.infer.checks import (
     check_arguments,
     check_param,
@@ -148,7 +148,7 @@ class ConjugateSVI:
         init_params: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> ConjugateState:
-        """The initial state: every Gaussian block at the standard normal.
+        """The initial state: every Gaussian block at its prior.
 
         :param rng_key: random key.
         :param args: the model's arguments.
@@ -339,7 +339,7 @@ class ConjugateSVI:
         structure = structure_for(self.model, self.guide.structure, arguments)
         inverted = {k: t.inv for k, t in self._transforms.items()}
         values = {k: jax.tree.map(inverted[k], v) for k, v in params.items()}
-        natural = {b.name: _start_block(b, init_params) for b in structure.blocks}
+        natural = {b.name: self._start_block(b, init_params) for b in structure.blocks}
         noisy = bool(structure.subsampled) or self.guide.random_others
         schedule = as_schedule(self.step_size, noisy)
         dtype = jnp.result_type(*(b.dtype for b in structure.blocks))
@@ -359,6 +359,19 @@ class ConjugateSVI:
             stalled=jnp.int32(0),
             step=jnp.int32(0),
             rng_key=random.fold_in(key, 1),
+        )
+
+    def _start_block(
+        self, block: Block, init_params: dict[str, Any]
+    ) -> NaturalGaussian:
+        names, prior = natural_names(block), self.guide.start_natural(block)
+        potential, precision = (
+            jnp.asarray(init_params.get(n, x), block.dtype)
+            for n, x in zip(names, prior, strict=True)
+        )
+        rows = block.shape[-1]
+        return NaturalGaussian(
+            potential.reshape(-1, rows), precision.reshape(-1, rows, rows)
         )
 
     def _comparable_state(
@@ -445,18 +458,6 @@ class ConjugateSVI:
             raise RuntimeError("call init or run first, or use Posterior.from_guide")
         args, kwargs = self._seen
         return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
-
-
-def _start_block(block: Block, init_params: dict[str, Any]) -> NaturalGaussian:
-    names, prior = natural_names(block), prior_natural(block)
-    potential, precision = (
-        jnp.asarray(init_params.get(n, x), block.dtype)
-        for n, x in zip(names, prior, strict=True)
-    )
-    rows = block.shape[-1]
-    return NaturalGaussian(
-        potential.reshape(-1, rows), precision.reshape(-1, rows, rows)
-    )
 
 
 def _copied(tree: Any) -> Any:

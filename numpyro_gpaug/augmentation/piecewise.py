@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expectations of likelihoods with a piecewise-constant link: sums over cells."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug._mixtures import NodeMixture
+from numpyro_gpaug.augmentation.base import Parameters
+from numpyro_gpaug.distributions.linked import (
+    Linked,
+    PiecewiseBernoulli,
+    PiecewiseHeteroscedasticNormal,
+    PiecewiseNormal,
+)
+from numpyro_gpaug.expectations import register_expectation
+
+
+def _sum_over_cells(probabilities: Array, log_density: Array) -> Array:
+    """A cell that cannot be reached adds nothing, whatever its density."""
+    reached = probabilities > 0
+    terms = probabilities * jnp.where(reached, log_density, 0)
+    return jnp.where(reached, terms, 0).sum(-1)
+
+
+def _at_cells(y: Array, like: Array) -> Array:
+    """Observations with an axis over cells, in the batch shape."""
+    return jnp.broadcast_to(y, like.shape[:-1])[..., None]
+
+
+def _expected(d: Linked, y, means: Parameters, variances: Parameters) -> Array:
+    p = d.cell_probabilities(means["f"], variances["f"])
+    components = d.components(jnp.broadcast_shapes(p.shape[:-1], jnp.shape(y)))
+    return _sum_over_cells(p, components.log_prob(jnp.asarray(y)[..., None]))
+
+
+def _mixture(
+    d: Linked, component: dist.Distribution, means: Parameters, variances: Parameters
+) -> NodeMixture:
+    """The mixture over cells with its exact moments."""
+    p = d.cell_probabilities(means["f"], variances["f"])
+    mean = (p * component.mean).sum(-1)
+    # A sum of squares: no difference of moments.
+    spread = jnp.square(component.mean - mean[..., None])
+    variance = (p * (component.variance + spread)).sum(-1)
+    log_p = d.log_cell_probabilities(means["f"], variances["f"])
+    return NodeMixture(log_p, component, mean, variance)
+
+
+def _predictive(d: Linked, means: Parameters, variances: Parameters) -> NodeMixture:
+    return _mixture(d, d.components(), means, variances)
+
+
+def _bernoulli_predictive(d, means: Parameters, variances: Parameters):
+    return dist.Bernoulli(probs=d.links()[0].expected_value(means["f"], variances["f"]))
+
+
+def _expected_normal(d, y, means: Parameters, variances: Parameters) -> Array:
+    p = d.cell_probabilities(means["f"], variances["f"])
+    scale = jnp.broadcast_to(jnp.asarray(d.scale, p.dtype), p.shape[:-1])[..., None]
+    log_density = dist.Normal(means["heights"], scale).log_prob(_at_cells(y, p))
+    loss = 0.5 * variances["heights"] / jnp.square(scale)
+    return _sum_over_cells(p, log_density - loss)
+
+
+def _normal_predictive(d, means: Parameters, variances: Parameters) -> NodeMixture:
+    heights, spread = means["heights"], variances["heights"]
+    shape = (*d.batch_shape, heights.shape[-1])
+    scale = jnp.broadcast_to(jnp.asarray(d.scale, heights.dtype), d.batch_shape)
+    noise = jnp.sqrt(jnp.square(scale)[..., None] + spread)
+    component = dist.Normal(
+        jnp.broadcast_to(heights, shape), jnp.broadcast_to(noise, shape)
+    )
+    return _mixture(d, component, means, variances)
+
+
+def _expected_heteroscedastic(d, y, means: Parameters, variances: Parameters) -> Array:
+    p = d.cell_probabilities(means["f"], variances["f"])
+    loc, spread = (x["loc"][..., None] for x in (means, variances))
+    noise = jnp.sqrt(d.heights)
+    log_density = dist.Normal(loc, noise).log_prob(_at_cells(y, p))
+    return _sum_over_cells(p, log_density - 0.5 * spread / d.heights)
+
+
+def _heteroscedastic_predictive(d, means: Parameters, variances: Parameters):
+    shape = (*d.batch_shape, d.heights.shape[-1])
+    loc, spread = (x["loc"][..., None] for x in (means, variances))
+    component = dist.Normal(
+        jnp.broadcast_to(loc, shape),
+        jnp.broadcast_to(jnp.sqrt(spread + d.heights), shape),
+    )
+    return _mixture(d, component, means, variances)
+
+
+register_expectation(Linked, ("f",), _expected, _predictive)
+register_expectation(PiecewiseBernoulli, ("f",), _expected, _bernoulli_predictive)
+register_expectation(
+    PiecewiseNormal, ("f", "heights"), _expected_normal, _normal_predictive
+)
+register_expectation(
+    PiecewiseHeteroscedasticNormal, ("loc", "f"), _expected_heteroscedastic,
+    _heteroscedastic_predictive,
+)  # fmt: skip
