@@ -9,12 +9,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import Distribution, constraints
 
 from numpyro_gpaug.links import PiecewiseLink
+from numpyro_gpaug.links._cells import known_to
 
 Links = PiecewiseLink | tuple[PiecewiseLink, ...]
 
@@ -43,8 +45,8 @@ class Linked(Distribution):
         has to be among ``parameters``.
     :param parameters: further arguments of ``family``; with f and the links' heights
         they broadcast to the batch shape.
-    :raises ValueError: for more than two links (the message says why), or an f without
-        an axis for two of them.
+    :raises ValueError: for more than two links (the message says why), an f without an
+        axis for two of them, or heights the family does not accept.
 
     **References**
 
@@ -95,6 +97,7 @@ class Linked(Distribution):
         self.family, self._parameters = family, parameters
         shapes = [jnp.shape(p) for p in self.parameters.values()]
         batch_shape = jnp.broadcast_shapes(self._latents()[0].shape, batch, *shapes)
+        self._refuse_heights()
         super().__init__(batch_shape, validate_args=validate_args)
 
     @property
@@ -165,14 +168,32 @@ class Linked(Distribution):
                 jnp.repeat(first, second.shape[-1], -1),
                 jnp.tile(second, first.shape[-1]),
             ]
-        values = [jnp.broadcast_to(h, (*shape, h.shape[-1])) for h in heights]
+        values = [
+            jnp.broadcast_to(
+                h, (*jnp.broadcast_shapes(shape, h.shape[:-1]), h.shape[-1])
+            )
+            for h in heights
+        ]
         parameters = {k: jnp.asarray(p)[..., None] for k, p in self.parameters.items()}
         return self.family(*values, **parameters)
+
+    def _refuse_heights(self) -> None:
+        if known_to(lambda _: self.valid_parameters()["heights"], self.heights):
+            return
+        with numpyro.validation_enabled(is_validate=False):
+            law = self.components(())
+        raise ValueError(
+            f"heights of shape {self.heights.shape} take values "
+            f"{np.unique(np.asarray(self.heights))[:5]}, which {type(law).__name__} "
+            "does not accept: choose a link with values in its parameter's domain, "
+            "learned_link(..., constraint=...) if it is learnt"
+        )
 
     def valid_parameters(self) -> dict[str, Array]:
         """Whether the family accepts the heights, by parameter name; may run inside
         ``jit``."""
-        law = self.components()
+        with numpyro.validation_enabled(is_validate=False):
+            law = self.components(())
         inside = [
             jnp.all(constraint(jnp.asarray(getattr(law, k))))
             for k, constraint in law.arg_constraints.items()

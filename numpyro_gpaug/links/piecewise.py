@@ -35,7 +35,9 @@ class PiecewiseLink:
     :math:`e_0 = -\infty` and :math:`e_K = \infty`.
 
     A pytree whose one leaf are the heights (edges are constants), so a link can be an
-    argument of a model, and a ``numpyro.param`` that learns its heights.
+    argument of a model, or a param: :func:`~numpyro_gpaug.learned_link`, or as it is
+    ``numpyro.param("link", lambda key: link)`` (NumPyro calls an initial value that is
+    callable, and a link is).
 
     :param heights: :math:`g_1 .. g_K`, (K,); or (N, K), one link per datum, for heights
         computed from the inputs.

@@ -1,0 +1,495 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Likelihoods with a piecewise-constant link: expectations, predictions, fits."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax import random
+from numpyro.distributions import constraints
+from scipy.special import logsumexp
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug import PiecewiseLink
+from numpyro_gpaug.expectations import expected_log_prob, predictive
+from tests.conftest import assert_close
+
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / "problem_piecewise.json").read_text()
+)
+KEY = random.key(0)
+PROBABILITY = PiecewiseLink.from_function(jax.nn.sigmoid, 9, -3.0, 3.0)
+RATE = PiecewiseLink.from_function(jnp.exp, 12, -2.0, 2.0)
+LINE = PiecewiseLink.from_function(lambda f: f**3 / 4 + f, 10, -2.0, 2.0)
+
+
+def gamma(rate, shape):
+    return dist.Gamma(shape, rate)
+
+
+def normal_of(loc, scale):
+    return dist.Normal(loc, scale)
+
+
+def cast(link: PiecewiseLink, dtype: str) -> PiecewiseLink:
+    return link.with_heights(link.heights.astype(dtype))
+
+
+# Name: the latents' shape, the likelihood of latents, an observation.
+CASES = {
+    "bernoulli": (
+        lambda f, t: gpaug.PiecewiseBernoulli(f["f"], cast(PROBABILITY, t)),
+        [1, 0, 1, 1],
+    ),
+    "poisson": (
+        lambda f, t: gpaug.Linked(f["f"], cast(RATE, t), dist.Poisson),
+        [0, 3, 1, 9],
+    ),
+    "gamma": (
+        lambda f, t: gpaug.Linked(
+            f["f"], cast(RATE, t), gamma, shape=jnp.array([1.0, 2.0, 3.0, 0.5], t)
+        ),
+        [0.3, 2.0, 1.0, 0.01],
+    ),
+    "scale": (
+        lambda f, t: gpaug.Linked(
+            f["f"], cast(RATE, t), lambda s: dist.Normal(jnp.asarray(0.2, t), s)
+        ),
+        [0.3, -2.0, 1.0, 0.01],
+    ),
+    "normal": (
+        lambda f, t: gpaug.PiecewiseNormal(f["f"], cast(LINE, t), 0.4),
+        [0.3, -2.0, 1.0, 0.01],
+    ),
+    "pair": (
+        lambda f, t: gpaug.Linked(
+            f["f"], (cast(LINE, t), cast(RATE, t)), normal_of
+        ),
+        [0.3, -2.0, 1.0, 0.01],
+    ),
+    "heteroscedastic": (
+        lambda f, t: gpaug.PiecewiseHeteroscedasticNormal(
+            f["loc"], f["f"], cast(RATE, t)
+        ),
+        [0.3, -2.0, 1.0, 0.01],
+    ),
+    "log_variance": (
+        lambda f, t: gpaug.LogVarianceNormal(f["loc"], f["log_variance"]),
+        [0.3, -2.0, 1.0, 0.01],
+    ),
+}  # fmt: skip
+QUICK = ("bernoulli", "normal", "heteroscedastic")
+SOME_SLOW = [
+    n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES
+]
+LATENTS = {"heteroscedastic": ("loc", "f"), "log_variance": ("loc", "log_variance")}
+
+
+def latents_of(name: str, dtype: str, seed: int = 0):
+    """Means and variances by latent."""
+    shape = (4, 2) if name == "pair" else (4,)
+    keys = random.split(random.key(seed), 4)
+    found = {}
+    for k, key in zip(LATENTS.get(name, ("f",)), keys, strict=False):
+        m = random.normal(key, shape, dtype)
+        found[k] = m, jnp.exp(random.normal(random.fold_in(key, 1), shape, dtype))
+    return {k: x[0] for k, x in found.items()}, {k: x[1] for k, x in found.items()}
+
+
+def with_heights(name, d, means, variances):
+    """A normal likelihood whose heights are a latent vector too."""
+    if name == "normal":
+        means = {**means, "heights": d.heights}
+        variances = {**variances, "heights": jnp.zeros_like(d.heights)}
+    return means, variances
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_expectations_against_draws(name: str) -> None:
+    make, y = CASES[name]
+    y = jnp.asarray(y)
+    means, variances = latents_of(name, "float32")
+    d = make(means, "float32")
+    value = expected_log_prob(d, y, *with_heights(name, d, means, variances))
+    num = 1_000_000
+
+    @jax.jit
+    def draws(key):
+        f = {
+            k: m + jnp.sqrt(variances[k]) * random.normal(
+                random.fold_in(key, i), (num, *m.shape)
+            )
+            for i, (k, m) in enumerate(means.items())
+        }  # fmt: skip
+        density = make(f, "float32").log_prob(y)
+        predicted = jax.nn.logsumexp(density, 0) - jnp.log(num)
+        return density.mean(0), density.std(0), predicted, jnp.exp(density).std(0)
+
+    mean, spread, predicted, noise = draws(KEY)
+    assert (np.abs(value - mean) < 5 * spread / np.sqrt(num) + 2e-5).all()
+    law = predictive(d, *with_heights(name, d, means, variances))
+    error = np.abs(np.exp(law.log_prob(y)) - np.exp(predicted))
+    assert (error < 5 * noise / np.sqrt(num) + 1e-5).all()
+
+
+@pytest.mark.parametrize("name", SOME_SLOW)
+def test_gradients_against_differences(x64, name: str) -> None:
+    make, y = CASES[name]
+    y = jnp.asarray(y, float)
+    means, variances = latents_of(name, "float64")
+
+    def total(means, variances):
+        d = make(means, "float64")
+        return expected_log_prob(d, y, *with_heights(name, d, means, variances)).sum()
+
+    # A link's heights come from float32 constants; they are the same in each call.
+    slopes = jax.grad(total, (0, 1))(means, variances)
+    step = 1e-5
+    for which in (0, 1):
+        for k, slope in slopes[which].items():
+            given = [dict(means), dict(variances)]
+            toward = random.normal(random.key(3), slope.shape)
+            ends = []
+            for sign in (1, -1):
+                given[which] = {**(means, variances)[which]}
+                given[which][k] = given[which][k] + sign * step * toward
+                ends.append(total(*given))
+            ours = (slope * toward).sum()
+            np.testing.assert_allclose(ours, (ends[0] - ends[1]) / (2 * step), 1e-6)
+
+
+@pytest.mark.parametrize("name", SOME_SLOW)
+def test_predictions_have_the_moments_and_citizenship(x64, name: str) -> None:
+    make, y = CASES[name]
+    means, variances = latents_of(name, "float64")
+    d = make(means, "float64")
+    law = predictive(d, *with_heights(name, d, means, variances))
+    assert law.batch_shape == (4,)
+    draws = np.asarray(law.sample(KEY, (40_000,)), float)
+    error = np.abs(draws.mean(0) - law.mean) / np.sqrt(law.variance / 40_000)
+    assert error.max() < 4.5
+    for x in (d, law):
+        value = x.log_prob(jnp.asarray(y))
+        jitted = jax.jit(lambda x, y: x.log_prob(y))(x, jnp.asarray(y))
+        np.testing.assert_allclose(jitted, value, rtol=1e-12)
+        wider = x.expand((2, 4)).log_prob(jnp.asarray(y))
+        np.testing.assert_allclose(wider, np.stack([value] * 2), rtol=1e-12)
+        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), x)
+        mapped = jax.vmap(lambda x: x.log_prob(jnp.asarray(y)))(stacked)
+        np.testing.assert_allclose(mapped, np.stack([value] * 2), rtol=1e-12)
+    assert d.support(jnp.asarray(y)).all()
+    assert d.sample(KEY, (3,)).shape == (3, 4)
+    if hasattr(law, "cdf") and not law.is_discrete and name != "gamma":
+        q = jnp.array([0.05, 0.5, 0.95])[:, None]
+        np.testing.assert_allclose(law.cdf(law.icdf(q)), q * jnp.ones(4), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dtypes(dtype: str, name: str) -> None:
+    make, y = CASES[name]
+    means, variances = latents_of(name, dtype)
+    d = make(means, dtype)
+    y = jnp.asarray(y) if d.is_discrete else jnp.asarray(y, dtype)
+    value = expected_log_prob(d, y, *with_heights(name, d, means, variances))
+    law = predictive(d, *with_heights(name, d, means, variances))
+    for x in (value, d.log_prob(y), law.log_prob(y), law.mean, law.variance):
+        assert x.dtype == dtype
+        assert jnp.isfinite(x).all()
+
+
+def test_a_cell_out_of_reach_adds_nothing(dtype: str) -> None:
+    """Whatever its density: a rate of zero has none for a count of three."""
+    link = PiecewiseLink(jnp.array([0.0, 2.0], dtype), [-1.0])
+    m, v = jnp.array([400.0], dtype), jnp.array([1e-4], dtype)
+    d = gpaug.Linked(m, link, dist.Poisson)
+
+    def total(m, v):
+        return expected_log_prob(d, jnp.array([3]), {"f": m}, {"f": v}).sum()
+
+    value, slopes = jax.value_and_grad(total, (0, 1))(m, v)
+    assert_close(value, dist.Poisson(2.0).log_prob(3))
+    assert not any(np.any(x) for x in slopes)
+
+
+def test_golden_heteroscedastic(x64) -> None:
+    golden = GOLDEN["heteroscedastic_exp"]
+    y, mf, vf, mg, vg = (jnp.array([golden[k]]) for k in ("y", "mf", "vf", "mg", "vg"))
+    exact = expected_log_prob(
+        gpaug.LogVarianceNormal(mf, mg), y,
+        {"loc": mf, "log_variance": mg}, {"loc": vf, "log_variance": vg},
+    )  # fmt: skip
+    np.testing.assert_allclose(exact, golden["exact"], rtol=1e-12)
+    for case in golden["piecewise"]:
+        for rule, key in (("upper", "value"), ("midpoint", "value_midpoint")):
+            link = PiecewiseLink.from_function(
+                jnp.exp, case["K"], case["lo"], case["hi"], rule
+            )
+            ours = expected_log_prob(
+                gpaug.PiecewiseHeteroscedasticNormal(mf, mg, link), y,
+                {"loc": mf, "f": mg}, {"loc": vf, "f": vg},
+            )  # fmt: skip
+            np.testing.assert_allclose(ours, case[key], rtol=1e-10)
+
+
+# -- fits ------------------------------------------------------------------------------
+
+
+def golden_model(X, y=None, *, inducing, link):
+    kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=inducing, jitter=0.0)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", gpaug.PiecewiseBernoulli(gp(X), link), obs=y)
+
+
+def test_golden_problem(x64) -> None:
+    """The optimum of the bound, below the evidence of the piecewise model."""
+    golden = GOLDEN["bernoulli"]
+    X, Z = jnp.array(golden["X"]), jnp.array(golden["Z"])
+    y = jnp.array(golden["y01"], int)
+    link = PiecewiseLink(jnp.array(golden["g_k"]), GOLDEN["inner_edges"])
+    guide = gpaug.AutoSparseGP(golden_model)
+    svi = gpaug.ConjugateSVI(golden_model, guide)
+    result = svi.run(
+        KEY, 100, X, y, inducing=Z, link=link, tol=1e-12, progress_bar=False
+    )
+    bound = -result.losses[-1]
+    np.testing.assert_allclose(bound, golden["elbo_optimum_approx_1e-8"], atol=1e-7)
+    assert bound < golden["log_evidence_piecewise_MC"]
+    assert (np.diff(result.losses) < 1e-9).all()
+    values = svi.posterior(result.params).predict_f(X)
+    np.testing.assert_allclose(values.mean, golden["m"], atol=1e-3)
+    np.testing.assert_allclose(values.variance, golden["v"], atol=1e-3)
+
+
+def test_closed_form_posterior_of_heights(x64) -> None:
+    """One unit step at fixed cells is the posterior of the paper's section 3.5."""
+    golden = GOLDEN["bayes_gk"]
+    p = np.array(golden["P"])
+    y, prior = jnp.array(golden["y"]), jnp.array(golden["prior_mean"])
+    scale = golden["noise_var"] ** 0.5
+    # Gaussians that have these cell probabilities on edges of -1 and 1.
+    from scipy.stats import norm
+
+    low, high = norm.ppf(p[:, 0]), norm.ppf(p[:, 0] + p[:, 1])
+    s = jnp.array(2 / (high - low))
+    m = -1 - s * jnp.array(low)
+
+    def bound(mean, variance):
+        d = gpaug.PiecewiseNormal(m, PiecewiseLink(prior, [-1.0, 1.0]), scale)
+        terms = expected_log_prob(
+            d, y, {"f": m, "heights": mean}, {"f": s**2, "heights": variance}
+        )
+        q = dist.Normal(mean, jnp.sqrt(variance))
+        kl = dist.kl_divergence(q, dist.Normal(prior, 1.0))
+        return terms.sum() - kl.sum()
+
+    best = jnp.array(golden["post_mean"]), jnp.array(golden["post_var"])
+    value, slopes = jax.value_and_grad(bound, (0, 1))(*best)
+    np.testing.assert_allclose(value, golden["value_eq24_correct"], rtol=1e-10)
+    np.testing.assert_allclose(np.stack(slopes), 0, atol=1e-10)
+
+
+def regression(X, y=None, *, inducing, prior_scale=None, order="free"):
+    kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+    start = PiecewiseLink.from_function(lambda f: f, 12, -2.5, 2.5)
+    if prior_scale is None:
+        link = gpaug.learned_link("heights", start, order=order)
+    else:
+        prior = dist.Normal(start.heights, prior_scale).to_event(1)
+        link = start.with_heights(numpyro.sample("heights", prior))
+    positive = constraints.positive
+    scale = numpyro.param("scale", 0.5, constraint=positive)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", gpaug.PiecewiseNormal(gp(X), link, scale), obs=y)
+
+
+def skewed_data(num: int = 150):
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-3, 3, (num, 1))
+    f = np.sin(1.5 * X[:, 0])
+    y = np.exp(2 * f) + 0.2 * rng.normal(size=num)
+    y = (y - y.mean()) / y.std()
+    return jnp.asarray(X), jnp.asarray(y), jnp.linspace(-3, 3, 15)[:, None]
+
+
+def test_heights_with_a_prior_through_both_routes(x64) -> None:
+    """Closed-form updates of f and of the heights reach what gradients reach."""
+    X, y, Z = skewed_data(60)
+    guide = gpaug.AutoSparseGP(regression)
+    svi = gpaug.ConjugateSVI(regression, guide, optax.adam(0.05))
+    kwargs = {"inducing": Z, "prior_scale": 1.0}
+    result = svi.run(KEY, 300, X, y, progress_bar=False, **kwargs)
+    assert {b.name for b in guide.structure.blocks} == {"f", "heights"}
+    dense = gpaug.AutoSparseGP(regression, covariance="dense")
+    stock = numpyro.infer.SVI(
+        regression, dense, optax.adam(0.03), gpaug.TraceAnalytic_ELBO()
+    )
+    found = stock.run(KEY, 3000, X, y, progress_bar=False, **kwargs)
+    # A learning rate that does not decay leaves some noise.
+    np.testing.assert_allclose(result.losses[-1], found.losses[-200:].min(), atol=0.3)
+    # At rest the heights are at their closed-form posterior given f and the scale.
+    values = svi.posterior(result.params).predict_f(X)
+    start = PiecewiseLink.from_function(lambda f: f, 12, -2.5, 2.5)
+    p = start.cell_probabilities(values.mean, values.variance)
+    weight = p.sum(0) / result.params["scale"] ** 2
+    expected = start.heights + (p * y[:, None]).sum(0) / result.params["scale"] ** 2
+    q = guide.gaussian(guide.structure.blocks[1], result.params)
+    block = {b.name: b for b in guide.structure.blocks}["heights"]
+    q = guide.gaussian(block, result.params)
+    np.testing.assert_allclose(q.mean, expected / (1 + weight), atol=2e-3)
+
+
+@pytest.mark.parametrize("order", ["free", "increasing"])
+def test_a_learnt_link_beats_a_straight_line(order: str) -> None:
+    X, y, Z = skewed_data()
+    guide = gpaug.AutoSparseGP(regression)
+    svi = gpaug.ConjugateSVI(regression, guide, optax.adam(0.05))
+    kwargs = {"inducing": Z, "order": order}
+    result = svi.run(KEY, 150, X, y, progress_bar=False, **kwargs)
+    law = svi.posterior(result.params).predict_y(X)
+    inside = (law.icdf(0.05) < y) & (y < law.icdf(0.95))
+    assert 0.82 < inside.mean() < 0.98
+
+    def straight(X, y=None, *, inducing):
+        kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+        scale = numpyro.param("scale", 0.5, constraint=constraints.positive)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(gp(X), scale), obs=y)
+
+    plain = gpaug.ConjugateSVI(straight, gpaug.AutoSparseGP(straight), optax.adam(0.05))
+    other = plain.run(KEY, 150, X, y, inducing=Z, progress_bar=False)
+    assert result.losses[-1] < other.losses[-1] - 5
+
+
+def test_heights_from_the_inputs() -> None:
+    """A link per datum, its heights a function of the inputs."""
+    X, y, Z = skewed_data(40)
+    labels = (y > 0).astype(int)
+
+    def model(X, y=None, *, inducing):
+        kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+        slope = numpyro.param("slope", jnp.zeros((1, 12)))
+        start = PiecewiseLink.from_function(lambda f: f, 12, -2.5, 2.5)
+        link = start.with_heights(jax.nn.sigmoid(start.heights + X @ slope))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", gpaug.PiecewiseBernoulli(gp(X), link), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
+    result = svi.run(KEY, 40, X, labels, inducing=Z, progress_bar=False)
+    assert result.losses[-1] < result.losses[0]
+    probabilities = svi.posterior(result.params).predict_y(X[:7]).probs
+    assert ((probabilities > 0) & (probabilities < 1)).all()
+
+
+def test_two_processes_in_a_pair(x64) -> None:
+    """Stacked processes are affine: the pair is fitted in closed form."""
+    X, y, Z = skewed_data(40)
+
+    def model(X, y=None, *, inducing):
+        kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
+        f = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+        g = gpaug.GaussianProcess("g", kernel, inducing=inducing)
+        with numpyro.plate("data", X.shape[0]):
+            latents = jnp.stack([f(X), g(X)], -1)
+            links = cast(LINE, "float64"), cast(RATE, "float64")
+            numpyro.sample("y", gpaug.Linked(latents, links, normal_of), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    result = svi.run(KEY, 30, X, y, inducing=Z, progress_bar=False)
+    assert (np.diff(result.losses) < 1e-9).all()
+    assert result.losses[-1] < result.losses[0] - 5
+    assert svi.posterior(result.params).predict_y(X).mean.shape == (40,)
+
+
+def test_stock_routes() -> None:
+    """Prior draws, log-densities and NumPyro's own evidence lower bound."""
+    X, y, Z = skewed_data(20)
+    counts = jnp.arange(20) % 3
+
+    def model(X, y=None, *, inducing):
+        kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", gpaug.Linked(gp(X), RATE, dist.Poisson), obs=y)
+
+    draws = numpyro.infer.Predictive(model, num_samples=3)(KEY, X, inducing=Z)
+    assert draws["y"].shape == (3, 20)
+    guide = gpaug.AutoSparseGP(model, covariance="diagonal")
+    loss = numpyro.infer.Trace_ELBO(num_particles=200)
+    svi = numpyro.infer.SVI(model, guide, optax.adam(0.01), loss)
+    analytic = numpyro.infer.SVI(
+        model, guide, optax.adam(0.01), gpaug.TraceAnalytic_ELBO()
+    )
+    args = (X, counts), {"inducing": Z}
+    values = [
+        s.evaluate(s.init(KEY, *args[0], **args[1]), *args[0], **args[1])
+        for s in (svi, analytic)
+    ]
+    assert abs(values[0] - values[1]) < 0.05 * abs(values[1])
+    assert analytic.loss.routes(model, *args[0], **args[1])["y"].value == "closed form"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: gpaug.Linked(f, (RATE,) * 3, normal_of), "K\\^C terms"),
+        (lambda f: gpaug.Linked(f, (RATE, RATE), normal_of), "two latents"),
+    ],
+)
+def test_refused_latents(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(jnp.zeros(4))
+
+
+@pytest.mark.parametrize("which", ["bernoulli", "poisson", "variance"])
+def test_refused_heights(which: str) -> None:
+    X, y, Z = skewed_data(10)
+    bad = PiecewiseLink([-0.5, 0.5, 2.0], [-1.0, 1.0])
+    make, expected = {
+        "bernoulli": (
+            lambda f: gpaug.PiecewiseBernoulli(f, bad), "which BernoulliProbs does not"
+        ),
+        "poisson": (
+            lambda f: gpaug.Linked(f, bad, dist.Poisson), "which Poisson does not"
+        ),
+        "variance": (
+            lambda f: gpaug.PiecewiseHeteroscedasticNormal(0.0, f, bad),
+            "which Normal does not",
+        ),
+    }[which]  # fmt: skip
+
+    def model(X, y, *, inducing):
+        kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", make(gp(X)), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    labels = jnp.asarray(y > 0, float if which == "variance" else int)
+    with pytest.raises(ValueError, match=expected):
+        svi.init(KEY, X, labels, inducing=Z)
+
+
+def test_log_weights_of_far_cells() -> None:
+    """A mixture's tails come from cells whose probabilities underflow."""
+    link = PiecewiseLink.from_function(lambda f: f, 30, -30.0, 30.0)
+    d = gpaug.PiecewiseNormal(jnp.zeros(1), link, 0.1)
+    m = {"f": jnp.zeros(1), "heights": link.heights}
+    v = {"f": jnp.ones(1), "heights": jnp.zeros(30)}
+    law = predictive(d, m, v)
+    from scipy.stats import norm
+
+    edges = np.array([-np.inf, *link.edges])
+    high, low = norm.logcdf(edges[1:15]), norm.logcdf(edges[:14])
+    log_p = high + np.log1p(-np.exp(low - high))
+    expected = logsumexp(log_p + norm.logpdf(-25.0, np.asarray(link.heights)[:14], 0.1))
+    np.testing.assert_allclose(law.log_prob(-25.0)[0], expected, rtol=1e-4)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Piecewise-constant links: cells, errors, heights that are learnt."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import pytest
+import scipy.stats as st
+from numpyro.distributions import constraints
+from scipy.integrate import quad
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug import PiecewiseLink
+from numpyro_gpaug.links._cells import knots
+from tests.conftest import assert_close
+
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / "problem_piecewise.json").read_text()
+)
+EDGES = GOLDEN["inner_edges"]
+
+
+def upper_link(function) -> PiecewiseLink:
+    link = PiecewiseLink.from_function(function, 14, -3.0, 3.0, rule="upper")
+    assert link.edges == tuple(EDGES)
+    return link
+
+
+def test_knots_and_heights(x64) -> None:
+    link = upper_link(jax.nn.sigmoid)
+    np.testing.assert_array_equal(knots(EDGES, "upper"), GOLDEN["x_k"])
+    np.testing.assert_allclose(link.heights, GOLDEN["bernoulli"]["g_k"], rtol=1e-15)
+    middle = PiecewiseLink.from_function(lambda f: f, 4, -1.0, 1.0)
+    np.testing.assert_allclose(middle.heights, [-1.0, -0.5, 0.5, 1.0])
+
+
+def test_values_between_edges() -> None:
+    link = PiecewiseLink([1.0, 2.0, 3.0], [-1.0, 0.5])
+    f = jnp.array([[-9.0, -1.0], [0.5, 9.0]])
+    np.testing.assert_array_equal(link(f), [[1, 2], [3, 3]])
+    rows = link.with_heights(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    np.testing.assert_array_equal(rows(jnp.array([0.0, 0.6])), [2, 6])
+    np.testing.assert_array_equal(rows(f), [[1, 5], [3, 6]])
+
+
+def test_golden_cells(dtype: str) -> None:
+    golden = GOLDEN["bernoulli"]
+    m, v = (jnp.asarray(golden[k], dtype) for k in "mv")
+    link = PiecewiseLink(jnp.zeros(14, dtype), EDGES)
+    assert_close(link.cell_probabilities(m, v), golden["P"])
+    heights = link.best_heights(m, v, jnp.asarray(golden["y01"], dtype)).heights
+    assert_close(heights, GOLDEN["mstep"]["bernoulli_gk"], factor=10)
+
+
+CASES = [(m, v) for m in (-40.0, -7.0, 0.0, 0.3, 12.0) for v in (1e-8, 0.1, 4.0, 1e4)]
+
+
+def exact_cells(mean: float, variance: float) -> np.ndarray:
+    """By survival functions or distribution functions, whichever is the smaller, in
+    doubles."""
+    z = (np.array([-np.inf, *EDGES, np.inf]) - mean) / np.sqrt(variance)
+    low, high = z[:-1], z[1:]
+    right = st.norm.sf(low) - st.norm.sf(high)
+    return np.where(low > 0, right, st.norm.cdf(high) - st.norm.cdf(low))
+
+
+def test_cells_keep_their_relative_precision(dtype: str) -> None:
+    m, v = (np.array(x) for x in zip(*CASES, strict=True))
+    link = PiecewiseLink(jnp.zeros(14, dtype), EDGES)
+    exact = np.stack([exact_cells(*case) for case in CASES])
+    ours = np.asarray(link.cell_probabilities(jnp.asarray(m, dtype), v.astype(dtype)))
+    logs = np.asarray(
+        link.log_cell_probabilities(jnp.asarray(m, dtype), v.astype(dtype))
+    )
+    # The argument of a tail is rounded before it is squared.
+    tolerance = {"float64": 1e-12, "float32": 3e-4}[dtype]
+    seen = exact > {"float64": 1e-290, "float32": 1e-30}[dtype]
+    wide = np.sqrt(v)[:, None] > {"float64": 0, "float32": 1e-3}[dtype]
+    np.testing.assert_allclose(ours[seen & wide], exact[seen & wide], rtol=tolerance)
+    np.testing.assert_allclose(
+        logs[seen & wide], np.log(exact[seen & wide]), rtol=1e-6, atol=tolerance
+    )
+    np.testing.assert_allclose(ours.sum(-1), 1, rtol=1e-6)
+    assert np.isfinite(logs).all()
+
+
+def test_gradients_of_cells(x64) -> None:
+    link = PiecewiseLink(jnp.zeros(14), EDGES)
+    m, v = jnp.array([-5.0, 0.2, 2.0]), jnp.array([3.0, 0.5, 40.0])
+    by = jax.jacfwd(link.cell_probabilities, (0, 1))(m, v)
+    step = 1e-5
+    for k, (dm, dv) in enumerate([(step, 0.0), (0.0, step)]):
+        up = link.cell_probabilities(m + dm, v + dv)
+        down = link.cell_probabilities(m - dm, v - dv)
+        ours = by[k][jnp.arange(3), :, jnp.arange(3)]
+        np.testing.assert_allclose(ours, (up - down) / (2 * step), atol=1e-9)
+
+
+def test_gradients_at_a_point_mass(dtype: str) -> None:
+    link = PiecewiseLink(jnp.zeros(3, dtype), [-1.0, 1.0])
+    m, v = jnp.array([-1.0, 0.0, 1e4], dtype), jnp.zeros(3, dtype)
+    for f in (link.cell_probabilities, link.log_cell_probabilities):
+        value, slopes = f(m, v), jax.jacrev(f, (0, 1))(m, v)
+        assert all(np.isfinite(x).all() for x in (value, *slopes))
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_golden_errors(x64, case: int) -> None:
+    first, second = GOLDEN["theorem1"][case], GOLDEN["theorem2"][case]
+    m, v = first["mu"], first["sigma"] ** 2
+    link = upper_link(jnp.exp)
+    bound = link.mean_squared_error_bound(m, v, 1.0, rule="upper")
+    np.testing.assert_allclose(bound, first["bound_unit_lipschitz"], rtol=1e-9)
+    exact = link.exp_mean_squared_error(m, v)
+    np.testing.assert_allclose(exact, second["mse_quad"], rtol=1e-9)
+
+
+def test_the_bound_is_one() -> None:
+    link = PiecewiseLink.from_function(jax.nn.sigmoid, 20, -4.0, 4.0)
+    for m, v in [(0.0, 1.0), (2.0, 4.0), (-6.0, 0.3)]:
+        f = m + np.sqrt(v) * np.linspace(-9, 9, 40001)
+        w = np.exp(-0.5 * ((f - m) ** 2) / v)
+        square = np.square(np.asarray(jax.nn.sigmoid(f) - link(f)))
+        error = (w * square).sum() / w.sum()
+        bound = link.mean_squared_error_bound(m, v, 0.25)
+        assert error < bound
+        line = PiecewiseLink.from_function(lambda f: f, 20, -4.0, 4.0)
+        square = np.square(f - np.asarray(line(f), float))
+        tight = line.mean_squared_error_bound(m, v, 1.0)
+        np.testing.assert_allclose(tight, (w * square).sum() / w.sum(), rtol=1e-3)
+
+
+def test_no_cancellation_in_float32() -> None:
+    """The bound of a fine mesh is a small difference of large moments as printed."""
+    link = PiecewiseLink(jnp.zeros(400), np.linspace(-20, 20, 399))
+    ours = link.mean_squared_error_bound(15.0, 0.25, 1.0)
+    z = np.array([-np.inf, *link.edges, np.inf])
+    total = sum(
+        quad(lambda f, x=x: (f - x) ** 2 * st.norm.pdf(f, 15, 0.5), a, b)[0]
+        for a, b, x in zip(z[:-1], z[1:], knots(link.edges), strict=True)
+        if b > 10
+    )
+    np.testing.assert_allclose(ours, total, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("function", "error"), [(jax.nn.sigmoid, 0.003), (jnp.exp, 0.05), (jnp.tanh, 0.02)]
+)
+def test_pieces_for_an_accuracy(function, error: float) -> None:
+    mean, variance = np.array([-1.0, 1.0]), np.array([1.0, 0.5])
+    link = PiecewiseLink.to_accuracy(function, error, mean, variance)
+    fewer = PiecewiseLink.from_function(
+        function, link.num_pieces - 2, link.edges[0], link.edges[-1]
+    )
+
+    def worst(link: PiecewiseLink) -> float:
+        z = np.linspace(-9, 9, 40001)
+        f = mean[:, None] + np.sqrt(variance)[:, None] * z
+        w = np.exp(-0.5 * z * z)
+        square = np.square(np.asarray(function(jnp.asarray(f)) - link(f), float))
+        return np.sqrt((square @ w / w.sum()).max())
+
+    assert worst(link) < 1.01 * error < 1.02 * worst(fewer)
+    with pytest.raises(ValueError, match="20 pieces on .* root mean squared error"):
+        PiecewiseLink.to_accuracy(function, error / 100, mean, variance, max_pieces=20)
+
+
+def test_a_link_is_a_pytree_of_its_heights() -> None:
+    link = PiecewiseLink.from_function(jnp.exp, 5, -1.0, 1.0)
+    assert len(jax.tree.leaves(link)) == 1
+    doubled = jax.jit(lambda x: jax.tree.map(lambda h: 2 * h, x))(link)
+    np.testing.assert_allclose(doubled.heights, 2 * link.heights)
+    assert doubled.edges == link.edges
+    stacked = jax.tree.map(lambda h: jnp.stack([h, 3 * h]), link)
+    values = jax.vmap(lambda x: x(0.0))(stacked)
+    np.testing.assert_allclose(values[1], 3 * values[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["free", "increasing"])
+@pytest.mark.parametrize(
+    "constraint", [constraints.unit_interval, constraints.positive, constraints.real]
+)
+def test_learnt_heights_stay_where_they_belong(constraint, order: str) -> None:
+    start = PiecewiseLink.from_function(jax.nn.sigmoid, 8, -2.0, 2.0)
+    model = lambda: gpaug.learned_link("g", start, constraint, order)  # noqa: E731
+    seeded = numpyro.handlers.trace(numpyro.handlers.seed(model, 0))
+    site = seeded.get_trace()["g"]
+    transform = numpyro.distributions.biject_to(site["kwargs"]["constraint"])
+    np.testing.assert_allclose(seeded().heights, start.heights, rtol=1e-4)
+    raw = transform.inv(site["value"]) + jax.random.normal(jax.random.key(1), (8,))
+    moved = numpyro.handlers.substitute(seeded, data={"g": transform(raw)})()
+    assert constraint(moved.heights).all()
+    assert order == "free" or (jnp.diff(moved.heights) > 0).all()
+    assert not np.allclose(moved.heights, start.heights)
+
+
+def test_a_link_as_a_param() -> None:
+    start = PiecewiseLink.from_function(jnp.exp, 4, -1.0, 1.0)
+    model = lambda: numpyro.param("link", lambda _: start)  # noqa: E731
+    assert numpyro.handlers.seed(model, 0)().edges == start.edges
+
+
+def test_penalty() -> None:
+    start = PiecewiseLink([0.0, 1.0, 2.0], [0.0, 1.0])
+
+    def model():
+        gpaug.link_penalty("near", start, jnp.array([0.0, 0.0, 4.0]), 3.0)
+        gpaug.link_penalty("small", start, 1.0, 2.0)
+
+    value = numpyro.infer.util.log_density(model, (), {}, {})[0]
+    np.testing.assert_allclose(value, -3 * 5 - 2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PiecewiseLink([0.1, 0.2], [0.0, 1.0]), "2 finite edges make 3 pieces"),
+        (lambda: PiecewiseLink([0.1] * 3, [1.0, 0.0]), "finite and increasing"),
+        (lambda: PiecewiseLink([0.1] * 3, [0.0, 0.0]), "finite and increasing"),
+        (lambda: PiecewiseLink([0.1] * 3, [0.0, np.inf]), "finite and increasing"),
+        (lambda: PiecewiseLink([0.1], []), "at least one"),
+        (lambda: PiecewiseLink.from_function(jnp.exp, 1, 0.0, 1.0), "at least 2"),
+        (lambda: PiecewiseLink.from_function(jnp.exp, 4, 1.0, 1.0), "below upper"),
+        (lambda: PiecewiseLink.from_function(jnp.exp, 4, 0.0, 1.0, "left"), "rule"),
+        (lambda: PiecewiseLink.from_function(jnp.log, 4, -1.0, 1.0), "finite there"),
+        (lambda: PiecewiseLink.to_accuracy(jnp.exp, 0.0), "error must be positive"),
+        (lambda: gpaug.learned_link(
+            "g", PiecewiseLink([-1.0, 2.0], [0.0]), constraints.unit_interval
+        ), "do not satisfy"),
+        (lambda: gpaug.learned_link(
+            "g", PiecewiseLink([1.0, 0.0], [0.0]), order="increasing"
+        ), "do not increase"),
+    ],
+)  # fmt: skip
+def test_refusals(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
