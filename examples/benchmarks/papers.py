@@ -2,8 +2,9 @@
 """Results that papers report, again, beside the figures of their authors.
 
 ``multiclass``: the conjugate multi-class classifier of Galy-Fajou et al. (2020).
-``svm``: the Bayesian support vector machine of Wenzel et al. (2017). Data and the
-authors' logs are read from the folder ``GPAUG_DATA``::
+``svm``: the Bayesian support vector machine of Wenzel et al. (2017). ``links``:
+piecewise-constant inverse links of Seitz (2022). Data and authors' logs are read from
+the folder ``GPAUG_DATA``::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/papers.py --table multiclass
 """
@@ -17,7 +18,11 @@ from pathlib import Path
 
 from common import data_folder, machine
 
-TABLES = {"svm": "papers_svm", "multiclass": "papers_multiclass"}
+TABLES = {
+    "svm": "papers_svm",
+    "multiclass": "papers_multiclass",
+    "links": "papers_links",
+}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
