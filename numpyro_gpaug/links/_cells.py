@@ -53,11 +53,12 @@ def equal_edges(num_pieces: int, lower: float, upper: float) -> tuple[float, ...
 
 
 def known_to(condition: Callable[[Array], Any], values: Array) -> bool:
-    """Whether all values satisfy a condition; traced ones are taken to."""
+    """Whether all values satisfy a condition; taken to where either is traced."""
     if isinstance(values, jax.core.Tracer):
         return True
     with jax.ensure_compile_time_eval():
-        return bool(jnp.all(condition(values)))
+        satisfied = jnp.all(condition(values))
+    return isinstance(satisfied, jax.core.Tracer) or bool(satisfied)
 
 
 def checked_edges(edges: Sequence[float] | Array) -> tuple[float, ...]:
