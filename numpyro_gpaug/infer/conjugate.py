@@ -70,6 +70,9 @@ class ConjugateSVI:
         :class:`~numpyro_gpaug.infer.RobbinsMonro`, or ``None``: 1 on full data,
         ``RobbinsMonro()`` on minibatches.
     :param hyper_steps: gradient steps after each closed-form step.
+    :param hyper_every: closed-form steps between gradient steps: with more than one the
+        posterior settles before hyperparameters move, and the steps between cost no
+        gradient.
     :raises ValueError: for unknown options.
 
     **Example**
@@ -103,6 +106,7 @@ class ConjugateSVI:
         sites: str = "auto",
         step_size: float | str | Schedule | None = None,
         hyper_steps: int = 1,
+        hyper_every: int = 1,
     ) -> None:
         if sites not in SITES:
             raise ValueError(f"sites must be one of {SITES}, got {sites!r}")
@@ -119,6 +123,8 @@ class ConjugateSVI:
             )
         if hyper_steps < 1:
             raise ValueError(f"hyper_steps must be at least 1, got {hyper_steps}")
+        if hyper_every < 1:
+            raise ValueError(f"hyper_every must be at least 1, got {hyper_every}")
         as_schedule(step_size, subsampled=True)
         self.model = model
         self.guide = guide
@@ -126,6 +132,7 @@ class ConjugateSVI:
         self.sites = sites
         self.step_size = step_size
         self.hyper_steps = hyper_steps
+        self.hyper_every = hyper_every
         self._transforms: dict[str, Any] = {}
         self._seen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         # The state is donated: with many latents a second copy would not fit. Callers
@@ -247,7 +254,8 @@ class ConjugateSVI:
         :param args: the model's arguments.
         :param progress_bar: whether to show one; it is redrawn every 100 steps at most.
         :param tol: stop once the bound moves by less than ``tol`` nats: for three steps
-            in a row on full data, from one epoch's mean to the next on minibatches.
+            in a row (three times ``hyper_every``) on full data, from one epoch's mean
+            to the next on minibatches.
         :param init_state: a state to continue from.
         :param init_params: constrained values to start from, by param name.
         :param kwargs: the model's keyword arguments.
@@ -408,10 +416,12 @@ class ConjugateSVI:
         """Up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop."""
         stepper = self._stepper(Arguments(arrays, static))
         losses = jnp.full((CHUNK,), jnp.nan, state.bound.dtype)
+        # The bound rests between two updates of the hyperparameters.
+        patience = 3 if stepper.optim is None else 3 * self.hyper_every
 
         def going(carry: Any) -> Array:
             i, state, _, _ = carry
-            return (i < num_steps) & ((tol <= 0) | (state.stalled < 3))
+            return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
 
         def body(carry: Any) -> Any:
             i, state, evaluation, losses = carry
@@ -439,7 +449,7 @@ class ConjugateSVI:
         optim = self.optim if self._transforms else None
         return Stepper(
             self.model, self.guide, arguments, self._constrain, optim,
-            self.hyper_steps, self.sites, self.step_size,
+            self.hyper_steps, self.hyper_every, self.sites, self.step_size,
         )  # fmt: skip
 
     def posterior(self, params: dict[str, Any]) -> Posterior:

@@ -80,7 +80,8 @@ class Stepper:
     :param arguments: the model's arguments.
     :param constrain: from unconstrained params to constrained ones.
     :param optim: optax transformation, or ``None`` if nothing is learnt.
-    :param hyper_steps: gradient steps per closed-form step.
+    :param hyper_steps: gradient steps after a closed-form step.
+    :param hyper_every: closed-form steps per time they are taken.
     :param sites: ``"auto"``, ``"augmented"`` or ``"exact"``.
     :param step_size: see :func:`~numpyro_gpaug.infer.schedules.as_schedule`.
     """
@@ -93,12 +94,14 @@ class Stepper:
         constrain: Callable[[dict[str, Any]], dict[str, Any]],
         optim: optax.GradientTransformation | None,
         hyper_steps: int,
+        hyper_every: int,
         sites: str,
         step_size: float | str | Schedule | None,
     ) -> None:
         self._model, self._guide, self._arguments = model, guide, arguments
         self._constrain = constrain
-        self._optim, self._hyper_steps = optim, hyper_steps
+        self.optim = optim
+        self._hyper_steps, self._hyper_every = hyper_steps, hyper_every
         self._structure = structure_for(model, guide.structure, arguments)
         self._subsampled = bool(self._structure.subsampled)
         # The bound of one step can be compared with that of the next only if both are
@@ -119,7 +122,7 @@ class Stepper:
     def start(self, state: ConjugateState) -> Evaluation | tuple[()]:
         """What the first step of a loop needs; the fields are computed here, once, if
         they cannot change."""
-        if self._optim is not None or not self._comparable:
+        if self.optim is not None or not self._comparable:
             return ()
         values, key = state.hyper.values, self._key(state)
         self._fixed_fields = self._fields(values, key, {})
@@ -171,9 +174,7 @@ class Stepper:
         start = sites.unevaluated(state.natural)
         fresh = jnp.array(True)
         natural, evaluation, steps = self._sweep(sites, state, start, fresh)
-        hyper = self._gradient_step(
-            state.hyper, values, natural, key, {}, fields, pullback
-        )
+        hyper = self._next_hyper(state, values, natural, key, {}, fields, pullback)
         new = state._replace(
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound
         )
@@ -206,9 +207,7 @@ class Stepper:
             natural[name] = mix(natural[name], target, size)
             if k + 1 < len(natural):
                 evaluation = sites.reevaluate(evaluation, name, natural[name])
-        hyper = self._gradient_step(
-            state.hyper, values, natural, key, indices, fields, pullback
-        )
+        hyper = self._next_hyper(state, values, natural, key, indices, fields, pullback)
         new = state._replace(
             hyper=hyper, natural=whole.put_back(state.natural, natural),
             schedule=schedules, epochs=epochs, bound=before.bound,
@@ -267,6 +266,21 @@ class Stepper:
             lambda: exact,
         )
 
+    def _next_hyper(
+        self, state: ConjugateState, values: dict[str, Any], *at: Any
+    ) -> Hyper:
+        """Hyperparameters with their next pending update, none between two of them."""
+        hyper = state.hyper
+        if self._hyper_every == 1 or self.optim is None:
+            return self._gradient_step(hyper, values, *at)
+        still = jax.tree.map(jnp.zeros_like, hyper.update)
+        due = (state.step + 1) % self._hyper_every == 0
+        return lax.cond(
+            due,
+            lambda: self._gradient_step(hyper, values, *at),
+            lambda: hyper._replace(values=values, update=still),
+        )
+
     def _gradient_step(
         self,
         hyper: Hyper,
@@ -280,7 +294,7 @@ class Stepper:
         """The next pending update of the hyperparameters, the blocks held fixed in
         whitened coordinates (the envelope theorem makes this the gradient of the
         optimised bound)."""
-        optim = self._optim
+        optim = self.optim
         if optim is None:
             return hyper
         q = {name: moments(n) for name, n in natural.items()}
