@@ -89,7 +89,9 @@ def argmax_probability(mean: Array, variance: Array, index: Array) -> Array:
     0.9736
     """
     mean, variance = jnp.broadcast_arrays(mean, variance)
-    chosen = jax.nn.one_hot(jnp.asarray(index, jnp.int32), mean.shape[-1], dtype=mean.dtype)
+    chosen = jax.nn.one_hot(
+        jnp.asarray(index, jnp.int32), mean.shape[-1], dtype=mean.dtype
+    )
     mean, variance, chosen = jnp.broadcast_arrays(mean, variance, chosen)
     rows = (x.reshape(-1, x.shape[-1]) for x in (mean, _raised(variance), chosen))
     return _chosen_probability(*rows).reshape(mean.shape[:-1])
@@ -110,8 +112,8 @@ def argmax_probabilities(mean: Array, variance: Array) -> Array:
     ['0.9736', '0.0132', '0.0132']
     """
     mean, variance = jnp.broadcast_arrays(mean, variance)
-    rows = (x.reshape(-1, x.shape[-1]) for x in (mean, _raised(variance)))
-    shares, _ = _shares(*rows, jnp.zeros((), mean.dtype))
+    m, v = (x.reshape(-1, x.shape[-1]) for x in (mean, _raised(variance)))
+    shares, _ = _shares(m, v, jnp.zeros_like(m))
     return shares.reshape(mean.shape)
 
 
@@ -151,7 +153,7 @@ def _shares(
     offset = mesh.offset - (mean - lax.stop_gradient(mean))
     by_chosen = chosen * scale_inv
 
-    def add(sums: tuple[Array, ...], nodes: tuple[Array, Array]) -> tuple[Any, None]:
+    def add(sums: Any, nodes: Any) -> tuple[Any, None]:
         distance, weights = nodes
         z = _standard(distance + offset, scale_inv)
         cdf = _cdf(z)
