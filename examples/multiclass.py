@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-class classification with sparse Gaussian processes, from data to a picture.
 
-Softmax and logistic-softmax on the same model function, everything learnt on the bound
-(inducing inputs too), beside logistic regression and a support vector machine; then the
-toy problem of Galy-Fajou et al. (2020), class probabilities as red, green and blue.
+Softmax, logistic-softmax and robust-max on the same model function, everything learnt
+on the bound (inducing inputs too), beside logistic regression and a support vector
+machine; then the toy problem of Galy-Fajou et al. (2020), class probabilities as red,
+green and blue.
 Images may say so by their side: how far neighbouring pixels count as one is learnt
 too. Draws ``multiclass.png``::
 
@@ -49,12 +50,20 @@ def softmax(f: jax.Array) -> dist.Distribution:
     return dist.Categorical(logits=f)
 
 
+def robust_max(f: jax.Array) -> dist.Distribution:
+    unit = dist.constraints.unit_interval
+    return gpaug.RobustMax(f, numpyro.param("epsilon", 0.05, constraint=unit))
+
+
 # Another likelihood is another line here: its name, the distribution, the sites.
 METHODS: dict[str, tuple[Callable[[jax.Array], dist.Distribution], str]] = {
     "softmax, exact": (softmax, "auto"),
     "logistic-softmax, exact": (gpaug.LogisticSoftmax, "auto"),
     "logistic-softmax, augmented": (gpaug.LogisticSoftmax, "augmented"),
+    "robust-max, exact": (robust_max, "auto"),
 }
+# The picture has a panel for each of these.
+LIKELIHOODS = [name for name, (_, sites) in METHODS.items() if sites == "auto"]
 
 
 class Data(NamedTuple):
@@ -258,12 +267,12 @@ def toy(num: int = 500, variance: float = 0.5) -> tuple[np.ndarray, np.ndarray, 
 
 
 def draw_toy(axes: list, steps: int) -> None:
-    """One panel for the truth, one for each method."""
+    """One panel for the truth, one for each likelihood."""
     X, y, truth = toy()
     ends = np.linspace(-3.6, 3.6, 160)
     mesh = np.stack(np.meshgrid(ends, ends), -1).reshape(-1, 2).astype(X.dtype)
     panels = {"true probabilities": truth}
-    for name in METHODS:
+    for name in LIKELIHOODS:
         fitted = fit(X, y, name, steps, 30, num_classes=3)
         panels[name] = lambda points, at=fitted.posterior: at.predict_y(points).probs
     for panel, (name, probabilities) in zip(axes, panels.items(), strict=True):
@@ -297,7 +306,7 @@ def draw(data: Data, split_: Split, probs: dict, fits: dict, path: str, steps: i
             "the dotted line is at 0.9",
             fontweight="bold",
         )
-        draw_toy(list(upper.subplots(1, 1 + len(METHODS))), min(steps, 60))
+        draw_toy(list(upper.subplots(1, 1 + len(LIKELIHOODS))), min(steps, 60))
         left, middle, right = lower.subfigures(1, 3, width_ratios=(1, 2.1, 1))
         draw_bounds(left.subplots(), fits, len(split_.y))
         draw_uncertain(middle, data, split_, probs[next(iter(METHODS))])
