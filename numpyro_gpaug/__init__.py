@@ -18,6 +18,7 @@ from numpyro_gpaug.distributions import (
     PiecewiseHeteroscedasticNormal,
     PiecewiseNormal,
     PolyaGamma,
+    RobustMax,
 )
 from numpyro_gpaug.errors import (
     CholeskyError,
@@ -55,6 +56,7 @@ __all__ = [
     "PiecewiseNormal",
     "PolyaGamma",
     "Posterior",
+    "RobustMax",
     "Route",
     "TraceAnalytic_ELBO",
     "UnknownLikelihoodError",

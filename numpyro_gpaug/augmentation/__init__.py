@@ -14,6 +14,7 @@ from numpyro_gpaug.augmentation import (
     normalizer,
     piecewise,
     poisson,
+    robust_max,
     student_t,
 )
 from numpyro_gpaug.augmentation.base import (
@@ -38,5 +39,6 @@ __all__ = [
     "piecewise",
     "poisson",
     "register_augmentation",
+    "robust_max",
     "student_t",
 ]

@@ -22,6 +22,7 @@ from numpyro_gpaug.distributions.logistic_softmax import (
     LogisticSoftmaxMeanField,
 )
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
+from numpyro_gpaug.distributions.robust_max import RobustMax
 
 __all__ = [
     "BayesianSVM",
@@ -39,4 +40,5 @@ __all__ = [
     "PiecewiseHeteroscedasticNormal",
     "PiecewiseNormal",
     "PolyaGamma",
+    "RobustMax",
 ]

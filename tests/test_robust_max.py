@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Robust-max: the distribution, its expectation, fits."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.argmax import argmax_probability
+from numpyro_gpaug.expectations import expected_log_prob, predictive
+from tests.test_argmax import everything
+from tests.test_multiclass import blobs
+from tests.test_robustness import assert_monotone
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "robustmax.json").read_text())
+KEY = jax.random.key(0)
+
+
+# -- the likelihood -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_classes", [3, 4, 10])
+def test_golden_numbers(x64, num_classes) -> None:
+    cases = [case for case in GOLDEN["cases"] if len(case["m"]) == num_classes]
+    names = ("m", "v", "y", "S", "expected_loglik", "p_pred")
+    m, v, y, p, value, own = (jnp.asarray([c[name] for c in cases]) for name in names)
+
+    @jax.jit
+    def ours(m, v):
+        d, f, spread = gpaug.RobustMax(m, GOLDEN["eps"]), {"f": m}, {"f": v}
+        law = predictive(d, f, spread)
+        expected = expected_log_prob(d, y, f, spread)
+        return argmax_probability(m, v, y), expected, law.probs, law.log_prob(y)
+
+    chosen, expected, probs, log_prob = ours(m, v)
+    np.testing.assert_allclose(chosen, p, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(expected, value, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(np.exp(log_prob), own, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(probs.sum(-1), 1, rtol=1e-14)
+
+
+def test_golden_gradient(x64) -> None:
+    golden = GOLDEN["grad"]
+    m, v = (jnp.asarray([golden[k]]) for k in ("m", "v"))
+    _, _, by_mean, by_variance = everything(m, v, jnp.asarray([golden["y"]]))
+    np.testing.assert_allclose(by_mean[0], golden["dS_dm"], rtol=0, atol=1e-8)
+    np.testing.assert_allclose(by_variance[0], golden["dS_dv_fd"], rtol=0, atol=1e-7)
+
+
+def test_density_and_draws(dtype) -> None:
+    f = jnp.asarray([[0.5, -1.0, 2.0], [0.0, 0.0, -3.0]], dtype)
+    epsilon = np.array([0.1, 0.4])
+    d = gpaug.RobustMax(f, epsilon, validate_args=True)
+    assert (d.batch_shape, d.event_shape) == ((2,), ())
+    expected = [[0.05, 0.05, 0.9], [0.6, 0.2, 0.2]]
+    np.testing.assert_allclose(d.probs, expected, rtol=1e-6)
+    log_prob = d.log_prob(jnp.array([2, 1]))
+    assert log_prob.dtype == dtype
+    np.testing.assert_allclose(log_prob, np.log([0.9, 0.2]), rtol=1e-6)
+    every = d.enumerate_support()
+    np.testing.assert_allclose(np.exp(d.log_prob(every)).sum(0), 1, rtol=1e-6)
+    draws = d.sample(KEY, (20_000,))
+    counts = np.stack([(draws == k).mean(0) for k in range(3)], -1)
+    np.testing.assert_allclose(counts, expected, atol=0.02)
+    assert np.isnan(d.mean).all()
+    assert np.isnan(d.variance).all()
+    one = gpaug.RobustMax(f[0], jnp.array([0.1, 0.2, 0.3]))
+    assert one.log_prob(2).shape == (3,)
+
+
+def test_gradients_against_differences(x64) -> None:
+    """Of the expectation in means, variances and epsilon."""
+    rng = np.random.default_rng(3)
+    at = (
+        jnp.asarray(rng.normal(size=(4, 5))),
+        jnp.asarray(10.0 ** rng.uniform(-1, 1, (4, 5))),
+        jnp.asarray(rng.uniform(0.01, 0.5, 4)),
+    )
+    y = jnp.array([0, 4, 2, 2])
+
+    @jax.jit
+    def value(m, v, epsilon):
+        d = gpaug.RobustMax(jnp.zeros_like(m), epsilon)
+        return expected_log_prob(d, y, {"f": m}, {"f": v})
+
+    for k in range(3):
+        tangents = [jnp.zeros_like(x) for x in at]
+        tangents[k] = at[k] * jnp.asarray(rng.normal(size=at[k].shape))
+        slope = jax.jvp(value, at, tuple(tangents))[1]
+        ends = [
+            value(*(x + h * t for x, t in zip(at, tangents, strict=True)))
+            for h in (1e-5, -1e-5)
+        ]
+        difference = (ends[0] - ends[1]) / 2e-5
+        np.testing.assert_allclose(slope, difference, rtol=1e-6, atol=1e-7)
+
+
+def test_bad_parameters() -> None:
+    with pytest.raises(ValueError, match=r"f has shape \(\).*num_latents=C"):
+        gpaug.RobustMax(jnp.zeros(()))
+    with pytest.raises(ValueError, match=r"f has shape \(4, 1\).*at least two"):
+        gpaug.RobustMax(jnp.zeros((4, 1)))
+    for epsilon in (0.0, 1.0, -0.1):
+        with pytest.raises(ValueError, match="invalid epsilon"):
+            gpaug.RobustMax(jnp.zeros((4, 3)), epsilon, validate_args=True)
+
+
+# -- fits ---------------------------------------------------------------------------
+
+POSITIVE, UNIT = dist.constraints.positive, dist.constraints.unit_interval
+
+
+def model(X, y=None, *, inducing, variance=4.0, epsilon=0.01, batch_size=None):
+    """Three classes, everything fixed."""
+    kernel = gpaug.kernels.SquaredExponential(1.0, variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)
+    with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as index:
+        y = None if y is None else y[index]
+        numpyro.sample("y", gpaug.RobustMax(gp(X[index]), epsilon), obs=y)
+
+
+def learnt(X, y=None, *, inducing, variance=4.0, batch_size=None):
+    """Three classes, hyperparameters and epsilon learnt."""
+    lengthscale = numpyro.param("lengthscale", 1.0, constraint=POSITIVE)
+    epsilon = numpyro.param("epsilon", 0.05, constraint=UNIT)
+    kernel = gpaug.kernels.SquaredExponential(lengthscale, variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)
+    with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as index:
+        y = None if y is None else y[index]
+        numpyro.sample("y", gpaug.RobustMax(gp(X[index]), epsilon), obs=y)
+
+
+def fitter(model, optim=None, **options):
+    return gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim, **options)
+
+
+def run(svi, X, y, num_steps, **arguments):
+    return svi.run(KEY, num_steps, X, y, progress_bar=False, **arguments)
+
+
+@cache
+def hard_problems():
+    rng = np.random.default_rng(0)
+    cloud = rng.normal(size=(40, 2))
+    sector = np.floor(3 * (np.arctan2(*cloud.T) / (2 * np.pi) + 0.5)).astype(int) % 3
+    return {
+        "two unlike": (cloud[:2], np.array([0, 1])),
+        "separable": (cloud, sector),
+        "one class": (cloud, np.ones(40, int)),
+        "noise": (cloud, rng.integers(0, 3, 40)),
+        "duplicates": (np.repeat(cloud[:10], 4, 0), rng.integers(0, 3, 40)),
+    }
+
+
+def run_hard(names, dtype, kinds, num_steps):
+    compiled: dict = {}
+    for name in names:
+        X, y = hard_problems()[name]
+        X, y = jnp.asarray(X, dtype), jnp.asarray(y)
+        Z = jnp.asarray(np.unique(np.asarray(X), axis=0))
+        for kind, optim in kinds:
+            svi = compiled.setdefault((kind, Z.shape), fitter(kind, optim))
+            for variance in (1.0, 1e3):
+                arguments = {"inducing": Z, "variance": np.asarray(variance, dtype)}
+                result = run(svi, X, y, num_steps, **arguments)
+                assert_monotone(result.losses, dtype)
+                leaves = jax.tree.leaves(result.params)
+                assert all(np.isfinite(x).all() for x in leaves)
+                assert result.losses[-1] < result.losses[0]
+
+
+def test_hard_problems_learnt() -> None:
+    names = ("separable", "one class", "noise")
+    run_hard(names, "float32", [(learnt, optax.adam(0.1))], 60)
+
+
+def test_a_hard_problem_in_float64(x64) -> None:
+    run_hard(["separable"], "float64", [(model, None)], 60)
+
+
+@pytest.mark.slow
+def test_all_hard_problems(dtype) -> None:
+    kinds = [(model, None), (learnt, optax.adam(0.1))]
+    run_hard(hard_problems(), dtype, kinds, 200)
+
+
+@pytest.mark.slow
+def test_bad_starts() -> None:
+    """From a q far from any posterior the bound rises, if to an optimum of its own: it
+    is not concave."""
+    X, y = blobs(60)
+    svi = fitter(model)
+    best = run(svi, X, y, 100, inducing=X[:10]).losses[-1]
+    rng = np.random.default_rng(1)
+    for scale in (1e-2, 1e4):
+        potential = 3 * scale * rng.normal(size=(3, 10))
+        start = {
+            "f.v_auto_precision": scale * jnp.eye(10) * jnp.ones((3, 1, 1)),
+            "f.v_auto_potential": jnp.asarray(potential, X.dtype),
+        }
+        result = run(svi, X, y, 100, inducing=X[:10], init_params=start)
+        assert_monotone(result.losses, np.float32)
+        assert result.losses[-1] < best + 20
+
+
+def test_minibatches() -> None:
+    X, y = blobs(300)
+    svi = fitter(learnt, optax.adam(0.01), step_size=0.1)
+    result = run(svi, X, y, 200, inducing=X[:20], batch_size=60)
+    assert np.isfinite(result.losses).all()
+    assert result.losses[-50:].mean() < 0.6 * len(X)
+    probs = svi.posterior(result.params).predict_y(X).probs
+    np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-5)
+    assert (probs.argmax(-1) == y).mean() > 0.75
+
+
+def test_same_optimum_as_gradients_and_the_best_epsilon(x64) -> None:
+    X, y = blobs(20)
+    X = jnp.asarray(X, jnp.float64)
+    arguments = {"inducing": X[:5]}
+    svi = fitter(learnt, optax.adam(optax.cosine_decay_schedule(0.1, 400)))
+    closed = run(svi, X, y, 400, **arguments)
+    guide = gpaug.AutoSparseGP(learnt, covariance="dense")
+    stock = numpyro.infer.SVI(
+        learnt, guide, optax.adam(optax.cosine_decay_schedule(0.05, 1000)),
+        gpaug.TraceAnalytic_ELBO(),
+    )  # fmt: skip
+    by_gradients = stock.run(KEY, 1000, X, y, progress_bar=False, **arguments)
+    assert abs(closed.losses[-1] - by_gradients.losses[-1]) < 1e-3
+    for name in ("lengthscale", "epsilon"):
+        values = (fit.params[name] for fit in (closed, by_gradients))
+        np.testing.assert_allclose(*values, rtol=1e-2)
+    # The bound is that of so many wrong labels among N: epsilon is their share.
+    f = svi.posterior(closed.params).predict_f(X)
+    wrong = 1 - argmax_probability(f.mean, f.variance, y).mean()
+    np.testing.assert_allclose(closed.params["epsilon"], wrong, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_epsilon_with_a_prior() -> None:
+    def sampled(X, y=None, *, inducing):
+        epsilon = numpyro.sample("epsilon", dist.Beta(1.0, 20.0))
+        model(X, y, inducing=inducing, epsilon=epsilon)
+
+    X, y = blobs(60)
+    result = run(fitter(sampled, optax.adam(0.1)), X, y, 60, inducing=X[:10])
+    assert_monotone(result.losses, np.float32)
+    assert result.losses[-1] < result.losses[1] - 1
+    _, value = next(x for x in result.params.items() if "epsilon" in x[0])
+    assert 0 < value < 0.5
+
+
+@pytest.mark.parametrize(
+    ("labels", "epsilon", "message"),
+    [
+        ([0, 1, 3], 0.1, r"0\.\.C-1"),
+        ([-1, 1, 1], 0.1, "support of RobustMax"),
+        ([0, 1, 2], 1.5, "RobustMax .* invalid epsilon"),
+    ],
+)
+def test_bad_input_to_a_fit(labels, epsilon, message) -> None:
+    X = jnp.arange(3.0)[:, None]
+    with pytest.raises(ValueError, match=message):
+        run(fitter(model), X, jnp.array(labels), 1, inducing=X, epsilon=epsilon)
+
+
+def test_epsilon_that_starts_outside_its_domain() -> None:
+    def sloppy(X, y=None, *, inducing):
+        model(X, y, inducing=inducing, epsilon=numpyro.param("epsilon", 1.5))
+
+    X, y = blobs(12)
+    with pytest.raises(ValueError, match="epsilon.* of RobustMax|RobustMax.*epsilon"):
+        run(fitter(sloppy), X, y, 1, inducing=X[:3])
+
+
+def test_no_augmentation() -> None:
+    X, y = blobs(12)
+    with pytest.raises(gpaug.NotConjugateError, match="no augmentation"):
+        run(fitter(model, sites="augmented"), X, y, 1, inducing=X[:3])
