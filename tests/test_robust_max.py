@@ -213,7 +213,7 @@ def test_bad_starts() -> None:
 
 def test_minibatches() -> None:
     X, y = blobs(300)
-    svi = fitter(learnt, optax.adam(0.01), step_size=0.1)
+    svi = fitter(learnt, optax.adam(0.01))
     result = run(svi, X, y, 200, inducing=X[:20], batch_size=60)
     assert np.isfinite(result.losses).all()
     assert result.losses[-50:].mean() < 0.6 * len(X)

@@ -168,7 +168,7 @@ def test_the_first_step_on_a_batch_is_the_formula(num_latents):
     Z = kwargs["inducing"]
     batch = X[:6], y[:6]
     guide = gpaug.AutoSparseGP(classifier)
-    svi = gpaug.ConjugateSVI(classifier, guide, sites="augmented")
+    svi = gpaug.ConjugateSVI(classifier, guide, sites="augmented", step_size=1.0)
     state = svi.init(random.key(KEY), *batch, **kwargs)
     state, _ = svi.update(state, *batch, **kwargs)
     mean, cover = blocks_of(guide, svi.get_params(state))

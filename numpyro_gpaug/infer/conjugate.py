@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -26,9 +26,16 @@ from numpyro_gpaug.infer.checks import (
     invalid_error,
     valid_observations,
 )
+from numpyro_gpaug.infer.closed_params import ClosedParam, closed_params
 from numpyro_gpaug.infer.posterior import Posterior
 from numpyro_gpaug.infer.schedules import Schedule, as_schedule
-from numpyro_gpaug.infer.stepper import ConjugateState, Hyper, Stepper, first_epochs
+from numpyro_gpaug.infer.stepper import (
+    ConjugateState,
+    Hyper,
+    Stepper,
+    epoch_length,
+    first_epochs,
+)
 from numpyro_gpaug.linalg import NaturalGaussian
 from numpyro_gpaug.structure import (
     Arguments,
@@ -68,11 +75,18 @@ class ConjugateSVI:
         likelihood has one, then exact. ``"augmented"`` reports the augmented bound.
     :param step_size: a number in (0, 1], ``"adaptive"``, a schedule such as
         :class:`~numpyro_gpaug.infer.RobbinsMonro`, or ``None``: 1 on full data,
-        ``RobbinsMonro()`` on minibatches.
+        ``RobbinsMonro(delay)`` on minibatches, the delay one epoch, within
+        20 and 100 steps.
     :param hyper_steps: gradient steps after each closed-form step.
     :param hyper_every: closed-form steps between gradient steps: with more than one the
         posterior settles before hyperparameters move, and the steps between cost no
         gradient.
+    :param m_step: names of params to set, instead, to the closed-form maximiser of the
+        bound: one number that is (up to a factor) the ``scale`` of a ``Normal``,
+        ``Laplace`` or ``PiecewiseNormal``, the ``max_rate`` of a ``LogisticPoisson``,
+        the ``max_precision`` of a ``HeteroscedasticNormal``, or the free heights of a
+        piecewise link. Full data only. Not the default: from a poor start a noise scale
+        set to its maximiser takes all for noise.
     :raises ValueError: for unknown options.
 
     **Example**
@@ -107,6 +121,7 @@ class ConjugateSVI:
         step_size: float | str | Schedule | None = None,
         hyper_steps: int = 1,
         hyper_every: int = 1,
+        m_step: Sequence[str] = (),
     ) -> None:
         if sites not in SITES:
             raise ValueError(f"sites must be one of {SITES}, got {sites!r}")
@@ -125,7 +140,7 @@ class ConjugateSVI:
             raise ValueError(f"hyper_steps must be at least 1, got {hyper_steps}")
         if hyper_every < 1:
             raise ValueError(f"hyper_every must be at least 1, got {hyper_every}")
-        as_schedule(step_size, subsampled=True)
+        as_schedule(step_size, batches=1.0)
         self.model = model
         self.guide = guide
         self.optim = optim
@@ -133,6 +148,8 @@ class ConjugateSVI:
         self.step_size = step_size
         self.hyper_steps = hyper_steps
         self.hyper_every = hyper_every
+        self.m_step = tuple(m_step)
+        self._closed: tuple[ClosedParam, ...] = ()
         self._transforms: dict[str, Any] = {}
         self._seen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         # The state is donated: with many latents a second copy would not fit. Callers
@@ -199,6 +216,8 @@ class ConjugateSVI:
                 f"init_params names {sorted(unknown)}, but the params are "
                 f"{sorted([*params, *blocks])}"
             )
+        if self.m_step:
+            self._prove_m_steps(params, arguments, rng_key)
         state = self._first_state(
             params, arguments.arrays, rng_key, given, static=arguments.static
         )
@@ -349,7 +368,8 @@ class ConjugateSVI:
         values = {k: jax.tree.map(inverted[k], v) for k, v in params.items()}
         natural = {b.name: self._start_block(b, init_params) for b in structure.blocks}
         noisy = bool(structure.subsampled) or self.guide.random_others
-        schedule = as_schedule(self.step_size, noisy)
+        batches = epoch_length(structure) if noisy else None
+        schedule = as_schedule(self.step_size, batches)
         dtype = jnp.result_type(*(b.dtype for b in structure.blocks))
         step_size = jnp.asarray(getattr(schedule, "value", 1.0), dtype)
         return ConjugateState(
@@ -403,6 +423,20 @@ class ConjugateSVI:
     def _constrain(self, values: dict[str, Any]) -> dict[str, Any]:
         return {k: jax.tree.map(self._transforms[k], v) for k, v in values.items()}
 
+    def _prove_m_steps(
+        self, params: dict[str, Any], arguments: Arguments, key: Array
+    ) -> None:
+        structure = structure_for(self.model, self.guide.structure, arguments)
+        if structure.subsampled or self.guide.random_others:
+            raise ValueError(
+                "m_step is for full data and point values of other latents: of a batch "
+                "the maximiser is noise; leave the params to optim"
+            )
+        values = {**params, **self.guide.other_median(params)}
+        self._closed = closed_params(
+            self.m_step, self.model, structure, arguments, values, self._transforms, key
+        )
+
     # -- steps ----------------------------------------------------------------------
 
     def _run_chunk(
@@ -417,7 +451,7 @@ class ConjugateSVI:
         stepper = self._stepper(Arguments(arrays, static))
         losses = jnp.full((CHUNK,), jnp.nan, state.bound.dtype)
         # The bound rests between two updates of the hyperparameters.
-        patience = 3 if stepper.optim is None else 3 * self.hyper_every
+        patience = 3 * self.hyper_every if stepper.learns else 3
 
         def going(carry: Any) -> Array:
             i, state, _, _ = carry
@@ -449,7 +483,8 @@ class ConjugateSVI:
         optim = self.optim if self._transforms else None
         return Stepper(
             self.model, self.guide, arguments, self._constrain, optim,
-            self.hyper_steps, self.hyper_every, self.sites, self.step_size,
+            self._closed, self.hyper_steps, self.hyper_every, self.sites,
+            self.step_size,
         )  # fmt: skip
 
     def posterior(self, params: dict[str, Any]) -> Posterior:

@@ -10,6 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+# A whole first step takes one batch for all data, from which likelihoods that are not
+# log-concave do not recover; a long delay leaves the posterior near its prior for most
+# of a short run.
+DELAYS = 20.0, 100.0
+
 
 class Schedule(Protocol):
     """A step size in (0, 1] per step; a convex combination of natural parameters stays
@@ -52,10 +57,14 @@ class Constant:
 
 @dataclass(frozen=True)
 class RobbinsMonro:
-    """``(1 + t / delay)^-forgetting_rate``: the first step is whole, the sum of steps
-    diverges, the sum of their squares converges (Robbins and Monro, 1951).
+    """``(delay + t)^-forgetting_rate``: the sum of steps diverges, the sum of their
+    squares converges (Robbins and Monro, 1951; Hoffman et al., 2013, Stochastic
+    variational inference).
 
-    :param delay: steps before the decay sets in.
+    :param delay: at least 1, where the first step is whole. A whole step takes one
+        batch for all data; the default of
+        :class:`~numpyro_gpaug.ConjugateSVI` is the number of batches in an epoch, at
+        least 20 and at most 100.
     :param forgetting_rate: in (0.5, 1].
     :raises ValueError: for values outside these ranges.
     """
@@ -64,9 +73,9 @@ class RobbinsMonro:
     forgetting_rate: float = 0.6
 
     def __post_init__(self) -> None:
-        if not (0.5 < self.forgetting_rate <= 1 and self.delay > 0):
+        if not (0.5 < self.forgetting_rate <= 1 and self.delay >= 1):
             raise ValueError(
-                "RobbinsMonro needs delay > 0 and forgetting_rate in (0.5, 1], got "
+                "RobbinsMonro needs delay >= 1 and forgetting_rate in (0.5, 1], got "
                 f"{self.delay} and {self.forgetting_rate}"
             )
 
@@ -75,7 +84,7 @@ class RobbinsMonro:
 
     def next(self, state: Any, step: Array, direction: Any) -> tuple[Array, Any]:
         dtype = jax.tree.leaves(direction)[0].dtype
-        base = 1 + jnp.asarray(step, dtype) / jnp.asarray(self.delay, dtype)
+        base = jnp.asarray(step, dtype) + jnp.asarray(self.delay, dtype)
         return base ** jnp.asarray(-self.forgetting_rate, dtype), state
 
 
@@ -122,20 +131,25 @@ def _square(tree: Any) -> Array:
     return jnp.sum(jnp.stack([jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)]))
 
 
-def as_schedule(step_size: float | str | Schedule | None, subsampled: bool) -> Schedule:
+def as_schedule(
+    step_size: float | str | Schedule | None, batches: float | None
+) -> Schedule:
     """The schedule a ``step_size`` argument stands for.
 
     :param step_size: ``None`` (whole steps on full data, :class:`RobbinsMonro` on
         minibatches), a number, ``"adaptive"``, or a :class:`Schedule`.
-    :param subsampled: whether steps are noisy: minibatches, or other latents drawn at
-        random.
+    :param batches: number of batches in an epoch; ``None`` if steps are not noisy. It
+        is 1 where only other latents are drawn at random.
     :raises ValueError: for anything else.
     """
     if step_size is None:
-        return RobbinsMonro() if subsampled else Constant(1.0)
+        if batches is None:
+            return Constant(1.0)
+        least, most = DELAYS
+        return RobbinsMonro(min(max(batches, least), most) if batches > 1 else 1.0)
     if isinstance(step_size, int | float):
         return Constant(float(step_size))
-    if not subsampled and not isinstance(step_size, Constant):
+    if batches is None and not isinstance(step_size, Constant):
         raise ValueError(
             f"step_size={step_size!r} is for minibatches; on full data a step is "
             "halved while the bound falls: pass a number in (0, 1] or None"

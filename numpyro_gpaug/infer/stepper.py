@@ -15,6 +15,7 @@ from numpyro import handlers
 from numpyro_gpaug.analysis import structure_for
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem
+from numpyro_gpaug.infer.closed_params import ClosedParam
 from numpyro_gpaug.infer.elbo import other_terms
 from numpyro_gpaug.infer.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.sites import (
@@ -79,7 +80,8 @@ class Stepper:
     :param guide: its guide.
     :param arguments: the model's arguments.
     :param constrain: from unconstrained params to constrained ones.
-    :param optim: optax transformation, or ``None`` if nothing is learnt.
+    :param optim: optax transformation, or ``None`` to leave params where they are.
+    :param closed: params set in closed form.
     :param hyper_steps: gradient steps after a closed-form step.
     :param hyper_every: closed-form steps per time they are taken.
     :param sites: ``"auto"``, ``"augmented"`` or ``"exact"``.
@@ -93,6 +95,7 @@ class Stepper:
         arguments: Arguments,
         constrain: Callable[[dict[str, Any]], dict[str, Any]],
         optim: optax.GradientTransformation | None,
+        closed: tuple[ClosedParam, ...],
         hyper_steps: int,
         hyper_every: int,
         sites: str,
@@ -100,7 +103,8 @@ class Stepper:
     ) -> None:
         self._model, self._guide, self._arguments = model, guide, arguments
         self._constrain = constrain
-        self.optim = optim
+        self._optim, self._closed = optim, closed
+        self.learns = optim is not None or bool(closed)
         self._hyper_steps, self._hyper_every = hyper_steps, hyper_every
         self._structure = structure_for(model, guide.structure, arguments)
         self._subsampled = bool(self._structure.subsampled)
@@ -117,12 +121,14 @@ class Stepper:
     @cached_property
     def _schedule(self) -> Schedule:
         # Not made for an evaluation: its data may not be those of the steps.
-        return as_schedule(self._step_size, not self._comparable)
+        return as_schedule(
+            self._step_size, None if self._comparable else epoch_length(self._structure)
+        )
 
     def start(self, state: ConjugateState) -> Evaluation | tuple[()]:
         """What the first step of a loop needs; the fields are computed here, once, if
         they cannot change."""
-        if self.optim is not None or not self._comparable:
+        if self.learns or not self._comparable:
             return ()
         values, key = state.hyper.values, self._key(state)
         self._fixed_fields = self._fields(values, key, {})
@@ -271,7 +277,7 @@ class Stepper:
     ) -> Hyper:
         """Hyperparameters with their next pending update, none between two of them."""
         hyper = state.hyper
-        if self._hyper_every == 1 or self.optim is None:
+        if self._hyper_every == 1 or not self.learns:
             return self._gradient_step(hyper, values, *at)
         still = jax.tree.map(jnp.zeros_like, hyper.update)
         due = (state.step + 1) % self._hyper_every == 0
@@ -294,8 +300,7 @@ class Stepper:
         """The next pending update of the hyperparameters, the blocks held fixed in
         whitened coordinates (the envelope theorem makes this the gradient of the
         optimised bound)."""
-        optim = self.optim
-        if optim is None:
+        if not self.learns:
             return hyper
         q = {name: moments(n) for name, n in natural.items()}
 
@@ -307,21 +312,43 @@ class Stepper:
             direct, through = jax.grad(loss, (0, 1))(values, fields)
             return jax.tree.map(jnp.add, direct, pullback(through)[0])
 
-        def advance(gradients: Any, at: Any, optim_state: Any) -> tuple[Any, Any]:
-            updates, optim_state = optim.update(gradients, optim_state, at)
+        def advance(
+            at: Any, optim_state: Any, fields: Any, pullback: Callable
+        ) -> tuple[Any, Any]:
+            gradients = gradient(at, fields, pullback)
+            updates = jax.tree.map(jnp.zeros_like, at)
+            if self._optim is not None:
+                updates, optim_state = self._optim.update(gradients, optim_state, at)
+            if self._closed:
+                sites = self._sites(at, key, indices, fields)
+                marginals = {name: sites.marginals(name, q[name]) for name in q}
+                problem, _ = self._problem(at, key, indices)
+                updates |= self._maximised(problem, marginals, at, gradients)
             return jax.tree.map(jnp.add, at, updates), optim_state
 
         def further(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            at, optim_state = carry
-            fields, pullback = self._fields_and_pullback(at, key, indices)
-            return advance(gradient(at, fields, pullback), at, optim_state)
+            return advance(*carry, *self._fields_and_pullback(carry[0], key, indices))
 
-        carry = advance(gradient(values, fields, pullback), values, hyper.optim_state)
+        carry = advance(values, hyper.optim_state, fields, pullback)
         if self._hyper_steps > 1:
             carry = lax.fori_loop(1, self._hyper_steps, further, carry)
         update = jax.tree.map(lambda a, b: a - b, carry[0], values)
         scale = jnp.minimum(1, 2 * hyper.scale)
         return Hyper(values, update, scale, carry[1])
+
+    def _maximised(
+        self,
+        problem: BoundProblem,
+        marginals: dict[str, Any],
+        values: dict[str, Any],
+        gradients: dict[str, Any],
+    ) -> dict[str, Array]:
+        """Updates of the params that are set in closed form; gradients of the loss."""
+        carried = problem.predictors(marginals)
+        return {
+            p.name: p.update(problem, carried, values[p.name], -gradients[p.name])
+            for p in self._closed
+        }
 
     # The problem at given hyperparameters.
 
@@ -411,6 +438,12 @@ def _flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
 def _moved(hyper: Hyper) -> dict[str, Any]:
     """Hyperparameters after their pending update."""
     return jax.tree.map(lambda v, u: v + hyper.scale * u, hyper.values, hyper.update)
+
+
+def epoch_length(structure: Structure) -> float:
+    """Batches per epoch, of the plate that has most."""
+    ratios = [p.size / p.subsample_size for p in structure.subsampled.values()]
+    return max(ratios, default=1.0)
 
 
 def first_epochs(structure: Structure) -> dict[str, tuple[Array, Array]]:

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Params set to the closed-form maximiser of the bound."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro import handlers
+from numpyro.distributions import constraints
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.errors import NotConjugateError
+
+KEY = jax.random.key(0)
+LINE = gpaug.PiecewiseLink.from_function(lambda f: f, 6, -1.5, 1.5)
+CURVE = gpaug.PiecewiseLink.from_function(jax.nn.sigmoid, 6, -1.5, 1.5)
+
+
+def positive(name, start):
+    return numpyro.param(name, start, constraint=constraints.positive)
+
+
+def heights(link, constraint=constraints.real):
+    link = link.with_heights(link.heights.astype("float64"))
+    return gpaug.learned_link("theta", link, constraint)
+
+
+LIKELIHOODS = {
+    "normal": (lambda f: dist.Normal(f, positive("theta", 3.0)), "real"),
+    "factor": (lambda f: dist.Normal(f, 2 * positive("theta", 0.1)), "real"),
+    "laplace": (lambda f: dist.Laplace(f, positive("theta", 3.0)), "real"),
+    "poisson": (lambda f: gpaug.LogisticPoisson(f, positive("theta", 30.0)), "count"),
+    "softplus": (
+        lambda f: dist.Normal(
+            f, numpyro.param("theta", 3.0, constraint=constraints.softplus_positive)
+        ),
+        "real",
+    ),
+    "piecewise": (
+        lambda f: gpaug.PiecewiseNormal(f, LINE, positive("theta", 3.0)), "real"
+    ),
+    "heights": (lambda f: gpaug.PiecewiseNormal(f, heights(LINE), 0.3), "real"),
+    "probabilities": (
+        lambda f: gpaug.PiecewiseBernoulli(
+            f, heights(CURVE, constraints.unit_interval)
+        ),
+        "label",
+    ),
+}  # fmt: skip
+AUGMENTED = ("normal", "laplace", "poisson")
+
+
+def data(kind):
+    rng = np.random.default_rng(0)
+    X = np.sort(rng.uniform(-2, 2, 40))[:, None]
+    f = np.sin(2 * X[:, 0])
+    y = {
+        "real": f + 0.3 * rng.normal(size=40),
+        "count": rng.poisson(8 / (1 + np.exp(-2 * f))),
+        "label": (rng.random(40) < 1 / (1 + np.exp(-3 * f))).astype(int),
+    }[kind]
+    return jnp.asarray(X), jnp.asarray(y), jnp.linspace(-2, 2, 8)[:, None]
+
+
+def model(X, y=None, *, inducing, name, batch_size=None, weights=None):
+    kernel = gpaug.kernels.SquaredExponential(0.7, 1.5)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+    make = name if callable(name) else LIKELIHOODS[name][0]
+    with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as rows:
+        if batch_size is not None:
+            X, y = X[rows], y[rows]
+        fn = make(gp(X))
+        if weights is not None:
+            with handlers.scale(scale=weights), handlers.mask(mask=weights < 3):
+                numpyro.sample("y", fn, obs=y)
+        else:
+            numpyro.sample("y", fn, obs=y)
+
+
+def fitter(sites="auto", optim=None, m_step=("theta",)):
+    return gpaug.ConjugateSVI(
+        model, gpaug.AutoSparseGP(model), optim, sites, m_step=m_step
+    )
+
+
+CASES = [(name, "auto") for name in LIKELIHOODS]
+CASES += [(name, "augmented") for name in AUGMENTED]
+
+
+@pytest.mark.parametrize(("name", "sites"), CASES)
+def test_the_bound_is_at_rest_there(x64, name: str, sites: str) -> None:
+    """In few steps, without an optimiser, through weights and masks."""
+    X, y, Z = data(LIKELIHOODS[name][1])
+    weights = jnp.asarray(np.random.default_rng(1).uniform(0.5, 3.2, 40))
+    kwargs = {"inducing": Z, "name": name, "weights": weights}
+    svi = fitter(sites)
+    result = svi.run(KEY, 150, X, y, tol=1e-10, progress_bar=False, **kwargs)
+    assert np.diff(result.losses).max() < 1e-8
+    theta = result.params["theta"]
+    plain = fitter(sites, m_step=())
+
+    def loss(theta):
+        params = {**result.params, "theta": theta}
+        state = plain.init(KEY, X, y, init_params=params, **kwargs)
+        return plain.evaluate(state, X, y, **kwargs)
+
+    base = float(loss(theta))
+    np.testing.assert_allclose(base, result.losses[-1], atol=1e-7)
+    for k in range(np.size(theta)):
+        inner = theta.at[k] if theta.ndim else None
+        for factor in (0.97, 1.03):
+            moved = theta * factor if inner is None else inner.multiply(factor)
+            if name == "probabilities":
+                moved = jnp.minimum(moved, 1 - 1e-9)
+            assert loss(moved) > base - 1e-9
+
+
+def test_beside_an_optimiser_and_as_good(x64) -> None:
+    X, y, Z = data("real")
+
+    def learnt(X, y=None, *, inducing):
+        kernel = gpaug.kernels.SquaredExponential(positive("lengthscale", 2.0), 1.5)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+        scale = positive("scale", 1.0)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(gp(X), scale), obs=y)
+
+    losses = {}
+    for m_step in ((), ("scale",)):
+        svi = gpaug.ConjugateSVI(
+            learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.1), m_step=m_step
+        )
+        result = svi.run(KEY, 400, X, y, inducing=Z, tol=1e-7, progress_bar=False)
+        losses[m_step] = result.losses
+        assert np.diff(result.losses).max() < 1e-8
+    closed, plain = losses[("scale",)], losses[()]
+    assert closed[-1] < plain[-1] + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda f: dist.Normal(f + positive("theta", 1.0), 1.0), "no closed-form"),
+        (lambda f: dist.Normal(f, 0.1 + positive("theta", 1.0)), "up to a factor"),
+        (lambda f: dist.Normal(f, jnp.sqrt(positive("theta", 1.0))), "up to a factor"),
+        (lambda f: dist.StudentT(positive("theta", 3.0), f, 1.0), "one parameter"),
+        (
+            lambda f: dist.Normal(f * positive("theta", 1.0), positive("theta", 1.0)),
+            "has to be one parameter",
+        ),
+        (
+            lambda f: gpaug.PiecewiseNormal(f, gpaug.learned_link(
+                "theta", LINE, order="increasing"
+            ), 1.0),
+            "up to a factor",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(make, message: str) -> None:
+    X, y, Z = data("real")
+    with pytest.raises(NotConjugateError, match=message):
+        fitter().init(KEY, X, y, inducing=Z, name=make)
+
+
+def test_refused_options() -> None:
+    X, y, Z = data("real")
+    with pytest.raises(ValueError, match="for full data"):
+        fitter().init(KEY, X, y, inducing=Z, name="normal", batch_size=10)
+    with pytest.raises(ValueError, match="the params are"):
+        fitter(m_step=("scale",)).init(KEY, X, y, inducing=Z, name="normal")
