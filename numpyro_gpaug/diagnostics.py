@@ -38,14 +38,9 @@ from numpyro_gpaug.expectations import (
     predictive,
     through_wrappers,
 )
+from numpyro_gpaug.fields import Marginals, as_values
 from numpyro_gpaug.guides import AutoSparseGP
-from numpyro_gpaug.infer.bound import (
-    NUM_NODES,
-    BoundProblem,
-    Marginals,
-    as_values,
-    predictor,
-)
+from numpyro_gpaug.infer.bound import NUM_NODES, BoundProblem, predictor
 from numpyro_gpaug.process import Conditional
 from numpyro_gpaug.structure import Arguments, Observed, Structure, Trace
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,150 @@ from numpyro.infer.initialization import init_to_median
 
 from numpyro_gpaug.analysis import analyse
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
-from numpyro_gpaug.linalg import NaturalGaussian
+from numpyro_gpaug.fields import moments_of, with_latent_axis
+from numpyro_gpaug.laws import InducingLaw, Law
+from numpyro_gpaug.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.structure import Block, Structure, flat_functions
 
 _COVARIANCES = ("natural", "dense", "diagonal")
 
 
-class AutoSparseGP:
+class ProcessGuide:
+    """What guides of Gaussian processes share: they take the model apart, give every
+    latent they do not own to another NumPyro autoguide, and have a ``law`` that tells
+    predictions what was fitted.
+
+    :param model: a NumPyro model.
+    :param other: class of the autoguide for all other latents.
+    """
+
+    law: Law
+
+    def __init__(self, model: Callable[..., Any], other: Callable[..., Any]) -> None:
+        self.model = model
+        self._other_class = other
+        self._other: AutoGuide | None = None
+        self._structure: Structure | None = None
+        # Compiled prediction, by model: the same for all params.
+        self.predictors: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws every latent.
+
+        :return: values by site name.
+        """
+        raise NotImplementedError
+
+    def split_params(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+        """Params of a fit, parted into what predictions read by name and the moments of
+        the Gaussian blocks, latent axis first, by block name.
+
+        :param params: params of model and guide.
+        """
+        raise NotImplementedError
+
+    @property
+    def structure(self) -> Structure:
+        """What the model is made of.
+
+        :raises RuntimeError: before the guide was first called or set up.
+        """
+        if self._structure is None:
+            raise RuntimeError(
+                "the guide has not seen the model's arguments yet: call it, or "
+                "guide.setup(*args, **kwargs), first"
+            )
+        return self._structure
+
+    @property
+    def random_others(self) -> bool:
+        """Whether the other autoguide draws at random (``AutoDelta`` does not)."""
+        return self._other is not None and not isinstance(self._other, AutoDelta)
+
+    def setup(self, *args: Any, **kwargs: Any) -> Self:
+        """Takes the model apart for these arguments; done once, by the first call that
+        passes observations.
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        :return: the guide.
+        """
+        if self._structure is None or not self._structure.observed:
+            self._structure = self._take_apart(*args, **kwargs)
+            if self._structure.others:
+                self._other = self._build_other()
+                with handlers.block():
+                    handlers.seed(self._other, 0)(*args, **kwargs)
+        return self
+
+    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
+        return analyse(self.model, *args, **kwargs)
+
+    def _build_other(self) -> AutoGuide:
+        others = self.structure.others
+
+        def filled(message: dict[str, Any]) -> Array | None:
+            """Zeros for all that is hidden: an autoguide compiles the model it is
+            given, and its gradient, and needs nothing of it but its own latents."""
+            drawn = message["type"] == "sample" and message["name"] not in others
+            if drawn and not message["is_observed"]:
+                return jnp.zeros(message["fn"].shape())
+            return None
+
+        flat = flat_functions(self.model)
+        fixed = handlers.block(
+            handlers.substitute(flat, substitute_fn=filled),
+            expose=[*others, *self.structure.plates],
+        )
+        if self._other_class is AutoDelta:
+            return AutoDelta(fixed, init_loc_fn=init_to_median())
+        return self._other_class(fixed)
+
+    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws only what the other autoguide owns.
+
+        :return: values by site name; empty if the Gaussian blocks are all there is.
+        """
+        return dict(self._other(*args, **kwargs)) if self._other else {}
+
+    def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
+        """Posterior medians of the latents the other autoguide owns."""
+        return dict(self._other.median(params)) if self._other else {}
+
+    def sample_posterior(
+        self,
+        rng_key: Array,
+        params: dict[str, Any],
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> dict[str, Array]:
+        """Draws from the guide.
+
+        :param rng_key: random key.
+        :param params: the guide's params.
+        :param args: the model's arguments.
+        :param sample_shape: leading shape of the draws.
+        :param kwargs: the model's keyword arguments.
+        :return: values by site name.
+        """
+        self.setup(*args, **kwargs)
+
+        def draw(key: Array) -> dict[str, Array]:
+            seeded = handlers.seed(handlers.substitute(self, data=params), key)
+            return handlers.block(seeded)(*args, **kwargs)
+
+        if sample_shape == ():
+            return draw(rng_key)
+        keys = jax.random.split(rng_key, sample_shape)
+        for _ in sample_shape:
+            draw = jax.vmap(draw)
+        return draw(keys)
+
+
+class AutoSparseGP(ProcessGuide):
     """A Gaussian on the inducing values of every Gaussian process in a model (and on
     every plain Gaussian weight vector that reaches the likelihood affinely), and a
     NumPyro autoguide on all other latents.
@@ -68,65 +205,9 @@ class AutoSparseGP:
             raise ValueError(
                 f"covariance must be one of {_COVARIANCES}, got {covariance!r}"
             )
-        self.model = model
+        super().__init__(model, other)
         self.covariance = covariance
-        self._other_class = other
-        self._other: AutoGuide | None = None
-        self._structure: Structure | None = None
-
-    @property
-    def structure(self) -> Structure:
-        """What the model is made of.
-
-        :raises RuntimeError: before the guide was first called or set up.
-        """
-        if self._structure is None:
-            raise RuntimeError(
-                "the guide has not seen the model's arguments yet: call it, or "
-                "guide.setup(*args, **kwargs), first"
-            )
-        return self._structure
-
-    @property
-    def random_others(self) -> bool:
-        """Whether the other autoguide draws at random (``AutoDelta`` does not)."""
-        return self._other is not None and not isinstance(self._other, AutoDelta)
-
-    def setup(self, *args: Any, **kwargs: Any) -> AutoSparseGP:
-        """Takes the model apart for these arguments; done once, by the first call that
-        passes observations.
-
-        :param args: the model's arguments.
-        :param kwargs: its keyword arguments.
-        :return: the guide.
-        """
-        if self._structure is None or not self._structure.observed:
-            self._structure = analyse(self.model, *args, **kwargs)
-            if self._structure.others:
-                self._other = self._build_other()
-                with handlers.block():
-                    handlers.seed(self._other, 0)(*args, **kwargs)
-        return self
-
-    def _build_other(self) -> AutoGuide:
-        others = self.structure.others
-
-        def filled(message: dict[str, Any]) -> Array | None:
-            """Zeros for all that is hidden: an autoguide compiles the model it is
-            given, and its gradient, and needs nothing of it but its own latents."""
-            drawn = message["type"] == "sample" and message["name"] not in others
-            if drawn and not message["is_observed"]:
-                return jnp.zeros(message["fn"].shape())
-            return None
-
-        flat = flat_functions(self.model)
-        fixed = handlers.block(
-            handlers.substitute(flat, substitute_fn=filled),
-            expose=[*others, *self.structure.plates],
-        )
-        if self._other_class is AutoDelta:
-            return AutoDelta(fixed, init_loc_fn=init_to_median())
-        return self._other_class(fixed)
+        self.law = InducingLaw()
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draws every latent.
@@ -139,13 +220,6 @@ class AutoSparseGP:
             values[block.site] = numpyro.sample(block.site, self._gaussian(block))
         return values
 
-    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws only what the other autoguide owns.
-
-        :return: values by site name; empty if the Gaussian blocks are all there is.
-        """
-        return dict(self._other(*args, **kwargs)) if self._other else {}
-
     def median(self, params: dict[str, Any]) -> dict[str, Array]:
         """Posterior medians of all latents.
 
@@ -157,39 +231,14 @@ class AutoSparseGP:
             values[block.site] = self.gaussian(block, params).mean
         return values
 
-    def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
-        """Posterior medians of the latents the other autoguide owns."""
-        return dict(self._other.median(params)) if self._other else {}
-
-    def sample_posterior(
-        self,
-        rng_key: Array,
-        params: dict[str, Any],
-        *args: Any,
-        sample_shape: tuple[int, ...] = (),
-        **kwargs: Any,
-    ) -> dict[str, Array]:
-        """Draws from the guide.
-
-        :param rng_key: random key.
-        :param params: the guide's params.
-        :param args: the model's arguments.
-        :param sample_shape: leading shape of the draws.
-        :param kwargs: the model's keyword arguments.
-        :return: values by site name.
-        """
-        self.setup(*args, **kwargs)
-
-        def draw(key: Array) -> dict[str, Array]:
-            seeded = handlers.seed(handlers.substitute(self, data=params), key)
-            return handlers.block(seeded)(*args, **kwargs)
-
-        if sample_shape == ():
-            return draw(rng_key)
-        keys = jax.random.split(rng_key, sample_shape)
-        for _ in sample_shape:
-            draw = jax.vmap(draw)
-        return draw(keys)
+    def split_params(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+        blocks = self.structure.blocks
+        own = {name for b in blocks for name in self.param_names(b)}
+        gaussians = {b.name: self.gaussian(b, params) for b in blocks}
+        moments = {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
+        return {k: x for k, x in params.items() if k not in own}, moments
 
     def param_names(self, block: Block) -> tuple[str, str]:
         """Names of the two params of a block."""

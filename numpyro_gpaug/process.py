@@ -114,7 +114,7 @@ class GaussianProcess:
     @cached_property
     def cholesky(self) -> Array:
         """Lower factor of ``K_ZZ`` with jitter, (1 or C, M, M)."""
-        gram = _lead(self.kernel(self.inducing, self.inducing), 2)
+        gram = lead(self.kernel(self.inducing, self.inducing), 2)
         return cholesky_jitter(gram, self.jitter)
 
     def __call__(self, X: Array, latents: Array | None = None) -> Array:
@@ -160,18 +160,18 @@ class Conditional:
 
     def projection_through(self, factor: Array) -> Array:
         """``A`` from a factor of ``K_ZZ`` computed before, (1 or C, M, M)."""
-        cross = _lead(self.gp.kernel(self.X, self.gp.inducing), 2)
-        return self._select(solve_lower(factor, jnp.swapaxes(cross, -1, -2)))
+        gp = self.gp
+        return self.select(project(gp.kernel, gp.inducing, factor, self.X))
 
     @cached_property
     def prior_variance(self) -> Array:
         """``k(x, x)``, (1 or C, N)."""
-        return self._select(_lead(self.gp.kernel(self.X), 1))
+        return self.select(lead(self.gp.kernel(self.X), 1))
 
     @property
     def prior_covariance(self) -> Array:
         """``k(X, X)``, (1 or C, N, N)."""
-        return self._select(_lead(self.gp.kernel(self.X, self.X), 2))
+        return self.select(lead(self.gp.kernel(self.X, self.X), 2))
 
     @cached_property
     def residual(self) -> Array:
@@ -212,7 +212,7 @@ class Conditional:
         """
         # NumPyro draws standard normals in JAX's default dtype, whatever their loc's.
         v = jnp.asarray(v, self.dtype)
-        v = self._select(v) if self.gp.num_latents is not None else v[None]
+        v = self.select(v) if self.gp.num_latents is not None else v[None]
         values = self._as_values(jnp.einsum("...mn,...m->...n", self.projection, v))
         if eps is not None:
             # The residual is 0 where X is Z.
@@ -232,7 +232,7 @@ class Conditional:
             )
         return self.values(self.gp.v, eps)
 
-    def _select(self, per_latent: Array) -> Array:
+    def select(self, per_latent: Array) -> Array:
         """The chosen latents of an array with a leading axis 1 or C."""
         if self.latents is None or per_latent.shape[0] == 1:
             return per_latent
@@ -243,6 +243,12 @@ class Conditional:
         if self.gp.num_latents is None:
             return per_latent[0]
         return jnp.broadcast_to(per_latent.T, self.shape)
+
+
+def project(kernel: Any, inducing: Array, factor: Array, X: Array) -> Array:
+    """``A = L^-1 K_ZX``, (1 or C, M, N), from the lower factor of ``K_ZZ``."""
+    cross = lead(kernel(X, inducing), 2)
+    return solve_lower(factor, jnp.swapaxes(cross, -1, -2))
 
 
 def residual_variance(prior_variance: Array, projection: Array) -> Array:
@@ -279,5 +285,6 @@ def _columns(X: Array) -> int:
     return 1 if X.ndim == 1 else X.shape[-1]
 
 
-def _lead(array: Array, ndim: int) -> Array:
+def lead(array: Array, ndim: int) -> Array:
+    """``array`` with an axis over latents in front of its last ``ndim``."""
     return array if array.ndim > ndim else array[None]

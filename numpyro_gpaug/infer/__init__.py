@@ -3,7 +3,8 @@
 
 from numpyro_gpaug.infer.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.elbo import TraceAnalytic_ELBO
-from numpyro_gpaug.infer.posterior import FunctionValues, Posterior
+from numpyro_gpaug.infer.posterior import Posterior
+from numpyro_gpaug.infer.predictor import FunctionValues
 from numpyro_gpaug.infer.schedules import Adaptive, Constant, RobbinsMonro
 from numpyro_gpaug.infer.stepper import ConjugateState
 
