@@ -20,14 +20,22 @@ from numpyro_gpaug.errors import (
     UnknownLikelihoodError,
 )
 from numpyro_gpaug.expectations import Route, expected_log_prob, register_expectation
+from numpyro_gpaug.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.guides import AutoSparseGP
-from numpyro_gpaug.infer import ConjugateSVI, Posterior, TraceAnalytic_ELBO
+from numpyro_gpaug.infer import (
+    ConjugateSVI,
+    Posterior,
+    TraceAnalytic_ELBO,
+    TraceWasserstein_ELBO,
+    squared_wasserstein,
+)
 from numpyro_gpaug.process import GaussianProcess, with_residual
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Augmentation",
+    "AutoFunctionSpaceGP",
     "AutoSparseGP",
     "BayesianSVM",
     "CholeskyError",
@@ -45,6 +53,7 @@ __all__ = [
     "Posterior",
     "Route",
     "TraceAnalytic_ELBO",
+    "TraceWasserstein_ELBO",
     "UnknownLikelihoodError",
     "diagnostics",
     "expected_log_prob",
@@ -52,6 +61,7 @@ __all__ = [
     "kernels",
     "register_augmentation",
     "register_expectation",
+    "squared_wasserstein",
     "testing",
     "with_residual",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ class GaussianProcess:
         shape = (num_inducing,) if num_latents is None else (num_latents, num_inducing)
         standard = dist.Normal(jnp.zeros(shape, self.inducing.dtype), 1)
         self.v = numpyro.sample(f"{name}.v", standard.to_event(len(shape)))
-        if self.v.shape != shape:
+        if not isinstance(self.v, FunctionDraw) and self.v.shape != shape:
             raise ValueError(
                 f'GaussianProcess("{name}"): its inducing values have shape '
                 f"{self.v.shape}, but {num_inducing} inducing inputs call for {shape}. "
@@ -136,6 +136,15 @@ class GaussianProcess:
             raise ValueError("latents= needs a GaussianProcess with num_latents=C")
         conditional = Conditional(self, X, latents)
         return deterministic_site(self.name, conditional)
+
+
+class FunctionDraw(NamedTuple):
+    """What a guide fills in for an inducing vector when it draws the function itself.
+
+    :param values: function values where the model calls the process.
+    """
+
+    values: Array
 
 
 class Conditional:
@@ -220,6 +229,8 @@ class Conditional:
         return self.mean + values
 
     def __call__(self) -> Array:
+        if isinstance(self.gp.v, FunctionDraw):
+            return self.gp.v.values
         policy = current_residual_policy()
         eps = None
         if policy == "noise":

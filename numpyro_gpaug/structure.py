@@ -144,14 +144,14 @@ def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
         initial = message["fn"](*message["args"], **message["kwargs"])
         if initial is None:  # asks whether there is a value before it brings one
             return None
-        structure = jax.tree.structure(initial)
-        if structure.num_leaves != len(value.leaves):
+        declared = len(jax.tree.leaves(initial))
+        if declared != len(value.leaves):
             raise ValueError(
                 f"param {message['name']!r} was saved with {len(value.leaves)} arrays, "
-                f"but the code declares {structure.num_leaves}: load it with the model "
+                f"but the code declares {declared}: load it with the model "
                 "and the guide of the fit"
             )
-        return jax.tree.unflatten(structure, value.leaves)
+        return jax.tree.unflatten(jax.tree.structure(initial), value.leaves)
 
     return handlers.substitute(fn, substitute_fn=filled)
 

@@ -65,7 +65,7 @@ def _is_plain(tree: Any) -> bool:
         return all(isinstance(k, str) and _is_plain(v) for k, v in tree.items())
     if type(tree) in (list, tuple):
         return all(map(_is_plain, tree))
-    return jax.tree.structure(tree) == jax.tree.structure(0)
+    return jax.tree_util.all_leaves([tree])
 
 
 def pack_structure(structure: Structure) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class BoundProblem:
     ) -> None:
         self.structure = structure
         self._model, self._arguments = model, arguments
-        self._values, self._key = values, key
+        self.values, self._key = values, key
         self._processes = [b for b in structure.blocks if b.is_process]
         self._weights = [b for b in structure.blocks if not b.is_process]
         self._zeros = structure.zeros
@@ -66,7 +66,7 @@ class BoundProblem:
     def trace(self, at: dict[str, Array]) -> Trace:
         """Runs the model with function values and weights filled in from ``at``;
         whatever is missing from it is at zero."""
-        values = {**self._zeros, **self._values, **at}
+        values = {**self._zeros, **self.values, **at}
         return run_model(self._model, self._arguments, self._key, values)
 
     @cached_property
