@@ -22,7 +22,7 @@ from numpyro_gpaug.infer.elbo import (
     trace_guide,
 )
 from numpyro_gpaug.laws import Fit, GaussianMeasure, prior_measure
-from numpyro_gpaug.linalg import cholesky_jitter, default_jitter
+from numpyro_gpaug.linalg import default_jitter
 from numpyro_gpaug.structure import Arguments
 
 ESTIMATORS = ("symmetric", "spectral")
@@ -180,9 +180,10 @@ def symmetric_distance(P: GaussianMeasure, Q: GaussianMeasure, X: Array) -> Arra
     :param X: inputs, (N, D).
     """
     shift = jnp.square(P.mean(X) - Q.mean(X)).mean(-1)
-    jitter = default_jitter(X.shape[0], shift.dtype)
-    factors = [cholesky_jitter(measure.kernel(X, X), jitter) for measure in (P, Q)]
-    return shift + _procrustes(*factors) / X.shape[0]
+    K, R = P.kernel(X, X), Q.kernel(X, X)
+    scale = jnp.maximum(_mean_variance(K), _mean_variance(R))
+    floor = lax.stop_gradient(scale) * default_jitter(X.shape[0], K.dtype)
+    return shift + _bures(K, R, floor) / X.shape[0]
 
 
 def spectral_distance(
@@ -213,8 +214,7 @@ def squared_wasserstein(
     :math:`|m - m'|^2 + \mathrm{tr}(K + K' - 2 (K^{1/2} K' K^{1/2})^{1/2})`.
 
     Divide it by N for the distance between Gaussian measures with respect to N inputs
-    that :class:`TraceWasserstein_ELBO` estimates. No jitter is added, and gradients are
-    not defined where a covariance is singular.
+    that :class:`TraceWasserstein_ELBO` estimates.
 
     :param mean: (..., N).
     :param covariance: (..., N, N), symmetric and positive semidefinite.
@@ -230,24 +230,45 @@ def squared_wasserstein(
     2.0
     """
     shift = jnp.square(mean - other_mean).sum(-1)
-    return shift + _procrustes(_root(covariance), _root(other_covariance))
+    return shift + _bures(covariance, other_covariance, jnp.zeros((), shift.dtype))
 
 
-def _procrustes(A: Array, B: Array) -> Array:
-    r"""The distance between centred Gaussians with covariances :math:`A A^\top` and
-    :math:`B B^\top`, :math:`\min_U |A - B U|^2` over orthogonal U.
+def _bures(K: Array, R: Array, floor: Array) -> Array:
+    r"""The distance between centred Gaussians, with ``floor`` added to eigenvalues.
 
-    The minimiser is the orthogonal factor of :math:`B^\top A`. At a minimum its own
-    derivative does not count (envelope theorem), so it is held fixed: the value is a
-    sum of squares, and the gradient is finite whatever the eigenvalues, equal or 0.
+    With :math:`K = A A^\top` and :math:`R = B B^\top` it is the minimum of
+    :math:`|A - B U|^2` over orthogonal U, at the orthogonal factor of
+    :math:`B^\top A`: a sum of squares, so not negative, and free of cancellation. Its
+    derivatives are those of an eigenvalue problem only in appearance: the optimal
+    transport maps :math:`B U A^{-1}` and :math:`A U^\top B^{-1}` give them without
+    a difference of eigenvalues, which may be equal.
     """
-    left, _, right = jnp.linalg.svd(_transposed(B) @ A, full_matrices=False)
-    return jnp.square(A - B @ lax.stop_gradient(left @ right)).sum((-2, -1))
+    A, inverse_A = _root(lax.stop_gradient(K), floor)
+    B, inverse_B = _root(lax.stop_gradient(R), floor)
+    left, _, right = jnp.linalg.svd(_transposed(B) @ A)
+    turn = left @ right
+    value = jnp.square(A - B @ turn).sum((-2, -1))
+    # At a minimum the derivative of U does not count.
+    for matrix, there in (
+        (K, B @ turn @ inverse_A),
+        (R, A @ _transposed(turn) @ inverse_B),
+    ):
+        slope = jnp.eye(K.shape[-1], dtype=K.dtype) - there
+        value = value + (slope * (matrix - lax.stop_gradient(matrix))).sum((-2, -1))
+    return value
 
 
-def _root(covariance: Array) -> Array:
+def _root(covariance: Array, floor: Array) -> tuple[Array, Array]:
+    """A factor and its (pseudo-)inverse; what rounding made negative counts as 0."""
     values, vectors = jnp.linalg.eigh(covariance)
-    return vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :]
+    roots = jnp.sqrt(jnp.maximum(values, 0) + floor[..., None])
+    positive = roots > 0
+    inverse = jnp.where(positive, 1 / jnp.where(positive, roots, 1), 0)
+    return vectors * roots[..., None, :], inverse[..., None] * _transposed(vectors)
+
+
+def _mean_variance(covariance: Array) -> Array:
+    return jnp.diagonal(covariance, axis1=-2, axis2=-1).mean(-1)
 
 
 def _transposed(matrix: Array) -> Array:
