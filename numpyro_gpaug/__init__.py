@@ -13,6 +13,7 @@ from numpyro_gpaug.distributions import (
     LogisticSoftmax,
     LogisticSoftmaxMeanField,
     PolyaGamma,
+    RobustMax,
 )
 from numpyro_gpaug.errors import (
     CholeskyError,
@@ -51,6 +52,7 @@ __all__ = [
     "NotConjugateError",
     "PolyaGamma",
     "Posterior",
+    "RobustMax",
     "Route",
     "TraceAnalytic_ELBO",
     "TraceWasserstein_ELBO",

@@ -12,6 +12,7 @@ from numpyro_gpaug.augmentation import (
     normal,
     normalizer,
     poisson,
+    robust_max,
     student_t,
 )
 from numpyro_gpaug.augmentation.base import (
@@ -34,5 +35,6 @@ __all__ = [
     "normalizer",
     "poisson",
     "register_augmentation",
+    "robust_max",
     "student_t",
 ]

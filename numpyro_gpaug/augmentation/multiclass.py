@@ -24,7 +24,7 @@ from numpyro_gpaug.augmentation.base import (
     register_augmentation,
 )
 from numpyro_gpaug.distributions import logistic_softmax
-from numpyro_gpaug.distributions.logistic_softmax import chosen_class
+from numpyro_gpaug.distributions._classes import chosen_class
 from numpyro_gpaug.expectations import register_expectation
 from numpyro_gpaug.log_sum import (
     EXPONENTIAL,

@@ -15,6 +15,7 @@ from numpyro_gpaug.distributions.logistic_softmax import (
     LogisticSoftmaxMeanField,
 )
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
+from numpyro_gpaug.distributions.robust_max import RobustMax
 
 __all__ = [
     "BayesianSVM",
@@ -27,4 +28,5 @@ __all__ = [
     "LogisticSoftmax",
     "LogisticSoftmaxMeanField",
     "PolyaGamma",
+    "RobustMax",
 ]

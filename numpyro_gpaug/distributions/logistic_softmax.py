@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
-from jax import Array, random
+from jax import Array
 from jax.scipy.special import logsumexp
-from numpyro.distributions import Distribution, constraints
-from numpyro.distributions.util import validate_sample
+from numpyro.distributions import constraints
+
+from numpyro_gpaug.distributions._classes import Classes, class_shape
 
 
-class LogisticSoftmax(Distribution):
+class LogisticSoftmax(Classes):
     r"""Classes ``0 .. C-1`` with ``p(k) = sigmoid(f_k) / sum_c sigmoid(f_c)``.
 
     Like the softmax it orders the classes by their latents, but a latent saturates:
@@ -33,57 +31,17 @@ class LogisticSoftmax(Distribution):
     """
 
     arg_constraints = {"logits": constraints.real_vector}
-    has_enumerate_support = True
+    latent = "logits"
 
     def __init__(self, logits: Array, *, validate_args: bool | None = None) -> None:
-        shape = jnp.shape(logits)
-        if not shape or shape[-1] < 2:
-            raise ValueError(
-                f"logits has shape {shape}: the last axis runs over classes, at least "
-                "two of them (num_latents=C of the Gaussian process)"
-            )
         self.logits = logits
-        super().__init__(batch_shape=shape[:-1], validate_args=validate_args)
-
-    @constraints.dependent_property(is_discrete=True, event_dim=0)
-    def support(self) -> Any:
-        return constraints.integer_interval(0, jnp.shape(self.logits)[-1] - 1)
+        batch_shape = class_shape("logits", logits)
+        super().__init__(batch_shape=batch_shape, validate_args=validate_args)
 
     @property
     def log_probs(self) -> Array:
-        """Log-probabilities of the classes, (..., C)."""
         log_g = jax.nn.log_sigmoid(self.logits)
         return log_g - logsumexp(log_g, -1, keepdims=True)
-
-    @property
-    def probs(self) -> Array:
-        """Probabilities of the classes, (..., C)."""
-        return jnp.exp(self.log_probs)
-
-    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        shape = sample_shape + self.batch_shape
-        return random.categorical(key, jax.nn.log_sigmoid(self.logits), shape=shape)
-
-    @validate_sample
-    def log_prob(self, value: Array) -> Array:
-        return chosen_class(self.log_probs, value)
-
-    @property
-    def mean(self) -> Array:
-        """NaN, as NumPyro's ``Categorical``: classes have no order."""
-        return jnp.full(self.batch_shape, jnp.nan, jnp.result_type(self.logits))
-
-    @property
-    def variance(self) -> Array:
-        """NaN, as NumPyro's ``Categorical``: classes have no order."""
-        return self.mean
-
-    def enumerate_support(self, expand: bool = True) -> Array:  # noqa: FBT002
-        values = jnp.arange(jnp.shape(self.logits)[-1])
-        values = values.reshape((-1,) + (1,) * len(self.batch_shape))
-        if expand:
-            values = jnp.broadcast_to(values, values.shape[:1] + self.batch_shape)
-        return values
 
 
 class LogisticSoftmaxMeanField(LogisticSoftmax):
@@ -102,15 +60,3 @@ class LogisticSoftmaxMeanField(LogisticSoftmax):
     >>> print(LogisticSoftmaxMeanField(jnp.zeros(4)).probs)
     [0.25 0.25 0.25 0.25]
     """
-
-
-def chosen_class(per_class: Array, y: Array) -> Array:
-    """Entries of (..., C) at classes y, broadcast against each other.
-
-    :param per_class: values by class.
-    :param y: classes, 0 .. C-1.
-    """
-    shape = jnp.broadcast_shapes(jnp.shape(y), per_class.shape[:-1])
-    per_class = jnp.broadcast_to(per_class, shape + per_class.shape[-1:])
-    index = jnp.broadcast_to(jnp.asarray(y, jnp.int32), shape)
-    return jnp.take_along_axis(per_class, index[..., None], -1)[..., 0]
