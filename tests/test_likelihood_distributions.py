@@ -47,6 +47,14 @@ def moments(dtype):
     return jnp.array([-0.7, 0.4, 1.0], dtype), jnp.array([0.1, 0.3, 0.01], dtype)
 
 
+def of_classes(name, dtype):
+    m = jnp.stack([moments(dtype)[0], jnp.zeros(3, dtype), jnp.ones(3, dtype)], -1)
+    if name == "predicted_robust_max":
+        return predictive(gpaug.RobustMax(m, 0.1), {"f": m}, {"f": 0.3 + m * m})
+    softmax = name == "logistic_softmax"
+    return gpaug.LogisticSoftmax(m) if softmax else gpaug.RobustMax(m, 0.1)
+
+
 TABLE = {
     "svm": lambda t: gpaug.BayesianSVM(moments(t)[0]),
     "logistic_poisson": lambda t: gpaug.LogisticPoisson(moments(t)[0], 7.0),
@@ -57,7 +65,13 @@ TABLE = {
         f"predicted_{name}": lambda t, name=name: predicted(name, *moments(t))
         for name in [*PARAMETERS, "heteroscedastic"]
     },
+    **{
+        name: lambda t, name=name: of_classes(name, t)
+        for name in ("logistic_softmax", "robust_max", "predicted_robust_max")
+    },
 }
+# Classes have no order, and no moments.
+ORDERED = list(TABLE)[:-3]
 
 
 @cache
@@ -67,18 +81,19 @@ def compiled(name, dtype):
 
 
 QUICK = ("svm", "logistic_poisson", "heteroscedastic_normal", "predicted_poisson",
-         "predicted_student_t")  # fmt: skip
-SOME_SLOW = [
-    n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TABLE
-]
+         "predicted_student_t", "robust_max")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SOME_SLOW)
+def some_slow(names):
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", some_slow(TABLE))
 def test_citizenship(x64, name) -> None:
     """Pytree, jit, vmap and expand leave the log-density what it is."""
     d = compiled(name, "float64")
     assert (d.batch_shape, d.event_shape) == ((3,), ())
-    y = jnp.ones(3)
+    y = jnp.ones(3, float if name in ORDERED else int)
 
     @jax.jit
     def everything(d, y):
@@ -122,7 +137,7 @@ SAMPLED = ("svm", "heteroscedastic_normal")
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.slow) for n in TABLE],
+    [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.slow) for n in ORDERED],
 )
 def test_draws_have_the_moments(name) -> None:
     d = compiled(name, "float32")
@@ -136,7 +151,7 @@ def test_draws_have_the_moments(name) -> None:
     assert error.max() < 4.5
 
 
-@pytest.mark.parametrize("name", SOME_SLOW)
+@pytest.mark.parametrize("name", some_slow(ORDERED))
 def test_densities_are_normalised_and_have_the_moments(x64, name) -> None:
     d = compiled(name, "float64")
     if d.is_discrete:

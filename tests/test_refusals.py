@@ -75,19 +75,15 @@ def test_counts_that_are_not() -> None:
             run(model, X, jnp.full(20, wrong))
 
 
-@pytest.mark.parametrize("likelihood", ["softmax", "logistic"])
-def test_forgotten_num_latents(likelihood: str) -> None:
+@pytest.mark.parametrize(
+    "likelihood",
+    [lambda f: dist.Categorical(logits=f), gpaug.LogisticSoftmax, gpaug.RobustMax],
+)
+def test_forgotten_num_latents(likelihood) -> None:
     def model(X, y=None):
         f = gpaug.GaussianProcess("f", KERNEL(), X[:5])
         with numpyro.plate("data", X.shape[0]):
-            value = f(X)
-            softmax = likelihood == "softmax"
-            d = (
-                dist.Categorical(logits=value)
-                if softmax
-                else gpaug.LogisticSoftmax(value)
-            )
-            numpyro.sample("y", d, obs=y)
+            numpyro.sample("y", likelihood(f(X)), obs=y)
 
     X, y = toy(20)
     with pytest.raises(ValueError, match="num_latents=C"):

@@ -18,9 +18,10 @@ class RobustMax(Classes):
     A datum costs at most ``log((J-1) / epsilon)`` nats however far on the wrong side it
     lies, so that outliers do not move the boundary [1], [2]. ([2] prints ``epsilon``
     for every wrong class, with which the probabilities do not sum to one, but uses
-    ``epsilon / (J-1)``.) The density is piecewise constant in the latents: MCMC by
-    gradients and maximum-likelihood learn nothing from it, its Gaussian expectation is
-    smooth.
+    ``epsilon / (J-1)``.) The density is piecewise constant in the latents: samplers
+    that follow gradients learn nothing from it, but its Gaussian expectation is smooth.
+    It depends on the order of the latents only, hence not on a variance that all
+    processes share: keep that one fixed.
 
     :param f: latents, (..., J) with J >= 2; between equal ones the first is the
         largest.
