@@ -12,8 +12,8 @@ turned by a quarter turn, and with their pixels shuffled. Draws
     python examples/function_space_images.py --data mine.npz --inducing 200
 
 ``mine.npz`` holds X, images (N, height, width), (N, height, width, channels) or, of
-square images, (N, pixels), and y, labels (N,); if it holds X_test and y_test, those are
-the test set.
+square images, (N, pixels), and y, labels (N,); X_train and y_train are read likewise.
+If it holds X_test and y_test, those are the test set.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ def load(path: str | None, seed: int) -> Data:
         found = {"X": digits.images, "y": digits.target}
     else:
         with np.load(path, allow_pickle=False) as archive:
-            if not {"X", "y"} <= set(archive):
-                raise SystemExit(f"{path} holds {list(archive)}; expected X and y")
-            found = {k: archive[k] for k in archive if k[:1] in "Xy"}
+            names = {"X_train": "X", "y_train": "y"}
+            found = {names.get(k, k): archive[k] for k in archive}
+        if not {"X", "y"} <= set(found):
+            raise SystemExit(f"{path} holds {list(found)}; expected X and y")
     classes, y = np.unique(found["y"].ravel(), return_inverse=True)
     images = as_images(found["X"], y)
     if {"X_test", "y_test"} <= set(found):
@@ -158,7 +159,8 @@ def fit_process(
     fitted = svi.run(
         jax.random.key(args.seed), args.steps, X, y, **given, progress_bar=False
     )
-    return gpaug.Posterior.from_guide(model, guide, fitted.params, X, y, **given)
+    params = jax.block_until_ready(fitted.params)  # or the next fit would wait for it
+    return gpaug.Posterior.from_guide(model, guide, params, X, y, **given)
 
 
 def fit_network(mean: Callable, X: jax.Array, y: jax.Array, args) -> Callable:
@@ -175,7 +177,8 @@ def fit_network(mean: Callable, X: jax.Array, y: jax.Array, args) -> Callable:
     svi = SVI(classifier, nothing, optimiser(args.steps), Trace_ELBO())
     key, batch_size = jax.random.key(args.seed), min(BATCH_SIZE, len(X))
     fitted = svi.run(key, args.steps, X, y, batch_size=batch_size, progress_bar=False)
-    filled = numpyro.handlers.substitute(mean, data=fitted.params)
+    params = jax.block_until_ready(fitted.params)
+    filled = numpyro.handlers.substitute(mean, data=params)
     return lambda X: jax.nn.softmax(filled(jnp.asarray(X)))
 
 
@@ -198,7 +201,7 @@ def fit_all(data: Data, args) -> tuple[dict[str, Callable], dict[str, float]]:
     def mean(X: jax.Array) -> jax.Array:
         return jax.vmap(eqx_module("net", net))(X)
 
-    wasserstein = gpaug.TraceWasserstein_ELBO(args.weight, num_points=50)
+    wasserstein = gpaug.TraceWasserstein_ELBO(args.weight, num_points=40)
     in_function_space = gpaug.AutoFunctionSpaceGP(model, mean)
     of_inducing_values = gpaug.AutoSparseGP(model, covariance="dense")
     bound = gpaug.TraceAnalytic_ELBO()
@@ -319,7 +322,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--likelihood", choices=LIKELIHOODS, default="robust-max")
     parser.add_argument("--inducing", type=int, default=100, help="inducing inputs")
     parser.add_argument("--width", type=int, default=100, help="of the two layers")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument(
         "--weight", type=float, default=1.0, help="of the distance to the prior"
     )

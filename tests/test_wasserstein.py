@@ -446,7 +446,7 @@ def test_learns_in_batches(classes) -> None:
     posterior, _, result, (X, y), _ = classes
     assert result.losses[-20:].mean() < 0.6 * result.losses[0]
     accuracy = np.mean(posterior.predict_y(X).probs.argmax(1) == y)
-    assert accuracy > 0.85
+    assert accuracy > 0.75
 
 
 def test_posterior_is_the_closed_form(x64) -> None:

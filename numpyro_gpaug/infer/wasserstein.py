@@ -63,7 +63,7 @@ class TraceWasserstein_ELBO(ELBO):
         not 0 for Q = P unless :math:`X_S = X`. It needs JAX's nonsymmetric
         eigendecomposition, which not every accelerator has.
     :param num_points: the number of inputs drawn without replacement, N_S; all of them
-        if there are no more.
+        if there are no more. A step costs its cube, per latent.
     :param num_particles: draws of the other latents, and of the inputs, per step.
     :raises ValueError: for an unknown estimator, or a weight or number of points that
         is not positive.
@@ -92,7 +92,7 @@ class TraceWasserstein_ELBO(ELBO):
         self,
         weight: float = 1.0,
         estimator: str = "symmetric",
-        num_points: int = 100,
+        num_points: int = 50,
         num_particles: int = 1,
     ) -> None:
         if estimator not in ESTIMATORS:
