@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images classified by a neural network that knows where it does not know.
+"""Images classified by a neural network with a Gaussian measure around it.
 
 Gaussian Wasserstein inference (Wild, Hu and Sejdinovic, 2022) fits a Gaussian measure
 on functions whose mean is a network and whose covariance is that of a sparse Gaussian
 process. Beside it stand the same network trained by cross-entropy and the same
-Gaussian process fitted by its evidence bound, on test images, on the same images
-turned by a quarter turn, and with their pixels shuffled. Draws
-``function_space_images.png``::
+Gaussian process fitted by its evidence bound, on test images and on two kinds of
+strangers: test images turned by a quarter turn, and with their pixels shuffled (one
+order for all). Scores are those of test images; the AUROC is that of telling a stranger
+by the entropy of its predicted class. Draws ``function_space_images.png``::
 
     python examples/function_space_images.py
     python examples/function_space_images.py --data mine.npz --inducing 200
+
+The covariance grows away from the data, up to the prior's variance, and the network's
+mean grows too: where it grows faster (turned digits have ink where no digit has, and
+the network extrapolates from it), this measure is as sure as the network is, and the
+Gaussian process is not. A larger ``--weight`` holds the mean down, on the data only.
 
 ``mine.npz`` holds X, images (N, height, width), (N, height, width, channels) or, of
 square images, (N, pixels), and y, labels (N,); X_train and y_train are read likewise.
