@@ -606,6 +606,10 @@ def test_wrong_models_guides_and_settings_are_named() -> None:
         gpaug.TraceAnalytic_ELBO().loss(
             KEY, params, regression, guide, X, X[:, 0], inducing=X[:3]
         )
+    with pytest.raises(TypeError, match="no density with respect to the prior"):
+        gpaug.diagnostics.to_datatree(
+            KEY, regression, guide, params, X, X[:, 0], inducing=X[:3]
+        )
     with pytest.raises(ValueError, match="estimator must be one of"):
         gpaug.TraceWasserstein_ELBO(estimator="exact")
     with pytest.raises(ValueError, match="weight=0"):
