@@ -76,7 +76,7 @@ def three(X, y=None, *, Z, batch_size=None):
     gp = gpaug.GaussianProcess("f", kernel, Z, mean=mean, num_latents=3)
     with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as i:
         y = None if y is None else y[i]
-        numpyro.sample("y", dist.Categorical(logits=gp(X[i])), obs=y)
+        numpyro.sample("y", gpaug.RobustMax(gp(X[i])), obs=y)
 
 
 def linear(X):
@@ -269,7 +269,8 @@ def test_gradients_are_finite_at_the_prior() -> None:
         "lengthscale": jnp.ones((3, 1)),
         "f.v_auto_tril": jnp.broadcast_to(jnp.eye(5), (3, 5, 5)),
     }
-    slopes = jax.grad(lambda p: loss_at(loss, guide, three, p, X, y, Z=X[:5]))(params)
+    slope = jax.grad(lambda p: loss_at(loss, guide, three, p, X, y, Z=X[:5]))
+    slopes = jax.jit(slope)(params)
     assert all(np.isfinite(slope).all() for slope in slopes.values())
 
 
@@ -286,7 +287,7 @@ def test_batches_are_unbiased_in_the_likelihood() -> None:
     given = {"Z": X[:5]}
     whole = loss_at(loss, guide, three, params, X, y, **given)
     batch = gpaug.AutoFunctionSpaceGP(three, linear)
-    keys = jax.random.split(KEY, 4000)
+    keys = jax.random.split(KEY, 1000)
     values = jax.jit(jax.vmap(
         lambda key: loss.loss(key, params, three, batch, X, y, batch_size=4, **given)
     ))(keys)  # fmt: skip
@@ -572,7 +573,7 @@ def test_wrong_means_and_kernels_are_named() -> None:
     with pytest.raises(ValueError, match=r"\(40, 1\).*expected \(40,\)"):
         run(lambda X: X[:, :1], model=regression, inducing=X[:5])
     four = gpaug.kernels.Matern32(variance=jnp.ones(4))
-    with pytest.raises(ValueError, match=r"kernel.*num_latents=3.*\(3, 40, 40\)"):
+    with pytest.raises(ValueError, match=r"kernel.*num_latents=3.*\(3, 5, 5\)"):
         run(linear, four)
     with pytest.raises(TypeError, match="mean is a float"):
         run(0.0)
