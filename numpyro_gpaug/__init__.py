@@ -26,8 +26,15 @@ from numpyro_gpaug.errors import (
     UnknownLikelihoodError,
 )
 from numpyro_gpaug.expectations import Route, expected_log_prob, register_expectation
+from numpyro_gpaug.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.guides import AutoSparseGP
-from numpyro_gpaug.infer import ConjugateSVI, Posterior, TraceAnalytic_ELBO
+from numpyro_gpaug.infer import (
+    ConjugateSVI,
+    Posterior,
+    TraceAnalytic_ELBO,
+    TraceWasserstein_ELBO,
+    squared_wasserstein,
+)
 from numpyro_gpaug.links import PiecewiseLink, learned_link, link_penalty
 from numpyro_gpaug.process import GaussianProcess, with_residual
 
@@ -35,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Augmentation",
+    "AutoFunctionSpaceGP",
     "AutoSparseGP",
     "BayesianSVM",
     "CholeskyError",
@@ -59,6 +67,7 @@ __all__ = [
     "RobustMax",
     "Route",
     "TraceAnalytic_ELBO",
+    "TraceWasserstein_ELBO",
     "UnknownLikelihoodError",
     "diagnostics",
     "expected_log_prob",
@@ -68,6 +77,7 @@ __all__ = [
     "link_penalty",
     "register_augmentation",
     "register_expectation",
+    "squared_wasserstein",
     "testing",
     "with_residual",
 ]

@@ -38,14 +38,10 @@ from numpyro_gpaug.expectations import (
     predictive,
     through_wrappers,
 )
+from numpyro_gpaug.fields import Marginals, as_values
+from numpyro_gpaug.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.guides import AutoSparseGP
-from numpyro_gpaug.infer.bound import (
-    NUM_NODES,
-    BoundProblem,
-    Marginals,
-    as_values,
-    predictor,
-)
+from numpyro_gpaug.infer.bound import NUM_NODES, BoundProblem, predictor
 from numpyro_gpaug.process import Conditional
 from numpyro_gpaug.structure import Arguments, Observed, Structure, Trace
 
@@ -116,6 +112,7 @@ def to_datatree(
     :param kwargs: the model's keyword arguments.
     :return: a :class:`xarray.DataTree`.
     :raises ValueError: for fewer than two draws.
+    :raises TypeError: for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`.
 
     **Example**
 
@@ -140,6 +137,12 @@ def to_datatree(
 
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2, got {num_samples}")
+    if isinstance(guide, AutoFunctionSpaceGP):
+        raise TypeError(
+            "an AutoFunctionSpaceGP has no density with respect to the prior, so that "
+            "there are no importance ratios: judge it on held-out data, by "
+            "Posterior.log_prob, brier_score and expected_calibration_error"
+        )
     model = whole_plates(model)
     if isinstance(guide, AutoSparseGP):
         structure = guide.setup(*args, **kwargs).structure

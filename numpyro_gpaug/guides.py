@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from numpyro.infer.initialization import init_to_median
 from numpyro_gpaug.analysis import analyse
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.expectations import base_distribution
-from numpyro_gpaug.linalg import NaturalGaussian
+from numpyro_gpaug.fields import moments_of, with_latent_axis
+from numpyro_gpaug.laws import InducingLaw, Law
+from numpyro_gpaug.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.structure import (
     Arguments,
     Block,
@@ -30,7 +32,142 @@ from numpyro_gpaug.structure import (
 _COVARIANCES = ("natural", "dense", "diagonal")
 
 
-class AutoSparseGP:
+class ProcessGuide:
+    """What guides of Gaussian processes share: they take the model apart, give every
+    latent they do not own to another NumPyro autoguide, and have a ``law`` that tells
+    predictions what was fitted.
+
+    :param model: a NumPyro model.
+    :param other: class of the autoguide for all other latents.
+    """
+
+    law: Law
+
+    def __init__(self, model: Callable[..., Any], other: Callable[..., Any]) -> None:
+        self.model = model
+        self._other_class = other
+        self._other: AutoGuide | None = None
+        self._structure: Structure | None = None
+        # Compiled prediction, by model: the same for all params.
+        self.predictors: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws every latent.
+
+        :return: values by site name.
+        """
+        raise NotImplementedError
+
+    def split_params(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+        """Params of a fit, parted into what predictions read by name and the moments of
+        the Gaussian blocks, latent axis first, by block name.
+
+        :param params: params of model and guide.
+        """
+        raise NotImplementedError
+
+    @property
+    def structure(self) -> Structure:
+        """What the model is made of.
+
+        :raises RuntimeError: before the guide was first called or set up.
+        """
+        if self._structure is None:
+            raise RuntimeError(
+                "the guide has not seen the model's arguments yet: call it, or "
+                "guide.setup(*args, **kwargs), first"
+            )
+        return self._structure
+
+    @property
+    def random_others(self) -> bool:
+        """Whether the other autoguide draws at random (``AutoDelta`` does not)."""
+        return self._other is not None and not isinstance(self._other, AutoDelta)
+
+    def setup(self, *args: Any, **kwargs: Any) -> Self:
+        """Takes the model apart for these arguments; done once, by the first call that
+        passes observations.
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        :return: the guide.
+        """
+        if self._structure is None or not self._structure.observed:
+            self._structure = self._take_apart(*args, **kwargs)
+            if self._structure.others:
+                self._other = self._build_other()
+                with handlers.block():
+                    handlers.seed(self._other, 0)(*args, **kwargs)
+        return self
+
+    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
+        return analyse(self.model, *args, **kwargs)
+
+    def _build_other(self) -> AutoGuide:
+        others = self.structure.others
+
+        def filled(message: dict[str, Any]) -> Array | None:
+            """Zeros for all that is hidden: an autoguide compiles the model it is
+            given, and its gradient, and needs nothing of it but its own latents."""
+            drawn = message["type"] == "sample" and message["name"] not in others
+            if drawn and not message["is_observed"]:
+                return jnp.zeros(message["fn"].shape())
+            return None
+
+        flat = flat_functions(self.model)
+        fixed = handlers.block(
+            handlers.substitute(flat, substitute_fn=filled),
+            expose=[*others, *self.structure.plates],
+        )
+        if self._other_class is AutoDelta:
+            return AutoDelta(fixed, init_loc_fn=init_to_median())
+        return self._other_class(fixed)
+
+    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws only what the other autoguide owns.
+
+        :return: values by site name; empty if the Gaussian blocks are all there is.
+        """
+        return dict(self._other(*args, **kwargs)) if self._other else {}
+
+    def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
+        """Posterior medians of the latents the other autoguide owns."""
+        return dict(self._other.median(params)) if self._other else {}
+
+    def sample_posterior(
+        self,
+        rng_key: Array,
+        params: dict[str, Any],
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> dict[str, Array]:
+        """Draws from the guide.
+
+        :param rng_key: random key.
+        :param params: the guide's params.
+        :param args: the model's arguments.
+        :param sample_shape: leading shape of the draws.
+        :param kwargs: the model's keyword arguments.
+        :return: values by site name.
+        """
+        self.setup(*args, **kwargs)
+
+        def draw(key: Array) -> dict[str, Array]:
+            seeded = handlers.seed(handlers.substitute(self, data=params), key)
+            return handlers.block(seeded)(*args, **kwargs)
+
+        if sample_shape == ():
+            return draw(rng_key)
+        keys = jax.random.split(rng_key, sample_shape)
+        for _ in sample_shape:
+            draw = jax.vmap(draw)
+        return draw(keys)
+
+
+class AutoSparseGP(ProcessGuide):
     """A Gaussian on the inducing values of every Gaussian process in a model (and on
     every plain Gaussian weight vector that reaches the likelihood affinely), and a
     NumPyro autoguide on all other latents.
@@ -75,75 +212,24 @@ class AutoSparseGP:
             raise ValueError(
                 f"covariance must be one of {_COVARIANCES}, got {covariance!r}"
             )
-        self.model = model
+        super().__init__(model, other)
         self.covariance = covariance
-        self._other_class = other
-        self._other: AutoGuide | None = None
-        self._structure: Structure | None = None
+        self.law = InducingLaw()
         self._starts: dict[str, tuple[Array, Array]] = {}
 
-    @property
-    def structure(self) -> Structure:
-        """What the model is made of.
-
-        :raises RuntimeError: before the guide was first called or set up.
-        """
-        if self._structure is None:
-            raise RuntimeError(
-                "the guide has not seen the model's arguments yet: call it, or "
-                "guide.setup(*args, **kwargs), first"
-            )
-        return self._structure
-
-    @property
-    def random_others(self) -> bool:
-        """Whether the other autoguide draws at random (``AutoDelta`` does not)."""
-        return self._other is not None and not isinstance(self._other, AutoDelta)
-
-    def setup(self, *args: Any, **kwargs: Any) -> AutoSparseGP:
-        """Takes the model apart for these arguments; done once, by the first call that
-        passes observations.
-
-        :param args: the model's arguments.
-        :param kwargs: its keyword arguments.
-        :return: the guide.
-        """
-        if self._structure is None or not self._structure.observed:
-            self._structure = analyse(self.model, *args, **kwargs)
-            self._starts = self._prior_scales(Arguments.split(args, kwargs))
-            if self._structure.others:
-                self._other = self._build_other()
-                with handlers.block():
-                    handlers.seed(self._other, 0)(*args, **kwargs)
-        return self
-
-    def _prior_scales(self, arguments: Arguments) -> dict[str, tuple[Array, Array]]:
-        """Prior means and standard deviations of plain Gaussian weights, where their
-        guide starts: from zero a symmetric likelihood might not move them."""
-        weights = [b for b in self.structure.blocks if not b.is_process]
-        if not weights:
-            return {}
-        key, zeros = jax.random.key(0), self.structure.zeros
-        trace = run_model(flat_functions(self.model), arguments, key, zeros)
-        laws = {b.name: base_distribution(trace[b.site]["fn"]) for b in weights}
-        return {
-            b.name: (
-                jnp.broadcast_to(jnp.asarray(laws[b.name].loc, b.dtype), b.shape),
-                jnp.broadcast_to(jnp.asarray(laws[b.name].scale, b.dtype), b.shape),
-            )
-            for b in weights
-        }
+    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
+        structure = super()._take_apart(*args, **kwargs)
+        arguments = Arguments.split(args, kwargs)
+        self._starts = _prior_scales(self.model, structure, arguments)
+        return structure
 
     def start(self, block: Block) -> tuple[Array, Array]:
         """Mean and standard deviations a block starts from: its prior's.
 
         :param block: one of ``structure.blocks``.
         """
-        standard = (
-            jnp.zeros(block.shape, block.dtype),
-            jnp.ones(block.shape, block.dtype),
-        )
-        return self._starts.get(block.name, standard)
+        zeros = jnp.zeros(block.shape, block.dtype)
+        return self._starts.get(block.name, (zeros, zeros + 1))
 
     def start_natural(self, block: Block) -> NaturalGaussian:
         """The same in natural parameters.
@@ -154,26 +240,6 @@ class AutoSparseGP:
         precision = 1 / jnp.square(scale)
         eye = jnp.eye(block.shape[-1], dtype=block.dtype)
         return NaturalGaussian(loc * precision, precision[..., None] * eye)
-
-    def _build_other(self) -> AutoGuide:
-        others = self.structure.others
-
-        def filled(message: dict[str, Any]) -> Array | None:
-            """Zeros for all that is hidden: an autoguide compiles the model it is
-            given, and its gradient, and needs nothing of it but its own latents."""
-            drawn = message["type"] == "sample" and message["name"] not in others
-            if drawn and not message["is_observed"]:
-                return jnp.zeros(message["fn"].shape())
-            return None
-
-        flat = flat_functions(self.model)
-        fixed = handlers.block(
-            handlers.substitute(flat, substitute_fn=filled),
-            expose=[*others, *self.structure.plates],
-        )
-        if self._other_class is AutoDelta:
-            return AutoDelta(fixed, init_loc_fn=init_to_median())
-        return self._other_class(fixed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draws every latent.
@@ -186,13 +252,6 @@ class AutoSparseGP:
             values[block.site] = numpyro.sample(block.site, self._gaussian(block))
         return values
 
-    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws only what the other autoguide owns.
-
-        :return: values by site name; empty if the Gaussian blocks are all there is.
-        """
-        return dict(self._other(*args, **kwargs)) if self._other else {}
-
     def median(self, params: dict[str, Any]) -> dict[str, Array]:
         """Posterior medians of all latents.
 
@@ -204,39 +263,14 @@ class AutoSparseGP:
             values[block.site] = self.gaussian(block, params).mean
         return values
 
-    def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
-        """Posterior medians of the latents the other autoguide owns."""
-        return dict(self._other.median(params)) if self._other else {}
-
-    def sample_posterior(
-        self,
-        rng_key: Array,
-        params: dict[str, Any],
-        *args: Any,
-        sample_shape: tuple[int, ...] = (),
-        **kwargs: Any,
-    ) -> dict[str, Array]:
-        """Draws from the guide.
-
-        :param rng_key: random key.
-        :param params: the guide's params.
-        :param args: the model's arguments.
-        :param sample_shape: leading shape of the draws.
-        :param kwargs: the model's keyword arguments.
-        :return: values by site name.
-        """
-        self.setup(*args, **kwargs)
-
-        def draw(key: Array) -> dict[str, Array]:
-            seeded = handlers.seed(handlers.substitute(self, data=params), key)
-            return handlers.block(seeded)(*args, **kwargs)
-
-        if sample_shape == ():
-            return draw(rng_key)
-        keys = jax.random.split(rng_key, sample_shape)
-        for _ in sample_shape:
-            draw = jax.vmap(draw)
-        return draw(keys)
+    def split_params(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+        blocks = self.structure.blocks
+        own = {name for b in blocks for name in self.param_names(b)}
+        gaussians = {b.name: self.gaussian(b, params) for b in blocks}
+        moments = {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
+        return {k: x for k, x in params.items() if k not in own}, moments
 
     def param_names(self, block: Block) -> tuple[str, str]:
         """Names of the two params of a block."""
@@ -274,3 +308,24 @@ class AutoSparseGP:
 def natural_names(block: Block) -> tuple[str, str]:
     """Names of a block's natural parameters among the params."""
     return f"{block.site}_auto_potential", f"{block.site}_auto_precision"
+
+
+def _prior_scales(
+    model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> dict[str, tuple[Array, Array]]:
+    """Prior means and standard deviations of plain Gaussian weights, where their guide
+    starts: from zero a symmetric likelihood might not move them."""
+    weights = [b for b in structure.blocks if not b.is_process]
+    if not weights:
+        return {}
+    key = jax.random.key(0)
+    trace = run_model(flat_functions(model), arguments, key, structure.zeros)
+    found = {}
+    for block in weights:
+        law = base_distribution(trace[block.site]["fn"])
+        loc, scale = (
+            jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)
+            for x in (law.loc, law.scale)
+        )
+        found[block.name] = loc, scale
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ class GaussianProcess:
         shape = (num_inducing,) if num_latents is None else (num_latents, num_inducing)
         standard = dist.Normal(jnp.zeros(shape, self.inducing.dtype), 1)
         self.v = numpyro.sample(f"{name}.v", standard.to_event(len(shape)))
-        if self.v.shape != shape:
+        if not isinstance(self.v, FunctionDraw) and self.v.shape != shape:
             raise ValueError(
                 f'GaussianProcess("{name}"): its inducing values have shape '
                 f"{self.v.shape}, but {num_inducing} inducing inputs call for {shape}. "
@@ -114,7 +114,7 @@ class GaussianProcess:
     @cached_property
     def cholesky(self) -> Array:
         """Lower factor of ``K_ZZ`` with jitter, (1 or C, M, M)."""
-        gram = _lead(self.kernel(self.inducing, self.inducing), 2)
+        gram = lead(self.kernel(self.inducing, self.inducing), 2)
         return cholesky_jitter(gram, self.jitter)
 
     def __call__(self, X: Array, latents: Array | None = None) -> Array:
@@ -136,6 +136,15 @@ class GaussianProcess:
             raise ValueError("latents= needs a GaussianProcess with num_latents=C")
         conditional = Conditional(self, X, latents)
         return deterministic_site(self.name, conditional)
+
+
+class FunctionDraw(NamedTuple):
+    """What a guide fills in for an inducing vector when it draws the function itself.
+
+    :param values: function values where the model calls the process.
+    """
+
+    values: Array
 
 
 class Conditional:
@@ -160,18 +169,18 @@ class Conditional:
 
     def projection_through(self, factor: Array) -> Array:
         """``A`` from a factor of ``K_ZZ`` computed before, (1 or C, M, M)."""
-        cross = _lead(self.gp.kernel(self.X, self.gp.inducing), 2)
-        return self._select(solve_lower(factor, jnp.swapaxes(cross, -1, -2)))
+        gp = self.gp
+        return self.select(project(gp.kernel, gp.inducing, factor, self.X))
 
     @cached_property
     def prior_variance(self) -> Array:
         """``k(x, x)``, (1 or C, N)."""
-        return self._select(_lead(self.gp.kernel(self.X), 1))
+        return self.select(lead(self.gp.kernel(self.X), 1))
 
     @property
     def prior_covariance(self) -> Array:
         """``k(X, X)``, (1 or C, N, N)."""
-        return self._select(_lead(self.gp.kernel(self.X, self.X), 2))
+        return self.select(lead(self.gp.kernel(self.X, self.X), 2))
 
     @cached_property
     def residual(self) -> Array:
@@ -212,7 +221,7 @@ class Conditional:
         """
         # NumPyro draws standard normals in JAX's default dtype, whatever their loc's.
         v = jnp.asarray(v, self.dtype)
-        v = self._select(v) if self.gp.num_latents is not None else v[None]
+        v = self.select(v) if self.gp.num_latents is not None else v[None]
         values = self._as_values(jnp.einsum("...mn,...m->...n", self.projection, v))
         if eps is not None:
             # The residual is 0 where X is Z.
@@ -220,6 +229,8 @@ class Conditional:
         return self.mean + values
 
     def __call__(self) -> Array:
+        if isinstance(self.gp.v, FunctionDraw):
+            return self.gp.v.values
         policy = current_residual_policy()
         eps = None
         if policy == "noise":
@@ -232,7 +243,7 @@ class Conditional:
             )
         return self.values(self.gp.v, eps)
 
-    def _select(self, per_latent: Array) -> Array:
+    def select(self, per_latent: Array) -> Array:
         """The chosen latents of an array with a leading axis 1 or C."""
         if self.latents is None or per_latent.shape[0] == 1:
             return per_latent
@@ -243,6 +254,12 @@ class Conditional:
         if self.gp.num_latents is None:
             return per_latent[0]
         return jnp.broadcast_to(per_latent.T, self.shape)
+
+
+def project(kernel: Any, inducing: Array, factor: Array, X: Array) -> Array:
+    """``A = L^-1 K_ZX``, (1 or C, M, N), from the lower factor of ``K_ZZ``."""
+    cross = lead(kernel(X, inducing), 2)
+    return solve_lower(factor, jnp.swapaxes(cross, -1, -2))
 
 
 def residual_variance(prior_variance: Array, projection: Array) -> Array:
@@ -279,5 +296,6 @@ def _columns(X: Array) -> int:
     return 1 if X.ndim == 1 else X.shape[-1]
 
 
-def _lead(array: Array, ndim: int) -> Array:
+def lead(array: Array, ndim: int) -> Array:
+    """``array`` with an axis over latents in front of its last ``ndim``."""
     return array if array.ndim > ndim else array[None]

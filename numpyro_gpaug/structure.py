@@ -128,13 +128,45 @@ class Arguments(NamedTuple):
         return jax.tree.unflatten(treedef, ordered)
 
 
+class Leaves(NamedTuple):
+    """The leaves of a param loaded from an archive; its code knows their structure."""
+
+    leaves: tuple[Array, ...]
+
+
+def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
+    """``fn`` with sites and params filled in by name, :class:`Leaves` put together."""
+
+    def filled(message: dict[str, Any]) -> Any:
+        value = values.get(message["name"])
+        if not isinstance(value, Leaves):
+            return value
+        initial = message["fn"](*message["args"], **message["kwargs"])
+        if initial is None:  # asks whether there is a value before it brings one
+            return None
+        declared = len(jax.tree.leaves(initial))
+        if declared != len(value.leaves):
+            raise ValueError(
+                f"param {message['name']!r} was saved with {len(value.leaves)} arrays, "
+                f"but the code declares {declared}: load it with the model "
+                "and the guide of the fit"
+            )
+        return jax.tree.unflatten(jax.tree.structure(initial), value.leaves)
+
+    return handlers.substitute(fn, substitute_fn=filled)
+
+
 def is_array(leaf: Any) -> bool:
     """Whether an argument is traced; anything else is static."""
     return isinstance(leaf, np.ndarray | np.generic | jax.Array)
 
 
 def run_model(
-    model: Callable[..., Any], arguments: Arguments, key: Array, values: dict[str, Any]
+    model: Callable[..., Any],
+    arguments: Arguments,
+    key: Array,
+    values: dict[str, Any],
+    expose_types: list[str] | None = None,
 ) -> Trace:
     """The trace of ``model`` with sites, params and function values filled in.
 
@@ -143,11 +175,12 @@ def run_model(
     :param key: seed for whatever is not in ``values``.
     :param values: by site name; a Gaussian process whose function values are given
         computes nothing else.
+    :param expose_types: types of sites that handlers outside may see; none by default,
+        for whoever calls may be inside handlers of its own (a guide being traced).
     """
     args, kwargs = arguments.merge()
-    filled = handlers.substitute(handlers.seed(model, key), data=values)
-    # Whoever calls may be inside handlers of its own (a guide being traced).
-    with handlers.block():
+    filled = fill(handlers.seed(model, key), values)
+    with handlers.block(expose_types=expose_types):
         policy = residual_policy(filled, "mean")
         return handlers.trace(policy).get_trace(*args, **kwargs)
 

@@ -78,7 +78,7 @@ def test_any_number_of_rows_costs_one_compilation() -> None:
             rows,
         )
         posterior.predict_f(toy(rows, seed=1)[0], batch_size=16)
-    compiled = posterior._compiled
+    compiled = posterior._predictor.compiled
     assert compiled["y"]._cache_size() == compiled["f"]._cache_size() == 1
     assert compiled["factors"]._cache_size() == 1
 

@@ -3,9 +3,11 @@
 
 from numpyro_gpaug.infer.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.elbo import TraceAnalytic_ELBO
-from numpyro_gpaug.infer.posterior import FunctionValues, Posterior
+from numpyro_gpaug.infer.posterior import Posterior
+from numpyro_gpaug.infer.predictor import FunctionValues
 from numpyro_gpaug.infer.schedules import Adaptive, Constant, RobbinsMonro
 from numpyro_gpaug.infer.stepper import ConjugateState
+from numpyro_gpaug.infer.wasserstein import TraceWasserstein_ELBO, squared_wasserstein
 
 __all__ = [
     "Adaptive",
@@ -16,4 +18,6 @@ __all__ = [
     "Posterior",
     "RobbinsMonro",
     "TraceAnalytic_ELBO",
+    "TraceWasserstein_ELBO",
+    "squared_wasserstein",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.expectations import Route
-from numpyro_gpaug.structure import Block, Observed, Plate, Structure
+from numpyro_gpaug.structure import Block, Leaves, Observed, Plate, Structure
 
 
 def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -31,6 +31,20 @@ def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     )
 
 
+def pack_values(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
+    """As :func:`pack`, for params: of one with a structure of its own (a network) only
+    the leaves are stored, and the code that declares it puts them together again."""
+
+    def described(name: str, value: Any) -> Any:
+        path = f"values/{name}"
+        if _is_plain(value):
+            return pack(value, path, arrays)
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(value)]
+        return {"leaves": pack(leaves, path, arrays)}
+
+    return {"dict": {name: described(name, x) for name, x in values.items()}}
+
+
 def unpack(packed: dict[str, Any], arrays: dict[str, Array]) -> Any:
     """The tree :func:`pack` described."""
     ((kind, content),) = packed.items()
@@ -38,9 +52,20 @@ def unpack(packed: dict[str, Any], arrays: dict[str, Array]) -> Any:
         return arrays[content]
     if kind == "dict":
         return {k: unpack(v, arrays) for k, v in content.items()}
+    if kind == "leaves":
+        return Leaves(tuple(unpack(content, arrays)))
     if kind == "list":
         return [unpack(v, arrays) for v in content]
     return content
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether :func:`pack` keeps the structure of ``tree`` as it is."""
+    if isinstance(tree, dict):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in tree.items())
+    if type(tree) in (list, tuple):
+        return all(map(_is_plain, tree))
+    return jax.tree_util.all_leaves([tree])
 
 
 def pack_structure(structure: Structure) -> dict[str, Any]:

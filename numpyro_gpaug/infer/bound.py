@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from numpyro_gpaug.expectations import (
     gauss_hermite,
     through_wrappers,
 )
-from numpyro_gpaug.linalg import Moments, safe_sqrt
+from numpyro_gpaug.fields import Field, Marginals, as_values, latent_first
+from numpyro_gpaug.linalg import safe_sqrt
 from numpyro_gpaug.process import Conditional, residual_variance
 from numpyro_gpaug.structure import (
     Arguments,
@@ -35,49 +36,6 @@ from numpyro_gpaug.structure import (
 )
 
 NUM_NODES = 32
-
-
-class Field(NamedTuple):
-    """Where a block meets the likelihood: values linear in the block, per datum.
-
-    A Gaussian process meets it at its function values; a weight vector at each
-    predictor it reaches, so its fields are a dict over ``"site/parameter"``.
-
-    :param offset: the part that does not depend on the block, (latents, N).
-    :param projection: A, with ``field = offset + A' v``, (1 or latents, M, N).
-    :param residual: variance given the block, (1 or latents, N).
-    """
-
-    offset: Array
-    projection: Array
-    residual: Array
-
-
-class Marginals(NamedTuple):
-    """Means and variances at a field, (latents, N)."""
-
-    mean: Array
-    variance: Array
-
-
-def marginals(field: Field, q: Moments) -> Marginals:
-    """Mean and variance at a field under a Gaussian on its block.
-
-    The variance is a sum of squares plus the residual: positive by construction.
-
-    :param field: the field.
-    :param q: moments of the block, with a leading axis over latents.
-    """
-    mean = field.offset + jnp.einsum("...mn,...m->...n", field.projection, q.mean)
-    spread = jnp.square(q.whitener @ field.projection).sum(-2)
-    return Marginals(mean, field.residual + spread)
-
-
-def chosen(q: Moments, latents: Array | None) -> Moments:
-    """Moments of the latents a process was called for; all of them for ``None``."""
-    if latents is None:
-        return q
-    return Moments(*(x[jnp.asarray(latents)] for x in q))
 
 
 class BoundProblem:
@@ -100,7 +58,7 @@ class BoundProblem:
     ) -> None:
         self.structure = structure
         self._model, self._arguments = model, arguments
-        self._values, self._key = values, key
+        self.values, self._key = values, key
         self._processes = [b for b in structure.blocks if b.is_process]
         self._weights = [b for b in structure.blocks if not b.is_process]
         self._zeros = structure.zeros
@@ -108,7 +66,7 @@ class BoundProblem:
     def trace(self, at: dict[str, Array]) -> Trace:
         """Runs the model with function values and weights filled in from ``at``;
         whatever is missing from it is at zero."""
-        values = {**self._zeros, **self._values, **at}
+        values = {**self._zeros, **self.values, **at}
         return run_model(self._model, self._arguments, self._key, values)
 
     @cached_property
@@ -136,8 +94,8 @@ class BoundProblem:
             law = self.conditional(block)
             factor = law.gp.cholesky if factors is None else factors[block.name]
             projection = law.projection_through(factor)
-            offset = law.mean.T if law.mean.ndim == 2 else law.mean[None]
             residual = residual_variance(law.prior_variance, projection)
+            offset = latent_first(law.mean)
             found[block.name] = Field(offset, projection, residual)
         return {**found, **self._weight_fields()}
 
@@ -311,11 +269,6 @@ def _flat_field(column: Array) -> tuple[Array, Array, Array]:
     projection = column.reshape(1, column.shape[0], -1)
     zero = jnp.zeros((1, projection.shape[-1]), column.dtype)
     return zero, projection, zero
-
-
-def as_values(per_latent: Array, block: Block) -> Array:
-    """From (latents, N) to the shape the model sees, (N,) or (N, latents)."""
-    return per_latent[0] if len(block.shape) == 1 else per_latent.T
 
 
 def predictor(

@@ -6,20 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpyro.distributions as dist
 from jax import Array, random
 from numpyro import handlers
 from numpyro.distributions.kl import kl_divergence
 from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.analysis import analyse
-from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.infer.bound import BoundProblem, chosen, marginals, scaled_sum
+from numpyro_gpaug.fields import field_marginals, moments_of
+from numpyro_gpaug.infer.bound import BoundProblem, scaled_sum
 from numpyro_gpaug.linalg import Moments, kl_to_diagonal
-from numpyro_gpaug.structure import Arguments, Structure, Trace, run_model
+from numpyro_gpaug.structure import Arguments, Block, Structure, Trace, run_model
 
 BOUNDS = ("exact", "augmented")
 
@@ -82,51 +80,80 @@ class TraceAnalytic_ELBO(ELBO):
     ) -> dict[str, Any]:
         """The loss (negative bound); no mutable state is supported."""
         structure = analyse(model, *args, **kwargs)
+        arguments = Arguments.split(args, kwargs)
 
         def particle(key: Array) -> Array:
             guide_key, model_key = random.split(key)
-            with handlers.seed(rng_seed=guide_key):
-                drawn = handlers.trace(handlers.substitute(guide, data=param_map))
-                guide_trace = drawn.get_trace(*args, **kwargs)
-            arguments = Arguments.split(args, kwargs)
-            return self._bound(
-                structure, model, arguments, param_map, guide_trace, model_key
+            trace = trace_guide(guide, guide_key, param_map, args, kwargs)
+            problem = problem_at(
+                structure, model, arguments, param_map, trace, model_key
             )
+            return self._bound(problem, trace)
 
-        if self.num_particles == 1:
-            value = particle(rng_key)
-        else:
-            keys = random.split(rng_key, self.num_particles)
-            value = jnp.mean(self.vectorize_particles_fn(particle, keys))
+        value = mean_over_particles(self, particle, rng_key)
         return {"loss": -value, "mutable_state": None}
 
-    def _bound(
-        self,
-        structure: Structure,
-        model: Callable[..., Any],
-        arguments: Arguments,
-        params: dict[str, Any],
-        guide_trace: Trace,
-        key: Array,
-    ) -> Array:
-        others = {name: guide_trace[name]["value"] for name in structure.others}
-        values = {**params, **others}
-        plates = {
-            n: guide_trace[n]["value"] for n in structure.plates if n in guide_trace
-        }
-        values.update(plates)
-        values.update(drawn_indices(structure, model, arguments, values, key))
-        problem = BoundProblem(structure, model, arguments, values, key)
-        moments = {
-            b.name: moments_of(guide_trace[b.site]["fn"]) for b in structure.blocks
-        }
+    def _bound(self, problem: BoundProblem, guide_trace: Trace) -> Array:
+        blocks = problem.structure.blocks
+        moments = {b.name: _block_moments(guide_trace, b) for b in blocks}
         at = field_marginals(problem, problem.fields(), moments)
         total = problem.expected_log_likelihood(at, self.bound)
         priors = problem.priors()
-        for block in structure.blocks:
+        for block in blocks:
             kl = kl_to_diagonal(moments[block.name], *priors[block.name])
             total = total - kl * problem.block_scale(block)
         return total + other_terms(problem, guide_trace)
+
+
+def _block_moments(guide_trace: Trace, block: Block) -> Moments:
+    site = guide_trace.get(block.site, {})
+    if site.get("type") != "sample":
+        raise NotConjugateError(
+            f"the guide puts no distribution on {block.site!r}, so that there is no KL "
+            "to its prior: use AutoSparseGP, or TraceWasserstein_ELBO for the guide "
+            "AutoFunctionSpaceGP"
+        )
+    return moments_of(site["fn"])
+
+
+def mean_over_particles(
+    elbo: ELBO, particle: Callable[[Array], Array], rng_key: Array
+) -> Array:
+    """The mean of ``particle(key)`` over as many draws as ``elbo`` takes."""
+    if elbo.num_particles == 1:
+        return particle(rng_key)
+    keys = random.split(rng_key, elbo.num_particles)
+    return jnp.mean(elbo.vectorize_particles_fn(particle, keys))
+
+
+def trace_guide(
+    guide: Callable[..., Any],
+    key: Array,
+    params: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Trace:
+    """One draw of a guide (or of a part of it) at its params."""
+    with handlers.seed(rng_seed=key):
+        drawn = handlers.trace(handlers.substitute(guide, data=params))
+        return drawn.get_trace(*args, **kwargs)
+
+
+def problem_at(
+    structure: Structure,
+    model: Callable[..., Any],
+    arguments: Arguments,
+    params: dict[str, Any],
+    guide_trace: Trace,
+    key: Array,
+) -> BoundProblem:
+    """The model at params, the other latents a guide drew, and one batch."""
+    others = {name: guide_trace[name]["value"] for name in structure.others}
+    values = {**params, **others}
+    plates = {n: guide_trace[n]["value"] for n in structure.plates if n in guide_trace}
+    values.update(plates)
+    values.update(drawn_indices(structure, model, arguments, values, key))
+    return BoundProblem(structure, model, arguments, values, key)
 
 
 def other_terms(problem: BoundProblem, guide_trace: Trace) -> Array | float:
@@ -143,28 +170,6 @@ def other_terms(problem: BoundProblem, guide_trace: Trace) -> Array | float:
     return total
 
 
-def field_marginals(
-    problem: BoundProblem, fields: dict[str, Any], moments: dict[str, Moments]
-) -> dict[str, Any]:
-    """:class:`~numpyro_gpaug.infer.bound.Marginals` at the field of every block."""
-    found: dict[str, Any] = {}
-    latents = problem.latents()
-    for name, field in fields.items():
-        q = chosen(with_latent_axis(moments[name]), latents.get(name))
-        if isinstance(field, dict):
-            found[name] = {k: marginals(f, q) for k, f in field.items()}
-        else:
-            found[name] = marginals(field, q)
-    return found
-
-
-def with_latent_axis(q: Moments) -> Moments:
-    """Moments with a leading axis over latents, of size 1 for a single one."""
-    if q.mean.ndim > 1:
-        return q
-    return Moments(*(x[None] for x in q))
-
-
 def drawn_indices(
     structure: Structure,
     model: Callable[..., Any],
@@ -179,28 +184,3 @@ def drawn_indices(
     zeros = structure.zeros
     trace = run_model(model, arguments, key, {**zeros, **values})
     return {name: trace[name]["value"] for name in structure.subsampled}
-
-
-def moments_of(fn: dist.Distribution) -> Moments:
-    """Moments of a guide's Gaussian.
-
-    :param fn: :class:`~numpyro_gpaug.distributions.BlockGaussian`, independent normals,
-        or a multivariate normal (possibly one per latent).
-    :raises NotConjugateError: for any other distribution.
-    """
-    if isinstance(fn, BlockGaussian):
-        return fn.moments()
-    base = fn
-    while isinstance(base, dist.Independent | dist.ExpandedDistribution):
-        base = base.base_dist
-    if isinstance(base, dist.Normal):
-        loc = jnp.broadcast_to(base.loc, fn.event_shape)
-        scale = jnp.broadcast_to(base.scale, fn.event_shape)
-        whitener = jax.vmap(jnp.diag) if scale.ndim > 1 else jnp.diag
-        return Moments(loc, whitener(scale), 2 * jnp.log(scale).sum(-1))
-    if isinstance(base, dist.MultivariateNormal):
-        return BlockGaussian(base.loc, base.scale_tril).moments()
-    raise NotConjugateError(
-        f"the guide puts a {type(base).__name__} on the inducing values; the analytic "
-        "bound needs a Gaussian: use AutoSparseGP"
-    )

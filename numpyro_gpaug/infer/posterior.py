@@ -3,80 +3,37 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
-from numpyro import handlers
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.affine import dependences
-from numpyro_gpaug.errors import CholeskyError, NotConjugateError
-from numpyro_gpaug.expectations import (
-    Route,
-    base_distribution,
-    predictive,
-    through_wrappers,
-)
-from numpyro_gpaug.guides import AutoSparseGP
+from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.guides import AutoSparseGP, ProcessGuide
 from numpyro_gpaug.infer.archive import (
     pack,
     pack_structure,
+    pack_values,
     unpack,
     unpack_structure,
 )
-from numpyro_gpaug.infer.bound import (
-    BoundProblem,
-    as_values,
-    chosen,
-    predictor,
+from numpyro_gpaug.infer.arguments import Remembered
+from numpyro_gpaug.infer.predictor import (
+    FunctionValues,
+    Predictor,
+    predictor_for,
 )
-from numpyro_gpaug.infer.checks import check_arguments
-from numpyro_gpaug.infer.elbo import field_marginals, moments_of, with_latent_axis
+from numpyro_gpaug.laws import Fit
 from numpyro_gpaug.linalg import Moments, cholesky_jitter, default_jitter
-from numpyro_gpaug.structure import (
-    Arguments,
-    Block,
-    Observed,
-    Structure,
-    check_shape,
-    conditional_of,
-    is_array,
-    run_model,
-)
+from numpyro_gpaug.structure import Arguments
 
 BATCH_SIZE = 1024
-
-
-class FunctionValues(NamedTuple):
-    """Posterior of function values.
-
-    :param mean: (N,) or (N, C).
-    :param variance: of the same shape; or the covariance, (N, N) or (C, N, N).
-    """
-
-    mean: Array
-    variance: Array
-
-
-class Fit(NamedTuple):
-    """What a prediction needs of a fit.
-
-    :param values: params and point values of other latents.
-    :param moments: of the Gaussian blocks.
-    :param factors: Cholesky factors of the inducing matrices.
-    """
-
-    values: dict[str, Any]
-    moments: dict[str, Moments]
-    factors: dict[str, Array]
 
 
 class Posterior:
@@ -88,49 +45,26 @@ class Posterior:
     inducing matrices are computed once; a prediction then costs O(M^2) per point.
     Latents owned by another autoguide stay at their posterior medians.
 
-    :param model: the model.
-    :param structure: what it is made of.
-    :param values: params and point values of other latents, by name.
-    :param moments: of the Gaussian blocks, latent axis first, by block name.
-    :param remembered: keyword arguments of the fit.
-    :param observations: names of the arguments that hold observations.
-    :param shared: remembered arguments that have no row per datum.
+    :param predictor: the model and what its guide says of function values; posteriors
+        of the same model and guide share what it compiled.
+    :param fit: params and point values of other latents, and the moments of the
+        Gaussian blocks.
+    :param remembered: what is known of the arguments of the fit.
 
     All methods stream over rows in blocks of ``batch_size`` padded to one shape, so any
     number of rows costs one compilation; predictions do not depend on it.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        structure: Structure,
-        values: dict[str, Any],
-        moments: dict[str, Moments],
-        remembered: dict[str, Any],
-        observations: tuple[str, ...],
-        shared: tuple[str, ...],
-    ) -> None:
-        self._model = model
-        self._structure = structure
-        self._values = values
-        self._moments = moments
+    def __init__(self, predictor: Predictor, fit: Fit, remembered: Remembered) -> None:
+        self._predictor = predictor
+        self._fit = fit
         self._remembered = remembered
-        self._observations = observations
-        self._shared = shared
-        self._fit: Fit | None = None
-        self._raw = {"f": self._f, "y": self._y, "log_prob": self._log_prob}
-        self._raw["joint"] = self._joint
-        self._compiled = {
-            name: jax.jit(fn, static_argnames=("static", "site"))
-            for name, fn in self._raw.items()
-        }
-        self._compiled["factors"] = jax.jit(self._cholesky, static_argnames="static")
 
     @classmethod
     def from_guide(
         cls,
         model: Callable[..., Any],
-        guide: AutoSparseGP,
+        guide: ProcessGuide,
         params: dict[str, Any],
         *args: Any,
         **kwargs: Any,
@@ -138,29 +72,20 @@ class Posterior:
         """From a guide, its params, and the arguments of the fit.
 
         :param model: the model.
-        :param guide: its guide, of any covariance.
+        :param guide: its guide: :class:`~numpyro_gpaug.AutoSparseGP`, of any
+            covariance, or :class:`~numpyro_gpaug.AutoFunctionSpaceGP`.
         :param params: params of model and guide.
         :param args: the model's arguments at the fit, observations included.
         :param kwargs: its keyword arguments.
+        :raises ValueError: if inducing inputs or hyperparameters are computed from a
+            positional argument.
         """
         structure = guide.setup(*args, **kwargs).structure
-        gaussians = {b.name: guide.gaussian(b, params) for b in structure.blocks}
-        moments = {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
-        values = {**params, **guide.other_median(params)}
-        for name in (n for b in structure.blocks for n in guide.param_names(b)):
-            del values[name]
-        observations, inducing = _sources(model, structure, values, args, kwargs)
-        positional = list(inspect.signature(model).parameters)[: len(args)]
-        if lost := [name for name in inducing if name in positional]:
-            raise ValueError(
-                f"inducing inputs or hyperparameters are computed from {lost}, which "
-                "change at prediction: pass them by keyword (inducing=Z), or make them "
-                "params"
-            )
-        remembered = {k: v for k, v in kwargs.items() if k not in observations}
-        rows = {n for p in structure.plates.values() for n in p}
-        shared = tuple(k for k, v in remembered.items() if not _has_rows(v, rows))
-        return cls(model, structure, values, moments, remembered, observations, shared)
+        values, moments = guide.split_params(params)
+        values = {**values, **guide.other_median(params)}
+        remembered = Remembered.of_fit(model, structure, values, args, kwargs)
+        predictor = predictor_for(guide, model, structure)
+        return cls(predictor, Fit(values, moments), remembered)
 
     # -- prediction -------------------------------------------------------------------
 
@@ -181,8 +106,8 @@ class Posterior:
         :param batch_size: rows per block.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
-        block = self._block(site)
-        called = self._call_arguments(args, kwargs, observed=False)
+        block = self._predictor.block(site)
+        called = self._arguments(args, kwargs)
         if full_covariance:
             return self._call("joint", called[0], block.name)
         return self._stream("f", called, block.name, batch_size)
@@ -204,8 +129,8 @@ class Posterior:
         :param batch_size: rows per block.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
-        observed = self._observed(site)
-        called = self._call_arguments(args, kwargs, observed=False)
+        observed = self._predictor.observed(site)
+        called = self._arguments(args, kwargs)
         return self._stream("y", called, observed.name, batch_size)
 
     def log_prob(
@@ -222,8 +147,8 @@ class Posterior:
         :param batch_size: rows per block.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
-        observed = self._observed(site)
-        called = self._call_arguments(args, kwargs, observed=True)
+        observed = self._predictor.observed(site)
+        called = self._remembered.joined(self._predictor.model, args, kwargs)
         return self._stream("log_prob", called, observed.name, batch_size)
 
     def sample(
@@ -257,133 +182,25 @@ class Posterior:
         draws = jnp.einsum("...ij,...j->...i", factor, noise)
         return mean + (draws if mean.ndim == 1 else jnp.swapaxes(draws, -1, -2))
 
-    # -- what is compiled ------------------------------------------------------------
-
-    def _problem(
-        self, arrays: tuple[Array, ...], static: Any, values: dict[str, Any]
-    ) -> BoundProblem:
-        names = {site.name for site in self._structure.observed}
-
-        def unobserved(message: dict[str, Any]) -> Array | None:
-            drawn = message["type"] == "sample" and not message["is_observed"]
-            if drawn and message["name"] in names:
-                return jnp.zeros(message["fn"].shape())
-            return None
-
-        whole = whole_plates(self._model)
-        model = handlers.substitute(whole, substitute_fn=unobserved)
-        arguments = Arguments(arrays, static)
-        return BoundProblem(self._structure, model, arguments, values, random.key(0))
-
-    def _cholesky(
-        self, arrays: tuple[Array, ...], values: dict[str, Any], static: Any
-    ) -> dict[str, Array]:
-        problem = self._problem(arrays, static, values)
-        processes = [b for b in self._structure.blocks if b.is_process]
-        return {b.name: problem.conditional(b).gp.cholesky for b in processes}
-
-    def _f(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
-        problem = self._problem(arrays, static, fit.values)
-        fields = problem.fields(fit.factors)
-        at, block = (
-            field_marginals(problem, fields, fit.moments)[site],
-            self._block(site),
-        )
-        return FunctionValues(*(as_values(x, block) for x in at))
-
-    def _joint(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
-        problem = self._problem(arrays, static, fit.values)
-        law = problem.conditional(self._block(site))
-        q = chosen(fit.moments[site], law.latents)
-        A = law.projection_through(fit.factors[site])
-        spread = q.whitener @ A
-        # The residual covariance is a Schur complement: positive semidefinite.
-        residual = law.prior_covariance - jnp.swapaxes(A, -1, -2) @ A
-        covariance = residual + jnp.swapaxes(spread, -1, -2) @ spread
-        mean = self._f(arrays, fit, static, site).mean
-        return FunctionValues(mean, covariance[0] if mean.ndim == 1 else covariance)
-
-    def _y(self, arrays: Any, fit: Fit, static: Any, site: str) -> Distribution:
-        return self._predictive(arrays, fit, static, site)[0]
-
-    def _log_prob(self, arrays: Any, fit: Fit, static: Any, site: str) -> Array:
-        fn, message = self._predictive(arrays, fit, static, site)
-        if not message["is_observed"]:
-            raise ValueError(
-                f"log_prob needs the observations of site {site!r}: log_prob(X, y)"
-            )
-        check_shape(site, message)
-        return through_wrappers(message["fn"], lambda _: fn.log_prob(message["value"]))
-
-    def _predictive(
-        self, arrays: Any, fit: Fit, static: Any, site: str
-    ) -> tuple[Distribution, dict[str, Any]]:
-        observed = self._observed(site)
-        if observed.route is not Route.CLOSED_FORM:
-            raise NotConjugateError(
-                f"site {site!r} has no closed-form predictive distribution; draw from "
-                "it with numpyro.infer.Predictive(model, guide=guide, params=params, "
-                "num_samples=...)"
-            )
-        problem = self._problem(arrays, static, fit.values)
-        at = field_marginals(problem, problem.fields(fit.factors), fit.moments)
-        message = problem.message(site)
-        moments = predictor(problem.predictors(at), observed)
-        return predictive(base_distribution(message["fn"]), *moments), message
-
     # -- arguments and streaming ---------------------------------------------------
 
-    def _call_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], observed: bool
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Arguments, tuple[bool, ...]]:
-        """The model's arguments, and which of their arrays run over rows: those just
-        passed in whose leading axis is that of the first."""
-        check_arguments(self._model, args, kwargs)
-        if not observed:
-            kwargs = {**self._without_observations(len(args)), **kwargs}
-        merged = {**self._remembered, **kwargs}
-        arguments = Arguments.split(args, merged)
-        passed = [*args, *(kwargs[k] for k in kwargs if k not in self._shared)]
-        arrays = [a for a in map(jnp.shape, jax.tree.leaves(passed)) if a]
-        if not arrays or arrays[0][0] == 0:
-            raise ValueError(
-                "pass the new inputs: arrays with one row per point, got shapes "
-                f"{arrays}"
-            )
-        is_new = (
-            jax.tree.map(lambda _: True, args),
-            {k: jax.tree.map(lambda _, k=k: k in kwargs, v) for k, v in merged.items()},
-        )
-        flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_new))
-        by_row = tuple(
-            flag and a.ndim > 0 and a.shape[0] == arrays[0][0]
-            for flag, a in zip(flags, arguments.arrays, strict=True)
-        )
-        return arguments, by_row
-
-    def _without_observations(self, given: int) -> dict[str, None]:
-        """``None`` for observation arguments not passed that have no default."""
-        parameters = list(inspect.signature(self._model).parameters.values())[given:]
-        return {
-            p.name: None
-            for p in parameters
-            if p.name in self._observations and p.default is p.empty
-        }
+        model, remembered = self._predictor.model, self._remembered
+        absent = remembered.without_observations(model, len(args))
+        return remembered.joined(model, args, {**absent, **kwargs})
 
     def _call(self, what: str, arguments: Arguments, site: str) -> Any:
-        if self._fit is None:
-            factors = self._compiled["factors"](
-                arguments.arrays, self._values, static=arguments.static
-            )
+        if self._fit.factors is None:
+            factors = self._predictor.factors(arguments, self._fit)
             for name, factor in factors.items():
                 if not np.isfinite(np.asarray(factor)).all():
                     raise CholeskyError(
                         f"the kernel matrix of {name!r} did not factorise"
                     )
-            self._fit = Fit(self._values, self._moments, factors)
-        return self._compiled[what](
-            arguments.arrays, self._fit, static=arguments.static, site=site
-        )
+            self._fit = self._fit._replace(factors=factors)
+        return self._predictor.call(what, arguments, self._fit, site)
 
     def _stream(
         self,
@@ -396,19 +213,7 @@ class Posterior:
         arguments, by_row = called
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
-        whole = jax.eval_shape(
-            lambda arrays, static=arguments.static: self._raw[what](
-                arrays,
-                Fit(
-                    self._values,
-                    self._moments,
-                    self._cholesky(arrays, self._values, static),
-                ),
-                static,
-                site,
-            ),
-            arguments.arrays,
-        )
+        whole = self._predictor.shape(what, arguments, self._fit, site)
         rows = arguments.arrays[by_row.index(True)].shape[0]
         blocks = []
         for start in range(0, rows, batch_size):
@@ -427,18 +232,10 @@ class Posterior:
         return jax.tree.unflatten(jax.tree.structure(whole), leaves)
 
     def __repr__(self) -> str:
-        blocks = {b.name: b.shape for b in self._structure.blocks}
-        observed = [site.name for site in self._structure.observed]
+        structure = self._predictor.structure
+        blocks = {b.name: b.shape for b in structure.blocks}
+        observed = [site.name for site in structure.observed]
         return f"Posterior(blocks={blocks}, observed={observed})"
-
-    # -- sites ----------------------------------------------------------------------
-
-    def _block(self, site: str | None) -> Block:
-        processes = [b for b in self._structure.blocks if b.is_process]
-        return _one_of(processes, site, "Gaussian process")
-
-    def _observed(self, site: str | None) -> Observed:
-        return _one_of(self._structure.observed, site, "observed site")
 
     # -- saving -----------------------------------------------------------------------
 
@@ -451,15 +248,16 @@ class Posterior:
         :raises ValueError: for a value that is not made of arrays and plain numbers.
         """
         arrays: dict[str, np.ndarray] = {}
+        kwargs, observations, shared = self._remembered
+        moments = {k: list(m) for k, m in self._fit.moments.items()}
         meta = {
-            "values": pack(self._values, "values", arrays),
-            "remembered": pack(self._remembered, "remembered", arrays),
-            "moments": pack(
-                {k: list(m) for k, m in self._moments.items()}, "moments", arrays
-            ),
-            "observations": list(self._observations),
-            "shared": list(self._shared),
-            "structure": pack_structure(self._structure),
+            "values": pack_values(self._fit.values, arrays),
+            "remembered": pack(kwargs, "remembered", arrays),
+            "moments": pack(moments, "moments", arrays),
+            "observations": list(observations),
+            "shared": list(shared),
+            "structure": pack_structure(self._predictor.structure),
+            "law": type(self._predictor.law).__name__,
         }
         arrays["meta"] = np.array(json.dumps(meta))
         # Through a handle: given a name, NumPy may append a suffix to it.
@@ -467,38 +265,42 @@ class Posterior:
             np.savez(file, allow_pickle=False, **arrays)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], model: Callable[..., Any]) -> Posterior:
+    def load(
+        cls,
+        path: str | PathLike[str],
+        model: Callable[..., Any],
+        guide: ProcessGuide | None = None,
+    ) -> Posterior:
         """Loads what :meth:`save` wrote; nothing is unpickled.
 
         :param path: the file.
         :param model: the model it was fitted with.
+        :param guide: the guide it was fitted with, made anew or not; an
+            :class:`~numpyro_gpaug.AutoSparseGP` need not be passed, an
+            :class:`~numpyro_gpaug.AutoFunctionSpaceGP`, whose mean is code, must.
+        :raises ValueError: for a guide of another kind than that of the fit.
         """
         with np.load(path, allow_pickle=False) as archive:
             arrays = {k: jnp.asarray(v) for k, v in archive.items() if k != "meta"}
             meta = json.loads(str(archive["meta"]))
-        return cls(
-            model,
-            unpack_structure(meta["structure"]),
-            unpack(meta["values"], arrays),
-            {k: Moments(*m) for k, m in unpack(meta["moments"], arrays).items()},
+        guide = AutoSparseGP(model) if guide is None else guide
+        if type(guide.law).__name__ != meta["law"]:
+            raise ValueError(
+                f"{path} holds a fit read by {meta['law']}, but a "
+                f"{type(guide).__name__} brings {type(guide.law).__name__}: pass the "
+                "guide of the fit, load(path, model, guide)"
+            )
+        moments = unpack(meta["moments"], arrays)
+        fit = Fit(
+            unpack(meta["values"], arrays), {k: Moments(*m) for k, m in moments.items()}
+        )
+        remembered = Remembered(
             unpack(meta["remembered"], arrays),
             tuple(meta["observations"]),
             tuple(meta["shared"]),
         )
-
-
-def _has_rows(tree: Any, rows: set[int]) -> bool:
-    arrays = (x for x in jax.tree.leaves(tree) if is_array(x))
-    return any(x.ndim and x.shape[0] in rows for x in arrays)
-
-
-def _one_of(candidates: Any, name: str | None, what: str) -> Any:
-    names = [c.name for c in candidates]
-    if name is None and len(names) == 1:
-        return candidates[0]
-    if name not in names:
-        raise ValueError(f"site={name!r}: the model's choices of {what} are {names}")
-    return candidates[names.index(name)]
+        structure = unpack_structure(meta["structure"])
+        return cls(predictor_for(guide, model, structure), fit, remembered)
 
 
 def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:
@@ -509,43 +311,3 @@ def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:
         return parts[0]
     whole = jnp.concatenate(parts, axes[0])
     return jax.lax.slice_in_dim(whole, 0, shape[axes[0]], axis=axes[0])
-
-
-def _sources(
-    model: Callable[..., Any],
-    structure: Structure,
-    values: dict[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the arguments that observed values, and inducing matrices, are computed
-    from."""
-    arguments = Arguments.split(args, kwargs)
-    inputs = {str(i): a for i, a in enumerate(arguments.arrays)}
-
-    def parts(inputs: dict[str, Array]) -> tuple[list[Any], list[Any]]:
-        given = arguments._replace(
-            arrays=tuple(inputs[str(i)] for i in range(len(inputs)))
-        )
-        filled = {**structure.zeros, **values}
-        trace = run_model(model, given, random.key(0), filled)
-        processes = [b for b in structure.blocks if b.is_process]
-        factors = [conditional_of(trace, b).gp.cholesky for b in processes]
-        return [trace[site.name]["value"] for site in structure.observed], factors
-
-    states = dependences(parts, inputs)
-    positional = list(inspect.signature(model).parameters)
-    paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-    names = Arguments.select_arrays(
-        (args, kwargs),
-        [
-            positional[path[1].idx] if path[0].idx == 0 else path[1].key
-            for path, _ in paths
-        ],
-    )
-    split = len(structure.observed)
-    found = []
-    for group in (states[:split], states[split:]):
-        indices = sorted({int(key) for state in group for key in state})
-        found.append(tuple(dict.fromkeys(names[i] for i in indices)))
-    return found[0], found[1]

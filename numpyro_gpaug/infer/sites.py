@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.infer.bound import Field, Marginals, chosen, marginals
+from numpyro_gpaug.fields import Field, Marginals, chosen, marginals
 from numpyro_gpaug.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
 
 MAX_HALVINGS = 12
