@@ -53,18 +53,40 @@ def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
     weights = [b for b in weights if reach.in_closed_form(b.name, routes)]
     reach.refuse_unsupported(sites.latent, bool(sites.observed))
     owned = {b.site for b in candidates if b.is_process or b in weights}
+    others = tuple(
+        n for n in sites.latent if n not in owned and not reach.is_likelihood(n)
+    )
+    if sites.observed:
+        _refuse_latents(others, sites.discrete, candidates)
     blocks = tuple(sorted(
         (b for b in candidates if b.site in owned),
         key=lambda b: sites.latent.index(b.site),
     ))  # fmt: skip
     return Structure(
         blocks=blocks,
-        others=tuple(
-            n for n in sites.latent if n not in owned and not reach.is_likelihood(n)
-        ),
+        others=others,
         observed=tuple(reach.observed(name, blocks) for name in sites.observed),
         plates=sites.plates,
     )
+
+
+def _refuse_latents(
+    others: tuple[str, ...], discrete: tuple[str, ...], candidates: list[Block]
+) -> None:
+    """Raises for latents no guide of ours, nor an autoguide, can take."""
+    for name in others:
+        if name in discrete:
+            raise NotConjugateError(
+                f"the latent site {name!r} is discrete: sum it out (a mixture "
+                "likelihood), observe it, or sample the model by MCMC"
+            )
+        process = name.removesuffix(".eps")
+        if process != name and any(b.name == process for b in candidates):
+            raise NotConjugateError(
+                f'with_residual(model, "site") makes the residual of {process!r} a '
+                "latent site, for MCMC; variational fits integrate it out: pass the "
+                "model itself"
+            )
 
 
 def structure_for(
@@ -103,6 +125,7 @@ def _plates(trace: Trace) -> dict[str, Plate]:
 
 class _Sites(NamedTuple):
     latent: tuple[str, ...]
+    discrete: tuple[str, ...]
     observed: tuple[str, ...]
     plates: dict[str, Plate]
 
@@ -113,6 +136,7 @@ def _survey(
     """Names and shapes; candidates are the processes and the vector normals."""
     candidates: list[Block] = []
     latent: list[str] = []
+    discrete: list[str] = []
     observed: list[str] = []
     plates: dict[str, Plate] = {}
 
@@ -130,6 +154,8 @@ def _survey(
                 observed.append(name)
             elif site["type"] == "sample":
                 latent.append(name)
+                if site["fn"].is_discrete:
+                    discrete.append(name)
                 if name not in process_sites and _is_vector_normal(site):
                     candidates.append(_block(name, name, site))
 
@@ -137,7 +163,7 @@ def _survey(
         visit(run_model(model, arguments._replace(arrays=arrays), key, {}))
 
     jax.eval_shape(abstract, arguments.arrays)
-    return candidates, _Sites(tuple(latent), tuple(observed), plates)
+    return candidates, _Sites(tuple(latent), tuple(discrete), tuple(observed), plates)
 
 
 def _block(name: str, site: str, message: dict[str, Any]) -> Block:

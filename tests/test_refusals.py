@@ -50,6 +50,25 @@ def test_processes_that_feed_something_else() -> None:
             run(model, X, y)
 
 
+def test_latents_no_guide_can_take() -> None:
+    X, y = toy(12)
+
+    def mixed(X, y=None):
+        gp = gpaug.GaussianProcess("f", KERNEL(), X[:5])
+        sign = numpyro.sample("sign", dist.Bernoulli(0.5))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=(2 * sign - 1) * gp(X)), obs=y)
+
+    with pytest.raises(gpaug.NotConjugateError, match="'sign' is discrete"):
+        run(mixed, X, y)
+    # A label that was not passed in is no such latent.
+    guide = gpaug.AutoSparseGP(classifier)
+    assert guide.setup(X, inducing=X[:5]).structure.others == ()
+    residual = gpaug.with_residual(classifier, "site")
+    with pytest.raises(gpaug.NotConjugateError, match="residual of 'f' a latent site"):
+        run(residual, X, y, inducing=X[:5])
+
+
 def test_one_process_in_two_parameters() -> None:
     def model(X, y=None):
         f = gpaug.GaussianProcess("f", KERNEL(), X[:5])
