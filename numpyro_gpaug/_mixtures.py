@@ -378,6 +378,29 @@ class NodeMixture(dist.MixtureSameFamily):
         return type(component)(**chosen).sample(key), [nodes]
 
 
+class CellMixture(NodeMixture):
+    """A mixture over cells of any family with a distribution function: quantiles need
+    none of its components; those of counts are whole numbers."""
+
+    def icdf(self, q: ArrayLike) -> Array:
+        deviation, dtype = jnp.sqrt(self.variance), self.mean.dtype
+        q = jnp.asarray(q, dtype)
+        shape = jnp.broadcast_shapes(q.shape, self.batch_shape)
+        # Cantelli's inequality; a count may be a whole number away from it.
+        low = self.mean - deviation * jnp.sqrt((1 - q) / q) - 1
+        high = self.mean + deviation * jnp.sqrt(q / (1 - q)) + 1
+        # Distribution functions may be NaN off the support.
+        least = jnp.where(self.support(-jnp.ones((), dtype)), -jnp.inf, 0)
+        low, high = (jnp.broadcast_to(x, shape) for x in (low, high))
+
+        def cdf(y: Array) -> Array:
+            at = jnp.floor(y) if self.is_discrete else y
+            return jnp.where(at < least, 0, self.cdf(jnp.maximum(at, least)))
+
+        quantile = bisected_icdf(cdf, q, low, high)
+        return jnp.round(quantile) if self.is_discrete else quantile
+
+
 def _pick(parameter: ArrayLike, nodes: Array, batch_shape: tuple[int, ...]) -> Array:
     """The entries of a parameter, with a trailing axis over nodes, at ``nodes``."""
     size = jnp.shape(parameter)[-1] if jnp.ndim(parameter) else 1

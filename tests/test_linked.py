@@ -84,7 +84,7 @@ CASES = {
         [0.3, -2.0, 1.0, 0.01],
     ),
 }  # fmt: skip
-QUICK = ("bernoulli", "normal", "heteroscedastic")
+QUICK = ("bernoulli", "poisson", "normal", "heteroscedastic")
 SOME_SLOW = [
     n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES
 ]
@@ -185,8 +185,13 @@ def test_predictions_have_the_moments_and_citizenship(x64, name: str) -> None:
         np.testing.assert_allclose(mapped, np.stack([value] * 2), rtol=1e-12)
     assert d.support(jnp.asarray(y)).all()
     assert d.sample(KEY, (3,)).shape == (3, 4)
-    if hasattr(law, "cdf") and not law.is_discrete and name != "gamma":
-        q = jnp.array([0.05, 0.5, 0.95])[:, None]
+    q = jnp.array([0.05, 0.5, 0.95])[:, None]
+    if name == "poisson":
+        quantile = law.icdf(q)
+        assert (law.cdf(quantile) >= q).all()
+        assert ((law.cdf(quantile - 1) < q) | (quantile == 0)).all()
+        np.testing.assert_array_equal(quantile, jnp.round(quantile))
+    elif name != "bernoulli":
         np.testing.assert_allclose(law.cdf(law.icdf(q)), q * jnp.ones(4), atol=1e-9)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_gpaug._mixtures import NodeMixture
+from numpyro_gpaug._mixtures import CellMixture, NodeMixture
 from numpyro_gpaug.augmentation.base import Parameters
 from numpyro_gpaug.distributions.linked import (
     Linked,
@@ -37,7 +37,11 @@ def _expected(d: Linked, y, means: Parameters, variances: Parameters) -> Array:
 
 
 def _mixture(
-    d: Linked, component: dist.Distribution, means: Parameters, variances: Parameters
+    d: Linked,
+    component: dist.Distribution,
+    means: Parameters,
+    variances: Parameters,
+    mixture: type[NodeMixture] = NodeMixture,
 ) -> NodeMixture:
     """The mixture over cells with its exact moments."""
     p = d.cell_probabilities(means["f"], variances["f"])
@@ -46,11 +50,11 @@ def _mixture(
     spread = jnp.square(component.mean - mean[..., None])
     variance = (p * (component.variance + spread)).sum(-1)
     log_p = d.log_cell_probabilities(means["f"], variances["f"])
-    return NodeMixture(log_p, component, mean, variance)
+    return mixture(log_p, component, mean, variance)
 
 
 def _predictive(d: Linked, means: Parameters, variances: Parameters) -> NodeMixture:
-    return _mixture(d, d.components(), means, variances)
+    return _mixture(d, d.components(), means, variances, CellMixture)
 
 
 def _bernoulli_predictive(d, means: Parameters, variances: Parameters):
