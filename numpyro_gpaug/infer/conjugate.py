@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-from jax import Array, lax, random
-from numpyro import handlers
-from numpyro.distributions import biject_to, constraints
+from jax import Array, lax
 from numpyro.infer.svi import SVIRunResult
 from tqdm.auto import tqdm
 
@@ -21,26 +18,17 @@ from numpyro_gpaug.analysis import require_conjugate, structure_for
 from numpyro_gpaug.guides import AutoSparseGP, natural_names
 from numpyro_gpaug.infer.checks import (
     check_arguments,
-    check_param,
     explain_failure,
-    invalid_error,
-    valid_observations,
 )
-from numpyro_gpaug.infer.closed_params import ClosedParam, closed_params
 from numpyro_gpaug.infer.posterior import Posterior
 from numpyro_gpaug.infer.schedules import Schedule, as_schedule
+from numpyro_gpaug.infer.start import Start
 from numpyro_gpaug.infer.stepper import (
     ConjugateState,
-    Hyper,
     Stepper,
-    epoch_length,
-    first_epochs,
 )
-from numpyro_gpaug.linalg import NaturalGaussian
 from numpyro_gpaug.structure import (
     Arguments,
-    Block,
-    run_model,
 )
 
 if TYPE_CHECKING:
@@ -149,8 +137,7 @@ class ConjugateSVI:
         self.hyper_steps = hyper_steps
         self.hyper_every = hyper_every
         self.m_step = tuple(m_step)
-        self._closed: tuple[ClosedParam, ...] = ()
-        self._transforms: dict[str, Any] = {}
+        self._start = Start(model, guide, optim, step_size, self.m_step)
         self._seen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
@@ -158,10 +145,6 @@ class ConjugateSVI:
             self._run_chunk, static_argnames="static", donate_argnames="state"
         )
         self._loss = jax.jit(self._evaluate, static_argnames="static")
-        # Eager arithmetic would compile op by op.
-        self._first_params = jax.jit(self._collect, static_argnames="static")
-        self._first_state = jax.jit(self._start, static_argnames="static")
-        self._constraints: dict[str, Any] = {}
 
     # -- the interface of SVI ---------------------------------------------------------
 
@@ -197,30 +180,8 @@ class ConjugateSVI:
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
         # Copied: the steps overwrite the state, and with it what it is made of.
-        given = jax.tree.map(jnp.array, init_params or {})
-        params, valid = self._first_params(
-            arguments.arrays, rng_key, given, static=arguments.static
-        )
-        for name, value in params.items():
-            check_param(name, value, self._constraints[name])
-            self._transforms[name] = biject_to(self._constraints[name])
-        for (name, parameter), inside in valid.items():
-            if not inside:
-                values = {**structure.zeros, **params, **given}
-                with numpyro.validation_enabled(False):
-                    trace = run_model(self.model, arguments, rng_key, values)
-                raise invalid_error(name, parameter, trace[name])
-        blocks = [n for b in structure.blocks for n in natural_names(b)]
-        if unknown := set(given) - set(params) - set(blocks):
-            raise ValueError(
-                f"init_params names {sorted(unknown)}, but the params are "
-                f"{sorted([*params, *blocks])}"
-            )
-        if self.m_step:
-            self._prove_m_steps(params, arguments, rng_key)
-        state = self._first_state(
-            params, arguments.arrays, rng_key, given, static=arguments.static
-        )
+        given = _copied(init_params or {})
+        state = self._start.state(arguments, rng_key, given)
         return state._replace(hyper=_copied(state.hyper))
 
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
@@ -324,83 +285,7 @@ class ConjugateSVI:
                     break
         return SVIRunResult(self.get_params(state), state, np.concatenate(losses))
 
-    # -- initial values -------------------------------------------------------------
-
-    def _collect(
-        self,
-        arrays: tuple[Array, ...],
-        key: Array,
-        init_params: dict[str, Any],
-        static: Any,
-    ) -> tuple[dict[str, Any], dict[tuple[str, str], Array]]:
-        """Constrained initial params, and whether what is observed is valid; notes the
-        constraint of every param."""
-        structure, arguments = self.guide.structure, Arguments(arrays, static)
-        args, kwargs = arguments.merge()
-        guide_key, model_key = random.split(key)
-        others = handlers.seed(self.guide.draw_others, guide_key)
-        guide_trace = handlers.trace(others).get_trace(*args, **kwargs)
-        drawn = {n: guide_trace[n]["value"] for n in structure.others}
-        values = {**structure.zeros, **drawn, **init_params}
-        trace = run_model(self.model, arguments, model_key, values)
-        params = {}
-        for site in (*guide_trace.values(), *trace.values()):
-            if site["type"] == "param":
-                name = site["name"]
-                self._constraints[name] = site["kwargs"].get(
-                    "constraint", constraints.real
-                )
-                value = init_params.get(name, site["value"])
-                params[name] = jax.tree.map(_strong, value)
-        return params, valid_observations(trace)
-
-    def _start(
-        self,
-        params: dict[str, Any],
-        arrays: tuple[Array, ...],
-        key: Array,
-        init_params: dict[str, Any],
-        static: Any,
-    ) -> ConjugateState:
-        arguments = Arguments(arrays, static)
-        structure = structure_for(self.model, self.guide.structure, arguments)
-        inverted = {k: t.inv for k, t in self._transforms.items()}
-        values = {k: jax.tree.map(inverted[k], v) for k, v in params.items()}
-        natural = {b.name: self._start_block(b, init_params) for b in structure.blocks}
-        noisy = bool(structure.subsampled) or self.guide.random_others
-        batches = epoch_length(structure) if noisy else None
-        schedule = as_schedule(self.step_size, batches)
-        dtype = jnp.result_type(*(b.dtype for b in structure.blocks))
-        step_size = jnp.asarray(getattr(schedule, "value", 1.0), dtype)
-        return ConjugateState(
-            hyper=Hyper(
-                values,
-                jax.tree.map(jnp.zeros_like, values),
-                jnp.ones((), dtype),
-                self.optim.init(values) if self.optim else (),
-            ),
-            natural=natural,
-            step_sizes={name: step_size for name in natural},
-            schedule={k: schedule.init(n) for k, n in natural.items()},
-            epochs=first_epochs(structure),
-            bound=jnp.asarray(-jnp.inf, dtype),
-            stalled=jnp.int32(0),
-            step=jnp.int32(0),
-            rng_key=random.fold_in(key, 1),
-        )
-
-    def _start_block(
-        self, block: Block, init_params: dict[str, Any]
-    ) -> NaturalGaussian:
-        names, prior = natural_names(block), self.guide.start_natural(block)
-        potential, precision = (
-            jnp.asarray(init_params.get(n, x), block.dtype)
-            for n, x in zip(names, prior, strict=True)
-        )
-        rows = block.shape[-1]
-        return NaturalGaussian(
-            potential.reshape(-1, rows), precision.reshape(-1, rows, rows)
-        )
+    # -- states and params ------------------------------------------------------------
 
     def _comparable_state(
         self, state: ConjugateState, args: Any, kwargs: Any
@@ -421,21 +306,9 @@ class ConjugateSVI:
         explain_failure(self.model, values, blocks, args, kwargs)
 
     def _constrain(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {k: jax.tree.map(self._transforms[k], v) for k, v in values.items()}
-
-    def _prove_m_steps(
-        self, params: dict[str, Any], arguments: Arguments, key: Array
-    ) -> None:
-        structure = structure_for(self.model, self.guide.structure, arguments)
-        if structure.subsampled or self.guide.random_others:
-            raise ValueError(
-                "m_step is for full data and point values of other latents: of a batch "
-                "the maximiser is noise; leave the params to optim"
-            )
-        values = {**params, **self.guide.other_median(params)}
-        self._closed = closed_params(
-            self.m_step, self.model, structure, arguments, values, self._transforms, key
-        )
+        return {
+            k: jax.tree.map(self._start.transforms[k], v) for k, v in values.items()
+        }
 
     # -- steps ----------------------------------------------------------------------
 
@@ -480,10 +353,10 @@ class ConjugateSVI:
         return -self._stepper(Arguments(arrays, static)).evaluate(state).bound
 
     def _stepper(self, arguments: Arguments) -> Stepper:
-        optim = self.optim if self._transforms else None
+        optim = self.optim if self._start.transforms else None
         return Stepper(
             self.model, self.guide, arguments, self._constrain, optim,
-            self._closed, self.hyper_steps, self.hyper_every, self.sites,
+            self._start.closed, self.hyper_steps, self.hyper_every, self.sites,
             self.step_size,
         )  # fmt: skip
 
@@ -527,10 +400,3 @@ def _settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:
         return False
     last, before = taken[-epoch:].mean(), taken[-2 * epoch : -epoch].mean()
     return bool(abs(last - before) < tol)
-
-
-def _strong(value: Any) -> jax.Array:
-    """Strongly typed: a Python number would change dtype on its first update."""
-    return jnp.asarray(
-        value, jnp.result_type(float) if isinstance(value, float) else None
-    )
