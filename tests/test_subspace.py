@@ -191,6 +191,17 @@ def test_clusters():
 
 
 @pytest.mark.parametrize("method", ["svd", "clusters"])
+def test_indices_of_64_bits(method):
+    X = draw_sparse(0, 100, 30, 0.2, "float32")
+    indices, ends = X.indices.astype("int64"), X.indptr.astype("int64")
+    long = sparse.csr_array((X.data, indices, ends), shape=X.shape)
+    assert long.indices.dtype == "int64"
+    subspace = Subspace.fit(long, 4, method=method)
+    assert_close(subspace.basis, Subspace.fit(X, 4, method=method).basis, 10.0)
+    assert_close(subspace.transform(long), subspace.transform(X))
+
+
+@pytest.mark.parametrize("method", ["svd", "clusters"])
 def test_the_seed_decides(method):
     X = draw_sparse(0, 100, 30, 0.2)
     first = Subspace.fit(X, 4, method=method, seed=1).basis
