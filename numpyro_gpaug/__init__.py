@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gaussian processes with non-Gaussian likelihoods, as ordinary NumPyro models."""
 
-from numpyro_gpaug import diagnostics, inducing, kernels, testing
+from numpyro_gpaug import diagnostics, inducing, kernels, multilabel, ranking, testing
 from numpyro_gpaug.augmentation import Augmentation, register_augmentation
 from numpyro_gpaug.distributions import (
     BayesianSVM,
@@ -75,6 +75,8 @@ __all__ = [
     "kernels",
     "learned_link",
     "link_penalty",
+    "multilabel",
+    "ranking",
     "register_augmentation",
     "register_expectation",
     "squared_wasserstein",

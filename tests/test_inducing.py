@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numpyro_gpaug import inducing
+from numpyro_gpaug.inducing import _choice
 from numpyro_gpaug.kernels import Linear, Matern32, SquaredExponential
 
 METHODS = {
@@ -148,7 +149,7 @@ def test_kmeans_counts_repeated_rows():
 
 @pytest.mark.parametrize("name", ["kmeans", "gmm"])
 def test_many_rows_are_subsampled(name, monkeypatch):
-    monkeypatch.setattr(inducing, "_MAX_ROWS", 200)
+    monkeypatch.setattr(_choice, "_MAX_ROWS", 200)
     X = draw(0, 5000, 2)
     Z = METHODS[name](X, 10)
     assert_distinct(Z, (10, 2))
@@ -158,7 +159,7 @@ def test_many_rows_are_subsampled(name, monkeypatch):
 def test_repeated_centres_are_replaced():
     rows = draw(0, 6, 2)
     centres = np.stack([rows[0], rows[0], rows[1]])
-    Z = inducing._complete(np.random.default_rng(0), centres, rows)
+    Z = _choice._complete(np.random.default_rng(0), centres, rows)
     assert_distinct(Z, (3, 2))
     assert is_row_of(Z, rows).all()
 

@@ -1,15 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing inducing inputs.
-
-Every function takes the training inputs ``X (N, D)``, where ``(N,)`` is read as
-``(N, 1)``, and returns ``Z (num_inducing, D)``: distinct rows, in the dtype in which
-JAX holds ``X``. Pass ``Z`` to the Gaussian process as it is, or as the initial value of
-a ``numpyro.param`` to learn it. The same seed gives the same ``Z``.
-
-:func:`kmeans` is a good default. :func:`greedy` looks at the kernel and picks what it
-resolves worst, :func:`gmm` follows clusters of unequal width, and :func:`random` costs
-nothing.
-"""
+"""Inducing inputs from dense training inputs."""
 
 from __future__ import annotations
 
@@ -24,9 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .kernels import as_kernel
-
-__all__ = ["gmm", "greedy", "kmeans", "random"]
+from numpyro_gpaug.kernels import as_kernel
 
 # More rows than this move the centres little and cost a great deal.
 _MAX_ROWS = 20_000
@@ -59,9 +47,12 @@ def kmeans(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
 
     rng = np.random.default_rng(seed)
     subset = _subset(rng, len(rows), num_inducing)
-    with _quiet_and_repeatable():
+    with quiet_and_repeatable():
         fit = KMeans(
-            num_inducing, n_init=1, max_iter=_MAX_ITERATIONS, random_state=_state(rng)
+            num_inducing,
+            n_init=1,
+            max_iter=_MAX_ITERATIONS,
+            random_state=_state(rng),
         ).fit(rows[subset], sample_weight=counts[subset])
     return _complete(rng, fit.cluster_centers_, rows)
 
@@ -96,7 +87,7 @@ def gmm(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
     # The mixture adds an absolute constant to its variances, which suits unit scale.
     shift, scale = data.mean(0), data.std(0)
     scale = np.where(scale > 0, scale, 1)
-    with _quiet_and_repeatable():
+    with quiet_and_repeatable():
         fit = GaussianMixture(
             num_inducing,
             covariance_type="diag",
@@ -197,10 +188,7 @@ def _distinct_rows(X: ArrayLike, num_inducing: int) -> tuple[np.ndarray, np.ndar
     if rows.ndim not in (1, 2) or rows.size == 0:
         raise ValueError(f"X must be a non-empty (N, D) or (N,), got shape {shape}")
     # Rows that are distinct in the caller's float64 may not be in JAX's float32.
-    dtype = jnp.asarray(rows[:0]).dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        dtype = jnp.result_type(float)
-    rows = rows.reshape(len(rows), -1).astype(dtype)
+    rows = rows.reshape(len(rows), -1).astype(held_dtype(rows.dtype))
     bad = rows.size - np.count_nonzero(np.isfinite(rows))
     if bad:
         raise ValueError(f"X of shape {shape} has {bad} NaN or infinite entries")
@@ -220,8 +208,19 @@ def _distinct_rows(X: ArrayLike, num_inducing: int) -> tuple[np.ndarray, np.ndar
     return rows[first[order]], counts[order]
 
 
+def held_dtype(dtype: Any) -> np.dtype:
+    """The floating dtype in which JAX holds inputs of a NumPy dtype."""
+    held = jnp.asarray(np.empty(0, dtype)).dtype
+    return held if jnp.issubdtype(held, jnp.floating) else jnp.result_type(float)
+
+
+def rows_to_keep(num_inducing: int) -> int:
+    """The size of the subset from which so many centres are found."""
+    return max(_MAX_ROWS, 10 * num_inducing)
+
+
 def _subset(rng: np.random.Generator, size: int, num_inducing: int) -> Any:
-    keep = max(_MAX_ROWS, 10 * num_inducing)
+    keep = rows_to_keep(num_inducing)
     if size <= keep:
         return slice(None)
     return np.sort(rng.choice(size, keep, replace=False))
@@ -245,7 +244,7 @@ def _state(rng: np.random.Generator) -> int:
 
 
 @contextlib.contextmanager
-def _quiet_and_repeatable() -> Iterator[None]:
+def quiet_and_repeatable() -> Iterator[None]:
     """Silence convergence warnings; add up sums in a fixed order."""
     from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits

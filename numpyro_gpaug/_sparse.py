@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse matrices as the rest of the package wants them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+
+def canonical(X: Any) -> Any:
+    """A CSR matrix with sorted indices and no repeated ones; ``X`` itself if it is."""
+    if X.has_canonical_format:
+        return X
+    X = X.copy()
+    X.sum_duplicates()
+    return X
+
+
+def label_matrix(Y: Any, name: str) -> Any:
+    """A sparse matrix of 0/1 as canonical CSR without stored zeros.
+
+    :param Y: any sparse matrix, (N, K).
+    :param name: what an error calls it.
+    :raises TypeError: unless it is sparse.
+    :raises ValueError: if an entry is neither 0 nor 1.
+    """
+    if not sparse.issparse(Y) or Y.ndim != 2:
+        raise TypeError(
+            f"{name} must be a sparse matrix (N, K) of 0/1, got {type(Y).__name__}; "
+            "scipy.sparse.csr_array(dense) makes one"
+        )
+    Y = canonical(Y.tocsr())
+    if not Y.data.all():
+        Y = Y.copy()
+        Y.eliminate_zeros()
+    if not np.all(Y.data == 1):
+        raise ValueError(
+            f"{name} of shape {Y.shape} must have entries 0 and 1 only, got "
+            f"{Y.data[Y.data != 1][0]}; are some entries stored twice?"
+        )
+    return Y

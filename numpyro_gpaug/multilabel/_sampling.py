@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Minibatches of rows, with all their positive labels and some of the negative ones."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from numpyro_gpaug._sparse import label_matrix
+
+T = TypeVar("T")
+
+
+class LabelBatch(NamedTuple):
+    """Some rows, and the labels at which a step looks in each.
+
+    Shapes are the same in every batch: P is the largest number of positive labels of
+    any row of the data, L the number of negatives that was asked for. Places that a row
+    does not need hold label 0 with weight 0.
+
+    :param rows: indices of the rows, (B,).
+    :param positives: all positive labels of each row, (B, P).
+    :param negatives: sampled negative labels of each row, (B, L).
+    :param positive_weights: 1, or 0 for padding, (B, P), float32.
+    :param negative_weights: number of negatives of the row over the number that was
+        sampled, or 0 for padding, (B, L), float32.
+    """
+
+    rows: np.ndarray
+    positives: np.ndarray
+    negatives: np.ndarray
+    positive_weights: np.ndarray
+    negative_weights: np.ndarray
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Positives, then negatives, (B, P + L)."""
+        return np.concatenate([self.positives, self.negatives], 1)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """What was observed at :attr:`labels`: 1 and 0, (B, P + L)."""
+        kinds = np.ones_like(self.positives), np.zeros_like(self.negatives)
+        return np.concatenate(kinds, 1)
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Weights of :attr:`labels`, (B, P + L)."""
+        return np.concatenate([self.positive_weights, self.negative_weights], 1)
+
+
+class LabelSampler:
+    r"""Stratified minibatches of multi-label data.
+
+    A sum over all labels of a row i is estimated without bias from its positive labels
+    :math:`P_i`, all of them, and a sample :math:`L_i` of its negative ones
+    :math:`N_i`, uniform without replacement,
+
+    .. math:: \sum_{l \in P_i} g_{il} + \frac{|N_i|}{|L_i|} \sum_{l \in L_i} g_{il}.
+
+    Rows are drawn without replacement: an epoch is a random order of all rows, cut into
+    batches, without the last rows if they do not fill one (each batch alone is a
+    uniform sample of rows). The factor N / B for them is not in the weights: it is that
+    of a NumPyro plate with ``subsample_size``.
+
+    Panos, Dellaportas and Titsias (2018), equation (23).
+
+    :param labels: sparse (N, K) of 0/1.
+    :param batch_size: number B of rows in a batch.
+    :param num_negatives: number L of negative labels of each row; rows with fewer have
+        all of theirs, with weight 1.
+    :param seed: seed of rows and labels.
+    :raises ValueError: for a batch larger than N, or ``num_negatives`` outside 1 .. K.
+
+    .. doctest::
+
+        >>> import scipy.sparse
+        >>> from numpyro_gpaug.multilabel import LabelSampler
+        >>> Y = scipy.sparse.csr_array([[1, 1, 0, 0, 0], [0, 0, 0, 0, 1], [0] * 5])
+        >>> sampler = LabelSampler(Y, batch_size=2, num_negatives=2)
+        >>> batch = next(sampler.epoch(0))
+        >>> batch.labels.shape, batch.weights.sum(1).tolist()
+        ((2, 4), [5.0, 5.0])
+    """
+
+    def __init__(
+        self, labels: Any, batch_size: int, num_negatives: int, seed: int = 0
+    ) -> None:
+        labels = label_matrix(labels, "labels")
+        size, num_labels = labels.shape
+        if not 1 <= operator.index(batch_size) <= size:
+            raise ValueError(
+                f"batch_size must be between 1 and the {size} rows of labels, got "
+                f"{batch_size}"
+            )
+        if not 1 <= operator.index(num_negatives) <= num_labels:
+            raise ValueError(
+                f"num_negatives must be between 1 and the {num_labels} labels, got "
+                f"{num_negatives}"
+            )
+        self.batch_size = batch_size
+        self.num_negatives = num_negatives
+        self.seed = seed
+        self._shape = size, num_labels
+        self._starts = labels.indptr.astype(np.int64)
+        self._counts = np.diff(self._starts)
+        self._labels = labels.indices
+        # Negatives below each positive label, made to increase over rows as well.
+        place = np.arange(labels.nnz) - np.repeat(self._starts[:-1], self._counts)
+        row = np.repeat(np.arange(size), self._counts)
+        self._below = row * (num_labels + 1) + (self._labels - place)
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch."""
+        return self._shape[0] // self.batch_size
+
+    def epoch(self, number: int) -> Iterator[LabelBatch]:
+        """The batches of an epoch; the same number gives the same ones.
+
+        :param number: of the epoch, from 0.
+        """
+        rng = np.random.default_rng([self.seed, number])
+        order = rng.permutation(self._shape[0])
+        for i in range(len(self)):
+            yield self._batch(rng, order[i * self.batch_size :][: self.batch_size])
+
+    def _batch(self, rng: np.random.Generator, rows: np.ndarray) -> LabelBatch:
+        counts = self._counts[rows]
+        place = np.arange(self._counts.max())
+        present = place < counts[:, None]
+        positives = np.zeros(present.shape, np.int32)
+        positives[present] = self._labels[
+            (self._starts[rows][:, None] + place)[present]
+        ]
+        absent = self._shape[1] - counts
+        sampled = np.minimum(absent, self.num_negatives)
+        real = np.arange(self.num_negatives) < sampled[:, None]
+        ranks = distinct_integers(rng, absent, self.num_negatives)
+        negatives = np.where(real, self._negatives(rows, ranks), 0)
+        weights = np.where(real, (absent / np.maximum(sampled, 1))[:, None], 0)
+        return LabelBatch(
+            rows,
+            positives,
+            negatives.astype(np.int32),
+            present.astype(np.float32),
+            weights.astype(np.float32),
+        )
+
+    def _negatives(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """The labels of given ranks among the negative ones of each row, (B, L)."""
+        # Before the negative of rank r are r negatives, and the positives that have at
+        # most r negatives below them.
+        keys = rows[:, None] * (self._shape[1] + 1) + ranks
+        positives = np.searchsorted(self._below, keys, "right")
+        return ranks + positives - self._starts[rows][:, None]
+
+
+def distinct_integers(
+    rng: np.random.Generator, limits: np.ndarray, size: int
+) -> np.ndarray:
+    """Uniform sets of integers below a limit, without replacement, (len(limits), size).
+
+    A row with a limit below ``size`` begins with all of its integers; what follows them
+    is no part of the sample.
+    """
+    result = np.empty((len(limits), size), np.int64)
+    few = limits < 2 * size
+    # Where most integers are taken, rejection is slow, and sorting random keys is not
+    # more than twice the work that the result is.
+    keys = rng.random((np.count_nonzero(few), 2 * size))
+    keys[np.arange(2 * size) >= limits[few][:, None]] = 2
+    result[few] = np.argsort(keys, axis=1)[:, :size]
+    result[~few] = _by_rejection(rng, limits[~few], size)
+    return result
+
+
+def _by_rejection(
+    rng: np.random.Generator, limits: np.ndarray, size: int
+) -> np.ndarray:
+    # A repeated integer is drawn again. Nothing depends on which integer it is, so by
+    # symmetry all sets are equally likely.
+    high = np.broadcast_to(limits[:, None], (len(limits), size))
+    result = np.sort(rng.integers(high), axis=1)
+    pending = np.arange(len(limits))
+    while pending.size:
+        block = result[pending]
+        repeated = np.zeros(block.shape, bool)
+        repeated[:, 1:] = block[:, 1:] == block[:, :-1]
+        block[repeated] = rng.integers(high[pending][repeated])
+        block.sort(axis=1)
+        result[pending] = block
+        pending = pending[repeated.any(1)]
+    return result
+
+
+def prefetch(iterable: Iterable[T], size: int = 2) -> Iterator[T]:
+    """The items of an iterable, of which a thread prepares the next ones.
+
+    An error in preparing an item is raised where the item would have come. The thread
+    ends with the iterator that is returned, also when that is closed early.
+
+    :param iterable: such as :meth:`LabelSampler.epoch`, or a generator that also
+        transforms the inputs of each batch.
+    :param size: how many items are prepared ahead.
+
+    .. doctest::
+
+        >>> from numpyro_gpaug.multilabel import prefetch
+        >>> list(prefetch(range(4)))
+        [0, 1, 2, 3]
+    """
+    if operator.index(size) < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    return _prefetch(iter(iterable), size)
+
+
+def _prefetch(items: Iterator[T], size: int) -> Iterator[T]:
+    end = object()
+    pool = ThreadPoolExecutor(1)
+    try:
+        ahead: deque[Future[Any]] = deque(
+            pool.submit(next, items, end) for _ in range(size)
+        )
+        while (item := ahead.popleft().result()) is not end:
+            ahead.append(pool.submit(next, items, end))
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)
