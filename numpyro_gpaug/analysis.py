@@ -123,6 +123,15 @@ def _plates(trace: Trace) -> dict[str, Plate]:
     return plates
 
 
+_INSTEAD = {
+    "BernoulliProbs": "Bernoulli(logits=f)",
+    "BinomialProbs": "Binomial(n, logits=f)",
+    "CategoricalProbs": "Categorical(logits=f)",
+    "NegativeBinomialProbs": "NegativeBinomialLogits(r, f)",
+    "Poisson": "numpyro_gpaug.Linked(f, link, Poisson) and LogisticPoisson",
+}
+
+
 class _Sites(NamedTuple):
     latent: tuple[str, ...]
     discrete: tuple[str, ...]
@@ -234,7 +243,8 @@ class _Reach:
                 densities[name] = site["fn"].log_prob(site["value"])
                 rest[name] = [
                     value for k, value in vars(base).items()
-                    if k in type(base).gather_pytree_data_fields() and k not in latents
+                    if k in (*base.arg_constraints, "family_parameters")
+                    and k not in latents
                 ]  # fmt: skip
             elif site["type"] == "sample" and name not in values:
                 rest[name] = jax.tree.leaves(site["fn"])
@@ -327,7 +337,9 @@ class _Reach:
 
     def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
         if not self.registered[name]:
-            return f"no closed form is registered for {self.classes[name].__name__}"
+            cls = self.classes[name].__name__
+            instead = _INSTEAD.get(cls, "numpyro_gpaug.Linked(f, link, family)")
+            return f"no closed form is registered for {cls} (one is for {instead})"
         for leaf in jax.tree.leaves(self.states["rest"][name]):
             if touched := [r for r in reached if r in leaf.state]:
                 return (

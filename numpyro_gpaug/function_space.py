@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
 
         :return: values by site name, those of the function included.
         """
-        self.setup(*args, **kwargs)
+        self.begin(*args, **kwargs)
         values = self.draw_others(*args, **kwargs)
         (block,) = self.structure.blocks
         law = self._conditional(block, values, args, kwargs)
@@ -245,6 +246,13 @@ class FunctionSpaceLaw:
         """
         with handlers.trace() as trace:
             self._mean(law.X)
+            if not trace:
+                warnings.warn(
+                    "the mean of AutoFunctionSpaceGP has no params, so that nothing of "
+                    "it is learnt: call a network through numpyro.contrib.module "
+                    "(eqx_module, nnx_module, flax_module), or numpyro.param, in it",
+                    stacklevel=2,
+                )
             if self._kernel is None:
                 eye = jnp.eye(block.shape[-1], dtype=block.dtype)
                 shape = block.shape + block.shape[-1:]

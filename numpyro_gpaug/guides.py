@@ -21,6 +21,7 @@ from numpyro_gpaug.expectations import base_distribution
 from numpyro_gpaug.fields import moments_of, with_latent_axis
 from numpyro_gpaug.laws import InducingLaw, Law
 from numpyro_gpaug.linalg import Moments, NaturalGaussian
+from numpyro_gpaug.observations import check_observations
 from numpyro_gpaug.structure import (
     Arguments,
     Block,
@@ -48,6 +49,7 @@ class ProcessGuide:
         self._other_class = other
         self._other: AutoGuide | None = None
         self._structure: Structure | None = None
+        self._checked = False
         # Compiled prediction, by model: the same for all params.
         self.predictors: dict[Any, Any] = {}
 
@@ -101,6 +103,19 @@ class ProcessGuide:
                 with handlers.block():
                     handlers.seed(self._other, 0)(*args, **kwargs)
         return self
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """What a call does first: :meth:`setup`, and a check of the first observations
+        it is shown (ConjugateSVI, which does not call the guide, has its own).
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        """
+        structure = self.setup(*args, **kwargs).structure
+        if structure.observed and not self._checked:
+            self._checked = True
+            arguments = Arguments.split(args, kwargs)
+            check_observations(self.model, structure, arguments)
 
     def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
         return analyse(self.model, *args, **kwargs)
@@ -246,7 +261,7 @@ class AutoSparseGP(ProcessGuide):
 
         :return: values by site name.
         """
-        self.setup(*args, **kwargs)
+        self.begin(*args, **kwargs)
         values = self.draw_others(*args, **kwargs)
         for block in self.structure.blocks:
             values[block.site] = numpyro.sample(block.site, self._gaussian(block))

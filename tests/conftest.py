@@ -11,10 +11,29 @@ import pytest
 # them without LLVM's optimisations (the graph is still optimised). Before jax starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+import jax  # noqa: E402
+
 try:
     from jax import enable_x64
 except ImportError:
     from jax.experimental import enable_x64
+
+_COMPILED: list[str] = []
+
+
+def _note_compilation(event: str, _: float, **about: str) -> None:
+    if event.endswith("backend_compile_duration"):
+        _COMPILED.append(about.get("fun_name", ""))
+
+
+jax.monitoring.register_event_duration_secs_listener(_note_compilation)
+
+
+def compilations(name: str) -> int:
+    """How often a function of this name has been compiled so far. (JAX's own count of
+    what a jitted function holds forgets: the cache is shared.)"""
+    return _COMPILED.count(f"jit({name})")
+
 
 TOLERANCES = {"float32": 1e-5, "float64": 1e-11}
 

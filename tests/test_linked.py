@@ -110,7 +110,7 @@ def with_heights(name, d, means, variances):
     return means, variances
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_expectations_against_draws(name: str) -> None:
     make, y = CASES[name]
     y = jnp.asarray(y)
@@ -351,7 +351,9 @@ def test_heights_with_a_prior_through_both_routes(x64) -> None:
     np.testing.assert_allclose(q.mean, expected / (1 + weight), atol=2e-3)
 
 
-@pytest.mark.parametrize("order", ["free", "increasing"])
+@pytest.mark.parametrize(
+    "order", [pytest.param("free", marks=pytest.mark.slow), "increasing"]
+)
 def test_a_learnt_link_beats_a_straight_line(order: str) -> None:
     X, y, Z = skewed_data()
     guide = gpaug.AutoSparseGP(regression)
@@ -455,6 +457,13 @@ def test_refused_latents(call, message: str) -> None:
         call(jnp.zeros(4))
 
 
+def test_a_function_is_no_link() -> None:
+    with pytest.raises(TypeError, match="PiecewiseLink.from_function"):
+        gpaug.Linked(jnp.zeros(3), jnp.exp, dist.Poisson)
+    with pytest.raises(ValueError, match="Normal with scale=-1.0 does not accept"):
+        gpaug.Linked(jnp.zeros(3), RATE, dist.Normal, scale=-1.0)
+
+
 @pytest.mark.parametrize("which", ["bernoulli", "poisson", "variance"])
 def test_refused_heights(which: str) -> None:
     X, y, Z = skewed_data(10)
@@ -468,7 +477,7 @@ def test_refused_heights(which: str) -> None:
         ),
         "variance": (
             lambda f: gpaug.PiecewiseHeteroscedasticNormal(0.0, f, bad),
-            "which Normal does not",
+            "which Normal with loc=0.0 does not",
         ),
     }[which]  # fmt: skip
 

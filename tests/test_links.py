@@ -226,7 +226,8 @@ def test_penalty() -> None:
         (lambda: PiecewiseLink.from_function(jnp.exp, 1, 0.0, 1.0), "at least 2"),
         (lambda: PiecewiseLink.from_function(jnp.exp, 4, 1.0, 1.0), "below upper"),
         (lambda: PiecewiseLink.from_function(jnp.exp, 4, 0.0, 1.0, "left"), "rule"),
-        (lambda: PiecewiseLink.from_function(jnp.log, 4, -1.0, 1.0), "finite there"),
+        (lambda: PiecewiseLink.from_function(jnp.log, 4, -1.0, 1.0), "not finite"),
+        (lambda: PiecewiseLink.from_function(jnp.sum, 4, -1.0, 1.0), "elementwise"),
         (lambda: PiecewiseLink.to_accuracy(jnp.exp, 0.0), "error must be positive"),
         (lambda: gpaug.learned_link(
             "g", PiecewiseLink([-1.0, 2.0], [0.0]), constraints.unit_interval

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
+from tests.conftest import compilations
 from tests.problems import classifier, learnt, regression, toy
 
 KEY = jax.random.key(0)
@@ -73,14 +74,16 @@ def test_predictions_do_not_depend_on_batch_size() -> None:
 
 def test_any_number_of_rows_costs_one_compilation() -> None:
     posterior, _ = fitted()
+    names = ("_y", "_f", "_factors")
+    before = {name: compilations(name) for name in names}
     for rows in range(1, 41, 2):
         assert posterior.predict_y(toy(rows, seed=1)[0], batch_size=16).probs.shape == (
             rows,
         )
         posterior.predict_f(toy(rows, seed=1)[0], batch_size=16)
-    compiled = posterior._predictor.compiled
-    assert compiled["y"]._cache_size() == compiled["f"]._cache_size() == 1
-    assert compiled["factors"]._cache_size() == 1
+    assert {name: compilations(name) - before[name] for name in names} == dict.fromkeys(
+        names, 1
+    )
 
 
 def test_save_and_load_predict_the_same(tmp_path) -> None:

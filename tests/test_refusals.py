@@ -50,6 +50,17 @@ def test_processes_that_feed_something_else() -> None:
             run(model, X, y)
 
 
+def test_labels_of_the_stock_route() -> None:
+    """A guide checks the first observations it is shown, as ConjugateSVI does."""
+    X, y = toy(12)
+    guide = gpaug.AutoSparseGP(classifier, covariance="dense")
+    svi = numpyro.infer.SVI(
+        classifier, guide, optax.adam(0.1), gpaug.TraceAnalytic_ELBO()
+    )
+    with pytest.raises(ValueError, match=r"convert -1/\+1 labels with \(y \+ 1\) // 2"):
+        svi.init(KEY, X, 2 * y - 1, inducing=X[:5])
+
+
 def test_latents_no_guide_can_take() -> None:
     X, y = toy(12)
 

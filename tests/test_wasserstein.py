@@ -17,8 +17,13 @@ from numpyro.infer import SVI, Predictive
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.wasserstein import spectral_distance, symmetric_distance
 from numpyro_gpaug.laws import GaussianMeasure
-from tests.conftest import assert_close
+from tests.conftest import assert_close, compilations
 from tests.problems import regression, toy
+
+# Many of these means are fixed functions, on purpose.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the mean of AutoFunctionSpaceGP has no params"
+)
 
 KEY = jax.random.key(0)
 GOLDEN = json.loads((Path(__file__).parent / "golden/problem_gwi.json").read_text())
@@ -506,20 +511,27 @@ def test_predictions_stream_and_draw(classes) -> None:
 def test_posteriors_of_one_guide_share_what_is_compiled(classes) -> None:
     _, guide, result, (X, y), given = classes
     posterior = gpaug.Posterior.from_guide(three, guide, result.params, X, y, **given)
+    none = compilations("_y")
     posterior.predict_y(X, batch_size=16)
-    compiled = posterior._predictor.compiled
-    before = {name: fn._cache_size() for name, fn in compiled.items()}
-    assert before["y"] > 0
+    before = compilations("_y")
+    assert before == none + 1
     for scale in (1.0, 1.1):
         params = {**result.params, "W": scale * result.params["W"]}
         again = gpaug.Posterior.from_guide(three, guide, params, X, y, **given)
         probs = again.predict_y(X[: int(20 * scale)], batch_size=16).probs
-    assert {name: fn._cache_size() for name, fn in compiled.items()} == before
+    assert compilations("_y") == before
     # The params are data, not part of what is shared.
     assert float(jnp.abs(probs - posterior.predict_y(X[:22]).probs).max()) > 1e-4
     other = gpaug.AutoFunctionSpaceGP(three, linear)
     apart = gpaug.Posterior.from_guide(three, other, result.params, X, y, **given)
     assert apart._predictor is not posterior._predictor
+
+
+def test_a_mean_without_params_is_told() -> None:
+    guide = gpaug.AutoFunctionSpaceGP(regression, lambda X: 0 * X[:, 0])
+    X, y = toy(8)
+    with pytest.warns(UserWarning, match="has no params"):
+        handlers.seed(guide, 0)(X, jnp.asarray(y, float), inducing=X[:3])
 
 
 def test_save_and_load_a_network(tmp_path) -> None:

@@ -15,8 +15,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import Distribution, constraints
 
+from numpyro_gpaug._known import known_to
 from numpyro_gpaug.links import PiecewiseLink
-from numpyro_gpaug.links._cells import known_to
 
 Links = PiecewiseLink | tuple[PiecewiseLink, ...]
 
@@ -64,7 +64,7 @@ class Linked(Distribution):
 
     # What heights have to satisfy depends on the family: valid_parameters().
     arg_constraints = {"f": constraints.real, "heights": constraints.dependent}
-    pytree_data_fields: tuple[str, ...] = ("f", "heights", "_parameters")
+    pytree_data_fields: tuple[str, ...] = ("f", "heights", "family_parameters")
     pytree_aux_fields = ("edges", "family")
 
     def __init__(
@@ -76,7 +76,14 @@ class Linked(Distribution):
         validate_args: bool | None = None,
         **parameters: ArrayLike,
     ) -> None:
-        links = (link,) if isinstance(link, PiecewiseLink) else tuple(link)
+        links = (link,) if isinstance(link, PiecewiseLink) else link
+        if not isinstance(links, tuple) or not all(
+            isinstance(x, PiecewiseLink) for x in links
+        ):
+            raise TypeError(
+                f"link is a {type(link).__name__}: pass a PiecewiseLink (or a tuple of "
+                "two), for a function PiecewiseLink.from_function(function, ...)"
+            )
         if len(links) > 2:
             raise ValueError(
                 f"link has {len(links)} links: the sum over cells has K^C terms for C "
@@ -92,7 +99,7 @@ class Linked(Distribution):
         self.edges = tuple(x.edges for x in links)
         batch = jnp.broadcast_shapes(*(x.heights.shape[:-1] for x in links))
         self.heights = _side_by_side([x.heights for x in links], batch)
-        self.family, self._parameters = family, parameters
+        self.family, self.family_parameters = family, parameters
         shapes = [jnp.shape(p) for p in self.parameters.values()]
         batch_shape = jnp.broadcast_shapes(self._latents()[0].shape, batch, *shapes)
         self._refuse_heights()
@@ -101,7 +108,7 @@ class Linked(Distribution):
     @property
     def parameters(self) -> dict[str, ArrayLike]:
         """The further arguments of the family."""
-        return self._parameters
+        return self.family_parameters
 
     def links(self, heights: ArrayLike | None = None) -> tuple[PiecewiseLink, ...]:
         """The link, or the two links.
@@ -183,9 +190,13 @@ class Linked(Distribution):
         raise ValueError(
             f"heights of shape {self.heights.shape} take values "
             f"{np.unique(np.asarray(self.heights))[:5]}, which {type(law).__name__} "
-            "does not accept: choose a link with values in its parameter's domain, "
-            "learned_link(..., constraint=...) if it is learnt"
+            f"{self._with()}does not accept: choose a link with values in its "
+            "parameter's domain, learned_link(..., constraint=...) if it is learnt"
         )
+
+    def _with(self) -> str:
+        given = ", ".join(f"{k}={v}" for k, v in self.parameters.items())
+        return f"with {given} " if given and len(given) < 80 else ""
 
     def valid_parameters(self) -> dict[str, Array]:
         """Whether the family accepts the heights, by parameter name; may run inside
@@ -264,6 +275,10 @@ class PiecewiseBernoulli(Linked):
 class PiecewiseNormal(Linked):
     r"""Real observations with mean ``link(f)``: regression with an inverse link learnt
     from the data.
+
+    The link bends the mean function, so that its marginal distribution is not normal;
+    the noise around it is normal (for skewed noise, link the parameter of a skewed
+    family: :class:`Linked`).
 
     The heights may be constants, a ``numpyro.param``, or a latent vector with a normal
     prior, ``numpyro.sample("heights", dist.Normal(mean, sd).to_event(1))``: the update

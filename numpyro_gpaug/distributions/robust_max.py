@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 
+from numpyro_gpaug._known import known_to
 from numpyro_gpaug.distributions._classes import Classes, class_shape
 
 
@@ -27,8 +28,8 @@ class RobustMax(Classes):
         largest.
     :param epsilon: probability of any wrong class, in (0, 1); broadcasts with the batch
         shape of ``f``. The default is that of [2].
-    :raises ValueError: if ``f`` has no class axis, or fewer than two classes; under
-        ``validate_args``, for ``epsilon`` outside (0, 1).
+    :raises ValueError: if ``f`` has no class axis, or fewer than two classes, or for
+        ``epsilon`` outside (0, 1).
 
     **References**
 
@@ -59,6 +60,8 @@ class RobustMax(Classes):
         *,
         validate_args: bool | None = None,
     ) -> None:
+        if not known_to(lambda e: (e > 0) & (e < 1), jnp.asarray(epsilon)):
+            raise ValueError(f"epsilon is {epsilon}: it must be inside (0, 1)")
         self.f, self.epsilon = f, epsilon
         batch_shape = jnp.broadcast_shapes(class_shape("f", f), jnp.shape(epsilon))
         super().__init__(batch_shape=batch_shape, validate_args=validate_args)

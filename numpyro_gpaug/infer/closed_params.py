@@ -125,8 +125,8 @@ def _parts(trace: Trace, structure: Structure) -> dict[str, Any]:
     rest: list[Any] = []
     for site in structure.observed:
         base = base_distribution(trace[site.name]["fn"])
-        for k in type(base).gather_pytree_data_fields():
-            if vars(base).get(k) is not None:
+        for k in (*base.arg_constraints, "family_parameters"):
+            if k in vars(base):
                 parameters[f"{site.name}/{k}"] = vars(base)[k]
     for block in structure.blocks:
         if block.is_process:

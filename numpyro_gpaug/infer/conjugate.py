@@ -47,8 +47,10 @@ class ConjugateSVI:
     computes an optax update of everything else.
 
     *Full data*: whole steps, halved while the bound falls. An update of the
-    hyperparameters that makes the bound fall is undone and halved too, so the bound
-    never falls by more than rounding (unless ``other`` draws latents at random).
+    hyperparameters that makes the bound fall is undone and halved too, so that a step
+    never lowers the bound by more than rounding (unless ``other`` draws latents at
+    random). Near an optimum rounding adds up: in float32 it may drift by some 1e-5 of
+    its size.
 
     *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step.
     Batches may also be passed in, ``update(state, X[idx], y[idx])`` inside
@@ -109,7 +111,7 @@ class ConjugateSVI:
         step_size: float | str | Schedule | None = None,
         hyper_steps: int = 1,
         hyper_every: int = 1,
-        m_step: Sequence[str] = (),
+        m_step: str | Sequence[str] = (),
     ) -> None:
         if sites not in SITES:
             raise ValueError(f"sites must be one of {SITES}, got {sites!r}")
@@ -117,17 +119,17 @@ class ConjugateSVI:
             raise ValueError(
                 "ConjugateSVI moves natural parameters: it needs "
                 "AutoSparseGP(model, covariance='natural'); other guides are fitted by "
-                "numpyro.infer.SVI with TraceAnalytic_ELBO()"
+                "numpyro.infer.SVI, with TraceAnalytic_ELBO() or, for an "
+                "AutoFunctionSpaceGP, TraceWasserstein_ELBO()"
             )
         if optim is not None and not _is_optax(optim):
             raise ValueError(
                 "optim must be an optax GradientTransformation (such as "
                 f"optax.adam(1e-2)) or None, got {type(optim).__name__}"
             )
-        if hyper_steps < 1:
-            raise ValueError(f"hyper_steps must be at least 1, got {hyper_steps}")
-        if hyper_every < 1:
-            raise ValueError(f"hyper_every must be at least 1, got {hyper_every}")
+        for name, count in (("hyper_steps", hyper_steps), ("hyper_every", hyper_every)):
+            if count < 1 or count != int(count):
+                raise ValueError(f"{name} must be a whole number >= 1, got {count}")
         as_schedule(step_size, batches=1.0)
         self.model = model
         self.guide = guide
@@ -136,7 +138,7 @@ class ConjugateSVI:
         self.step_size = step_size
         self.hyper_steps = hyper_steps
         self.hyper_every = hyper_every
-        self.m_step = tuple(m_step)
+        self.m_step = (m_step,) if isinstance(m_step, str) else tuple(m_step)
         self._start = Start(model, guide, optim, step_size, self.m_step)
         self._seen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         # The state is donated: with many latents a second copy would not fit. Callers

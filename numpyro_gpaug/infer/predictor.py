@@ -175,5 +175,7 @@ def _one_of(candidates: Any, name: str | None, what: str) -> Any:
     if name is None and len(names) == 1:
         return candidates[0]
     if name not in names:
-        raise ValueError(f"site={name!r}: the model's choices of {what} are {names}")
+        raise ValueError(
+            f"site={name!r}: the model's choices of {what} are {names}; pass site=..."
+        )
     return candidates[names.index(name)]

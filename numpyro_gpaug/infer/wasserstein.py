@@ -43,7 +43,13 @@ class TraceWasserstein_ELBO(ELBO):
     :math:`L_2(\hat\rho)`, the functions under the empirical measure of the inputs: the
     distance between the laws of function values at N inputs, *divided by N*. The data
     term is a sum over N data, so with the published ``weight=1`` the distance counts as
-    one datum does; ``weight=N`` gives it the scale that a KL has in an evidence bound.
+    one datum does, and the fitted variances are those of a far too certain posterior;
+    ``weight=N`` gives the distance between laws of function values its own scale, and
+    shrinks a mean that is large beside the prior.
+
+    Hold hyperparameters of the prior and of the noise fixed, or fit them before by
+    :class:`~numpyro_gpaug.ConjugateSVI`: the loss is no evidence, and learnt by it the
+    prior follows the guide (its variance goes to 0 with that of the guide).
 
     The expected log-likelihood is that of :class:`~numpyro_gpaug.TraceAnalytic_ELBO`
     with ``bound="exact"``. Plates that draw a batch scale it by N/B, and the distance

@@ -52,15 +52,6 @@ def equal_edges(num_pieces: int, lower: float, upper: float) -> tuple[float, ...
     return tuple(np.linspace(lower, upper, num_pieces - 1).tolist())
 
 
-def known_to(condition: Callable[[Array], Any], values: Array) -> bool:
-    """Whether all values satisfy a condition; taken to where either is traced."""
-    if isinstance(values, jax.core.Tracer):
-        return True
-    with jax.ensure_compile_time_eval():
-        satisfied = jnp.all(condition(values))
-    return isinstance(satisfied, jax.core.Tracer) or bool(satisfied)
-
-
 def checked_edges(edges: Sequence[float] | Array) -> tuple[float, ...]:
     """Edges as plain numbers, finite and increasing."""
     if isinstance(edges, jax.core.Tracer):

@@ -9,7 +9,7 @@ import numpyro
 from jax.typing import ArrayLike
 from numpyro.distributions import biject_to, constraints
 
-from numpyro_gpaug.links._cells import known_to
+from numpyro_gpaug._known import known_to
 from numpyro_gpaug.links.piecewise import PiecewiseLink
 
 ORDERS = ("free", "increasing")
@@ -28,8 +28,10 @@ def learned_link(
     :param constraint: the set of each height, ``unit_interval``, ``positive`` or
         ``real``.
     :param order: ``"free"``, or ``"increasing"`` for heights that increase with the
-        function value (the param is then unconstrained inside: increments in the space
-        of ``biject_to(constraint)``).
+        function value; the param then holds ``biject_to(constraint).inv(heights)``
+        (logits, of probabilities), increasing. The heights of a fit are
+        ``numpyro.handlers.substitute(fn, data=result.params)().heights``, with ``fn``
+        the function that calls this one.
     :raises ValueError: for initial heights outside the constraint, or not increasing
         where they have to be.
 

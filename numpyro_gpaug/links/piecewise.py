@@ -20,11 +20,11 @@ from jax import Array
 from jax.scipy.special import erfc, log_ndtr
 from jax.typing import ArrayLike
 
+from numpyro_gpaug._known import known_to
 from numpyro_gpaug.links._cells import (
     checked_edges,
     equal_edges,
     knots,
-    known_to,
     search,
 )
 
@@ -99,11 +99,14 @@ class PiecewiseLink:
         # A model is traced: constants have to stay known, to be checked.
         with jax.ensure_compile_time_eval():
             heights = jnp.asarray(function(jnp.asarray(at, jnp.result_type(float))))
-        if heights.shape != at.shape or not known_to(jnp.isfinite, heights):
+        if heights.shape != at.shape:
             raise ValueError(
-                f"function gave values of shape {heights.shape} at {at.shape} points, "
-                f"or values that are not finite, between {lower} and {upper}: it must "
-                "be elementwise and finite there"
+                f"function gave values of shape {heights.shape} at points of shape "
+                f"{at.shape}: it must be elementwise"
+            )
+        if not known_to(jnp.isfinite, heights):
+            raise ValueError(
+                f"function is not finite everywhere between {lower} and {upper}"
             )
         return cls(heights, edges)
 

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of values that may be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def known_to(condition: Callable[[Array], Any], values: Array) -> bool:
+    """Whether all values satisfy a condition; taken to where either is traced."""
+    if isinstance(values, jax.core.Tracer):
+        return True
+    with jax.ensure_compile_time_eval():
+        satisfied = jnp.all(condition(values))
+    return isinstance(satisfied, jax.core.Tracer) or bool(satisfied)
