@@ -88,6 +88,19 @@ def test_cells_keep_their_relative_precision(dtype: str) -> None:
     assert np.isfinite(logs).all()
 
 
+def test_expectations_of_steps(dtype: str) -> None:
+    """One tail per edge is the sum over cells, with infinite values out of reach."""
+    link = PiecewiseLink(jnp.zeros(14, dtype), EDGES)
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.normal(size=14), dtype)
+    m = jnp.asarray([-9.0, -3.0, 0.1, 2.0, 9.0], dtype)
+    v = jnp.asarray([1.0, 0.0, 4.0, 1e-3, 1e4], dtype)
+    exact = np.asarray(link.cell_probabilities(m, v), float) @ np.asarray(values, float)
+    assert_close(link.expectation(values, m, v), exact, factor=2)
+    infinite = values.at[0].set(-jnp.inf)
+    assert_close(link.expectation(infinite, m[3], v[3]), exact[3], factor=2)
+
+
 def test_gradients_of_cells(x64) -> None:
     link = PiecewiseLink(jnp.zeros(14), EDGES)
     m, v = jnp.array([-5.0, 0.2, 2.0]), jnp.array([3.0, 0.5, 40.0])

@@ -31,9 +31,13 @@ def _at_cells(y: Array, like: Array) -> Array:
 
 
 def _expected(d: Linked, y, means: Parameters, variances: Parameters) -> Array:
+    components = d.components(jnp.broadcast_shapes(d.batch_shape, jnp.shape(y)))
+    log_density = components.log_prob(jnp.asarray(y)[..., None])
+    links = d.links()
+    if len(links) == 1:
+        return links[0].expectation(log_density, means["f"], variances["f"])
     p = d.cell_probabilities(means["f"], variances["f"])
-    components = d.components(jnp.broadcast_shapes(p.shape[:-1], jnp.shape(y)))
-    return _sum_over_cells(p, components.log_prob(jnp.asarray(y)[..., None]))
+    return _sum_over_cells(p, log_density)
 
 
 def _mixture(
