@@ -78,6 +78,23 @@ def dependences(
     return [value.state for value in reader.interpret(closed.jaxpr, starts)]
 
 
+class Leaf:
+    """Keeps a state (a dict) whole as one leaf of a tree."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+
+def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Any:
+    """:func:`dependences` in the structure of what ``fn`` returns, as :class:`Leaf`.
+
+    :param fn: function of one dict of arrays.
+    :param inputs: example arrays or ``jax.ShapeDtypeStruct`` per name.
+    """
+    structure = jax.tree.structure(jax.eval_shape(fn, inputs))
+    return jax.tree.unflatten(structure, map(Leaf, dependences(fn, inputs)))
+
+
 class _Value(NamedTuple):
     """What is known of a variable: how it depends on the inputs, and a token that two
     variables share only if they are computed alike from the same things."""

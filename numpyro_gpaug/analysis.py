@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_gpaug.affine import State, dependences
+from numpyro_gpaug.affine import dependence_tree
 from numpyro_gpaug.augmentation.base import lookup_augmentation
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.expectations import Route, base_distribution, lookup_expectation
@@ -217,11 +217,7 @@ class _Reach:
             return {n: trace[n]["value"] for n in names}
 
         inputs = jax.eval_shape(shapes, arguments.arrays)
-        tree = jax.eval_shape(parts, inputs)
-        states = dependences(parts, inputs)
-        self.states: dict[str, Any] = jax.tree.unflatten(
-            jax.tree.structure(tree), [_Leaf(state) for state in states]
-        )
+        self.states: dict[str, Any] = dependence_tree(parts, inputs)
 
     def _parts(
         self, trace: Trace, candidates: list[Block], values: dict[str, Any]
@@ -367,13 +363,6 @@ class _Reach:
                 if block in self.processes and not dependence.elementwise:
                     return f"{latent!r} mixes several function values of {block!r}"
         return None
-
-
-class _Leaf:
-    """Keeps a state (a dict) whole as one leaf of a tree."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
 
 
 def _latents(cls: type) -> tuple[str, ...]:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Params set to the closed-form maximiser of the bound."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +16,11 @@ from numpyro.distributions import constraints
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.m_steps import lookup_m_step
 
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / "problem_piecewise.json").read_text()
+)
 KEY = jax.random.key(0)
 LINE = gpaug.PiecewiseLink.from_function(lambda f: f, 6, -1.5, 1.5)
 CURVE = gpaug.PiecewiseLink.from_function(jax.nn.sigmoid, 6, -1.5, 1.5)
@@ -36,6 +43,12 @@ LIKELIHOODS = {
     "softplus": (
         lambda f: dist.Normal(
             f, numpyro.param("theta", 3.0, constraint=constraints.softplus_positive)
+        ),
+        "real",
+    ),
+    "precision": (
+        lambda f: gpaug.HeteroscedasticNormal(
+            f, jnp.linspace(-1, 1, len(f)), positive("theta", 0.2)
         ),
         "real",
     ),
@@ -116,6 +129,26 @@ def test_the_bound_is_at_rest_there(x64, name: str, sites: str) -> None:
             if name == "probabilities":
                 moved = jnp.minimum(moved, 1 - 1e-9)
             assert loss(moved) > base - 1e-9
+
+
+def test_golden_heights(x64) -> None:
+    """Averages of the labels, weighted by the probabilities of the cells."""
+    golden = GOLDEN["bernoulli"]
+    m, v = ({"f": jnp.asarray(golden[k])} for k in "mv")
+    y = jnp.asarray(golden["y01"], int)
+
+    def likelihood(heights):
+        link = gpaug.PiecewiseLink(heights, GOLDEN["inner_edges"])
+        return gpaug.PiecewiseBernoulli(m["f"], link)
+
+    def total(heights):
+        return gpaug.expected_log_prob(likelihood(heights), y, m, v).sum()
+
+    start = jnp.asarray(golden["g_k"])
+    step = lookup_m_step(gpaug.PiecewiseBernoulli, "heights")
+    mass = step.statistic(likelihood(start), y, m, v).sum(0)
+    best = step.maximiser(start, jax.grad(total)(start), mass)
+    np.testing.assert_allclose(best, GOLDEN["mstep"]["bernoulli_gk"], rtol=1e-9)
 
 
 def test_beside_an_optimiser_and_as_good(x64) -> None:

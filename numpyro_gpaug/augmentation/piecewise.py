@@ -18,26 +18,10 @@ from numpyro_gpaug.distributions.linked import (
 from numpyro_gpaug.expectations import register_expectation
 
 
-def _sum_over_cells(probabilities: Array, log_density: Array) -> Array:
-    """A cell that cannot be reached adds nothing, whatever its density."""
-    reached = probabilities > 0
-    terms = probabilities * jnp.where(reached, log_density, 0)
-    return jnp.where(reached, terms, 0).sum(-1)
-
-
-def _at_cells(y: Array, like: Array) -> Array:
-    """Observations with an axis over cells, in the batch shape."""
-    return jnp.broadcast_to(y, like.shape[:-1])[..., None]
-
-
 def _expected(d: Linked, y, means: Parameters, variances: Parameters) -> Array:
     components = d.components(jnp.broadcast_shapes(d.batch_shape, jnp.shape(y)))
     log_density = components.log_prob(jnp.asarray(y)[..., None])
-    links = d.links()
-    if len(links) == 1:
-        return links[0].expectation(log_density, means["f"], variances["f"])
-    p = d.cell_probabilities(means["f"], variances["f"])
-    return _sum_over_cells(p, log_density)
+    return d.expectation(log_density, means["f"], variances["f"])
 
 
 def _mixture(
@@ -66,11 +50,11 @@ def _bernoulli_predictive(d, means: Parameters, variances: Parameters):
 
 
 def _expected_normal(d, y, means: Parameters, variances: Parameters) -> Array:
-    p = d.cell_probabilities(means["f"], variances["f"])
-    scale = jnp.broadcast_to(jnp.asarray(d.scale, p.dtype), p.shape[:-1])[..., None]
-    log_density = dist.Normal(means["heights"], scale).log_prob(_at_cells(y, p))
+    f, heights = means["f"], means["heights"]
+    scale = jnp.broadcast_to(jnp.asarray(d.scale, f.dtype), d.batch_shape)[..., None]
+    log_density = dist.Normal(heights, scale).log_prob(jnp.asarray(y)[..., None])
     loss = 0.5 * variances["heights"] / jnp.square(scale)
-    return _sum_over_cells(p, log_density - loss)
+    return d.expectation(log_density - loss, f, variances["f"])
 
 
 def _normal_predictive(d, means: Parameters, variances: Parameters) -> NodeMixture:
@@ -85,11 +69,11 @@ def _normal_predictive(d, means: Parameters, variances: Parameters) -> NodeMixtu
 
 
 def _expected_heteroscedastic(d, y, means: Parameters, variances: Parameters) -> Array:
-    p = d.cell_probabilities(means["f"], variances["f"])
     loc, spread = (x["loc"][..., None] for x in (means, variances))
     noise = jnp.sqrt(d.heights)
-    log_density = dist.Normal(loc, noise).log_prob(_at_cells(y, p))
-    return _sum_over_cells(p, log_density - 0.5 * spread / d.heights)
+    log_density = dist.Normal(loc, noise).log_prob(jnp.asarray(y)[..., None])
+    loss = 0.5 * spread / d.heights
+    return d.expectation(log_density - loss, means["f"], variances["f"])
 
 
 def _heteroscedastic_predictive(d, means: Parameters, variances: Parameters):

@@ -110,16 +110,12 @@ class Linked(Distribution):
         """The further arguments of the family."""
         return self.family_parameters
 
-    def links(self, heights: ArrayLike | None = None) -> tuple[PiecewiseLink, ...]:
-        """The link, or the two links.
-
-        :param heights: in place of their own, side by side in the last axis.
-        """
-        heights = self.heights if heights is None else heights
+    def links(self) -> tuple[PiecewiseLink, ...]:
+        """The link, or the two links."""
         sizes = [len(edges) + 1 for edges in self.edges]
         ends = np.cumsum([0, *sizes])
         return tuple(
-            PiecewiseLink(jnp.asarray(heights)[..., a:b], edges)
+            PiecewiseLink(self.heights[..., a:b], edges)
             for (a, b), edges in zip(pairwise(ends), self.edges, strict=True)
         )
 
@@ -131,6 +127,23 @@ class Linked(Distribution):
         """The family at the link's values: this distribution, given f."""
         pairs = zip(self.links(), self._latents(), strict=True)
         return self.family(*(link(f) for link, f in pairs), **self.parameters)
+
+    def expectation(self, values: Array, mean: Array, variance: Array) -> Array:
+        """The expectation of a function that is constant in each cell (in each pair of
+        cells) under Gaussians.
+
+        :param values: values in the cells, those of pairs flat, (..., cells).
+        :param mean: of f.
+        :param variance: of f, of its shape.
+        """
+        links = self.links()
+        if len(links) == 1:
+            return links[0].expectation(values, mean, variance)
+        first, second = links
+        shape = first.num_pieces, second.num_pieces
+        pairs = values.reshape(*values.shape[:-1], *shape)
+        inner = second.expectation(pairs, mean[..., 1:], variance[..., 1:])
+        return first.expectation(inner, mean[..., 0], variance[..., 0])
 
     def cell_probabilities(self, mean: Array, variance: Array) -> Array:
         """Probabilities of the cells (of the pairs of cells, flat) under Gaussians.

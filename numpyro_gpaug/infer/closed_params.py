@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.affine import dependences
+from numpyro_gpaug.affine import dependence_tree
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.expectations import (
     base_distribution,
@@ -156,8 +156,7 @@ def _proved(
         return _parts(trace, structure)
 
     inputs = {name: value}
-    tree = jax.tree.structure(jax.eval_shape(parts, inputs))
-    states = jax.tree.unflatten(tree, [_Kept(s) for s in dependences(parts, inputs)])
+    states = dependence_tree(parts, inputs)
     reached = {
         key: leaf.state[name]
         for key, kept in states["parameters"].items()
@@ -194,10 +193,3 @@ def _proved(
             "heights of a link, as they are"
         )
     return ClosedParam(name, site, step, transform)
-
-
-class _Kept:
-    """Keeps a state whole as one leaf of a tree."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state

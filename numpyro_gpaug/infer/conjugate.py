@@ -49,8 +49,7 @@ class ConjugateSVI:
     *Full data*: whole steps, halved while the bound falls. An update of the
     hyperparameters that makes the bound fall is undone and halved too, so that a step
     never lowers the bound by more than rounding (unless ``other`` draws latents at
-    random). Near an optimum rounding adds up: in float32 it may drift by some 1e-5 of
-    its size.
+    random). Near an optimum the rounding of many steps may add up.
 
     *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step.
     Batches may also be passed in, ``update(state, X[idx], y[idx])`` inside

@@ -59,8 +59,10 @@ class Predictor:
         self.model = model
         self.structure = structure
         self.law = law
-        self._raw = {"f": self._f, "y": self._y, "log_prob": self._log_prob}
-        self._raw["joint"] = self._joint
+        self._raw: dict[str, Callable[..., Any]] = {
+            "f": self._f, "joint": self._joint, "y": self._y,
+            "log_prob": self._log_prob,
+        }  # fmt: skip
         self.compiled = {
             name: jax.jit(fn, static_argnames=("static", "site"))
             for name, fn in self._raw.items()

@@ -177,7 +177,7 @@ class PiecewiseLink:
         :return: shape of both + (K,).
         """
         z = self._standardised(mean, variance)
-        tail = 0.5 * erfc(jnp.abs(z) * _constant(math.sqrt(0.5), z))
+        tail = _smaller_tail(z)
         below = jnp.where(z < 0, tail, 1 - tail)
         above = jnp.where(z < 0, 1 - tail, tail)
         ones, zeros = jnp.ones_like(z[..., :1]), jnp.zeros_like(z[..., :1])
@@ -217,11 +217,11 @@ class PiecewiseLink:
         :param variance: of a shape that broadcasts with it, >= 0.
         """
         z = self._standardised(mean, variance)
-        tail = 0.5 * erfc(jnp.abs(z) * _constant(math.sqrt(0.5), z))
+        tail = _smaller_tail(z)
         reached = tail > 0
         jumps = jnp.where(reached, jnp.diff(values, axis=-1), 0)
-        beyond = jnp.where(z > 0, tail, -tail)
-        at_mean = (z <= 0).sum(-1, keepdims=True)
+        beyond = jnp.where(z < 0, -tail, tail)
+        at_mean = (z < 0).sum(-1, keepdims=True)
         # Not indexed: the gradient of that is a scatter.
         here = jnp.arange(self.num_pieces) == at_mean
         centre = jnp.where(here, values, 0).sum(-1)
@@ -305,31 +305,6 @@ class PiecewiseLink:
         mixed = self.heights * jnp.exp(m + v / 2)[..., None] * once
         return (second - 2 * mixed + jnp.square(self.heights) * plain).sum(-1)
 
-    def best_heights(
-        self,
-        mean: ArrayLike,
-        variance: ArrayLike,
-        y: ArrayLike,
-        weights: ArrayLike = 1.0,
-    ) -> PiecewiseLink:
-        """The heights that maximise the expected log-likelihood of Bernoulli or normal
-        observations: averages of y weighted by the probabilities of the cells.
-
-        A cell no datum reaches keeps its height.
-
-        :param mean: means of the function values, (N,).
-        :param variance: their variances, (N,).
-        :param y: observations, (N,).
-        :param weights: weights of the data.
-        """
-        p = self.cell_probabilities(mean, variance)
-        p = p * jnp.broadcast_to(jnp.asarray(weights, p.dtype), p.shape[:-1])[..., None]
-        mass = p.sum(0)
-        reached = mass > jnp.finfo(p.dtype).tiny
-        total = (p * jnp.asarray(y, p.dtype)[:, None]).sum(0)
-        average = total / jnp.where(reached, mass, 1)
-        return self.with_heights(jnp.where(reached, average, self.heights))
-
     def _standardised(self, mean: ArrayLike, variance: ArrayLike) -> Array:
         dtype = jnp.result_type(mean, variance, 0.0)
         m, v = jnp.broadcast_arrays(jnp.asarray(mean, dtype), variance)
@@ -359,6 +334,13 @@ class PiecewiseLink:
 
 
 _LOG_2PI = math.log(2 * math.pi)
+
+
+def _smaller_tail(z: Array) -> Array:
+    """Probability beyond z on its side of zero, differentiable as either tail."""
+    # Not abs(z), whose derivative is zero at zero: a mean often sits on an edge.
+    distance = jnp.where(z < 0, -z, z)
+    return 0.5 * erfc(distance * _constant(math.sqrt(0.5), z))
 
 
 def _constant(value: float, like: Array) -> np.ndarray:
