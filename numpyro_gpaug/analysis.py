@@ -19,9 +19,9 @@ from jax import Array
 
 from numpyro_gpaug.affine import dependence_tree
 from numpyro_gpaug.augmentation.base import lookup_augmentation
+from numpyro_gpaug.conditional import Conditional
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.expectations import Route, base_distribution, lookup_expectation
-from numpyro_gpaug.process import Conditional
 from numpyro_gpaug.structure import (
     Arguments,
     Block,
@@ -206,6 +206,7 @@ class _Reach:
         self.registered: dict[str, tuple[str, ...]] = {}
         self.classes: dict[str, type] = {}
         self.shared: dict[str, bool] = {}
+        self.correlated: dict[str, bool] = {}
 
         def parts(values: dict[str, Any]) -> dict[str, Any]:
             trace = run_model(model, arguments, key, values)
@@ -247,7 +248,11 @@ class _Reach:
         for block in candidates:
             if block.is_process:
                 law = conditional_of(trace, block)
-                rest[block.name] = [law.mean, law.prior_variance, law.projection]
+                rest[block.name] = [
+                    law.mean, law.prior_variance, law.projection, law.gp.loadings,
+                    law.gp.bias,
+                ]  # fmt: skip
+                self.correlated[block.name] = law.gp.loadings is not None
         return {"carried": carried, "densities": densities, "rest": rest}
 
     def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
@@ -321,6 +326,14 @@ class _Reach:
             )
         if not reached:
             return Observed(name, (), Route.CONSTANT, (), augmented, None)
+        for process in processes:
+            if self.correlated[process] and not density[process].elementwise:
+                raise NotConjugateError(
+                    f"site {name!r}: the outputs of {process!r} share latents "
+                    f"(loadings=), but {self.classes[name].__name__} looks at several "
+                    "of them at once, and only each by itself is Gaussian with a known "
+                    "variance here; MCMC(NUTS(model)) samples this model"
+                )
         reason = self._why_not_closed(name, reached)
         latents = self.registered[name] if reason is None else ()
         if latents and lookup_expectation(self.classes[name]) is not None:

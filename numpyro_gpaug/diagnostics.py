@@ -30,6 +30,7 @@ from numpyro_gpaug._calibration import (
 )
 from numpyro_gpaug._numpyro import residual_policy, whole_plates
 from numpyro_gpaug.analysis import analyse
+from numpyro_gpaug.conditional import Conditional
 from numpyro_gpaug.expectations import (
     Route,
     base_distribution,
@@ -38,11 +39,10 @@ from numpyro_gpaug.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.fields import Marginals, as_values
+from numpyro_gpaug.fields import Marginals
 from numpyro_gpaug.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import NUM_NODES, BoundProblem, predictor
-from numpyro_gpaug.process import Conditional
 from numpyro_gpaug.structure import Arguments, Observed, Structure, Trace
 
 if TYPE_CHECKING:
@@ -298,15 +298,13 @@ def _trace(
 
 def _log_likelihoods(problem: BoundProblem, latents: Any) -> dict[str, Array]:
     """Per observed site, the log density of each observation given the draw."""
-    at, means, spreads = {}, {}, {}
-    fields = problem.fields()
+    at, fields = {}, problem.fields()
     for block in problem.structure.blocks:
         field, v = fields[block.name], latents[block.site]
         v = v if v.ndim > 1 else v[None]
         mean = field.offset + jnp.einsum("...mn,...m->...n", field.projection, v)
         at[block.name] = Marginals(mean, jnp.broadcast_to(field.residual, mean.shape))
-        means[block.name] = as_values(mean, block)
-        spreads[block.name] = as_values(at[block.name].variance, block)
+    means, spreads = problem.process_moments(at)
     carried = problem.predictors(at)
     found = {}
     for site in problem.structure.observed:

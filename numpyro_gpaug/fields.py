@@ -13,7 +13,6 @@ from jax import Array
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.linalg import Moments
-from numpyro_gpaug.structure import Block
 
 if TYPE_CHECKING:
     from numpyro_gpaug.infer.bound import BoundProblem
@@ -60,16 +59,6 @@ def chosen(q: Moments, latents: Array | None) -> Moments:
     if latents is None:
         return q
     return Moments(*(x[jnp.asarray(latents)] for x in q))
-
-
-def as_values(per_latent: Array, block: Block) -> Array:
-    """From (latents, N) to the shape the model sees, (N,) or (N, latents)."""
-    return per_latent[0] if len(block.shape) == 1 else per_latent.T
-
-
-def latent_first(values: Array) -> Array:
-    """From the shape the model sees, (N,) or (N, latents), to (latents, N)."""
-    return values.T if values.ndim == 2 else values[None]
 
 
 def field_marginals(

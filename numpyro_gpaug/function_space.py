@@ -15,7 +15,14 @@ from jax import Array, random
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_gpaug.fields import Marginals, latent_first
+from numpyro_gpaug.conditional import (
+    Conditional,
+    FunctionDraw,
+    latent_first,
+    lead,
+    residual_variance,
+)
+from numpyro_gpaug.fields import Marginals
 from numpyro_gpaug.guides import ProcessGuide
 from numpyro_gpaug.kernels import as_kernel
 from numpyro_gpaug.laws import (
@@ -32,13 +39,7 @@ from numpyro_gpaug.linalg import (
     safe_sqrt,
     solve_lower,
 )
-from numpyro_gpaug.process import (
-    Conditional,
-    FunctionDraw,
-    GaussianProcess,
-    lead,
-    residual_variance,
-)
+from numpyro_gpaug.process import GaussianProcess
 from numpyro_gpaug.structure import (
     Arguments,
     Block,
@@ -331,5 +332,4 @@ def _draw(law: Conditional, measure: GaussianMeasure) -> Array:
     shared = random.normal(joint, (mean.shape[0], Z.shape[0]), law.dtype)
     noise = random.normal(alone, mean.shape, law.dtype)
     values = mean + jnp.einsum("...mn,...m->...n", projection, shared)
-    values = law.select(values + safe_sqrt(residual) * noise)
-    return values[0] if law.gp.num_latents is None else values.T
+    return law.outputs(law.select(values + safe_sqrt(residual) * noise))

@@ -14,15 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.fields import field_marginals, latent_first
+from numpyro_gpaug.conditional import Conditional, lead, project, residual_variance
+from numpyro_gpaug.fields import field_marginals
 from numpyro_gpaug.linalg import Moments
-from numpyro_gpaug.process import (
-    Conditional,
-    GaussianProcess,
-    lead,
-    project,
-    residual_variance,
-)
+from numpyro_gpaug.process import GaussianProcess
 from numpyro_gpaug.structure import Block
 
 if TYPE_CHECKING:
@@ -58,7 +53,7 @@ def prior_measure(gp: GaussianProcess) -> GaussianMeasure:
     """The prior of a process, without the approximation by inducing values."""
 
     def mean(X: Array) -> Array:
-        return latent_first(Conditional(gp, X, None).mean)
+        return Conditional(gp, X, None).mean
 
     def kernel(X: Array, *Z: Array) -> Array:
         return lead(gp.kernel(X, *Z), 1 + len(Z))

@@ -5,22 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_gpaug._numpyro import (
-    current_residual_policy,
-    deterministic_site,
-    residual_policy,
-)
+from numpyro_gpaug._numpyro import deterministic_site, residual_policy
+from numpyro_gpaug.conditional import Conditional, FunctionDraw, lead
 from numpyro_gpaug.kernels import as_kernel
-from numpyro_gpaug.linalg import cholesky_jitter, default_jitter, safe_sqrt, solve_lower
+from numpyro_gpaug.linalg import cholesky_jitter, default_jitter
 
 _POLICIES = ("mean", "noise", "site")
 
@@ -49,10 +44,17 @@ class GaussianProcess:
         or (N, C).
     :param num_latents: number C of independent latents; ``None`` for a single one
         without a latent axis.
+    :param loadings: :math:`\Phi`, (K, P): a semiparametric latent-factor model, in
+        which K outputs :math:`f = \Phi h + b` share P independent latents h, which the
+        kernel, ``inducing`` and ``mean`` are of. Usually a ``numpyro.param``, started
+        at random or from data (at zero nothing moves). For likelihoods that look at one
+        output at a time, as outputs of one input are correlated.
+    :param bias: b, (K,), with ``loadings``; zero by default.
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; default
         ``2e-7 M`` in float32 and 1e-10 in float64; 0 is allowed.
-    :raises ValueError: inside a plate, or for inducing inputs that are not two- or
-        three-dimensional (one-dimensional for scalar inputs) or are empty.
+    :raises ValueError: inside a plate, for inducing inputs that are not two- or
+        three-dimensional (one-dimensional for scalar inputs) or are empty, and for
+        loadings or a bias of another shape.
 
     **Example**
 
@@ -77,6 +79,8 @@ class GaussianProcess:
         inducing: Array,
         mean: float | Array | Callable[[Array], Array] = 0.0,
         num_latents: int | None = None,
+        loadings: Array | None = None,
+        bias: Array | None = None,
         jitter: float | None = None,
     ) -> None:
         self.name = name
@@ -88,6 +92,9 @@ class GaussianProcess:
             )
         self.inducing = _as_inputs(inducing, "inducing")
         self.mean = mean
+        self.loadings, self.bias = _as_loadings(loadings, bias, num_latents)
+        if self.loadings is not None:
+            num_latents = self.loadings.shape[1]
         self.num_latents = num_latents
         if self.inducing.ndim == 3 and self.inducing.shape[0] != num_latents:
             raise ValueError(
@@ -121,9 +128,12 @@ class GaussianProcess:
         """Function values at ``X``.
 
         :param X: inputs, (N, D).
-        :param latents: indices of a subset of the C latents; all by default.
-        :return: (N,), or (N, C), or (N, len(latents)).
-        :raises ValueError: if the columns of ``X`` and of the inducing inputs differ.
+        :param latents: indices of a subset of the C latents; all by default. Of a
+            process with loadings, indices of outputs: (L,), or (N, L) for other ones in
+            every row.
+        :return: (N,), or (N, C), or (N, L).
+        :raises ValueError: if the columns of ``X`` and of the inducing inputs differ,
+            or for ``latents`` of another shape.
         """
         X = _as_inputs(X, "X")
         if X.ndim > 2 or _columns(X) != _columns(self.inducing):
@@ -132,140 +142,22 @@ class GaussianProcess:
                 f"its inducing inputs have shape {self.inducing.shape}: expected (N, "
                 f"{_columns(self.inducing)})"
             )
-        if latents is not None and self.num_latents is None:
-            raise ValueError("latents= needs a GaussianProcess with num_latents=C")
+        if latents is not None:
+            self._check_latents(X, latents)
         conditional = Conditional(self, X, latents)
         return deterministic_site(self.name, conditional)
 
-
-class FunctionDraw(NamedTuple):
-    """What a guide fills in for an inducing vector when it draws the function itself.
-
-    :param values: function values where the model calls the process.
-    """
-
-    values: Array
-
-
-class Conditional:
-    """The law of function values at ``X`` given the inducing values; everything lazy.
-
-    It is the ``fn`` of the deterministic site a :class:`GaussianProcess` call makes.
-
-    :param gp: the process.
-    :param X: inputs, (N, D).
-    :param latents: indices of the latents, or ``None`` for all.
-    """
-
-    def __init__(self, gp: GaussianProcess, X: Array, latents: Array | None) -> None:
-        self.gp = gp
-        self.X = X
-        self.latents = latents
-
-    @cached_property
-    def projection(self) -> Array:
-        """``A = L^-1 K_ZX``, (1 or C, M, N)."""
-        return self.projection_through(self.gp.cholesky)
-
-    def projection_through(self, factor: Array) -> Array:
-        """``A`` from a factor of ``K_ZZ`` computed before, (1 or C, M, M)."""
-        gp = self.gp
-        return self.select(project(gp.kernel, gp.inducing, factor, self.X))
-
-    @cached_property
-    def prior_variance(self) -> Array:
-        """``k(x, x)``, (1 or C, N)."""
-        return self.select(lead(self.gp.kernel(self.X), 1))
-
-    @property
-    def prior_covariance(self) -> Array:
-        """``k(X, X)``, (1 or C, N, N)."""
-        return self.select(lead(self.gp.kernel(self.X, self.X), 2))
-
-    @cached_property
-    def residual(self) -> Array:
-        """Variance of f given v, (1 or C, N)."""
-        return residual_variance(self.prior_variance, self.projection)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the function values: (N,), (N, C) or (N, len(latents))."""
-        size = self.X.shape[0]
-        if self.gp.num_latents is None:
-            return (size,)
-        chosen = self.gp.num_latents if self.latents is None else len(self.latents)
-        return (size, chosen)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the function values."""
-        return jnp.result_type(self.X.dtype, self.gp.inducing.dtype)
-
-    @cached_property
-    def mean(self) -> Array:
-        """The mean function at ``X``, of :attr:`shape`."""
-        mean = self.gp.mean
-        value = jnp.asarray(mean(self.X) if callable(mean) else mean, self.dtype)
-        per_latent = value.ndim == 2 or (value.ndim == 1 and not callable(mean))
-        if per_latent and self.latents is not None:
-            value = value[..., jnp.asarray(self.latents)]
-        if not per_latent and value.ndim and len(self.shape) == 2:
-            value = value[:, None]
-        return jnp.broadcast_to(value, self.shape)
-
-    def values(self, v: Array, eps: Array | None = None) -> Array:
-        """Function values from whitened inducing values and residual noise.
-
-        :param v: (M,) or (C, M).
-        :param eps: standard normal of :attr:`shape`, or ``None`` for no residual.
-        """
-        # NumPyro draws standard normals in JAX's default dtype, whatever their loc's.
-        v = jnp.asarray(v, self.dtype)
-        v = self.select(v) if self.gp.num_latents is not None else v[None]
-        values = self._as_values(jnp.einsum("...mn,...m->...n", self.projection, v))
-        if eps is not None:
-            # The residual is 0 where X is Z.
-            values = values + self._as_values(safe_sqrt(self.residual)) * eps
-        return self.mean + values
-
-    def __call__(self) -> Array:
-        if isinstance(self.gp.v, FunctionDraw):
-            return self.gp.v.values
-        policy = current_residual_policy()
-        eps = None
-        if policy == "noise":
-            key = numpyro.prng_key()
-            eps = jax.random.normal(key, self.shape, self.dtype)
-        elif policy == "site":
-            standard = dist.Normal(jnp.zeros(self.shape, self.dtype), 1)
-            eps = numpyro.sample(
-                f"{self.gp.name}.eps", standard.to_event(len(self.shape) - 1)
+    def _check_latents(self, X: Array, latents: Array) -> None:
+        if self.num_latents is None:
+            raise ValueError("latents= needs a GaussianProcess with num_latents=C")
+        shape = jnp.shape(latents)
+        by_row = len(shape) == 2 and shape[0] == X.shape[0]
+        if len(shape) != 1 and not (by_row and self.loadings is not None):
+            raise ValueError(
+                f'GaussianProcess("{self.name}") was called with latents of shape '
+                f"{shape} at X of shape {X.shape}: pass (L,), or, with loadings, "
+                f"({X.shape[0]}, L)"
             )
-        return self.values(self.gp.v, eps)
-
-    def select(self, per_latent: Array) -> Array:
-        """The chosen latents of an array with a leading axis 1 or C."""
-        if self.latents is None or per_latent.shape[0] == 1:
-            return per_latent
-        return per_latent[jnp.asarray(self.latents)]
-
-    def _as_values(self, per_latent: Array) -> Array:
-        """From (1 or C, N) to :attr:`shape`."""
-        if self.gp.num_latents is None:
-            return per_latent[0]
-        return jnp.broadcast_to(per_latent.T, self.shape)
-
-
-def project(kernel: Any, inducing: Array, factor: Array, X: Array) -> Array:
-    """``A = L^-1 K_ZX``, (1 or C, M, N), from the lower factor of ``K_ZZ``."""
-    cross = lead(kernel(X, inducing), 2)
-    return solve_lower(factor, jnp.swapaxes(cross, -1, -2))
-
-
-def residual_variance(prior_variance: Array, projection: Array) -> Array:
-    """``k(x, x) - |A_i|^2``: a Schur complement, so only rounding can make it negative,
-    and the true value is then 0 to rounding."""
-    return jnp.maximum(prior_variance - jnp.square(projection).sum(-2), 0)
 
 
 def with_residual(model: Callable, policy: str) -> Callable:
@@ -292,10 +184,28 @@ def _as_inputs(X: Array, name: str) -> Array:
     return X if jnp.issubdtype(X.dtype, jnp.floating) else X.astype(float)
 
 
+def _as_loadings(
+    loadings: Any, bias: Any, num_latents: int | None
+) -> tuple[Array | None, Array | None]:
+    if loadings is None:
+        if bias is not None:
+            raise ValueError("bias= is that of outputs with loadings=; pass mean=")
+        return None, None
+    loadings = jnp.asarray(loadings)
+    if loadings.ndim != 2 or num_latents not in (None, loadings.shape[1]):
+        raise ValueError(
+            f"loadings has shape {loadings.shape}; expected (outputs, latents)"
+            + ("" if num_latents is None else f" with num_latents={num_latents}")
+        )
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        if bias.shape != loadings.shape[:1]:
+            raise ValueError(
+                f"bias has shape {bias.shape}; expected one per output, "
+                f"{loadings.shape[:1]}"
+            )
+    return loadings, bias
+
+
 def _columns(X: Array) -> int:
     return 1 if X.ndim == 1 else X.shape[-1]
-
-
-def lead(array: Array, ndim: int) -> Array:
-    """``array`` with an axis over latents in front of its last ``ndim``."""
-    return array if array.ndim > ndim else array[None]

@@ -16,8 +16,8 @@ from numpyro import handlers
 from numpyro.distributions import CategoricalLogits, CategoricalProbs
 
 from numpyro_gpaug._numpyro import residual_policy
+from numpyro_gpaug.conditional import Conditional
 from numpyro_gpaug.expectations import Route, base_distribution
-from numpyro_gpaug.process import Conditional
 
 Trace = dict[str, dict[str, Any]]
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_gpaug.augmentation.base import lookup_augmentation
+from numpyro_gpaug.conditional import Conditional, residual_variance
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.expectations import (
     Route,
@@ -21,9 +22,8 @@ from numpyro_gpaug.expectations import (
     gauss_hermite,
     through_wrappers,
 )
-from numpyro_gpaug.fields import Field, Marginals, as_values, latent_first
+from numpyro_gpaug.fields import Field, Marginals
 from numpyro_gpaug.linalg import safe_sqrt
-from numpyro_gpaug.process import Conditional, residual_variance
 from numpyro_gpaug.structure import (
     Arguments,
     Block,
@@ -95,13 +95,12 @@ class BoundProblem:
             factor = law.gp.cholesky if factors is None else factors[block.name]
             projection = law.projection_through(factor)
             residual = residual_variance(law.prior_variance, projection)
-            offset = latent_first(law.mean)
-            found[block.name] = Field(offset, projection, residual)
+            found[block.name] = Field(law.mean, projection, residual)
         return {**found, **self._weight_fields()}
 
     def latents(self) -> dict[str, Array | None]:
         """Which latents each process was called for; ``None`` for all."""
-        return {b.name: self.conditional(b).latents for b in self._processes}
+        return {b.name: self.conditional(b).rows for b in self._processes}
 
     def message(self, site: str) -> dict[str, Any]:
         """The message of a sample site, at function values of zero."""
@@ -146,7 +145,7 @@ class BoundProblem:
         C / K if the process was called for the K latents a plate of size C drew."""
         scale = self._base[block.site]["scale"]
         scale = 1 if scale is None else scale
-        latents = self.conditional(block).latents if block.is_process else None
+        latents = self.conditional(block).rows if block.is_process else None
         if latents is None:
             return scale
         plates = [s for s in self._base.values() if s["type"] == "plate"]
@@ -173,7 +172,7 @@ class BoundProblem:
         :param bound: ``"exact"`` or ``"augmented"``.
         :return: scalar.
         """
-        means, spreads = self._process_moments(at)
+        means, spreads = self.process_moments(at)
         trace, carried = self.trace(means), self.predictors(at)
         terms = []
         for site in self.structure.observed:
@@ -195,7 +194,7 @@ class BoundProblem:
 
         :param at: :class:`Marginals` by block name (a dict of them for weights).
         """
-        carried = self._carried(*self._process_moments(at))
+        carried = self._carried(*self.process_moments(at))
         for block in self._weights:
             for name, marginal in at[block.name].items():
                 mean, variance = carried[name]
@@ -205,9 +204,16 @@ class BoundProblem:
                 )
         return carried
 
-    def _process_moments(self, at: dict[str, Any]) -> tuple[dict, dict]:
-        means = {b.name: as_values(at[b.name].mean, b) for b in self._processes}
-        spreads = {b.name: as_values(at[b.name].variance, b) for b in self._processes}
+    def process_moments(self, at: dict[str, Any]) -> tuple[dict, dict]:
+        """Means and variances of function values as the model sees them, by block name.
+
+        :param at: :class:`Marginals` by block name.
+        """
+        means, spreads = {}, {}
+        for block in self._processes:
+            law, (mean, variance) = self.conditional(block), at[block.name]
+            means[block.name] = law.outputs(mean)
+            spreads[block.name] = law.output_variances(variance)
         return means, spreads
 
     def _predictors(self, at: dict[str, Array]) -> dict[str, Array]:

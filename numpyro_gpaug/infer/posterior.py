@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from os import PathLike
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, random
+from jax import Array
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import CholeskyError
@@ -30,7 +31,7 @@ from numpyro_gpaug.infer.predictor import (
     predictor_for,
 )
 from numpyro_gpaug.laws import Fit
-from numpyro_gpaug.linalg import Moments, cholesky_jitter, default_jitter
+from numpyro_gpaug.linalg import Moments
 from numpyro_gpaug.structure import Arguments
 
 BATCH_SIZE = 1024
@@ -168,19 +169,16 @@ class Posterior:
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         :return: ``sample_shape + (N,)`` or ``sample_shape + (N, C)``.
         """
-        mean, covariance = self.predict_f(
-            *args, site=site, full_covariance=True, **kwargs
-        )
-        jitter = default_jitter(covariance.shape[-1], covariance.dtype)
-        factor = cholesky_jitter(covariance, jitter)
-        if not np.isfinite(np.asarray(factor)).all():
+        block = self._predictor.block(site)
+        arguments, _ = self._arguments(args, kwargs)
+        num = math.prod(sample_shape)
+        draws, factorised = self._call("draws", arguments, block.name, key=key, num=num)
+        if not factorised:
             raise CholeskyError(
-                f"the posterior covariance of shape {covariance.shape} at the new "
-                "inputs did not factorise: are there duplicate rows?"
+                f"the posterior covariance of {draws.shape[1]} new inputs did not "
+                "factorise: are there duplicate rows?"
             )
-        noise = random.normal(key, sample_shape + mean.T.shape, mean.dtype)
-        draws = jnp.einsum("...ij,...j->...i", factor, noise)
-        return mean + (draws if mean.ndim == 1 else jnp.swapaxes(draws, -1, -2))
+        return draws.reshape(*sample_shape, *draws.shape[1:])
 
     # -- arguments and streaming ---------------------------------------------------
 
@@ -191,7 +189,7 @@ class Posterior:
         absent = remembered.without_observations(model, len(args))
         return remembered.joined(model, args, {**absent, **kwargs})
 
-    def _call(self, what: str, arguments: Arguments, site: str) -> Any:
+    def _call(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
         if self._fit.factors is None:
             factors = self._predictor.factors(arguments, self._fit)
             for name, factor in factors.items():
@@ -200,7 +198,7 @@ class Posterior:
                         f"the kernel matrix of {name!r} did not factorise"
                     )
             self._fit = self._fit._replace(factors=factors)
-        return self._predictor.call(what, arguments, self._fit, site)
+        return self._predictor.call(what, arguments, self._fit, site, **how)
 
     def _stream(
         self,

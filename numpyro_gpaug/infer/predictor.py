@@ -13,6 +13,7 @@ from numpyro import handlers
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.conditional import Conditional
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.expectations import (
     Route,
@@ -20,10 +21,10 @@ from numpyro_gpaug.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.fields import as_values
 from numpyro_gpaug.guides import ProcessGuide
 from numpyro_gpaug.infer.bound import BoundProblem, predictor
 from numpyro_gpaug.laws import Fit, Law
+from numpyro_gpaug.linalg import cholesky_jitter, default_jitter
 from numpyro_gpaug.structure import (
     Arguments,
     Block,
@@ -67,16 +68,22 @@ class Predictor:
             name: jax.jit(fn, static_argnames=("static", "site"))
             for name, fn in self._raw.items()
         }
+        self.compiled["draws"] = jax.jit(
+            self._draws, static_argnames=("static", "site", "num")
+        )
         self.compiled["factors"] = jax.jit(self._factors, static_argnames="static")
 
     def factors(self, arguments: Arguments, fit: Fit) -> dict[str, Array]:
         """What can be computed once for all inputs."""
         return self.compiled["factors"](arguments.arrays, fit, static=arguments.static)
 
-    def call(self, what: str, arguments: Arguments, fit: Fit, site: str) -> Any:
-        """One prediction: ``"f"``, ``"joint"``, ``"y"`` or ``"log_prob"``."""
+    def call(
+        self, what: str, arguments: Arguments, fit: Fit, site: str, **how: Any
+    ) -> Any:
+        """One prediction: ``"f"``, ``"joint"``, ``"y"``, ``"log_prob"``, or ``"draws"``
+        (with ``key`` and ``num``)."""
         return self.compiled[what](
-            arguments.arrays, fit, static=arguments.static, site=site
+            arguments.arrays, fit, static=arguments.static, site=site, **how
         )
 
     def shape(self, what: str, arguments: Arguments, fit: Fit, site: str) -> Any:
@@ -118,19 +125,34 @@ class Predictor:
         return self.law.factors(self._problem(arrays, static, fit))
 
     def _f(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
-        at = self.law.marginals(self._problem(arrays, static, fit), fit)[site]
-        return FunctionValues(*(as_values(x, self.block(site)) for x in at))
+        problem = self._problem(arrays, static, fit)
+        law = problem.conditional(self.block(site))
+        mean, variance = self.law.marginals(problem, fit)[site]
+        return FunctionValues(law.outputs(mean), law.output_variances(variance))
 
     def _joint(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
+        law, (mean, covariance) = self._latents(arrays, fit, static, site)
+        return FunctionValues(law.outputs(mean), law.output_covariances(covariance))
+
+    def _draws(
+        self, arrays: Any, fit: Fit, static: Any, site: str, key: Array, num: int
+    ) -> tuple[Array, Array]:
+        """Joint draws, and whether the covariance factorised."""
+        law, (mean, covariance) = self._latents(arrays, fit, static, site)
+        jitter = default_jitter(covariance.shape[-1], covariance.dtype)
+        factor = cholesky_jitter(covariance, jitter)
+        noise = random.normal(key, (num, *mean.shape), mean.dtype)
+        latents = mean + jnp.einsum("...ij,s...j->s...i", factor, noise)
+        return jax.vmap(law.outputs)(latents), jnp.isfinite(factor).all()
+
+    def _latents(
+        self, arrays: Any, fit: Fit, static: Any, site: str
+    ) -> tuple[Conditional, FunctionValues]:
         block = self.block(site)
         law = self._problem(arrays, static, fit).conditional(block)
         measure = self.law.measure(law, fit, block)
-        mean = as_values(law.select(measure.mean(law.X)), block)
-        covariance = law.select(measure.kernel(law.X, law.X))
-        if mean.ndim == 1:
-            return FunctionValues(mean, covariance[0])
-        shape = (mean.shape[1], *covariance.shape[1:])
-        return FunctionValues(mean, jnp.broadcast_to(covariance, shape))
+        mean = law.select(measure.mean(law.X))
+        return law, FunctionValues(mean, law.select(measure.kernel(law.X, law.X)))
 
     def _y(self, arrays: Any, fit: Fit, static: Any, site: str) -> Distribution:
         return self._predictive(arrays, fit, static, site)[0]
