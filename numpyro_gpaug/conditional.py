@@ -89,7 +89,7 @@ class Conditional:
         if self.gp.loadings is None:
             return self.latent_shape
         size, outputs = self.X.shape[0], self.gp.loadings.shape[0]
-        return (size, outputs if self.latents is None else jnp.shape(self.latents)[-1])
+        return (size, outputs if self.latents is None else np.shape(self.latents)[-1])
 
     @property
     def dtype(self) -> np.dtype:

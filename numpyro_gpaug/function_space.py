@@ -23,7 +23,6 @@ from numpyro_gpaug.conditional import (
     residual_variance,
 )
 from numpyro_gpaug.fields import Marginals
-from numpyro_gpaug.guides import ProcessGuide
 from numpyro_gpaug.kernels import as_kernel
 from numpyro_gpaug.laws import (
     Fit,
@@ -40,14 +39,12 @@ from numpyro_gpaug.linalg import (
     solve_lower,
 )
 from numpyro_gpaug.process import GaussianProcess
+from numpyro_gpaug.process_guide import ProcessGuide
 from numpyro_gpaug.structure import (
-    Arguments,
     Block,
     Structure,
     conditional_of,
     fill,
-    flat_functions,
-    run_model,
 )
 
 if TYPE_CHECKING:
@@ -155,15 +152,8 @@ class AutoFunctionSpaceGP(ProcessGuide):
     def _conditional(
         self, block: Block, values: dict[str, Any], args: Any, kwargs: Any
     ) -> Conditional:
-        """The process where this run of the model meets it. Its params are declared in
-        the guide too, which needs their values."""
-        trace = run_model(
-            flat_functions(self.model),
-            Arguments.split(args, kwargs),
-            numpyro.prng_key(),
-            {**self.structure.zeros, **values},
-            expose_types=["param"],
-        )
+        """The process where this run of the model meets it."""
+        trace = self.flat_trace(values, args, kwargs)
         plates = [s for s in trace.values() if s["type"] == "plate"]
         drawn = [s["name"] for s in plates if s["value"].shape[0] < s["args"][0]]
         if drawn and numpyro.get_mask() is False:

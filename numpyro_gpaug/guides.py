@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,178 +12,34 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
-from numpyro.infer.autoguide import AutoDelta, AutoGuide
-from numpyro.infer.initialization import init_to_median
+from numpyro.distributions import constraints
+from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_gpaug.analysis import analyse
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.expectations import base_distribution
 from numpyro_gpaug.fields import moments_of, with_latent_axis
-from numpyro_gpaug.laws import InducingLaw, Law
+from numpyro_gpaug.laws import InducingLaw
 from numpyro_gpaug.linalg import Moments, NaturalGaussian
-from numpyro_gpaug.observations import check_observations
+from numpyro_gpaug.preconditioned import (
+    Preconditioned,
+    PreconditionedLaw,
+    preconditioned_names,
+)
+from numpyro_gpaug.process_guide import ProcessGuide
 from numpyro_gpaug.structure import (
     Arguments,
     Block,
     Structure,
+    conditional_of,
     flat_functions,
     run_model,
 )
 
-_COVARIANCES = ("natural", "dense", "diagonal")
-
-
-class ProcessGuide:
-    """What guides of Gaussian processes share: they take the model apart, give every
-    latent they do not own to another NumPyro autoguide, and have a ``law`` that tells
-    predictions what was fitted.
-
-    :param model: a NumPyro model.
-    :param other: class of the autoguide for all other latents.
-    """
-
-    law: Law
-
-    def __init__(self, model: Callable[..., Any], other: Callable[..., Any]) -> None:
-        self.model = model
-        self._other_class = other
-        self._other: AutoGuide | None = None
-        self._structure: Structure | None = None
-        self._checked = False
-        # Compiled prediction, by model: the same for all params.
-        self.predictors: dict[Any, Any] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws every latent.
-
-        :return: values by site name.
-        """
-        raise NotImplementedError
-
-    def split_params(
-        self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Moments]]:
-        """Params of a fit, parted into what predictions read by name and the moments of
-        the Gaussian blocks, latent axis first, by block name.
-
-        :param params: params of model and guide.
-        """
-        raise NotImplementedError
-
-    @property
-    def structure(self) -> Structure:
-        """What the model is made of.
-
-        :raises RuntimeError: before the guide was first called or set up.
-        """
-        if self._structure is None:
-            raise RuntimeError(
-                "the guide has not seen the model's arguments yet: call it, or "
-                "guide.setup(*args, **kwargs), first"
-            )
-        return self._structure
-
-    @property
-    def random_others(self) -> bool:
-        """Whether the other autoguide draws at random (``AutoDelta`` does not)."""
-        return self._other is not None and not isinstance(self._other, AutoDelta)
-
-    def setup(self, *args: Any, **kwargs: Any) -> Self:
-        """Takes the model apart for these arguments; done once, by the first call that
-        passes observations.
-
-        :param args: the model's arguments.
-        :param kwargs: its keyword arguments.
-        :return: the guide.
-        """
-        if self._structure is None or not self._structure.observed:
-            self._structure = self._take_apart(*args, **kwargs)
-            if self._structure.others:
-                self._other = self._build_other()
-                with handlers.block():
-                    handlers.seed(self._other, 0)(*args, **kwargs)
-        return self
-
-    def begin(self, *args: Any, **kwargs: Any) -> None:
-        """What a call does first: :meth:`setup`, and a check of the first observations
-        it is shown (ConjugateSVI, which does not call the guide, has its own).
-
-        :param args: the model's arguments.
-        :param kwargs: its keyword arguments.
-        """
-        structure = self.setup(*args, **kwargs).structure
-        if structure.observed and not self._checked:
-            self._checked = True
-            arguments = Arguments.split(args, kwargs)
-            check_observations(self.model, structure, arguments)
-
-    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
-        return analyse(self.model, *args, **kwargs)
-
-    def _build_other(self) -> AutoGuide:
-        others = self.structure.others
-
-        def filled(message: dict[str, Any]) -> Array | None:
-            """Zeros for all that is hidden: an autoguide compiles the model it is
-            given, and its gradient, and needs nothing of it but its own latents."""
-            drawn = message["type"] == "sample" and message["name"] not in others
-            if drawn and not message["is_observed"]:
-                return jnp.zeros(message["fn"].shape())
-            return None
-
-        flat = flat_functions(self.model)
-        fixed = handlers.block(
-            handlers.substitute(flat, substitute_fn=filled),
-            expose=[*others, *self.structure.plates],
-        )
-        if self._other_class is AutoDelta:
-            return AutoDelta(fixed, init_loc_fn=init_to_median())
-        return self._other_class(fixed)
-
-    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws only what the other autoguide owns.
-
-        :return: values by site name; empty if the Gaussian blocks are all there is.
-        """
-        return dict(self._other(*args, **kwargs)) if self._other else {}
-
-    def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
-        """Posterior medians of the latents the other autoguide owns."""
-        return dict(self._other.median(params)) if self._other else {}
-
-    def sample_posterior(
-        self,
-        rng_key: Array,
-        params: dict[str, Any],
-        *args: Any,
-        sample_shape: tuple[int, ...] = (),
-        **kwargs: Any,
-    ) -> dict[str, Array]:
-        """Draws from the guide.
-
-        :param rng_key: random key.
-        :param params: the guide's params.
-        :param args: the model's arguments.
-        :param sample_shape: leading shape of the draws.
-        :param kwargs: the model's keyword arguments.
-        :return: values by site name.
-        """
-        self.setup(*args, **kwargs)
-
-        def draw(key: Array) -> dict[str, Array]:
-            seeded = handlers.seed(handlers.substitute(self, data=params), key)
-            return handlers.block(seeded)(*args, **kwargs)
-
-        if sample_shape == ():
-            return draw(rng_key)
-        keys = jax.random.split(rng_key, sample_shape)
-        for _ in sample_shape:
-            draw = jax.vmap(draw)
-        return draw(keys)
+_COVARIANCES = ("natural", "dense", "diagonal", "preconditioned")
 
 
 class AutoSparseGP(ProcessGuide):
-    """A Gaussian on the inducing values of every Gaussian process in a model (and on
+    r"""A Gaussian on the inducing values of every Gaussian process in a model (and on
     every plain Gaussian weight vector that reaches the likelihood affinely), and a
     NumPyro autoguide on all other latents.
 
@@ -196,7 +52,12 @@ class AutoSparseGP(ProcessGuide):
         :class:`~numpyro_gpaug.ConjugateSVI` moves in closed form (not for gradient
         optimisers: their steps can leave the positive definite cone); ``"dense"``: mean
         and a triangular factor, for gradient SVI; ``"diagonal"``: mean and standard
-        deviations.
+        deviations; ``"preconditioned"``: 2 M numbers,
+        :math:`q(u) = N(K \mu, (K^{-1} + \Sigma^{-1})^{-1})` of the inducing values u
+        with a diagonal :math:`\Sigma`, which follows correlations of the prior and
+        needs no factor of K (Panos, Dellaportas and Titsias, 2018), for gradient SVI
+        with many latents or ill-conditioned K. Draws of it do factorise K, jitter
+        included.
     :param other: class of the autoguide for all other latents (for example
         ``AutoNormal``), built as ``other(model)``; the default ``AutoDelta`` gives
         their posterior mode, started at prior medians.
@@ -229,7 +90,9 @@ class AutoSparseGP(ProcessGuide):
             )
         super().__init__(model, other)
         self.covariance = covariance
-        self.law = InducingLaw()
+        self.law: InducingLaw = InducingLaw()
+        if covariance == "preconditioned":
+            self.law = PreconditionedLaw()
         self._starts: dict[str, tuple[Array, Array]] = {}
 
     def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
@@ -263,9 +126,31 @@ class AutoSparseGP(ProcessGuide):
         """
         self.begin(*args, **kwargs)
         values = self.draw_others(*args, **kwargs)
+        factors = self._inducing_factors(values, args, kwargs)
         for block in self.structure.blocks:
-            values[block.site] = numpyro.sample(block.site, self._gaussian(block))
+            if block.name in factors:
+                natural = self._preconditioned(block).whitened(factors[block.name])
+                shaped = NaturalGaussian(*(
+                    x.reshape(block.shape + x.shape[2:]) for x in natural
+                ))  # fmt: skip
+                fn = BlockGaussian.from_natural(shaped)
+            else:
+                fn = self._gaussian(block)
+            values[block.site] = numpyro.sample(block.site, fn)
         return values
+
+    def _inducing_factors(
+        self, values: dict[str, Any], args: Any, kwargs: Any
+    ) -> dict[str, Array]:
+        """Cholesky factors of the inducing matrices, where draws need them."""
+        processes = [b for b in self.structure.blocks if self._is_preconditioned(b)]
+        if not processes:
+            return {}
+        trace = self.flat_trace(values, args, kwargs)
+        return {b.name: conditional_of(trace, b).gp.cholesky for b in processes}
+
+    def _is_preconditioned(self, block: Block) -> bool:
+        return self.covariance == "preconditioned" and block.is_process
 
     def median(self, params: dict[str, Any]) -> dict[str, Array]:
         """Posterior medians of all latents.
@@ -281,7 +166,7 @@ class AutoSparseGP(ProcessGuide):
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Moments]]:
-        blocks = self.structure.blocks
+        blocks = [b for b in self.structure.blocks if not self._is_preconditioned(b)]
         own = {name for b in blocks for name in self.param_names(b)}
         gaussians = {b.name: self.gaussian(b, params) for b in blocks}
         moments = {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
@@ -291,7 +176,9 @@ class AutoSparseGP(ProcessGuide):
         """Names of the two params of a block."""
         if self.covariance == "natural":
             return natural_names(block)
-        spread = "tril" if self.covariance == "dense" else "scale"
+        if self._is_preconditioned(block):
+            return preconditioned_names(block)
+        spread = "scale" if self.covariance == "diagonal" else "tril"
         return f"{block.site}_auto_loc", f"{block.site}_auto_{spread}"
 
     def gaussian(self, block: Block, params: dict[str, Any]) -> dist.Distribution:
@@ -299,9 +186,25 @@ class AutoSparseGP(ProcessGuide):
 
         :param block: one of ``structure.blocks``.
         :param params: the guide's params.
+        :raises ValueError: for a process with ``covariance="preconditioned"``, which
+            depends on its kernel matrix too.
         """
+        if self._is_preconditioned(block):
+            raise ValueError(
+                f"the preconditioned law of {block.site!r} depends on the kernel "
+                "matrix: use Posterior.from_guide(model, guide, params, X, y, ...)"
+            )
         with handlers.block(), handlers.substitute(data=params):
             return self._gaussian(block)
+
+    def _preconditioned(self, block: Block) -> Preconditioned:
+        weights, noise = self.param_names(block)
+        zeros, positive = jnp.zeros(block.shape, block.dtype), constraints.positive
+        values = {
+            weights: numpyro.param(weights, zeros),
+            noise: numpyro.param(noise, zeros + 1, constraint=positive),
+        }
+        return Preconditioned.of(block, values)
 
     def _gaussian(self, block: Block) -> dist.Distribution:
         if self.covariance == "natural":
@@ -312,11 +215,11 @@ class AutoSparseGP(ProcessGuide):
         loc_name, spread_name = self.param_names(block)
         start, spread = self.start(block)
         loc = numpyro.param(loc_name, start)
-        if self.covariance == "dense":
+        if self.covariance != "diagonal":
             eye = jnp.eye(block.shape[-1], dtype=block.dtype)
             factor = numpyro.param(spread_name, spread[..., None] * eye)
             return BlockGaussian(loc, jnp.tril(factor))
-        scale = numpyro.param(spread_name, spread, constraint=dist.constraints.positive)
+        scale = numpyro.param(spread_name, spread, constraint=constraints.positive)
         return dist.Normal(loc, scale).to_event(len(block.shape))
 
 

@@ -16,7 +16,7 @@ from jax import Array
 
 from numpyro_gpaug.conditional import Conditional, lead, project, residual_variance
 from numpyro_gpaug.fields import field_marginals
-from numpyro_gpaug.linalg import Moments
+from numpyro_gpaug.linalg import Moments, kl_to_diagonal
 from numpyro_gpaug.process import GaussianProcess
 from numpyro_gpaug.structure import Block
 
@@ -119,6 +119,15 @@ class InducingLaw:
         """:class:`~numpyro_gpaug.fields.Marginals` by block name (a dict of them for
         weights)."""
         return field_marginals(problem, problem.fields(fit.factors), fit.moments)
+
+    def weight_marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
+        """Those of weight vectors alone."""
+        return field_marginals(problem, problem.weight_fields(), fit.moments)
+
+    def divergence(self, problem: BoundProblem, fit: Fit, block: Block) -> Array:
+        """The KL of a block to its prior."""
+        prior = problem.priors()[block.name]
+        return kl_to_diagonal(fit.moments[block.name], *prior).sum()
 
     def measure(self, law: Conditional, fit: Fit, block: Block) -> GaussianMeasure:
         """Mean ``m(x) + A(x)' E v`` and the covariance of :class:`SparseKernel`."""

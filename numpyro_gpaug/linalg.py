@@ -101,7 +101,7 @@ def moments(natural: NaturalGaussian) -> Moments:
 
 
 def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
-    """KL(q || N(loc, diag(scale^2))), summed over leading axes.
+    """KL(q || N(loc, diag(scale^2))), (...).
 
     :param q: moments of q.
     :param loc: (..., M), prior means.
@@ -111,7 +111,7 @@ def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
     trace = jnp.square(q.whitener / scale[..., None, :]).sum((-2, -1))
     distance = jnp.square((q.mean - loc) / scale).sum(-1)
     log_dets = 2 * jnp.log(scale).sum(-1) - q.log_det
-    return 0.5 * jnp.sum(trace + distance - q.mean.shape[-1] + log_dets)
+    return 0.5 * (trace + distance - q.mean.shape[-1] + log_dets)
 
 
 def _apply(matrix: Array, vector: Array) -> Array:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
@@ -150,7 +151,7 @@ class GaussianProcess:
     def _check_latents(self, X: Array, latents: Array) -> None:
         if self.num_latents is None:
             raise ValueError("latents= needs a GaussianProcess with num_latents=C")
-        shape = jnp.shape(latents)
+        shape = np.shape(latents)
         by_row = len(shape) == 2 and shape[0] == X.shape[0]
         if len(shape) != 1 and not (by_row and self.loadings is not None):
             raise ValueError(

@@ -108,7 +108,7 @@ def _kl_block_independent(p: BlockGaussian, q: dist.Independent) -> Array:
             f"event shape {p.event_shape}, not to {type(base).__name__} of "
             f"{q.event_shape}"
         )
-    return kl_to_diagonal(p.moments(), base.loc, base.scale)
+    return kl_to_diagonal(p.moments(), base.loc, base.scale).sum()
 
 
 def _diagonal(matrix: Array) -> Array:

@@ -96,11 +96,16 @@ class BoundProblem:
             projection = law.projection_through(factor)
             residual = residual_variance(law.prior_variance, projection)
             found[block.name] = Field(law.mean, projection, residual)
-        return {**found, **self._weight_fields()}
+        return {**found, **self.weight_fields()}
 
     def latents(self) -> dict[str, Array | None]:
         """Which latents each process was called for; ``None`` for all."""
         return {b.name: self.conditional(b).rows for b in self._processes}
+
+    def coupled(self) -> tuple[str, ...]:
+        """Processes whose latents meet in the same outputs."""
+        laws = {b.name: self.conditional(b) for b in self._processes}
+        return tuple(n for n, law in laws.items() if law.gp.loadings is not None)
 
     def message(self, site: str) -> dict[str, Any]:
         """The message of a sample site, at function values of zero."""
@@ -110,7 +115,8 @@ class BoundProblem:
         """The law of a process's function values given its inducing vector."""
         return conditional_of(self._base, block)
 
-    def _weight_fields(self) -> dict[str, dict[str, Field]]:
+    def weight_fields(self) -> dict[str, dict[str, Field]]:
+        """Those of plain weight vectors, by block name and predictor."""
         if not self._weights:
             return {}
         zeros = {b.name: self._zeros[b.site] for b in self._weights}

@@ -14,9 +14,11 @@ from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.analysis import analyse
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.fields import field_marginals, moments_of
+from numpyro_gpaug.fields import moments_of
+from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem, scaled_sum
-from numpyro_gpaug.linalg import Moments, kl_to_diagonal
+from numpyro_gpaug.laws import Fit, InducingLaw
+from numpyro_gpaug.linalg import Moments
 from numpyro_gpaug.structure import Arguments, Block, Structure, Trace, run_model
 
 BOUNDS = ("exact", "augmented")
@@ -84,25 +86,30 @@ class TraceAnalytic_ELBO(ELBO):
 
         def particle(key: Array) -> Array:
             guide_key, model_key = random.split(key)
-            trace = trace_guide(guide, guide_key, param_map, args, kwargs)
+            law = InducingLaw()
+            if isinstance(guide, AutoSparseGP):
+                _, moments = guide.setup(*args, **kwargs).split_params(param_map)
+                drawn, law = guide.draw_others, guide.law
+                trace = trace_guide(drawn, guide_key, param_map, args, kwargs)
+            else:
+                trace = trace_guide(guide, guide_key, param_map, args, kwargs)
+                moments = {b.name: _block_moments(trace, b) for b in structure.blocks}
             problem = problem_at(
                 structure, model, arguments, param_map, trace, model_key
             )
-            return self._bound(problem, trace)
+            bound = self._bound(problem, law, Fit(problem.values, moments))
+            return bound + other_terms(problem, trace)
 
         value = mean_over_particles(self, particle, rng_key)
         return {"loss": -value, "mutable_state": None}
 
-    def _bound(self, problem: BoundProblem, guide_trace: Trace) -> Array:
-        blocks = problem.structure.blocks
-        moments = {b.name: _block_moments(guide_trace, b) for b in blocks}
-        at = field_marginals(problem, problem.fields(), moments)
+    def _bound(self, problem: BoundProblem, law: InducingLaw, fit: Fit) -> Array:
+        at = law.marginals(problem, fit)
         total = problem.expected_log_likelihood(at, self.bound)
-        priors = problem.priors()
-        for block in blocks:
-            kl = kl_to_diagonal(moments[block.name], *priors[block.name])
+        for block in problem.structure.blocks:
+            kl = law.divergence(problem, fit, block)
             total = total - kl * problem.block_scale(block)
-        return total + other_terms(problem, guide_trace)
+        return total
 
 
 def _block_moments(guide_trace: Trace, block: Block) -> Moments:

@@ -16,7 +16,7 @@ from jax import Array
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import CholeskyError
-from numpyro_gpaug.guides import AutoSparseGP, ProcessGuide
+from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.archive import (
     pack,
     pack_structure,
@@ -32,6 +32,7 @@ from numpyro_gpaug.infer.predictor import (
 )
 from numpyro_gpaug.laws import Fit
 from numpyro_gpaug.linalg import Moments
+from numpyro_gpaug.process_guide import ProcessGuide
 from numpyro_gpaug.structure import Arguments
 
 BATCH_SIZE = 1024

@@ -21,10 +21,10 @@ from numpyro_gpaug.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.guides import ProcessGuide
 from numpyro_gpaug.infer.bound import BoundProblem, predictor
 from numpyro_gpaug.laws import Fit, Law
 from numpyro_gpaug.linalg import cholesky_jitter, default_jitter
+from numpyro_gpaug.process_guide import ProcessGuide
 from numpyro_gpaug.structure import (
     Arguments,
     Block,

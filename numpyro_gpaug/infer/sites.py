@@ -11,17 +11,14 @@ of natural parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from numpyro_gpaug.fields import Field, Marginals, chosen, marginals
 from numpyro_gpaug.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
-
-MAX_HALVINGS = 12
 
 Natural = dict[str, NaturalGaussian]
 
@@ -33,7 +30,7 @@ class Evaluation(NamedTuple):
     :param magnitude: sum of the magnitudes it was summed from, for rounding.
     :param marginals: by block (and predictor).
     :param gradients: derivatives of the expected log-likelihood in the marginals.
-    :param divergences: KL by block.
+    :param divergences: KL by block, (latents,).
     """
 
     bound: Array
@@ -50,6 +47,8 @@ class Sites(NamedTuple):
     :param priors: prior mean and standard deviation by block, with a latent axis.
     :param scales: NumPyro's scale of each block's site (1 if none).
     :param latents: indices of the latents a process was called for, by block.
+    :param coupled: blocks whose latents meet in the same outputs (loadings): they are
+        moved one at a time, as moved together they overshoot.
     :param log_likelihood: function of the marginals (and of the kind of bound).
     :param constant: the part of the bound the blocks do not enter.
     :param dtype: of the bound; other latents may be in JAX's default dtype.
@@ -59,26 +58,40 @@ class Sites(NamedTuple):
     priors: dict[str, tuple[Array, Array]]
     scales: dict[str, Any]
     latents: dict[str, Array | None]
+    coupled: tuple[str, ...]
     log_likelihood: Callable[..., Array]
     constant: Array | float
     dtype: Any
 
     def held(self, natural: Natural) -> Natural:
         """The natural parameters of those latents the processes were called for."""
-        return {k: _rows(n, self.latents.get(k)) for k, n in natural.items()}
+        return {k: rows_of(n, self.latents.get(k)) for k, n in natural.items()}
 
     def put_back(self, natural: Natural, held: Natural) -> Natural:
         """``natural`` with the latents of :meth:`held` replaced."""
         return {
-            k: jax.tree.map(partial(_with_rows, self.latents.get(k)), n, held[k])
-            for k, n in natural.items()
+            k: put_rows(n, self.latents.get(k), held[k]) for k, n in natural.items()
         }
 
     def of_held(self) -> Sites:
         """The same problem for :meth:`held` natural parameters: no other latent is
         looked at, so that a step costs what the latents it was called for cost."""
-        priors = {k: _rows(p, self.latents.get(k)) for k, p in self.priors.items()}
+        priors = {k: rows_of(p, self.latents.get(k)) for k, p in self.priors.items()}
         return self._replace(priors=priors, latents={})
+
+    def of_row(self, name: str, row: Array | None) -> Sites:
+        """The same problem with one latent alone of one block.
+
+        :param name: the block.
+        :param row: its index, (1,); ``None`` for all.
+        """
+        if row is None:
+            return self
+        field = _map_fields(lambda field: rows_of(field, row), self.fields[name])
+        prior = rows_of(self.priors[name], row)
+        return self._replace(
+            fields={**self.fields, name: field}, priors={**self.priors, name: prior}
+        )
 
     def marginals(self, name: str, q: Moments) -> Any:
         """Marginals of one block at its field or fields."""
@@ -99,18 +112,26 @@ class Sites(NamedTuple):
         return empty._replace(bound=jnp.full_like(empty.bound, -jnp.inf))
 
     def reevaluate(
-        self, old: Evaluation, name: str, candidate: NaturalGaussian
+        self,
+        old: Evaluation,
+        name: str,
+        candidate: NaturalGaussian,
+        row: Array | None = None,
     ) -> Evaluation:
-        """The bound after a change of one block only."""
+        """The bound after a change of one block only, or of one of its latents."""
         q = moments(candidate)
-        at = {**old.marginals, name: self.marginals(name, q)}
-        kl = {**old.divergences, name: self._kl(name, q)}
-        return self._evaluation(at, kl)
+        part = self.of_row(name, row)
+        new = put_rows(
+            (old.marginals[name], old.divergences[name]), row,
+            (part.marginals(name, q), part._kl(name, q)),
+        )  # fmt: skip
+        at = {**old.marginals, name: new[0]}
+        return self._evaluation(at, {**old.divergences, name: new[1]})
 
     def bound_at(self, q: dict[str, Moments]) -> Array:
         """The bound at given moments, to be differentiated."""
         at = {name: self.marginals(name, q[name]) for name in q}
-        divergence = sum(self._kl(name, q[name]) for name in q)
+        divergence = sum(self._kl(name, q[name]).sum() for name in q)
         return self.log_likelihood(at) + self.constant - divergence
 
     def _kl(self, name: str, q: Moments) -> Array:
@@ -118,7 +139,7 @@ class Sites(NamedTuple):
 
     def _evaluation(self, at: dict[str, Any], kl: dict[str, Array]) -> Evaluation:
         value, gradients = jax.value_and_grad(self.log_likelihood)(at)
-        total = sum(kl.values())
+        total = sum(each.sum() for each in kl.values())
         bound = jnp.asarray(value + self.constant - total, self.dtype)
         magnitude = jnp.abs(value) + jnp.abs(self.constant) + total + 1
         magnitude = jnp.asarray(magnitude, self.dtype)
@@ -178,86 +199,18 @@ def _map_fields(fn: Callable[[Field], Any], field: Any) -> Any:
     return fn(field)
 
 
-def _rows(tree: Any, latents: Array | None) -> Any:
-    if latents is None:
+def rows_of(tree: Any, rows: Array | None) -> Any:
+    """Some latents of arrays with a leading axis over latents (or of size 1, which is
+    one for all); everything for ``None``."""
+    if rows is None:
         return tree
-    return jax.tree.map(lambda x: x[jnp.asarray(latents)], tree)
+    indices = jnp.asarray(rows)
+    return jax.tree.map(lambda x: x if x.shape[0] == 1 else x[indices], tree)
 
 
-def _with_rows(latents: Array | None, whole: Array, part: Array) -> Array:
-    if latents is None:
+def put_rows(tree: Any, rows: Array | None, part: Any) -> Any:
+    """``tree`` with those latents replaced."""
+    if rows is None:
         return part
-    return whole.at[jnp.asarray(latents)].set(part)
-
-
-def mix(old: NaturalGaussian, target: NaturalGaussian, step: Array) -> NaturalGaussian:
-    """The convex combination of natural parameters a step of size ``step`` takes."""
-    return jax.tree.map(
-        lambda a, b: jnp.asarray((1 - step) * a + step * b, a.dtype), old, target
-    )
-
-
-def slack(evaluation: Evaluation) -> Array:
-    """How far the bound may seem to fall by rounding alone."""
-    return 32 * jnp.finfo(evaluation.bound.dtype).eps * evaluation.magnitude
-
-
-def backtracked_update(
-    sites: Sites,
-    natural: Natural,
-    evaluation: Evaluation,
-    name: str,
-    gradients: Callable[[], Any],
-    step: Array,
-    largest_step: float,
-    only_evaluate: Array,
-) -> tuple[Natural, Evaluation, Array]:
-    """Moves one block towards its target, halving the step while the bound falls.
-
-    :param sites: the problem.
-    :param natural: natural parameters of all blocks.
-    :param evaluation: the evaluation there.
-    :param name: the block to move.
-    :param gradients: gives the site gradients of this block that define the target.
-    :param step: the first step size tried.
-    :param largest_step: bound of the step size tried next time.
-    :param only_evaluate: take no step, but evaluate the block where it is. (The same
-        code does both: compiling the bound twice would double the compile time.)
-    :return: natural parameters and evaluation after the move (unchanged if no step
-        raised the bound), and the step size to try next time.
-    """
-    old = natural[name]
-    target = lax.cond(
-        only_evaluate,
-        lambda: old,
-        lambda: sites.target(name, evaluation.marginals[name], gradients()),
-    )
-    floor = evaluation.bound - slack(evaluation)
-
-    def refused(search: _Search) -> Array:
-        return ~search.accepted
-
-    def attempt(search: _Search) -> _Search:
-        # The last attempt is no step at all, and is accepted.
-        last = only_evaluate | (search.tries == MAX_HALVINGS)
-        step = jnp.where(last, 0, search.step / 2)
-        candidate = mix(old, target, step)
-        # A precision that is not positive definite has a bound of NaN: refused.
-        outcome = sites.reevaluate(evaluation, name, candidate)
-        accepted = last | (outcome.bound >= floor)
-        return _Search(step, search.tries + 1, accepted, candidate, outcome)
-
-    start = _Search(2 * step, jnp.int32(0), jnp.array(False), old, evaluation)
-    found = lax.while_loop(refused, attempt, start)
-    grown = jnp.where(found.tries == 1, 2 * found.step, found.step)
-    next_step = jnp.clip(grown, 2.0**-MAX_HALVINGS, largest_step)
-    next_step = jnp.where(only_evaluate, step, next_step)
-    return {**natural, name: found.natural}, found.evaluation, next_step
-
-
-class _Search(NamedTuple):
-    step: Array
-    tries: Array
-    accepted: Array
-    natural: NaturalGaussian
-    evaluation: Evaluation
+    indices = jnp.asarray(rows)
+    return jax.tree.map(lambda x, new: x.at[indices].set(new), tree, part)

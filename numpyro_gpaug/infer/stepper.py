@@ -18,14 +18,8 @@ from numpyro_gpaug.infer.bound import BoundProblem
 from numpyro_gpaug.infer.closed_params import ClosedParam
 from numpyro_gpaug.infer.elbo import other_terms
 from numpyro_gpaug.infer.schedules import Adaptive, Schedule, as_schedule
-from numpyro_gpaug.infer.sites import (
-    Evaluation,
-    Natural,
-    Sites,
-    backtracked_update,
-    mix,
-    slack,
-)
+from numpyro_gpaug.infer.sites import Evaluation, Natural, Sites
+from numpyro_gpaug.infer.sweeps import backtracked_sweep, damped_sweep, slack
 from numpyro_gpaug.linalg import moments
 from numpyro_gpaug.structure import Arguments, Structure
 
@@ -198,25 +192,14 @@ class Stepper:
         fields, pullback = self._fields_and_pullback(values, key, indices)
         whole = self._sites(values, key, indices, fields)
         self._refuse_adaptive(whole)
-        natural, sites = whole.held(state.natural), whole.of_held()
-        evaluation = before = sites.evaluate(natural)
-        schedules = {}
-        for k, name in enumerate(natural):
-            gradients = self._site_gradients(sites, state, evaluation, name)
-            target = sites.target(
-                name, evaluation.marginals[name], gradients, least_precision=0.0
-            )
-            direction = jax.tree.map(jnp.subtract, target, natural[name])
-            size, schedules[name] = self._schedule.next(
-                state.schedule[name], state.step, direction
-            )
-            natural[name] = mix(natural[name], target, size)
-            if k + 1 < len(natural):
-                evaluation = sites.reevaluate(evaluation, name, natural[name])
+        natural, schedules, bound = damped_sweep(
+            whole.of_held(), whole.held(state.natural), self._schedule, state.schedule,
+            state.step, self._augmented(state),
+        )  # fmt: skip
         hyper = self._next_hyper(state, values, natural, key, indices, fields, pullback)
         new = state._replace(
             hyper=hyper, natural=whole.put_back(state.natural, natural),
-            schedule=schedules, epochs=epochs, bound=before.bound,
+            schedule=schedules, epochs=epochs, bound=bound,
         )  # fmt: skip
         return _flagged(new, hyper)
 
@@ -235,42 +218,14 @@ class Stepper:
     def _sweep(
         self, sites: Sites, state: ConjugateState, evaluation: Evaluation, fresh: Array
     ) -> tuple[Natural, Evaluation, dict[str, Array]]:
-        """Moves every block once, one at a time: blocks that share a predictor
-        overshoot when they move together.
+        return backtracked_sweep(
+            sites, state.natural, evaluation, state.step_sizes,
+            getattr(self._schedule, "value", 1.0), self._augmented(state), fresh,
+        )  # fmt: skip
 
-        :param fresh: whether ``evaluation`` is still to be computed; then a first pass
-            over the blocks moves nothing.
-        """
-
-        def sweep(carry: Any) -> Any:
-            passes, natural, evaluation, steps = carry
-            only_evaluate = passes == 0
-            natural, steps = dict(natural), dict(steps)
-            for name in natural:
-                natural, evaluation, steps[name] = backtracked_update(
-                    sites, natural, evaluation, name,
-                    partial(self._site_gradients, sites, state, evaluation, name),
-                    steps[name], getattr(self._schedule, "value", 1.0), only_evaluate,
-                )  # fmt: skip
-            return passes + 1, natural, evaluation, steps
-
-        first = jnp.where(fresh, 0, 1)
-        start = first, dict(state.natural), evaluation, dict(state.step_sizes)
-        return lax.while_loop(lambda carry: carry[0] < 2, sweep, start)[1:]
-
-    def _site_gradients(
-        self, sites: Sites, state: ConjugateState, evaluation: Evaluation, name: str
-    ) -> Any:
-        """Derivatives of the expected log-likelihood that define a block's sites."""
-        exact = evaluation.gradients[name]
-        if not self._starts_augmented:
-            return exact
-        augmented = jax.grad(lambda at: sites.log_likelihood(at, bound="augmented"))
-        return lax.cond(
-            state.step == 0,
-            lambda: augmented(evaluation.marginals)[name],
-            lambda: exact,
-        )
+    def _augmented(self, state: ConjugateState) -> Array | None:
+        """Whether a step takes its sites from the augmented bound, to start safely."""
+        return state.step == 0 if self._starts_augmented else None
 
     def _next_hyper(
         self, state: ConjugateState, values: dict[str, Any], *at: Any
@@ -395,6 +350,7 @@ class Stepper:
             priors=priors,
             scales={b.name: problem.block_scale(b) for b in self._structure.blocks},
             latents=problem.latents(),
+            coupled=problem.coupled(),
             log_likelihood=partial(problem.expected_log_likelihood, bound=self._bound),
             constant=other_terms(problem, trace),
             dtype=jnp.result_type(*(b.dtype for b in self._structure.blocks)),

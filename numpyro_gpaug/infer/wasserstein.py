@@ -13,7 +13,6 @@ from jax import Array, lax, random
 from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.analysis import structure_for
-from numpyro_gpaug.guides import ProcessGuide
 from numpyro_gpaug.infer.bound import BoundProblem
 from numpyro_gpaug.infer.elbo import (
     mean_over_particles,
@@ -23,6 +22,7 @@ from numpyro_gpaug.infer.elbo import (
 )
 from numpyro_gpaug.laws import Fit, GaussianMeasure, prior_measure
 from numpyro_gpaug.linalg import default_jitter
+from numpyro_gpaug.process_guide import ProcessGuide
 from numpyro_gpaug.structure import Arguments
 
 ESTIMATORS = ("symmetric", "spectral")
