@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpyro
-from numpyro.handlers import replay
+from numpyro.handlers import mask, replay
 from numpyro.primitives import _PYRO_STACK, Messenger, apply_stack
 
 
@@ -32,9 +31,11 @@ def current_residual_policy() -> str:
     for handler in reversed(_PYRO_STACK):
         if isinstance(handler, residual_policy):
             return handler.policy
-    replayed = any(isinstance(handler, replay) for handler in _PYRO_STACK)
-    if replayed or (_PYRO_STACK and numpyro.get_mask() is False):
-        return "noise"
+    for handler in _PYRO_STACK:
+        # Not numpyro.get_mask(), which a mask inside the model hides it from.
+        masked_out = isinstance(handler, mask) and handler.mask is False
+        if masked_out or isinstance(handler, replay):
+            return "noise"
     return "mean"
 
 

@@ -308,5 +308,11 @@ def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:
     axes = [i for i, (block, whole) in enumerate(sizes) if block != whole]
     if not axes:
         return parts[0]
+    if len(axes) > 1:
+        raise ValueError(
+            f"predictions have shape {shape}: an argument without a row per datum "
+            f"has as many entries as there are rows, {shape[axes[0]]}, and was taken "
+            "for one; predict at another number of rows"
+        )
     whole = jnp.concatenate(parts, axes[0])
     return jax.lax.slice_in_dim(whole, 0, shape[axes[0]], axis=axes[0])

@@ -17,13 +17,9 @@ from numpyro_gpaug.analysis import structure_for
 from numpyro_gpaug.guides import AutoSparseGP, natural_names
 from numpyro_gpaug.infer.checks import check_param
 from numpyro_gpaug.infer.closed_params import ClosedParam, closed_params
+from numpyro_gpaug.infer.epochs import epoch_length, first_epochs
 from numpyro_gpaug.infer.schedules import Schedule, as_schedule
-from numpyro_gpaug.infer.stepper import (
-    ConjugateState,
-    Hyper,
-    epoch_length,
-    first_epochs,
-)
+from numpyro_gpaug.infer.stepper import ConjugateState, Hyper
 from numpyro_gpaug.linalg import NaturalGaussian
 from numpyro_gpaug.observations import invalid_error, valid_observations
 from numpyro_gpaug.structure import Arguments, Block, run_model

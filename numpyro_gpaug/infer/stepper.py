@@ -17,11 +17,12 @@ from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem
 from numpyro_gpaug.infer.closed_params import ClosedParam
 from numpyro_gpaug.infer.elbo import other_terms
+from numpyro_gpaug.infer.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.sites import Evaluation, Natural, Sites
 from numpyro_gpaug.infer.sweeps import backtracked_sweep, damped_sweep, slack
 from numpyro_gpaug.linalg import moments
-from numpyro_gpaug.structure import Arguments, Structure
+from numpyro_gpaug.structure import Arguments
 
 if TYPE_CHECKING:
     import optax
@@ -187,7 +188,7 @@ class Stepper:
         """A minibatch, or other latents drawn at random: no bound to compare with, so a
         decaying step instead."""
         key = self._key(state)
-        indices, epochs = self._next_batch(state, key)
+        indices, epochs = next_batch(self._structure, state.epochs, key)
         values = _moved(state.hyper)
         fields, pullback = self._fields_and_pullback(values, key, indices)
         whole = self._sites(values, key, indices, fields)
@@ -359,27 +360,6 @@ class Stepper:
     def _key(self, state: ConjugateState) -> Array:
         return random.fold_in(state.rng_key, state.step)
 
-    def _next_batch(
-        self, state: ConjugateState, key: Array
-    ) -> tuple[dict[str, Array], dict[str, tuple[Array, Array]]]:
-        """Indices of every subsampled plate, from epochs shuffled without replacement;
-        NumPyro's own draw costs a sequential pass over the plate per step."""
-        indices, epochs = {}, {}
-        for k, (name, plate) in enumerate(self._structure.subsampled.items()):
-            order, position = state.epochs[name]
-            over = position + plate.subsample_size > plate.size
-            shuffle_key = random.fold_in(key, k)
-            order = lax.cond(
-                over, lambda k=shuffle_key, o=order: random.permutation(k, o),
-                lambda o=order: o,
-            )  # fmt: skip
-            position = jnp.where(over, 0, position)
-            indices[name] = lax.dynamic_slice(
-                order, (position,), (plate.subsample_size,)
-            )
-            epochs[name] = order, position + plate.subsample_size
-        return indices, epochs
-
 
 def _flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
     """A bound of NaN if the gradient is not finite: every later step would be refused,
@@ -394,17 +374,3 @@ def _flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
 def _moved(hyper: Hyper) -> dict[str, Any]:
     """Hyperparameters after their pending update."""
     return jax.tree.map(lambda v, u: v + hyper.scale * u, hyper.values, hyper.update)
-
-
-def epoch_length(structure: Structure) -> float:
-    """Batches per epoch, of the plate that has most."""
-    ratios = [p.size / p.subsample_size for p in structure.subsampled.values()]
-    return max(ratios, default=1.0)
-
-
-def first_epochs(structure: Structure) -> dict[str, tuple[Array, Array]]:
-    """Epochs at their end, so that the first step shuffles."""
-    return {
-        name: (jnp.arange(plate.size, dtype=jnp.int32), jnp.int32(plate.size))
-        for name, plate in structure.subsampled.items()
-    }

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs that share latents: f = Phi h + b."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro import handlers
+from numpyro.infer import SVI, Predictive, Trace_ELBO
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.errors import NotConjugateError
+
+GOLDEN = json.loads(
+    (Path(__file__).parent / "golden" / "problem_panos_mlgpf.json").read_text()
+)
+KEY = jax.random.key(0)
+
+
+def golden(*names, dtype="float64"):
+    return [jnp.asarray(GOLDEN[name], dtype) for name in names]
+
+
+def model(X, y=None, *, Z, Phi, b, labels=None, weights=None, residual=1.0):
+    kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
+    gp = gpaug.GaussianProcess("f", kernel, Z, loadings=Phi, bias=b, jitter=0.0)
+    width = len(Phi) if labels is None else np.shape(labels)[-1]
+    weights = jnp.ones((len(X), width)) if weights is None else weights
+    with (
+        numpyro.plate("data", X.shape[0], dim=-2),
+        numpyro.plate("outputs", width, dim=-1),
+        handlers.mask(mask=weights > 0),
+        handlers.scale(scale=jnp.where(weights > 0, weights, 1)),
+    ):
+        f = gp(X, latents=labels)
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def problem(dtype="float64"):
+    X, Z, Phi, b, Y = golden("X", "Z", "Phi", "b", "Y", dtype=dtype)
+    return X, (Y > 0).astype(int), {"Z": Z, "Phi": Phi, "b": b}
+
+
+def fitted(X, y, known, num_steps=40, **kwargs):
+    guide = gpaug.AutoSparseGP(model)
+    svi = gpaug.ConjugateSVI(model, guide, **kwargs)
+    return svi, svi.run(KEY, num_steps, X, y, progress_bar=False, **known)
+
+
+def test_golden(dtype) -> None:
+    """Moments of the outputs and the bound, from the preconditioned posterior."""
+    X, y, known = problem(dtype)
+    guide = gpaug.AutoSparseGP(model, covariance="preconditioned").setup(X, y, **known)
+    mu, noise = golden("mu", "Sigma_diag", dtype=dtype)
+    params = {"f.v_auto_weights": mu, "f.v_auto_noise": noise}
+    loss = gpaug.TraceAnalytic_ELBO().loss(KEY, params, model, guide, X, y, **known)
+    rtol = 1e-5 if dtype == "float32" else 1e-12
+    np.testing.assert_allclose(-loss, GOLDEN["elbo"], rtol=rtol)
+    posterior = gpaug.Posterior.from_guide(model, guide, params, X, y, **known)
+    f = posterior.predict_f(X)
+    np.testing.assert_allclose(f.mean, GOLDEN["mF"], rtol=10 * rtol, atol=10 * rtol)
+    np.testing.assert_allclose(f.variance, GOLDEN["vF"], rtol=10 * rtol)
+
+
+def test_values_are_mixed_latents(x64) -> None:
+    X, y, known = problem()
+    v = jax.random.normal(KEY, (2, 3))
+    values = handlers.substitute(model, {"f.v": v})
+    trace = handlers.trace(handlers.seed(values, 0)).get_trace(X, y, **known)
+    K = gpaug.kernels.SquaredExponential(0.9, 1.3)
+    h = (
+        K(X, known["Z"])
+        @ jnp.linalg.inv(jnp.linalg.cholesky(K(known["Z"], known["Z"]))).T
+        @ v.T
+    )
+    expected = h @ known["Phi"].T + known["b"]
+    np.testing.assert_allclose(trace["f"]["value"], expected, atol=1e-12)
+    for labels in ([3, 1], [[0, 3], [1, 1], [2, 0], [3, 2], [0, 1]]):
+        drawn = handlers.trace(handlers.seed(values, 0))
+        some = drawn.get_trace(X, None, labels=jnp.asarray(labels), **known)
+        rows = np.arange(len(X))[:, None]
+        np.testing.assert_allclose(
+            some["f"]["value"], expected[rows, np.asarray(labels)], atol=1e-12
+        )
+
+
+def test_one_latent_per_output_is_a_process_with_latents(x64) -> None:
+    X, y, known = problem()
+    known |= {"Phi": jnp.eye(4), "b": jnp.zeros(4)}
+    svi, shared = fitted(X, y, known)
+
+    def plain(X, y=None, *, Z):
+        kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
+        gp = gpaug.GaussianProcess("f", kernel, Z, num_latents=4, jitter=0.0)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)).to_event(1), obs=y)
+
+    other = gpaug.ConjugateSVI(plain, gpaug.AutoSparseGP(plain))
+    apart = other.run(KEY, 40, X, y, Z=known["Z"], progress_bar=False)
+    np.testing.assert_allclose(shared.losses[-1], apart.losses[-1], rtol=1e-10)
+    f, g = (
+        s.posterior(r.params).predict_f(X[:2])
+        for s, r in ((svi, shared), (other, apart))
+    )
+    np.testing.assert_allclose(f.mean, g.mean, atol=1e-6)
+    np.testing.assert_allclose(f.variance, g.variance, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sites", [pytest.param("augmented", marks=pytest.mark.slow), "auto"]
+)
+def test_latents_move_one_at_a_time(x64, sites) -> None:
+    """The bound never falls, with whole steps, and ends where gradients end; the
+    loadings are large, so that latents moved together would overshoot."""
+    X, y, known = problem()
+    known["Phi"] = 3 * known["Phi"]
+    _, result = fitted(X, y, known, 80, sites=sites)
+    assert (np.diff(result.losses[1:]) < 1e-9).all()
+    guide = gpaug.AutoSparseGP(model, covariance="dense")
+    bound = "augmented" if sites == "augmented" else "exact"
+    optim = optax.adam(optax.exponential_decay(0.1, 300, 0.5))
+    svi = SVI(model, guide, optim, gpaug.TraceAnalytic_ELBO(bound))
+    found = svi.run(KEY, 2500, X, y, progress_bar=False, **known)
+    np.testing.assert_allclose(result.losses[-1], found.losses[-1], atol=1e-5)
+
+
+def test_loadings_are_learnt_beside(x64) -> None:
+    """Params in the model, by gradients between closed-form steps."""
+    X, y, known = problem()
+
+    def learnt(X, y=None, *, Z, Phi, b):
+        model(X, y, Z=Z, Phi=numpyro.param("Phi", Phi), b=numpyro.param("b", b))
+
+    svi = gpaug.ConjugateSVI(learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.05))
+    result = svi.run(KEY, 60, X, y, progress_bar=False, **known)
+    assert (np.diff(result.losses) < 1e-9).all()
+    assert result.losses[-1] < fitted(X, y, known)[1].losses[-1] - 1
+    assert result.params["Phi"].shape == (4, 2)
+
+
+def test_batches_of_rows_with_their_own_labels() -> None:
+    """Indices per row, weights, a batch passed in; noisy steps end near the optimum."""
+    rng = np.random.default_rng(0)
+    X, _, known = problem("float32")
+    y = (rng.random((60, 4)) < 0.4).astype(int)
+    X = jnp.asarray(rng.normal(size=(60, 2)), "float32")
+    whole, best = fitted(X, jnp.asarray(y), known)
+
+    def batch(X, labels, y, weights, *, Z, Phi, b):
+        kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
+        gp = gpaug.GaussianProcess("f", kernel, Z, loadings=Phi, bias=b, jitter=0.0)
+        with (
+            numpyro.plate("data", 60, subsample_size=20, dim=-2),
+            numpyro.plate("outputs", labels.shape[1], dim=-1),
+            handlers.scale(scale=weights),
+        ):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X, latents=labels)), obs=y)
+
+    svi = gpaug.ConjugateSVI(batch, gpaug.AutoSparseGP(batch))
+
+    def draw():
+        rows = rng.permutation(60)[:20]
+        labels = np.stack([rng.permutation(4)[:2] for _ in rows])
+        weights = jnp.full((20, 2), 2.0, "float32")
+        return (
+            X[rows],
+            jnp.asarray(labels),
+            jnp.asarray(y[rows[:, None], labels]),
+            weights,
+        )
+
+    state = svi.init(KEY, *draw(), **known)
+    for _ in range(400):
+        state, _ = svi.update(state, *draw(), **known)
+    params = svi.get_params(state)
+    ours = whole.posterior(params).predict_f(X)
+    exact = whole.posterior(best.params).predict_f(X)
+    error = np.abs(ours.mean - exact.mean) / np.sqrt(exact.variance)
+    assert error.mean() < 0.25
+    np.testing.assert_allclose(ours.variance, exact.variance, rtol=0.3)
+
+
+def test_draws_share_their_latents(x64) -> None:
+    X, y, known = problem()
+    svi, result = fitted(X, y, known)
+    posterior = svi.posterior(result.params)
+    f = posterior.predict_f(X, full_covariance=True)
+    assert f.variance.shape == (4, 5, 5)
+    draws = posterior.sample(KEY, X, sample_shape=(100_000,))
+    flat = np.cov(np.asarray(draws).reshape(100_000, -1).T).reshape(5, 4, 5, 4)
+    for k in range(4):
+        np.testing.assert_allclose(flat[:, k, :, k], f.variance[k], atol=0.06)
+    # Between outputs: Phi diag(s) Phi', which is not diagonal.
+    between = flat[np.arange(5), :, np.arange(5), :]
+    q = posterior._fit.moments["f"]
+    K = gpaug.kernels.SquaredExponential(0.9, 1.3)
+    A = jnp.linalg.solve(
+        jnp.linalg.cholesky(K(known["Z"], known["Z"])), K(known["Z"], X)
+    )
+    s = 1.3 - (A**2).sum(0) + ((q.whitener @ A) ** 2).sum(1)
+    expected = np.einsum("kp,pn,lp->nkl", known["Phi"], s, known["Phi"])
+    np.testing.assert_allclose(between, expected, atol=0.15)
+    guide = svi.guide
+    predictive = Predictive(
+        model, guide=guide, params=result.params, num_samples=20_000
+    )
+    stock = np.asarray(predictive(KEY, X, **known)["f"])
+    np.testing.assert_allclose(stock.mean(0), f.mean, atol=0.1)
+    np.testing.assert_allclose(
+        stock.var(0), np.diagonal(f.variance, axis1=1, axis2=2).T, rtol=0.1, atol=0.05
+    )
+
+
+def test_stock_bound_is_the_analytic_one_on_average() -> None:
+    X, y, known = problem("float32")
+    svi, result = fitted(X, y, known)
+    stock = Trace_ELBO(num_particles=4000)
+    loss = stock.loss(KEY, result.params, model, svi.guide, X, y, **known)
+    np.testing.assert_allclose(loss, result.losses[-1], atol=0.25)
+
+
+def test_saved_and_loaded(tmp_path) -> None:
+    X, y, known = problem("float32")
+    for covariance in ("natural", "preconditioned"):
+        guide = gpaug.AutoSparseGP(model, covariance=covariance)
+        svi = SVI(model, guide, optax.adam(0.1), gpaug.TraceAnalytic_ELBO())
+        params = svi.get_params(svi.init(KEY, X, y, **known))
+        posterior = gpaug.Posterior.from_guide(model, guide, params, X, y, **known)
+        posterior.save(tmp_path / "fit.npz")
+        again = gpaug.Posterior.load(tmp_path / "fit.npz", model, guide)
+        np.testing.assert_array_equal(
+            posterior.predict_y(X).probs, again.predict_y(X).probs
+        )
+        few = posterior.predict_y(X[:3], labels=jnp.array([2, 0])).probs
+        np.testing.assert_allclose(few, again.predict_y(X).probs[:3, [2, 0]], rtol=1e-5)
+    with pytest.raises(ValueError, match="another number of rows"):
+        posterior.predict_y(X[:2], labels=jnp.array([2, 0]))
+
+
+def test_likelihoods_of_several_outputs_are_refused() -> None:
+    X, _, known = problem("float32")
+
+    def joint(X, y=None, *, Z, Phi, b):
+        kernel = gpaug.kernels.SquaredExponential()
+        gp = gpaug.GaussianProcess("f", kernel, Z, loadings=Phi, bias=b)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
+
+    with pytest.raises(NotConjugateError, match="share latents"):
+        gpaug.AutoSparseGP(joint).setup(X, jnp.zeros(5, int), **known)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loadings": np.zeros(3)}, r"loadings has shape \(3,\)"),
+        ({"loadings": np.zeros((3, 2)), "num_latents": 3}, "with num_latents=3"),
+        ({"loadings": np.zeros((3, 2)), "bias": np.zeros(2)}, r"expected .*\(3,\)"),
+        ({"bias": np.zeros(2)}, "bias= is that of outputs"),
+    ],
+)
+def test_invalid_arguments(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message), handlers.seed(rng_seed=0):
+        gpaug.GaussianProcess("f", gpaug.kernels.Linear(), np.eye(2), **arguments)
+
+
+def test_invalid_latents() -> None:
+    X, _, known = problem("float32")
+    with pytest.raises(ValueError, match=r"latents of shape \(2, 2\)"):
+        handlers.seed(model, 0)(X, labels=np.zeros((2, 2), int), **known)
+    svi, result = fitted(X, jnp.zeros((5, 4), int), known, 1)
+    posterior = svi.posterior(result.params)
+    with pytest.raises(ValueError, match="one and the same output"):
+        posterior.predict_f(X, labels=jnp.zeros((5, 2), int), full_covariance=True)
