@@ -228,7 +228,22 @@ def resume(path: Path, like: Any) -> tuple[Any, int]:
         return jax.tree.unflatten(structure, saved), int(archive["epoch"])
 
 
-def fit(problem: Problem, args: argparse.Namespace) -> tuple[Any, list[float]]:
+class Fitted(NamedTuple):
+    """What a run of :func:`fit` found, one entry per epoch it trained.
+
+    :param posterior: after the last one; ``None`` if there was nothing left to do.
+    :param bounds: average bound of the batches.
+    :param precisions: at each cutoff, in percent.
+    :param seconds: of training.
+    """
+
+    posterior: gpaug.Posterior | None
+    bounds: list[float]
+    precisions: list[list[float]]
+    seconds: list[float]
+
+
+def fit(problem: Problem, args: argparse.Namespace) -> Fitted:
     """Trains, and prints a line per epoch."""
     start = first_values(problem, args)
     negatives = min(args.negatives, problem.train.Y.shape[1])
@@ -254,8 +269,7 @@ def fit(problem: Problem, args: argparse.Namespace) -> tuple[Any, list[float]]:
     def step(state: Any, batch: tuple, arrays: dict[str, Any]) -> tuple[Any, Any]:
         return svi.update(state, *batch, **arrays, **names)
 
-    bounds: list[float] = []
-    posterior = None
+    found = Fitted(None, [], [], [])
     for epoch in range(done, args.epochs):
         begin, losses = time.perf_counter(), []
         for number, batch in enumerate(batches(problem, sampler, epoch)):
@@ -263,26 +277,28 @@ def fit(problem: Problem, args: argparse.Namespace) -> tuple[Any, list[float]]:
                 break
             state, loss = step(state, batch, arrays)
             losses.append(loss)
-        bounds.append(-float(jnp.mean(jnp.stack(losses))))
-        seconds = time.perf_counter() - begin
+        found.bounds.append(-float(jnp.mean(jnp.stack(losses))))
+        found.seconds.append(time.perf_counter() - begin)
         if args.steps is not None:
-            seconds *= len(sampler) / len(losses)
+            found.seconds[-1] *= len(sampler) / len(losses)
         params = svi.get_params(state)
         posterior = gpaug.Posterior.from_guide(model, guide, params, *first, **known)
-        scores = " ".join(f"{p:.1f}" for p in precisions(posterior, problem))
+        found = found._replace(posterior=posterior)
+        found.precisions.append(precisions(posterior, problem))
+        scores = " ".join(f"{p:.1f}" for p in found.precisions[-1])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak /= 1024 ** (3 if sys.platform == "darwin" else 2)
         print(
-            f"epoch {epoch + 1}: bound {bounds[-1]:.0f}, P@1 P@3 P@5 {scores}, "
-            f"{seconds:.1f} s an epoch, peak {peak:.1f} GiB",
+            f"epoch {epoch + 1}: bound {found.bounds[-1]:.0f}, P@1 P@3 P@5 {scores}, "
+            f"{found.seconds[-1]:.1f} s an epoch, peak {peak:.1f} GiB",
             flush=True,
         )
         if checkpoint:
             save(checkpoint, state, epoch + 1)
-    return posterior, bounds
+    return found
 
 
-def main(argv: list[str] | None = None) -> tuple[Any, list[float]]:
+def main(argv: list[str] | None = None) -> Fitted:
     """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

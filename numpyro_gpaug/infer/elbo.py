@@ -97,8 +97,8 @@ class TraceAnalytic_ELBO(ELBO):
             problem = problem_at(
                 structure, model, arguments, param_map, trace, model_key
             )
-            bound = self._bound(problem, law, Fit(problem.values, moments))
-            return bound + other_terms(problem, trace)
+            fit = Fit(problem.values, moments, law.factors(problem))
+            return self._bound(problem, law, fit) + other_terms(problem, trace)
 
         value = mean_over_particles(self, particle, rng_key)
         return {"loss": -value, "mutable_state": None}
