@@ -105,11 +105,11 @@ def compare(
                 f"{name!r} one of shape {found.shape} or with other values: models "
                 "are compared on the same observations, in the same units and order"
             )
-    found = {name: loo(tree, site, correct=correct) for name, tree in trees.items()}
+    scores = {name: loo(tree, site, correct=correct) for name, tree in trees.items()}
     with warnings.catch_warnings():
         # ArviZ 0.8 calls pandas in a way that pandas 3.1 deprecates.
         warnings.filterwarnings("ignore", "The inplace keyword")
-        return arviz_stats.compare(found)
+        return arviz_stats.compare(scores)
 
 
 def _observed(tree: DataTree, site: str | None) -> np.ndarray:

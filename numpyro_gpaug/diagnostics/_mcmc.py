@@ -16,7 +16,6 @@ from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import constraints
 from scipy.special import ndtri
-from scipy.stats import wasserstein_distance
 
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.expectations import base_distribution
@@ -165,6 +164,8 @@ def _function_values(
 
 def _compare(vi: np.ndarray, mcmc: np.ndarray) -> np.ndarray:
     """Three statistics, (3, ...)."""
+    from scipy.stats import wasserstein_distance  # half a second to import
+
     unit = mcmc.std(0)
     with np.errstate(divide="ignore", invalid="ignore"):  # a site MCMC does not move
         difference, ratio = (vi.mean(0) - mcmc.mean(0)) / unit, vi.std(0) / unit
