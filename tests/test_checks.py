@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convergence of a trace, probability integral transforms, reweighted estimates."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -39,8 +41,7 @@ def test_verdicts(losses, verdict, advice):
     found = diagnostics.convergence(losses)
     assert found.verdict == verdict
     assert found.converged == (verdict == "converged")
-    with pytest.raises(ValueError, match=advice):
-        raise ValueError(found.suggestion)
+    assert re.search(advice, found.suggestion)
 
 
 def test_numbers_of_a_trend_and_of_noise():
@@ -124,8 +125,8 @@ def test_pit_of_counts_lies_between_cumulative_probabilities():
 
 def test_pit_of_a_mixture_of_counts():
     """The predictive of the package, whose nodes follow the count."""
-    moments = {"logits": jnp.full(2000, 0.5)}, {"logits": jnp.full(2000, 1.0)}
-    law = predictive(gpaug.LogisticPoisson(jnp.zeros(2000), 8.0), *moments)
+    moments = {"logits": jnp.full(400, 0.5)}, {"logits": jnp.full(400, 1.0)}
+    law = predictive(gpaug.LogisticPoisson(jnp.zeros(400), 8.0), *moments)
     y = law.sample(KEY)
     assert uniform(diagnostics.pit(law, y, random.key(1)))
     assert not uniform(diagnostics.pit(law, y + 1, random.key(1)))
@@ -229,11 +230,6 @@ def test_a_pseudo_likelihood_has_its_own_density_and_no_loo(x64):
     for site in (None, "y"):
         with pytest.raises(ValueError, match="pseudo-likelihood, which is not normal"):
             diagnostics.loo(tree, site)
-    assert list(
-        diagnostics.psis_estimates(
-            draws(svm, params, X, labels, num_samples=30)
-        ).children
-    ) == [
-        "posterior",
-        "posterior_predictive",
-    ]
+    tree = draws(svm, params, X, labels, num_samples=30)
+    groups = list(diagnostics.psis_estimates(tree).children)
+    assert groups == ["posterior", "posterior_predictive"]

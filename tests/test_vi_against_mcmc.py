@@ -169,6 +169,7 @@ def test_draws_that_do_not_fit_are_refused(fitted):
         vi_against_mcmc(classifier, {"f.v": samples["f.v"]}, samples, X, y, Z=X)
 
 
+@pytest.mark.filterwarnings("ignore:The inplace keyword")  # ArviZ 0.8 under pandas 3.1
 def test_loo_of_a_fit_and_of_mcmc_in_one_table(fitted):
     X, y, _, tree, mcmc = fitted
     from_mcmc = from_numpyro(mcmc, log_likelihood=True)

@@ -119,14 +119,15 @@ def plot_predictive(
     ax = axes_or_new(ax)
     grid = _sorted_column("X", X)
     law = posterior.predict_y(grid, site=site)
-    if jnp.shape(law.mean) != (len(grid),):
+    mean = np.asarray(law.mean)
+    if mean.shape != (len(grid),) or np.isnan(mean).all():  # NumPyro's mean of classes
         raise ValueError(
-            f"the prediction's mean has shape {jnp.shape(law.mean)}; expected "
-            f"({len(grid)},), one number per input"
+            f"the prediction, a {type(law).__name__}, has a mean of shape "
+            f"{mean.shape}; expected one number per input, ({len(grid)},)"
         )
     _scatter_data(ax, data)
     ends = {} if _is_binary(law) else {p: _interval(law, p) for p in levels}
-    _band(ax, grid[:, 0], np.asarray(law.mean), ends, color, label)
+    _band(ax, grid[:, 0], mean, ends, color, label)
     _mark_inducing(ax, inducing)
     ax.set(xlabel="x", ylabel="y", title="Predictions")
     ax.legend(frameon=False)
