@@ -46,13 +46,13 @@ def test_verdicts(losses, verdict, advice):
 
 def test_numbers_of_a_trend_and_of_noise():
     trend = diagnostics.convergence(500 - np.arange(100.0))
-    assert trend.window == 20
-    assert (trend.change, trend.elbo) == (20, -410.5)
-    assert trend.relative_change == pytest.approx(20 / 410.5)
+    assert trend.window == 10
+    assert (trend.change, trend.elbo) == (10, -405.5)
+    assert trend.relative_change == pytest.approx(10 / 405.5)
     assert trend.error < 1e-12
     noise = 5 * np.random.default_rng(0).normal(size=1000)
     found = diagnostics.convergence(1000 + noise)
-    assert found.error == pytest.approx(5 * np.sqrt(2 / 200), rel=0.1)
+    assert found.error == pytest.approx(5 * np.sqrt(2 / 100), rel=0.1)
 
 
 def test_noise_alone_is_no_trend_and_a_trend_in_noise_is_found():
@@ -60,7 +60,7 @@ def test_noise_alone_is_no_trend_and_a_trend_in_noise_is_found():
     flat = [diagnostics.convergence(10 + rng.normal(size=300)) for _ in range(200)]
     assert np.mean([f.converged for f in flat]) > 0.97
     assert "would not show in the noise" in flat[0].suggestion
-    slope = np.linspace(5, 0, 300)
+    slope = np.linspace(20, 0, 300)
     rising = [
         diagnostics.convergence(10 + slope + rng.normal(size=300)).verdict
         for _ in range(50)

@@ -102,7 +102,7 @@ def test_reliability_draws_the_curve():
     colors = {"fit": "#123456"}
     methods = {"fit": p, "rival": np.full(300, 0.5)}
     ax = plots.plot_reliability(methods, y, num_bins=4, colors=colors)
-    assert legend(ax) == ["calibrated", "fit", "rival"]
+    assert legend(ax) == ["fit", "rival"]
     assert ax.get_xlabel() == "predicted probability"
     assert ax.get_ylabel() == "observed frequency"
     curve = diagnostics.reliability_curve(p, y, 4)
@@ -122,7 +122,7 @@ def test_reliability_draws_the_curve():
 
 def test_reliability_takes_one_array_and_empty_bins():
     ax = plots.plot_reliability([0.1, 0.2, 0.9], [0, 0, 1])
-    assert legend(ax) == ["calibrated", "predictions"]
+    assert legend(ax) == ["predictions"]
     assert np.isfinite(ax.get_ylim()).all()
 
 

@@ -175,7 +175,8 @@ def test_loo_of_a_fit_and_of_mcmc_in_one_table(fitted):
     from_mcmc = from_numpyro(mcmc, log_likelihood=True)
     table = diagnostics.compare({"VI": tree, "MCMC": from_mcmc})
     assert set(table.index) == {"VI", "MCMC"}
-    assert table["elpd"]["VI"] == diagnostics.loo(tree).elpd
+    # ArviZ 1 rounds its table to what the standard errors warrant.
+    assert table["elpd"]["VI"] == pytest.approx(diagnostics.loo(tree).elpd, abs=0.2)
     mine = diagnostics.loo(from_mcmc)
     assert mine.elpd == arviz_stats.loo(from_mcmc, pointwise=True).elpd
     # The same model; the fit holds one hyperparameter at a point.

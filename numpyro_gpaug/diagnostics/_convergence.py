@@ -21,7 +21,7 @@ class Convergence:
     :param relative_change: the same over ``max(1, |elbo|)``.
     :param error: standard error of ``change`` from the noise between steps, in nats; it
         is that of minibatches or of random draws, and about zero on full data.
-    :param window: steps in a window, a fifth of the trace.
+    :param window: steps in a window, a tenth of the trace.
     :param first_bad: the first step (from 0) whose loss is NaN or infinite, or
         ``None``.
     """
@@ -44,8 +44,8 @@ class Convergence:
 def convergence(losses: ArrayLike, tol: float = 1e-3) -> Convergence:
     """Whether a fit has converged, from its losses.
 
-    The mean bound over the last fifth of the steps is compared with the mean over the
-    fifth before. A change counts as one if it exceeds ``tol`` relative to the bound and
+    The mean bound over the last tenth of the steps is compared with the mean over the
+    tenth before. A change counts as one if it exceeds ``tol`` relative to the bound and
     three standard errors, which are estimated from differences of consecutive losses.
     It is a statement about the bound alone: hyperparameters may drift along directions
     in which it is flat, and a converged fit may be a bad one
@@ -74,7 +74,7 @@ def convergence(losses: ArrayLike, tol: float = 1e-3) -> Convergence:
             f"losses has shape {trace.shape}; expected one loss per step, (steps,)"
         )
     steps = trace.size
-    window = max(1, steps // 5)
+    window = max(1, steps // 10)
     finite = np.isfinite(trace)
     if not finite.all():
         first = int(finite.argmin())

@@ -98,7 +98,7 @@ def plot_reliability(
 
     >>> ax = plot_reliability({"fit": [0.1, 0.3, 0.8, 0.9]}, [0, 1, 1, 1])
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
-    ['calibrated', 'fit']
+    ['fit']
     """
     from scipy.stats import beta
 
@@ -106,7 +106,7 @@ def plot_reliability(
     methods = probs if isinstance(probs, Mapping) else {"predictions": probs}
     num_data = len(np.asarray(y))
     bins = num_bins or (5 if num_data < 500 else 10)
-    ax.plot([0, 1], [0, 1], color="0.7", lw=1, ls="--", zorder=0, label="calibrated")
+    ax.plot([0, 1], [0, 1], color="0.7", lw=1, ls="--", zorder=0)
     middle = (len(methods) - 1) / 2
     for i, (name, p) in enumerate(methods.items()):
         curve = reliability_curve(p, y, bins)
@@ -119,10 +119,15 @@ def plot_reliability(
         ax.scatter(x, curve.observed, sizes, color, label=name, zorder=3)
     ax.set(
         xlabel="predicted probability", ylabel="observed frequency",
-        xlim=(-0.04, 1.04), ylim=(-0.04, 1.04), title="Reliability",
+        xlim=(-0.04, 1.04), ylim=(-0.04, 1.04),
     )  # fmt: skip
-    legend: Any = ax.legend(frameon=False, loc="upper left")
-    for handle in legend.legend_handles[1:]:
+    ax.set_title("Reliability", pad=24)
+    # Above: dots and intervals may lie anywhere.
+    legend: Any = ax.legend(
+        frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=3,
+        fontsize="small", handletextpad=0.1, columnspacing=0.8,
+    )  # fmt: skip
+    for handle in legend.legend_handles:
         handle.set_sizes([40])
     return ax
 
