@@ -69,8 +69,9 @@ def compare(
     :param correct: as in :func:`loo`.
     :return: ArviZ's table, a ``pandas.DataFrame`` with one row per model, the best
         first: ``elpd`` and its standard error ``se``, ``elpd_diff`` to the best and its
-        standard error ``dse``, all in nats summed over observations; ``weight`` of
-        the stacked predictions; ``warning`` where some ``pareto_k`` are too large.
+        standard error ``dse``, all in nats summed over observations, and ``weight`` of
+        the stacked predictions. ArviZ 1 adds diagnostics and rounds; unrounded values
+        are those of :func:`loo`.
     :raises ValueError: for fewer than two trees, observations that differ, or a
         pseudo-likelihood.
 
