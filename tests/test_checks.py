@@ -50,9 +50,9 @@ def test_numbers_of_a_trend_and_of_noise():
     assert (trend.change, trend.elbo) == (10, -405.5)
     assert trend.relative_change == pytest.approx(10 / 405.5)
     assert trend.error < 1e-12
-    noise = 5 * np.random.default_rng(0).normal(size=1000)
+    noise = 5 * np.random.default_rng(0).normal(size=20_000)
     found = diagnostics.convergence(1000 + noise)
-    assert found.error == pytest.approx(5 * np.sqrt(2 / 100), rel=0.1)
+    assert found.error == pytest.approx(5 * np.sqrt(2 / 2000), rel=0.1)
 
 
 def test_noise_alone_is_no_trend_and_a_trend_in_noise_is_found():
