@@ -24,7 +24,6 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
-from scipy.stats import beta
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
@@ -34,7 +33,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug import diagnostics
+from numpyro_gpaug import diagnostics, plots
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -192,14 +191,16 @@ def report_fit(fitted: dict[str, Any], num_data: int) -> None:
     print(
         "\nhyperparameters       ", ", ".join(f"{k} {float(v):.3g}" for k, v in found)
     )
-    print(f"bound (ELBO)           {-losses[-1]:.2f} after {len(losses)} steps")
-    khat = diagnostics.psis_khat(tree).khat
-    verdict = "good" if khat < 0.5 else "usable" if khat < 0.7 else "unreliable"
-    print(f"PSIS k-hat             {khat:.2f} ({verdict})")
+    verdict = diagnostics.convergence(losses).verdict
+    print(
+        f"bound (ELBO)           {-losses[-1]:.2f} after {len(losses)} steps: {verdict}"
+    )
+    psis = diagnostics.psis_khat(tree)
+    print(f"PSIS k-hat             {psis.khat:.2f} ({psis.verdict})")
     with warnings.catch_warnings():
         # ArviZ warns of large k; they are counted in the line below instead.
         warnings.filterwarnings("ignore", "Estimated shape parameter of Pareto")
-        loo = diagnostics.loo(tree, correct=khat < 0.7)
+        loo = diagnostics.loo(tree, correct=psis.khat < 0.7)
     high = int((loo.pareto_k.values > loo.good_k).sum())
     note = f"; k above {loo.good_k:.2f} at {high} of {num_data}" if high else ""
     print(f"LOO on training data   elpd {loo.elpd:.1f}, se {loo.se:.1f}{note}")
@@ -227,78 +228,34 @@ def draw(data: Split, fitted: dict[str, Any], probs: dict, path: str) -> None:
         figure = plt.figure(figsize=(14, 4.6), layout="constrained")
         grid = figure.add_gridspec(4, 3, width_ratios=(1, 1, 1.25))
         top, bottom = figure.add_subplot(grid[:3, 0]), figure.add_subplot(grid[3, 0])
-        draw_reliability(top, bottom, probs, data.y_test)
-        draw_bound(figure.add_subplot(grid[:, 1]), -fitted["losses"])
+        plots.plot_reliability(probs, data.y_test, colors=COLORS, ax=top)
+        top.set(title="Reliability on test data", xlabel="")
+        top.tick_params(labelbottom=False)
+        draw_counts(bottom, probs, data.y_test)
+        bound = plots.plot_elbo(fitted["losses"], ax=figure.add_subplot(grid[:, 1]))
+        bound.set_title(f"Closed-form fit: {bound.get_title()}")
         last = figure.add_subplot(grid[:, 2])
         if data.X.shape[1] == 2:
-            draw_surface(last, data, fitted)
+            plots.plot_decision(
+                fitted["posterior"], data.X, data.y, inducing=fitted["Z"], ax=last
+            )
+            last.set(xlabel="input 1 (standardised)", ylabel="input 2 (standardised)")
+            last.set_title("Decision surface and training data")
         else:
             draw_ranked(last, data, fitted["posterior"])
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
 
-def draw_reliability(top, bottom, probs: dict[str, np.ndarray], y: np.ndarray) -> None:
-    """Observed against predicted with 90% Jeffreys intervals, above the counts."""
-    top.plot([0, 1], [0, 1], color="0.7", lw=1, ls="--", zorder=0)
+def draw_counts(axes, probs: dict[str, np.ndarray], y: np.ndarray) -> None:
+    """How many predictions each bin of the reliability diagram holds."""
     num_bins = 5 if len(y) < 500 else 10
     width = 0.8 / num_bins / len(probs)
     for i, (name, p) in enumerate(probs.items()):
         curve = diagnostics.reliability_curve(p, y, num_bins)
-        hits = np.nan_to_num(curve.observed) * curve.counts
-        ends = beta.interval(0.9, hits + 0.5, curve.counts - hits + 0.5)
-        x = curve.predicted + 0.012 * (i - 1)  # side by side where methods agree
-        top.vlines(x, *ends, color=COLORS[name], lw=1.5, alpha=0.5)
-        size = 15 + 120 * curve.counts / len(y)
-        top.scatter(x, curve.observed, size, COLORS[name], label=name, zorder=3)
         left = curve.edges[:-1] + 0.1 / num_bins + i * width
-        bottom.bar(left, curve.counts, width, align="edge", color=COLORS[name])
-    top.set(ylabel="observed frequency", xlim=(-0.04, 1.04), ylim=(-0.04, 1.04))
-    top.set_title("Reliability on test data")
-    legend = top.legend(
-        frameon=False, loc="lower center", bbox_to_anchor=(0.47, 0.98), ncols=3,
-        fontsize=8.5, handletextpad=0.1, columnspacing=0.8,
-    )  # fmt: skip
-    for handle in legend.legend_handles:
-        handle.set_sizes([40])
-    top.tick_params(labelbottom=False)
-    bottom.set(xlabel="predicted probability", ylabel="count", xlim=(-0.04, 1.04))
-
-
-def draw_bound(axes, bound: np.ndarray) -> None:
-    axes.plot(np.arange(1, len(bound) + 1), bound, color="C0", lw=2)
-    axes.plot(len(bound), bound[-1], "o", color="C0")
-    axes.annotate(
-        f"{bound[-1]:.1f}", (len(bound), bound[-1]), (0, -16), ha="right",
-        textcoords="offset points",
-    )  # fmt: skip
-    axes.set(xlabel="step", ylabel="evidence lower bound", xscale="log")
-    axes.set_title("Closed-form fit")
-    axes.xaxis.set_major_formatter("{x:.0f}")
-
-
-def draw_surface(axes, data: Split, fitted: dict[str, Any]) -> None:
-    low, high = data.X.min(0) - 0.4, data.X.max(0) + 0.4
-    first, second = (np.linspace(a, b, 120) for a, b in zip(low, high, strict=True))
-    mesh = np.stack(np.meshgrid(first, second), -1).reshape(-1, 2).astype(data.X.dtype)
-    p = np.asarray(fitted["posterior"].predict_y(mesh).probs).reshape(120, 120)
-    levels = np.linspace(0, 1, 21)
-    shades = axes.contourf(first, second, p, levels, cmap="RdBu", alpha=0.75)
-    axes.contour(first, second, p, [0.5], colors="k", linewidths=1.5)
-    draw_classes(axes, data.X, data.y)
-    inducing = {"marker": "x", "color": "k", "lw": 1.2, "label": "inducing"}
-    axes.scatter(*fitted["Z"].T, s=26, zorder=4, **inducing)
-    bar = axes.figure.colorbar(shades, ax=axes, ticks=[0, 0.25, 0.5, 0.75, 1])
-    bar.set_label("predicted probability of class 1")
-    axes.legend(
-        frameon=False,
-        loc="lower center",
-        bbox_to_anchor=(0.5, 0.98),
-        ncols=3,
-        fontsize=8.5,
-    )
-    axes.set(xlabel="input 1 (standardised)", ylabel="input 2 (standardised)")
-    axes.set_title("Decision surface and training data")
+        axes.bar(left, curve.counts, width, align="edge", color=COLORS[name])
+    axes.set(xlabel="predicted probability", ylabel="count", xlim=(-0.04, 1.04))
 
 
 def draw_ranked(axes, data: Split, posterior: gpaug.Posterior) -> None:
@@ -310,28 +267,18 @@ def draw_ranked(axes, data: Split, posterior: gpaug.Posterior) -> None:
         low, high = mean - width * sd, mean + width * sd
         axes.fill_between(rank, low, high, color=color, lw=0)
     axes.axhline(0, color="0.4", lw=1, ls="--")
-    draw_classes(axes, np.stack([rank, mean], 1), y)
+    for label, marker in ((0, "o"), (1, "s")):
+        axes.scatter(
+            rank[y == label], mean[y == label], s=18, marker=marker, ec="w", lw=0.4,
+            color=CLASSES[label], zorder=2 + (np.mean(y == label) < 0.5),
+            label=f"class {label}",
+        )  # fmt: skip
     wrong = (mean > 0) != y
-    axes.scatter(
-        rank[wrong],
-        mean[wrong],
-        s=90,
-        fc="none",
-        ec="k",
-        zorder=4,
-        label="misclassified",
-    )
+    circle = {"fc": "none", "ec": "k", "zorder": 4, "label": "misclassified"}
+    axes.scatter(rank[wrong], mean[wrong], s=90, **circle)
     axes.legend(frameon=False, loc="upper left")
     axes.set(xlabel="test points, ranked", ylabel="latent function (log-odds)")
     axes.set_title("Latent mean with one and two standard deviations")
-
-
-def draw_classes(axes, points: np.ndarray, y: np.ndarray) -> None:
-    for label, marker in ((0, "o"), (1, "s")):
-        axes.scatter(
-            *points[y == label].T, s=18, marker=marker, color=CLASSES[label], ec="w",
-            lw=0.4, zorder=2 + (np.mean(y == label) < 0.5), label=f"class {label}",
-        )  # fmt: skip
 
 
 # -- main ---------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import numpyro.distributions as dist
 import optax
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug import plots
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -188,19 +189,15 @@ def report(data: Data, fits: dict[str, Fitted]) -> None:
 
 def draw_band(axes: Any, data: Data, fitted: Fitted, kind: str) -> None:
     """Observations, and where 90 percent of new ones are predicted."""
-    order = np.argsort(data.x_test[:, 0])
-    x = data.x_test[order]
-    law = fitted.posterior.predict_y(x)
-    colour = COLOURS[kind]
-    axes.plot(data.x[:, 0], data.y, ".", color="0.6", markersize=4, label="data")
-    axes.fill_between(
-        x[:, 0], law.icdf(0.05), law.icdf(0.95), color=colour, alpha=0.25, linewidth=0,
-        label="90% of predictions",
+    plots.plot_predictive(
+        fitted.posterior, data.x_test, data=(data.x, data.y), color=COLOURS[kind],
+        ax=axes,
     )  # fmt: skip
-    axes.plot(x[:, 0], law.mean, color=colour, label="mean")
     if data.truth is not None:
-        axes.plot(x[:, 0], data.truth[0][order], "k:", linewidth=1, label="truth")
-    axes.set(title=kind, xlabel="x", ylabel="y")
+        order = np.argsort(data.x_test[:, 0])
+        x, truth = data.x_test[order, 0], data.truth[0][order]
+        axes.plot(x, truth, "k:", linewidth=1, label="truth")
+    axes.set_title(kind)
     axes.legend(fontsize=7)
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import numpyro
@@ -31,6 +30,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes
 from sklearn.model_selection import train_test_split
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug import diagnostics, plots
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -189,19 +189,11 @@ def draw_link(axes: Any, data: Data, fits: dict[str, Fitted]) -> None:
         transform=axes.get_xaxis_transform(), label="posterior means of f",
     )  # fmt: skip
     for link, fitted in fits.items():
-        if fitted.heights is None:
-            continue
-        colour = COLOURS[link]
-        label = {"prior": "learnt, with prior"}.get(link, f"learnt, {link}")
-        axes.stairs(
-            fitted.heights, edges, baseline=None, color=colour, linewidth=1.8,
-            label=label,
-        )  # fmt: skip
-        if fitted.spread is not None:
-            low, high = (fitted.heights + s * fitted.spread for s in (-2, 2))
-            axes.fill_between(
-                edges, np.append(low, low[-1]), np.append(high, high[-1]), step="post",
-                color=colour, alpha=0.2, linewidth=0, label="two standard deviations",
+        if fitted.heights is not None:
+            plots.plot_link(
+                start(data.real).with_heights(fitted.heights), fitted.spread,
+                label={"prior": "learnt, with prior"}.get(link, f"learnt, {link}"),
+                color=COLOURS[link], ax=axes,
             )  # fmt: skip
     axes.set(
         xlim=(edges[0], edges[-1]), xlabel="function value f", title=data.name,
@@ -212,18 +204,16 @@ def draw_link(axes: Any, data: Data, fits: dict[str, Fitted]) -> None:
 
 def draw_marginal(axes: Any, data: Data, fits: dict[str, Fitted]) -> None:
     """How many observations lie below each quantile of their predictions."""
-    levels = np.linspace(0.01, 0.99, 99)
-    for link, fitted in fits.items():
-        law = fitted.posterior.predict_y(data.X_test)
-        level = np.asarray(law.cdf(jnp.asarray(data.y_test)))
-        share = (level[:, None] <= levels).mean(0)
-        colour = COLOURS.get(link, "0.4")
-        axes.plot(levels, share, color=colour, label=link)
-    axes.plot([0, 1], [0, 1], color="0.8", linewidth=1, zorder=0)
+    values = {
+        link: diagnostics.pit(
+            fitted.posterior.predict_y(data.X_test), data.y_test, jax.random.key(0)
+        )
+        for link, fitted in fits.items()
+    }
+    plots.plot_pit(values, colors={"straight line": "0.4", **COLOURS}, ax=axes)
     axes.set(
-        xlabel="predicted probability that y is lower", ylabel="share of test rows",
-        title=f"{data.name}: calibration of quantiles", xlim=(0, 1), ylim=(0, 1),
-    )  # fmt: skip
+        title=f"{data.name}: calibration of quantiles", ylabel="share of test rows"
+    )
     axes.legend(fontsize=7)
 
 

@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gaussian processes with non-Gaussian likelihoods, as ordinary NumPyro models."""
 
-from numpyro_gpaug import diagnostics, inducing, kernels, multilabel, ranking, testing
+from numpyro_gpaug import (
+    diagnostics,
+    inducing,
+    kernels,
+    multilabel,
+    plots,
+    ranking,
+    testing,
+)
 from numpyro_gpaug.augmentation import Augmentation, register_augmentation
 from numpyro_gpaug.distributions import (
     BayesianSVM,
@@ -76,6 +84,7 @@ __all__ = [
     "learned_link",
     "link_penalty",
     "multilabel",
+    "plots",
     "ranking",
     "register_augmentation",
     "register_expectation",

@@ -146,6 +146,12 @@ def base_distribution(d: Distribution) -> Distribution:
     return d
 
 
+def is_pseudo(d: Distribution) -> bool:
+    """Whether ``log_prob`` is that of a pseudo-likelihood, not normalised over
+    observations: it then has a ``normalized_log_prob`` beside it."""
+    return hasattr(base_distribution(d), "normalized_log_prob")
+
+
 def feasible(d: Distribution, y: Array) -> Array:
     """``y`` with masked entries replaced by values in the support: whatever a masked
     datum is (NaN, say), it must not reach a gradient."""

@@ -234,7 +234,9 @@ def test_chunks_do_not_change_the_answer(x64, monkeypatch):
     X, y, _ = data()
     params, _ = gaussian(X, y, X)
     trees = [draws(regression, params, X, y)]
-    monkeypatch.setattr(diagnostics, "_BUDGET", 2 * 20 * 32)  # chunks of 2, 2 and 1
+    monkeypatch.setattr(
+        diagnostics._tree, "_BUDGET", 2 * 20 * 32
+    )  # chunks of 2, 2 and 1
     trees.append(draws(regression, params, X, y))
     for group in (
         "posterior",

@@ -89,6 +89,12 @@ class Posterior:
         predictor = predictor_for(guide, model, structure)
         return cls(predictor, Fit(values, moments), remembered)
 
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """Names of the Gaussian processes, as :meth:`predict_f` takes them."""
+        blocks = self._predictor.structure.blocks
+        return tuple(block.name for block in blocks if block.is_process)
+
     # -- prediction -------------------------------------------------------------------
 
     def predict_f(

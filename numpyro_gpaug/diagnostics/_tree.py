@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checking a fit: ArviZ trees, importance-sampling diagnostics, LOO and calibration.
-
-ArviZ is imported when it is first needed, so ``import numpyro_gpaug`` stays quick.
-Only ``arviz_base`` and ``arviz_stats`` are used, which have the same names on Python
-3.11 (0.8) and later (1.x).
-"""
+"""Draws from a fitted guide, as a tree that ArviZ reads."""
 
 from __future__ import annotations
 
@@ -22,12 +17,6 @@ from jax import Array, random
 from jax.typing import ArrayLike
 from numpyro import handlers
 
-from numpyro_gpaug._calibration import (
-    ReliabilityCurve,
-    brier_score,
-    expected_calibration_error,
-    reliability_curve,
-)
 from numpyro_gpaug._numpyro import residual_policy, whole_plates
 from numpyro_gpaug.analysis import analyse
 from numpyro_gpaug.conditional import Conditional
@@ -35,6 +24,7 @@ from numpyro_gpaug.expectations import (
     Route,
     base_distribution,
     gauss_hermite,
+    is_pseudo,
     lookup_expectation,
     predictive,
     through_wrappers,
@@ -48,21 +38,8 @@ from numpyro_gpaug.structure import Arguments, Observed, Structure, Trace
 if TYPE_CHECKING:
     from xarray import DataTree
 
-__all__ = [
-    "Psis",
-    "ReliabilityCurve",
-    "brier_score",
-    "expected_calibration_error",
-    "loo",
-    "psis_khat",
-    "reliability_curve",
-    "to_datatree",
-]
-
 # Numbers held at once while draws are evaluated: 64 MiB in float32.
 _BUDGET = 2**24
-
-# -- draws, as a tree -----------------------------------------------------------------
 
 
 def to_datatree(
@@ -82,7 +59,9 @@ def to_datatree(
     * ``posterior``: every latent, and every deterministic site, among them the function
       values of Gaussian processes;
     * ``posterior_predictive``: replicated observations;
-    * ``log_likelihood``: per observation;
+    * ``log_likelihood``: per observation; ``pseudo_log_likelihood`` for those whose
+      likelihood is not normalised (``BayesianSVM``), so that no model comparison takes
+      it for a density;
     * ``sample_stats``: ``log_p``, the log joint density of draw and observations, and
       ``log_q``, the log density of the guide;
     * ``observed_data``;
@@ -164,9 +143,14 @@ def to_datatree(
         "posterior": {**latents, **evaluated.deterministic},
         "posterior_predictive": evaluated.replicated,
         "log_likelihood": evaluated.log_likelihood,
+        "pseudo_log_likelihood": evaluated.pseudo,
         "sample_stats": {"log_p": evaluated.log_p, "log_q": log_q},
     }
-    one_chain = {g: {n: v[None] for n, v in d.items()} for g, d in groups.items()}
+    one_chain = {
+        group: {name: v[None] for name, v in found.items()}
+        for group, found in groups.items()
+        if found
+    }
     tree = from_dict(
         {**one_chain, "observed_data": evaluated.observed},
         sample_dims=["chain", "draw"],
@@ -212,6 +196,7 @@ class _Evaluated(NamedTuple):
     deterministic: dict[str, np.ndarray]
     replicated: dict[str, np.ndarray]
     log_likelihood: dict[str, np.ndarray]
+    pseudo: dict[str, np.ndarray]
     log_p: np.ndarray
     observed: dict[str, np.ndarray]
     dims: dict[str, list[str]]
@@ -234,6 +219,7 @@ def _evaluate(
     )
     dims: dict[str, list[str]] = {}
     factors: set[str] = set()
+    pseudo: set[str] = set()
 
     def one(arrays: Any, key: Array, fixed: Any, drawn: Any) -> tuple[Any, ...]:
         given = arguments._replace(arrays=arrays)
@@ -255,6 +241,8 @@ def _evaluate(
             if isinstance(base_distribution(message["fn"]), dist.Unit):
                 factors.add(site.name)  # numpyro.factor: a density of no observation
                 continue
+            if is_pseudo(message["fn"]):
+                pseudo.add(site.name)
             observed[site.name] = message["value"]
             replicated[site.name] = message["fn"].sample(new_key)
         return (deterministic, replicated, likelihoods, prior, scaled), observed
@@ -281,9 +269,10 @@ def _evaluate(
     log_p = prior.astype(float) + sum(
         v.astype(float).reshape(total, -1).sum(-1) for v in scaled.values()
     )
-    likelihoods = {n: v for n, v in likelihoods.items() if n not in factors}
+    densities = {n: v for n, v in likelihoods.items() if n not in factors | pseudo}
     return _Evaluated(
-        deterministic, replicated, likelihoods, log_p,
+        deterministic, replicated, densities,
+        {n: likelihoods[n] for n in pseudo}, log_p,
         jax.tree.map(np.asarray, observed), {n: d for n, d in dims.items() if d},
     )  # fmt: skip
 
@@ -313,7 +302,11 @@ def _log_likelihoods(problem: BoundProblem, latents: Any) -> dict[str, Array]:
         registered = lookup_expectation(type(base_distribution(fn)))
         if site.route is Route.CONSTANT or not site.processes:
             found[site.name] = fn.log_prob(y)
-        elif site.route is Route.CLOSED_FORM and registered is not None:
+        elif (
+            site.route is Route.CLOSED_FORM
+            and registered is not None
+            and not is_pseudo(fn)
+        ):
             value = predictive(fn, *predictor(carried, site)).log_prob(y)
             found[site.name] = through_wrappers(fn, partial(_given, value))
         else:
@@ -335,7 +328,8 @@ def _mixture(
     by draws. Without residuals, as on a full process, both are exact."""
     reached = {k: means[k] for k in site.processes}
     dtype = jnp.result_type(*reached.values())
-    if site.route is Route.GAUSS_HERMITE:
+    pseudo = len(reached) == 1 and is_pseudo(problem.message(site.name)["fn"])
+    if site.route is Route.GAUSS_HERMITE or pseudo:
         nodes, weights = gauss_hermite(NUM_NODES, dtype)
         z = {k: nodes for k in reached}
     else:
@@ -376,98 +370,3 @@ def _plate_names(site: dict[str, Any]) -> list[str]:
     batch = site["fn"].batch_shape
     axes = range(-len(batch), 0)
     return [frames.get(d, f"{site['name']}_dim_{i}") for i, d in enumerate(axes)]
-
-
-# -- importance sampling --------------------------------------------------------------
-
-
-class Psis(NamedTuple):
-    """Pareto-smoothed importance sampling of the posterior with the guide as proposal.
-
-    :param khat: shape of the tail of the importance ratios. Below 0.5 the guide is a
-        very good proposal, below 0.7 a usable one; above, expectations under it cannot
-        be trusted to be near those of the posterior, nor repaired by reweighting.
-    :param log_weights: smoothed and normalised log-weights, one per draw.
-    """
-
-    khat: float
-    log_weights: np.ndarray
-
-
-def psis_khat(
-    tree_or_log_p: DataTree | ArrayLike, log_q: ArrayLike | None = None
-) -> Psis:
-    """How far a guide is from the posterior, by the tail of importance ratios.
-
-    The answer is about all latents jointly, so it grows with their number: a large
-    value in hundreds of dimensions does not mean that marginals are wrong.
-
-    :param tree_or_log_p: a tree from :func:`to_datatree`, or log joint densities of
-        the draws.
-    :param log_q: log densities of the guide at the draws, unless a tree is passed.
-    :return: ``khat`` and smoothed log-weights; -inf if all ratios are equal.
-    :raises ValueError: for shapes that differ, fewer than 25 draws, or values that are
-        not finite.
-
-    **Example**
-
-    >>> import numpy as np
-    >>> z = np.random.default_rng(0).normal(size=1000)  # draws of the guide
-    >>> log_q = -(z**2) / 2
-    >>> psis_khat(-2 * z**2, log_q).khat < 0.5  # the posterior is narrower
-    True
-    >>> psis_khat(-(z**2) / 8, log_q).khat > 0.7  # it is wider
-    True
-
-    Reference: Yao, Vehtari, Simpson and Gelman (2018), Yes, but did it work?
-    """
-    from arviz_stats.base import array_stats
-
-    found: Any = (tree_or_log_p, log_q)
-    if log_q is None:
-        stats: Any = tree_or_log_p["sample_stats"]  # type: ignore[index]
-        found = stats["log_p"].values, stats["log_q"].values
-    log_p, log_q = (np.asarray(x, float) for x in found)
-    if log_p.shape != log_q.shape:
-        raise ValueError(
-            f"log_p has shape {log_p.shape} and log_q {log_q.shape}: expected the same"
-        )
-    ratios = (log_p - log_q).ravel()
-    if ratios.size < 25 or not np.isfinite(ratios).all():
-        raise ValueError(
-            "log_p and log_q must hold at least 25 finite draws; of "
-            f"{ratios.size}, {np.count_nonzero(np.isfinite(ratios))} are finite"
-        )
-    if np.ptp(ratios) <= 1e-12 * np.abs(log_p).max():
-        return Psis(-np.inf, np.full(ratios.size, -np.log(ratios.size)))
-    # ArviZ takes log-likelihoods, minus the log-ratios of leave-one-out.
-    log_weights, khat = array_stats.psislw(-ratios)
-    return Psis(float(khat), np.asarray(log_weights))
-
-
-def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any:
-    """Leave-one-out log predictive density, by PSIS, without refitting.
-
-    Latents that the guide holds at a point (hyperparameters) are not refitted.
-
-    :param tree: a tree from :func:`to_datatree`.
-    :param site: which observed site, if the model has several.
-    :param correct: whether to reweight draws from the guide to the posterior, by
-        ``log_p`` and ``log_q``, as well as from the posterior to that without the
-        observation. Without it, draws are taken to be from the posterior; prefer that
-        only where :func:`psis_khat` is above 0.7.
-    :return: ArviZ's ``ELPDData``: ``elpd``, ``se``, ``p``, and per observation
-        ``elpd_i`` and ``pareto_k``. ArviZ warns if some ``pareto_k`` are too large.
-
-    Reference: Magnusson, Andersen, Jonasson and Vehtari (2019), Bayesian
-    leave-one-out cross-validation for large data.
-    """
-    import arviz_stats
-
-    if correct:
-        stats = tree["sample_stats"]
-        return arviz_stats.loo_approximate_posterior(
-            tree, stats["log_p"], stats["log_q"], pointwise=True, var_name=site
-        )
-    # Draws of a guide are independent: their relative efficiency is 1.
-    return arviz_stats.loo(tree, pointwise=True, var_name=site, reff=1.0)

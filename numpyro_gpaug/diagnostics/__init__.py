@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checking a fit: convergence, ArviZ trees, importance sampling, MCMC, calibration.
+
+ArviZ is imported when it is first needed, so ``import numpyro_gpaug`` stays quick.
+Only ``arviz_base`` and ``arviz_stats`` are used, which have the same names on Python
+3.11 (0.8) and later (1.x).
+"""
+
+from numpyro_gpaug.diagnostics._convergence import Convergence, convergence
+from numpyro_gpaug.diagnostics._importance import Psis, psis_estimates, psis_khat
+from numpyro_gpaug.diagnostics._loo import compare, loo
+from numpyro_gpaug.diagnostics._mcmc import vi_against_mcmc
+from numpyro_gpaug.diagnostics._pit import pit
+from numpyro_gpaug.diagnostics._scores import (
+    ReliabilityCurve,
+    brier_score,
+    expected_calibration_error,
+    reliability_curve,
+)
+from numpyro_gpaug.diagnostics._tree import to_datatree
+
+__all__ = [
+    "Convergence",
+    "Psis",
+    "ReliabilityCurve",
+    "brier_score",
+    "compare",
+    "convergence",
+    "expected_calibration_error",
+    "loo",
+    "pit",
+    "psis_estimates",
+    "psis_khat",
+    "reliability_curve",
+    "to_datatree",
+    "vi_against_mcmc",
+]

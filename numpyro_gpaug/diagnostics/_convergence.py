@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a trace of losses has settled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jax.typing import ArrayLike
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """What a trace of losses says of a fit.
+
+    :param verdict: ``"converged"``, ``"still improving"``, ``"getting worse"``,
+        ``"not finite"`` or ``"too short"``.
+    :param suggestion: what to do about it, a sentence.
+    :param elbo: mean of the evidence lower bound over the last window, in nats.
+    :param change: by how much that exceeds the mean over the window before, in nats.
+    :param relative_change: the same over ``max(1, |elbo|)``.
+    :param error: standard error of ``change`` from the noise between steps, in nats; it
+        is that of minibatches or of random draws, and about zero on full data.
+    :param window: steps in a window, a tenth of the trace.
+    :param first_bad: the first step (from 0) whose loss is NaN or infinite, or
+        ``None``.
+    """
+
+    verdict: str
+    suggestion: str
+    elbo: float
+    change: float
+    relative_change: float
+    error: float
+    window: int
+    first_bad: int | None = None
+
+    @property
+    def converged(self) -> bool:
+        """Whether the bound no longer moves."""
+        return self.verdict == "converged"
+
+
+def convergence(losses: ArrayLike, tol: float = 1e-3) -> Convergence:
+    """Whether a fit has converged, from its losses.
+
+    The mean bound over the last tenth of the steps is compared with the mean over the
+    tenth before. A change counts as one if it exceeds ``tol`` relative to the bound and
+    three standard errors, which are estimated from differences of consecutive losses.
+    It is a statement about the bound alone: hyperparameters may drift along directions
+    in which it is flat, and a converged fit may be a bad one
+    (:func:`~numpyro_gpaug.diagnostics.psis_khat`).
+
+    :param losses: (steps,), as in ``result.losses``; minus the bound, on full data or
+        noisy.
+    :param tol: relative change below which the bound counts as still.
+    :return: a :class:`Convergence`.
+    :raises ValueError: for losses that are not a vector, or none.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> steps = np.arange(200)
+    >>> convergence(100 + 50 * np.exp(-steps / 10)).verdict
+    'converged'
+    >>> convergence(100 + 50 * np.exp(-steps / 200)).verdict
+    'still improving'
+    >>> convergence([3.0, 2.0, np.nan]).suggestion[:33]
+    'losses[2] of 3 is nan: see the da'
+    """
+    trace = np.asarray(losses, float)
+    if trace.ndim != 1 or trace.size == 0:
+        raise ValueError(
+            f"losses has shape {trace.shape}; expected one loss per step, (steps,)"
+        )
+    steps = trace.size
+    window = max(1, steps // 10)
+    finite = np.isfinite(trace)
+    if not finite.all():
+        first = int(finite.argmin())
+        suggestion = (
+            f"losses[{first}] of {steps} is {trace[first]}: see the data for NaN and "
+            "duplicate rows, lower the step size of the optimiser, or compute in "
+            "float64; params after that step are lost"
+        )
+        nothing = (float("nan"),) * 4
+        return Convergence("not finite", suggestion, *nothing, window, first)
+    last, before = trace[-window:], trace[-2 * window : -window]
+    change = float(before.mean() - last.mean()) if steps > 1 else float("nan")
+    # Differences remove a trend; each holds the noise of two steps.
+    noise = np.diff(trace[-2 * window :]).std() / np.sqrt(2) if steps > 2 else 0.0
+    error = float(noise * np.sqrt(2 / window))
+    elbo = -float(last.mean())
+    relative = change / max(1.0, abs(elbo))
+    numbers = elbo, change, relative, error, window
+    if steps < 5:
+        return Convergence(
+            "too short", f"{steps} steps tell nothing: run at least 5", *numbers
+        )
+    if abs(relative) <= tol or abs(change) <= 3 * error:
+        suggestion = "none: the bound is still"
+        if 3 * error > tol * max(1.0, abs(elbo)):
+            suggestion = (
+                f"changes below {3 * error:.3g} nats would not show in the noise: "
+                "compare the bound of all data at two late states, or take a smaller "
+                "step size and larger batches"
+            )
+        return Convergence("converged", suggestion, *numbers)
+    if change > 0:
+        suggestion = (
+            f"run more steps: the bound rose by {change:.3g} nats over the last "
+            f"{window}"
+        )
+        return Convergence("still improving", suggestion, *numbers)
+    suggestion = (
+        f"lower the step size of the optimiser: the bound fell by {-change:.3g} nats "
+        f"over the last {window} steps"
+    )
+    return Convergence("getting worse", suggestion, *numbers)

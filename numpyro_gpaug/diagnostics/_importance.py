@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a fit is from the posterior, and what reweighting its draws repairs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jax.typing import ArrayLike
+
+if TYPE_CHECKING:
+    from xarray import DataTree
+
+
+class Psis(NamedTuple):
+    """Pareto-smoothed importance sampling of the posterior with the guide as proposal.
+
+    :param khat: shape of the tail of the importance ratios. Below 0.5 the guide is a
+        very good proposal, below 0.7 a usable one; above, expectations under it cannot
+        be trusted to be near those of the posterior, nor repaired by reweighting.
+    :param log_weights: smoothed and normalised log-weights, one per draw.
+    """
+
+    khat: float
+    log_weights: np.ndarray
+
+    @property
+    def verdict(self) -> str:
+        """``"good"`` below 0.5, ``"usable"`` below 0.7, else ``"unreliable"``."""
+        if self.khat < 0.5:
+            return "good"
+        return "usable" if self.khat < 0.7 else "unreliable"
+
+    @property
+    def effective_draws(self) -> float:
+        """How many draws of the posterior the weighted draws are worth."""
+        return float(1 / np.exp(2 * self.log_weights).sum())
+
+
+def psis_khat(
+    tree_or_log_p: DataTree | ArrayLike, log_q: ArrayLike | None = None
+) -> Psis:
+    """How far a guide is from the posterior, by the tail of importance ratios.
+
+    The answer is about all latents jointly, so it grows with their number: a large
+    value in hundreds of dimensions does not mean that marginals are wrong.
+
+    :param tree_or_log_p: a tree from :func:`to_datatree`, or log joint densities of
+        the draws.
+    :param log_q: log densities of the guide at the draws, unless a tree is passed.
+    :return: ``khat`` and smoothed log-weights; -inf if all ratios are equal.
+    :raises ValueError: for shapes that differ, fewer than 25 draws, or values that are
+        not finite.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> z = np.random.default_rng(0).normal(size=1000)  # draws of the guide
+    >>> log_q = -(z**2) / 2
+    >>> psis_khat(-2 * z**2, log_q).khat < 0.5  # the posterior is narrower
+    True
+    >>> psis_khat(-(z**2) / 8, log_q).khat > 0.7  # it is wider
+    True
+
+    Reference: Yao, Vehtari, Simpson and Gelman (2018), Yes, but did it work?
+    """
+    from arviz_stats.base import array_stats
+
+    found: Any = (tree_or_log_p, log_q)
+    if log_q is None:
+        stats: Any = tree_or_log_p["sample_stats"]  # type: ignore[index]
+        found = stats["log_p"].values, stats["log_q"].values
+    log_p, log_q = (np.asarray(x, float) for x in found)
+    if log_p.shape != log_q.shape:
+        raise ValueError(
+            f"log_p has shape {log_p.shape} and log_q {log_q.shape}: expected the same"
+        )
+    ratios = (log_p - log_q).ravel()
+    if ratios.size < 25 or not np.isfinite(ratios).all():
+        raise ValueError(
+            "log_p and log_q must hold at least 25 finite draws; of "
+            f"{ratios.size}, {np.count_nonzero(np.isfinite(ratios))} are finite"
+        )
+    if np.ptp(ratios) <= 1e-12 * np.abs(log_p).max():
+        return Psis(-np.inf, np.full(ratios.size, -np.log(ratios.size)))
+    # ArviZ takes log-likelihoods, minus the log-ratios of leave-one-out.
+    log_weights, khat = array_stats.psislw(-ratios)
+    return Psis(float(khat), np.asarray(log_weights))
+
+
+def psis_estimates(tree: DataTree) -> DataTree:
+    r"""Estimates under a guide beside those corrected by importance sampling.
+
+    Every draw gets its Pareto-smoothed weight (:func:`psis_khat`), which turns means
+    over draws of the guide into estimates of means over the posterior. Where the
+    verdict is ``"unreliable"``, the corrected estimates are no better than the others.
+
+    :param tree: a tree from :func:`to_datatree`.
+    :return: a :class:`xarray.DataTree` with ``khat``, its ``verdict`` and
+        ``effective_draws`` as ``attrs``, and the groups
+
+        * ``posterior``: every latent and deterministic site;
+        * ``posterior_predictive``: replicated observations;
+        * ``likelihood``: the predictive probability (density) of every observation,
+          :math:`p(y_n \mid \text{data})`; not for pseudo-likelihoods.
+
+        Each variable has the dimensions of its site without ``chain`` and ``draw``,
+        behind ``statistic``, which holds ``"mean"``, ``"sd"``, ``"psis_mean"`` and
+        ``"psis_sd"``, in the units of the site; of ``likelihood`` the ``sd`` is that
+        over draws.
+    :raises KeyError: for a tree without ``log_p`` and ``log_q``.
+    :raises ValueError: as :func:`psis_khat`.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> from arviz_base import from_dict
+    >>> z = np.random.default_rng(0).normal(size=(1, 4000))  # draws of the guide
+    >>> stats = {"log_p": -(z**2) / 2 / 0.8**2, "log_q": -(z**2) / 2}
+    >>> tree = from_dict({"posterior": {"z": z}, "sample_stats": stats})
+    >>> found = psis_estimates(tree)["posterior"]["z"]
+    >>> print(found.sel(statistic=["sd", "psis_sd"]).values.round(1))
+    [1.  0.8]
+
+    Reference: Vehtari, Simpson, Gelman, Yao and Gabry (2024), Pareto smoothed
+    importance sampling.
+    """
+    from xarray import Dataset, DataTree
+
+    psis = psis_khat(tree)
+    groups = {}
+    for name in ("posterior", "posterior_predictive", "log_likelihood"):
+        if name in tree.children:
+            found = tree[name].to_dataset()
+            if name == "log_likelihood":
+                name, found = "likelihood", np.exp(found)
+            groups[name] = Dataset(
+                {k: _estimates(v, psis.log_weights) for k, v in found.items()}
+            )
+    root = Dataset(
+        attrs={
+            "khat": psis.khat,
+            "verdict": psis.verdict,
+            "effective_draws": psis.effective_draws,
+        }
+    )
+    return DataTree.from_dict({"/": root, **groups})
+
+
+def _estimates(draws: Any, log_weights: np.ndarray) -> Any:
+    from xarray import concat
+
+    sample = ["chain", "draw"]
+    weights = draws["chain"] * draws["draw"] * 0.0 + np.exp(log_weights).reshape(
+        draws.sizes["chain"], draws.sizes["draw"]
+    )
+    weighted = draws.weighted(weights)
+    found = [
+        draws.mean(sample), draws.std(sample), weighted.mean(sample),
+        weighted.std(sample),
+    ]  # fmt: skip
+    labels = {"statistic": ["mean", "sd", "psis_mean", "psis_sd"]}
+    return concat(found, "statistic").assign_coords(labels)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leave-one-out cross-validation, and models compared by it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from xarray import DataTree
+
+
+def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any:
+    """Leave-one-out log predictive density, by PSIS, without refitting.
+
+    Latents that the guide holds at a point (hyperparameters) are not refitted.
+
+    :param tree: a tree from :func:`to_datatree`; or one of MCMC draws, as
+        ``arviz_base.from_numpyro(mcmc, log_likelihood=True)`` makes it.
+    :param site: which observed site, if the model has several.
+    :param correct: whether to reweight draws from the guide to the posterior, by
+        ``log_p`` and ``log_q``, as well as from the posterior to that without the
+        observation. Without it, draws are taken to be from the posterior; prefer that
+        only where :func:`psis_khat` is above 0.7. MCMC draws are from the posterior
+        anyway.
+    :return: ArviZ's ``ELPDData``: ``elpd``, ``se``, ``p``, and per observation
+        ``elpd_i`` and ``pareto_k``. ArviZ warns if some ``pareto_k`` are too large.
+    :raises ValueError: for a pseudo-likelihood (``BayesianSVM``): it is not normalised
+        over labels, so its cross-validated value is no score.
+
+    Reference: Magnusson, Andersen, Jonasson and Vehtari (2019), Bayesian
+    leave-one-out cross-validation for large data.
+    """
+    import arviz_stats
+
+    pseudo = tree.children.get("pseudo_log_likelihood", {})
+    if site in pseudo or (site is None and "log_likelihood" not in tree.children):
+        raise ValueError(
+            f"loo needs the likelihood of an observed site; {list(pseudo)} have a "
+            "pseudo-likelihood, which is not normalised over labels. Score held-out "
+            "labels by Posterior.log_prob(X, y) instead, which is"
+        )
+    stats = tree.children.get("sample_stats", {})
+    if "log_q" not in stats:
+        return arviz_stats.loo(tree, pointwise=True, var_name=site)
+    if correct:
+        return arviz_stats.loo_approximate_posterior(
+            tree, stats["log_p"], stats["log_q"], pointwise=True, var_name=site
+        )
+    # Draws of a guide are independent: their relative efficiency is 1.
+    return arviz_stats.loo(tree, pointwise=True, var_name=site, reff=1.0)
+
+
+def compare(
+    trees: Mapping[str, DataTree], site: str | None = None, *, correct: bool = True
+) -> Any:
+    """Models, and ways to fit them, ranked by :func:`loo`.
+
+    All must have observed the same data in the same units, and a density is not
+    comparable with a probability: a ``Normal`` of counts has no place beside a
+    ``Poisson``. (``arviz_stats.compare`` takes the trees too, but takes the draws of a
+    guide for draws from the posterior.)
+
+    :param trees: by name, at least two; each as in :func:`loo`.
+    :param site: which observed site, if the models have several.
+    :param correct: as in :func:`loo`.
+    :return: ArviZ's table, a ``pandas.DataFrame`` with one row per model, the best
+        first: ``elpd`` and its standard error ``se``, ``elpd_diff`` to the best and its
+        standard error ``dse``, all in nats summed over observations, and ``weight`` of
+        the stacked predictions. ArviZ 1 adds diagnostics and rounds; unrounded values
+        are those of :func:`loo`.
+    :raises ValueError: for fewer than two trees, observations that differ, or a
+        pseudo-likelihood.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> from arviz_base import from_dict
+    >>> rng = np.random.default_rng(0)
+    >>> def tree(level):  # here by hand, else by to_datatree
+    ...     groups = {
+    ...         "posterior": {"f": rng.normal(size=(1, 100))},
+    ...         "log_likelihood": {"y": level + 0.1 * rng.normal(size=(1, 100, 20))},
+    ...         "observed_data": {"y": np.zeros(20)},
+    ...     }
+    ...     return from_dict(groups)
+    >>> list(compare({"poor": tree(-2.0), "better": tree(-1.0)}).index)
+    ['better', 'poor']
+    """
+    import arviz_stats
+
+    if len(trees) < 2:
+        raise ValueError(f"trees holds {list(trees)}: there is nothing to compare")
+    first, *others = trees.items()
+    expected = _observed(first[1], site)
+    for name, tree in others:
+        found = _observed(tree, site)
+        if found.shape != expected.shape or not np.array_equal(
+            found, expected, equal_nan=found.dtype.kind == "f"
+        ):
+            raise ValueError(
+                f"{first[0]!r} observed an array of shape {expected.shape} and "
+                f"{name!r} one of shape {found.shape} or with other values: models "
+                "are compared on the same observations, in the same units and order"
+            )
+    scores = {name: loo(tree, site, correct=correct) for name, tree in trees.items()}
+    with warnings.catch_warnings():
+        # ArviZ 0.8 calls pandas in a way that pandas 3.1 deprecates.
+        warnings.filterwarnings("ignore", "The inplace keyword")
+        return arviz_stats.compare(scores)
+
+
+def _observed(tree: DataTree, site: str | None) -> np.ndarray:
+    observed = tree["observed_data"]
+    names = list(observed.data_vars) if site is None else [site]
+    if len(names) != 1:
+        raise ValueError(f"the observed sites are {names}: pass site=...")
+    return np.asarray(observed[names[0]].values)

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A variational fit beside draws of the same posterior by MCMC."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array, lax, random
+from jax.typing import ArrayLike
+from numpyro import handlers
+from numpyro.distributions import constraints
+from scipy.special import ndtri
+
+from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.expectations import base_distribution
+from numpyro_gpaug.infer.posterior import Posterior
+from numpyro_gpaug.process import Conditional
+from numpyro_gpaug.structure import Arguments, Trace
+
+if TYPE_CHECKING:
+    from xarray import DataTree
+
+# Predictions without finitely many values are compared at this many of each side.
+_NUM_VALUES = 100
+
+
+def vi_against_mcmc(
+    model: Callable[..., Any],
+    vi: Posterior | DataTree | Mapping[str, ArrayLike],
+    samples: Mapping[str, ArrayLike],
+    *args: Any,
+    **kwargs: Any,
+) -> DataTree:
+    r"""How a variational posterior differs from MCMC draws of the same posterior.
+
+    Every element of every site that both have is compared by its marginal. With
+    inducing inputs, compare with MCMC of ``with_residual(model, "site")``, or better,
+    take ``inducing=X`` on both sides: NUTS on a sparse model leaves the residual out.
+    Monte Carlo error alone makes a ``mean_difference`` of about
+    :math:`1 / \sqrt{n}` with n effective draws, and a ``wasserstein`` of that size.
+
+    :param model: the model that MCMC ran. One with ``numpyro.param`` sites has to hold
+        them where the fit left them, there and here:
+        ``numpyro.handlers.substitute(model, data=result.params)``.
+    :param vi: a tree from :func:`to_datatree`; or draws by site, (num_draws, ...); or a
+        :class:`~numpyro_gpaug.Posterior`, whose function values are compared without
+        Monte Carlo error, and which says nothing of other sites.
+    :param samples: draws by site, as ``mcmc.get_samples()`` returns them.
+    :param args: the model's arguments at the fit, observations included.
+    :param kwargs: its keyword arguments.
+    :return: a :class:`xarray.DataTree` with two groups.
+
+        * ``posterior``: per site, its shape behind a dimension ``statistic``:
+          ``"mean_difference"``, the variational mean minus that of MCMC, and
+          ``"wasserstein"``, the 1-Wasserstein distance of the marginals, both in
+          standard deviations of MCMC; and ``"sd_ratio"``, the variational standard
+          deviation over that of MCMC (0 for a latent held at a point).
+        * ``predictive``: per observed site, of its shape, the overlap
+          :math:`\int \min(p, q)` of the two predictive distributions of one
+          observation at these inputs: 1 if they are equal, 0 if they exclude each
+          other; ``1 - |p - q|`` for the probabilities p and q of a label 1. A sum for
+          labels and bounded counts, else estimated from 200 draws. A pseudo-likelihood
+          predicts by its normalised probabilities.
+    :raises ValueError: if there is no common site, shapes differ, or draws lack a
+        latent of the model.
+
+    **Example**
+
+    >>> import numpy as np, numpyro, numpyro.distributions as dist
+    >>> def model(x, y=None):
+    ...     w = numpyro.sample("w", dist.Normal(0, 1))
+    ...     with numpyro.plate("data", len(x)):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=w * x), obs=y)
+    >>> rng = np.random.default_rng(0)  # draws of a guide, and mcmc.get_samples()
+    >>> vi, mcmc = {"w": rng.normal(1, 0.5, 4000)}, {"w": rng.normal(1, 1, 4000)}
+    >>> x, y = np.array([0.0, 3.0]), np.array([1, 1])
+    >>> found = vi_against_mcmc(model, vi, mcmc, x, y)
+    >>> print(found["posterior"]["w"].sel(statistic="sd_ratio").values.round(1))
+    0.5
+    >>> print(found["predictive"]["y"].values.round(1))  # 1 - |p - q|
+    [1.  0.9]
+    """
+    from xarray import Dataset, DataTree
+
+    mcmc = {name: np.asarray(x) for name, x in samples.items()}
+    if isinstance(vi, Posterior):
+        num = len(next(iter(mcmc.values())))
+        draws = _function_values(vi, num, mcmc, args)
+    else:
+        draws = _flat_draws(vi)
+    common = [name for name in mcmc if name in draws]
+    if not common:
+        raise ValueError(
+            f"nothing to compare: the variational side has {sorted(draws)}, MCMC has "
+            f"{sorted(mcmc)}"
+        )
+    marginals = {}
+    for name in common:
+        sizes = draws[name].shape[1:], mcmc[name].shape[1:]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"a draw of site {name!r} has shape {sizes[0]} on the variational side "
+                f"and {sizes[1]} from MCMC: were they made at the same inputs, and "
+                "without group_by_chain?"
+            )
+        dims = ["statistic", *(f"{name}_dim_{i}" for i in range(len(sizes[0])))]
+        marginals[name] = (dims, _compare(draws[name], mcmc[name]))
+    labels = {"statistic": ["mean_difference", "sd_ratio", "wasserstein"]}
+    whole, arguments = whole_plates(model), Arguments.split(args, kwargs)
+    first = {name: x[0] for name, x in mcmc.items()}
+    trace = _trace(whole, arguments, random.key(0), first)
+    chosen = _latents(mcmc, trace, "MCMC")
+    overlaps = {}
+    for site, message in trace.items():
+        law = base_distribution(message["fn"])
+        if not message.get("is_observed") or isinstance(law, dist.Unit):
+            continue
+        p = _Predictive(whole, chosen, arguments, site)
+        q: Any
+        if isinstance(vi, Posterior):
+            q = vi.predict_y(*args, site=site)
+        else:
+            latents = _latents(draws, trace, "variational")
+            q = _Predictive(whole, latents, arguments, site)
+        overlap = _overlap(p, q, _all_values(law))
+        overlaps[site] = ([f"{site}_dim_{i}" for i in range(overlap.ndim)], overlap)
+    return DataTree.from_dict(
+        {"posterior": Dataset(marginals, labels), "predictive": Dataset(overlaps)}
+    )
+
+
+# -- marginals -------------------------------------------------------------------------
+
+
+def _flat_draws(vi: Any) -> dict[str, np.ndarray]:
+    if hasattr(vi, "children"):
+        group = vi["posterior"]
+        return {
+            name: np.asarray(x.values).reshape(-1, *x.shape[2:])
+            for name, x in group.data_vars.items()
+        }
+    return {name: np.asarray(x) for name, x in vi.items()}
+
+
+def _function_values(
+    posterior: Posterior, num: int, names: Any, args: Any
+) -> dict[str, np.ndarray]:
+    """Normal marginals as their quantiles at ``(i + 1/2) / num``."""
+    z = ndtri((np.arange(num) + 0.5) / num)
+    found = {}
+    for name in posterior.processes:
+        if name in names:
+            f = posterior.predict_f(*args, site=name)
+            sd = np.sqrt(np.asarray(f.variance))
+            found[name] = np.asarray(f.mean) + np.multiply.outer(z, sd)
+    return found
+
+
+def _compare(vi: np.ndarray, mcmc: np.ndarray) -> np.ndarray:
+    """Three statistics, (3, ...)."""
+    from scipy.stats import wasserstein_distance  # half a second to import
+
+    unit = mcmc.std(0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a site MCMC does not move
+        difference, ratio = (vi.mean(0) - mcmc.mean(0)) / unit, vi.std(0) / unit
+        columns = (x.reshape(len(x), -1).T for x in (vi, mcmc))
+        distances = [wasserstein_distance(*c) for c in zip(*columns, strict=True)]
+        distance = np.reshape(distances, unit.shape) / unit
+    return np.stack([difference, ratio, distance])
+
+
+# -- predictions -----------------------------------------------------------------------
+
+
+class _Predictive:
+    """An observed site of a model with its latents drawn: a mixture over the draws."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        draws: Mapping[str, Any],
+        arguments: Arguments,
+        site: str,
+    ) -> None:
+        self.model = model
+        self.draws = {name: jnp.asarray(x) for name, x in draws.items()}
+        self.num = len(next(iter(draws.values())))
+        self.arguments = arguments
+        self.site = site
+
+    def _law(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Any:
+        given = self.arguments._replace(arrays=arrays)
+        return base_distribution(_trace(self.model, given, key, draw)[self.site]["fn"])
+
+    def sample(self, key: Array, sample_shape: tuple[int]) -> Array:
+        chosen = np.linspace(0, self.num - 1, *sample_shape).astype(int)
+        some = {name: x[chosen] for name, x in self.draws.items()}
+
+        def one(arrays: Any, key: Array, draw: dict[str, Array]) -> Array:
+            law_key, key = random.split(key)
+            return self._law(arrays, law_key, draw).sample(key)
+
+        keys = random.split(key, len(chosen))
+        return jax.jit(jax.vmap(one, (None, 0, 0)))(self.arguments.arrays, keys, some)
+
+    def log_prob(self, values: Array) -> Array:
+        def run(arrays: Any, keys: Array, draws: Any, values: Array) -> Array:
+            def at(key: Array, draw: dict[str, Array]) -> Array:
+                law = self._law(arrays, key, draw)
+                return getattr(law, "normalized_log_prob", law.log_prob)(values)
+
+            def step(total: Array, given: Any) -> tuple[Array, None]:
+                return jnp.logaddexp(total, at(*given)), None
+
+            first = at(keys[0], {name: x[0] for name, x in draws.items()})
+            rest = keys[1:], {name: x[1:] for name, x in draws.items()}
+            return lax.scan(step, first, rest)[0] - math.log(self.num)
+
+        # Residuals of a sparse process, where no draw holds them, are drawn anew.
+        keys = random.split(random.key(0), self.num)
+        return jax.jit(run)(self.arguments.arrays, keys, self.draws, values)
+
+
+def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:
+    """``int min(p, q)`` by all values, or by draws from both."""
+    if values is None:
+        keys = random.split(random.key(0))
+        values = jnp.concatenate(
+            [
+                side.sample(key, (_NUM_VALUES,))
+                for side, key in zip((p, q), keys, strict=True)
+            ]
+        )
+        logs = jnp.stack([p.log_prob(values), q.log_prob(values)])
+        return np.asarray(jnp.exp(logs.min(0) - jax.nn.logsumexp(logs, 0)).mean(0) * 2)
+    logs = jnp.stack([p.log_prob(values), q.log_prob(values)])
+    return np.asarray(jnp.exp(logs.min(0)).sum(0))
+
+
+def _all_values(law: Any) -> Array | None:
+    """Every value of an observation, (K, ...), if they are finitely many."""
+    if law.support is constraints.boolean:
+        values = jnp.arange(2).reshape(-1, *[1] * len(law.batch_shape))
+    elif not law.has_enumerate_support:
+        return None
+    else:
+        try:
+            values = law.enumerate_support(expand=False)
+        except NotImplementedError:  # a Binomial of different total counts
+            return None
+    return jnp.broadcast_to(values, (len(values), *law.batch_shape))
+
+
+def _trace(
+    model: Callable[..., Any], arguments: Arguments, key: Array, draw: dict[str, Any]
+) -> Trace:
+    args, kwargs = arguments.merge()
+    filled = handlers.substitute(handlers.seed(model, key), data=draw)
+    return handlers.trace(filled).get_trace(*args, **kwargs)
+
+
+def _latents(draws: Mapping[str, Any], trace: Trace, where: str) -> dict[str, Any]:
+    """Those draws that the model takes, all of them."""
+    residuals = {
+        f"{name}.eps" for name, s in trace.items() if isinstance(s["fn"], Conditional)
+    }
+    names = {
+        name
+        for name, s in trace.items()
+        if s["type"] == "sample" and not s["is_observed"]
+    }
+    if missing := names - set(draws) - residuals:
+        raise ValueError(
+            f"the {where} draws hold {sorted(draws)} but not the model's "
+            f"{sorted(missing)}: pass every latent, with the shapes of get_samples()"
+        )
+    return {name: x for name, x in draws.items() if name in names}

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probability integral transforms."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+from jax.typing import ArrayLike
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug.expectations import base_distribution
+
+# Ranks among this many draws stand in for a cdf.
+_NUM_DRAWS = 1000
+
+
+def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.ndarray:
+    r"""Where each observation lies in its prediction; uniform if that is right.
+
+    Of real observations it is :math:`F_n(y_n)`, with :math:`F_n` the predictive
+    cumulative distribution function. Of labels and counts it is drawn uniformly between
+    :math:`P_n(y < y_n)` and :math:`P_n(y \le y_n)`, so that it is uniform too. A
+    histogram with a hump says that predictions are too wide, with two horns that they
+    are too narrow, with a slope that they are too low or too high.
+
+    :param predictive: ``posterior.predict_y(X)``, a distribution of batch shape (N,);
+        or draws, (num_draws, N), such as replicates of ``numpyro.infer.Predictive``.
+        Counts and labels sum probabilities up to ``y``; real observations use the
+        distribution's ``cdf``, and where it has none, ranks among 1000 draws.
+    :param y: (N,), the observations.
+    :param key: random key, for the draws.
+    :return: (N,), in [0, 1]. Of ranks among S draws it is uniform over ``(0, 1)``, too:
+        ``(draws below + u (ties + 1)) / (S + 1)`` with ``u`` uniform.
+    :raises ValueError: if the shapes do not match.
+
+    **Example**
+
+    >>> import jax, numpyro.distributions as dist
+    >>> key = jax.random.key(0)
+    >>> pit(dist.Normal(0.0, 1.0).expand([2]), [0.0, -10.0], key).round(2)
+    array([0.5, 0. ])
+    >>> labels = pit(dist.Bernoulli(probs=jax.numpy.array([0.9, 0.9])), [1, 0], key)
+    >>> bool(labels[0] > 0.1), bool(labels[1] < 0.1)
+    (True, True)
+
+    Reference: Czado, Gneiting and Held (2009), Predictive model assessment for count
+    data.
+    """
+    if not isinstance(predictive, Distribution):
+        draws = np.asarray(predictive)
+        _check("one draw of shape", draws.shape[1:], y)
+        return _ranks(draws, np.asarray(y), key)
+    if predictive.event_shape:
+        raise ValueError(
+            f"an observation has shape {predictive.event_shape}; expected one number"
+        )
+    shape = predictive.batch_shape
+    _check("batch shape", shape, y)
+    value, base = jnp.asarray(y), base_distribution(predictive)
+    if predictive.support.is_discrete:
+        below, equal = (np.asarray(p, float) for p in _steps(predictive, value))
+        return np.clip(below + np.asarray(random.uniform(key, shape)) * equal, 0, 1)
+    try:
+        return np.broadcast_to(np.asarray(base.cdf(value), float), shape)
+    except NotImplementedError:
+        rank_key, key = random.split(key)
+        draws = predictive.sample(key, (_NUM_DRAWS,))
+        return _ranks(np.asarray(draws), np.asarray(y), rank_key)
+
+
+def _check(what: str, shape: tuple[int, ...], y: ArrayLike) -> None:
+    if len(shape) != 1 or np.shape(y) != shape:
+        raise ValueError(
+            f"predictive has {what} {shape} and y has shape {np.shape(y)}; expected "
+            "(N,) and (N,), one number per observation"
+        )
+
+
+def _ranks(draws: np.ndarray, y: np.ndarray, key: Array) -> np.ndarray:
+    below, ties = (draws < y).sum(0), (draws == y).sum(0)
+    u = np.asarray(random.uniform(key, y.shape), float)
+    return (below + u * (ties + 1)) / (len(draws) + 1)
+
+
+@jax.jit
+def _steps(law: Distribution, y: Array) -> tuple[Array, Array]:
+    """Probabilities below and at labels or counts."""
+
+    def add(k: Array, below: Array) -> Array:
+        mass = jnp.exp(law.log_prob(jnp.full_like(y, k)))
+        return below + jnp.where(k < y, mass, 0)
+
+    # Of integers: a label may be boolean.
+    y = y.astype(int)
+    equal = jnp.exp(law.log_prob(y))
+    return lax.fori_loop(0, y.max(), add, jnp.zeros_like(equal)), equal

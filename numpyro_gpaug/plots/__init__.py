@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of fits and of what :mod:`numpyro_gpaug.diagnostics` computes.
+
+Each function draws into one ``matplotlib`` axes, new or given, and returns it.
+Matplotlib comes with ``pip install "numpyro_gpaug[plots]"`` and is imported when first
+needed.
+"""
+
+from numpyro_gpaug.plots._checks import (
+    plot_elbo,
+    plot_pit,
+    plot_reliability,
+    plot_vi_vs_mcmc,
+)
+from numpyro_gpaug.plots._functions import (
+    plot_decision,
+    plot_latent,
+    plot_link,
+    plot_predictive,
+)
+
+__all__ = [
+    "plot_decision",
+    "plot_elbo",
+    "plot_latent",
+    "plot_link",
+    "plot_pit",
+    "plot_predictive",
+    "plot_reliability",
+    "plot_vi_vs_mcmc",
+]

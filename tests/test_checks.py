@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convergence of a trace, probability integral transforms, reweighted estimates."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from arviz_base import from_dict
+from jax import random
+from scipy import stats
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug import diagnostics
+from numpyro_gpaug.expectations import predictive
+from tests.test_diagnostics import NOISE, data, draws, gaussian, kernel, regression
+
+KEY = random.key(0)
+
+# -- convergence ----------------------------------------------------------------------
+
+
+def decay(time: float, steps: int = 200) -> np.ndarray:
+    return 100 + 50 * np.exp(-np.arange(steps) / time)
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict", "advice"),
+    [
+        (decay(10), "converged", "none: the bound is still"),
+        (decay(100), "still improving", "run more steps: the bound rose by"),
+        (decay(10)[::-1], "getting worse", "lower the step size.*fell by"),
+        ([3.0, 2.0, 1.0], "too short", "3 steps tell nothing"),
+        ([1.0], "too short", "1 steps"),
+        (np.r_[decay(10), np.inf], "not finite", r"losses\[200\] of 201 is inf"),
+    ],
+)
+def test_verdicts(losses, verdict, advice):
+    found = diagnostics.convergence(losses)
+    assert found.verdict == verdict
+    assert found.converged == (verdict == "converged")
+    assert re.search(advice, found.suggestion)
+
+
+def test_numbers_of_a_trend_and_of_noise():
+    trend = diagnostics.convergence(500 - np.arange(100.0))
+    assert trend.window == 10
+    assert (trend.change, trend.elbo) == (10, -405.5)
+    assert trend.relative_change == pytest.approx(10 / 405.5)
+    assert trend.error < 1e-12
+    noise = 5 * np.random.default_rng(0).normal(size=20_000)
+    found = diagnostics.convergence(1000 + noise)
+    assert found.error == pytest.approx(5 * np.sqrt(2 / 2000), rel=0.1)
+
+
+def test_noise_alone_is_no_trend_and_a_trend_in_noise_is_found():
+    rng = np.random.default_rng(1)
+    flat = [diagnostics.convergence(10 + rng.normal(size=300)) for _ in range(200)]
+    assert np.mean([f.converged for f in flat]) > 0.97
+    assert "would not show in the noise" in flat[0].suggestion
+    slope = np.linspace(20, 0, 300)
+    rising = [
+        diagnostics.convergence(10 + slope + rng.normal(size=300)).verdict
+        for _ in range(50)
+    ]
+    assert set(rising) == {"still improving"}
+
+
+def test_nan_is_placed_and_bad_shapes_refused():
+    losses = decay(10)
+    losses[17:] = np.nan
+    found = diagnostics.convergence(losses)
+    assert (found.verdict, found.first_bad) == ("not finite", 17)
+    assert np.isnan(found.elbo)
+    for bad in (np.zeros((2, 3)), [], 1.0):
+        with pytest.raises(ValueError, match="expected one loss per step"):
+            diagnostics.convergence(bad)
+
+
+# -- probability integral transforms --------------------------------------------------
+
+
+def uniform(values) -> bool:
+    return stats.kstest(values, "uniform").pvalue > 0.001
+
+
+def test_pit_of_real_observations_is_the_cdf():
+    y = np.array([-1.0, 0.0, 2.0])
+    for law in (dist.Normal(jnp.zeros(3), 2.0), dist.Normal(0.0, 2.0).expand([3])):
+        found = diagnostics.pit(law, y, KEY)
+        np.testing.assert_allclose(found, stats.norm.cdf(y, 0, 2), rtol=1e-5)
+
+
+def test_pit_without_a_cdf_ranks_draws():
+    class NoCdf(dist.Normal):
+        def cdf(self, value):
+            raise NotImplementedError
+
+    y = np.linspace(-2, 2, 9)
+    found = diagnostics.pit(NoCdf(jnp.zeros(9), 1.0), y, KEY)
+    np.testing.assert_allclose(found, stats.norm.cdf(y), atol=0.05)
+
+
+@pytest.mark.parametrize("boolean", [False, True])
+def test_pit_of_labels_is_randomised(boolean):
+    p = np.full(2000, 0.3)
+    y = np.random.default_rng(0).uniform(size=2000) < p
+    law = dist.Bernoulli(probs=jnp.asarray(p))
+    found = diagnostics.pit(law, y if boolean else y.astype(int), KEY)
+    assert (found[~y] <= 0.7 + 1e-6).all()
+    assert (found[y] >= 0.7 - 1e-6).all()
+    assert uniform(found)
+    assert not uniform(diagnostics.pit(law, ~y, KEY))
+
+
+def test_pit_of_counts_lies_between_cumulative_probabilities():
+    y = np.random.default_rng(0).poisson(4.0, 1000)
+    found = diagnostics.pit(dist.Poisson(jnp.full(1000, 4.0)), y, KEY)
+    below, upto = stats.poisson.cdf(y - 1, 4), stats.poisson.cdf(y, 4)
+    assert ((below - 1e-5 <= found) & (found <= upto + 1e-5)).all()
+    assert uniform(found)
+
+
+def test_pit_of_a_mixture_of_counts():
+    """The predictive of the package, whose nodes follow the count."""
+    moments = {"logits": jnp.full(400, 0.5)}, {"logits": jnp.full(400, 1.0)}
+    law = predictive(gpaug.LogisticPoisson(jnp.zeros(400), 8.0), *moments)
+    y = law.sample(KEY)
+    assert uniform(diagnostics.pit(law, y, random.key(1)))
+    assert not uniform(diagnostics.pit(law, y + 1, random.key(1)))
+
+
+def test_pit_of_draws_is_uniform_with_ties():
+    rng = np.random.default_rng(0)
+    for sample in (rng.normal, lambda size: rng.poisson(1.0, size)):
+        everything = sample(size=(10, 3000))
+        assert uniform(diagnostics.pit(everything[1:], everything[0], KEY))
+    found = diagnostics.pit(np.arange(9.0)[:, None], np.array([4.5]), KEY)
+    assert 0.5 <= found[0] <= 0.6
+
+
+def test_pit_refuses_shapes_that_do_not_match():
+    with pytest.raises(ValueError, match=r"batch shape \(2,\) and y has shape \(3,\)"):
+        diagnostics.pit(dist.Normal(jnp.zeros(2), 1.0), np.zeros(3), KEY)
+    with pytest.raises(ValueError, match=r"one draw of shape \(3,\)"):
+        diagnostics.pit(np.zeros((5, 3)), np.zeros(5), KEY)
+    with pytest.raises(ValueError, match=r"an observation has shape \(2,\)"):
+        diagnostics.pit(dist.Dirichlet(jnp.ones((3, 2))), np.zeros(3), KEY)
+
+
+# -- reweighted estimates -------------------------------------------------------------
+
+
+def test_estimates_are_weighted_means():
+    rng = np.random.default_rng(0)
+    z = rng.normal(size=(1, 500))
+    loglik = rng.normal(size=(1, 500, 3))
+    tree = from_dict(
+        {
+            "posterior": {"z": z},
+            "log_likelihood": {"y": loglik},
+            "sample_stats": {"log_p": -(z**2) / 2 / 0.8**2, "log_q": -(z**2) / 2},
+        }
+    )
+    psis = diagnostics.psis_khat(tree)
+    w = np.exp(psis.log_weights)
+    found = diagnostics.psis_estimates(tree)
+    assert found.attrs["verdict"] == psis.verdict == "good"
+    assert found.attrs["effective_draws"] == pytest.approx(1 / (w**2).sum())
+    assert list(found.children) == ["posterior", "likelihood"]
+    mean = (w * z[0]).sum()
+    expected = [z.mean(), z.std(), mean, np.sqrt((w * (z[0] - mean) ** 2).sum())]
+    np.testing.assert_allclose(found["posterior"]["z"].values, expected)
+    probability = found["likelihood"]["y"].sel(statistic="psis_mean").values
+    np.testing.assert_allclose(probability, w @ np.exp(loglik[0]))
+
+
+def test_verdicts_on_khat():
+    verdicts = [diagnostics.Psis(k, np.zeros(1)).verdict for k in (0.4, 0.6, 0.8)]
+    assert verdicts == ["good", "usable", "unreliable"]
+
+
+def test_a_guide_that_is_too_wide_is_repaired(x64):
+    """By 10% in every direction; the posterior is known."""
+    X, y, _ = data()
+    params, _ = gaussian(X, y, X)
+    wide = {name: value / 1.21 for name, value in params.items()}
+    tree = draws(regression, wide, X, y, num_samples=8000)
+    gram = np.asarray(kernel()(X, X))
+    solved = np.linalg.solve(gram + NOISE**2 * np.eye(20), gram)
+    truth = np.sqrt(np.diag(gram - gram @ solved))
+    sd = diagnostics.psis_estimates(tree)["posterior"]["f"]
+    plain, corrected = (sd.sel(statistic=s).values for s in ("sd", "psis_sd"))
+    np.testing.assert_allclose(plain / truth, 1.1, atol=0.03)
+    np.testing.assert_allclose(corrected / truth, 1, atol=0.06)
+    assert abs((corrected / truth).mean() - 1) < 0.02
+
+
+# -- pseudo-likelihoods ---------------------------------------------------------------
+
+
+def test_a_pseudo_likelihood_has_its_own_density_and_no_loo(x64):
+    X, y, labels = data()
+    Z = X[::4]
+
+    def svm(X, y=None):
+        gp = gpaug.GaussianProcess("f", kernel(), inducing=Z)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", gpaug.BayesianSVM(gp(X)), obs=y)
+
+    params, _ = gaussian(X, y, Z)
+    tree = draws(svm, params, X, labels)
+    v = tree["posterior"]["f.v"].values[0]
+    A = np.linalg.solve(
+        np.linalg.cholesky(np.asarray(kernel()(Z, Z))), np.asarray(kernel()(Z, X))
+    )
+    r = np.maximum(1 - np.square(A).sum(0), 0)
+    z = np.linspace(-8, 8, 4001)
+    f = (v @ A)[..., None] + np.sqrt(r)[:, None] * z
+    margin = np.maximum(1 - np.where(labels, 1, -1)[:, None] * f, 0)
+    w = stats.norm.pdf(z) * (z[1] - z[0])
+    expected = np.log(np.exp(-2 * margin) @ w)
+    found = tree["pseudo_log_likelihood"]["y"].values[0]
+    np.testing.assert_allclose(found, expected, atol=0.02)
+    total = stats.norm.logpdf(v).sum(1) + found.sum(1)
+    np.testing.assert_allclose(tree["sample_stats"]["log_p"].values[0], total)
+    assert "log_likelihood" not in tree.children
+    for site in (None, "y"):
+        with pytest.raises(ValueError, match="pseudo-likelihood, which is not normal"):
+            diagnostics.loo(tree, site)
+    tree = draws(svm, params, X, labels, num_samples=30)
+    groups = list(diagnostics.psis_estimates(tree).children)
+    assert groups == ["posterior", "posterior_predictive"]

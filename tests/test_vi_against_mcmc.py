@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variational fits beside MCMC, and models compared by LOO."""
+
+import arviz_stats
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from arviz_base import from_numpyro
+from jax import random
+from numpyro.infer import MCMC, NUTS, Predictive
+from scipy import stats
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug import diagnostics
+from numpyro_gpaug.diagnostics import vi_against_mcmc
+
+
+def classifier(X, y=None, *, Z):
+    variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.3))
+    kernel = gpaug.kernels.Matern52(1.0, variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=Z)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """Inputs, labels, a fit with variance at a point, its tree, and a NUTS run."""
+    X = jnp.linspace(-2, 2, 10)[:, None]
+    y = (jnp.sin(3 * X[:, 0]) > 0).astype(int)
+    guide = gpaug.AutoSparseGP(classifier)
+    svi = gpaug.ConjugateSVI(classifier, guide, optax.adam(0.05))
+    result = svi.run(random.key(0), 80, X, y, Z=X, progress_bar=False)
+    posterior = svi.posterior(result.params)
+    tree = diagnostics.to_datatree(
+        random.key(1), classifier, guide, result.params, X, y, Z=X
+    )
+    mcmc = MCMC(NUTS(classifier), num_warmup=300, num_samples=1000, progress_bar=False)
+    mcmc.run(random.key(2), X, y, Z=X)
+    return X, y, posterior, tree, mcmc
+
+
+def statistic(comparison, site, name):
+    return comparison["posterior"][site].sel(statistic=name).values
+
+
+def test_a_fit_agrees_with_nuts_where_it_should(fitted):
+    X, y, posterior, tree, mcmc = fitted
+    samples = mcmc.get_samples()
+    by_draws = vi_against_mcmc(classifier, tree, samples, X, y, Z=X)
+    by_moments = vi_against_mcmc(classifier, posterior, samples, X, y, Z=X)
+    assert set(by_draws["posterior"].data_vars) == {"f", "f.v", "variance"}
+    assert set(by_moments["posterior"].data_vars) == {"f"}
+    for found in (by_draws, by_moments):
+        assert found["posterior"]["f"].dims == ("statistic", "f_dim_0")
+        assert np.abs(statistic(found, "f", "mean_difference")).max() < 0.25
+        assert np.abs(statistic(found, "f", "sd_ratio") - 1).max() < 0.25
+        assert statistic(found, "f", "wasserstein").max() < 0.3
+        overlap = found["predictive"]["y"]
+        assert overlap.dims == ("y_dim_0",)
+        assert 0.93 < overlap.values.min() <= overlap.values.max() <= 1
+    # The point estimate has no scale, which shows.
+    assert statistic(by_draws, "variance", "sd_ratio") < 1e-5
+    # Predictions of the posterior and by its draws are the same.
+    np.testing.assert_allclose(
+        by_draws["predictive"]["y"], by_moments["predictive"]["y"], atol=0.03
+    )
+
+
+def test_a_narrow_fit_is_told_by_its_statistics(fitted):
+    X, y, _, tree, mcmc = fitted
+    samples = mcmc.get_samples()
+    f = np.asarray(samples["f"])
+    halved = {**samples, "f": f.mean(0) + 0.5 * (f - f.mean(0)) + 0.3 * f.std(0)}
+    found = vi_against_mcmc(classifier, halved, samples, X, y, Z=X)
+    np.testing.assert_allclose(statistic(found, "f", "sd_ratio"), 0.5, rtol=1e-4)
+    difference = statistic(found, "f", "mean_difference")
+    np.testing.assert_allclose(difference, 0.3, rtol=1e-3)
+    # The same latents: the same predictions, without Monte Carlo error.
+    np.testing.assert_allclose(found["predictive"]["y"], 1, rtol=1e-5)
+
+
+def test_statistics_of_two_normals_by_hand():
+    def model(y=None):
+        numpyro.sample("w", dist.Normal(jnp.zeros((2, 3)), 1).to_event(2))
+        numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    rng = np.random.default_rng(0)
+    mcmc = 3 + 2 * rng.normal(size=(20_000, 2, 3))
+    vi = 4 + 2 * rng.normal(size=(5_000, 2, 3))  # another number of draws
+    found = vi_against_mcmc(model, {"w": vi}, {"w": mcmc}, 0.0)
+    assert found["posterior"]["w"].shape == (3, 2, 3)
+    for name, expected in (("mean_difference", 0.5), ("sd_ratio", 1)):
+        np.testing.assert_allclose(statistic(found, "w", name), expected, atol=0.05)
+    np.testing.assert_allclose(statistic(found, "w", "wasserstein"), 0.5, atol=0.05)
+    assert found["predictive"]["y"].shape == ()
+    np.testing.assert_allclose(found["predictive"]["y"], 1, rtol=1e-5)
+
+
+def bernoulli(f):
+    return dist.Bernoulli(logits=f)
+
+
+def normal(f):
+    return dist.Normal(f, 1.0).to_event(1)
+
+
+def poisson(f):
+    return dist.Poisson(jnp.exp(f))
+
+
+def test_predictive_overlap_by_hand():
+    """Draws at a point, so that the two predictions are known laws."""
+    near, far = np.zeros((4, 3)), np.tile([0.0, 1.0, 2.0], (4, 1))
+    rates = np.exp(far[0])
+    counts = np.arange(60)[:, None]
+    shared = np.minimum(stats.poisson.pmf(counts, 1), stats.poisson.pmf(counts, rates))
+    cases = [
+        (bernoulli, 1 - np.abs(0.5 - jax.nn.sigmoid(far[0])), 1e-5),
+        (normal, 2 * stats.norm.cdf(-far[0] / 2), 0.06),
+        (poisson, shared.sum(0), 0.06),
+    ]
+    for likelihood, expected, tolerance in cases:
+
+        def model(y=None, likelihood=likelihood):
+            f = numpyro.sample("f", dist.Normal(jnp.zeros(3), 1).to_event(1))
+            numpyro.sample("y", likelihood(f), obs=y)
+
+        found = vi_against_mcmc(model, {"f": near}, {"f": far}, np.ones(3, int))
+        np.testing.assert_allclose(found["predictive"]["y"], expected, atol=tolerance)
+        assert found["predictive"]["y"][0] == pytest.approx(1, abs=1e-5)
+
+
+def test_a_pseudo_likelihood_predicts_by_normalised_probabilities():
+    def model(y=None):
+        f = numpyro.sample("f", dist.Normal(jnp.zeros(2), 1).to_event(1))
+        numpyro.sample("y", gpaug.BayesianSVM(f), obs=y)
+
+    a, b = np.zeros((3, 2)), np.tile([0.5, -2.0], (3, 1))
+    found = vi_against_mcmc(model, {"f": a}, {"f": b}, np.array([1, 0]))
+    expected = 1 - np.abs(0.5 - np.asarray(gpaug.BayesianSVM(b[0]).probs))
+    np.testing.assert_allclose(found["predictive"]["y"], expected, rtol=1e-5)
+
+
+def test_residual_sites_of_mcmc_need_no_counterpart(fitted):
+    X, y, _, tree, _ = fitted
+    whole = gpaug.with_residual(classifier, "site")
+    prior = Predictive(whole, num_samples=30)(random.key(0), X, Z=X[::2])
+    samples = {k: v for k, v in prior.items() if k != "y"}
+    assert "f.eps" in samples
+    vi = {k: v for k, v in samples.items() if k != "f.eps"}
+    found = vi_against_mcmc(whole, vi, samples, X, y, Z=X[::2])
+    assert "f.eps" not in found["posterior"]
+    assert (found["predictive"]["y"] > 0.8).all()
+
+
+def test_draws_that_do_not_fit_are_refused(fitted):
+    X, y, _, tree, mcmc = fitted
+    samples = mcmc.get_samples()
+    with pytest.raises(ValueError, match=r"nothing to compare: .*\['g'\]"):
+        vi_against_mcmc(classifier, {"g": np.zeros(3)}, samples, X, y, Z=X)
+    with pytest.raises(ValueError, match=r"'f' has shape \(9,\).*\(10,\) from MCMC"):
+        vi_against_mcmc(classifier, {"f": np.zeros((3, 9))}, samples, X, y, Z=X)
+    with pytest.raises(ValueError, match="variational draws hold .*'variance'"):
+        vi_against_mcmc(classifier, {"f.v": samples["f.v"]}, samples, X, y, Z=X)
+
+
+@pytest.mark.filterwarnings("ignore:The inplace keyword")  # ArviZ 0.8 under pandas 3.1
+def test_loo_of_a_fit_and_of_mcmc_in_one_table(fitted):
+    X, y, _, tree, mcmc = fitted
+    from_mcmc = from_numpyro(mcmc, log_likelihood=True)
+    table = diagnostics.compare({"VI": tree, "MCMC": from_mcmc})
+    assert set(table.index) == {"VI", "MCMC"}
+    # ArviZ 1 rounds its table to what the standard errors warrant.
+    assert table["elpd"]["VI"] == pytest.approx(diagnostics.loo(tree).elpd, abs=0.2)
+    mine = diagnostics.loo(from_mcmc)
+    assert mine.elpd == arviz_stats.loo(from_mcmc, pointwise=True).elpd
+    # The same model; the fit holds one hyperparameter at a point.
+    assert abs(table["elpd"]["VI"] - table["elpd"]["MCMC"]) < 0.3
+    # ArviZ reads the trees without help.
+    assert set(arviz_stats.compare({"a": tree, "b": from_mcmc}).index) == {"a", "b"}
+
+
+def test_only_the_same_observations_are_compared(fitted):
+    _, _, _, tree, _ = fitted
+    other = tree.copy(deep=True)
+    other["observed_data"]["y"].values[0] += 1
+    with pytest.raises(ValueError, match="'a' observed .* and 'b' one of shape"):
+        diagnostics.compare({"a": tree, "b": other})
+    with pytest.raises(ValueError, match="nothing to compare"):
+        diagnostics.compare({"a": tree})
