@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-# Compiling hundreds of small programs is nearly all of the time the tests take: compile
-# them without LLVM's optimisations (the graph is still optimised). One thread per
-# process: jaxlib runs the matrices of a batch as tasks of its thread pool, and where two
-# batches meet on a pool of two threads, both wait for tasks nobody is left to run.
-# Before jax starts.
+# Before jax starts. Compiling hundreds of small programs is nearly all of the time the
+# tests take: compile them without LLVM's optimisations (the graph is still optimised).
+# One thread: jaxlib runs the matrices of a batch as tasks of its thread pool, and where
+# two batches meet on a pool of two threads, both wait for tasks nobody is left to run.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false",

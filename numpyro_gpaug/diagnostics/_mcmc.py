@@ -18,9 +18,9 @@ from numpyro.distributions import constraints
 from scipy.special import ndtri
 
 from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.conditional import Conditional
 from numpyro_gpaug.expectations import base_distribution
 from numpyro_gpaug.infer.posterior import Posterior
-from numpyro_gpaug.process import Conditional
 from numpyro_gpaug.structure import Arguments, Trace
 
 if TYPE_CHECKING:
