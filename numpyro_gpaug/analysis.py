@@ -207,6 +207,7 @@ class _Reach:
         self.classes: dict[str, type] = {}
         self.shared: dict[str, bool] = {}
         self.correlated: dict[str, bool] = {}
+        self.joint: dict[str, bool] = {}
 
         def parts(values: dict[str, Any]) -> dict[str, Any]:
             trace = run_model(model, arguments, key, values)
@@ -237,6 +238,8 @@ class _Reach:
                 shared = base.batch_shape == () and site["fn"].batch_shape != ()
                 self.shared[name] = shared
                 carried[name] = {k: getattr(base, k) for k in latents}
+                ranks = [jnp.ndim(parameter) for parameter in carried[name].values()]
+                self.joint[name] = max(ranks, default=0) > len(base.batch_shape)
                 densities[name] = site["fn"].log_prob(site["value"])
                 rest[name] = [
                     value for k, value in vars(base).items()
@@ -326,14 +329,6 @@ class _Reach:
             )
         if not reached:
             return Observed(name, (), Route.CONSTANT, (), augmented, None)
-        for process in processes:
-            if self.correlated[process] and not density[process].elementwise:
-                raise NotConjugateError(
-                    f"site {name!r}: the outputs of {process!r} share latents "
-                    f"(loadings=), but {self.classes[name].__name__} looks at several "
-                    "of them at once, and only each by itself is Gaussian with a known "
-                    "variance here; MCMC(NUTS(model)) samples this model"
-                )
         reason = self._why_not_closed(name, reached)
         latents = self.registered[name] if reason is None else ()
         if latents and lookup_expectation(self.classes[name]) is not None:
@@ -342,7 +337,23 @@ class _Reach:
             route = Route.GAUSS_HERMITE
         else:
             route = Route.MONTE_CARLO
+        self._refuse_correlated(name, processes, route)
         return Observed(name, latents, route, processes, augmented, reason)
+
+    def _refuse_correlated(
+        self, name: str, processes: tuple[str, ...], route: Route
+    ) -> None:
+        """Raises if a likelihood looks at several outputs that share latents: each by
+        itself is Gaussian with a known variance, and that is all the bound uses."""
+        correlated = [p for p in processes if self.correlated[p]]
+        joint = self.joint[name] or route is Route.MONTE_CARLO
+        if correlated and joint:
+            raise NotConjugateError(
+                f"site {name!r}: the outputs of {correlated[0]!r} share latents "
+                f"(loadings=), so that they are correlated, and "
+                f"{self.classes[name].__name__} is no closed-form likelihood of one "
+                "output at a time; MCMC(NUTS(model)) samples this model"
+            )
 
     def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
         if not self.registered[name]:

@@ -256,6 +256,22 @@ def test_likelihoods_of_several_outputs_are_refused() -> None:
         gpaug.AutoSparseGP(joint).setup(X, jnp.zeros(5, int), **known)
 
 
+def test_an_event_of_outputs_is_no_joint_likelihood() -> None:
+    X, y, known = problem("float32")
+
+    def event(X, y=None, *, Z, Phi, b):
+        kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
+        gp = gpaug.GaussianProcess("f", kernel, Z, loadings=Phi, bias=b, jitter=0.0)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)).to_event(1), obs=y)
+
+    svi = gpaug.ConjugateSVI(event, gpaug.AutoSparseGP(event))
+    result = svi.run(KEY, 3, X, y, progress_bar=False, **known)
+    np.testing.assert_allclose(
+        result.losses, fitted(X, y, known, 3)[1].losses, rtol=1e-5
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
