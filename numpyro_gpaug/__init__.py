@@ -29,7 +29,9 @@ from numpyro_gpaug.expectations import Route, expected_log_prob, register_expect
 from numpyro_gpaug.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer import (
+    AugmentedGaussian,
     ConjugateSVI,
+    EllipticalSlice,
     Posterior,
     TraceAnalytic_ELBO,
     TraceWasserstein_ELBO,
@@ -42,11 +44,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Augmentation",
+    "AugmentedGaussian",
     "AutoFunctionSpaceGP",
     "AutoSparseGP",
     "BayesianSVM",
     "CholeskyError",
     "ConjugateSVI",
+    "EllipticalSlice",
     "GaussianProcess",
     "GeneralizedInverseGaussian",
     "HeteroscedasticNormal",

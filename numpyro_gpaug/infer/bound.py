@@ -115,7 +115,9 @@ class BoundProblem:
         if not self._weights:
             return {}
         zeros = {b.name: self._zeros[b.site] for b in self._weights}
-        _, push = jax.linearize(lambda w: self._predictors({**self._flat, **w}), zeros)
+        _, push = jax.linearize(
+            lambda w: self.predictor_values({**self._flat, **w}), zeros
+        )
         found = {}
         for block in self._weights:
             size = block.shape[0]
@@ -210,7 +212,9 @@ class BoundProblem:
         spreads = {b.name: as_values(at[b.name].variance, b) for b in self._processes}
         return means, spreads
 
-    def _predictors(self, at: dict[str, Array]) -> dict[str, Array]:
+    def predictor_values(self, at: dict[str, Array]) -> dict[str, Array]:
+        """Every latent-carrying parameter at given function values and weights, by
+        ``"site/parameter"``."""
         trace = self.trace(at)
         return {
             f"{site.name}/{k}": jnp.asarray(
@@ -229,7 +233,7 @@ class BoundProblem:
         latents of slope^2 v; slope and slope * v are two tangents, and no square root
         (whose gradient at 0 is infinite) is taken.
         """
-        values, push = jax.linearize(self._predictors, means)
+        values, push = jax.linearize(self.predictor_values, means)
         variances = jax.tree.map(jnp.zeros_like, values)
         blank = jax.tree.map(jnp.zeros_like, means)
         for name, mean in means.items():
