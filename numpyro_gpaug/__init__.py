@@ -30,6 +30,7 @@ from numpyro_gpaug.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer import (
     AugmentedGaussian,
+    CollapsedGaussian,
     ConjugateSVI,
     EllipticalSlice,
     Posterior,
@@ -49,6 +50,7 @@ __all__ = [
     "AutoSparseGP",
     "BayesianSVM",
     "CholeskyError",
+    "CollapsedGaussian",
     "ConjugateSVI",
     "EllipticalSlice",
     "GaussianProcess",

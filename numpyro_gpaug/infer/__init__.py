@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inference: the analytic bound, closed-form updates, and the posterior."""
 
+from numpyro_gpaug.infer.collapsed import CollapsedGaussian
 from numpyro_gpaug.infer.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.elbo import TraceAnalytic_ELBO
 from numpyro_gpaug.infer.elliptical import EllipticalSlice
@@ -14,6 +15,7 @@ from numpyro_gpaug.infer.wasserstein import TraceWasserstein_ELBO, squared_wasse
 __all__ = [
     "Adaptive",
     "AugmentedGaussian",
+    "CollapsedGaussian",
     "ConjugateSVI",
     "ConjugateState",
     "Constant",

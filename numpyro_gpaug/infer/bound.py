@@ -57,7 +57,7 @@ class BoundProblem:
         key: Array,
     ) -> None:
         self.structure = structure
-        self._model, self._arguments = model, arguments
+        self._model, self.arguments = model, arguments
         self.values, self._key = values, key
         self._processes = [b for b in structure.blocks if b.is_process]
         self._weights = [b for b in structure.blocks if not b.is_process]
@@ -67,7 +67,7 @@ class BoundProblem:
         """Runs the model with function values and weights filled in from ``at``;
         whatever is missing from it is at zero."""
         values = {**self._zeros, **self.values, **at}
-        return run_model(self._model, self._arguments, self._key, values)
+        return run_model(self._model, self.arguments, self._key, values)
 
     @cached_property
     def _flat(self) -> dict[str, Array]:

@@ -56,20 +56,20 @@ class EllipticalState(NamedTuple):
 
 
 class EllipticalSlice(GaussianKernel):
-    r"""Elliptical slice sampling with a fitted variational posterior in the place of the
-    prior: exact, for any likelihood, without gradients or tuning.
+    r"""Elliptical slice sampling with a fitted variational posterior in the place of
+    the prior: exact, for any likelihood, without gradients or tuning.
 
     Elliptical slice sampling moves along ellipses through draws of a Gaussian, and
     corrects by the ratio of the target to it. With the prior for that Gaussian the
     ratio is the likelihood, and moves are short when data say much. Here it is the fit
     :math:`q(v) = N(m, S)`, and the ratio :math:`p(v)\, p(y \mid v) / q(v)` is nearly
-    flat: a good fit gives nearly independent draws, a poor one slower mixing, and either
-    way the target is exactly the posterior.
+    flat: a good fit gives nearly independent draws, a poor one slower mixing, and
+    either way the target is exactly the posterior.
 
     Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
     N)) once, and O(N) for each likelihood it takes to leave the slice (two to three).
 
-    Latents are those of ``guide.structure``: inducing values and plain Gaussian weights.
+    Latents are those of ``guide.structure``: inducing values, plain Gaussian weights.
     Other latents go to another block, with the same model (``Gibbs([(EllipticalSlice(
     model, guide, params), ["f.v"]), (NUTS(model), None)])``); the fit stays as good a
     reference as it was for the values it was made at. What posterior is sampled with
@@ -91,7 +91,7 @@ class EllipticalSlice(GaussianKernel):
     >>> import numpyro_gpaug as gpaug
     >>> from numpyro.infer import MCMC
     >>> def model(X, y=None):
-    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(0.5), X, num_latents=3)
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), X, num_latents=3)
     ...     with numpyro.plate("data", X.shape[0]):
     ...         numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
     >>> X = jnp.linspace(0, 1, 12)[:, None]

@@ -71,9 +71,9 @@ class AugmentedGaussian(GaussianKernel):
 
     The model is written without auxiliaries, as for every other route. Latents are the
     inducing values of its Gaussian processes (whitened: site ``"f.v"``) and plain
-    Gaussian weight vectors that reach the likelihood affinely. If they are all there is,
-    ``MCMC(AugmentedGaussian(model), ...)`` samples the model; otherwise it is a block of
-    NumPyro's composite kernel::
+    Gaussian weight vectors that reach the likelihood affinely. If they are all there
+    is, ``MCMC(AugmentedGaussian(model), ...)`` samples the model; otherwise it is a
+    block of NumPyro's composite kernel::
 
         Gibbs([(AugmentedGaussian(model), ["f.v"]), (NUTS(model), None)])
 
@@ -164,9 +164,7 @@ class AugmentedGaussian(GaussianKernel):
                     f"the prior of {block.site!r} is scaled: drop the scale. {instead}"
                 )
 
-    def _first(
-        self, key: Array, values: Values, problem: BoundProblem
-    ) -> AugmentedState:
+    def _first(self, key: Array, values: Values, problem: BoundProblem) -> Any:
         key, prior_key = random.split(key)
         x = self._drawn_from_prior(prior_key, values, problem)
         functions, designs = self._geometry(problem)
@@ -175,29 +173,27 @@ class AugmentedGaussian(GaussianKernel):
         z = self._sampled(x, at, problem)
         return AugmentedState(z, aux, functions, designs, key)
 
-    def _renewed(self, state: AugmentedState, problem: BoundProblem) -> AugmentedState:
+    def _renewed(self, state: Any, problem: BoundProblem) -> Any:
         functions, designs = self._geometry(problem)
         at = self._at(state.z, functions, problem)
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
         z = self._sampled(x, at, problem)
         return state._replace(z=z, functions=functions, designs=designs)
 
-    def _next(self, state: AugmentedState, problem: BoundProblem) -> AugmentedState:
+    def _next(self, state: Any, problem: BoundProblem) -> Any:
         key, *keys = random.split(state.rng_key, 1 + len(self._groups))
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
         at = {b.name: state.z[b.name] for b in self.structure.blocks}
         aux = dict(state.aux)
+        # Auxiliaries are drawn anew for each group, so that a sweep is a sequence of
+        # moves each of which leaves the posterior of the latents as it is.
         for group, design, group_key in zip(
             self._groups, state.designs, keys, strict=True
         ):
             aux_key, draw_key = random.split(group_key)
-            drawn, natural = self._sites(aux_key, group, problem, at)
+            drawn, natural = self._sites(aux_key, group.sites, problem, at)
             aux.update(drawn)
-            sites = _at_design(group, natural, problem, design)
-            values = _destandardised(
-                group, design.draw(draw_key, *sites), problem.priors()
-            )
-            x.update(values)
+            x.update(draw_group(draw_key, group, design, natural, problem))
             at = self._at(x, state.functions, problem)
         return state._replace(z=self._sampled(x, at, problem), aux=aux, rng_key=key)
 
@@ -219,31 +215,28 @@ class AugmentedGaussian(GaussianKernel):
         """Zeros in the place of auxiliaries that no sweep has drawn yet."""
 
         def drawn() -> dict[str, dict[str, Array]]:
-            found = {}
-            for group in self._groups:
-                found.update(self._sites(random.key(0), group, problem, at)[0])
-            return found
+            return self._sites(random.key(0), self._observed, problem, at)[0]
 
         shapes = jax.eval_shape(drawn)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
-    def _sites(
-        self, key: Array, group: Group, problem: BoundProblem, at: Values
-    ) -> tuple[dict[str, dict[str, Array]], Natural]:
-        """Draws the auxiliaries of the sites a group reaches: their values by site, and
-        the natural parameters that they give its predictors.
+    @property
+    def _observed(self) -> tuple[str, ...]:
+        """The observed sites that latents reach."""
+        return tuple(dict.fromkeys(s for group in self._groups for s in group.sites))
 
-        They are drawn anew for each group, so that a sweep is a sequence of moves each
-        of which leaves the posterior of the latents as it is.
-        """
+    def _sites(
+        self, key: Array, sites: tuple[str, ...], problem: BoundProblem, at: Values
+    ) -> tuple[dict[str, dict[str, Array]], Natural]:
+        """Draws the auxiliaries of observed sites: their values by site, and the
+        natural parameters that they give the predictors."""
         trace = problem.trace(at)
         drawn: dict[str, dict[str, Array]] = {}
         natural: Natural = {}
-        for i, site in enumerate(group.sites):
-            aux, found = _augmented(random.fold_in(key, i), trace[site])
-            drawn[site] = aux
+        for i, site in enumerate(sites):
+            drawn[site], found = _augmented(random.fold_in(key, i), trace[site])
             natural.update({f"{site}/{k}": n for k, n in found.items()})
-        return drawn, {k: natural[k] for k in group.predictors}
+        return drawn, natural
 
 
 # -- groups ----------------------------------------------------------------------------
@@ -281,12 +274,13 @@ def _groups(problem: BoundProblem) -> tuple[Group, ...]:
         batched = alone and latents[members[0].name] is None
         groups.append(Group(members, tuple(sorted(predictors)), batched))
     needs = {
-        g: any(_needs_auxiliaries(problem, p) for p in g.predictors) for g in groups
+        g: any(needs_auxiliaries(problem, p) for p in g.predictors) for g in groups
     }
     return tuple(sorted(groups, key=lambda g: needs[g]))
 
 
-def _needs_auxiliaries(problem: BoundProblem, predictor: str) -> bool:
+def needs_auxiliaries(problem: BoundProblem, predictor: str) -> bool:
+    """Whether a predictor's Gaussian site is one given auxiliaries."""
     site, latent = predictor.rsplit("/", 1)
     d = base_distribution(problem.message(site)["fn"])
     augmentation = lookup_augmentation(type(d))
@@ -320,13 +314,17 @@ def _joint_design(group: Group, problem: BoundProblem) -> Design:
     return Design.of(offset[None], projection[None])
 
 
-def _destandardised(group: Group, z: Array, priors: dict[str, Any]) -> Values:
-    """Latents by site from standardised ones, (1 or C, D)."""
+def draw_group(
+    key: Array, group: Group, design: Design, natural: Natural, problem: BoundProblem
+) -> Values:
+    """Draws the latents of a group, by site."""
+    potential, precision, _ = sites_of_group(group, natural, problem)
+    z = design.draw(key, potential, precision)
     if group.batched:
         (block,) = group.blocks
         return {block.site: z.reshape(block.shape)}
     zeros = {b.name: jnp.zeros(b.shape, b.dtype) for b in group.blocks}
-    white = ravel_pytree(zeros)[1](z[0])
+    white, priors = ravel_pytree(zeros)[1](z[0]), problem.priors()
     found = {}
     for block in group.blocks:
         loc, scale = priors[block.name]
@@ -334,34 +332,38 @@ def _destandardised(group: Group, z: Array, priors: dict[str, Any]) -> Values:
     return found
 
 
-def _at_design(
-    group: Group, natural: Natural, problem: BoundProblem, design: Design
-) -> tuple[Array, Array]:
-    """Potentials and precisions where the design of a group looks."""
+def sites_of_group(
+    group: Group, natural: Natural, problem: BoundProblem
+) -> tuple[Array, Array, Array]:
+    """Potentials and precisions where the design of a group looks, and what the
+    predictors' sites sum to at function values of zero (for a batched group, whose
+    design looks at function values)."""
     if not group.batched:
         columns = [natural[p] for p in group.predictors]
         potential, precision = (
             jnp.concatenate([column[i].ravel() for column in columns]) for i in (0, 1)
         )
-        return potential[None], precision[None]
+        return potential[None], precision[None], jnp.zeros((), potential.dtype)
     (block,) = group.blocks
 
     def predictors(values: Array) -> Values:
         found = problem.predictor_values({block.name: values})
         return {p: found[p] for p in group.predictors}
 
-    # Elementwise affine in the function values: from sites on predictors to sites on
-    # function values.
+    # Predictors are elementwise affine in the function values.
     law = problem.conditional(block)
     zeros = jnp.zeros(law.shape, law.dtype)
     offsets, push = jax.linearize(predictors, zeros)
     pull = jax.linear_transpose(push, zeros)
     slopes = push(jnp.ones_like(zeros))
-    (potential,) = pull(
-        {p: natural[p][0] - natural[p][1] * offsets[p] for p in group.predictors}
-    )
+    slanted = {p: natural[p][0] - natural[p][1] * offsets[p] for p in group.predictors}
+    (potential,) = pull(slanted)
     (precision,) = pull({p: natural[p][1] * slopes[p] for p in group.predictors})
-    return latent_first(potential), latent_first(precision)
+    fixed = sum(
+        0.5 * (offsets[p] * (natural[p][0] + slanted[p])).sum()
+        for p in group.predictors
+    )
+    return latent_first(potential), latent_first(precision), jnp.asarray(fixed)
 
 
 # -- sites -----------------------------------------------------------------------------
