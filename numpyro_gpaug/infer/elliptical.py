@@ -187,9 +187,11 @@ class EllipticalSlice(GaussianKernel):
         functions = self._functions(problem)
         ellipses = self._ellipses(problem, functions)
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
-        new = self._evaluated(
-            state.rng_key, x, state.white, ellipses, functions, problem
-        )
+        white = {
+            b.name: _whitened(ellipses.moments[b.name], x[b.site])
+            for b in self.structure.blocks
+        }
+        new = self._evaluated(state.rng_key, x, white, ellipses, functions, problem)
         return new._replace(evaluations=state.evaluations)
 
     def _evaluated(
