@@ -80,7 +80,8 @@ def assert_same_law(ours, theirs, *names, bound=5.0) -> None:
             np.asarray(s[name], float).reshape(len(s[name]), -1) for s in (ours, theirs)
         )
         centre = np.concatenate([a, b])
-        statistics = [lambda x: x, lambda x, c=centre.mean(0): (x - c) ** 2]
+        middle = centre.mean(0)
+        statistics = [lambda x: x, lambda x, c=middle: (x - c) ** 2]
         levels = np.quantile(centre, (0.1, 0.5, 0.9), axis=0)
         statistics += [lambda x, q=q: x < q for q in levels]
         for statistic in statistics:
@@ -99,18 +100,20 @@ def _mean_and_error(draws):
 # -- against NUTS ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inducing", [X, X[:6]], ids=["full", "sparse"])
+@pytest.mark.parametrize(
+    "inducing", [pytest.param(X, marks=pytest.mark.slow), X[:6]], ids=["full", "sparse"]
+)
 def test_classifier(inducing) -> None:
     data = {"inducing": inducing}
     reference = run(NUTS(classifier), X, LABELS, num_warmup=300, **data).get_samples()
     gibbs = run(
-        gpaug.AugmentedGaussian(classifier), X, LABELS, num_samples=9000, **data
+        gpaug.AugmentedGaussian(classifier), X, LABELS, num_samples=4000, **data
     )
     assert_same_law(gibbs.get_samples(), reference, "f", "f.v")
     svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
     params = svi.run(KEY, 5, X, LABELS, progress_bar=False, **data).params
     kernel = gpaug.EllipticalSlice(classifier, svi.guide, params)
-    slices = run(kernel, X, LABELS, num_samples=20000, **data)
+    slices = run(kernel, X, LABELS, num_samples=8000, **data)
     assert_same_law(slices.get_samples(), reference, "f", "f.v")
 
 
@@ -120,13 +123,13 @@ def test_classifier(inducing) -> None:
 def test_sums_with_hyperparameters(collapsed) -> None:
     y = jnp.asarray(X[:, 0] + np.sin(3 * X[:, 1]))
     data = {"inducing": X[:8], "num_warmup": 400}
-    reference = run(NUTS(additive), X, y, num_samples=4000, **data).get_samples()
+    reference = run(NUTS(additive), X, y, num_samples=2000, **data).get_samples()
     owned = ["f.v", "g.v", "w"]
     ours = gpaug.AugmentedGaussian(additive)
     if collapsed:
         ours, owned = gpaug.CollapsedGaussian(additive), [*owned, "lengthscale"]
     kernel = Gibbs([(ours, owned), (NUTS(additive), None)])
-    found = run(kernel, X, y, num_samples=6000, **data).get_samples()
+    found = run(kernel, X, y, num_samples=3000, **data).get_samples()
     assert_same_law(found, reference, "f", "g", "w", "lengthscale", "scale")
 
 
@@ -194,11 +197,11 @@ def test_repeats_and_masks_count_as_they_should() -> None:
     y = jnp.where(mask, LABELS, 7)
     kernel = gpaug.AugmentedGaussian(classifier)
     with_mask = run(
-        kernel, X, y, inducing=X[:6], mask=jnp.asarray(mask), num_samples=6000
+        kernel, X, y, inducing=X[:6], mask=jnp.asarray(mask), num_samples=3000
     )
     short = run(
         gpaug.AugmentedGaussian(classifier), X[:12], LABELS[:12], inducing=X[:6],
-        num_samples=6000,
+        num_samples=3000,
     )  # fmt: skip
     assert_same_law(with_mask.get_samples(), short.get_samples(), "f.v")
 
