@@ -276,10 +276,11 @@ def fit(problem: Problem, args: argparse.Namespace) -> Fitted:
             if number == args.steps:
                 break
             if number == 1 and args.steps is not None:
-                begin = time.perf_counter()  # what is extrapolated has compiled
+                jax.block_until_ready(losses)  # what is extrapolated has compiled
+                begin = time.perf_counter()
             state, loss = step(state, batch, arrays)
-            losses.append(float(loss))
-        found.bounds.append(-float(np.mean(losses)))
+            losses.append(loss)
+        found.bounds.append(-float(jnp.mean(jnp.stack(losses))))
         found.seconds.append(time.perf_counter() - begin)
         if args.steps is not None:
             found.seconds[-1] *= len(sampler) / max(1, len(losses) - 1)

@@ -37,7 +37,10 @@ from numpyro_gpaug.expectations import Route, expected_log_prob, register_expect
 from numpyro_gpaug.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer import (
+    AugmentedGaussian,
+    CollapsedGaussian,
     ConjugateSVI,
+    EllipticalSlice,
     Posterior,
     TraceAnalytic_ELBO,
     TraceWasserstein_ELBO,
@@ -50,11 +53,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Augmentation",
+    "AugmentedGaussian",
     "AutoFunctionSpaceGP",
     "AutoSparseGP",
     "BayesianSVM",
     "CholeskyError",
+    "CollapsedGaussian",
     "ConjugateSVI",
+    "EllipticalSlice",
     "GaussianProcess",
     "GeneralizedInverseGaussian",
     "HeteroscedasticNormal",

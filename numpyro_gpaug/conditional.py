@@ -129,11 +129,17 @@ class Conditional:
 
         :param latents: (latents, N).
         """
-        gp = self.gp
-        values = self._mixed(latents, gp.loadings)
-        if gp.bias is None:
+        values, bias = self.shifts(latents), self.gp.bias
+        if bias is None:
             return values
-        return values + (gp.bias if self.latents is None else gp.bias[self.latents])
+        return values + (bias if self.latents is None else bias[self.latents])
+
+    def shifts(self, latents: Array) -> Array:
+        """How function values move, of :attr:`shape`, as the latents move by so much.
+
+        :param latents: (latents, N).
+        """
+        return self._mixed(latents, self.gp.loadings)
 
     def output_variances(self, latents: Array) -> Array:
         """Variances of function values, of :attr:`shape`, from those of the latents.

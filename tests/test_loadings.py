@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro import handlers
-from numpyro.infer import SVI, Predictive, Trace_ELBO
+from numpyro.infer import MCMC, SVI, Predictive, Trace_ELBO
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
@@ -40,6 +40,14 @@ def model(X, y=None, *, Z, Phi, b, labels=None, weights=None, residual=1.0):
     ):
         f = gp(X, latents=labels)
         numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def event(X, y=None, *, Z, Phi, b):
+    """The same with the outputs as one event, and no weights."""
+    kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
+    gp = gpaug.GaussianProcess("f", kernel, Z, loadings=Phi, bias=b, jitter=0.0)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)).to_event(1), obs=y)
 
 
 def problem(dtype="float64"):
@@ -258,13 +266,6 @@ def test_likelihoods_of_several_outputs_are_refused() -> None:
 
 def test_an_event_of_outputs_is_no_joint_likelihood() -> None:
     X, y, known = problem("float32")
-
-    def event(X, y=None, *, Z, Phi, b):
-        kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
-        gp = gpaug.GaussianProcess("f", kernel, Z, loadings=Phi, bias=b, jitter=0.0)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)).to_event(1), obs=y)
-
     svi = gpaug.ConjugateSVI(event, gpaug.AutoSparseGP(event))
     result = svi.run(KEY, 3, X, y, progress_bar=False, **known)
     np.testing.assert_allclose(
@@ -294,3 +295,20 @@ def test_invalid_latents() -> None:
     posterior = svi.posterior(result.params)
     with pytest.raises(ValueError, match="one and the same output"):
         posterior.predict_f(X, labels=jnp.zeros((5, 2), int), full_covariance=True)
+
+
+def test_gibbs_and_slice_sampling_agree_with_each_other(x64) -> None:
+    """Shared latents are drawn jointly."""
+    X, y, known = problem()
+    _, result = fitted(X, y, known)
+    guide = gpaug.AutoSparseGP(event).setup(X, y, **known)
+    slices = gpaug.EllipticalSlice(event, guide, result.params)
+    moments = []
+    for kernel in (gpaug.AugmentedGaussian(event), slices):
+        mcmc = MCMC(kernel, num_warmup=200, num_samples=8000, progress_bar=False)
+        mcmc.run(KEY, X, y, **known)
+        f = np.asarray(mcmc.get_samples()["f"])
+        moments.append((f.mean(0), f.std(0)))
+    (mean, sd), (other, spread) = moments
+    np.testing.assert_allclose(mean / sd, other / sd, atol=0.12)
+    np.testing.assert_allclose(spread, sd, rtol=0.08)

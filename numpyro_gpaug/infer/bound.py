@@ -57,7 +57,7 @@ class BoundProblem:
         key: Array,
     ) -> None:
         self.structure = structure
-        self._model, self._arguments = model, arguments
+        self._model, self.arguments = model, arguments
         self.values, self._key = values, key
         self._processes = [b for b in structure.blocks if b.is_process]
         self._weights = [b for b in structure.blocks if not b.is_process]
@@ -67,7 +67,7 @@ class BoundProblem:
         """Runs the model with function values and weights filled in from ``at``;
         whatever is missing from it is at zero."""
         values = {**self._zeros, **self.values, **at}
-        return run_model(self._model, self._arguments, self._key, values)
+        return run_model(self._model, self.arguments, self._key, values)
 
     @cached_property
     def _flat(self) -> dict[str, Array]:
@@ -120,7 +120,9 @@ class BoundProblem:
         if not self._weights:
             return {}
         zeros = {b.name: self._zeros[b.site] for b in self._weights}
-        _, push = jax.linearize(lambda w: self._predictors({**self._flat, **w}), zeros)
+        _, push = jax.linearize(
+            lambda w: self.predictor_values({**self._flat, **w}), zeros
+        )
         found = {}
         for block in self._weights:
             size = block.shape[0]
@@ -222,7 +224,9 @@ class BoundProblem:
             spreads[block.name] = law.output_variances(variance)
         return means, spreads
 
-    def _predictors(self, at: dict[str, Array]) -> dict[str, Array]:
+    def predictor_values(self, at: dict[str, Array]) -> dict[str, Array]:
+        """Every latent-carrying parameter at given function values and weights, by
+        ``"site/parameter"``."""
         trace = self.trace(at)
         return {
             f"{site.name}/{k}": jnp.asarray(
@@ -241,7 +245,7 @@ class BoundProblem:
         latents of slope^2 v; slope and slope * v are two tangents, and no square root
         (whose gradient at 0 is infinite) is taken.
         """
-        values, push = jax.linearize(self._predictors, means)
+        values, push = jax.linearize(self.predictor_values, means)
         variances = jax.tree.map(jnp.zeros_like, values)
         blank = jax.tree.map(jnp.zeros_like, means)
         for name, mean in means.items():

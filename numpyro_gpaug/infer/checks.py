@@ -128,7 +128,7 @@ def explain_failure(
             if block.is_process:
                 gp = conditional_of(trace, block).gp
                 if not np.isfinite(np.asarray(gp.cholesky)).all():
-                    raise CholeskyError(_cholesky_message(gp))
+                    raise CholeskyError(cholesky_message(gp))
     raise CholeskyError(
         "the evidence lower bound is not finite"
         + (f"; params {broken} are not finite" if broken else "")
@@ -137,7 +137,8 @@ def explain_failure(
     )
 
 
-def _cholesky_message(gp: Any) -> str:
+def cholesky_message(gp: Any) -> str:
+    """Why the inducing matrix of a process may not have factorised."""
     Z = np.asarray(gp.inducing)
     gram = np.asarray(gp.kernel(gp.inducing, gp.inducing))
     rows = np.unique(Z.reshape(-1, Z.shape[-1]), axis=0) if Z.ndim > 1 else np.unique(Z)

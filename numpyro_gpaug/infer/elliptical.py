@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elliptical slice sampling around a fitted posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+
+from numpyro_gpaug.expectations import Route
+from numpyro_gpaug.fields import chosen
+from numpyro_gpaug.guides import AutoSparseGP
+from numpyro_gpaug.infer.bound import BoundProblem, scaled_sum
+from numpyro_gpaug.infer.gaussian_kernel import Function, GaussianKernel, Values
+from numpyro_gpaug.linalg import Moments
+from numpyro_gpaug.structure import Arguments, Block, flat_functions, run_model
+
+MAX_SHRINKS = 60
+
+
+class Ellipses(NamedTuple):
+    """The fitted Gaussian of every block, ``x = mean + W' u`` with ``u`` white, and
+    where it takes the process at the data.
+
+    :param moments: by block, latent axis first.
+    :param centres: what the model is run at when all latents are at their means.
+    :param reach: ``W A`` by process, (latents, M, N).
+    """
+
+    moments: dict[str, Moments]
+    centres: Values
+    reach: dict[str, Array]
+
+
+class EllipticalState(NamedTuple):
+    """State of :class:`EllipticalSlice`.
+
+    :param z: latents and deterministic sites.
+    :param white: the latents, whitened by the fitted posterior, by block name.
+    :param log_ratio: log of the posterior over the fitted one, up to a constant.
+    :param evaluations: of the likelihood, in the last step.
+    :param ellipses: the fitted posterior, and what follows from it.
+    :param rng_key: random key.
+    """
+
+    z: Values
+    white: Values
+    log_ratio: Array
+    evaluations: Array
+    ellipses: Ellipses
+    rng_key: Array
+
+
+class EllipticalSlice(GaussianKernel):
+    r"""Elliptical slice sampling with a fitted variational posterior in the place of
+    the prior: exact, for any likelihood, without gradients or tuning.
+
+    Elliptical slice sampling moves along ellipses through draws of a Gaussian, and
+    corrects by the ratio of the target to it. With the prior for that Gaussian the
+    ratio is the likelihood, and moves are short when data say much. Here it is the fit
+    :math:`q(v) = N(m, S)`, and the ratio :math:`p(v)\, p(y \mid v) / q(v)` is nearly
+    flat: a good fit gives nearly independent draws, a poor one slower mixing, and
+    either way the target is exactly the posterior.
+
+    Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
+    N)) once, and O(N) for each likelihood it takes to leave the slice (two to three).
+
+    Latents are those of ``guide.structure``: inducing values, plain Gaussian weights.
+    Other latents go to another block, with the same model (``Gibbs([(EllipticalSlice(
+    model, guide, params), ["f.v"]), (NUTS(model), None)])``); the fit stays as good a
+    reference as it was for the values it was made at. What posterior is sampled with
+    inducing inputs, several chains, and continued runs are as for
+    :class:`~numpyro_gpaug.AugmentedGaussian`; chains start from draws of the fit.
+
+    :param model: the model that was fitted, its ``numpyro.param`` sites (if it has any)
+        fixed at the fit: ``handlers.substitute(model, data=params)``. MCMC would keep
+        them at their initial values.
+    :param guide: its :class:`~numpyro_gpaug.AutoSparseGP`, of any covariance.
+    :param params: params of the fit, as in ``result.params``.
+    :raises NotConjugateError: at ``init``, for latents that no block owns.
+    :raises ValueError: for another guide, or at ``init`` for params that are not at the
+        fit, or latents whose shapes are not those of the fit.
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> from numpyro.infer import MCMC
+    >>> def model(X, y=None):
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), X, num_latents=3)
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
+    >>> X = jnp.linspace(0, 1, 12)[:, None]
+    >>> y = jnp.arange(12) // 4
+    >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    >>> params = svi.run(jax.random.key(0), 20, X, y, progress_bar=False).params
+    >>> kernel = gpaug.EllipticalSlice(model, svi.guide, params)
+    >>> mcmc = MCMC(kernel, num_warmup=50, num_samples=200, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), X, y)
+    >>> mcmc.get_samples()["f"].shape
+    (200, 12, 3)
+
+    References: Murray, Adams and MacKay (2010), Elliptical slice sampling; Nishihara,
+    Murray and Adams (2014), Parallel MCMC with generalized elliptical slice sampling.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], guide: AutoSparseGP, params: dict[str, Any]
+    ) -> None:
+        if not isinstance(guide, AutoSparseGP):
+            raise ValueError(
+                "EllipticalSlice needs a Gaussian on inducing values, which an "
+                f"AutoSparseGP fits; got {type(guide).__name__}"
+            )
+        super().__init__(model)
+        self._values, self._moments = guide.split_params(params)
+        self._fitted = {b.site: b for b in guide.structure.blocks}
+
+    def _check(self, problem: BoundProblem) -> None:
+        self._refuse_others(
+            "as a block, Gibbs([(EllipticalSlice(model, guide, params), "
+            f"{[b.site for b in self.structure.blocks]}), (NUTS(model), None)]) has "
+            "NUTS sample them"
+        )
+        for block in self.structure.blocks:
+            fitted = self._fitted.get(block.site)
+            if fitted is None or fitted.shape != block.shape:
+                found = "is not part of it" if fitted is None else f"has {fitted.shape}"
+                raise ValueError(
+                    f"site {block.site!r} has shape {block.shape} in the model, but in "
+                    f"the fit it {found}: fit this model at these arguments"
+                )
+
+    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super()._take_apart(args, kwargs)
+        arguments = Arguments.split(args, kwargs)
+
+        @jax.jit
+        def params(arrays: tuple[Array, ...]) -> dict[str, Any]:
+            given, key = arguments._replace(arrays=arrays), random.key(0)
+            zeros = self.structure.zeros
+            trace = run_model(flat_functions(self._model), given, key, zeros)
+            names = self._values.keys() & trace.keys()
+            return {k: trace[k]["value"] for k in names if trace[k]["type"] == "param"}
+
+        for name, value in params(arguments.arrays).items():
+            pairs = zip(*map(jax.tree.leaves, (value, self._values[name])), strict=True)
+            for now, fitted in pairs:
+                if not isinstance(now, jax.core.Tracer) and not np.allclose(
+                    now, fitted
+                ):
+                    raise ValueError(
+                        f"param {name!r} is {now} in the model, but {fitted} in the "
+                        "fit: sample handlers.substitute(model, data=params)"
+                    )
+
+    def _first(
+        self, key: Array, values: Values, problem: BoundProblem
+    ) -> EllipticalState:
+        key, white_key = random.split(key)
+        functions = self._functions(problem)
+        ellipses = self._ellipses(problem, functions)
+        white = {}
+        for i, block in enumerate(self.structure.blocks):
+            q = ellipses.moments[block.name]
+            given = values.get(block.site)
+            if given is None:
+                noise_key = random.fold_in(white_key, i)
+                noise = random.normal(noise_key, q.mean.shape, q.mean.dtype)
+            else:
+                noise = _whitened(q, jnp.asarray(given, block.dtype))
+            white[block.name] = noise
+        x = {
+            b.site: (_spread(ellipses, b, white) + ellipses.moments[b.name].mean)
+            .reshape(b.shape)
+            for b in self.structure.blocks
+        }  # fmt: skip
+        return self._evaluated(key, x, white, ellipses, functions, problem)
+
+    def _renewed(
+        self, state: EllipticalState, problem: BoundProblem
+    ) -> EllipticalState:
+        functions = self._functions(problem)
+        ellipses = self._ellipses(problem, functions)
+        x = {b.site: state.z[b.site] for b in self.structure.blocks}
+        white = {
+            b.name: _whitened(ellipses.moments[b.name], x[b.site])
+            for b in self.structure.blocks
+        }
+        new = self._evaluated(state.rng_key, x, white, ellipses, functions, problem)
+        return new._replace(evaluations=state.evaluations)
+
+    def _evaluated(
+        self,
+        key: Array,
+        x: Values,
+        white: Values,
+        ellipses: Ellipses,
+        functions: dict[str, Function],
+        problem: BoundProblem,
+    ) -> EllipticalState:
+        at = self._at(x, functions, problem)
+        ratio = self._log_ratio(problem, x, at, white)
+        z = self._sampled(x, at, problem)
+        return EllipticalState(z, white, ratio, jnp.int32(0), ellipses, key)
+
+    def _ellipses(
+        self, problem: BoundProblem, functions: dict[str, Function]
+    ) -> Ellipses:
+        blocks, latents = self.structure.blocks, problem.latents()
+        moments = {
+            b.name: Moments(*(jnp.asarray(m, b.dtype) for m in self._moments[b.name]))
+            for b in blocks
+        }
+        means = {b.site: moments[b.name].mean.reshape(b.shape) for b in blocks}
+        reach = {
+            name: chosen(moments[name], latents[name]).whitener @ function.projection
+            for name, function in functions.items()
+        }
+        return Ellipses(moments, self._at(means, functions, problem), reach)
+
+    def _next(self, state: EllipticalState, problem: BoundProblem) -> EllipticalState:
+        ellipses, blocks = state.ellipses, self.structure.blocks
+        key, noise_key, height_key, angle_key = random.split(state.rng_key, 4)
+        other = {
+            name: random.normal(random.fold_in(noise_key, i), white.shape, white.dtype)
+            for i, (name, white) in enumerate(state.white.items())
+        }
+        latents = problem.latents()
+        here = {
+            b.name: _Point(
+                state.white[b.name],
+                state.z[b.site] - ellipses.moments[b.name].mean.reshape(b.shape),
+                state.z[b.name] - ellipses.centres[b.name],
+            )
+            for b in blocks
+        }
+        there = {}
+        for b in blocks:
+            shift = _spread(ellipses, b, other).reshape(b.shape)
+            moved = shift
+            if b.is_process:
+                noise = _rows(other[b.name], latents[b.name])
+                pushed = _pushed(ellipses.reach[b.name], noise)
+                moved = problem.conditional(b).shifts(pushed)
+            there[b.name] = _Point(other[b.name], shift, moved)
+
+        def at_angle(angle: Array) -> tuple[Values, Values, Values]:
+            point = jax.tree.map(
+                lambda a, b: jnp.cos(angle) * a + jnp.sin(angle) * b, here, there
+            )
+            white = {b.name: point[b.name].white for b in blocks}
+            x = {
+                b.site: ellipses.moments[b.name].mean.reshape(b.shape)
+                + point[b.name].latents
+                for b in blocks
+            }
+            at = {
+                b.name: ellipses.centres[b.name] + point[b.name].values for b in blocks
+            }
+            return white, x, at
+
+        def evaluate(angle: Array) -> Array:
+            white, x, at = at_angle(angle)
+            return self._log_ratio(problem, x, at, white)
+
+        dtype = state.log_ratio.dtype
+        height = state.log_ratio - random.exponential(height_key, dtype=dtype)
+        start_key, shrink_key = random.split(angle_key)
+        turn = 2 * np.pi
+        angle = random.uniform(start_key, dtype=dtype, maxval=turn)
+        first = _Search(angle, angle - turn, angle, evaluate(angle), jnp.int32(1))
+
+        def outside(search: _Search) -> Array:
+            return ~(search.value >= height) & (search.evaluations < MAX_SHRINKS)
+
+        def shrink(search: _Search) -> _Search:
+            low = jnp.where(search.angle < 0, search.angle, search.low)
+            high = jnp.where(search.angle < 0, search.high, search.angle)
+            count = search.evaluations
+            draw = random.uniform(random.fold_in(shrink_key, count), dtype=dtype)
+            angle = low + (high - low) * draw
+            return _Search(angle, low, high, evaluate(angle), count + 1)
+
+        found = lax.while_loop(outside, shrink, first)
+        # Where even the smallest of moves seems to leave the slice, rounding decides:
+        # stay.
+        accepted = found.value >= height
+        angle = jnp.where(accepted, found.angle, 0)
+        ratio = jnp.where(accepted, found.value, state.log_ratio)
+        white, x, at = at_angle(angle)
+        z = self._sampled(x, at, problem)
+        return EllipticalState(z, white, ratio, found.evaluations, ellipses, key)
+
+    def _log_ratio(
+        self, problem: BoundProblem, x: Values, at: Values, white: Values
+    ) -> Array:
+        """Log of the posterior over the fitted one, up to a constant."""
+        trace, priors = problem.trace(at), problem.priors()
+        total = sum(0.5 * jnp.square(u).sum() for u in white.values())
+        for block in self.structure.blocks:
+            loc, scale = priors[block.name]
+            quadratic = -0.5 * jnp.square((x[block.site] - loc) / scale)
+            total += scaled_sum(quadratic, trace[block.site]["scale"])
+        for site in self.structure.observed:
+            if site.route is not Route.CONSTANT:
+                message = trace[site.name]
+                density = message["fn"].log_prob(message["value"])
+                total += scaled_sum(density, message["scale"])
+        return jnp.asarray(total)
+
+    def get_diagnostics_str(self, state: EllipticalState) -> str:
+        return f"{state.evaluations} evaluations"
+
+
+class _Point(NamedTuple):
+    """A block on an ellipse: whitened, relative to the mean of the fit, and what the
+    model is run at, relative to that at the mean."""
+
+    white: Array
+    latents: Array
+    values: Array
+
+
+class _Search(NamedTuple):
+    angle: Array
+    low: Array
+    high: Array
+    value: Array
+    evaluations: Array
+
+
+def _spread(ellipses: Ellipses, block: Block, white: Values) -> Array:
+    """``W' u``, latent axis first."""
+    return _pushed(ellipses.moments[block.name].whitener, white[block.name])
+
+
+def _whitened(q: Moments, x: Array) -> Array:
+    """``u`` with ``x = mean + W' u``."""
+    centred = x.reshape(q.mean.shape) - q.mean
+    return lax.linalg.triangular_solve(
+        q.whitener, centred[..., None], left_side=True, lower=True, transpose_a=True
+    )[..., 0]
+
+
+def _pushed(matrix: Array, vector: Array) -> Array:
+    return jnp.einsum("...mn,...m->...n", matrix, vector)
+
+
+def _rows(array: Array, latents: Array | None) -> Array:
+    return array if latents is None else array[jnp.asarray(latents)]
