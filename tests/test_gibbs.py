@@ -117,9 +117,10 @@ def test_classifier(inducing) -> None:
     assert_same_law(slices.get_samples(), reference, "f", "f.v")
 
 
-@pytest.mark.parametrize(
-    "collapsed", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+# The quick test of hyperparameters is that of the joint distribution, in
+# test_calibration_of_samplers.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("collapsed", [False, True])
 def test_sums_with_hyperparameters(collapsed) -> None:
     y = jnp.asarray(X[:, 0] + np.sin(3 * X[:, 1]))
     data = {"inducing": X[:8], "num_warmup": 400}
