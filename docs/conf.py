@@ -2,6 +2,7 @@
 """Sphinx configuration: ``python -m sphinx -W -b html docs docs/_build/html``."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpyro_gpaug
@@ -15,13 +16,15 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.mathjax",
-    "sphinx-mathjax-offline",  # MathJax from a package, so that no page needs a network
 ]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"numpyro_gpaug {version}"
-html_static_path = ["_static"]
+# MathJax comes from a package, so that no page needs a network.
+mathjax = find_spec("sphinx-mathjax-offline")
+html_static_path = ["_static", str(Path(mathjax.origin).parent / "static")]
+mathjax_path = "mathjax/tex-chtml.js"
 html_show_copyright = False
 html_show_sourcelink = False
 
