@@ -20,6 +20,7 @@ extensions = [
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
+html_css_files = ["wide.css"]
 html_title = f"numpyro_gpaug {version}"
 # MathJax comes from a package, so that no page needs a network.
 mathjax = find_spec("sphinx-mathjax-offline")
@@ -37,6 +38,8 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True
 nb_execution_show_tb = True
+nb_output_stderr = "remove-warn"  # a page that warns is a page to mend
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm asks for ipywidgets
 os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "matplotlibrc")
 if os.environ.get("GPAUG_DOCS_FAST"):
     # Pages read the variable to take fewer draws; most of their time is compilation.
