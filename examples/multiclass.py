@@ -181,9 +181,9 @@ def load(path: str | None, side: int | None) -> Data:
     return Data(X, y, classes, side)
 
 
-def split(data: Data, fold: int) -> Split:
+def split(data: Data, fold: int, seed: int) -> Split:
     """A stratified fold; columns scaled by the training part, pixels all alike."""
-    folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
+    folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
     train, test = list(folds.split(data.X, data.y))[fold]
     X = data.X - data.X[train].mean(0)
     # Pixels share a unit: scaled one by one, those that are always dark turn to noise.
@@ -204,7 +204,7 @@ def rivals() -> dict[str, Any]:
 
 def run_fold(data: Data, fold: int, args: argparse.Namespace) -> tuple[dict, ...]:
     """Test scores, test probabilities and fits, by method."""
-    parts = split(data, fold)
+    parts = split(data, fold, args.seed)
     shape = {"num_classes": len(data.classes), "side": data.side}
     scores, probs, fits = {}, {}, {}
     for name in METHODS:
@@ -376,6 +376,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--inducing", type=int, default=100, help="inducing inputs")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--fold", type=int, default=0, choices=range(FOLDS))
+    parser.add_argument("--seed", type=int, default=0, help="of the folds")
     parser.add_argument("--all-folds", action="store_true", help="means; no picture")
     parser.add_argument("--out", default="multiclass.png", help="the picture")
     return parser.parse_args(argv)
@@ -399,7 +400,8 @@ def main(argv: list[str] | None = None) -> None:
     scores, probs, fits = run_fold(data, args.fold, args)
     report(scores, f"test fold {args.fold} of {FOLDS}")
     report_kernels(fits)
-    draw(data, split(data, args.fold), probs, fits, args.out, args.steps)
+    parts = split(data, args.fold, args.seed)
+    draw(data, parts, probs, fits, args.out, args.steps)
     print(f"drew {Path(args.out).resolve()}")
 
 

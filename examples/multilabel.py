@@ -5,7 +5,7 @@ Each label has a score that is linear in a few shared Gaussian processes (loadin
 bias), with inducing inputs in a subspace of the inputs, and is present with the sigmoid
 of its score. Minibatches look at all labels a row has and at some of those it lacks.
 Everything is learnt by gradients of the analytic bound. Prints precision at 1, 3 and 5
-in percent after every epoch::
+in percent after every epoch, and draws ``multilabel.png``::
 
     python examples/multilabel.py
     python examples/multilabel.py --data train.txt --test test.txt --rank 500
@@ -29,10 +29,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from matplotlib.ticker import MaxNLocator
 from numpyro import handlers
 from numpyro.infer import SVI
 from scipy import sparse
@@ -42,6 +44,9 @@ from sklearn.preprocessing import normalize
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import multilabel, ranking
 from numpyro_gpaug.inducing import Subspace
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
 
 KERNELS = {
     "linear": lambda scale, variance: gpaug.kernels.Linear(variance),
@@ -144,7 +149,7 @@ def synthetic(
     kinds = rng.gamma(0.2, size=(topics, labels))
     about = rng.dirichlet(np.full(topics, 0.15), size)
     X = sparse.csr_array(rng.poisson(40 * about @ (words / words.sum(1)[:, None])))
-    Y = about @ (kinds / kinds.sum(1)[:, None]) > rng.uniform(0, 0.5, (size, labels))
+    Y = about @ (kinds / kinds.sum(1)[:, None]) > rng.uniform(0, 0.2, (size, labels))
     whole = X.astype(np.float32), sparse.csr_array(Y.astype(np.int8))
     half = size // 2
     parts = ((x[:half], x[half:]) for x in whole)
@@ -301,6 +306,21 @@ def fit(problem: Problem, args: argparse.Namespace) -> Fitted:
     return found
 
 
+def draw(fitted: Fitted, path: Path) -> None:
+    """The bound and the precisions after every epoch of the run."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    epochs = 1 + np.arange(len(fitted.bounds))
+    left.plot(epochs, fitted.bounds, color="black")
+    left.set(xlabel="epoch", ylabel="bound, averaged over batches (nats)")
+    for cutoff, values in zip(CUTOFFS, np.transpose(fitted.precisions), strict=True):
+        right.plot(epochs, values, label=f"P@{cutoff}")
+    right.set(xlabel="epoch", ylabel="precision on test rows (%)", ylim=(0, None))
+    right.legend(frameon=False)
+    for ax in (left, right):
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    fig.savefig(path, dpi=110)
+
+
 def main(argv: list[str] | None = None) -> Fitted:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -327,6 +347,7 @@ def main(argv: list[str] | None = None) -> Fitted:
         "--steps", type=int, help="end each epoch early, and extrapolate its time"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("multilabel.png"))
     args = parser.parse_args(argv)
     train, test = load(args.data, args.test, args.seed)
     begin = time.perf_counter()
@@ -335,7 +356,10 @@ def main(argv: list[str] | None = None) -> Fitted:
         f"{train.X.shape[0]} + {test.X.shape[0]} rows, {train.X.shape[1]} columns, "
         f"{train.Y.shape[1]} labels; subspace {time.perf_counter() - begin:.1f} s"
     )
-    return fit(Problem(train, test, subspace), args)
+    fitted = fit(Problem(train, test, subspace), args)
+    if fitted.bounds:
+        draw(fitted, args.out)
+    return fitted
 
 
 if __name__ == "__main__":

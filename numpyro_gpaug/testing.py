@@ -21,6 +21,8 @@ from numpyro_gpaug.augmentation.base import (
 from numpyro_gpaug.errors import UnknownLikelihoodError
 from numpyro_gpaug.expectations import gauss_hermite, lookup_expectation
 
+__all__ = ["check_augmentation"]
+
 Parameters = dict[str, Array]
 
 

@@ -4,7 +4,7 @@ r"""Multi-class likelihoods: the softmax and the logistic-softmax.
 The logistic-softmax is augmented with a Gamma variable for its normaliser, a count per
 class and a Polya-Gamma variable per class (Galy-Fajou, Wenzel, Donner and Opper, 2020,
 Multi-class Gaussian process classification made conjugate). Both have exact
-expectations by a one-dimensional integral (:mod:`numpyro_gpaug.log_sum`); the softmax
+expectations by a one-dimensional integral (``numpyro_gpaug.log_sum``); the softmax
 has no augmentation.
 """
 

@@ -44,7 +44,7 @@ class Hyper(NamedTuple):
 
 
 class ConjugateState(NamedTuple):
-    """State of :class:`ConjugateSVI`, a pytree of arrays.
+    """State of :class:`~numpyro_gpaug.ConjugateSVI`, a pytree of arrays.
 
     :param hyper: hyperparameters.
     :param natural: natural parameters of every Gaussian block, latent axis first.

@@ -82,8 +82,9 @@ class PiecewiseLink:
         :param num_pieces: K >= 2.
         :param lower: the first finite edge.
         :param upper: the last one.
-        :param rule: X 20 to 500 times less error on [-6, 6] than
-            ``"upper"``, which is the paper's.
+        :param rule: where the function is evaluated: ``"midpoint"`` of inner pieces, 20
+            to 500 times less error on [-6, 6] than at the ``"upper"`` ends, which is
+            the paper's rule.
         :raises ValueError: if the range is empty, K < 2, the rule is unknown, or the
             function is not finite there.
 

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sphinx configuration: ``python -m sphinx -W -b html docs docs/_build/html``."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpyro_gpaug
+
+project = "numpyro_gpaug"
+author = "the numpyro_gpaug authors"
+version = release = numpyro_gpaug.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.mathjax",
+]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_css_files = ["wide.css"]
+html_title = f"numpyro_gpaug {version}"
+# MathJax comes from a package, so that no page needs a network.
+mathjax = find_spec("sphinx-mathjax-offline")
+html_static_path = ["_static", str(Path(mathjax.origin).parent / "static")]
+mathjax_path = "mathjax/tex-chtml.js"
+html_show_copyright = False
+html_show_sourcelink = False
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "amsmath"]
+myst_heading_anchors = 3
+
+# Every page is run anew: a cache knows the text of a page, not the package under it.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_merge_streams = True
+nb_execution_show_tb = True
+nb_output_stderr = "remove-warn"  # a page that warns is a page to mend
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm asks for ipywidgets
+os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "matplotlibrc")
+if os.environ.get("GPAUG_DOCS_FAST"):
+    # Pages read the variable to take fewer draws; most of their time is compilation.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autoclass_content = "class"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "special-members": "__call__"}
+# A link to one of our own names that leads nowhere is an error; those of other projects
+# cannot be looked up without a network.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(jax|numpy|numpyro|xarray)\..*"),
+    ("py:.*", "ArrayLike|sample_with_intermediates"),
+]

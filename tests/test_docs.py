@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every public name has a docstring and a place in the API reference; the pages name no
+folder of a machine. (Links are checked by the build, ``sphinx -W``.)"""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import numpyro_gpaug
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
+MODULES = [
+    name
+    for name in numpyro_gpaug.__all__
+    if inspect.ismodule(getattr(numpyro_gpaug, name))
+]
+
+
+def public_names() -> list[str]:
+    """Dotted names: those of the package, then those of its public modules."""
+    names = [f"numpyro_gpaug.{name}" for name in numpyro_gpaug.__all__]
+    for module in (*MODULES, "infer"):
+        found = importlib.import_module(f"numpyro_gpaug.{module}")
+        names += [f"numpyro_gpaug.{module}.{name}" for name in found.__all__]
+    return names
+
+
+def resolve(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_public_names_have_docstrings(name: str) -> None:
+    found = resolve(name)
+    # A class's own, not its base's; a dataclass without one has its signature there.
+    own = vars(found).get("__doc__") if isinstance(found, type) else found.__doc__
+    summary = (own or "").strip()
+    assert summary, f"{name} has no docstring"
+    assert not summary.startswith(f"{name.rpartition('.')[2]}("), summary
+
+
+def test_public_names_are_in_the_reference() -> None:
+    text = "\n".join(p.read_text() for p in (DOCS / "api").glob("*.md"))
+    # A page has a module with all its members, or one object after the other.
+    modules = set(re.findall(r"automodule:: (\S+)\n +:members:", text))
+    objects = [resolve(x) for x in re.findall(r"auto(?!module)\w+:: (\S+)", text)]
+    missing = [
+        name
+        for name in public_names()
+        if name not in modules
+        and name.rpartition(".")[0] not in modules
+        and not any(resolve(name) is x for x in objects)
+    ]
+    assert not missing
+
+
+def test_no_page_names_a_folder_of_a_machine() -> None:
+    for page in (*PAGES, DOCS / "conf.py"):
+        found = re.findall(
+            r"(?<![\w.:/])/(?:home|root|tmp|work|Users)/\S+", page.read_text()
+        )
+        assert not found, f"{page.name}: {found}"
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    trees = {}
+    for page in PAGES:
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.S):
+            for line in block.split("\n"):
+                if line and not line.startswith(":"):
+                    trees[(page.parent / f"{line}.md").resolve()] = page
+    assert set(trees) | {DOCS / "index.md"} == set(PAGES)
+
+
+def test_pictures_are_small_and_shown() -> None:
+    shown = (DOCS / "examples.md").read_text()
+    scripts = {p.stem for p in (DOCS.parent / "examples").glob("*.py")}
+    pictures = sorted((DOCS / "_static").glob("*.png"))
+    assert scripts == {p.stem for p in pictures}
+    for picture in pictures:
+        assert picture.stat().st_size < 100_000, picture.name
+        assert f"_static/{picture.name}" in shown

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example runs, on small data and for few steps, and draws its picture."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted(p.stem for p in EXAMPLES.glob("*.py"))
+FEW = ["--steps", "2", "--inducing", "8"]
+REDUCED = {
+    "bayesian_svm": ["--data", "binary.npz", "--folds", "2", *FEW],
+    "classify": ["--data", "binary.npz", "--no-progress", *FEW],
+    "function_space_images": ["--data", "images.npz", "--width", "8", *FEW],
+    "heteroscedastic": ["--num", "40", "--steps", "2"],
+    "learned_link": ["--data", "binary.npz", *FEW],
+    "multiclass": ["--data", "classes.npz", *FEW],
+    "multilabel": ["--epochs", "2", "--rank", "8", "--latents", "2", *FEW],
+}
+
+
+QUICK = {"classify", "learned_link"}
+
+
+def run(script: str, folder: Path, *options: str) -> None:
+    """Runs the script in ``folder``."""
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{script}.py"), *options],
+        cwd=folder, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with small data of every kind the examples read."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 2))
+    np.savez(tmp_path / "binary.npz", X=X, y=(X[:, 0] > 0).astype(int))
+    y = np.arange(60) % 3
+    np.savez(tmp_path / "classes.npz", X=X + 2 * y[:, None], y=y)
+    np.savez(tmp_path / "images.npz", X=rng.uniform(size=(60, 4, 4)), y=y)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "script",
+    [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SCRIPTS],
+)
+def test_example_runs_and_draws(script: str, folder: Path) -> None:
+    from matplotlib.image import imread
+
+    before = {p.name for p in folder.iterdir()}
+    run(script, folder, *REDUCED[script])
+    assert {p.name for p in folder.iterdir()} - before >= {f"{script}.png"}
+    picture = imread(folder / f"{script}.png")
+    inked = np.mean(picture[..., :3].min(-1) < 0.9)
+    assert inked > 0.01, "the picture is blank"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_example_has_options_for_data_and_seed(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(script).parse(["--help"])
+    text = capsys.readouterr().out
+    assert "--data" in text
+    if script != "learned_link":  # nothing in it is random but a fixed split
+        assert "--seed" in text
