@@ -63,8 +63,8 @@ class EllipticalSlice(GaussianKernel):
     corrects by the ratio of the target to it. With the prior for that Gaussian the
     ratio is the likelihood, and moves are short when data say much. Here it is the fit
     :math:`q(v) = N(m, S)`, and the ratio :math:`p(v)\, p(y \mid v) / q(v)` is nearly
-    flat: a good fit gives nearly independent draws, a poor one slower mixing, and
-    either way the target is exactly the posterior.
+    flat: the better the fit, the less draws depend on each other, and either way the
+    target is exactly the posterior.
 
     Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
     N)) once, and O(N) for each likelihood it takes to leave the slice (two to three).
