@@ -49,7 +49,8 @@ class GaussianProcess:
         which K outputs :math:`f = \Phi h + b` share P independent latents h, which the
         kernel, ``inducing`` and ``mean`` are of. Usually a ``numpyro.param``, started
         at random or from data (at zero nothing moves). For likelihoods that look at one
-        output at a time, as outputs of one input are correlated.
+        output at a time: outputs of one input are correlated, which the bound does not
+        need to know, and densities of predictions (a sum over outputs) leave out.
     :param bias: b, (K,), with ``loadings``; zero by default.
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; default
         ``2e-7 M`` in float32 and 1e-10 in float64; 0 is allowed.

@@ -21,8 +21,8 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.expectations import Route, base_distribution
 from numpyro_gpaug.infer.bound import BoundProblem
 from numpyro_gpaug.infer.gaussian_kernel import Values
-from numpyro_gpaug.infer.gibbs import (
-    AugmentedGaussian,
+from numpyro_gpaug.infer.gibbs import AugmentedGaussian
+from numpyro_gpaug.infer.groups import (
     Natural,
     draw_group,
     needs_auxiliaries,

@@ -9,42 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array, random
-from jax.flatten_util import ravel_pytree
 
-from numpyro_gpaug.affine import dependence_tree
 from numpyro_gpaug.augmentation.base import (
     Parameters,
     draw_auxiliaries,
     lookup_augmentation,
 )
-from numpyro_gpaug.conditional import latent_first
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.expectations import base_distribution, feasible
 from numpyro_gpaug.infer.bound import BoundProblem
 from numpyro_gpaug.infer.gaussian_kernel import Function, GaussianKernel, Values
+from numpyro_gpaug.infer.groups import (
+    Group,
+    Natural,
+    draw_group,
+    groups_of,
+    joint_design,
+)
 from numpyro_gpaug.infer.joint import Design
-from numpyro_gpaug.structure import Block
-
-Natural = dict[str, tuple[Array, Array]]
-
-
-class Group(NamedTuple):
-    """Blocks that share predictors, and so are drawn jointly.
-
-    :param blocks: the blocks.
-    :param predictors: what they reach, as ``"site/parameter"``.
-    :param batched: whether the group is one process whose latents are independent of
-        each other given the auxiliaries.
-    """
-
-    blocks: tuple[Block, ...]
-    predictors: tuple[str, ...]
-    batched: bool
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """The observed sites they reach."""
-        return tuple(dict.fromkeys(p.rsplit("/", 1)[0] for p in self.predictors))
 
 
 class AugmentedState(NamedTuple):
@@ -134,7 +116,7 @@ class AugmentedGaussian(GaussianKernel):
             "NUTS sample them"
         )
         self._refuse_unaugmented(problem)
-        self._groups = _groups(problem)
+        self._groups = groups_of(problem)
 
     def _refuse_unaugmented(self, problem: BoundProblem) -> None:
         instead = (
@@ -204,7 +186,7 @@ class AugmentedGaussian(GaussianKernel):
         designs = tuple(
             Design.of(*functions[g.blocks[0].name])
             if g.batched
-            else _joint_design(g, problem)
+            else joint_design(g, problem)
             for g in self._groups
         )
         return functions, designs
@@ -237,137 +219,6 @@ class AugmentedGaussian(GaussianKernel):
             drawn[site], found = _augmented(random.fold_in(key, i), trace[site])
             natural.update({f"{site}/{k}": n for k, n in found.items()})
         return drawn, natural
-
-
-# -- groups ----------------------------------------------------------------------------
-
-
-def _groups(problem: BoundProblem) -> tuple[Group, ...]:
-    """Blocks joined where they reach the same predictor; first those whose draw needs
-    no auxiliaries, so that the last auxiliaries drawn go with the latents."""
-    blocks = problem.structure.blocks
-    shapes = {
-        b.name: problem.conditional(b).shape if b.is_process else b.shape
-        for b in blocks
-    }
-    inputs = {b.name: jax.ShapeDtypeStruct(shapes[b.name], b.dtype) for b in blocks}
-    reach = {
-        name: set(leaf.state)
-        for name, leaf in dependence_tree(problem.predictor_values, inputs).items()
-    }
-    latents, coupled = problem.latents(), problem.coupled()
-    groups = []
-    left = list(blocks)
-    while left:
-        names, predictors = {left[0].name}, set[str]()
-        grown = True
-        while grown:
-            grown = False
-            for predictor, reached in reach.items():
-                if reached & names and predictor not in predictors:
-                    predictors.add(predictor)
-                    names |= reached
-                    grown = True
-        members = tuple(b for b in left if b.name in names)
-        left = [b for b in left if b.name not in names]
-        alone = len(members) == 1 and members[0].is_process
-        name = members[0].name
-        batched = alone and latents[name] is None and name not in coupled
-        groups.append(Group(members, tuple(sorted(predictors)), batched))
-    needs = {
-        g: any(needs_auxiliaries(problem, p) for p in g.predictors) for g in groups
-    }
-    return tuple(sorted(groups, key=lambda g: needs[g]))
-
-
-def needs_auxiliaries(problem: BoundProblem, predictor: str) -> bool:
-    """Whether a predictor's Gaussian site is one given auxiliaries."""
-    site, latent = predictor.rsplit("/", 1)
-    d = base_distribution(problem.message(site)["fn"])
-    augmentation = lookup_augmentation(type(d))
-    assert augmentation is not None
-    blocks = augmentation.gibbs_blocks(d)
-    own = next(i for i, block in enumerate(blocks) if latent in block)
-    return ("aux",) in blocks[:own]
-
-
-def _joint_design(group: Group, problem: BoundProblem) -> Design:
-    """All latents of a group, standardised and side by side, at all its predictors."""
-    blocks = group.blocks
-    laws = {b.name: problem.conditional(b) for b in blocks if b.is_process}
-    priors = problem.priors()
-    zeros = {b.name: jnp.zeros(b.shape, b.dtype) for b in blocks}
-    flat, restore = ravel_pytree(zeros)
-    projections = [law.projection for law in laws.values()]  # computed outside the jvp
-    assert len(projections) == len(laws)
-
-    def predictors(flat: Array) -> Array:
-        at = {}
-        for name, white in restore(flat).items():
-            loc, scale = priors[name]
-            value = loc + scale * white
-            at[name] = laws[name].values(value) if name in laws else value
-        values = problem.predictor_values(at)
-        return jnp.concatenate([values[p].ravel() for p in group.predictors])
-
-    offset, push = jax.linearize(predictors, flat)
-    projection = jax.vmap(push)(jnp.eye(flat.size, dtype=flat.dtype))
-    return Design.of(offset[None], projection[None])
-
-
-def draw_group(
-    key: Array, group: Group, design: Design, natural: Natural, problem: BoundProblem
-) -> Values:
-    """Draws the latents of a group, by site."""
-    potential, precision, _ = sites_of_group(group, natural, problem)
-    z = design.draw(key, potential, precision)
-    if group.batched:
-        (block,) = group.blocks
-        return {block.site: z.reshape(block.shape)}
-    zeros = {b.name: jnp.zeros(b.shape, b.dtype) for b in group.blocks}
-    white, priors = ravel_pytree(zeros)[1](z[0]), problem.priors()
-    found = {}
-    for block in group.blocks:
-        loc, scale = priors[block.name]
-        found[block.site] = loc + scale * white[block.name]
-    return found
-
-
-def sites_of_group(
-    group: Group, natural: Natural, problem: BoundProblem
-) -> tuple[Array, Array, Array]:
-    """Potentials and precisions where the design of a group looks, and what the
-    predictors' sites sum to at function values of zero (for a batched group, whose
-    design looks at function values)."""
-    if not group.batched:
-        columns = [natural[p] for p in group.predictors]
-        potential, precision = (
-            jnp.concatenate([column[i].ravel() for column in columns]) for i in (0, 1)
-        )
-        return potential[None], precision[None], jnp.zeros((), potential.dtype)
-    (block,) = group.blocks
-
-    def predictors(values: Array) -> Values:
-        found = problem.predictor_values({block.name: values})
-        return {p: found[p] for p in group.predictors}
-
-    # Predictors are elementwise affine in the function values.
-    law = problem.conditional(block)
-    zeros = jnp.zeros(law.shape, law.dtype)
-    offsets, push = jax.linearize(predictors, zeros)
-    pull = jax.linear_transpose(push, zeros)
-    slopes = push(jnp.ones_like(zeros))
-    slanted = {p: natural[p][0] - natural[p][1] * offsets[p] for p in group.predictors}
-    (potential,) = pull(slanted)
-    (precision,) = pull({p: natural[p][1] * slopes[p] for p in group.predictors})
-    fixed = sum(
-        0.5 * (offsets[p] * (natural[p][0] + slanted[p])).sum()
-        for p in group.predictors
-    )
-    return latent_first(potential), latent_first(precision), jnp.asarray(fixed)
-
-
-# -- sites -----------------------------------------------------------------------------
 
 
 def _augmented(key: Array, message: dict[str, Any]) -> tuple[dict[str, Array], Natural]:
