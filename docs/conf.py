@@ -41,9 +41,16 @@ nb_execution_show_tb = True
 nb_output_stderr = "remove-warn"  # a page that warns is a page to mend
 os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm asks for ipywidgets
 os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "matplotlibrc")
+# Pages run beside each other; see "My fit hangs" in the checklist.
+xla_flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false"]
 if os.environ.get("GPAUG_DOCS_FAST"):
-    # Pages read the variable to take fewer draws; most of their time is compilation.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # Pages read the variable to take fewer draws; the rest of their time is
+    # compilation, which fusion emitters double (jaxlib 0.10).
+    xla_flags += [
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+    ]
+os.environ["XLA_FLAGS"] = " ".join(xla_flags)
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"

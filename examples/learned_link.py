@@ -108,13 +108,14 @@ def model(X, y=None, *, Z, real, link):
 
 def fit(data: Data, link: str, args: argparse.Namespace) -> Fitted:
     """Closed-form steps; Adam for the lengthscales, the noise and the heights."""
-    Z = gpaug.inducing.kmeans(data.X, min(args.inducing, len(data.X) // 4), seed=0)
+    num_inducing = min(args.inducing, len(data.X) // 4)
+    Z = gpaug.inducing.kmeans(data.X, num_inducing, seed=args.seed)
     guide = gpaug.AutoSparseGP(model)
     optim = optax.adam(optax.cosine_decay_schedule(0.1, args.steps, alpha=0.05))
     svi = gpaug.ConjugateSVI(model, guide, optim)
     result = svi.run(
-        jax.random.key(0), args.steps, data.X, data.y, Z=Z, real=data.real, link=link,
-        progress_bar=False,
+        jax.random.key(args.seed), args.steps, data.X, data.y, Z=Z, real=data.real,
+        link=link, progress_bar=False,
     )  # fmt: skip
     heights, spread = result.params.get("heights"), None
     for block in guide.structure.blocks:
@@ -132,7 +133,7 @@ def fit(data: Data, link: str, args: argparse.Namespace) -> Fitted:
 # -- data ------------------------------------------------------------------------------
 
 
-def load(path: str) -> Data:
+def load(path: str, seed: int) -> Data:
     """A data set of scikit-learn, or a file with ``X`` and ``y``."""
     if path == "breast_cancer":
         X, y = load_breast_cancer(return_X_y=True)
@@ -148,7 +149,7 @@ def load(path: str) -> Data:
     if not real and not np.array_equal(values, [0, 1]):
         raise SystemExit(f"{path}: y takes values {values}; labels have to be 0/1")
     parts = train_test_split(
-        X, y, test_size=0.2, random_state=0, stratify=None if real else y
+        X, y, test_size=0.2, random_state=seed, stratify=None if real else y
     )
     X, X_test, y, y_test = parts
     scale = np.maximum(X.std(0), 1e-12)
@@ -241,6 +242,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=200, help="of every fit")
     parser.add_argument("--inducing", type=int, default=50, help="at most")
+    parser.add_argument("--seed", type=int, default=0, help="of split and fit")
     parser.add_argument("--out", default="learned_link.png", help="the picture")
     return parser.parse_args(argv)
 
@@ -250,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     sets = []
     for path in args.data:
-        data = load(path)
+        data = load(path, args.seed)
         fits = {link: fit(data, link, args) for link in LINKS[data.real]}
         report(data, fits)
         sets.append((data, fits))

@@ -73,5 +73,4 @@ def test_example_has_options_for_data_and_seed(
         importlib.import_module(script).parse(["--help"])
     text = capsys.readouterr().out
     assert "--data" in text
-    if script != "learned_link":  # nothing in it is random but a fixed split
-        assert "--seed" in text
+    assert "--seed" in text
