@@ -27,7 +27,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
-from classify import CLASSES, Split, baselines, draw_classes, load, report_scores
+from classify import CLASSES, Split, baselines, load, report_scores
 from scipy.stats import beta
 from sklearn.decomposition import PCA
 from sklearn.model_selection import StratifiedKFold
@@ -176,7 +176,11 @@ def draw_plane(left, right, points, names, y, flat: Trace) -> None:
     for axes in (left, right):
         axes.contour(*sides, mean, [-1, 0, 1], colors="k", **styles)
         axes.set(xlabel=names[0], ylabel=names[1])
-    draw_classes(left, points, y)
+    for label, marker in ((0, "o"), (1, "s")):
+        left.scatter(
+            *points[y == label].T, s=18, marker=marker, color=CLASSES[label], ec="w",
+            lw=0.4, zorder=2 + (np.mean(y == label) < 0.5), label=f"class {label}",
+        )  # fmt: skip
     left.legend(frameon=True, framealpha=0.9, edgecolor="none", loc="best")
     left.set_title("Decision boundary, margins (dashed) and probability of class 1")
     bar = left.figure.colorbar(shades, ax=left, ticks=[0, 0.25, 0.5, 0.75, 1])

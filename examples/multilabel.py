@@ -321,8 +321,7 @@ def draw(fitted: Fitted, path: Path) -> None:
     fig.savefig(path, dpi=110)
 
 
-def main(argv: list[str] | None = None) -> Fitted:
-    """Command line."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -348,7 +347,12 @@ def main(argv: list[str] | None = None) -> Fitted:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("multilabel.png"))
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> Fitted:
+    """Fits, prints and draws."""
+    args = parse(argv)
     train, test = load(args.data, args.test, args.seed)
     begin = time.perf_counter()
     subspace = None if args.free else Subspace.fit(train.X, args.rank, seed=args.seed)
