@@ -62,5 +62,5 @@ autodoc_default_options = {"members": True, "special-members": "__call__"}
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(jax|numpy|numpyro|xarray)\..*"),
-    ("py:.*", "ArrayLike|sample_with_intermediates"),
+    ("py:.*", "Array|ArrayLike|sample_with_intermediates"),
 ]
