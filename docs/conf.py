@@ -2,7 +2,7 @@
 """Sphinx configuration: ``python -m sphinx -W -b html docs docs/_build/html``."""
 
 import os
-from importlib.metadata import version
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,7 +49,7 @@ if os.environ.get("GPAUG_DOCS_FAST"):
     # compilation, which fusion emitters double. XLA stops on flags it does not know,
     # and later ones do not have this one.
     xla_flags.append("--xla_backend_optimization_level=0")
-    if version("jaxlib").startswith("0.10."):
+    if metadata.version("jaxlib").startswith("0.10."):
         xla_flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(xla_flags)
 
