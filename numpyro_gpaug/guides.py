@@ -94,6 +94,8 @@ class AutoSparseGP(ProcessGuide):
         if covariance == "preconditioned":
             self.law = PreconditionedLaw()
         self._starts: dict[str, tuple[Array, Array]] = {}
+        # In one compilation: run one by one, the operations take many times as long.
+        self._moments = jax.jit(self._all_moments)
 
     def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
         structure = super()._take_apart(*args, **kwargs)
@@ -168,9 +170,13 @@ class AutoSparseGP(ProcessGuide):
     ) -> tuple[dict[str, Any], dict[str, Moments]]:
         blocks = [b for b in self.structure.blocks if not self._is_preconditioned(b)]
         own = {name for b in blocks for name in self.param_names(b)}
-        gaussians = {b.name: self.gaussian(b, params) for b in blocks}
-        moments = {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
+        moments = self._moments({k: x for k, x in params.items() if k in own})
         return {k: x for k, x in params.items() if k not in own}, moments
+
+    def _all_moments(self, params: dict[str, Any]) -> dict[str, Moments]:
+        blocks = [b for b in self.structure.blocks if not self._is_preconditioned(b)]
+        gaussians = {b.name: self.gaussian(b, params) for b in blocks}
+        return {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
 
     def param_names(self, block: Block) -> tuple[str, str]:
         """Names of the two params of a block."""

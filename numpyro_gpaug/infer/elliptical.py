@@ -225,7 +225,7 @@ class EllipticalSlice(GaussianKernel):
 
     def _next(self, state: EllipticalState, problem: BoundProblem) -> EllipticalState:
         ellipses, blocks = state.ellipses, self.structure.blocks
-        key, noise_key, height_key, angle_key = random.split(state.rng_key, 4)
+        key, noise_key, uniform_key = random.split(state.rng_key, 3)
         other = {
             name: random.normal(random.fold_in(noise_key, i), white.shape, white.dtype)
             for i, (name, white) in enumerate(state.white.items())
@@ -268,22 +268,24 @@ class EllipticalSlice(GaussianKernel):
             white, x, at = at_angle(angle)
             return self._log_ratio(problem, x, at, white)
 
+        # The bracket is the whole ellipse, cut at random: where the first try falls on
+        # it is uniform too. All uniforms at once: within the loop each would cost more
+        # than an evaluation.
         dtype = state.log_ratio.dtype
-        height = state.log_ratio - random.exponential(height_key, dtype=dtype)
-        start_key, shrink_key = random.split(angle_key)
-        turn = 2 * np.pi
-        angle = random.uniform(start_key, dtype=dtype, maxval=turn)
-        first = _Search(angle, angle - turn, angle, evaluate(angle), jnp.int32(1))
+        uniform = random.uniform(uniform_key, (MAX_SHRINKS + 2,), dtype)
+        height = state.log_ratio + jnp.log1p(-uniform[0])
+        low = -2 * np.pi * uniform[1]
+        zero, never = jnp.zeros_like(low), jnp.full_like(low, -jnp.inf)
+        first = _Search(zero, low, low + 2 * np.pi, never, jnp.int32(0))
 
         def outside(search: _Search) -> Array:
             return ~(search.value >= height) & (search.evaluations < MAX_SHRINKS)
 
         def shrink(search: _Search) -> _Search:
-            low = jnp.where(search.angle < 0, search.angle, search.low)
-            high = jnp.where(search.angle < 0, search.high, search.angle)
             count = search.evaluations
-            draw = random.uniform(random.fold_in(shrink_key, count), dtype=dtype)
-            angle = low + (high - low) * draw
+            angle = search.low + (search.high - search.low) * uniform[count + 2]
+            low = jnp.where(angle < 0, angle, search.low)
+            high = jnp.where(angle < 0, search.high, angle)
             return _Search(angle, low, high, evaluate(angle), count + 1)
 
         found = lax.while_loop(outside, shrink, first)
