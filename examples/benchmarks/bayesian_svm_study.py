@@ -65,8 +65,8 @@ def tunable(X, y=None, *, inducing, start):
 
 def learn(fold: Fold, every: int, steps: int) -> dict[str, Any]:
     """The lengthscale learnt from 1, and the seconds, with and without compilation."""
-    optim = optax.MultiSteps(optax.adam(0.3), every_k_schedule=every)
-    svi = gpaug.ConjugateSVI(tunable, gpaug.AutoSparseGP(tunable), optim)
+    guide = gpaug.AutoSparseGP(tunable)
+    svi = gpaug.ConjugateSVI(tunable, guide, optax.adam(0.3), hyper_every=every)
     given = {"inducing": fold.Z, "start": 1.0}
     state = svi.init(KEY, fold.X, fold.y, **given)
 
