@@ -534,15 +534,31 @@ def test_a_mean_without_params_is_told() -> None:
         handlers.seed(guide, 0)(X, jnp.asarray(y, float), inducing=X[:3])
 
 
-def test_save_and_load_a_network(tmp_path) -> None:
-    eqx = pytest.importorskip("equinox")
-    from numpyro.contrib.module import eqx_module
+def network(library: str, depth: int):
+    """A mean function from a network of some library, by NumPyro's own means. Flax is
+    no dependency of the tests: too much comes with it."""
+    from numpyro.contrib import module
 
-    net = eqx.nn.MLP(2, "scalar", 8, 1, key=KEY)
+    if library == "equinox":
+        eqx = pytest.importorskip("equinox")
+        net = eqx.nn.MLP(2, "scalar", 8, depth, key=KEY)
+        return lambda X: jax.vmap(module.eqx_module("net", net))(X)
+    if library == "nnx":
+        nnx = pytest.importorskip("flax.nnx")
+        rngs = nnx.Rngs(0)
+        layers = [nnx.Linear(2 if i == 0 else 8, 8, rngs=rngs) for i in range(depth)]
+        inner = [part for layer in layers for part in (layer, jax.nn.tanh)]
+        deep = nnx.Sequential(*inner, nnx.Linear(8, 1, rngs=rngs))
+        return lambda X: module.nnx_module("net", deep)(X)[..., 0]
+    linen = pytest.importorskip("flax.linen")
+    inner = [part for _ in range(depth) for part in (linen.Dense(8), jax.nn.tanh)]
+    stack = linen.Sequential([*inner, linen.Dense(1)])
+    return lambda X: module.flax_module("net", stack, input_shape=(1, 2))(X)[..., 0]
 
-    def mean(X):
-        return jax.vmap(eqx_module("net", net))(X)
 
+@pytest.mark.parametrize("library", ["equinox", "nnx", "linen"])
+def test_save_and_load_a_network(tmp_path, library) -> None:
+    mean = network(library, 1)
     X, _ = toy(40)
     guide = gpaug.AutoFunctionSpaceGP(regression, mean)
     posterior, result = fit(
@@ -559,10 +575,9 @@ def test_save_and_load_a_network(tmp_path) -> None:
     assert float(jnp.abs(before.mean).max()) > 0
     with pytest.raises(ValueError, match="pass the guide of the fit"):
         gpaug.Posterior.load(path, regression)
-    deeper = eqx.nn.MLP(2, "scalar", 8, 2, key=KEY)
-    wrong = gpaug.AutoFunctionSpaceGP(
-        regression, lambda X: jax.vmap(eqx_module("net", deeper))(X)
-    )
+    if library == "linen":
+        return  # names the parameter of the wrong shape itself
+    wrong = gpaug.AutoFunctionSpaceGP(regression, network(library, 2))
     with pytest.raises(ValueError, match="saved with 4 arrays.*declares 6"):
         gpaug.Posterior.load(path, regression, wrong).predict_f(X)
 

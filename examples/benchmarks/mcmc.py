@@ -13,7 +13,9 @@ one thread, float32 for JAX::
 Effective sample sizes are ArviZ's bulk ones, of the worst latent function value (or
 weight). ``warm``: per second of sampling, compiled and adapted. ``cold``: per second of
 all it takes to get ``--draws`` draws after imports: set-up, the fit, compilation,
-warm-up and sampling. Ratios within one run mean more than seconds.
+warm-up and sampling. ``to_10000``: seconds from the start to 10000 effective draws,
+that is the same at a longer run (the overhead measured, the sampling at its warm rate).
+Ratios within one run mean more than seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +43,7 @@ COLUMNS = {
     "warm": ".0f",
     "cold": ".0f",
     "cold_seconds": ".1f",
+    "to_10000": ".1f",
 }
 
 
@@ -72,9 +75,12 @@ Drawn = tuple[np.ndarray, float, float]
 
 
 def with_numpyro(
-    build: Callable[[], tuple[Any, tuple[Any, ...]]], site: str, warmup: int, draws: int
-) -> Drawn:
-    """Draws of a site, seconds per draw once warm, and seconds from the start."""
+    build: Callable[[], tuple[Any, tuple[Any, ...]]],
+    sites: Sequence[str],
+    warmup: int,
+    draws: int,
+) -> tuple[dict[str, np.ndarray], float, float]:
+    """Draws of some sites, seconds per draw once warm, and seconds from the start."""
     import jax
     from numpyro.infer import MCMC
 
@@ -82,13 +88,14 @@ def with_numpyro(
     kernel, args = build()
     mcmc = MCMC(kernel, num_warmup=warmup, num_samples=draws, progress_bar=False)
     mcmc.run(jax.random.key(1), *args)
-    found = np.asarray(mcmc.get_samples()[site])
+    samples = mcmc.get_samples()
+    found = {site: np.asarray(samples[site]) for site in sites}
     cold = time.process_time() - start
 
     def scan(state: Any, args: Any) -> Any:
         def step(state: Any, _: None) -> tuple[Any, Any]:
             state = kernel.sample(state, args, {})
-            return state, state.z[site]
+            return state, {site: state.z[site] for site in sites if site in state.z}
 
         return jax.lax.scan(step, state, None, length=draws)
 
@@ -139,7 +146,8 @@ def ours(problem: Problem, draws: int, *, elliptical: bool) -> Drawn:
         fit = svi.run(jax.random.key(0), 50, *args, tol=0.01, progress_bar=False)
         return gpaug.EllipticalSlice(model, svi.guide, fit.params), args
 
-    return with_numpyro(build, "f", 50, draws)
+    found, seconds, cold = with_numpyro(build, ["f"], 50, draws)
+    return found["f"], seconds, cold
 
 
 def nuts(problem: Problem, draws: int) -> Drawn:
@@ -156,7 +164,8 @@ def nuts(problem: Problem, draws: int) -> Drawn:
         args = jnp.asarray(design, jnp.float32), jnp.asarray(problem.y)
         return NUTS(linear_model), args
 
-    white, seconds, cold = with_numpyro(build, "f", 500, draws)
+    found, seconds, cold = with_numpyro(build, ["f"], 500, draws)
+    white = found["f"]
     return (
         white if problem.covariance is None else white @ design.T, seconds, cold
     )  # fmt: skip
@@ -216,6 +225,7 @@ def worker(sampler: str, name: str, draws: int) -> None:
         found[None].astype(float), chain_axis=0, draw_axis=1, method="bulk"
     )
     worst = float(np.min(sizes))
+    overhead = cold - draws * seconds
     row = {
         "problem": name,
         "sampler": sampler,
@@ -224,20 +234,20 @@ def worker(sampler: str, name: str, draws: int) -> None:
         "warm": worst / draws / seconds,
         "cold": worst / cold,
         "cold_seconds": cold,
+        "to_10000": overhead + 1e4 * draws * seconds / worst,
         "mean": found.mean(0).round(4).tolist(),
         "sd": found.std(0).round(4).tolist(),
     }
     print(json.dumps(row))
 
 
-def spawn(sampler: str, name: str, draws: int) -> dict[str, Any]:
-    """A process of its own, on one thread."""
+def spawn(script: str, options: list[str]) -> dict[str, Any]:
+    """A script in a process of its own, on one thread; the JSON it prints last."""
     environment = os.environ | dict.fromkeys(THREADS, "1")
     environment["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
     environment["JAX_PLATFORMS"] = "cpu"
-    options = ["--worker", sampler, "--sizes", name, "--draws", str(draws)]
     done = subprocess.run(
-        [sys.executable, __file__, *options], env=environment, stdout=subprocess.PIPE,
+        [sys.executable, script, *options], env=environment, stdout=subprocess.PIPE,
         text=True, check=True,
     )  # fmt: skip
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -265,7 +275,8 @@ def main() -> None:
         "rows": [],
     }
     for name in [*problems, *args.sizes]:
-        rows = [spawn(sampler, name, args.draws) for sampler in args.samplers]
+        given = ["--sizes", name, "--draws", str(args.draws)]
+        rows = [spawn(__file__, ["--worker", s, *given]) for s in args.samplers]
         for row in rows:
             # All sample one posterior: the worst difference of a mean, in its scale.
             shift = np.subtract(row["mean"], rows[0]["mean"]) / rows[0]["sd"]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How hyperparameters mix: with the latents integrated out, given them, or jointly.
+
+A full-process classifier on the first rows of a real table; its lengthscale and
+variance have priors and are sampled with the function values, all on the same
+posterior. ``collapsed`` is ``CollapsedGaussian``: hyperparameters move with the latents
+integrated out given the auxiliaries. ``augmented`` and ``elliptical`` are blocks of
+NumPyro's ``Gibbs`` (``AugmentedGaussian``, ``EllipticalSlice``), with NUTS on the
+hyperparameters given the latents; ``nuts`` is NUTS on everything, the latents whitened.
+One process each, one thread, float32::
+
+    python examples/benchmarks/mcmc_hyper.py --table heart --json results.json
+
+Effective sample sizes are ArviZ's bulk ones, of the worst hyperparameter (``hyper``)
+and of the worst function value (``f``). ``cold`` counts all it takes to get ``--draws``
+draws after imports, ``warm`` the sampling alone; seconds are of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import load_data, machine, print_table, versions
+from mcmc import spawn, with_numpyro
+
+SAMPLERS = ("collapsed", "augmented", "elliptical", "nuts")
+COLUMNS = {
+    "sampler": "",
+    "hyper_per_draw": ".3f",
+    "f_per_draw": ".3f",
+    "ms_per_draw": ".2f",
+    "hyper_warm": ".1f",
+    "f_warm": ".1f",
+    "hyper_cold": ".1f",
+    "cold_seconds": ".0f",
+    "lengthscale": ".2f",
+    "variance": ".2f",
+    "shift": ".2f",
+}
+
+
+def model(X: Any, y: Any = None) -> None:
+    import numpyro
+    import numpyro.distributions as dist
+
+    import numpyro_gpaug as gpaug
+
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(np.log(4.0), 0.5))
+    variance = numpyro.sample("variance", dist.LogNormal(1.0, 0.7))
+    kernel = gpaug.kernels.SquaredExponential(lengthscale, variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=X)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+def kernel_of(sampler: str, X: Any, y: Any) -> Any:
+    """A NumPyro kernel for all of the model."""
+    import jax
+    from numpyro.infer import NUTS
+    from numpyro.infer.gibbs import Gibbs
+
+    import numpyro_gpaug as gpaug
+
+    if sampler == "nuts":
+        return NUTS(model)
+    if sampler == "collapsed":
+        return gpaug.CollapsedGaussian(model)
+    if sampler == "augmented":
+        latents = gpaug.AugmentedGaussian(model)
+    else:
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+        key = jax.random.key(0)
+        params = svi.run(key, 50, X, y, tol=0.01, progress_bar=False).params
+        latents = gpaug.EllipticalSlice(model, svi.guide, params)
+    return Gibbs([(latents, ["f.v"]), (NUTS(model), None)])
+
+
+def worker(sampler: str, table: str, args: argparse.Namespace) -> None:
+    """Measures one sampler, and prints JSON."""
+    import jax.numpy as jnp
+    from arviz_stats.base import array_stats
+
+    X, y = load_data(table)
+    X = (X - X.mean(0)) / X.std(0)
+    data = jnp.asarray(X[: args.rows], jnp.float32), jnp.asarray(y[: args.rows])
+
+    def build() -> tuple[Any, tuple[Any, ...]]:
+        return kernel_of(sampler, *data), data
+
+    names = "lengthscale", "variance", "f"
+    found, seconds, cold = with_numpyro(build, names, args.warmup, args.draws)
+
+    def worst(draws: np.ndarray) -> float:
+        columns = draws.reshape(1, len(draws), -1).astype(float)
+        ess: Callable[..., Any] = array_stats.ess
+        return float(np.min(ess(columns, chain_axis=0, draw_axis=1, method="bulk")))
+
+    hyper = np.stack([np.log(found[name]) for name in names[:2]], -1)
+    sizes = {"hyper": worst(hyper), "f": worst(found["f"])}
+    row: dict[str, Any] = {"sampler": sampler, "rows": len(data[0])}
+    row |= {f"{k}_per_draw": size / args.draws for k, size in sizes.items()}
+    row |= {f"{k}_warm": size / args.draws / seconds for k, size in sizes.items()}
+    row |= {"ms_per_draw": 1e3 * seconds, "cold_seconds": cold}
+    row |= {"hyper_cold": sizes["hyper"] / cold, "hyper_size": sizes["hyper"]}
+    row |= {name: float(found[name].mean()) for name in names[:2]}
+    row |= {"mean": hyper.mean(0).tolist(), "sd": hyper.std(0).tolist()}
+    print(json.dumps(row))
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--table", default="heart")
+    parser.add_argument("--rows", type=int, default=200, help="the first so many")
+    parser.add_argument("--samplers", default=[*SAMPLERS], type=lambda t: t.split(","))
+    parser.add_argument("--draws", type=int, default=2000)
+    parser.add_argument("--warmup", type=int, default=500)
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker, args.table, args)
+        return
+    given = ["--table", args.table, "--rows", str(args.rows)]
+    given += ["--draws", str(args.draws), "--warmup", str(args.warmup)]
+    rows = [spawn(__file__, ["--worker", s, *given]) for s in args.samplers]
+    for row in rows:
+        # All sample one posterior: the worst difference of a mean (of the log of a
+        # hyperparameter), in units of its Monte Carlo error.
+        error = np.divide(row["sd"], np.sqrt(row["hyper_size"]))
+        first = np.divide(rows[0]["sd"], np.sqrt(rows[0]["hyper_size"]))
+        apart = np.subtract(row["mean"], rows[0]["mean"])
+        row["shift"] = float(np.abs(apart / np.hypot(error, first)).max())
+    print(f"{args.table}, {rows[0]['rows']} rows")
+    print_table(rows, COLUMNS)
+    if args.json:
+        output = {
+            "machine": machine(), "versions": versions("jax", "numpyro"), "rows": rows
+        }  # fmt: skip
+        args.json.write_text(json.dumps(output, indent=1))
+
+
+if __name__ == "__main__":
+    main()
