@@ -53,9 +53,11 @@ def check_observations(
         names[:] = found
         return list(found.values())
 
-    # A guide may be called in a trace that does not concern its arguments.
+    # A guide may be called in a trace that does not concern its arguments. Compiled
+    # outside of that context: within it JAX runs constants operation by operation.
+    compiled = jax.jit(flags).lower(arguments.arrays).compile()
     with jax.ensure_compile_time_eval():
-        inside_all = jax.jit(flags)(arguments.arrays)
+        inside_all = compiled(arguments.arrays)
     for (name, parameter), inside in zip(names, inside_all, strict=True):
         # The model may close over values that are traced.
         if not isinstance(inside, jax.core.Tracer) and not inside:
@@ -84,6 +86,8 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
         valid[name, ""] = jnp.all(inside)
         base = base_distribution(fn)
         for k, constraint in base.arg_constraints.items():
+            if constraint in (constraints.real, constraints.real_vector):
+                continue  # nothing to break, and logits cost a factorisation
             if k in vars(base) and not constraints.is_dependent(constraint):
                 value = jnp.asarray(getattr(base, k))
                 # What is not finite has a cause of its own (a failed Cholesky, say),
