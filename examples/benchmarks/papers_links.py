@@ -42,7 +42,7 @@ PUBLISHED = {
     "cancer": {"fixed link": (-0.093, 0.961), "learnt link": (-0.085, 0.962)},
     "boston": {"learnt link": (-0.859, 0.451), "prior on link": (-0.700, 0.471)},
 }
-# The same by fold (log-likelihood, then score), where the authors' repository has the run
+# The same by fold (log-likelihood, then score), where the repository has the run
 # that was published.
 PUBLISHED_FOLDS = {
     ("banana", "learnt link"): (
