@@ -9,7 +9,7 @@ NumPyro's ``Gibbs`` (``AugmentedGaussian``, ``EllipticalSlice``), with NUTS on t
 hyperparameters given the latents; ``nuts`` is NUTS on everything, the latents whitened.
 One process each, one thread, float32::
 
-    python examples/benchmarks/mcmc_hyper.py --table heart --json results.json
+    python examples/benchmarks/mcmc_hyper.py --json results.json
 
 Effective sample sizes are ArviZ's bulk ones, of the worst hyperparameter (``hyper``)
 and of the worst function value (``f``). ``cold`` counts all it takes to get ``--draws``
@@ -115,7 +115,7 @@ def worker(sampler: str, table: str, args: argparse.Namespace) -> None:
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--table", default="heart")
+    parser.add_argument("--table", default="breast_cancer")
     parser.add_argument("--rows", type=int, default=200, help="the first so many")
     parser.add_argument("--samplers", default=[*SAMPLERS], type=lambda t: t.split(","))
     parser.add_argument("--draws", type=int, default=2000)
