@@ -56,8 +56,9 @@ class AutoSparseGP(ProcessGuide):
         :math:`q(u) = N(K \mu, (K^{-1} + \Sigma^{-1})^{-1})` of the inducing values u
         with a diagonal :math:`\Sigma`, which follows correlations of the prior and
         needs no factor of K (Panos, Dellaportas and Titsias, 2018), for gradient SVI
-        with many latents or ill-conditioned K. Draws of it do factorise K, jitter
-        included.
+        with many latents or ill-conditioned K; the params are :math:`\Sigma` and
+        :math:`\nu = (K + \Sigma) \mu`, observations with that noise, which keep
+        gradients well scaled. Draws of it do factorise K, jitter included.
     :param other: class of the autoguide for all other latents (for example
         ``AutoNormal``), built as ``other(model)``; the default ``AutoDelta`` gives
         their posterior mode, started at prior medians.
@@ -204,10 +205,10 @@ class AutoSparseGP(ProcessGuide):
             return self._gaussian(block)
 
     def _preconditioned(self, block: Block) -> Preconditioned:
-        weights, noise = self.param_names(block)
+        targets, noise = self.param_names(block)
         zeros, positive = jnp.zeros(block.shape, block.dtype), constraints.positive
         values = {
-            weights: numpyro.param(weights, zeros),
+            targets: numpyro.param(targets, zeros),
             noise: numpyro.param(noise, zeros + 1, constraint=positive),
         }
         return Preconditioned.of(block, values)

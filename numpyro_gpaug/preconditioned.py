@@ -5,6 +5,13 @@ r"""The posterior of a process by 2 M numbers,
 Panos, Dellaportas and Titsias (2018), section 2.3. Means, variances and the KL need one
 Cholesky factor, of :math:`K + \Sigma`, which is well conditioned without jitter; K
 itself is not factorised.
+
+The same Gaussian is the posterior given M observations :math:`\nu` of the inducing
+values with noise :math:`\Sigma`, for :math:`\mu = (K + \Sigma)^{-1} \nu`, and
+:math:`\nu` is the param. Gradients with respect to :math:`\mu` are those with respect
+to the mean multiplied by K, whose eigenvalues may differ by any factor (a kernel that is
+nearly constant has one that is M times the variance); with respect to :math:`\nu`,
+multiplied by :math:`(K + \Sigma)^{-1} K`, whose eigenvalues are below 1.
 """
 
 from __future__ import annotations
@@ -28,11 +35,11 @@ if TYPE_CHECKING:
 class Preconditioned(NamedTuple):
     """The parameters of a process, latent axis first.
 
-    :param weights: mu, (1 or C, M).
+    :param targets: nu, (1 or C, M).
     :param noise: diagonal of Sigma, positive, of the same shape.
     """
 
-    weights: Array
+    targets: Array
     noise: Array
 
     @classmethod
@@ -40,24 +47,30 @@ class Preconditioned(NamedTuple):
         """Those of a block among the params of a guide."""
         return cls(*(lead(values[name], 1) for name in preconditioned_names(block)))
 
+    def weights(self, inverse: Array) -> Array:
+        """mu, (1 or C, M).
+
+        :param inverse: inverse Cholesky factor of ``K + Sigma``, (1 or C, M, M).
+        """
+        white = jnp.einsum("...mn,...n->...m", inverse, self.targets)
+        return jnp.einsum("...nm,...n->...m", inverse, white)
+
     def whitened(self, factor: Array) -> NaturalGaussian:
         """The law of v, with :math:`u = L v`: precision
         :math:`I + L^T Sigma^{-1} L`.
 
         :param factor: L, (1 or C, M, M).
         """
-        scaled = factor / jnp.sqrt(self.noise)[..., None]
+        root = jnp.sqrt(self.noise)
+        scaled = factor / root[..., None]
         eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
-        precision = eye + _transposed(scaled) @ scaled
-        mean = jnp.einsum("...nm,...n->...m", factor, self.weights)
-        return NaturalGaussian(
-            jnp.einsum("...mn,...n->...m", precision, mean), precision
-        )
+        potential = jnp.einsum("...nm,...n->...m", scaled, self.targets / root)
+        return NaturalGaussian(potential, eye + _transposed(scaled) @ scaled)
 
 
 def preconditioned_names(block: Block) -> tuple[str, str]:
     """Names of a block's two params."""
-    return f"{block.site}_auto_weights", f"{block.site}_auto_noise"
+    return f"{block.site}_auto_targets", f"{block.site}_auto_noise"
 
 
 class PreconditionedLaw(InducingLaw):
@@ -92,9 +105,10 @@ class PreconditionedLaw(InducingLaw):
         if not block.is_process:
             return super().divergence(problem, fit, block)
         law = problem.conditional(block)
-        gp, (weights, noise) = law.gp, Preconditioned.of(block, fit.values)
+        gp, params = law.gp, Preconditioned.of(block, fit.values)
         gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
         inverse = self._inverse_factor(law, fit, block)
+        weights, noise = params.weights(inverse), params.noise
         energy = (weights * jnp.einsum("...mn,...n->...m", gram, weights)).sum(-1)
         # tr((K + Sigma)^-1 K) = M - tr((K + Sigma)^-1 Sigma)
         kept = 1 - jnp.square(inverse).sum(-2) * noise
@@ -105,8 +119,8 @@ class PreconditionedLaw(InducingLaw):
         """Mean ``m(x) + k_Z(x) mu``, covariance
         ``k(x, x') - k_Z(x) (K + Sigma)^-1 k_Z(x')``."""
         gp, prior = law.gp, prior_measure(law.gp)
-        weights = Preconditioned.of(block, fit.values).weights
         inverse = self._inverse_factor(law, fit, block)
+        weights = Preconditioned.of(block, fit.values).weights(inverse)
 
         def cross(X: Array) -> Array:
             return lead(gp.kernel(X, gp.inducing), 2)

@@ -66,7 +66,8 @@ def test_golden(dtype) -> None:
     X, y, known = problem(dtype)
     guide = gpaug.AutoSparseGP(model, covariance="preconditioned").setup(X, y, **known)
     mu, noise = golden("mu", "Sigma_diag", dtype=dtype)
-    params = {"f.v_auto_weights": mu, "f.v_auto_noise": noise}
+    K = gpaug.kernels.SquaredExponential(0.9, 1.3)(known["Z"], known["Z"])
+    params = {"f.v_auto_targets": mu @ K + noise * mu, "f.v_auto_noise": noise}
     loss = gpaug.TraceAnalytic_ELBO().loss(KEY, params, model, guide, X, y, **known)
     rtol = 1e-5 if dtype == "float32" else 1e-12
     np.testing.assert_allclose(-loss, GOLDEN["elbo"], rtol=rtol)
