@@ -9,8 +9,8 @@ itself is not factorised.
 The same Gaussian is the posterior given M observations :math:`\nu` of the inducing
 values with noise :math:`\Sigma`, for :math:`\mu = (K + \Sigma)^{-1} \nu`, and
 :math:`\nu` is the param. Gradients with respect to :math:`\mu` are those with respect
-to the mean multiplied by K, whose eigenvalues may differ by any factor (a kernel that is
-nearly constant has one that is M times the variance); with respect to :math:`\nu`,
+to the mean multiplied by K, whose eigenvalues may differ by any factor (where the
+kernel is nearly constant, one is M times its variance); with respect to :math:`\nu`,
 multiplied by :math:`(K + \Sigma)^{-1} K`, whose eigenvalues are below 1.
 """
 
