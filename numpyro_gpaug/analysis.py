@@ -97,12 +97,23 @@ def structure_for(
     :param model: the model.
     :param structure: what it is made of, from arguments of any size.
     :param arguments: its arguments.
+    :raises ValueError: if it is the structure of another model.
     """
     plates: dict[str, Plate] = {}
 
     def abstract(arrays: tuple[Array, ...]) -> None:
         given = arguments._replace(arrays=arrays)
         trace = run_model(model, given, jax.random.key(0), structure.zeros)
+        for site in structure.observed:
+            message = trace.get(site.name)
+            found = base_distribution(message["fn"]) if message else None
+            if found is None or not all(hasattr(found, k) for k in site.latents):
+                raise ValueError(
+                    f"the guide was set up for a model in which site {site.name!r} has "
+                    f"parameters {list(site.latents)}; here it is "
+                    f"{'missing' if found is None else type(found).__name__}. A guide "
+                    "belongs to one model: make a new one"
+                )
         plates.update(_plates(trace))
 
     jax.eval_shape(abstract, arguments.arrays)

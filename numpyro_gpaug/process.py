@@ -116,8 +116,9 @@ class GaussianProcess:
                 f"{self.v.shape}, but {num_inducing} inducing inputs call for {shape}. "
                 "Either it is constructed inside a plate (construct it before the "
                 "plate, call it inside), or the inducing inputs changed in number "
-                "since the fit (pass them as an argument or a param, not as rows of "
-                "the data)."
+                "since the guide was set up or the fit made (pass them as an argument "
+                "or a param, not as rows of the data; for another number make a new "
+                "guide)."
             )
 
     @cached_property

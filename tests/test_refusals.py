@@ -315,3 +315,26 @@ def test_float32_data_under_x64_with_sampled_hyperparameters(x64) -> None:
     _, result = run(model, X, y, inducing=X[:6], optim=optax.adam(0.05))
     assert result.losses.dtype == np.float32
     assert np.isfinite(result.losses).all()
+
+
+def test_a_guide_of_another_model() -> None:
+    def real(X, y=None):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), X[:3])
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(gp(X), 0.1), obs=y)
+
+    def labels(X, y=None, *, site="y", inducing=3):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), X[:inducing])
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample(site, dist.Bernoulli(logits=gp(X)), obs=y)
+
+    X = jnp.linspace(0, 1, 8)[:, None]
+    y = jnp.array([0, 1] * 4)
+    guide = gpaug.AutoSparseGP(labels).setup(X, y)
+    quiet = {"progress_bar": False}
+    with pytest.raises(ValueError, match="here it is Normal. A guide belongs to one"):
+        gpaug.ConjugateSVI(real, guide).run(KEY, 2, X, X[:, 0], **quiet)
+    with pytest.raises(ValueError, match="here it is missing"):
+        gpaug.ConjugateSVI(labels, guide).run(KEY, 2, X, y, site="z", **quiet)
+    with pytest.raises(ValueError, match="for another number make a new guide"):
+        gpaug.ConjugateSVI(labels, guide).run(KEY, 2, X, y, inducing=4, **quiet)
