@@ -300,3 +300,18 @@ def test_slices_want_params_at_the_fit() -> None:
     kernel = gpaug.EllipticalSlice(fixed, svi.guide, params)
     state = kernel.init(KEY, 0, None, (X, LABELS), {})
     assert np.isfinite(state.log_ratio)
+
+
+def test_a_fit_too_narrow_to_slice_around_is_told() -> None:
+    def model(X, y=None):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), X[:3])
+        w = numpyro.sample("w", dist.Normal(jnp.zeros(1), 1.0).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X) + X @ w), obs=y)
+
+    X, y = jnp.linspace(0, 1, 8)[:, None], jnp.array([0, 1] * 4)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    params = svi.run(KEY, 3, X, y, progress_bar=False).params
+    kernel = gpaug.EllipticalSlice(model, svi.guide, params)
+    with pytest.warns(UserWarning, match=r"\['f', 'w'\] reach the same predictor"):
+        kernel.init(KEY, 0, None, (X, y), {})

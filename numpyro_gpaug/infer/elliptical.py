@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from numpyro_gpaug.fields import chosen
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem, scaled_sum
 from numpyro_gpaug.infer.gaussian_kernel import Function, GaussianKernel, Values
+from numpyro_gpaug.infer.groups import reached_by
 from numpyro_gpaug.linalg import Moments
 from numpyro_gpaug.structure import Arguments, Block, flat_functions, run_model
 
@@ -63,8 +65,13 @@ class EllipticalSlice(GaussianKernel):
     corrects by the ratio of the target to it. With the prior for that Gaussian the
     ratio is the likelihood, and moves are short when data say much. Here it is the fit
     :math:`q(v) = N(m, S)`, and the ratio :math:`p(v)\, p(y \mid v) / q(v)` is nearly
-    flat: the better the fit, the less draws depend on each other, and either way the
-    target is exactly the posterior.
+    flat: the better the fit, the less draws depend on each other.
+
+    The target is exactly the posterior, but a fit much narrower than it makes draws
+    that reach its tails rare and then dwell there, which short chains do not show.
+    Look at :func:`~numpyro_gpaug.diagnostics.psis_khat` of the fit first: above 0.7,
+    use another sampler. Blocks that reach the same predictor (a process and weights
+    added to it), which a fit holds independent, are that case, and a warning says so.
 
     Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
     N)) once, and O(N) for each likelihood it takes to leave the slice (two to three).
@@ -133,6 +140,16 @@ class EllipticalSlice(GaussianKernel):
                 raise ValueError(
                     f"site {block.site!r} has shape {block.shape} in the model, but in "
                     f"the fit it {found}: fit this model at these arguments"
+                )
+
+        for predictor, names in reached_by(problem).items():
+            if len(names) > 1:
+                warnings.warn(
+                    f"{sorted(names)} reach the same predictor {predictor!r}, and the "
+                    "fit holds them independent: its Gaussian is narrower than the "
+                    "posterior, whose tails are then reached very seldom, with nothing "
+                    "for r-hat to notice. AugmentedGaussian(model) draws them jointly",
+                    stacklevel=2,
                 )
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -41,19 +41,22 @@ class Group(NamedTuple):
         return tuple(dict.fromkeys(p.rsplit("/", 1)[0] for p in self.predictors))
 
 
-def groups_of(problem: BoundProblem) -> tuple[Group, ...]:
-    """Blocks joined where they reach the same predictor; first those whose draw needs
-    no auxiliaries, so that the last auxiliaries drawn go with the latents."""
+def reached_by(problem: BoundProblem) -> dict[str, set[str]]:
+    """Names of the blocks that reach each predictor."""
     blocks = problem.structure.blocks
     shapes = {
         b.name: problem.conditional(b).shape if b.is_process else b.shape
         for b in blocks
     }
     inputs = {b.name: jax.ShapeDtypeStruct(shapes[b.name], b.dtype) for b in blocks}
-    reach = {
-        name: set(leaf.state)
-        for name, leaf in dependence_tree(problem.predictor_values, inputs).items()
-    }
+    tree = dependence_tree(problem.predictor_values, inputs)
+    return {name: set(leaf.state) for name, leaf in tree.items()}
+
+
+def groups_of(problem: BoundProblem) -> tuple[Group, ...]:
+    """Blocks joined where they reach the same predictor; first those whose draw needs
+    no auxiliaries, so that the last auxiliaries drawn go with the latents."""
+    blocks, reach = problem.structure.blocks, reached_by(problem)
     latents, coupled = problem.latents(), problem.coupled()
     groups = []
     left = list(blocks)
