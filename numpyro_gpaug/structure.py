@@ -195,12 +195,15 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
     """
     fn, shape = site["fn"], jnp.shape(site["value"])
     expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
+    base = base_distribution(fn)
     if shape != expected:
+        # Logits of shape (N,) are those of one datum with N classes.
+        single = isinstance(base, CategoricalLogits) and base.logits.shape == shape
+        hint = "; for C classes give the process num_latents=C" if single else ""
         raise ValueError(
             f"site {name!r}: observations have shape {shape}, but the model gives them "
-            f"a distribution of shape {expected}"
+            f"a distribution of shape {expected}{hint}"
         )
-    base = base_distribution(fn)
     if isinstance(base, CategoricalLogits | CategoricalProbs) and jnp.issubdtype(
         jnp.result_type(site["value"]), jnp.floating
     ):

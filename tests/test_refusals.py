@@ -338,3 +338,14 @@ def test_a_guide_of_another_model() -> None:
         gpaug.ConjugateSVI(labels, guide).run(KEY, 2, X, y, site="z", **quiet)
     with pytest.raises(ValueError, match="for another number make a new guide"):
         gpaug.ConjugateSVI(labels, guide).run(KEY, 2, X, y, inducing=4, **quiet)
+
+
+def test_classes_without_latents_of_their_own() -> None:
+    def model(X, y=None):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), X[:3])
+        numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
+
+    X = jnp.linspace(0, 1, 8)[:, None]
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    with pytest.raises(ValueError, match="give the process num_latents=C"):
+        svi.run(KEY, 2, X, jnp.arange(8) % 3, progress_bar=False)
