@@ -193,3 +193,33 @@ def test_only_the_same_observations_are_compared(fitted):
         diagnostics.compare({"a": tree, "b": other})
     with pytest.raises(ValueError, match="nothing to compare"):
         diagnostics.compare({"a": tree})
+
+
+def test_weight_vectors_of_a_posterior_are_compared(x64):
+    """Weights with normal observations: the fit is the posterior, known in closed
+    form, and so are its statistics."""
+
+    def linear(X, y=None):
+        w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 1.0).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+    rng = np.random.default_rng(0)
+    X = jnp.asarray(rng.normal(size=(9, 2)))
+    y = X @ jnp.array([1.0, -1.0]) + 0.5 * rng.normal(size=9)
+    precision = np.eye(2) + 4 * X.T @ X
+    law = dist.MultivariateNormal(
+        np.linalg.solve(precision, 4 * X.T @ y), precision_matrix=precision
+    )
+    svi = gpaug.ConjugateSVI(linear, gpaug.AutoSparseGP(linear))
+    fit = svi.run(jax.random.key(0), 5, X, y, progress_bar=False)
+    posterior = svi.posterior(fit.params)
+    ours = posterior.weights["w"]
+    np.testing.assert_allclose(ours.mean, law.mean, rtol=1e-8)
+    np.testing.assert_allclose(ours.covariance_matrix, law.covariance_matrix, rtol=1e-8)
+    draws = {"w": law.sample(jax.random.key(1), (4000,))}
+    found = gpaug.diagnostics.vi_against_mcmc(linear, posterior, draws, X, y)
+    found = found["posterior"]["w"]
+    assert found.sizes == {"statistic": 3, "w_dim_0": 2}
+    np.testing.assert_allclose(found.sel(statistic="sd_ratio"), 1, atol=0.05)
+    np.testing.assert_allclose(found.sel(statistic="mean_difference"), 0, atol=0.06)

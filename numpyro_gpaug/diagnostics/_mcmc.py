@@ -49,8 +49,8 @@ def vi_against_mcmc(
         them where the fit left them, there and here:
         ``numpyro.handlers.substitute(model, data=result.params)``.
     :param vi: a tree from :func:`to_datatree`; or draws by site, (num_draws, ...); or a
-        :class:`~numpyro_gpaug.Posterior`, whose function values are compared without
-        Monte Carlo error, and which says nothing of other sites.
+        :class:`~numpyro_gpaug.Posterior`, whose function values and weight vectors are
+        compared without Monte Carlo error, and which says nothing of other sites.
     :param samples: draws by site, as ``mcmc.get_samples()`` returns them.
     :param args: the model's arguments at the fit, observations included.
     :param kwargs: its keyword arguments.
@@ -91,7 +91,7 @@ def vi_against_mcmc(
     mcmc = {name: np.asarray(x) for name, x in samples.items()}
     if isinstance(vi, Posterior):
         num = len(next(iter(mcmc.values())))
-        draws = _function_values(vi, num, mcmc, args)
+        draws = _marginal_quantiles(vi, num, mcmc, args)
     else:
         draws = _flat_draws(vi)
     common = [name for name in mcmc if name in draws]
@@ -148,7 +148,7 @@ def _flat_draws(vi: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in vi.items()}
 
 
-def _function_values(
+def _marginal_quantiles(
     posterior: Posterior, num: int, names: Any, args: Any
 ) -> dict[str, np.ndarray]:
     """Normal marginals as their quantiles at ``(i + 1/2) / num``."""
@@ -159,6 +159,10 @@ def _function_values(
             f = posterior.predict_f(*args, site=name)
             sd = np.sqrt(np.asarray(f.variance))
             found[name] = np.asarray(f.mean) + np.multiply.outer(z, sd)
+    for name, law in posterior.weights.items():
+        if name in names:
+            sd = np.sqrt(np.asarray(law.variance))
+            found[name] = np.asarray(law.mean) + np.multiply.outer(z, sd)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
@@ -94,6 +95,37 @@ class Posterior:
         """Names of the Gaussian processes, as :meth:`predict_f` takes them."""
         blocks = self._predictor.structure.blocks
         return tuple(block.name for block in blocks if block.is_process)
+
+    @property
+    def weights(self) -> dict[str, dist.MultivariateNormal]:
+        """Posteriors of the plain Gaussian weight vectors, by site; where a process
+        reaches the same predictor, too narrow, as the fit holds them independent.
+
+        **Example**
+
+        >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+        >>> import numpyro_gpaug as gpaug
+        >>> def model(X, y=None):
+        ...     w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 1.0).to_event(1))
+        ...     with numpyro.plate("data", X.shape[0]):
+        ...         numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+        >>> X = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [-1.0, 0.0]])
+        >>> y = jnp.array([1, 0, 1, 0])
+        >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+        >>> fit = svi.run(jax.random.key(0), 20, X, y, progress_bar=False)
+        >>> w = svi.posterior(fit.params).weights["w"]
+        >>> [f"{x:.1f}" for x in w.mean]
+        ['0.9', '-0.1']
+        """
+        found = {}
+        for block in self._predictor.structure.blocks:
+            if not block.is_process:
+                mean, whitener, _ = self._fit.moments[block.name]
+                covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
+                found[block.site] = dist.MultivariateNormal(
+                    mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
+                )
+        return found
 
     # -- prediction -------------------------------------------------------------------
 
