@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -25,6 +27,9 @@ Method = Literal["svd", "clusters"]
 # multiplies by so many columns at a time.
 _BLOCK_ENTRIES = 2**22
 _BLOCK_COLUMNS = 64
+
+# Each holds 2 * 64 columns of D entries.
+_MOST_THREADS = 4
 
 # Directions beyond the rank, and passes, of the randomised iteration. Its error falls
 # as (s_{R+1} / s_R) to twice the number of passes; any orthonormal basis is exact.
@@ -275,12 +280,18 @@ def _blocks(X: Any) -> Iterator[Any]:
 
 
 def _gram_product(X: Any, W: np.ndarray) -> np.ndarray:
-    """``X' (X W)``, never holding ``X W``."""
+    """``X' (X W)``, never holding ``X W``; columns in threads, as SciPy's products run
+    on one and let others run."""
     result = np.zeros_like(W)
-    for block in _blocks(X):
-        for start in range(0, W.shape[1], _BLOCK_COLUMNS):
-            columns = slice(start, start + _BLOCK_COLUMNS)
-            result[:, columns] += block.T @ (block @ W[:, columns])
+    starts = range(0, W.shape[1], _BLOCK_COLUMNS)
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for block in _blocks(X):
+
+            def add(start: int, block: Any = block) -> None:
+                columns = slice(start, start + _BLOCK_COLUMNS)
+                result[:, columns] += block.T @ (block @ W[:, columns])
+
+            list(pool.map(add, starts))
     return result
 
 
