@@ -128,15 +128,18 @@ def main() -> None:
         return
     given = ["--table", args.table, "--rows", str(args.rows)]
     given += ["--draws", str(args.draws), "--warmup", str(args.warmup)]
-    rows = [spawn(__file__, ["--worker", s, *given]) for s in args.samplers]
-    for row in rows:
+    rows: list[dict[str, Any]] = []
+    for sampler in args.samplers:
+        row = spawn(__file__, ["--worker", sampler, *given])
+        rows.append(row)
         # All sample one posterior: the worst difference of a mean (of the log of a
-        # hyperparameter), in units of its Monte Carlo error.
+        # hyperparameter) from the first sampler's, in units of its Monte Carlo error.
         error = np.divide(row["sd"], np.sqrt(row["hyper_size"]))
         first = np.divide(rows[0]["sd"], np.sqrt(rows[0]["hyper_size"]))
         apart = np.subtract(row["mean"], rows[0]["mean"])
         row["shift"] = float(np.abs(apart / np.hypot(error, first)).max())
-    print(f"{args.table}, {rows[0]['rows']} rows")
+        print_table([row], COLUMNS)
+    print(f"\n{args.table}, {rows[0]['rows']} rows")
     print_table(rows, COLUMNS)
     if args.json:
         output = {
