@@ -120,15 +120,19 @@ def test_classifier(inducing) -> None:
 # The quick test of hyperparameters is that of the joint distribution, in
 # test_calibration_of_samplers.py.
 @pytest.mark.slow
-@pytest.mark.parametrize("collapsed", [False, True])
-def test_sums_with_hyperparameters(collapsed) -> None:
+@pytest.mark.parametrize("sampler", ["augmented", "collapsed", "elliptical"])
+def test_sums_with_hyperparameters(sampler) -> None:
     y = jnp.asarray(X[:, 0] + np.sin(3 * X[:, 1]))
     data = {"inducing": X[:8], "num_warmup": 400}
     reference = run(NUTS(additive), X, y, num_samples=2000, **data).get_samples()
     owned = ["f.v", "g.v", "w"]
     ours = gpaug.AugmentedGaussian(additive)
-    if collapsed:
+    if sampler == "collapsed":
         ours, owned = gpaug.CollapsedGaussian(additive), [*owned, "lengthscale"]
+    elif sampler == "elliptical":
+        svi = gpaug.ConjugateSVI(additive, gpaug.AutoSparseGP(additive))
+        params = svi.run(KEY, 20, X, y, inducing=X[:8], progress_bar=False).params
+        ours = gpaug.EllipticalSlice(additive, svi.guide, params)
     kernel = Gibbs([(ours, owned), (NUTS(additive), None)])
     found = run(kernel, X, y, num_samples=3000, **data).get_samples()
     assert_same_law(found, reference, "f", "g", "w", "lengthscale", "scale")
@@ -302,16 +306,53 @@ def test_slices_want_params_at_the_fit() -> None:
     assert np.isfinite(state.log_ratio)
 
 
-def test_a_fit_too_narrow_to_slice_around_is_told() -> None:
-    def model(X, y=None):
-        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), X[:3])
-        w = numpyro.sample("w", dist.Normal(jnp.zeros(1), 1.0).to_event(1))
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X) + X @ w), obs=y)
+def process_and_weights(X, y=None, *, inducing, likelihood):
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), inducing)
+    w = numpyro.sample("w", dist.Normal(jnp.ones(2), 2.0).to_event(1))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", likelihood(gp(X) + X @ w), obs=y)
 
-    X, y = jnp.linspace(0, 1, 8)[:, None], jnp.array([0, 1] * 4)
+
+def slices_of(X, y, data):
+    model = process_and_weights
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    params = svi.run(KEY, 3, X, y, progress_bar=False).params
-    kernel = gpaug.EllipticalSlice(model, svi.guide, params)
-    with pytest.warns(UserWarning, match=r"\['f', 'w'\] reach the same predictor"):
-        kernel.init(KEY, 0, None, (X, y), {})
+    params = svi.run(KEY, 3, X, y, progress_bar=False, **data).params
+    return gpaug.EllipticalSlice(model, svi.guide, params)
+
+
+def test_slices_go_around_a_joint_gaussian_where_blocks_meet(x64) -> None:
+    """With Gaussian noise it is the posterior, and no move is ever refused."""
+    inputs, scale = jnp.asarray(X, jnp.float64), 0.5
+    y = inputs[:, 0] + jnp.sin(3 * inputs[:, 1])
+    data = {"inducing": inputs[:4], "likelihood": lambda f: dist.Normal(f, scale)}
+    kernel = slices_of(inputs, y, data)
+    state = kernel.init(KEY, 0, None, (inputs, y), data)
+    (part,) = state.ellipses.parts
+    covariance_of = gpaug.kernels.Matern32()
+    inner = covariance_of(inputs[:4], inputs[:4]) + 1e-10 * np.eye(4)
+    across = np.linalg.solve(
+        np.linalg.cholesky(inner), covariance_of(inputs[:4], inputs)
+    )
+    # Blocks in the order of their names: f, w.
+    design = np.concatenate([across, inputs.T])
+    prior = np.diag([1.0] * 4 + [0.25] * 2)
+    precision = prior + design @ design.T / scale**2
+    potential = prior @ np.array([0.0] * 4 + [1.0] * 2) + design @ y / scale**2
+    covariance = np.linalg.inv(precision)
+    whitener = part.moments.whitener[0]
+    np.testing.assert_allclose(whitener.T @ whitener, covariance, atol=1e-8)
+    np.testing.assert_allclose(part.moments.mean[0], covariance @ potential, atol=1e-7)
+    extra_fields = ("evaluations", "log_ratio")
+    chain = run(
+        kernel, inputs, y, num_samples=50, extra_fields=extra_fields, **data
+    ).get_extra_fields()
+    np.testing.assert_array_equal(chain["evaluations"], 1)
+    np.testing.assert_allclose(chain["log_ratio"], chain["log_ratio"][0], atol=1e-6)
+
+
+def test_slices_where_blocks_meet() -> None:
+    data = {"inducing": X[:6], "likelihood": lambda f: dist.Bernoulli(logits=f)}
+    gibbs = gpaug.AugmentedGaussian(process_and_weights)
+    reference = run(gibbs, X, LABELS, num_samples=8000, **data).get_samples()
+    slices = run(slices_of(X, LABELS, data), X, LABELS, num_samples=8000, **data)
+    assert_same_law(slices.get_samples(), reference, "f", "f.v", "w")

@@ -216,15 +216,19 @@ RUNS: dict[str, Callable[[Problem, int], Drawn]] = {
 }
 
 
-def worker(sampler: str, name: str, draws: int) -> None:
-    """Measures one sampler on one problem, and prints JSON."""
+def worst_size(draws: np.ndarray) -> float:
+    """Bulk effective sample size of the worst element, draws along the first axis."""
     from arviz_stats.base import array_stats
 
+    chain = draws.reshape(1, len(draws), -1).astype(float)
+    ess: Callable[..., Any] = array_stats.ess
+    return float(np.min(ess(chain, chain_axis=0, draw_axis=1, method="bulk")))
+
+
+def worker(sampler: str, name: str, draws: int) -> None:
+    """Measures one sampler on one problem, and prints JSON."""
     found, seconds, cold = RUNS[sampler](make_problem(name), draws)
-    sizes = array_stats.ess(
-        found[None].astype(float), chain_axis=0, draw_axis=1, method="bulk"
-    )
-    worst = float(np.min(sizes))
+    worst = worst_size(found)
     overhead = cold - draws * seconds
     row = {
         "problem": name,

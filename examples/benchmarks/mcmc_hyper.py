@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import load_data, machine, print_table, versions
-from mcmc import spawn, with_numpyro
+from mcmc import spawn, with_numpyro, worst_size
 
 SAMPLERS = ("collapsed", "augmented", "elliptical", "nuts")
 COLUMNS = {
@@ -83,7 +82,6 @@ def kernel_of(sampler: str, X: Any, y: Any) -> Any:
 def worker(sampler: str, table: str, args: argparse.Namespace) -> None:
     """Measures one sampler, and prints JSON."""
     import jax.numpy as jnp
-    from arviz_stats.base import array_stats
 
     X, y = load_data(table)
     X = (X - X.mean(0)) / X.std(0)
@@ -95,13 +93,8 @@ def worker(sampler: str, table: str, args: argparse.Namespace) -> None:
     names = "lengthscale", "variance", "f"
     found, seconds, cold = with_numpyro(build, names, args.warmup, args.draws)
 
-    def worst(draws: np.ndarray) -> float:
-        columns = draws.reshape(1, len(draws), -1).astype(float)
-        ess: Callable[..., Any] = array_stats.ess
-        return float(np.min(ess(columns, chain_axis=0, draw_axis=1, method="bulk")))
-
     hyper = np.stack([np.log(found[name]) for name in names[:2]], -1)
-    sizes = {"hyper": worst(hyper), "f": worst(found["f"])}
+    sizes = {"hyper": worst_size(hyper), "f": worst_size(found["f"])}
     row: dict[str, Any] = {"sampler": sampler, "rows": len(data[0])}
     row |= {f"{k}_per_draw": size / args.draws for k, size in sizes.items()}
     row |= {f"{k}_warm": size / args.draws / seconds for k, size in sizes.items()}

@@ -197,6 +197,24 @@ class BoundProblem:
             terms.append(scaled_sum(value, message["scale"]))
         return sum(terms[1:], terms[0])
 
+    def expected_at(self, carried: dict[str, Marginals]) -> Array:
+        """The expectations of the observed sites that these predictors belong to: exact
+        where there is a closed form, otherwise their augmented bounds.
+
+        :param carried: marginals by ``"site/parameter"``, all of a site or none.
+        :return: scalar.
+        """
+        names = {name.rsplit("/", 1)[0] for name in carried}
+        total = jnp.zeros(())
+        for site in self.structure.observed:
+            if site.name in names:
+                message = self._base[site.name]
+                exact = site.route is Route.CLOSED_FORM
+                bound = "exact" if exact else "augmented"
+                value = _closed_form(message, *predictor(carried, site), bound)
+                total += scaled_sum(value, message["scale"])
+        return total
+
     def predictors(self, at: dict[str, Any]) -> dict[str, Marginals]:
         """Marginals of every latent-carrying parameter, by ``"site/parameter"``.
 

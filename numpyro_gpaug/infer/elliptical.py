@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,36 +12,34 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_gpaug.expectations import Route
-from numpyro_gpaug.fields import chosen
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem, scaled_sum
+from numpyro_gpaug.infer.ellipses import Ellipse, Part, parts_of
 from numpyro_gpaug.infer.gaussian_kernel import Function, GaussianKernel, Values
-from numpyro_gpaug.infer.groups import reached_by
+from numpyro_gpaug.infer.groups import groups_of
 from numpyro_gpaug.linalg import Moments
-from numpyro_gpaug.structure import Arguments, Block, flat_functions, run_model
+from numpyro_gpaug.structure import Arguments, flat_functions, run_model
 
 MAX_SHRINKS = 60
+White = tuple[Array, ...]
 
 
 class Ellipses(NamedTuple):
-    """The fitted Gaussian of every block, ``x = mean + W' u`` with ``u`` white, and
-    where it takes the process at the data.
+    """The Gaussians that slices go around.
 
-    :param moments: by block, latent axis first.
+    :param parts: an ellipse per part of the model.
     :param centres: what the model is run at when all latents are at their means.
-    :param reach: ``W A`` by process, (latents, M, N).
     """
 
-    moments: dict[str, Moments]
+    parts: tuple[Ellipse, ...]
     centres: Values
-    reach: dict[str, Array]
 
 
 class EllipticalState(NamedTuple):
     """State of :class:`EllipticalSlice`.
 
     :param z: latents and deterministic sites.
-    :param white: the latents, whitened by the fitted posterior, by block name.
+    :param white: the latents, whitened by the Gaussian of their part.
     :param log_ratio: log of the posterior over the fitted one, up to a constant.
     :param evaluations: of the likelihood, in the last step.
     :param ellipses: the fitted posterior, and what follows from it.
@@ -50,7 +47,7 @@ class EllipticalState(NamedTuple):
     """
 
     z: Values
-    white: Values
+    white: White
     log_ratio: Array
     evaluations: Array
     ellipses: Ellipses
@@ -67,14 +64,20 @@ class EllipticalSlice(GaussianKernel):
     :math:`q(v) = N(m, S)`, and the ratio :math:`p(v)\, p(y \mid v) / q(v)` is nearly
     flat: the better the fit, the less draws depend on each other.
 
+    Blocks that meet in a predictor (a process and weights added to it; outputs that
+    share latents) the fit holds independent, and so narrower than they are. Their
+    ellipses are those of the best Gaussian on all of them, which ``init`` finds from
+    the fit by closed-form updates.
+
     The target is exactly the posterior, but a fit much narrower than it makes draws
     that reach its tails rare and then dwell there, which short chains do not show.
-    Look at :func:`~numpyro_gpaug.diagnostics.psis_khat` of the fit first: above 0.7,
-    use another sampler. Blocks that reach the same predictor (a process and weights
-    added to it), which a fit holds independent, are that case, and a warning says so.
+    Look at :func:`~numpyro_gpaug.diagnostics.psis_khat` of the fit first: above 0.7
+    (in a model without blocks that meet), use another sampler, NUTS if the likelihood
+    has no augmentation.
 
     Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
     N)) once, and O(N) for each likelihood it takes to leave the slice (two to three).
+    Blocks that meet count as one, of all their latents.
 
     Latents are those of ``guide.structure``: inducing values, plain Gaussian weights.
     Other latents go to another block, with the same model (``Gibbs([(EllipticalSlice(
@@ -126,6 +129,7 @@ class EllipticalSlice(GaussianKernel):
         super().__init__(model)
         self._values, self._moments = guide.split_params(params)
         self._fitted = {b.site: b for b in guide.structure.blocks}
+        self._parts: tuple[Part, ...] = ()
 
     def _check(self, problem: BoundProblem) -> None:
         self._refuse_others(
@@ -141,16 +145,7 @@ class EllipticalSlice(GaussianKernel):
                     f"site {block.site!r} has shape {block.shape} in the model, but in "
                     f"the fit it {found}: fit this model at these arguments"
                 )
-
-        for predictor, names in reached_by(problem).items():
-            if len(names) > 1:
-                warnings.warn(
-                    f"{sorted(names)} reach the same predictor {predictor!r}, and the "
-                    "fit holds them independent: its Gaussian is narrower than the "
-                    "posterior, whose tails are then reached very seldom, with nothing "
-                    "for r-hat to notice. AugmentedGaussian(model) draws them jointly",
-                    stacklevel=2,
-                )
+        self._parts = parts_of(groups_of(problem), problem)
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._take_apart(args, kwargs)
@@ -178,25 +173,16 @@ class EllipticalSlice(GaussianKernel):
     def _first(
         self, key: Array, values: Values, problem: BoundProblem
     ) -> EllipticalState:
-        key, white_key = random.split(key)
+        key, noise_key = random.split(key)
         functions = self._functions(problem)
         ellipses = self._ellipses(problem, functions)
-        white = {}
-        for i, block in enumerate(self.structure.blocks):
-            q = ellipses.moments[block.name]
-            given = values.get(block.site)
-            if given is None:
-                noise_key = random.fold_in(white_key, i)
-                noise = random.normal(noise_key, q.mean.shape, q.mean.dtype)
-            else:
-                noise = _whitened(q, jnp.asarray(given, block.dtype))
-            white[block.name] = noise
-        x = {
-            b.site: (_spread(ellipses, b, white) + ellipses.moments[b.name].mean)
-            .reshape(b.shape)
-            for b in self.structure.blocks
-        }  # fmt: skip
-        return self._evaluated(key, x, white, ellipses, functions, problem)
+        x = {}
+        for part, ellipse, noise in self._noise(noise_key, ellipses):
+            spread, means = part.spread(ellipse, noise), part.means(ellipse)
+            for b in part.blocks:
+                drawn = means[b.name] + spread[b.name]
+                x[b.site] = jnp.asarray(values.get(b.site, drawn), b.dtype)
+        return self._evaluated(key, x, ellipses, functions, problem)
 
     def _renewed(
         self, state: EllipticalState, problem: BoundProblem
@@ -204,22 +190,19 @@ class EllipticalSlice(GaussianKernel):
         functions = self._functions(problem)
         ellipses = self._ellipses(problem, functions)
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
-        white = {
-            b.name: _whitened(ellipses.moments[b.name], x[b.site])
-            for b in self.structure.blocks
-        }
-        new = self._evaluated(state.rng_key, x, white, ellipses, functions, problem)
+        new = self._evaluated(state.rng_key, x, ellipses, functions, problem)
         return new._replace(evaluations=state.evaluations)
 
     def _evaluated(
         self,
         key: Array,
         x: Values,
-        white: Values,
         ellipses: Ellipses,
         functions: dict[str, Function],
         problem: BoundProblem,
     ) -> EllipticalState:
+        pairs = zip(self._parts, ellipses.parts, strict=True)
+        white = tuple(part.whitened(ellipse, x) for part, ellipse in pairs)
         at = self._at(x, functions, problem)
         ratio = self._log_ratio(problem, x, at, white)
         z = self._sampled(x, at, problem)
@@ -228,58 +211,52 @@ class EllipticalSlice(GaussianKernel):
     def _ellipses(
         self, problem: BoundProblem, functions: dict[str, Function]
     ) -> Ellipses:
-        blocks, latents = self.structure.blocks, problem.latents()
-        moments = {
+        fitted = {
             b.name: Moments(*(jnp.asarray(m, b.dtype) for m in self._moments[b.name]))
-            for b in blocks
+            for b in self.structure.blocks
         }
-        means = {b.site: moments[b.name].mean.reshape(b.shape) for b in blocks}
-        reach = {
-            name: chosen(moments[name], latents[name]).whitener @ function.projection
-            for name, function in functions.items()
-        }
-        return Ellipses(moments, self._at(means, functions, problem), reach)
+        parts = tuple(p.ellipse(fitted, functions, problem) for p in self._parts)
+        means: Values = {}
+        for part, ellipse in zip(self._parts, parts, strict=True):
+            means.update(part.means(ellipse))
+        x = {b.site: means[b.name] for b in self.structure.blocks}
+        return Ellipses(parts, self._at(x, functions, problem))
+
+    def _noise(
+        self, key: Array, ellipses: Ellipses
+    ) -> Iterator[tuple[Part, Ellipse, Array]]:
+        """White noise for every part."""
+        pairs = zip(self._parts, ellipses.parts, strict=True)
+        for i, (part, ellipse) in enumerate(pairs):
+            mean = ellipse.moments.mean
+            noise = random.normal(random.fold_in(key, i), mean.shape, mean.dtype)
+            yield part, ellipse, noise
 
     def _next(self, state: EllipticalState, problem: BoundProblem) -> EllipticalState:
         ellipses, blocks = state.ellipses, self.structure.blocks
         key, noise_key, uniform_key = random.split(state.rng_key, 3)
-        other = {
-            name: random.normal(random.fold_in(noise_key, i), white.shape, white.dtype)
-            for i, (name, white) in enumerate(state.white.items())
-        }
-        latents = problem.latents()
-        here = {
-            b.name: _Point(
-                state.white[b.name],
-                state.z[b.site] - ellipses.moments[b.name].mean.reshape(b.shape),
-                state.z[b.name] - ellipses.centres[b.name],
-            )
-            for b in blocks
-        }
-        there = {}
-        for b in blocks:
-            shift = _spread(ellipses, b, other).reshape(b.shape)
-            moved = shift
-            if b.is_process:
-                noise = _rows(other[b.name], latents[b.name])
-                pushed = _pushed(ellipses.reach[b.name], noise)
-                moved = problem.conditional(b).shifts(pushed)
-            there[b.name] = _Point(other[b.name], shift, moved)
+        means, shifts, moved, other = {}, {}, {}, []
+        for part, ellipse, noise in self._noise(noise_key, ellipses):
+            spread = part.spread(ellipse, noise)
+            other.append(noise)
+            shifts.update(spread)
+            moved.update(part.moved(ellipse, noise, spread, problem))
+            means.update(part.means(ellipse))
+        here = _Point(
+            state.white,
+            {b.name: state.z[b.site] - means[b.name] for b in blocks},
+            {b.name: state.z[b.name] - ellipses.centres[b.name] for b in blocks},
+        )
+        there = _Point(tuple(other), shifts, moved)
 
-        def at_angle(angle: Array) -> tuple[Values, Values, Values]:
+        def at_angle(angle: Array) -> tuple[White, Values, Values]:
             point = jax.tree.map(
                 lambda a, b: jnp.cos(angle) * a + jnp.sin(angle) * b, here, there
             )
-            white = {b.name: point[b.name].white for b in blocks}
-            x = {
-                b.site: ellipses.moments[b.name].mean.reshape(b.shape)
-                + point[b.name].latents
-                for b in blocks
-            }
-            at = {
-                b.name: ellipses.centres[b.name] + point[b.name].values for b in blocks
-            }
-            return white, x, at
+            centres = ellipses.centres
+            x = {b.site: means[b.name] + point.latents[b.name] for b in blocks}
+            at = {b.name: centres[b.name] + point.values[b.name] for b in blocks}
+            return point.white, x, at
 
         def evaluate(angle: Array) -> Array:
             white, x, at = at_angle(angle)
@@ -316,11 +293,11 @@ class EllipticalSlice(GaussianKernel):
         return EllipticalState(z, white, ratio, found.evaluations, ellipses, key)
 
     def _log_ratio(
-        self, problem: BoundProblem, x: Values, at: Values, white: Values
+        self, problem: BoundProblem, x: Values, at: Values, white: White
     ) -> Array:
         """Log of the posterior over the fitted one, up to a constant."""
         trace, priors = problem.trace(at), problem.priors()
-        total = sum(0.5 * jnp.square(u).sum() for u in white.values())
+        total = sum(0.5 * jnp.square(u).sum() for u in white)
         for block in self.structure.blocks:
             loc, scale = priors[block.name]
             quadratic = -0.5 * jnp.square((x[block.site] - loc) / scale)
@@ -337,12 +314,12 @@ class EllipticalSlice(GaussianKernel):
 
 
 class _Point(NamedTuple):
-    """A block on an ellipse: whitened, relative to the mean of the fit, and what the
-    model is run at, relative to that at the mean."""
+    """A point on the ellipses: whitened, and by block the latents and what the model is
+    run at, relative to those at the mean."""
 
-    white: Array
-    latents: Array
-    values: Array
+    white: White
+    latents: Values
+    values: Values
 
 
 class _Search(NamedTuple):
@@ -351,24 +328,3 @@ class _Search(NamedTuple):
     high: Array
     value: Array
     evaluations: Array
-
-
-def _spread(ellipses: Ellipses, block: Block, white: Values) -> Array:
-    """``W' u``, latent axis first."""
-    return _pushed(ellipses.moments[block.name].whitener, white[block.name])
-
-
-def _whitened(q: Moments, x: Array) -> Array:
-    """``u`` with ``x = mean + W' u``."""
-    centred = x.reshape(q.mean.shape) - q.mean
-    return lax.linalg.triangular_solve(
-        q.whitener, centred[..., None], left_side=True, lower=True, transpose_a=True
-    )[..., 0]
-
-
-def _pushed(matrix: Array, vector: Array) -> Array:
-    return jnp.einsum("...mn,...m->...n", matrix, vector)
-
-
-def _rows(array: Array, latents: Array | None) -> Array:
-    return array if latents is None else array[jnp.asarray(latents)]

@@ -24,6 +24,7 @@ from numpyro_gpaug.infer.groups import (
     Natural,
     draw_group,
     groups_of,
+    in_order,
     joint_design,
 )
 from numpyro_gpaug.infer.joint import Design
@@ -116,7 +117,7 @@ class AugmentedGaussian(GaussianKernel):
             "NUTS sample them"
         )
         self._refuse_unaugmented(problem)
-        self._groups = groups_of(problem)
+        self._groups = in_order(groups_of(problem), problem)
 
     def _refuse_unaugmented(self, problem: BoundProblem) -> None:
         instead = (

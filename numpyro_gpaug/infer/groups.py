@@ -54,8 +54,7 @@ def reached_by(problem: BoundProblem) -> dict[str, set[str]]:
 
 
 def groups_of(problem: BoundProblem) -> tuple[Group, ...]:
-    """Blocks joined where they reach the same predictor; first those whose draw needs
-    no auxiliaries, so that the last auxiliaries drawn go with the latents."""
+    """Blocks joined where they reach the same predictor."""
     blocks, reach = problem.structure.blocks, reached_by(problem)
     latents, coupled = problem.latents(), problem.coupled()
     groups = []
@@ -76,6 +75,12 @@ def groups_of(problem: BoundProblem) -> tuple[Group, ...]:
         name = members[0].name
         batched = alone and latents[name] is None and name not in coupled
         groups.append(Group(members, tuple(sorted(predictors)), batched))
+    return tuple(groups)
+
+
+def in_order(groups: tuple[Group, ...], problem: BoundProblem) -> tuple[Group, ...]:
+    """First those whose draw needs no auxiliaries, so that the last auxiliaries drawn
+    go with the latents."""
     needs = {
         g: any(needs_auxiliaries(problem, p) for p in g.predictors) for g in groups
     }
