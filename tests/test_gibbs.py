@@ -313,19 +313,12 @@ def process_and_weights(X, y=None, *, inducing, likelihood):
         numpyro.sample("y", likelihood(gp(X) + X @ w), obs=y)
 
 
-def slices_of(X, y, data):
-    model = process_and_weights
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    params = svi.run(KEY, 3, X, y, progress_bar=False, **data).params
-    return gpaug.EllipticalSlice(model, svi.guide, params)
-
-
 def test_slices_go_around_a_joint_gaussian_where_blocks_meet(x64) -> None:
     """With Gaussian noise it is the posterior, and no move is ever refused."""
     inputs, scale = jnp.asarray(X, jnp.float64), 0.5
     y = inputs[:, 0] + jnp.sin(3 * inputs[:, 1])
     data = {"inducing": inputs[:4], "likelihood": lambda f: dist.Normal(f, scale)}
-    kernel = slices_of(inputs, y, data)
+    kernel = gpaug.EllipticalSlice(process_and_weights)
     state = kernel.init(KEY, 0, None, (inputs, y), data)
     (part,) = state.ellipses.parts
     covariance_of = gpaug.kernels.Matern32()
@@ -354,5 +347,46 @@ def test_slices_where_blocks_meet() -> None:
     data = {"inducing": X[:6], "likelihood": lambda f: dist.Bernoulli(logits=f)}
     gibbs = gpaug.AugmentedGaussian(process_and_weights)
     reference = run(gibbs, X, LABELS, num_samples=8000, **data).get_samples()
-    slices = run(slices_of(X, LABELS, data), X, LABELS, num_samples=8000, **data)
+    kernel = gpaug.EllipticalSlice(process_and_weights)
+    slices = run(kernel, X, LABELS, num_samples=8000, **data)
     assert_same_law(slices.get_samples(), reference, "f", "f.v", "w")
+
+
+@pytest.mark.parametrize("model", [classifier, noise_that_varies, softmax])
+def test_slices_find_the_gaussian_that_closed_form_updates_find(model, x64) -> None:
+    inputs = jnp.asarray(X, jnp.float64)
+    y = {
+        classifier: jnp.asarray(LABELS),
+        noise_that_varies: inputs[:, 0],
+        softmax: jnp.asarray(LABELS + (X[:, 1] > 0)),
+    }[model]
+    data = {"inducing": inputs}
+    state = gpaug.EllipticalSlice(model).init(KEY, 0, None, (inputs, y), data)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), sites="exact")
+    params = svi.run(KEY, 300, inputs, y, progress_bar=False, **data).params
+    _, fits = svi.guide.split_params(params)
+    for part, fit in zip(state.ellipses.parts, fits.values(), strict=True):
+        q = part.moments
+        ours, theirs = (np.swapaxes(w, -1, -2) @ w for w in (q.whitener, fit.whitener))
+        sd = np.sqrt(np.diagonal(theirs, axis1=-2, axis2=-1))
+        np.testing.assert_allclose(q.mean / sd, fit.mean / sd, atol=0.1)
+        scale = sd[..., :, None] * sd[..., None, :]
+        np.testing.assert_allclose(ours / scale, theirs / scale, atol=0.05)
+
+
+def counts(X, y=None):
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), X[:4])
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(gp(X))), obs=y)
+
+
+def test_slices_that_need_a_fit_say_so() -> None:
+    y = jnp.asarray(LABELS)
+    with pytest.raises(gpaug.NotConjugateError, match="TraceAnalytic_ELBO"):
+        gpaug.EllipticalSlice(counts).init(KEY, 0, None, (X, y), {})
+    guide = gpaug.AutoSparseGP(counts, covariance="dense")
+    with pytest.raises(ValueError, match="params is missing"):
+        gpaug.EllipticalSlice(counts, guide)
+    guide = gpaug.AutoSparseGP(counts, covariance="preconditioned")
+    with pytest.raises(ValueError, match="finds a Gaussian itself"):
+        gpaug.EllipticalSlice(counts, guide, {})

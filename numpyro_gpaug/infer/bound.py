@@ -218,11 +218,12 @@ class BoundProblem:
     def predictors(self, at: dict[str, Any]) -> dict[str, Marginals]:
         """Marginals of every latent-carrying parameter, by ``"site/parameter"``.
 
-        :param at: :class:`Marginals` by block name (a dict of them for weights).
+        :param at: :class:`Marginals` by block name (a dict of them for weights);
+            blocks that are missing are at zero.
         """
         carried = self._carried(*self.process_moments(at))
         for block in self._weights:
-            for name, marginal in at[block.name].items():
+            for name, marginal in at.get(block.name, {}).items():
                 mean, variance = carried[name]
                 carried[name] = Marginals(
                     mean + marginal.mean.reshape(mean.shape),
@@ -237,6 +238,8 @@ class BoundProblem:
         """
         means, spreads = {}, {}
         for block in self._processes:
+            if block.name not in at:
+                continue
             law, (mean, variance) = self.conditional(block), at[block.name]
             means[block.name] = law.outputs(mean)
             spreads[block.name] = law.output_variances(variance)
@@ -263,7 +266,9 @@ class BoundProblem:
         latents of slope^2 v; slope and slope * v are two tangents, and no square root
         (whose gradient at 0 is infinite) is taken.
         """
-        values, push = jax.linearize(self.predictor_values, means)
+        values, push = jax.linearize(
+            lambda at: self.predictor_values({**self._flat, **at}), means
+        )
         variances = jax.tree.map(jnp.zeros_like, values)
         blank = jax.tree.map(jnp.zeros_like, means)
         for name, mean in means.items():

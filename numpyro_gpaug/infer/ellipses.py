@@ -14,11 +14,10 @@ from numpyro_gpaug.fields import Marginals, chosen
 from numpyro_gpaug.infer.bound import BoundProblem
 from numpyro_gpaug.infer.gaussian_kernel import Function, Values
 from numpyro_gpaug.infer.groups import Group, joint_design
-from numpyro_gpaug.infer.joint import Design
 from numpyro_gpaug.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
 from numpyro_gpaug.structure import Block
 
-MAX_ROUNDS = 30
+MAX_ROUNDS = 40
 
 
 class Ellipse(NamedTuple):
@@ -36,29 +35,31 @@ class Ellipse(NamedTuple):
 class Part(NamedTuple):
     """Blocks that one ellipse is made for.
 
-    :param blocks: the blocks.
-    :param group: where they reach the same predictors; ``None`` for a block alone,
-        whose ellipse is the fit itself.
+    :param group: the blocks.
+    :param joint: whether all their latents are side by side in one Gaussian; otherwise
+        it is one block, whose latents have a Gaussian each.
     """
 
-    blocks: tuple[Block, ...]
-    group: Group | None
+    group: Group
+    joint: bool
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks."""
+        return self.group.blocks
+
+    def by_block(self, flat: Array) -> Values:
+        """Values of all latents by block name."""
+        zeros = {b.name: jnp.zeros(b.shape, b.dtype) for b in self.blocks}
+        return ravel_pytree(zeros)[1](flat.ravel())
 
     def spread(self, ellipse: Ellipse, white: Array) -> Values:
         """``W' u`` by block name."""
-        flat = pushed(ellipse.moments.whitener, white)
-        if self.group is None:
-            (block,) = self.blocks
-            return {block.name: flat.reshape(block.shape)}
-        return self._restored(flat[0])
+        return self.by_block(pushed(ellipse.moments.whitener, white))
 
     def means(self, ellipse: Ellipse) -> Values:
         """By block name."""
-        mean = ellipse.moments.mean
-        if self.group is None:
-            (block,) = self.blocks
-            return {block.name: mean.reshape(block.shape)}
-        return self._restored(mean[0])
+        return self.by_block(ellipse.moments.mean)
 
     def whitened(self, ellipse: Ellipse, x: Values) -> Array:
         """``u`` with ``x = mean + W' u``, from latents by site."""
@@ -74,117 +75,97 @@ class Part(NamedTuple):
     ) -> Values:
         """How far ``u`` moves what the model is run at, by block name."""
         found, latents = dict(spread), problem.latents()
-        for name, reach in ellipse.reach.items():
-            rows = latents[name]
-            noise = white if self.group or rows is None else white[jnp.asarray(rows)]
-            block = next(b for b in self.blocks if b.name == name)
-            found[name] = problem.conditional(block).shifts(pushed(reach, noise))
+        for block in self.blocks:
+            if block.is_process:
+                rows = None if self.joint else latents[block.name]
+                noise = white if rows is None else white[jnp.asarray(rows)]
+                values = pushed(ellipse.reach[block.name], noise)
+                found[block.name] = problem.conditional(block).shifts(values)
         return found
 
     def ellipse(
-        self,
-        fitted: dict[str, Moments],
-        functions: dict[str, Function],
-        problem: BoundProblem,
+        self, q: Moments, functions: dict[str, Function], problem: BoundProblem
     ) -> Ellipse:
-        """The Gaussian of these blocks, at the model's present hyperparameters."""
-        latents = problem.latents()
-        if self.group is None:
-            (block,) = self.blocks
-            q = fitted[block.name]
-            reach = {
-                name: chosen(q, latents[name]).whitener @ functions[name].projection
-                for name in {block.name} & functions.keys()
-            }
-            return Ellipse(q, reach)
-        q = joint_fit(self.group, fitted, problem)
-        columns, reach = jax.vmap(self._restored)(q.whitener[0]), {}
-        for name in columns.keys() & functions.keys():
-            rows = latents[name]
-            spread = columns[name].reshape(
-                q.mean.shape[-1], -1, columns[name].shape[-1]
-            )
-            spread = spread if rows is None else spread[:, jnp.asarray(rows)]
-            reach[name] = jnp.swapaxes(spread, 0, 1) @ functions[name].projection
+        """The ellipse of a Gaussian on these blocks."""
+        latents, reach = problem.latents(), {}
+        columns = jax.vmap(self.by_block)(q.whitener[0]) if self.joint else {}
+        for block in self.blocks:
+            if not block.is_process:
+                continue
+            rows, projection = latents[block.name], functions[block.name].projection
+            if self.joint:
+                spread = columns[block.name]
+                spread = spread.reshape(len(spread), -1, spread.shape[-1])
+                spread = spread if rows is None else spread[:, jnp.asarray(rows)]
+                reach[block.name] = jnp.swapaxes(spread, 0, 1) @ projection
+            else:
+                reach[block.name] = chosen(q, rows).whitener @ projection
         return Ellipse(q, reach)
 
-    def _restored(self, flat: Array) -> Values:
-        zeros = {b.name: jnp.zeros(b.shape, b.dtype) for b in self.blocks}
-        return ravel_pytree(zeros)[1](flat)
 
-
-def parts_of(groups: tuple[Group, ...], problem: BoundProblem) -> tuple[Part, ...]:
-    """Blocks that meet in a predictor (or whose latents do) together, others alone."""
+def meet(groups: tuple[Group, ...], problem: BoundProblem) -> bool:
+    """Whether blocks meet in a predictor, or the latents of one do: what a fit that
+    holds them independent has too narrow a Gaussian for."""
     coupled = problem.coupled()
-
-    def part(group: Group) -> Part:
-        meet = len(group.blocks) > 1 or group.blocks[0].name in coupled
-        return Part(group.blocks, group if meet else None)
-
-    return tuple(part(group) for group in groups)
+    return any(len(g.blocks) > 1 or g.blocks[0].name in coupled for g in groups)
 
 
 class _Fit(NamedTuple):
-    """A Gaussian from the Gaussian sites of its predictors, (1, n)."""
+    """Gaussian sites of all predictors, per part (latents, n), the bound they give, and
+    the sites that a whole step leads to."""
 
-    potential: Array
-    precision: Array
-    q: Moments
-    slopes: Marginals
-    at: Marginals
+    sites: tuple[NaturalGaussian, ...]
     bound: Array
+    target: tuple[NaturalGaussian, ...]
 
 
-def joint_fit(
-    group: Group, fitted: dict[str, Moments], problem: BoundProblem
-) -> Moments:
-    """The best Gaussian on all latents of a group, blocks side by side: closed-form
-    updates, from the sites that the blocks' own Gaussians give.
+class _Seen(NamedTuple):
+    """What the predictors see of standardised latents: ``offset + projection' z``."""
 
-    A fit in which blocks are independent is narrower than the posterior where they
-    meet, and so no Gaussian to take ellipses of.
+    offset: Array
+    projection: Array
 
-    :param group: blocks that reach the same predictors.
-    :param fitted: a Gaussian for every block.
+    def posterior(self, sites: NaturalGaussian) -> Moments:
+        """Of standard normal latents given Gaussian sites of the predictors, which hold
+        a precision each."""
+        weighted = self.projection * sites.precision[..., None, :]
+        gram = weighted @ jnp.swapaxes(self.projection, -1, -2)
+        residual = sites.potential - sites.precision * self.offset
+        potential = jnp.einsum("...mn,...n->...m", self.projection, residual)
+        eye = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+        return moments(NaturalGaussian(potential, eye + gram))
+
+    def marginals(self, q: Moments) -> Marginals:
+        """Of the predictors."""
+        spread = jnp.square(q.whitener @ self.projection).sum(-2)
+        return Marginals(self.offset + pushed(self.projection, q.mean), spread)
+
+
+def best_gaussians(
+    parts: tuple[Part, ...], functions: dict[str, Function], problem: BoundProblem
+) -> tuple[Moments, ...]:
+    """The Gaussian of every part that maximises the evidence lower bound: closed-form
+    updates with backtracking, from the prior.
+
+    :param parts: of the model, every one of which reaches the likelihood through
+        predictors; latents of a part are correlated, parts are independent.
+    :param functions: processes at the data.
     :param problem: the model.
-    :return: moments, (1, D).
+    :return: moments per part, (latents, M) or (1, D).
     """
-    design, priors = joint_design(group, problem), problem.priors()
-    locs, scales = (
-        ravel_pytree({b.name: priors[b.name][i] for b in group.blocks})[0]
-        for i in (0, 1)
-    )
-    names = sorted(b.name for b in group.blocks)
-    apart = jax.scipy.linalg.block_diag(
-        *(w for name in names for w in fitted[name].whitener)
-    )
-    mean = jnp.concatenate([fitted[name].mean.ravel() for name in names])
-    first = Moments((mean - locs)[None] / scales, apart[None] / scales, jnp.zeros(1))
+    seen = tuple(_seen(part, functions, problem) for part in parts)
 
-    def expected(at: Marginals) -> Array:
-        return problem.expected_at(_by_predictor(group, at, problem))
+    def expected(at: tuple[Marginals, ...]) -> Array:
+        return problem.expected_at(_carried(parts, at, problem))
 
-    def fit(potential: Array, precision: Array) -> _Fit:
-        weighted = design.projection * precision[..., None, :]
-        eye = jnp.eye(locs.size, dtype=weighted.dtype)
-        total = eye + weighted @ jnp.swapaxes(design.projection, -1, -2)
-        residual = potential - precision * design.offset
-        q = moments(
-            NaturalGaussian(
-                jnp.einsum("...mn,...n->...m", design.projection, residual), total
-            )
-        )
-        at = _seen(design, q)
+    def evaluate(sites: tuple[NaturalGaussian, ...]) -> tuple[Array, tuple]:
+        qs = [s.posterior(site) for s, site in zip(seen, sites, strict=True)]
+        at = tuple(s.marginals(q) for s, q in zip(seen, qs, strict=True))
         value, slopes = jax.value_and_grad(expected)(at)
-        bound = value - kl_to_diagonal(q, jnp.zeros(()), jnp.ones(())).sum()
-        return _Fit(potential, precision, q, slopes, at, bound)
-
-    def sites(at: Marginals, slopes: Marginals) -> tuple[Array, Array]:
-        precision = jnp.maximum(-2 * slopes.variance, 0)
-        return slopes.mean + precision * at.mean, precision
-
-    at = _seen(design, first)
-    start = fit(*sites(at, jax.grad(expected)(at)))
+        prior = jnp.zeros((), value.dtype), jnp.ones((), value.dtype)
+        divergence = sum(kl_to_diagonal(q, *prior).sum() for q in qs)
+        pairs = zip(at, slopes, strict=True)
+        return value - divergence, tuple(_site(a, slope) for a, slope in pairs)
 
     def go_on(carry: tuple[_Fit, Array, Array, Array]) -> Array:
         _, step, gain, rounds = carry
@@ -194,21 +175,22 @@ def joint_fit(
         carry: tuple[_Fit, Array, Array, Array],
     ) -> tuple[_Fit, Array, Array, Array]:
         now, step, gain, rounds = carry
-        target = sites(now.at, now.slopes)
-        old = now.potential, now.precision
-        new = fit(*(o + step * (t - o) for o, t in zip(old, target, strict=True)))
-        better = new.bound > now.bound
+        sites = jax.tree.map(lambda a, b: a + step * (b - a), now.sites, now.target)
+        bound, target = evaluate(sites)
+        better = bound > now.bound
+        new = _Fit(sites, bound, target)
         kept = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, now)
-        gain = jnp.where(better, new.bound - now.bound, gain)
+        gain = jnp.where(better, bound - now.bound, gain)
         return kept, jnp.where(better, step, step / 2), gain, rounds + 1
 
-    dtype = start.bound.dtype
-    infinite = jnp.asarray(jnp.inf, dtype)
-    best, *_ = lax.while_loop(
-        go_on, update, (start, jnp.ones((), dtype), infinite, jnp.int32(0))
-    )
-    q = best.q
-    return Moments(locs + scales * q.mean, q.whitener * scales, q.log_det)
+    shapes = [jnp.zeros_like(s.offset) for s in seen]
+    nothing = tuple(NaturalGaussian(zero, zero) for zero in shapes)
+    dtype = jnp.result_type(*shapes)
+    start = _Fit(nothing, jnp.asarray(-jnp.inf, dtype), nothing)
+    one, infinite = jnp.ones((), dtype), jnp.asarray(jnp.inf, dtype)
+    best, *_ = lax.while_loop(go_on, update, (start, one, infinite, jnp.int32(0)))
+    found = zip(parts, seen, best.sites, strict=True)
+    return tuple(_unstandardised(p, s.posterior(site), problem) for p, s, site in found)
 
 
 def pushed(matrix: Array, vector: Array) -> Array:
@@ -216,20 +198,45 @@ def pushed(matrix: Array, vector: Array) -> Array:
     return jnp.einsum("...mn,...m->...n", matrix, vector)
 
 
-def _seen(design: Design, q: Moments) -> Marginals:
-    """Marginals of the predictors."""
-    spread = jnp.square(q.whitener @ design.projection).sum(-2)
-    return Marginals(design.offset + design.fields(q.mean), spread)
+def _site(at: Marginals, slopes: Marginals) -> NaturalGaussian:
+    # Where a likelihood is not log-concave its site's precision may be negative.
+    precision = jnp.maximum(-2 * slopes.variance, 0)
+    return NaturalGaussian(slopes.mean + precision * at.mean, precision)
 
 
-def _by_predictor(
-    group: Group, at: Marginals, problem: BoundProblem
+def _seen(part: Part, functions: dict[str, Function], problem: BoundProblem) -> _Seen:
+    """Function values of a process alone; of several blocks, their predictors."""
+    if not part.joint:
+        function = functions[part.blocks[0].name]
+        shape = (part.blocks[0].shape[:-1] or (1,)) + function.offset.shape[-1:]
+        return _Seen(jnp.broadcast_to(function.offset, shape), function.projection)
+    design = joint_design(part.group, problem)
+    return _Seen(design.offset, design.projection)
+
+
+def _carried(
+    parts: tuple[Part, ...], at: tuple[Marginals, ...], problem: BoundProblem
 ) -> dict[str, Marginals]:
-    values = problem.predictor_values({})
-    shapes = {p: values[p].shape for p in group.predictors}
-    found, begin = {}, 0
-    for name, shape in shapes.items():
-        end = begin + values[name].size
-        found[name] = Marginals(*(x[0, begin:end].reshape(shape) for x in at))
-        begin = end
-    return found
+    """Marginals of all predictors from those that parts see."""
+    alone = {p.blocks[0].name: x for p, x in zip(parts, at, strict=True) if not p.joint}
+    carried = problem.predictors(alone)
+    for part, marginals in zip(parts, at, strict=True):
+        begin = 0
+        for name in part.group.predictors if part.joint else ():
+            shape = carried[name].mean.shape
+            end = begin + carried[name].mean.size
+            values = (x[0, begin:end].reshape(shape) for x in marginals)
+            carried[name], begin = Marginals(*values), end
+    return carried
+
+
+def _unstandardised(part: Part, q: Moments, problem: BoundProblem) -> Moments:
+    if not part.joint:
+        return q
+    priors = problem.priors()
+    loc, scale = (
+        ravel_pytree({b.name: priors[b.name][i] for b in part.blocks})[0]
+        for i in (0, 1)
+    )
+    log_det = q.log_det + 2 * jnp.log(scale).sum()
+    return Moments(loc + scale * q.mean, q.whitener * scale, log_det)

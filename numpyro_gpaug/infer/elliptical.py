@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elliptical slice sampling around a fitted posterior."""
+"""Elliptical slice sampling around a Gaussian approximation of the posterior."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
+from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.expectations import Route
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem, scaled_sum
-from numpyro_gpaug.infer.ellipses import Ellipse, Part, parts_of
+from numpyro_gpaug.infer.ellipses import Ellipse, Part, best_gaussians, meet
 from numpyro_gpaug.infer.gaussian_kernel import Function, GaussianKernel, Values
 from numpyro_gpaug.infer.groups import groups_of
 from numpyro_gpaug.linalg import Moments
-from numpyro_gpaug.structure import Arguments, flat_functions, run_model
+from numpyro_gpaug.structure import Arguments, Block, flat_functions, run_model
 
 MAX_SHRINKS = 60
 White = tuple[Array, ...]
@@ -40,9 +41,9 @@ class EllipticalState(NamedTuple):
 
     :param z: latents and deterministic sites.
     :param white: the latents, whitened by the Gaussian of their part.
-    :param log_ratio: log of the posterior over the fitted one, up to a constant.
+    :param log_ratio: log of the posterior over the Gaussians, up to a constant.
     :param evaluations: of the likelihood, in the last step.
-    :param ellipses: the fitted posterior, and what follows from it.
+    :param ellipses: the Gaussians, and what follows from them.
     :param rng_key: random key.
     """
 
@@ -55,45 +56,52 @@ class EllipticalState(NamedTuple):
 
 
 class EllipticalSlice(GaussianKernel):
-    r"""Elliptical slice sampling with a fitted variational posterior in the place of
-    the prior: exact, for any likelihood, without gradients or tuning.
+    r"""Elliptical slice sampling with a Gaussian approximation of the posterior in the
+    place of the prior: exact, for any likelihood, without gradients or tuning.
 
     Elliptical slice sampling moves along ellipses through draws of a Gaussian, and
     corrects by the ratio of the target to it. With the prior for that Gaussian the
-    ratio is the likelihood, and moves are short when data say much. Here it is the fit
-    :math:`q(v) = N(m, S)`, and the ratio :math:`p(v)\, p(y \mid v) / q(v)` is nearly
-    flat: the better the fit, the less draws depend on each other.
+    ratio is the likelihood, and moves are short when data say much. Here it is a
+    variational fit :math:`q(v) = N(m, S)`, and the ratio
+    :math:`p(v)\, p(y \mid v) / q(v)` is nearly flat: the better the fit, the less
+    draws depend on each other.
 
-    Blocks that meet in a predictor (a process and weights added to it; outputs that
-    share latents) the fit holds independent, and so narrower than they are. Their
-    ellipses are those of the best Gaussian on all of them, which ``init`` finds from
-    the fit by closed-form updates.
+    Without ``guide`` and ``params``, ``init`` finds the Gaussian of highest evidence
+    lower bound itself, by closed-form updates: for likelihoods that
+    :class:`~numpyro_gpaug.ConjugateSVI` takes. Latents that meet in a predictor (a
+    process and weights added to it, outputs that share latents) have a joint one, which
+    no guide holds; there it is found although a fit is given.
 
-    The target is exactly the posterior, but a fit much narrower than it makes draws
-    that reach its tails rare and then dwell there, which short chains do not show.
-    Look at :func:`~numpyro_gpaug.diagnostics.psis_khat` of the fit first: above 0.7
-    (in a model without blocks that meet), use another sampler, NUTS if the likelihood
+    The target is exactly the posterior, but a Gaussian much narrower than it makes
+    draws that reach its tails rare and then dwell there, which short chains do not
+    show. Look at :func:`~numpyro_gpaug.diagnostics.psis_khat` of a fit first: above 0.7
+    (in a model without latents that meet), use another sampler, NUTS if the likelihood
     has no augmentation.
 
     Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
     N)) once, and O(N) for each likelihood it takes to leave the slice (two to three).
     Blocks that meet count as one, of all their latents.
 
-    Latents are those of ``guide.structure``: inducing values, plain Gaussian weights.
-    Other latents go to another block, with the same model (``Gibbs([(EllipticalSlice(
-    model, guide, params), ["f.v"]), (NUTS(model), None)])``); the fit stays as good a
-    reference as it was for the values it was made at. What posterior is sampled with
-    inducing inputs, several chains, and continued runs are as for
-    :class:`~numpyro_gpaug.AugmentedGaussian`; chains start from draws of the fit.
+    Latents are inducing values of processes and plain Gaussian weights. Others go to
+    another block (``Gibbs([(EllipticalSlice(model), ["f.v"]), (NUTS(model), None)])``).
+    The Gaussian then is found anew, by some ten Cholesky factorisations, whenever they
+    have moved; a given fit stays as it is, as good as it was for the values it was made
+    at. What posterior is sampled with inducing inputs, several chains, and continued
+    runs are as for :class:`~numpyro_gpaug.AugmentedGaussian`; chains start from draws
+    of the Gaussian.
 
-    :param model: the model that was fitted, its ``numpyro.param`` sites (if it has any)
-        fixed at the fit: ``handlers.substitute(model, data=params)``. MCMC would keep
-        them at their initial values.
-    :param guide: its :class:`~numpyro_gpaug.AutoSparseGP`, of any covariance.
+    :param model: a NumPyro model; with a fit, the model that was fitted, its
+        ``numpyro.param`` sites (if it has any) fixed at the fit:
+        ``handlers.substitute(model, data=params)``. MCMC would keep them at their
+        initial values.
+    :param guide: an :class:`~numpyro_gpaug.AutoSparseGP` that was fitted, of any
+        covariance but the preconditioned.
     :param params: params of the fit, as in ``result.params``.
-    :raises NotConjugateError: at ``init``, for latents that no block owns.
-    :raises ValueError: for another guide, or at ``init`` for params that are not at the
-        fit, or latents whose shapes are not those of the fit.
+    :raises NotConjugateError: at ``init``, for latents that no block owns, or without a
+        fit for a likelihood without closed-form expectation.
+    :raises ValueError: for another guide, a guide or params alone, or at ``init`` for
+        params that are not at the fit, or latents whose shapes are not those of the
+        fit.
 
     **Example**
 
@@ -106,9 +114,7 @@ class EllipticalSlice(GaussianKernel):
     ...         numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
     >>> X = jnp.linspace(0, 1, 12)[:, None]
     >>> y = jnp.arange(12) // 4
-    >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    >>> params = svi.run(jax.random.key(0), 20, X, y, progress_bar=False).params
-    >>> kernel = gpaug.EllipticalSlice(model, svi.guide, params)
+    >>> kernel = gpaug.EllipticalSlice(model)
     >>> mcmc = MCMC(kernel, num_warmup=50, num_samples=200, progress_bar=False)
     >>> mcmc.run(jax.random.key(0), X, y)
     >>> mcmc.get_samples()["f"].shape
@@ -119,25 +125,41 @@ class EllipticalSlice(GaussianKernel):
     """
 
     def __init__(
-        self, model: Callable[..., Any], guide: AutoSparseGP, params: dict[str, Any]
+        self,
+        model: Callable[..., Any],
+        guide: AutoSparseGP | None = None,
+        params: dict[str, Any] | None = None,
     ) -> None:
-        if not isinstance(guide, AutoSparseGP):
-            raise ValueError(
-                "EllipticalSlice needs a Gaussian on inducing values, which an "
-                f"AutoSparseGP fits; got {type(guide).__name__}"
-            )
         super().__init__(model)
-        self._values, self._moments = guide.split_params(params)
-        self._fitted = {b.site: b for b in guide.structure.blocks}
+        if (guide is None) != (params is None):
+            missing = "guide" if guide is None else "params"
+            raise ValueError(f"a fit is a guide and its params: {missing} is missing")
+        self._values: dict[str, Any] = {}
+        self._fit: dict[str, Moments] | None = None
+        self._fitted: dict[str, Block] = {}
         self._parts: tuple[Part, ...] = ()
+        self._as_fitted = False
+        if guide is not None and params is not None:
+            if not isinstance(guide, AutoSparseGP):
+                raise ValueError(
+                    "EllipticalSlice needs a Gaussian on inducing values, which an "
+                    f"AutoSparseGP fits; got {type(guide).__name__}"
+                )
+            if guide.covariance == "preconditioned":
+                raise ValueError(
+                    'a fit with covariance="preconditioned" is of no use here: '
+                    "EllipticalSlice(model) finds a Gaussian itself"
+                )
+            self._values, self._fit = guide.split_params(params)
+            self._fitted = {b.site: b for b in guide.structure.blocks}
 
     def _check(self, problem: BoundProblem) -> None:
         self._refuse_others(
-            "as a block, Gibbs([(EllipticalSlice(model, guide, params), "
+            "as a block, Gibbs([(EllipticalSlice(model), "
             f"{[b.site for b in self.structure.blocks]}), (NUTS(model), None)]) has "
             "NUTS sample them"
         )
-        for block in self.structure.blocks:
+        for block in self.structure.blocks if self._fit is not None else ():
             fitted = self._fitted.get(block.site)
             if fitted is None or fitted.shape != block.shape:
                 found = "is not part of it" if fitted is None else f"has {fitted.shape}"
@@ -145,11 +167,36 @@ class EllipticalSlice(GaussianKernel):
                     f"site {block.site!r} has shape {block.shape} in the model, but in "
                     f"the fit it {found}: fit this model at these arguments"
                 )
-        self._parts = parts_of(groups_of(problem), problem)
+        groups = groups_of(problem)
+        self._as_fitted = self._fit is not None and not meet(groups, problem)
+        if not self._as_fitted:
+            self._refuse_open()
+        self._parts = tuple(
+            Part(group, not self._as_fitted and not group.batched) for group in groups
+        )
+
+    def _refuse_open(self) -> None:
+        """Raises for sites whose best Gaussian cannot be found here."""
+        for site in self.structure.observed:
+            if site.route is not Route.CONSTANT and not site.latents:
+                instead = (
+                    "pass a fit by SVI and TraceAnalytic_ELBO (guide, params), or "
+                    if self._fit is None
+                    else "blocks that meet in a predictor need one: "
+                )
+                raise NotConjugateError(
+                    f"site {site.name!r} has no expectation in closed form, "
+                    f"{site.reason or 'so that no Gaussian is found for it'}; "
+                    f"{instead}MCMC(NUTS(model)) samples it"
+                )
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._take_apart(args, kwargs)
-        arguments = Arguments.split(args, kwargs)
+        if self._values:
+            self._refuse_moved(Arguments.split(args, kwargs))
+
+    def _refuse_moved(self, arguments: Arguments) -> None:
+        """Raises for params that are not at the fit."""
 
         @jax.jit
         def params(arrays: tuple[Array, ...]) -> dict[str, Any]:
@@ -211,11 +258,18 @@ class EllipticalSlice(GaussianKernel):
     def _ellipses(
         self, problem: BoundProblem, functions: dict[str, Function]
     ) -> Ellipses:
-        fitted = {
-            b.name: Moments(*(jnp.asarray(m, b.dtype) for m in self._moments[b.name]))
-            for b in self.structure.blocks
-        }
-        parts = tuple(p.ellipse(fitted, functions, problem) for p in self._parts)
+        if self._as_fitted and self._fit is not None:
+            owners = [part.blocks[0] for part in self._parts]
+            qs = tuple(
+                Moments(*(jnp.asarray(m, b.dtype) for m in self._fit[b.name]))
+                for b in owners
+            )
+        else:
+            qs = best_gaussians(self._parts, functions, problem)
+        parts = tuple(
+            part.ellipse(q, functions, problem)
+            for part, q in zip(self._parts, qs, strict=True)
+        )
         means: Values = {}
         for part, ellipse in zip(self._parts, parts, strict=True):
             means.update(part.means(ellipse))
@@ -295,7 +349,7 @@ class EllipticalSlice(GaussianKernel):
     def _log_ratio(
         self, problem: BoundProblem, x: Values, at: Values, white: White
     ) -> Array:
-        """Log of the posterior over the fitted one, up to a constant."""
+        """Log of the posterior over the Gaussians, up to a constant."""
         trace, priors = problem.trace(at), problem.priors()
         total = sum(0.5 * jnp.square(u).sum() for u in white)
         for block in self.structure.blocks:
