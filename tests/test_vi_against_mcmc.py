@@ -11,6 +11,7 @@ import optax
 import pytest
 from arviz_base import from_numpyro
 from jax import random
+from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, Predictive
 from scipy import stats
 
@@ -69,6 +70,24 @@ def test_a_fit_agrees_with_nuts_where_it_should(fitted):
     np.testing.assert_allclose(
         by_draws["predictive"]["y"], by_moments["predictive"]["y"], atol=0.03
     )
+
+
+def test_hyperparameters_held_by_condition(fitted):
+    """They are observed sites that no latent reaches: nothing to predict."""
+    X, y, learnt, *_ = fitted
+    held = handlers.condition(classifier, {"variance": 1.0})
+    svi = gpaug.ConjugateSVI(held, gpaug.AutoSparseGP(held))
+    result = svi.run(random.key(0), 20, X, y, Z=X, progress_bar=False)
+    posterior = svi.posterior(result.params)
+    assert posterior.observed == ("y",)
+    assert posterior.predict_y(X).probs.shape == (10,)
+    kernel = gpaug.EllipticalSlice(held)
+    mcmc = MCMC(kernel, num_warmup=50, num_samples=1000, progress_bar=False)
+    mcmc.run(random.key(2), X, y, Z=X)
+    for vi in (posterior, learnt):
+        found = vi_against_mcmc(held, vi, mcmc.get_samples(), X, y, Z=X)
+        assert set(found["predictive"].data_vars) == {"y"}
+        assert float(found["predictive"]["y"].min()) > 0.8
 
 
 def test_a_narrow_fit_is_told_by_its_statistics(fitted):

@@ -121,6 +121,8 @@ def vi_against_mcmc(
         law = base_distribution(message["fn"])
         if not message.get("is_observed") or isinstance(law, dist.Unit):
             continue
+        if isinstance(vi, Posterior) and site not in vi.observed:
+            continue  # A hyperparameter that handlers.condition holds.
         p = _Predictive(whole, chosen, arguments, site)
         q: Any
         if isinstance(vi, Posterior):

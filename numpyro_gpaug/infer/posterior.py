@@ -17,6 +17,7 @@ from jax import Array
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.expectations import Route
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.archive import (
     pack,
@@ -95,6 +96,12 @@ class Posterior:
         """Names of the Gaussian processes, as :meth:`predict_f` takes them."""
         blocks = self._predictor.structure.blocks
         return tuple(block.name for block in blocks if block.is_process)
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """Names of the observed sites that latents reach, which can be predicted."""
+        sites = self._predictor.structure.observed
+        return tuple(s.name for s in sites if s.route is not Route.CONSTANT)
 
     @property
     def weights(self) -> dict[str, dist.MultivariateNormal]:

@@ -102,8 +102,10 @@ class Predictor:
         return _one_of(processes, site, "Gaussian process")
 
     def observed(self, site: str | None) -> Observed:
-        """The observed site of this name; the only one for ``None``."""
-        return _one_of(self.structure.observed, site, "observed site")
+        """The observed site of this name; the only one that latents reach for
+        ``None`` (``handlers.condition`` makes observed sites of others)."""
+        reached = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
+        return _one_of(reached, site, "observed site")
 
     # -- what is compiled ------------------------------------------------------------
 
