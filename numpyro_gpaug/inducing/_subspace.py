@@ -24,11 +24,12 @@ from ._choice import held_dtype, kmeans, quiet_and_repeatable, rows_to_keep
 Method = Literal["svd", "clusters"]
 
 # A pass over the data holds this many entries of it at once (32 MiB in float64), and
-# multiplies by so many columns at a time.
+# multiplies by so many columns at a time: SciPy's products read a row of the columns
+# for every entry, and short rows cost as much as long ones.
 _BLOCK_ENTRIES = 2**22
-_BLOCK_COLUMNS = 64
+_BLOCK_COLUMNS = 256
 
-# Each holds 2 * 64 columns of D entries.
+# Each holds as many columns of D entries.
 _MOST_THREADS = 4
 
 # Directions beyond the rank, and passes, of the randomised iteration. Its error falls
@@ -123,7 +124,8 @@ class Subspace:
         not centred), by randomised subspace iteration: those that ``X`` leaves open,
         when its rank is lower, are arbitrary. ``"clusters"`` spans the centres of
         mini-batch k-means. Both read ``X`` in blocks, and hold arrays of D x rank
-        entries in float64 (``"svd"`` two of them) but none of N x rank.
+        entries (``"svd"`` two of them, and one in float64 at the end) but none of
+        N x rank. Products are in float32 if ``X`` is, at a third of the time.
 
         N. Halko, P. G. Martinsson and J. A. Tropp, *Finding structure with randomness*,
         SIAM Review 53, 2011, algorithm 4.4.
@@ -269,14 +271,14 @@ def _block(X: Any, rows: slice, dtype: Any) -> Any:
     return block
 
 
-def _blocks(X: Any) -> Iterator[Any]:
-    """All rows in float64, a bounded number of entries at a time."""
+def _blocks(X: Any, dtype: Any) -> Iterator[Any]:
+    """All rows in a dtype, a bounded number of entries at a time."""
     size = X.shape[0]
     stored = X.nnz if sparse.issparse(X) else X.size
     length = _BLOCK_ENTRIES * size // max(stored, 1)
     length = max(1, min(length, _BLOCK_ENTRIES // _BLOCK_COLUMNS))
     for start in range(0, size, length):
-        yield _block(X, slice(start, start + length), np.float64)
+        yield _block(X, slice(start, start + length), dtype)
 
 
 def _gram_product(X: Any, W: np.ndarray) -> np.ndarray:
@@ -285,7 +287,7 @@ def _gram_product(X: Any, W: np.ndarray) -> np.ndarray:
     result = np.zeros_like(W)
     starts = range(0, W.shape[1], _BLOCK_COLUMNS)
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        for block in _blocks(X):
+        for block in _blocks(X, W.dtype):
 
             def add(start: int, block: Any = block) -> None:
                 columns = slice(start, start + _BLOCK_COLUMNS)
@@ -297,13 +299,15 @@ def _gram_product(X: Any, W: np.ndarray) -> np.ndarray:
 
 def _singular_directions(X: Any, rank: int, seed: int) -> np.ndarray:
     size = min(rank + _OVERSAMPLING, X.shape[1])
-    W = np.random.default_rng(seed).normal(size=(X.shape[1], size))
+    dtype = np.float32 if X.dtype == np.float32 else np.float64
+    W = np.random.default_rng(seed).normal(size=(X.shape[1], size)).astype(dtype)
     for _ in range(_PASSES - 1):
         # Keeps the columns apart as QR would, at a fraction of its cost.
         W = lu(_gram_product(X, W), permute_l=True)[0]
-    W = np.linalg.qr(_gram_product(X, W))[0]
+    W = np.linalg.qr(_gram_product(X, W).astype(np.float64))[0]
     # Rayleigh-Ritz: the best directions within the span.
-    _, vectors = np.linalg.eigh(W.T @ _gram_product(X, W))
+    gram = W.T @ _gram_product(X, W.astype(dtype, copy=False))
+    _, vectors = np.linalg.eigh(gram)
     return W @ vectors[:, : -rank - 1 : -1]
 
 
@@ -312,7 +316,7 @@ def _cluster_directions(X: Any, rank: int, seed: int) -> np.ndarray:
 
     if sparse.issparse(X):
         X = _for_scikit_learn(canonical(X))
-    for _ in _blocks(X):
+    for _ in _blocks(X, X.dtype):
         pass  # scikit-learn's error for NaN does not say where.
     with quiet_and_repeatable():
         fit = MiniBatchKMeans(
