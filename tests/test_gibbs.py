@@ -337,7 +337,13 @@ def test_slices_go_around_a_joint_gaussian_where_blocks_meet(x64) -> None:
     np.testing.assert_allclose(part.moments.mean[0], covariance @ potential, atol=1e-7)
     extra_fields = ("evaluations", "log_ratio")
     chain = run(
-        kernel, inputs, y, num_samples=50, extra_fields=extra_fields, **data
+        kernel,
+        inputs,
+        y,
+        num_warmup=0,
+        num_samples=50,
+        extra_fields=extra_fields,
+        **data,
     ).get_extra_fields()
     np.testing.assert_array_equal(chain["evaluations"], 1)
     np.testing.assert_allclose(chain["log_ratio"], chain["log_ratio"][0], atol=1e-6)
@@ -390,3 +396,21 @@ def test_slices_that_need_a_fit_say_so() -> None:
     guide = gpaug.AutoSparseGP(counts, covariance="preconditioned")
     with pytest.raises(ValueError, match="finds a Gaussian itself"):
         gpaug.EllipticalSlice(counts, guide, {})
+
+
+def test_slices_learn_how_wide_the_posterior_is_in_warm_up() -> None:
+    """Few labels that weights separate: the posterior has longer tails than the fit."""
+
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 10.0).to_event(1))
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+    inputs, y = jnp.asarray(X[:6]), jnp.asarray(X[:6, 0] > 0, int)
+    fields = {"extra_fields": ("scale",), "num_samples": 500}
+    learnt = run(gpaug.EllipticalSlice(model), inputs, y, num_warmup=500, **fields)
+    scale = learnt.get_extra_fields()["scale"]
+    assert (scale == scale[0]).all()
+    assert scale[0] > 1.05
+    fixed = run(gpaug.EllipticalSlice(model), inputs, y, num_warmup=0, **fields)
+    assert (fixed.get_extra_fields()["scale"] == 1).all()

@@ -18,6 +18,7 @@ from numpyro_gpaug.linalg import Moments, NaturalGaussian, kl_to_diagonal, momen
 from numpyro_gpaug.structure import Block
 
 MAX_ROUNDS = 40
+White = tuple[Array, ...]
 
 
 class Ellipse(NamedTuple):
@@ -30,6 +31,17 @@ class Ellipse(NamedTuple):
 
     moments: Moments
     reach: Values
+
+
+class Ellipses(NamedTuple):
+    """The Gaussians that slices go around.
+
+    :param parts: an ellipse per part of the model.
+    :param centres: what the model is run at when all latents are at their means.
+    """
+
+    parts: tuple[Ellipse, ...]
+    centres: Values
 
 
 class Part(NamedTuple):
@@ -191,6 +203,16 @@ def best_gaussians(
     best, *_ = lax.while_loop(go_on, update, (start, one, infinite, jnp.int32(0)))
     found = zip(parts, seen, best.sites, strict=True)
     return tuple(_unstandardised(p, s.posterior(site), problem) for p, s, site in found)
+
+
+def minus_log_density(white: White, scale: Array) -> Array:
+    """Minus the log-density of the Gaussians, up to a constant.
+
+    :param white: what they would have white, by part.
+    :param scale: factors of their standard deviations, by part.
+    """
+    squares = jnp.stack([jnp.square(u).sum() for u in white])
+    return 0.5 * (squares / jnp.square(scale.astype(squares.dtype))).sum()
 
 
 def pushed(matrix: Array, vector: Array) -> Array:

@@ -15,25 +15,23 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.expectations import Route
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer.bound import BoundProblem, scaled_sum
-from numpyro_gpaug.infer.ellipses import Ellipse, Part, best_gaussians, meet
+from numpyro_gpaug.infer.ellipses import (
+    Ellipse,
+    Ellipses,
+    Part,
+    White,
+    best_gaussians,
+    meet,
+    minus_log_density,
+)
 from numpyro_gpaug.infer.gaussian_kernel import Function, GaussianKernel, Values
 from numpyro_gpaug.infer.groups import groups_of
 from numpyro_gpaug.linalg import Moments
 from numpyro_gpaug.structure import Arguments, Block, flat_functions, run_model
 
 MAX_SHRINKS = 60
-White = tuple[Array, ...]
-
-
-class Ellipses(NamedTuple):
-    """The Gaussians that slices go around.
-
-    :param parts: an ellipse per part of the model.
-    :param centres: what the model is run at when all latents are at their means.
-    """
-
-    parts: tuple[Ellipse, ...]
-    centres: Values
+# The scale of a Gaussian is learnt as if this many draws had confirmed that it is 1.
+PRIOR_DRAWS = 10
 
 
 class EllipticalState(NamedTuple):
@@ -41,6 +39,8 @@ class EllipticalState(NamedTuple):
 
     :param z: latents and deterministic sites.
     :param white: the latents, whitened by the Gaussian of their part.
+    :param scale: factors of the Gaussians' standard deviations, by part.
+    :param step: steps so far.
     :param log_ratio: log of the posterior over the Gaussians, up to a constant.
     :param evaluations: of the likelihood, in the last step.
     :param ellipses: the Gaussians, and what follows from them.
@@ -49,6 +49,8 @@ class EllipticalState(NamedTuple):
 
     z: Values
     white: White
+    scale: Array
+    step: Array
     log_ratio: Array
     evaluations: Array
     ellipses: Ellipses
@@ -65,6 +67,9 @@ class EllipticalSlice(GaussianKernel):
     variational fit :math:`q(v) = N(m, S)`, and the ratio
     :math:`p(v)\, p(y \mid v) / q(v)` is nearly flat: the better the fit, the less
     draws depend on each other.
+
+    In warm-up the Gaussian is made wider or narrower, as a whole, until draws are as
+    far from its mean as its own would be; some fifty steps do.
 
     Without ``guide`` and ``params``, ``init`` finds the Gaussian of highest evidence
     lower bound itself, by closed-form updates: for likelihoods that
@@ -138,7 +143,7 @@ class EllipticalSlice(GaussianKernel):
         self._fit: dict[str, Moments] | None = None
         self._fitted: dict[str, Block] = {}
         self._parts: tuple[Part, ...] = ()
-        self._as_fitted = False
+        self._as_fitted, self._num_warmup = False, 0
         if guide is not None and params is not None:
             if not isinstance(guide, AutoSparseGP):
                 raise ValueError(
@@ -224,12 +229,16 @@ class EllipticalSlice(GaussianKernel):
         functions = self._functions(problem)
         ellipses = self._ellipses(problem, functions)
         x = {}
-        for part, ellipse, noise in self._noise(noise_key, ellipses):
+        scale, step = jnp.ones(len(self._parts)), jnp.int32(0)
+        for part, ellipse, noise in self._noise(noise_key, ellipses, scale):
             spread, means = part.spread(ellipse, noise), part.means(ellipse)
             for b in part.blocks:
                 drawn = means[b.name] + spread[b.name]
                 x[b.site] = jnp.asarray(values.get(b.site, drawn), b.dtype)
-        return self._evaluated(key, x, ellipses, functions, problem)
+        return self._evaluated(key, x, scale, step, ellipses, functions, problem)
+
+    def _warm_up(self, num_warmup: int) -> None:
+        self._num_warmup = num_warmup
 
     def _renewed(
         self, state: EllipticalState, problem: BoundProblem
@@ -237,13 +246,17 @@ class EllipticalSlice(GaussianKernel):
         functions = self._functions(problem)
         ellipses = self._ellipses(problem, functions)
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
-        new = self._evaluated(state.rng_key, x, ellipses, functions, problem)
+        new = self._evaluated(
+            state.rng_key, x, state.scale, state.step, ellipses, functions, problem
+        )
         return new._replace(evaluations=state.evaluations)
 
     def _evaluated(
         self,
         key: Array,
         x: Values,
+        scale: Array,
+        step: Array,
         ellipses: Ellipses,
         functions: dict[str, Function],
         problem: BoundProblem,
@@ -251,9 +264,10 @@ class EllipticalSlice(GaussianKernel):
         pairs = zip(self._parts, ellipses.parts, strict=True)
         white = tuple(part.whitened(ellipse, x) for part, ellipse in pairs)
         at = self._at(x, functions, problem)
-        ratio = self._log_ratio(problem, x, at, white)
+        ratio = self._log_ratio(problem, x, at, white, scale)
         z = self._sampled(x, at, problem)
-        return EllipticalState(z, white, ratio, jnp.int32(0), ellipses, key)
+        none = jnp.int32(0)
+        return EllipticalState(z, white, scale, step, ratio, none, ellipses, key)
 
     def _ellipses(
         self, problem: BoundProblem, functions: dict[str, Function]
@@ -277,20 +291,20 @@ class EllipticalSlice(GaussianKernel):
         return Ellipses(parts, self._at(x, functions, problem))
 
     def _noise(
-        self, key: Array, ellipses: Ellipses
+        self, key: Array, ellipses: Ellipses, scale: Array
     ) -> Iterator[tuple[Part, Ellipse, Array]]:
-        """White noise for every part."""
+        """Noise for every part: white, times its scale."""
         pairs = zip(self._parts, ellipses.parts, strict=True)
         for i, (part, ellipse) in enumerate(pairs):
             mean = ellipse.moments.mean
             noise = random.normal(random.fold_in(key, i), mean.shape, mean.dtype)
-            yield part, ellipse, noise
+            yield part, ellipse, scale[i].astype(mean.dtype) * noise
 
     def _next(self, state: EllipticalState, problem: BoundProblem) -> EllipticalState:
         ellipses, blocks = state.ellipses, self.structure.blocks
         key, noise_key, uniform_key = random.split(state.rng_key, 3)
         means, shifts, moved, other = {}, {}, {}, []
-        for part, ellipse, noise in self._noise(noise_key, ellipses):
+        for part, ellipse, noise in self._noise(noise_key, ellipses, state.scale):
             spread = part.spread(ellipse, noise)
             other.append(noise)
             shifts.update(spread)
@@ -314,7 +328,7 @@ class EllipticalSlice(GaussianKernel):
 
         def evaluate(angle: Array) -> Array:
             white, x, at = at_angle(angle)
-            return self._log_ratio(problem, x, at, white)
+            return self._log_ratio(problem, x, at, white, state.scale)
 
         # The bracket is the whole ellipse, cut at random: where the first try falls on
         # it is uniform too. All uniforms at once: within the loop each would cost more
@@ -343,15 +357,26 @@ class EllipticalSlice(GaussianKernel):
         angle = jnp.where(accepted, found.angle, 0)
         ratio = jnp.where(accepted, found.value, state.log_ratio)
         white, x, at = at_angle(angle)
-        z = self._sampled(x, at, problem)
-        return EllipticalState(z, white, ratio, found.evaluations, ellipses, key)
+        scale = self._adapted(state, white)
+        ratio += minus_log_density(white, scale) - minus_log_density(white, state.scale)
+        z, step = self._sampled(x, at, problem), state.step + 1
+        count = found.evaluations
+        return EllipticalState(z, white, scale, step, ratio, count, ellipses, key)
+
+    def _adapted(self, state: EllipticalState, white: White) -> Array:
+        """The scales after a step: in warm-up, root mean squares of what the Gaussians
+        would have white."""
+        squares = jnp.stack([jnp.square(u).mean() for u in white])
+        mean = jnp.square(state.scale)
+        mean += (squares.astype(mean.dtype) - mean) / (PRIOR_DRAWS + 1 + state.step)
+        return jnp.where(state.step < self._num_warmup, jnp.sqrt(mean), state.scale)
 
     def _log_ratio(
-        self, problem: BoundProblem, x: Values, at: Values, white: White
+        self, problem: BoundProblem, x: Values, at: Values, white: White, scale: Array
     ) -> Array:
         """Log of the posterior over the Gaussians, up to a constant."""
         trace, priors = problem.trace(at), problem.priors()
-        total = sum(0.5 * jnp.square(u).sum() for u in white)
+        total = minus_log_density(white, scale)
         for block in self.structure.blocks:
             loc, scale = priors[block.name]
             quadratic = -0.5 * jnp.square((x[block.site] - loc) / scale)
