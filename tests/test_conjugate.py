@@ -326,6 +326,29 @@ def test_tol_stops_and_init_state_continues() -> None:
     assert np.isfinite(stopped.params["f.v_auto_precision"]).all()
 
 
+def test_a_second_run_traces_nothing() -> None:
+    X, y = toy(12)
+    Z = X[:4]
+    calls = []
+
+    def model(X, y=None, *, inducing):
+        calls.append(X.shape)
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    state = svi.init(KEY, X, y, inducing=Z)
+    given = {"init_state": state, "progress_bar": False}
+    first = svi.run(KEY, 2, X, y, inducing=Z, **given)
+    seen = len(calls)
+    again = svi.run(KEY, 3, X, y, inducing=Z, **given)
+    assert len(calls) == seen
+    np.testing.assert_array_equal(first.losses, again.losses[:2])
+    svi.run(KEY, 2, X[:10], y[:10], inducing=Z, **given)
+    assert calls[-1] == (10, X.shape[1])
+
+
 def test_one_compilation_whatever_the_number_of_steps() -> None:
     X, y = toy(40)
     svi, _ = fit(classifier, X, y, inducing=X[:10], num_steps=3)

@@ -43,8 +43,8 @@ from common import (
 
 HERE = Path(__file__).resolve()
 OURS = "numpyro_gpaug"
-PEERS = ("gpflow", "gpytorch", "gpjax", "numpy", "gpc", "svc")
-LIBRARIES = {"gpc": "sklearn", "svc": "sklearn"}
+PEERS = ("bare", "gpflow", "gpytorch", "gpjax", "numpy", "gpc", "svc")
+LIBRARIES = {"gpc": "sklearn", "svc": "sklearn", "bare": "jax"}
 LEARNERS = ("gpflow", "gpytorch", "gpc", "svc")
 DTYPES = ("float32", "float64")
 LEARNT = ("breast_cancer", "ratsch_diabetis", "ratsch_heart")
@@ -214,8 +214,10 @@ def run_part(
     for dtype in args.dtypes:
         runs = [(OURS, sys.executable, HERE)]
         for name, python in peers.items():
-            if dtype == "float64" or not (problem.learn or name in LIBRARIES):
-                runs.append((name, python, HERE.parent / "peers_binary.py"))
+            chosen = name not in ("gpc", "svc") and not problem.learn
+            if dtype == "float64" or chosen:
+                script = "bare" if name == "bare" else "peers"
+                runs.append((name, python, HERE.parent / f"{script}_binary.py"))
         for method, python, script in runs:
             row = measure(
                 python, script, method, problem, dtype, args.clock, args.repeats, steps

@@ -27,9 +27,7 @@ from numpyro_gpaug.infer.stepper import (
     ConjugateState,
     Stepper,
 )
-from numpyro_gpaug.structure import (
-    Arguments,
-)
+from numpyro_gpaug.structure import Arguments, Structure
 
 if TYPE_CHECKING:
     import optax
@@ -140,6 +138,7 @@ class ConjugateSVI:
         self.m_step = (m_step,) if isinstance(m_step, str) else tuple(m_step)
         self._start = Start(model, guide, optim, step_size, self.m_step)
         self._seen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._structures: dict[Any, tuple[Structure, Structure]] = {}
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
         self._advance = jax.jit(
@@ -255,8 +254,7 @@ class ConjugateSVI:
             state = _copied(self._comparable_state(state, args, kwargs))
         self._seen = args, kwargs
         arguments = Arguments.split(args, kwargs)
-        structure = structure_for(self.model, self.guide.structure, arguments)
-        subsampled = structure.subsampled
+        subsampled = self._structure_at(arguments).subsampled
         if set(subsampled) != set(state.epochs):
             raise ValueError(
                 f"the state was made for subsampled plates {sorted(state.epochs)}, but "
@@ -287,6 +285,17 @@ class ConjugateSVI:
         return SVIRunResult(self.get_params(state), state, np.concatenate(losses))
 
     # -- states and params ------------------------------------------------------------
+
+    def _structure_at(self, arguments: Arguments) -> Structure:
+        """The model's structure at these arguments; traced once for their shapes, as
+        the compiled steps are."""
+        shapes = tuple((x.shape, x.dtype) for x in arguments.arrays)
+        found = self._structures.get((shapes, arguments.static))
+        if found is None or found[0] is not self.guide.structure:
+            whole = self.guide.structure
+            found = whole, structure_for(self.model, whole, arguments)
+            self._structures[shapes, arguments.static] = found
+        return found[1]
 
     def _comparable_state(
         self, state: ConjugateState, args: Any, kwargs: Any
