@@ -59,7 +59,7 @@ class EllipticalState(NamedTuple):
 
 class EllipticalSlice(GaussianKernel):
     r"""Elliptical slice sampling with a Gaussian approximation of the posterior in the
-    place of the prior: exact, for any likelihood, without gradients or anything to tune.
+    place of the prior: exact, for any likelihood, no gradients and nothing to tune.
 
     Elliptical slice sampling moves along ellipses through draws of a Gaussian, and
     corrects by the ratio of the target to it. With the prior for that Gaussian the
