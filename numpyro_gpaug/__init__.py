@@ -3,14 +3,14 @@
 
 from numpyro_gpaug import (
     diagnostics,
+    distributions,
     inducing,
+    infer,
     kernels,
     multilabel,
     plots,
-    ranking,
     testing,
 )
-from numpyro_gpaug.augmentation import Augmentation, register_augmentation
 from numpyro_gpaug.distributions import (
     BayesianSVM,
     GeneralizedInverseGaussian,
@@ -28,26 +28,31 @@ from numpyro_gpaug.distributions import (
     PolyaGamma,
     RobustMax,
 )
+from numpyro_gpaug.distributions.links import PiecewiseLink, learned_link, link_penalty
 from numpyro_gpaug.errors import (
     CholeskyError,
     NotConjugateError,
     UnknownLikelihoodError,
 )
-from numpyro_gpaug.expectations import Route, expected_log_prob, register_expectation
-from numpyro_gpaug.function_space import AutoFunctionSpaceGP
-from numpyro_gpaug.guides import AutoSparseGP
+from numpyro_gpaug.gp import GaussianProcess, with_residual
+from numpyro_gpaug.guides import AutoFunctionSpaceGP, AutoSparseGP
 from numpyro_gpaug.infer import (
     AugmentedGaussian,
     CollapsedGaussian,
     ConjugateSVI,
     EllipticalSlice,
-    Posterior,
     TraceAnalytic_ELBO,
     TraceWasserstein_ELBO,
     squared_wasserstein,
 )
-from numpyro_gpaug.links import PiecewiseLink, learned_link, link_penalty
-from numpyro_gpaug.process import GaussianProcess, with_residual
+from numpyro_gpaug.likelihoods import Augmentation, register_augmentation
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    expected_log_prob,
+    register_expectation,
+)
+from numpyro_gpaug.multilabel import ranking
+from numpyro_gpaug.predict import FunctionValues, Posterior
 
 __version__ = "0.1.0"
 
@@ -61,6 +66,7 @@ __all__ = [
     "CollapsedGaussian",
     "ConjugateSVI",
     "EllipticalSlice",
+    "FunctionValues",
     "GaussianProcess",
     "GeneralizedInverseGaussian",
     "HeteroscedasticNormal",
@@ -84,8 +90,10 @@ __all__ = [
     "TraceWasserstein_ELBO",
     "UnknownLikelihoodError",
     "diagnostics",
+    "distributions",
     "expected_log_prob",
     "inducing",
+    "infer",
     "kernels",
     "learned_link",
     "link_penalty",

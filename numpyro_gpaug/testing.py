@@ -11,15 +11,16 @@ import jax.numpy as jnp
 from jax import Array, random
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug.augmentation.base import (
+from numpyro_gpaug.errors import UnknownLikelihoodError
+from numpyro_gpaug.likelihoods.augmentation import (
     Augmentation,
     Conditionals,
     auxiliary_means,
     draw_auxiliaries,
     lookup_augmentation,
 )
-from numpyro_gpaug.errors import UnknownLikelihoodError
-from numpyro_gpaug.expectations import gauss_hermite, lookup_expectation
+from numpyro_gpaug.likelihoods.expectations import lookup_expectation
+from numpyro_gpaug.math.quadrature import gauss_hermite
 
 __all__ = ["check_augmentation"]
 

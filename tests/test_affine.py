@@ -13,7 +13,7 @@ from jax import random
 from scipy.special import gammaln
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.affine import dependences
+from numpyro_gpaug.model.jaxpr import dependences
 
 N, C = 4, 3
 X = np.linspace(0.5, 2, N)

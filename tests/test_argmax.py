@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy.special import log_ndtr, ndtr
 
-from numpyro_gpaug import argmax
-from numpyro_gpaug.argmax import argmax_probabilities, argmax_probability
+from numpyro_gpaug.math import argmax
+from numpyro_gpaug.math.argmax import argmax_probabilities, argmax_probability
 
 shares_of = jax.jit(argmax_probabilities)
 

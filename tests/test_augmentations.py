@@ -13,14 +13,14 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.augmentation import (
+from numpyro_gpaug.likelihoods import (
     bayesian_svm,
     heteroscedastic,
     lookup_augmentation,
     poisson,
     register_augmentation,
 )
-from numpyro_gpaug.augmentation._logistic import PolyaGammaOrZero, log_tilt
+from numpyro_gpaug.likelihoods._logistic import PolyaGammaOrZero, log_tilt
 from numpyro_gpaug.testing import check_augmentation
 
 FOLDER = Path(__file__).parent / "golden"

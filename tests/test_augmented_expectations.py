@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods import lookup_augmentation
 from tests.test_augmentations import NAMES, at, latents_of, likelihood, moments
 
 SINGLE = NAMES[:-1]

@@ -11,8 +11,8 @@ import mpmath as mp
 import numpy as np
 import pytest
 
-from numpyro_gpaug import _bessel
-from numpyro_gpaug._bessel import averages, e2, log_bessel_k, peak
+from numpyro_gpaug.math import bessel as _bessel
+from numpyro_gpaug.math.bessel import averages, e2, log_bessel_k, peak
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "gig_logk.json").read_text())
 

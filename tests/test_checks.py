@@ -14,7 +14,7 @@ from scipy import stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
-from numpyro_gpaug.expectations import predictive
+from numpyro_gpaug.likelihoods.expectations import predictive
 from tests.test_diagnostics import NOISE, data, draws, gaussian, kernel, regression
 
 KEY = random.key(0)

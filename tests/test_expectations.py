@@ -17,14 +17,15 @@ from numpyro.distributions import constraints
 from scipy.integrate import quad
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.augmentation import lookup_augmentation
 from numpyro_gpaug.errors import NotConjugateError, UnknownLikelihoodError
-from numpyro_gpaug.expectations import gauss_hermite, predictive
-from numpyro_gpaug.logistic import (
+from numpyro_gpaug.likelihoods import lookup_augmentation
+from numpyro_gpaug.likelihoods.expectations import predictive
+from numpyro_gpaug.math.logistic import (
     expected_log_sigmoid,
     expected_sigmoid,
     logistic_mixture,
 )
+from numpyro_gpaug.math.quadrature import gauss_hermite
 from tests.conftest import assert_close
 
 GOLDEN = json.loads(

@@ -16,12 +16,12 @@ from scipy.stats import gamma, invgamma, invgauss
 
 from numpyro_gpaug import GeneralizedInverseGaussian as GIG
 from numpyro_gpaug import InverseGaussian
-from numpyro_gpaug._bessel import log_peak_integral, peak
 from numpyro_gpaug.distributions import (
     _gig_sampler,
     generalized_inverse_gaussian,
     inverse_gaussian,
 )
+from numpyro_gpaug.math.bessel import log_peak_integral, peak
 
 try:
     from jax import enable_x64

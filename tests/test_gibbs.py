@@ -13,7 +13,7 @@ from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, Gibbs
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.joint import Design
+from numpyro_gpaug.infer.mcmc.joint import Design
 from tests.conftest import assert_close
 
 KEY = jax.random.key(0)

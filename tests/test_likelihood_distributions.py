@@ -16,10 +16,10 @@ from jax import random
 from scipy.special import expit, gammaln, log_expit
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug._mixtures import gaussian_nodes, log_gamma_nodes
-from numpyro_gpaug._ramp import expected_absolute, expected_ramp
 from numpyro_gpaug.distributions.bayesian_svm import expected_ratio
-from numpyro_gpaug.expectations import predictive
+from numpyro_gpaug.likelihoods.expectations import predictive
+from numpyro_gpaug.math.hinge import expected_absolute, expected_ramp
+from numpyro_gpaug.math.quadrature import gaussian_nodes, log_gamma_nodes
 
 SVM = json.loads(
     (Path(__file__).parent / "golden" / "problem_bayesian_svm.json").read_text()

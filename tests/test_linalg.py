@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from numpyro_gpaug import kernels
-from numpyro_gpaug.linalg import (
+from numpyro_gpaug.math.linalg import (
     NaturalGaussian,
     cholesky_jitter,
     default_jitter,

@@ -17,7 +17,7 @@ from scipy.special import logsumexp
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import PiecewiseLink
-from numpyro_gpaug.expectations import expected_log_prob, predictive
+from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
 from tests.conftest import assert_close
 
 GOLDEN = json.loads(

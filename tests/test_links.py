@@ -16,7 +16,7 @@ from scipy.integrate import quad
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import PiecewiseLink
-from numpyro_gpaug.links._cells import knots
+from numpyro_gpaug.distributions.links._cells import knots
 from tests.conftest import assert_close
 
 GOLDEN = json.loads(

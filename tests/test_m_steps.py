@@ -16,7 +16,7 @@ from numpyro.distributions import constraints
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.m_steps import lookup_m_step
+from numpyro_gpaug.likelihoods.maximisers import lookup_m_step
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_piecewise.json").read_text()

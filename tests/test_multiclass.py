@@ -13,10 +13,10 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug import log_sum
-from numpyro_gpaug.augmentation.base import draw_auxiliaries, lookup_augmentation
-from numpyro_gpaug.expectations import expected_log_prob, predictive
-from numpyro_gpaug.log_sum import (
+from numpyro_gpaug.likelihoods.augmentation import draw_auxiliaries, lookup_augmentation
+from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
+from numpyro_gpaug.math import log_sum
+from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,
     LOGISTIC,
     expected_log_sum,

@@ -13,8 +13,8 @@ import pytest
 from jax import random
 from numpyro.distributions.kl import kl_divergence
 
-from numpyro_gpaug._special import log2cosh_half, pg_mean_unit
 from numpyro_gpaug.distributions import PolyaGamma, polya_gamma
+from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "polya_gamma.json").read_text())
 

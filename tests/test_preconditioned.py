@@ -12,7 +12,7 @@ from numpyro import handlers
 from numpyro.infer import SVI
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.fields import moments_of
+from numpyro_gpaug.model.marginals import moments_of
 
 from .conftest import assert_close
 

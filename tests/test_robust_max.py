@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.argmax import argmax_probability
-from numpyro_gpaug.expectations import expected_log_prob, predictive
+from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
+from numpyro_gpaug.math.argmax import argmax_probability
 from tests.test_argmax import everything
 from tests.test_multiclass import blobs
 from tests.test_robustness import assert_monotone

@@ -6,8 +6,8 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_gpaug import UnknownLikelihoodError, register_augmentation
-from numpyro_gpaug.augmentation import bernoulli, normal
 from numpyro_gpaug.distributions import PolyaGamma
+from numpyro_gpaug.likelihoods import bernoulli, normal
 from numpyro_gpaug.testing import check_augmentation
 
 Y = jnp.array([0, 1, 1, 0, 1])

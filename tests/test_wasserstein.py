@@ -15,8 +15,8 @@ from numpyro import handlers
 from numpyro.infer import SVI, Predictive
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.wasserstein import spectral_distance, symmetric_distance
-from numpyro_gpaug.laws import GaussianMeasure
+from numpyro_gpaug.guides.function_posterior import GaussianMeasure
+from numpyro_gpaug.infer.vi.wasserstein import spectral_distance, symmetric_distance
 from tests.conftest import assert_close, compilations
 from tests.problems import regression, toy
 

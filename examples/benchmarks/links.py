@@ -27,7 +27,7 @@ import numpyro.distributions as dist
 from common import machine, print_table
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.logistic import expected_log_sigmoid
+from numpyro_gpaug.math.logistic import expected_log_sigmoid
 
 COLUMNS = {
     "step": "",

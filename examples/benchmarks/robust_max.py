@@ -86,7 +86,7 @@ def cpu_ms(function: Callable, *arguments) -> float:
 
 def measure(num_classes: int, dtype: str, rows: int, num_exact: int) -> list[dict]:
     """Rows of the table at one number of classes."""
-    from numpyro_gpaug import argmax
+    from numpyro_gpaug.math import argmax
 
     @jax.jit
     def chosen(m, v, y):

@@ -18,10 +18,10 @@ from numpyro.distributions import constraints
 from scipy.special import ndtri
 
 from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.conditional import Conditional
-from numpyro_gpaug.expectations import base_distribution
-from numpyro_gpaug.infer.posterior import Posterior
-from numpyro_gpaug.structure import Arguments, Trace
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.model.structure import Arguments, Trace
+from numpyro_gpaug.predict.posterior import Posterior
 
 if TYPE_CHECKING:
     from xarray import DataTree

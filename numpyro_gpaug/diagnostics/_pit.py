@@ -10,7 +10,7 @@ from jax import Array, lax, random
 from jax.typing import ArrayLike
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug.expectations import base_distribution
+from numpyro_gpaug.likelihoods.expectations import base_distribution
 
 # Ranks among this many draws stand in for a cdf.
 _NUM_DRAWS = 1000

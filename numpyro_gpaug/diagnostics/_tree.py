@@ -18,22 +18,22 @@ from jax.typing import ArrayLike
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import residual_policy, whole_plates
-from numpyro_gpaug.analysis import analyse
-from numpyro_gpaug.conditional import Conditional
-from numpyro_gpaug.expectations import (
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
+from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
-    gauss_hermite,
     is_pseudo,
     lookup_expectation,
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.fields import Marginals
-from numpyro_gpaug.function_space import AutoFunctionSpaceGP
-from numpyro_gpaug.guides import AutoSparseGP
-from numpyro_gpaug.infer.bound import NUM_NODES, BoundProblem, predictor
-from numpyro_gpaug.structure import Arguments, Observed, Structure, Trace
+from numpyro_gpaug.math.quadrature import gauss_hermite
+from numpyro_gpaug.model.inspect import analyse
+from numpyro_gpaug.model.marginals import Marginals
+from numpyro_gpaug.model.structure import Arguments, Observed, Structure, Trace
+from numpyro_gpaug.model.view import NUM_NODES, BoundProblem, predictor
 
 if TYPE_CHECKING:
     from xarray import DataTree

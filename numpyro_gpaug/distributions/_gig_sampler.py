@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Rejection sampler for the generalised inverse Gaussian, and the inverse Gaussian.
 
-In the notation of :mod:`numpyro_gpaug._bessel`, :math:`V`, the log of the draw over
+In the notation of :mod:`numpyro_gpaug.math.bessel`, :math:`V`, the log of the draw over
 the mode of its log, has the density :math:`e^{-\varphi(v)}` up to a constant, where
 :math:`\varphi(v) = \frac P2 e_2(v) + \frac Q2 e_2(-v)` is convex with its minimum,
 zero, at zero.  As in Devroye (2014), the hat is constant between two exponential
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
-from numpyro_gpaug._bessel import energies, log_edge
+from numpyro_gpaug.math.bessel import energies, log_edge
 
 _COMPACT_FROM = 4096
 

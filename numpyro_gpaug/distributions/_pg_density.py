@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_gpaug._special import _series_terms, _tanh_taylor
+from numpyro_gpaug.math.special import _series_terms, _tanh_taylor
 
 POLE = math.pi**2 / 4
 LOG2 = math.log(2.0)

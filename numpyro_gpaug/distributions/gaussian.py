@@ -10,7 +10,7 @@ from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
-from numpyro_gpaug.linalg import (
+from numpyro_gpaug.math.linalg import (
     Moments,
     NaturalGaussian,
     inverse_lower,

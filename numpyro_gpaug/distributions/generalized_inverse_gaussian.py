@@ -20,12 +20,12 @@ from numpyro.distributions.util import (
 )
 from numpyro.util import is_prng_key
 
-from numpyro_gpaug._bessel import averages, energies, log_peak_integral, peak
 from numpyro_gpaug.distributions._gig_sampler import (
     sample_inverse_gaussian,
     sample_log,
     within_range,
 )
+from numpyro_gpaug.math.bessel import averages, energies, log_peak_integral, peak
 
 __all__ = ["GeneralizedInverseGaussian"]
 
@@ -33,7 +33,7 @@ __all__ = ["GeneralizedInverseGaussian"]
 class _Shape(NamedTuple):
     """The law of ``x``, or of ``1/x`` where ``flip``, with a non-negative order.
 
-    In the notation of :mod:`numpyro_gpaug._bessel`, the log of that variable over
+    In the notation of :mod:`numpyro_gpaug.math.bessel`, the log of that variable over
     ``root**-2`` has the density ``exp(-P/2 e2(v) - Q/2 e2(-v))``, up to a constant.
     """
 

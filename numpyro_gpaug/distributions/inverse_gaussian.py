@@ -12,11 +12,11 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import promote_shapes, validate_sample
 from numpyro.util import is_prng_key
 
-from numpyro_gpaug._bessel import e2
 from numpyro_gpaug.distributions._gig_sampler import sample_inverse_gaussian
 from numpyro_gpaug.distributions.generalized_inverse_gaussian import (
     GeneralizedInverseGaussian,
 )
+from numpyro_gpaug.math.bessel import e2
 
 __all__ = ["InverseGaussian"]
 

@@ -15,8 +15,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import Distribution, constraints
 
-from numpyro_gpaug._known import known_to
-from numpyro_gpaug.links import PiecewiseLink
+from numpyro_gpaug.distributions.links import PiecewiseLink
+from numpyro_gpaug.math.concrete import known_to
 
 Links = PiecewiseLink | tuple[PiecewiseLink, ...]
 

@@ -18,7 +18,6 @@ from numpyro.distributions.util import (
 )
 from numpyro.util import is_prng_key
 
-from numpyro_gpaug._special import log2cosh_half, pg_mean_unit
 from numpyro_gpaug.distributions._pg_density import (
     POLE,
     bregman,
@@ -28,6 +27,7 @@ from numpyro_gpaug.distributions._pg_density import (
     with_tangent_of,
 )
 from numpyro_gpaug.distributions._pg_sampler import sample as _sample
+from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
 
 __all__ = ["PolyaGamma"]
 

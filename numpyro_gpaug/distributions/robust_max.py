@@ -8,8 +8,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 
-from numpyro_gpaug._known import known_to
 from numpyro_gpaug.distributions._classes import Classes, class_shape
+from numpyro_gpaug.math.concrete import known_to
 
 
 class RobustMax(Classes):

@@ -4,7 +4,7 @@
 Everything here runs on the host, in NumPy and SciPy. Inputs and labels stay sparse:
 :class:`numpyro_gpaug.inducing.Subspace` makes a minibatch of inputs dense,
 :class:`LabelSampler` draws the labels at which a step looks, and
-:mod:`numpyro_gpaug.ranking` judges the predictions.
+:mod:`numpyro_gpaug.multilabel.ranking` judges the predictions.
 """
 
 from ._files import MultiLabelData, load_npz, load_svmlight, load_xmc

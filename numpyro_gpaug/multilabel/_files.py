@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import sparse
 
-from numpyro_gpaug._sparse import canonical, label_matrix
+from numpyro_gpaug.math.sparse import canonical, label_matrix
 
 # Labels, or none; then features. A token starts after white space, so that "1:2:3" is
 # not read as two features.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from numpyro_gpaug._sparse import label_matrix
+from numpyro_gpaug.math.sparse import label_matrix
 
 T = TypeVar("T")
 

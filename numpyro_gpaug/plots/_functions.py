@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 from numpyro.distributions import Distribution, constraints
 from scipy.special import ndtri
 
-from numpyro_gpaug.infer.posterior import Posterior
-from numpyro_gpaug.links import PiecewiseLink
+from numpyro_gpaug.distributions.links import PiecewiseLink
 from numpyro_gpaug.plots._axes import axes_or_new
+from numpyro_gpaug.predict.posterior import Posterior
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

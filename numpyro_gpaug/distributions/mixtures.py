@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictive distributions as finite mixtures over nodes of what is integrated out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array, lax, random
+from jax.scipy.special import ndtr
+from jax.typing import ArrayLike
+from numpyro.distributions import constraints
+from numpyro.distributions.util import validate_sample
+from numpyro.util import is_prng_key
+
+from numpyro_gpaug.math.quadrature import gaussian_nodes
+
+
+def trailing(parameter: ArrayLike, like: Array) -> Array:
+    """``parameter`` with an axis over nodes behind those of ``like``."""
+    return jnp.broadcast_to(parameter, jnp.shape(like))[..., None]
+
+
+class CountMixture(dist.Distribution):
+    """Counts with a latent log-odds ``f ~ N(loc, spread)`` integrated out.
+
+    A finite mixture whose nodes are placed anew for each count, where its likelihood
+    turns: fixed nodes resolve no peak of a large count. Draws draw the latent. A
+    subclass says what the likelihood is.
+
+    :param parameter: the likelihood's other parameter.
+    :param loc: mean of the latent.
+    :param spread: its variance, >= 0. All have the batch shape.
+    :param mean: of the counts.
+    :param variance: of the counts.
+    """
+
+    support = constraints.nonnegative_integer
+    pytree_data_fields = ("_parameter", "_loc", "_spread", "_mean", "_variance")
+
+    def __init__(
+        self,
+        parameter: ArrayLike,
+        loc: Array,
+        spread: Array,
+        mean: Array,
+        variance: Array,
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        self._parameter, self._loc, self._spread, self._mean, self._variance = (
+            jnp.broadcast_arrays(
+                jnp.asarray(parameter, loc.dtype), loc, spread, mean, variance
+            )
+        )
+        super().__init__(self._loc.shape, validate_args=validate_args)
+
+    @property
+    def mean(self) -> Array:
+        return self._mean
+
+    @property
+    def variance(self) -> Array:
+        return self._variance
+
+    def likelihood(self, parameter: Array, logits: Array) -> dist.Distribution:
+        """The law of a count given its latent."""
+        raise NotImplementedError
+
+    def turn(self, parameter: Array, y: Array) -> tuple[Array, Array, Array]:
+        """The log-odds that suit a count best, the width of the likelihood there, and
+        the part of its logarithm without the latent."""
+        raise NotImplementedError
+
+    def exponent(self, parameter: Array, y: Array, logits: Array) -> Array:
+        """The part of the log-likelihood with the latent."""
+        raise NotImplementedError
+
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        assert is_prng_key(key)
+        latent_key, key = random.split(key)
+        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        shape, dtype = (*sample_shape, *self._loc.shape), self._loc.dtype
+        noise = random.normal(latent_key, shape, dtype)
+        logits = self._loc + jnp.sqrt(self._spread) * noise
+        # NumPyro's negative binomial forms exp(-logits), which has to stay finite.
+        largest = -0.9 * math.log(jnp.finfo(dtype).tiny)
+        logits = jnp.clip(logits, -largest, largest)
+        return self.likelihood(self._parameter, logits).sample(key)
+
+    @validate_sample
+    def log_prob(self, value: ArrayLike) -> Array:
+        y = jnp.asarray(value, self._loc.dtype)
+        centre, width, constant = self.turn(self._parameter, y)
+        nodes, log_weights = gaussian_nodes(self._loc, self._spread, centre, width)
+        exponent = self.exponent(self._parameter[..., None], y[..., None], nodes)
+        return constant + jax.nn.logsumexp(log_weights + exponent, axis=-1)
+
+
+def bisected_icdf(
+    cdf: Callable[[Array], Array], q: Array, low: Array, high: Array
+) -> Array:
+    """The quantile q of a distribution function, by bisection to rounding.
+
+    :param cdf: increasing.
+    :param q: probabilities.
+    :param low: below the quantile, of the shape of the answer.
+    :param high: above it.
+    """
+
+    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = 0.5 * (low + high)
+        below = cdf(middle) < q
+        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+    steps = 2 * jnp.finfo(low.dtype).nmant
+    low, high = lax.fori_loop(0, steps, halve, (low, high))
+    return 0.5 * (low + high)
+
+
+class NormalLaplace(dist.Distribution):
+    """The sum of a normal and a Laplace variable.
+
+    :param loc: mean of both together.
+    :param spread: variance of the normal, >= 0.
+    :param scale: scale of the Laplace, > 0. All three broadcast to the batch shape.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> d = NormalLaplace(0.0, jnp.array([0.0, 1.0]), 0.5)
+    >>> [f"{x:.3f}" for x in d.log_prob(jnp.array([1.0, 1.0]))]
+    ['-2.000', '-1.459']
+    """
+
+    arg_constraints = {
+        "loc": constraints.real,
+        "spread": constraints.nonnegative,
+        "scale": constraints.positive,
+    }
+    support = constraints.real
+    pytree_data_fields = ("loc", "spread", "scale")
+
+    def __init__(
+        self,
+        loc: ArrayLike,
+        spread: ArrayLike,
+        scale: ArrayLike,
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        dtype = jnp.result_type(loc, spread, scale, 0.0)
+        self.loc: Array
+        self.spread: Array
+        self.scale: Array
+        self.loc, self.spread, self.scale = jnp.broadcast_arrays(
+            *(jnp.asarray(x, dtype) for x in (loc, spread, scale))
+        )
+        super().__init__(self.loc.shape, validate_args=validate_args)
+
+    @property
+    def mean(self) -> Array:
+        return self.loc
+
+    @property
+    def variance(self) -> Array:
+        return self.spread + 2 * jnp.square(self.scale)
+
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        assert is_prng_key(key)
+        keys = random.split(key)
+        shape, dtype = (*sample_shape, *self.loc.shape), self.loc.dtype
+        smooth = jnp.sqrt(self.spread) * random.normal(keys[0], shape, dtype)
+        return self.loc + smooth + self.scale * random.laplace(keys[1], shape, dtype)
+
+    @validate_sample
+    def log_prob(self, value: ArrayLike) -> Array:
+        # In units of the scale: exp(s^2/2 -+ d) Phi(+-d/s - s) / 2, summed.
+        distance, square = self._in_units(value)
+        right, left = (_log_side(x, square) for x in (distance, -distance))
+        return jnp.logaddexp(right, left) - jnp.log(2 * self.scale)
+
+    def _in_units(self, value: ArrayLike) -> tuple[Array, Array]:
+        """Distance and variance of the normal, in units of the scale."""
+        distance = jnp.asarray((value - self.loc) / self.scale)
+        floor = jnp.finfo(self.loc.dtype).eps ** 3
+        square = jnp.maximum(jnp.asarray(self.spread / jnp.square(self.scale)), floor)
+        return distance, square
+
+    def cdf(self, value: ArrayLike) -> Array:
+        distance, square = self._in_units(value)
+        right, left = (jnp.exp(_log_side(x, square)) for x in (distance, -distance))
+        return ndtr(distance / jnp.sqrt(square)) - 0.5 * (right - left)
+
+    def icdf(self, q: ArrayLike) -> Array:
+        q = jnp.asarray(q, self.loc.dtype)
+        deviation = jnp.sqrt(self.variance)
+        # Cantelli's inequality.
+        low = self.loc - deviation * jnp.sqrt((1 - q) / q)
+        high = self.loc + deviation * jnp.sqrt(q / (1 - q))
+        return bisected_icdf(self.cdf, q, low, high)
+
+
+def _log_side(distance: Array, square: Array) -> Array:
+    """``log [exp(s^2 / 2 - d) Phi(d / s - s)]`` for ``square = s^2``."""
+    s = jnp.sqrt(square)
+    x = distance / s - s
+    far = x < -15
+    near = square / 2 - distance + jax.scipy.special.log_ndtr(jnp.where(far, 0.0, x))
+    # Both terms are near x^2 / 2 here; their difference is not.
+    z = jnp.where(far, x, -15.0)
+    r = 1 / jnp.square(z)
+    series = r * (-1 + r * (3 + r * (-15 + r * (105 - 945 * r))))
+    tail = jnp.log1p(series) - jnp.log(-z) - 0.5 * math.log(2 * math.pi)
+    return jnp.where(far, tail - jnp.square(distance) / (2 * square), near)
+
+
+class NodeMixture(dist.MixtureSameFamily):
+    """A mixture over nodes with its exact moments.
+
+    A draw picks its node first: it needs memory for one draw, not for one per node.
+
+    :param log_weights: of shape batch + (K,).
+    :param component: of that batch shape.
+    :param mean: of the batch shape.
+    :param variance: of the batch shape.
+    """
+
+    pytree_data_fields = ("_mean", "_variance")
+
+    def __init__(
+        self,
+        log_weights: Array,
+        component: dist.Distribution,
+        mean: Array,
+        variance: Array,
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        weights = jnp.broadcast_to(log_weights, component.batch_shape)
+        super().__init__(
+            dist.CategoricalLogits(weights), component, validate_args=validate_args
+        )
+        self._mean = jnp.broadcast_to(mean, self.batch_shape)
+        self._variance = jnp.broadcast_to(variance, self.batch_shape)
+
+    @property
+    def mean(self) -> Array:
+        return self._mean
+
+    @property
+    def variance(self) -> Array:
+        return self._variance
+
+    def icdf(self, q: ArrayLike) -> Array:
+        q = jnp.asarray(q, self._mean.dtype)
+        ends = self.component_distribution.icdf(q[..., None])
+        shape = jnp.broadcast_shapes(q.shape, self.batch_shape)
+        low, high = (jnp.broadcast_to(x, shape) for x in (ends.min(-1), ends.max(-1)))
+        return bisected_icdf(self.cdf, q, low, high)
+
+    def sample_with_intermediates(
+        self, key: Array, sample_shape: tuple[int, ...] = ()
+    ) -> tuple[Array, list[Array]]:
+        assert is_prng_key(key)
+        node_key, key = random.split(key)
+        shape = tuple(sample_shape) + self.batch_shape
+        nodes = self.mixing_distribution.expand(shape).sample(node_key)
+        component = self.component_distribution
+        chosen = {
+            name: _pick(getattr(component, name), nodes, self.batch_shape)
+            for name in component.arg_constraints
+            if name in vars(component)
+        }
+        return type(component)(**chosen).sample(key), [nodes]
+
+
+class CellMixture(NodeMixture):
+    """A mixture over cells of any family with a distribution function: quantiles need
+    none of its components; those of counts are whole numbers."""
+
+    def icdf(self, q: ArrayLike) -> Array:
+        deviation, dtype = jnp.sqrt(self.variance), self.mean.dtype
+        q = jnp.asarray(q, dtype)
+        shape = jnp.broadcast_shapes(q.shape, self.batch_shape)
+        # Cantelli's inequality; a count may be a whole number away from it.
+        low = self.mean - deviation * jnp.sqrt((1 - q) / q) - 1
+        high = self.mean + deviation * jnp.sqrt(q / (1 - q)) + 1
+        # Distribution functions may be NaN off the support.
+        least = jnp.where(self.support(-jnp.ones((), dtype)), -jnp.inf, 0)
+        low, high = (jnp.broadcast_to(x, shape) for x in (low, high))
+
+        def cdf(y: Array) -> Array:
+            at = jnp.floor(y) if self.is_discrete else y
+            return jnp.where(at < least, 0, self.cdf(jnp.maximum(at, least)))
+
+        quantile = bisected_icdf(cdf, q, low, high)
+        return jnp.round(quantile) if self.is_discrete else quantile
+
+
+def _pick(parameter: ArrayLike, nodes: Array, batch_shape: tuple[int, ...]) -> Array:
+    """The entries of a parameter, with a trailing axis over nodes, at ``nodes``."""
+    size = jnp.shape(parameter)[-1] if jnp.ndim(parameter) else 1
+    rows = math.prod(batch_shape)
+    table = jnp.broadcast_to(parameter, (*batch_shape, size)).reshape(rows, size)
+    columns = nodes if size > 1 else jnp.zeros_like(nodes)
+    return table[jnp.arange(rows), columns.reshape(-1, rows)].reshape(nodes.shape)

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussian processes as ordinary sites of a NumPyro model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug._numpyro import (
+    current_residual_policy,
+    deterministic_site,
+    residual_policy,
+)
+from numpyro_gpaug.gp.kernels import as_kernel
+from numpyro_gpaug.gp.projection import latent_first, lead, project, residual_variance
+from numpyro_gpaug.math.linalg import cholesky_jitter, default_jitter, safe_sqrt
+
+_POLICIES = ("mean", "noise", "site")
+
+
+class FunctionDraw(NamedTuple):
+    """What a guide fills in for an inducing vector when it draws the function itself.
+
+    :param values: function values where the model calls the process.
+    """
+
+    values: Array
+
+
+class Conditional:
+    """The law of function values at ``X`` given the inducing values; everything lazy.
+
+    It is the ``fn`` of the deterministic site a :class:`GaussianProcess` call makes.
+
+    :param gp: the process.
+    :param X: inputs, (N, D).
+    :param latents: indices of the latents (of the outputs, if the process has
+        loadings), or ``None`` for all.
+    """
+
+    def __init__(self, gp: GaussianProcess, X: Array, latents: Array | None) -> None:
+        self.gp = gp
+        self.X = X
+        self.latents = latents
+
+    @cached_property
+    def projection(self) -> Array:
+        """``A = L^-1 K_ZX``, (1 or C, M, N)."""
+        return self.projection_through(self.gp.cholesky)
+
+    def projection_through(self, factor: Array) -> Array:
+        """``A`` from a factor of ``K_ZZ`` computed before, (1 or C, M, M)."""
+        gp = self.gp
+        return self.select(project(gp.kernel, gp.inducing, factor, self.X))
+
+    @cached_property
+    def prior_variance(self) -> Array:
+        """``k(x, x)``, (1 or C, N)."""
+        return self.select(lead(self.gp.kernel(self.X), 1))
+
+    @property
+    def prior_covariance(self) -> Array:
+        """``k(X, X)``, (1 or C, N, N)."""
+        return self.select(lead(self.gp.kernel(self.X, self.X), 2))
+
+    @cached_property
+    def residual(self) -> Array:
+        """Variance of f given v, (1 or C, N)."""
+        return residual_variance(self.prior_variance, self.projection)
+
+    @property
+    def rows(self) -> Array | None:
+        """Which of the process's latents are looked at; ``None`` for all."""
+        return None if self.gp.loadings is not None else self.latents
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of the values of the latents, one per datum: (N,) or (N, latents)."""
+        size, number = self.X.shape[0], self.gp.num_latents
+        if number is None:
+            return (size,)
+        return (size, number if self.rows is None else len(self.rows))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the function values: (N,), (N, C) or (N, L)."""
+        if self.gp.loadings is None:
+            return self.latent_shape
+        size, outputs = self.X.shape[0], self.gp.loadings.shape[0]
+        return (size, outputs if self.latents is None else np.shape(self.latents)[-1])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the function values."""
+        return jnp.result_type(self.X.dtype, self.gp.inducing.dtype)
+
+    @cached_property
+    def mean(self) -> Array:
+        """The mean function of the latents at ``X``, (latents, N)."""
+        mean = self.gp.mean
+        value = jnp.asarray(mean(self.X) if callable(mean) else mean, self.dtype)
+        per_latent = value.ndim == 2 or (value.ndim == 1 and not callable(mean))
+        if per_latent and self.rows is not None:
+            value = value[..., jnp.asarray(self.rows)]
+        if not per_latent and value.ndim and len(self.latent_shape) == 2:
+            value = value[:, None]
+        return latent_first(jnp.broadcast_to(value, self.latent_shape))
+
+    def values(self, v: Array, eps: Array | None = None) -> Array:
+        """Function values from whitened inducing values and residual noise.
+
+        :param v: (M,) or (C, M).
+        :param eps: standard normal of :attr:`latent_shape`, or ``None`` for no
+            residual.
+        """
+        # NumPyro draws standard normals in JAX's default dtype, whatever their loc's.
+        v = jnp.asarray(v, self.dtype)
+        v = self.select(v) if self.gp.num_latents is not None else v[None]
+        values = self.mean + jnp.einsum("...mn,...m->...n", self.projection, v)
+        if eps is not None:
+            # The residual is 0 where X is Z.
+            values = values + safe_sqrt(self.residual) * latent_first(eps)
+        return self.outputs(values)
+
+    def outputs(self, latents: Array) -> Array:
+        """Function values, of :attr:`shape`, from those of the latents.
+
+        :param latents: (latents, N).
+        """
+        values, bias = self.shifts(latents), self.gp.bias
+        if bias is None:
+            return values
+        return values + (bias if self.latents is None else bias[self.latents])
+
+    def shifts(self, latents: Array) -> Array:
+        """How function values move, of :attr:`shape`, as the latents move by so much.
+
+        :param latents: (latents, N).
+        """
+        return self._mixed(latents, self.gp.loadings)
+
+    def output_variances(self, latents: Array) -> Array:
+        """Variances of function values, of :attr:`shape`, from those of the latents.
+
+        :param latents: (1 or latents, N).
+        """
+        gp = self.gp
+        squares = None if gp.loadings is None else jnp.square(gp.loadings)
+        return self._mixed(latents, squares)
+
+    def output_covariances(self, latents: Array) -> Array:
+        """Covariances between data, per output, (N, N) or (outputs, N, N).
+
+        :param latents: those of the latents, (1 or latents, N, N).
+        :raises ValueError: if every row has outputs of its own.
+        """
+        if self.gp.num_latents is None:
+            return latents[0]
+        shape = self.latent_shape[1:] + latents.shape[1:]
+        latents = jnp.broadcast_to(latents, shape)
+        if self.gp.loadings is None:
+            return latents
+        if self.latents is not None and self.latents.ndim == 2:
+            raise ValueError(
+                f"latents of shape {self.latents.shape}: covariances between data are "
+                "those of one and the same output, pass (L,)"
+            )
+        chosen = slice(None) if self.latents is None else self.latents
+        return jnp.tensordot(jnp.square(self.gp.loadings[chosen]), latents, 1)
+
+    def _mixed(self, latents: Array, loadings: Array | None) -> Array:
+        if self.gp.num_latents is None:
+            return latents[0]
+        if loadings is None:
+            return jnp.broadcast_to(latents.T, self.shape)
+        latents = jnp.broadcast_to(latents, self.latent_shape[::-1])
+        if self.latents is None:
+            return latents.T @ loadings.T
+        chosen = loadings[self.latents]
+        if chosen.ndim == 2:
+            return latents.T @ chosen.T
+        return jnp.einsum("pn,nlp->nl", latents, chosen)
+
+    def __call__(self) -> Array:
+        if isinstance(self.gp.v, FunctionDraw):
+            return self.gp.v.values
+        policy = current_residual_policy()
+        eps = None
+        if policy == "noise":
+            key = numpyro.prng_key()
+            eps = jax.random.normal(key, self.latent_shape, self.dtype)
+        elif policy == "site":
+            standard = dist.Normal(jnp.zeros(self.latent_shape, self.dtype), 1)
+            eps = numpyro.sample(
+                f"{self.gp.name}.eps", standard.to_event(len(self.latent_shape) - 1)
+            )
+        return self.values(self.gp.v, eps)
+
+    def select(self, per_latent: Array) -> Array:
+        """The chosen latents of an array with a leading axis 1 or C."""
+        if self.rows is None or per_latent.shape[0] == 1:
+            return per_latent
+        return per_latent[jnp.asarray(self.rows)]
+
+
+class GaussianProcess:
+    r"""A (sparse) Gaussian process with a whitened inducing vector.
+
+    Construct it in a model, outside data plates; call it at inputs, inside them. The
+    constructor makes one stock sample site ``"{name}.v"``, a standard normal of event
+    shape (M,) or (C, M), and the inducing values are :math:`u = L v` with
+    :math:`L L^\top = K_{ZZ} + \text{jitter}`. A call makes a deterministic site
+    ``name``, :math:`f = m(x) + A^\top v + \sqrt{r}\,\epsilon`, with
+    :math:`A = L^{-1} K_{ZX}` and :math:`r_i = k(x_i, x_i) - |A_i|^2`.
+
+    The residual noise is added only in prediction and inside stock evidence lower
+    bounds; log densities (NUTS, ``log_likelihood``) use its mean 0, so MCMC with fewer
+    inducing inputs than data targets the projected process. See :func:`with_residual`.
+
+    :param name: name of the site of function values.
+    :param kernel: any :class:`numpyro_gpaug.kernels.Kernel`, tinygp kernel, or plain
+        function ``k(X, Z) -> (N, M)``. Hyperparameters with a leading axis C make one
+        kernel per latent.
+    :param inducing: inducing inputs Z, (M, D), or (C, M, D) for a set per latent. The
+        training inputs themselves give the full process.
+    :param mean: a number, an array (C,), or a function of the inputs that returns (N,)
+        or (N, C).
+    :param num_latents: number C of independent latents; ``None`` for a single one
+        without a latent axis.
+    :param loadings: :math:`\Phi`, (K, P): a semiparametric latent-factor model, in
+        which K outputs :math:`f = \Phi h + b` share P independent latents h, which the
+        kernel, ``inducing`` and ``mean`` are of. Usually a ``numpyro.param``, started
+        at random or from data (at zero nothing moves). For likelihoods that look at one
+        output at a time: outputs of one input are correlated, which the bound does not
+        need to know, and densities of predictions (a sum over outputs) leave out.
+    :param bias: b, (K,), with ``loadings``; zero by default.
+    :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; default
+        ``2e-7 M`` in float32 and 1e-10 in float64; 0 is allowed.
+    :raises ValueError: inside a plate, for inducing inputs that are not two- or
+        three-dimensional (one-dimensional for scalar inputs) or are empty, and for
+        loadings or a bias of another shape.
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(X, y=None):
+    ...     kernel = gpaug.kernels.SquaredExponential(lengthscale=0.5)
+    ...     Z = jnp.linspace(0, 1, 5)[:, None]
+    ...     gp = gpaug.GaussianProcess("f", kernel, inducing=Z)
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+    >>> from numpyro.infer import Predictive
+    >>> prior = Predictive(model, num_samples=3)(jax.random.key(0), jnp.zeros((7, 1)))
+    >>> prior["f"].shape, prior["f.v"].shape
+    ((3, 7), (3, 5))
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kernel: Any,
+        inducing: Array,
+        mean: float | Array | Callable[[Array], Array] = 0.0,
+        num_latents: int | None = None,
+        loadings: Array | None = None,
+        bias: Array | None = None,
+        jitter: float | None = None,
+    ) -> None:
+        self.name = name
+        self.kernel = as_kernel(kernel)
+        if inducing is None:
+            raise ValueError(
+                f'GaussianProcess("{name}"): inducing is None; pass the inducing '
+                "inputs, or the training inputs for the full process"
+            )
+        self.inducing = _as_inputs(inducing, "inducing")
+        self.mean = mean
+        self.loadings, self.bias = _as_loadings(loadings, bias, num_latents)
+        if self.loadings is not None:
+            num_latents = self.loadings.shape[1]
+        self.num_latents = num_latents
+        if self.inducing.ndim == 3 and self.inducing.shape[0] != num_latents:
+            raise ValueError(
+                f"inducing has shape {self.inducing.shape}, one set per latent, but "
+                f"num_latents is {num_latents}"
+            )
+        num_inducing = self.inducing.shape[-2 if self.inducing.ndim > 1 else 0]
+        if jitter is None:
+            jitter = default_jitter(num_inducing, self.inducing.dtype)
+        self.jitter = jitter
+        shape = (num_inducing,) if num_latents is None else (num_latents, num_inducing)
+        standard = dist.Normal(jnp.zeros(shape, self.inducing.dtype), 1)
+        self.v = numpyro.sample(f"{name}.v", standard.to_event(len(shape)))
+        if not isinstance(self.v, FunctionDraw) and self.v.shape != shape:
+            raise ValueError(
+                f'GaussianProcess("{name}"): its inducing values have shape '
+                f"{self.v.shape}, but {num_inducing} inducing inputs call for {shape}. "
+                "Either it is constructed inside a plate (construct it before the "
+                "plate, call it inside), or the inducing inputs changed in number "
+                "since the guide was set up or the fit made (pass them as an argument "
+                "or a param, not as rows of the data; for another number make a new "
+                "guide)."
+            )
+
+    @cached_property
+    def cholesky(self) -> Array:
+        """Lower factor of ``K_ZZ`` with jitter, (1 or C, M, M)."""
+        gram = lead(self.kernel(self.inducing, self.inducing), 2)
+        return cholesky_jitter(gram, self.jitter)
+
+    def __call__(self, X: Array, latents: Array | None = None) -> Array:
+        """Function values at ``X``.
+
+        :param X: inputs, (N, D).
+        :param latents: indices of a subset of the C latents; all by default. Of a
+            process with loadings, indices of outputs: (L,), or (N, L) for other ones in
+            every row.
+        :return: (N,), or (N, C), or (N, L).
+        :raises ValueError: if the columns of ``X`` and of the inducing inputs differ,
+            or for ``latents`` of another shape.
+        """
+        X = _as_inputs(X, "X")
+        if X.ndim > 2 or _columns(X) != _columns(self.inducing):
+            raise ValueError(
+                f'GaussianProcess("{self.name}") was called at X of shape {X.shape}; '
+                f"its inducing inputs have shape {self.inducing.shape}: expected (N, "
+                f"{_columns(self.inducing)})"
+            )
+        if latents is not None:
+            self._check_latents(X, latents)
+        conditional = Conditional(self, X, latents)
+        return deterministic_site(self.name, conditional)
+
+    def _check_latents(self, X: Array, latents: Array) -> None:
+        if self.num_latents is None:
+            raise ValueError("latents= needs a GaussianProcess with num_latents=C")
+        shape = np.shape(latents)
+        by_row = len(shape) == 2 and shape[0] == X.shape[0]
+        if len(shape) != 1 and not (by_row and self.loadings is not None):
+            raise ValueError(
+                f'GaussianProcess("{self.name}") was called with latents of shape '
+                f"{shape} at X of shape {X.shape}: pass (L,), or, with loadings, "
+                f"({X.shape[0]}, L)"
+            )
+
+
+def with_residual(model: Callable, policy: str) -> Callable:
+    """``model`` with a fixed policy for the residual of its Gaussian processes.
+
+    :param model: a NumPyro model.
+    :param policy: ``"site"`` makes the residual noise a whitened latent site
+        ``"{name}.eps"``, so that MCMC with inducing inputs samples the process with
+        independent residuals; ``"noise"`` adds fresh noise always; ``"mean"`` never.
+    :return: a model with the same arguments.
+    :raises ValueError: for any other policy.
+    """
+    if policy not in _POLICIES:
+        raise ValueError(f"policy must be one of {_POLICIES}, got {policy!r}")
+    return residual_policy(model, policy)
+
+
+def _as_inputs(X: Array, name: str) -> Array:
+    X = jnp.asarray(X)
+    if X.ndim not in (1, 2, 3) or 0 in X.shape:
+        raise ValueError(
+            f"{name} has shape {X.shape}; expected a non-empty array (rows, columns)"
+        )
+    return X if jnp.issubdtype(X.dtype, jnp.floating) else X.astype(float)
+
+
+def _as_loadings(
+    loadings: Any, bias: Any, num_latents: int | None
+) -> tuple[Array | None, Array | None]:
+    if loadings is None:
+        if bias is not None:
+            raise ValueError("bias= is that of outputs with loadings=; pass mean=")
+        return None, None
+    loadings = jnp.asarray(loadings)
+    if loadings.ndim != 2 or num_latents not in (None, loadings.shape[1]):
+        raise ValueError(
+            f"loadings has shape {loadings.shape}; expected (outputs, latents)"
+            + ("" if num_latents is None else f" with num_latents={num_latents}")
+        )
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        if bias.shape != loadings.shape[:1]:
+            raise ValueError(
+                f"bias has shape {bias.shape}; expected one per output, "
+                f"{loadings.shape[:1]}"
+            )
+    return loadings, bias
+
+
+def _columns(X: Array) -> int:
+    return 1 if X.ndim == 1 else X.shape[-1]

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sparse process sees of inputs: their projection on its inducing inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.math.linalg import solve_lower
+
+
+def project(kernel: Any, inducing: Array, factor: Array, X: Array) -> Array:
+    """``A = L^-1 K_ZX``, (1 or C, M, N), from the lower factor of ``K_ZZ``."""
+    cross = lead(kernel(X, inducing), 2)
+    return solve_lower(factor, jnp.swapaxes(cross, -1, -2))
+
+
+def residual_variance(prior_variance: Array, projection: Array) -> Array:
+    """``k(x, x) - |A_i|^2``: a Schur complement, so only rounding can make it negative,
+    and the true value is then 0 to rounding."""
+    return jnp.maximum(prior_variance - jnp.square(projection).sum(-2), 0)
+
+
+def lead(array: Array, ndim: int) -> Array:
+    """``array`` with an axis over latents in front of its last ``ndim``."""
+    return array if array.ndim > ndim else array[None]
+
+
+def latent_first(values: Array) -> Array:
+    """From (N,) or (N, latents) to (latents, N)."""
+    return values.T if values.ndim == 2 else values[None]

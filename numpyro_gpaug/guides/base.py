@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What guides of Gaussian processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpyro
+from jax import Array
+from numpyro import handlers
+from numpyro.infer.autoguide import AutoDelta, AutoGuide
+from numpyro.infer.initialization import init_to_median
+
+from numpyro_gpaug.guides.function_posterior import Law
+from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.inspect import analyse
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Structure,
+    Trace,
+    flat_functions,
+    run_model,
+)
+from numpyro_gpaug.model.validation import check_observations
+
+
+class ProcessGuide:
+    """What guides of Gaussian processes share: they take the model apart, give every
+    latent they do not own to another NumPyro autoguide, and have a ``law`` that tells
+    predictions what was fitted.
+
+    :param model: a NumPyro model.
+    :param other: class of the autoguide for all other latents.
+    """
+
+    law: Law
+
+    def __init__(self, model: Callable[..., Any], other: Callable[..., Any]) -> None:
+        self.model = model
+        self._other_class = other
+        self._other: AutoGuide | None = None
+        self._structure: Structure | None = None
+        self._checked = False
+        # Compiled prediction, by model: the same for all params.
+        self.predictors: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws every latent.
+
+        :return: values by site name.
+        """
+        raise NotImplementedError
+
+    def split_params(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+        """Params of a fit, parted into what predictions read by name and the moments of
+        the Gaussian blocks, latent axis first, by block name.
+
+        :param params: params of model and guide.
+        """
+        raise NotImplementedError
+
+    @property
+    def structure(self) -> Structure:
+        """What the model is made of.
+
+        :raises RuntimeError: before the guide was first called or set up.
+        """
+        if self._structure is None:
+            raise RuntimeError(
+                "the guide has not seen the model's arguments yet: call it, or "
+                "guide.setup(*args, **kwargs), first"
+            )
+        return self._structure
+
+    @property
+    def random_others(self) -> bool:
+        """Whether the other autoguide draws at random (``AutoDelta`` does not)."""
+        return self._other is not None and not isinstance(self._other, AutoDelta)
+
+    def setup(self, *args: Any, **kwargs: Any) -> Self:
+        """Takes the model apart for these arguments; done once, by the first call that
+        passes observations.
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        :return: the guide.
+        """
+        if self._structure is None or not self._structure.observed:
+            self._structure = self._take_apart(*args, **kwargs)
+            if self._structure.others:
+                self._other = self._build_other()
+                with handlers.block():
+                    handlers.seed(self._other, 0)(*args, **kwargs)
+        return self
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """What a call does first: :meth:`setup`, and a check of the first observations
+        it is shown (ConjugateSVI, which does not call the guide, has its own).
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        """
+        structure = self.setup(*args, **kwargs).structure
+        if structure.observed and not self._checked:
+            self._checked = True
+            arguments = Arguments.split(args, kwargs)
+            check_observations(self.model, structure, arguments)
+
+    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
+        return analyse(self.model, *args, **kwargs)
+
+    def _build_other(self) -> AutoGuide:
+        others = self.structure.others
+
+        def filled(message: dict[str, Any]) -> Array | None:
+            """Zeros for all that is hidden: an autoguide compiles the model it is
+            given, and its gradient, and needs nothing of it but its own latents."""
+            drawn = message["type"] == "sample" and message["name"] not in others
+            if drawn and not message["is_observed"]:
+                return jnp.zeros(message["fn"].shape())
+            return None
+
+        flat = flat_functions(self.model)
+        fixed = handlers.block(
+            handlers.substitute(flat, substitute_fn=filled),
+            expose=[*others, *self.structure.plates],
+        )
+        if self._other_class is AutoDelta:
+            return AutoDelta(fixed, init_loc_fn=init_to_median())
+        return self._other_class(fixed)
+
+    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws only what the other autoguide owns.
+
+        :return: values by site name; empty if the Gaussian blocks are all there is.
+        """
+        return dict(self._other(*args, **kwargs)) if self._other else {}
+
+    def flat_trace(self, values: dict[str, Any], args: Any, kwargs: Any) -> Trace:
+        """The model at function values of zero, run inside the guide. Its params are
+        declared in the guide too, which needs their values.
+
+        :param values: what the other autoguide drew.
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        """
+        return run_model(
+            flat_functions(self.model),
+            Arguments.split(args, kwargs),
+            numpyro.prng_key(),
+            {**self.structure.zeros, **values},
+            expose_types=["param"],
+        )
+
+    def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
+        """Posterior medians of the latents the other autoguide owns."""
+        return dict(self._other.median(params)) if self._other else {}
+
+    def sample_posterior(
+        self,
+        rng_key: Array,
+        params: dict[str, Any],
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> dict[str, Array]:
+        """Draws from the guide.
+
+        :param rng_key: random key.
+        :param params: the guide's params.
+        :param args: the model's arguments.
+        :param sample_shape: leading shape of the draws.
+        :param kwargs: the model's keyword arguments.
+        :return: values by site name.
+        """
+        self.setup(*args, **kwargs)
+
+        def draw(key: Array) -> dict[str, Array]:
+            seeded = handlers.seed(handlers.substitute(self, data=params), key)
+            return handlers.block(seeded)(*args, **kwargs)
+
+        if sample_shape == ():
+            return draw(rng_key)
+        keys = jax.random.split(rng_key, sample_shape)
+        for _ in sample_shape:
+            draw = jax.vmap(draw)
+        return draw(keys)

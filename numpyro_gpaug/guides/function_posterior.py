@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fit says of function values: the hook that guides give to prediction.
+
+A guide's ``law`` turns what was fitted into marginals where the likelihood looks, and
+into a :class:`GaussianMeasure` anywhere else. :class:`InducingLaw` reads a Gaussian on
+inducing values; a guide with another parametrisation brings a law of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.gp.process import Conditional, GaussianProcess
+from numpyro_gpaug.gp.projection import lead, project, residual_variance
+from numpyro_gpaug.math.linalg import Moments, kl_to_diagonal
+from numpyro_gpaug.model.marginals import field_marginals
+from numpyro_gpaug.model.structure import Block
+
+if TYPE_CHECKING:
+    from numpyro_gpaug.model.view import BoundProblem
+
+
+class Fit(NamedTuple):
+    """What a law needs of a fit.
+
+    :param values: params and point values of other latents, by name.
+    :param moments: of the Gaussian blocks, latent axis first, by block name.
+    :param factors: Cholesky factors of the inducing matrices, if computed before.
+    """
+
+    values: dict[str, Any]
+    moments: dict[str, Moments]
+    factors: dict[str, Array] | None = None
+
+
+class GaussianMeasure(NamedTuple):
+    """Independent Gaussian measures on functions, one per latent.
+
+    :param mean: function of inputs (N, D), returns (latents, N).
+    :param kernel: covariance by the kernel protocol, (1 or latents, N, M), and
+        (1 or latents, N) for the variance.
+    """
+
+    mean: Callable[[Array], Array]
+    kernel: Callable[..., Array]
+
+
+def prior_measure(gp: GaussianProcess) -> GaussianMeasure:
+    """The prior of a process, without the approximation by inducing values."""
+
+    def mean(X: Array) -> Array:
+        return Conditional(gp, X, None).mean
+
+    def kernel(X: Array, *Z: Array) -> Array:
+        return lead(gp.kernel(X, *Z), 1 + len(Z))
+
+    return GaussianMeasure(mean, kernel)
+
+
+class SparseKernel:
+    r"""Covariance of a sparse posterior, in whitened coordinates:
+    :math:`k(x, x') - A(x)^\top A(x') + A(x)^\top S A(x')` with
+    :math:`A(x) = L^{-1} k_Z(x)`.
+
+    Positive definite for every positive definite S: the first two terms are a Schur
+    complement of the prior.
+
+    :param gp: the process, for its kernel and inducing inputs.
+    :param factor: L, lower, with ``L L' = K_ZZ`` (jitter included), (1 or C, M, M).
+    :param whitener: W with ``S = W' W``, (1 or C, M, M).
+    """
+
+    def __init__(self, gp: GaussianProcess, factor: Array, whitener: Array) -> None:
+        self._gp, self._factor, self._whitener = gp, factor, whitener
+
+    def __call__(self, X: Array, Z: Array | None = None) -> Array:
+        A = self.project(X)
+        spread = self._whitener @ A
+        if Z is None:
+            prior = lead(self._gp.kernel(X), 1)
+            return residual_variance(prior, A) + jnp.square(spread).sum(-2)
+        B = A if Z is X else self.project(Z)
+        prior = lead(self._gp.kernel(X, Z), 2)
+        return prior - _transposed(A) @ B + _transposed(spread) @ (self._whitener @ B)
+
+    def project(self, X: Array) -> Array:
+        """``A`` at inputs (N, D): (1 or C, M, N)."""
+        return project(self._gp.kernel, self._gp.inducing, self._factor, X)
+
+
+class Law(Protocol):
+    """What a guide offers to prediction and to losses; see :class:`InducingLaw`."""
+
+    def factors(self, problem: BoundProblem) -> dict[str, Array]:
+        """What can be computed once for all inputs, by block name."""
+        ...
+
+    def marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
+        """Marginals of every block where it meets the likelihood, by block name."""
+        ...
+
+    def measure(self, law: Conditional, fit: Fit, block: Block) -> GaussianMeasure:
+        """The fitted measure of a process, from its prior."""
+        ...
+
+
+class InducingLaw:
+    """Function values under a Gaussian on the inducing values."""
+
+    def factors(self, problem: BoundProblem) -> dict[str, Array]:
+        """Cholesky factors of the inducing matrices, by block name."""
+        return inducing_factors(problem)
+
+    def marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
+        """:class:`~numpyro_gpaug.model.marginals.Marginals` by block name (a dict of
+        them for weights)."""
+        return field_marginals(problem, problem.fields(fit.factors), fit.moments)
+
+    def weight_marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
+        """Those of weight vectors alone."""
+        return field_marginals(problem, problem.weight_fields(), fit.moments)
+
+    def divergence(self, problem: BoundProblem, fit: Fit, block: Block) -> Array:
+        """The KL of a block to its prior."""
+        prior = problem.priors()[block.name]
+        return kl_to_diagonal(fit.moments[block.name], *prior).sum()
+
+    def measure(self, law: Conditional, fit: Fit, block: Block) -> GaussianMeasure:
+        """Mean ``m(x) + A(x)' E v`` and the covariance of :class:`SparseKernel`."""
+        q, prior = fit.moments[block.name], prior_measure(law.gp)
+        kernel = SparseKernel(law.gp, factor_of(law, fit, block), q.whitener)
+
+        def mean(X: Array) -> Array:
+            shift = jnp.einsum("...mn,...m->...n", kernel.project(X), q.mean)
+            return prior.mean(X) + shift
+
+        return GaussianMeasure(mean, kernel)
+
+
+def inducing_factors(problem: BoundProblem) -> dict[str, Array]:
+    """Cholesky factors of the inducing matrices of every process, by block name."""
+    processes = [b for b in problem.structure.blocks if b.is_process]
+    return {b.name: problem.conditional(b).gp.cholesky for b in processes}
+
+
+def factor_of(law: Conditional, fit: Fit, block: Block) -> Array:
+    """The factor of a process's inducing matrix, computed if ``fit`` has none."""
+    return law.gp.cholesky if fit.factors is None else fit.factors[block.name]
+
+
+def _transposed(matrix: Array) -> Array:
+    return jnp.swapaxes(matrix, -1, -2)

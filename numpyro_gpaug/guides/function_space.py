@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A guide that is a Gaussian measure on functions: any mean and any covariance."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpyro
+from jax import Array, random
+from numpyro import handlers
+from numpyro.infer.autoguide import AutoDelta
+
+from numpyro_gpaug.gp.kernels import as_kernel
+from numpyro_gpaug.gp.process import Conditional, FunctionDraw, GaussianProcess
+from numpyro_gpaug.gp.projection import latent_first, lead, residual_variance
+from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.guides.function_posterior import (
+    Fit,
+    GaussianMeasure,
+    SparseKernel,
+    factor_of,
+    inducing_factors,
+)
+from numpyro_gpaug.math.linalg import (
+    Moments,
+    cholesky_jitter,
+    default_jitter,
+    safe_sqrt,
+    solve_lower,
+)
+from numpyro_gpaug.model.marginals import Marginals
+from numpyro_gpaug.model.structure import (
+    Block,
+    Structure,
+    conditional_of,
+    fill,
+)
+
+if TYPE_CHECKING:
+    from numpyro_gpaug.model.view import BoundProblem
+
+
+class AutoFunctionSpaceGP(ProcessGuide):
+    r"""A Gaussian measure :math:`Q = N(m_Q, r)` on the function values of a model's
+    Gaussian process, and a NumPyro autoguide on all other latents.
+
+    The mean is any function, a neural network for one. Such a Q need not have a density
+    with respect to the prior, so that no evidence lower bound exists: fit it with
+    :class:`~numpyro_gpaug.TraceWasserstein_ELBO` and ``numpyro.infer.SVI``, predict
+    with ``Posterior.from_guide(model, guide, params, X, y)``. Of Wild, Hu and
+    Sejdinovic (2022), *Generalized variational inference in function spaces*.
+
+    A function of its params alone, which are those of ``mean`` and ``kernel`` and, with
+    the default kernel, ``"{name}.v_auto_tril"``. A draw has the function values as the
+    site ``name``: given the values at the inducing inputs, they are independent, with
+    the right marginals.
+
+    :param model: a NumPyro model with one ``GaussianProcess``.
+    :param mean: :math:`m_Q`, a function of the inputs X (N, D) that returns (N,), or
+        (N, C) for a process with ``num_latents=C``. It may call ``numpyro.param`` and
+        NumPyro's module functions (``numpyro.contrib.module.eqx_module``,
+        ``nnx_module``, ``flax_module``), without state that changes. Not called with
+        anything else than X: the mean of the prior is not added to it.
+    :param kernel: :math:`r`. A kernel (``k(X, Z)`` and ``k(X)``, with a leading axis
+        for one per latent); or a function without arguments that returns one, and may
+        call ``numpyro.param``; or, by default, the covariance of a sparse posterior
+        :math:`k(x, x') - k_Z(x)^\top K_{ZZ}^{-1} k_Z(x') + k_Z(x)^\top \Sigma
+        k_Z(x')` of the prior's kernel k and inducing inputs Z, one
+        :math:`\Sigma = L^{-\top} S L^{-1}` per latent with :math:`K_{ZZ} = L L^\top`
+        and :math:`S = T T^\top` for the lower triangular param T, which starts at the
+        identity, where r is k.
+    :param other: class of the autoguide for all other latents; see
+        :class:`~numpyro_gpaug.AutoSparseGP`.
+    :raises ValueError: when called, for a model with no or several Gaussian processes,
+        and for a mean or a kernel of the wrong shape.
+    :raises TypeError: for a ``mean`` that cannot be called.
+
+    **Example**
+
+    >>> import jax, numpyro, optax, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(X, y=None):
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), jnp.eye(3)[:, :1])
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(gp(X), 0.1), obs=y)
+    >>> def mean(X):
+    ...     return X @ numpyro.param("slope", jnp.zeros(X.shape[1]))
+    >>> guide = gpaug.AutoFunctionSpaceGP(model, mean)
+    >>> X = jnp.linspace(-1, 1, 9)[:, None]
+    >>> loss = gpaug.TraceWasserstein_ELBO()
+    >>> svi = numpyro.infer.SVI(model, guide, optax.adam(0.1), loss)
+    >>> result = svi.run(jax.random.key(0), 100, X, 2 * X[:, 0], progress_bar=False)
+    >>> print(result.params["slope"].round(1))
+    [2.]
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        mean: Callable[[Array], Array],
+        kernel: Any = None,
+        other: Callable[..., Any] = AutoDelta,
+    ) -> None:
+        if not callable(mean):
+            raise TypeError(
+                f"mean is a {type(mean).__name__}: pass a function of the inputs"
+            )
+        super().__init__(model, other)
+        self.law: FunctionSpaceLaw = FunctionSpaceLaw(mean, kernel)
+
+    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
+        structure = super()._take_apart(*args, **kwargs)
+        processes = tuple(b for b in structure.blocks if b.is_process)
+        if len(processes) != 1:
+            raise ValueError(
+                "AutoFunctionSpaceGP is for a model with one GaussianProcess (several "
+                f"outputs: num_latents=C); this one has {[b.name for b in processes]}"
+            )
+        weights = tuple(b.site for b in structure.blocks if not b.is_process)
+        return replace(structure, blocks=processes, others=structure.others + weights)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws every latent.
+
+        :return: values by site name, those of the function included.
+        """
+        self.begin(*args, **kwargs)
+        values = self.draw_others(*args, **kwargs)
+        (block,) = self.structure.blocks
+        law = self._conditional(block, values, args, kwargs)
+        params = self.law.declare(law, block)
+        measure = self.law.measure(law, Fit(params, {}), block)
+        f = _draw(law, measure)
+        if numpyro.get_mask() is False:
+            # Prediction fills in only the model's sample sites, of which the inducing
+            # vector is one; no vector gives these function values.
+            numpyro.deterministic(block.site, FunctionDraw(f))
+        values[block.name] = numpyro.deterministic(block.name, f)
+        return values
+
+    def _conditional(
+        self, block: Block, values: dict[str, Any], args: Any, kwargs: Any
+    ) -> Conditional:
+        """The process where this run of the model meets it."""
+        trace = self.flat_trace(values, args, kwargs)
+        plates = [s for s in trace.values() if s["type"] == "plate"]
+        drawn = [s["name"] for s in plates if s["value"].shape[0] < s["args"][0]]
+        if drawn and numpyro.get_mask() is False:
+            raise ValueError(
+                f"plates {drawn} draw a batch, and Predictive would draw one for the "
+                "guide and another for the model: predict with Posterior.from_guide"
+            )
+        return conditional_of(trace, block)
+
+    def median(self, params: dict[str, Any]) -> dict[str, Array]:
+        """Posterior medians of the latents the other autoguide owns (those of function
+        values depend on the inputs: ``Posterior.predict_f``).
+
+        :param params: the guide's params.
+        :return: values by site name.
+        """
+        return self.other_median(params)
+
+    def split_params(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+        return dict(params), {}
+
+
+class FunctionSpaceLaw:
+    """Function values under a mean and a covariance function with params.
+
+    :param mean: see :class:`AutoFunctionSpaceGP`.
+    :param kernel: likewise.
+    """
+
+    def __init__(self, mean: Callable[[Array], Array], kernel: Any) -> None:
+        self._mean = mean
+        is_builder = (
+            kernel is not None
+            and callable(kernel)
+            and not inspect.signature(kernel).parameters
+        )
+        if kernel is not None and not is_builder:
+            kernel = as_kernel(kernel)
+        self._kernel = kernel if is_builder or kernel is None else lambda: kernel
+
+    def factors(self, problem: BoundProblem) -> dict[str, Array]:
+        """Cholesky factors of the inducing matrices, if the kernel is made of them."""
+        return inducing_factors(problem) if self._kernel is None else {}
+
+    def marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
+        """:class:`~numpyro_gpaug.model.marginals.Marginals` by block name."""
+        (block,) = problem.structure.blocks
+        law = problem.conditional(block)
+        measure = self.measure(law, fit, block)
+        mean = law.select(measure.mean(law.X))
+        variance = law.select(measure.kernel(law.X))
+        return {block.name: Marginals(mean, jnp.broadcast_to(variance, mean.shape))}
+
+    def measure(self, law: Conditional, fit: Fit, block: Block) -> GaussianMeasure:
+        """Mean and covariance functions at the params of ``fit``."""
+        gp, values = law.gp, fit.values
+
+        def mean(X: Array) -> Array:
+            value = _pinned(self._mean, values, "mean")(X)
+            return latent_first(_checked_mean(value, X, gp, law.dtype))
+
+        if self._kernel is None:
+            tril = jnp.tril(values[_tril_name(block)])
+            whitener = lead(jnp.swapaxes(tril, -1, -2), 2)
+            return GaussianMeasure(
+                mean, SparseKernel(gp, factor_of(law, fit, block), whitener)
+            )
+        kernel = as_kernel(_pinned(self._kernel, values, "kernel")())
+
+        def covariance(X: Array, *Z: Array) -> Array:
+            return _checked_covariance(kernel(X, *Z), gp, X, *Z)
+
+        return GaussianMeasure(mean, covariance)
+
+    def declare(self, law: Conditional, block: Block) -> dict[str, Any]:
+        """Makes the params of mean and kernel, in a guide.
+
+        :return: their values by name.
+        """
+        with handlers.trace() as trace:
+            self._mean(law.X)
+            if not trace:
+                warnings.warn(
+                    "the mean of AutoFunctionSpaceGP has no params, so that nothing of "
+                    "it is learnt: call a network through numpyro.contrib.module "
+                    "(eqx_module, nnx_module, flax_module), or numpyro.param, in it",
+                    stacklevel=2,
+                )
+            if self._kernel is None:
+                eye = jnp.eye(block.shape[-1], dtype=block.dtype)
+                shape = block.shape + block.shape[-1:]
+                numpyro.param(_tril_name(block), jnp.broadcast_to(eye, shape))
+            else:
+                self._kernel()
+        return {k: site["value"] for k, site in trace.items()}
+
+
+def _tril_name(block: Block) -> str:
+    return f"{block.site}_auto_tril"
+
+
+def _pinned(
+    fn: Callable[..., Any], values: dict[str, Any], name: str
+) -> Callable[..., Any]:
+    """``fn`` at the given params, whatever handlers it is called under."""
+
+    def call(*args: Any) -> Any:
+        with handlers.block(), handlers.trace() as trace:
+            result = fill(handlers.seed(fn, 0), values)(*args)
+        for site in trace.values():
+            if site["type"] != "param":
+                raise ValueError(
+                    f"{name} makes the {site['type']} site {site['name']!r}: it may "
+                    "have params, but neither random nor mutable state"
+                )
+            if site["name"] not in values:
+                raise ValueError(
+                    f"{name} asks for the param {site['name']!r}, which is not among "
+                    f"the params of the fit: {sorted(values)}"
+                )
+        return result
+
+    return call
+
+
+def _checked_mean(value: Any, X: Array, gp: GaussianProcess, dtype: Any) -> Array:
+    width = () if gp.num_latents is None else (gp.num_latents,)
+    expected = (X.shape[0], *width)
+    if jnp.shape(value) != expected:
+        hint = "one value per input" if not width else f"a network of width {width[0]}"
+        raise ValueError(
+            f'mean returned shape {jnp.shape(value)} for GaussianProcess("{gp.name}") '
+            f"with num_latents={gp.num_latents} at X of shape {X.shape}; expected "
+            f"{expected}: {hint}"
+        )
+    return jnp.asarray(value, dtype)
+
+
+def _checked_covariance(value: Array, gp: GaussianProcess, *inputs: Array) -> Array:
+    rows = tuple(X.shape[0] for X in inputs)
+    latents = 1 if gp.num_latents is None else gp.num_latents
+    value = lead(value, len(rows))
+    if value.shape not in ((1, *rows), (latents, *rows)):
+        raise ValueError(
+            f'kernel returned shape {value.shape} for GaussianProcess("{gp.name}") '
+            f"with num_latents={gp.num_latents}; expected {rows} or, for a kernel per "
+            f"latent, {(latents, *rows)}"
+        )
+    return value
+
+
+def _draw(law: Conditional, measure: GaussianMeasure) -> Array:
+    """Function values in the shape the model sees: those at the inducing inputs
+    jointly, the others given them one by one, as the process itself draws them."""
+    Z = law.gp.inducing
+    if Z.ndim == 3:
+        Z = Z.reshape(-1, Z.shape[-1])
+    jitter = default_jitter(Z.shape[0], law.dtype)
+    factor = cholesky_jitter(measure.kernel(Z, Z), jitter)
+    projection = solve_lower(factor, measure.kernel(Z, law.X))
+    residual = residual_variance(measure.kernel(law.X), projection)
+    mean = measure.mean(law.X)
+    joint, alone = random.split(numpyro.prng_key())
+    shared = random.normal(joint, (mean.shape[0], Z.shape[0]), law.dtype)
+    noise = random.normal(alone, mean.shape, law.dtype)
+    values = mean + jnp.einsum("...mn,...m->...n", projection, shared)
+    return law.outputs(law.select(values + safe_sqrt(residual) * noise))

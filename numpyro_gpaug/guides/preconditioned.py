@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The posterior of a process by 2 M numbers,
+:math:`q(u) = N(K \mu, (K^{-1} + \Sigma^{-1})^{-1})` with :math:`\Sigma` diagonal.
+
+Panos, Dellaportas and Titsias (2018), section 2.3. Means, variances and the KL need one
+Cholesky factor, of :math:`K + \Sigma`, which is well conditioned without jitter; K
+itself is not factorised.
+
+The same Gaussian is the posterior given M observations :math:`\nu` of the inducing
+values with noise :math:`\Sigma`, for :math:`\mu = (K + \Sigma)^{-1} \nu`, and
+:math:`\nu` is the param. Gradients with respect to :math:`\mu` are those with respect
+to the mean multiplied by K, whose eigenvalues may differ by any factor (where the
+kernel is nearly constant, one is M times its variance); with respect to :math:`\nu`,
+multiplied by :math:`(K + \Sigma)^{-1} K`, whose eigenvalues are below 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.gp.process import Conditional, GaussianProcess
+from numpyro_gpaug.gp.projection import lead, residual_variance
+from numpyro_gpaug.guides.function_posterior import (
+    Fit,
+    GaussianMeasure,
+    InducingLaw,
+    prior_measure,
+)
+from numpyro_gpaug.math.linalg import NaturalGaussian, inverse_lower
+from numpyro_gpaug.model.marginals import Marginals
+from numpyro_gpaug.model.structure import Block
+
+if TYPE_CHECKING:
+    from numpyro_gpaug.model.view import BoundProblem
+
+
+class Preconditioned(NamedTuple):
+    """The parameters of a process, latent axis first.
+
+    :param targets: nu, (1 or C, M).
+    :param noise: diagonal of Sigma, positive, of the same shape.
+    """
+
+    targets: Array
+    noise: Array
+
+    @classmethod
+    def of(cls, block: Block, values: dict[str, Any]) -> Preconditioned:
+        """Those of a block among the params of a guide."""
+        return cls(*(lead(values[name], 1) for name in preconditioned_names(block)))
+
+    def weights(self, inverse: Array) -> Array:
+        """mu, (1 or C, M).
+
+        :param inverse: inverse Cholesky factor of ``K + Sigma``, (1 or C, M, M).
+        """
+        white = jnp.einsum("...mn,...n->...m", inverse, self.targets)
+        return jnp.einsum("...nm,...n->...m", inverse, white)
+
+    def whitened(self, factor: Array) -> NaturalGaussian:
+        """The law of v, with :math:`u = L v`: precision
+        :math:`I + L^T Sigma^{-1} L`.
+
+        :param factor: L, (1 or C, M, M).
+        """
+        root = jnp.sqrt(self.noise)
+        scaled = factor / root[..., None]
+        eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
+        potential = jnp.einsum("...nm,...n->...m", scaled, self.targets / root)
+        return NaturalGaussian(potential, eye + _transposed(scaled) @ scaled)
+
+
+def preconditioned_names(block: Block) -> tuple[str, str]:
+    """Names of a block's two params."""
+    return f"{block.site}_auto_targets", f"{block.site}_auto_noise"
+
+
+class PreconditionedLaw(InducingLaw):
+    """Function values under :class:`Preconditioned`; weight vectors are Gaussian as in
+    :class:`~numpyro_gpaug.guides.function_posterior.InducingLaw`."""
+
+    def factors(self, problem: BoundProblem) -> dict[str, Array]:
+        """Inverse Cholesky factors of ``K + Sigma``, by block name."""
+        return {
+            b.name: _inverse_factor(problem.conditional(b).gp, b, problem.values)
+            for b in problem.structure.blocks
+            if b.is_process
+        }
+
+    def marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
+        found = super().weight_marginals(problem, fit)
+        for block in problem.structure.blocks:
+            if block.is_process:
+                law = problem.conditional(block)
+                measure = self.measure(law, fit, block)
+                mean = law.select(measure.mean(law.X))
+                variance = law.select(measure.kernel(law.X))
+                found[block.name] = Marginals(
+                    mean, jnp.broadcast_to(variance, mean.shape)
+                )
+        return found
+
+    def divergence(self, problem: BoundProblem, fit: Fit, block: Block) -> Array:
+        r"""The KL to the prior,
+        :math:`\frac12(\mu^T K \mu - tr((K + \Sigma)^{-1} K) + \log|K + \Sigma| -
+        \log|\Sigma|)`."""
+        if not block.is_process:
+            return super().divergence(problem, fit, block)
+        law = problem.conditional(block)
+        gp, params = law.gp, Preconditioned.of(block, fit.values)
+        gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
+        inverse = self._inverse_factor(law, fit, block)
+        weights, noise = params.weights(inverse), params.noise
+        energy = (weights * jnp.einsum("...mn,...n->...m", gram, weights)).sum(-1)
+        # tr((K + Sigma)^-1 K) = M - tr((K + Sigma)^-1 Sigma)
+        kept = 1 - jnp.square(inverse).sum(-2) * noise
+        log_det = -2 * jnp.log(jnp.diagonal(inverse, axis1=-2, axis2=-1))
+        return 0.5 * (energy + (log_det - jnp.log(noise) - kept).sum(-1)).sum()
+
+    def measure(self, law: Conditional, fit: Fit, block: Block) -> GaussianMeasure:
+        """Mean ``m(x) + k_Z(x) mu``, covariance
+        ``k(x, x') - k_Z(x) (K + Sigma)^-1 k_Z(x')``."""
+        gp, prior = law.gp, prior_measure(law.gp)
+        inverse = self._inverse_factor(law, fit, block)
+        weights = Preconditioned.of(block, fit.values).weights(inverse)
+
+        def cross(X: Array) -> Array:
+            return lead(gp.kernel(X, gp.inducing), 2)
+
+        def mean(X: Array) -> Array:
+            return prior.mean(X) + jnp.einsum("...nm,...m->...n", cross(X), weights)
+
+        def kernel(X: Array, *Z: Array) -> Array:
+            A = inverse @ _transposed(cross(X))
+            if not Z:
+                return residual_variance(prior.kernel(X), A)
+            B = A if Z[0] is X else inverse @ _transposed(cross(*Z))
+            return prior.kernel(X, *Z) - _transposed(A) @ B
+
+        return GaussianMeasure(mean, kernel)
+
+    def _inverse_factor(self, law: Conditional, fit: Fit, block: Block) -> Array:
+        if fit.factors is not None:
+            return fit.factors[block.name]
+        return _inverse_factor(law.gp, block, fit.values)
+
+
+def _inverse_factor(gp: GaussianProcess, block: Block, values: dict[str, Any]) -> Array:
+    gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
+    noise = Preconditioned.of(block, values).noise
+    eye = jnp.eye(noise.shape[-1], dtype=noise.dtype)
+    return inverse_lower(jnp.linalg.cholesky(gram + noise[..., None] * eye))
+
+
+def _transposed(matrix: Array) -> Array:
+    return jnp.swapaxes(matrix, -1, -2)

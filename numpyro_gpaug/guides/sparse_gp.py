@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guides: sparse Gaussian processes by us, other latents by NumPyro's autoguides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import constraints
+from numpyro.infer.autoguide import AutoDelta
+
+from numpyro_gpaug.distributions.gaussian import BlockGaussian
+from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.guides.function_posterior import InducingLaw
+from numpyro_gpaug.guides.preconditioned import (
+    Preconditioned,
+    PreconditionedLaw,
+    preconditioned_names,
+)
+from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
+from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Block,
+    Structure,
+    conditional_of,
+    flat_functions,
+    run_model,
+)
+
+_COVARIANCES = ("natural", "dense", "diagonal", "preconditioned")
+
+
+class AutoSparseGP(ProcessGuide):
+    r"""A Gaussian on the inducing values of every Gaussian process in a model (and on
+    every plain Gaussian weight vector that reaches the likelihood affinely), and a
+    NumPyro autoguide on all other latents.
+
+    A function of its params alone: the dict of arrays is the fit, and
+    ``Predictive(model, guide=guide, params=params, num_samples=...)`` works at inputs
+    of any size. ``guide.structure`` says which site went where.
+
+    :param model: a NumPyro model.
+    :param covariance: ``"natural"``: potential and precision, what
+        :class:`~numpyro_gpaug.ConjugateSVI` moves in closed form (not for gradient
+        optimisers: their steps can leave the positive definite cone); ``"dense"``: mean
+        and a triangular factor, for gradient SVI; ``"diagonal"``: mean and standard
+        deviations; ``"preconditioned"``: 2 M numbers,
+        :math:`q(u) = N(K \mu, (K^{-1} + \Sigma^{-1})^{-1})` of the inducing values u
+        with a diagonal :math:`\Sigma`, which follows correlations of the prior and
+        needs no factor of K (Panos, Dellaportas and Titsias, 2018), for gradient SVI
+        with many latents or ill-conditioned K; the params are :math:`\Sigma` and
+        :math:`\nu = (K + \Sigma) \mu`, observations with that noise, which keep
+        gradients well scaled. Draws of it do factorise K, jitter included.
+    :param other: class of the autoguide for all other latents (for example
+        ``AutoNormal``), built as ``other(model)``; the default ``AutoDelta`` gives
+        their posterior mode, started at prior medians.
+    :raises ValueError: for an unknown ``covariance``.
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(X, y=None):
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), inducing=X[:3])
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+    >>> guide = gpaug.AutoSparseGP(model)
+    >>> X, y = jnp.arange(8.0)[:, None], jnp.array([0, 1] * 4)
+    >>> draw = numpyro.handlers.seed(guide, 0)(X, y)
+    >>> {name: value.shape for name, value in draw.items()}
+    {'f.v': (3,)}
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        covariance: str = "natural",
+        other: Callable[..., Any] = AutoDelta,
+    ) -> None:
+        if covariance not in _COVARIANCES:
+            raise ValueError(
+                f"covariance must be one of {_COVARIANCES}, got {covariance!r}"
+            )
+        super().__init__(model, other)
+        self.covariance = covariance
+        self.law: InducingLaw = InducingLaw()
+        if covariance == "preconditioned":
+            self.law = PreconditionedLaw()
+        self._starts: dict[str, tuple[Array, Array]] = {}
+        # In one compilation: run one by one, the operations take many times as long.
+        self._moments = jax.jit(self._all_moments)
+
+    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
+        structure = super()._take_apart(*args, **kwargs)
+        arguments = Arguments.split(args, kwargs)
+        self._starts = _prior_scales(self.model, structure, arguments)
+        return structure
+
+    def start(self, block: Block) -> tuple[Array, Array]:
+        """Mean and standard deviations a block starts from: its prior's.
+
+        :param block: one of ``structure.blocks``.
+        """
+        zeros = jnp.zeros(block.shape, block.dtype)
+        return self._starts.get(block.name, (zeros, zeros + 1))
+
+    def start_natural(self, block: Block) -> NaturalGaussian:
+        """The same in natural parameters.
+
+        :param block: one of ``structure.blocks``.
+        """
+        loc, scale = self.start(block)
+        precision = 1 / jnp.square(scale)
+        eye = jnp.eye(block.shape[-1], dtype=block.dtype)
+        return NaturalGaussian(loc * precision, precision[..., None] * eye)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws every latent.
+
+        :return: values by site name.
+        """
+        self.begin(*args, **kwargs)
+        values = self.draw_others(*args, **kwargs)
+        factors = self._inducing_factors(values, args, kwargs)
+        for block in self.structure.blocks:
+            if block.name in factors:
+                natural = self._preconditioned(block).whitened(factors[block.name])
+                shaped = NaturalGaussian(*(
+                    x.reshape(block.shape + x.shape[2:]) for x in natural
+                ))  # fmt: skip
+                fn = BlockGaussian.from_natural(shaped)
+            else:
+                fn = self._gaussian(block)
+            values[block.site] = numpyro.sample(block.site, fn)
+        return values
+
+    def _inducing_factors(
+        self, values: dict[str, Any], args: Any, kwargs: Any
+    ) -> dict[str, Array]:
+        """Cholesky factors of the inducing matrices, where draws need them."""
+        processes = [b for b in self.structure.blocks if self._is_preconditioned(b)]
+        if not processes:
+            return {}
+        trace = self.flat_trace(values, args, kwargs)
+        return {b.name: conditional_of(trace, b).gp.cholesky for b in processes}
+
+    def _is_preconditioned(self, block: Block) -> bool:
+        return self.covariance == "preconditioned" and block.is_process
+
+    def median(self, params: dict[str, Any]) -> dict[str, Array]:
+        """Posterior medians of all latents.
+
+        :param params: the guide's params.
+        :return: values by site name.
+        """
+        values = self.other_median(params)
+        for block in self.structure.blocks:
+            values[block.site] = self.gaussian(block, params).mean
+        return values
+
+    def split_params(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+        blocks = [b for b in self.structure.blocks if not self._is_preconditioned(b)]
+        own = {name for b in blocks for name in self.param_names(b)}
+        moments = self._moments({k: x for k, x in params.items() if k in own})
+        return {k: x for k, x in params.items() if k not in own}, moments
+
+    def _all_moments(self, params: dict[str, Any]) -> dict[str, Moments]:
+        blocks = [b for b in self.structure.blocks if not self._is_preconditioned(b)]
+        gaussians = {b.name: self.gaussian(b, params) for b in blocks}
+        return {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
+
+    def param_names(self, block: Block) -> tuple[str, str]:
+        """Names of the two params of a block."""
+        if self.covariance == "natural":
+            return natural_names(block)
+        if self._is_preconditioned(block):
+            return preconditioned_names(block)
+        spread = "scale" if self.covariance == "diagonal" else "tril"
+        return f"{block.site}_auto_loc", f"{block.site}_auto_{spread}"
+
+    def gaussian(self, block: Block, params: dict[str, Any]) -> dist.Distribution:
+        """The guide's distribution of a block.
+
+        :param block: one of ``structure.blocks``.
+        :param params: the guide's params.
+        :raises ValueError: for a process with ``covariance="preconditioned"``, which
+            depends on its kernel matrix too.
+        """
+        if self._is_preconditioned(block):
+            raise ValueError(
+                f"the preconditioned law of {block.site!r} depends on the kernel "
+                "matrix: use Posterior.from_guide(model, guide, params, X, y, ...)"
+            )
+        with handlers.block(), handlers.substitute(data=params):
+            return self._gaussian(block)
+
+    def _preconditioned(self, block: Block) -> Preconditioned:
+        targets, noise = self.param_names(block)
+        zeros, positive = jnp.zeros(block.shape, block.dtype), constraints.positive
+        values = {
+            targets: numpyro.param(targets, zeros),
+            noise: numpyro.param(noise, zeros + 1, constraint=positive),
+        }
+        return Preconditioned.of(block, values)
+
+    def _gaussian(self, block: Block) -> dist.Distribution:
+        if self.covariance == "natural":
+            names = self.param_names(block)
+            initial = self.start_natural(block)
+            params = [numpyro.param(n, x) for n, x in zip(names, initial, strict=True)]
+            return BlockGaussian.from_natural(NaturalGaussian(*params))
+        loc_name, spread_name = self.param_names(block)
+        start, spread = self.start(block)
+        loc = numpyro.param(loc_name, start)
+        if self.covariance != "diagonal":
+            eye = jnp.eye(block.shape[-1], dtype=block.dtype)
+            factor = numpyro.param(spread_name, spread[..., None] * eye)
+            return BlockGaussian(loc, jnp.tril(factor))
+        scale = numpyro.param(spread_name, spread, constraint=constraints.positive)
+        return dist.Normal(loc, scale).to_event(len(block.shape))
+
+
+def natural_names(block: Block) -> tuple[str, str]:
+    """Names of a block's natural parameters among the params."""
+    return f"{block.site}_auto_potential", f"{block.site}_auto_precision"
+
+
+def _prior_scales(
+    model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> dict[str, tuple[Array, Array]]:
+    """Prior means and standard deviations of plain Gaussian weights, where their guide
+    starts: from zero a symmetric likelihood might not move them."""
+    weights = [b for b in structure.blocks if not b.is_process]
+    if not weights:
+        return {}
+    key = jax.random.key(0)
+    trace = run_model(flat_functions(model), arguments, key, structure.zeros)
+    found = {}
+    for block in weights:
+        law = base_distribution(trace[block.site]["fn"])
+        loc, scale = (
+            jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)
+            for x in (law.loc, law.scale)
+        )
+        found[block.name] = loc, scale
+    return found

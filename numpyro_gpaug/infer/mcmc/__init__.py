@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact samplers of Gaussian latents, as NumPyro kernels."""
+
+from numpyro_gpaug.infer.mcmc.collapsed import CollapsedGaussian
+from numpyro_gpaug.infer.mcmc.elliptical import EllipticalSlice
+from numpyro_gpaug.infer.mcmc.gibbs import AugmentedGaussian
+
+__all__ = ["AugmentedGaussian", "CollapsedGaussian", "EllipticalSlice"]

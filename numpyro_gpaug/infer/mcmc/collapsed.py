@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyperparameters with the Gaussian latents integrated out, given auxiliaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpyro
+from jax import Array, random
+from numpyro import handlers
+from numpyro.infer import NUTS
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.infer.util import unconstrain_fn
+from numpyro.util import is_prng_key
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.infer.mcmc.gaussian_kernel import Values
+from numpyro_gpaug.infer.mcmc.gibbs import AugmentedGaussian
+from numpyro_gpaug.infer.mcmc.groups import (
+    Natural,
+    draw_group,
+    needs_auxiliaries,
+    sites_of_group,
+)
+from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.structure import Arguments, flat_functions
+from numpyro_gpaug.model.view import BoundProblem
+
+NATURAL_KWARG = "_natural_parameters"
+
+
+class CollapsedState(NamedTuple):
+    """State of :class:`CollapsedGaussian`.
+
+    :param z: latents, hyperparameters and deterministic sites.
+    :param aux: the auxiliaries they were drawn given, by site and name.
+    :param inner: state of the kernel of the hyperparameters.
+    :param rng_key: random key.
+    """
+
+    z: Values
+    aux: dict[str, dict[str, Array]]
+    inner: Any
+    rng_key: Array
+
+
+class CollapsedGaussian(AugmentedGaussian):
+    """:class:`~numpyro_gpaug.AugmentedGaussian` together with the hyperparameters of
+    its processes and priors, which move with the Gaussian latents integrated out.
+
+    A sweep draws all auxiliaries, moves the hyperparameters on their density given the
+    auxiliaries alone (in closed form, as the latents are then Gaussian), and draws the
+    latents. In the plain scheme a hyperparameter moves given the latents, which hold it
+    back the more, the more the data say; here only the auxiliaries do. Each evaluation
+    of the collapsed density costs the factorisations of a sweep, and its gradient a few
+    times that: mixing is bought with time.
+
+    It owns every latent of the model, or those of its block of ``Gibbs``. Parameters of
+    the likelihood itself (a noise scale) are not collapsed; they go to another block::
+
+        Gibbs([(CollapsedGaussian(model), ["f.v", "lengthscale"]), (NUTS(model), None)])
+
+    Several chains run in sequence, in parallel or by ``chain_method=jax.vmap``.
+
+    :param model: a NumPyro model.
+    :param kernel: class of the kernel that moves the hyperparameters; any that can be a
+        block of ``Gibbs``, called with a model.
+    :raises NotConjugateError: at ``init``, as for ``AugmentedGaussian``, and for
+        hyperparameters that reach a parameter of a likelihood, and likelihoods some of
+        whose latents are drawn without auxiliaries (``HeteroscedasticNormal``).
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> from numpyro.infer import MCMC
+    >>> def model(X, y=None):
+    ...     variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(0.5, variance), X)
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+    >>> X = jnp.linspace(0, 1, 12)[:, None]
+    >>> y = (X[:, 0] > 0.5).astype(int)
+    >>> kernel = gpaug.CollapsedGaussian(model)
+    >>> mcmc = MCMC(kernel, num_warmup=100, num_samples=100, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), X, y)
+    >>> sorted(mcmc.get_samples())
+    ['f', 'f.v', 'variance']
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        kernel: Callable[[Callable[..., Any]], MCMCKernel] = NUTS,
+    ) -> None:
+        super().__init__(model)
+        self._kernel_class = kernel
+        self._inner = kernel(self._collapsed)
+
+    def wrap_model(self, wrapper: Callable) -> Self:
+        copied = super().wrap_model(wrapper)
+        copied._inner = self._kernel_class(copied._collapsed)
+        return copied
+
+    def get_diagnostics_str(self, state: CollapsedState) -> str:
+        return self._inner.get_diagnostics_str(state.inner)
+
+    # What is checked.
+
+    def _refuse_others(self, route: str) -> None:
+        if not self.structure.others:
+            raise NotConjugateError(
+                "the model has no hyperparameters to sample: AugmentedGaussian(model) "
+                "draws its latents"
+            )
+
+    def _check(self, problem: BoundProblem) -> None:
+        super()._check(problem)
+        for group in self._groups:
+            for predictor in group.predictors:
+                if not needs_auxiliaries(problem, predictor):
+                    raise NotConjugateError(
+                        f"{predictor!r} is drawn without auxiliaries, given other "
+                        "latents: nothing is left to collapse it on. "
+                        "AugmentedGaussian(model) and NUTS(model) in Gibbs sample it"
+                    )
+        self._refuse_likelihood_parameters(problem)
+        shown = {s.name for s in self.structure.observed if s.route is Route.CONSTANT}
+        shown.update(self.structure.others)
+        self._hidden = [name for name in problem.trace({}) if name not in shown]
+
+    def _refuse_likelihood_parameters(self, problem: BoundProblem) -> None:
+        start = problem.other_sites()
+        shapes = {
+            k: jax.ShapeDtypeStruct(jnp.shape(s["value"]), jnp.result_type(s["value"]))
+            for k, s in start.items()
+        }
+        sites = [s for s in self.structure.observed if s.latents]
+
+        def parameters(values: Values) -> dict[str, list[Any]]:
+            trace = problem.trace({**values, **self._flat_values(problem)})
+            found = {}
+            for site in sites:
+                d = base_distribution(trace[site.name]["fn"])
+                own = d.arg_constraints.keys() & vars(d).keys() - set(site.latents)
+                found[site.name] = [vars(d)[k] for k in sorted(own)]
+            return found
+
+        for name, leaves in dependence_tree(parameters, shapes).items():
+            reached = {k for leaf in leaves for k in leaf.state}
+            if reached:
+                raise NotConjugateError(
+                    f"{sorted(reached)} reach a parameter of the likelihood of "
+                    f"{name!r}, and are not collapsed: Gibbs([(CollapsedGaussian("
+                    "model), [the other sites]), (NUTS(model), None)])"
+                )
+
+    def _flat_values(self, problem: BoundProblem) -> Values:
+        return {
+            b.name: jnp.zeros(law.shape, law.dtype)
+            for b in self._processes
+            for law in (problem.conditional(b),)
+        }
+
+    # States.
+
+    def _warm_up(self, num_warmup: int) -> None:
+        self._num_warmup = num_warmup
+
+    def init(
+        self,
+        rng_key: Array,
+        num_warmup: int,
+        init_params: Values | None,
+        model_args: tuple[Any, ...],
+        model_kwargs: dict[str, Any] | None,
+    ) -> CollapsedState:
+        if not is_prng_key(rng_key):
+            raise ValueError(
+                "CollapsedGaussian takes a single random key; for several chains use "
+                'chain_method="sequential", "parallel" or jax.vmap'
+            )
+        kwargs = model_kwargs or {}
+        key, inner_key = random.split(rng_key)
+        first, natural = super().init(
+            key, num_warmup, init_params, model_args, model_kwargs
+        )
+        given = {**kwargs, NATURAL_KWARG: natural}
+        others = {k: first.z[k] for k in self.structure.others}
+        start = unconstrain_fn(self._collapsed, model_args, given, others)
+        inner = self._inner.init(inner_key, num_warmup, start, model_args, given)
+        return first._replace(inner=inner)
+
+    def _first(self, key: Array, values: Values, problem: BoundProblem) -> Any:
+        key, other_key, prior_key, aux_key = random.split(key, 4)
+        given = {k: values[k] for k in self.structure.others if k in values}
+        drawn = self._with_key(problem, other_key, given).other_sites()
+        others = {k: jnp.asarray(site["value"]) for k, site in drawn.items()}
+        problem = self._given(problem, others)
+        x = self._drawn_from_prior(prior_key, values, problem)
+        at = self._at(x, self._functions(problem), problem)
+        aux, natural = self._sites(aux_key, self._observed, problem, at)
+        z = {**self._sampled(x, at, problem), **others}
+        return CollapsedState(z, aux, (), key), natural
+
+    def _refuse_broken(
+        self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        super()._refuse_broken(state[0], args, kwargs)
+
+    def _renewed(self, state: CollapsedState, problem: BoundProblem) -> CollapsedState:
+        problem = self._given(problem, self._others(state))
+        x = {b.site: state.z[b.site] for b in self.structure.blocks}
+        at = self._at(x, self._functions(problem), problem)
+        z = {**self._sampled(x, at, problem), **self._others(state)}
+        return state._replace(z=z)
+
+    def _next(self, state: CollapsedState, problem: BoundProblem) -> CollapsedState:
+        key, aux_key, draw_key = random.split(state.rng_key, 3)
+        problem = self._given(problem, self._others(state))
+        at = {b.name: state.z[b.name] for b in self.structure.blocks}
+        aux, natural = self._sites(aux_key, self._observed, problem, at)
+        args, kwargs = problem.arguments.merge()
+        kwargs = {**kwargs, NATURAL_KWARG: natural}
+        inner = self._inner.refresh(state.inner, args, kwargs)
+        inner = self._inner.sample(inner, args, kwargs)
+        constrain = self._inner.get_constrain_fn(args, kwargs)
+        moved = constrain(getattr(inner, self._inner.sample_field))
+        others = {
+            k: jnp.asarray(moved[k], state.z[k].dtype) for k in self.structure.others
+        }
+        problem = self._given(problem, others)
+        functions, designs = self._geometry(problem)
+        x: Values = {}
+        for i, (group, design) in enumerate(zip(self._groups, designs, strict=True)):
+            group_key = random.fold_in(draw_key, i)
+            x.update(draw_group(group_key, group, design, natural, problem))
+        at = self._at(x, functions, problem)
+        z = {**self._sampled(x, at, problem), **others}
+        return CollapsedState(z, aux, inner, key)
+
+    def _others(self, state: CollapsedState) -> Values:
+        return {k: state.z[k] for k in self.structure.others}
+
+    def _given(self, problem: BoundProblem, others: Values) -> BoundProblem:
+        return self._with_key(problem, random.key(0), others)
+
+    def _with_key(
+        self, problem: BoundProblem, key: Array, others: Values
+    ) -> BoundProblem:
+        return BoundProblem(self.structure, self._model, problem.arguments, others, key)
+
+    # The density of the hyperparameters.
+
+    def _collapsed(self, *args: Any, **kwargs: Any) -> None:
+        """The model of the hyperparameters given auxiliaries: their priors, whatever
+        else they reach, and the evidence of the latents' Gaussian sites."""
+        natural: Natural = kwargs.pop(NATURAL_KWARG)
+        structure = self.structure
+        flat = handlers.substitute(flat_functions(self._model), data=structure.zeros)
+        # Not expose=: whoever fills in the hyperparameters adds factors of its own (the
+        # Jacobians of their transforms), inside.
+        with handlers.block(hide=self._hidden):
+            seeded = handlers.seed(flat, random.key(0))
+            trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+        others = {k: trace[k]["value"] for k in structure.others}
+        arguments = Arguments.split(args, kwargs)
+        problem = BoundProblem(structure, self._model, arguments, others, random.key(0))
+        total = jnp.zeros(())
+        for group, design in zip(self._groups, self._geometry(problem)[1], strict=True):
+            *sites, fixed = sites_of_group(group, natural, problem)
+            total += fixed + design.log_evidence(*sites)
+        numpyro.factor("evidence", total)

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What samplers of a model's Gaussian latents share: being a NumPyro kernel."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.util import is_prng_key
+
+from numpyro_gpaug.errors import CholeskyError, NotConjugateError
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.model.inspect import analyse
+from numpyro_gpaug.model.structure import Arguments, Block, Structure
+from numpyro_gpaug.model.validation import (
+    check_arguments,
+    check_observations,
+    cholesky_message,
+)
+from numpyro_gpaug.model.view import BoundProblem
+
+Values = dict[str, Array]
+
+
+class Function(NamedTuple):
+    """A process at the data, affine in its inducing vector.
+
+    :param offset: its mean, (latents, N).
+    :param projection: A, (1 or latents, M, N).
+    """
+
+    offset: Array
+    projection: Array
+
+    def at(self, v: Array, law: Conditional) -> Array:
+        """Function values in the shape the model sees.
+
+        :param v: inducing values, of the block's shape.
+        :param law: of the function values.
+        """
+        v = law.select(v.reshape(-1, v.shape[-1]))
+        shift = jnp.einsum("...mn,...m->...n", self.projection, v)
+        return law.outputs(self.offset + shift)
+
+
+class GaussianKernel(MCMCKernel):
+    """A kernel for the Gaussian latents of a model: inducing values of its processes
+    and plain Gaussian weights.
+
+    Samples (``state.z``) hold the latents and the model's deterministic sites, function
+    values among them, so nothing has to be computed after a run. What rests while
+    hyperparameters rest is kept in the state and computed again by :meth:`refresh`.
+
+    :param model: a NumPyro model.
+    """
+
+    sample_field = "z"
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+        self._user_model = model
+        self._structure: Structure | None = None
+        self._sample_fn: Callable[..., Any] | None = None
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model, conditioned on the sites of other blocks inside ``Gibbs``."""
+        return self._model
+
+    @property
+    def structure(self) -> Structure:
+        """What the model is made of.
+
+        :raises RuntimeError: before ``init``.
+        """
+        if self._structure is None:
+            raise RuntimeError("init must be called first")
+        return self._structure
+
+    # What a sampler defines.
+
+    @abstractmethod
+    def _check(self, problem: BoundProblem) -> None:
+        """Raises for models this sampler cannot take; runs inside an abstract trace, in
+        which it may note what is static."""
+
+    @abstractmethod
+    def _first(self, key: Array, values: Values, problem: BoundProblem) -> Any:
+        """The first state, from latents by site name (the missing ones are drawn)."""
+
+    @abstractmethod
+    def _next(self, state: Any, problem: BoundProblem) -> Any:
+        """The next state."""
+
+    @abstractmethod
+    def _renewed(self, state: Any, problem: BoundProblem) -> Any:
+        """The state with everything computed again that depends on other sites."""
+
+    # The interface of a kernel.
+
+    def init(
+        self,
+        rng_key: Array,
+        num_warmup: int,
+        init_params: Values | None,
+        model_args: tuple[Any, ...],
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        kwargs = model_kwargs or {}
+        self._take_apart(model_args, kwargs)
+        self._warm_up(num_warmup)
+
+        arguments = Arguments.split(model_args, kwargs)
+
+        # In one compilation: run one by one, the operations take many times as long.
+        @jax.jit
+        def start(keys: Array, values: Values, arrays: tuple[Array, ...]) -> Any:
+            args, kwargs = arguments._replace(arrays=arrays).merge()
+            problem = self._problem(args, kwargs)
+
+            def first(key: Array, values: Values) -> Any:
+                return self._first(key, values, problem)
+
+            return (first if is_prng_key(keys) else jax.vmap(first))(keys, values)
+
+        state = start(rng_key, init_params or {}, arguments.arrays)
+        self._refuse_broken(state, model_args, kwargs)
+        self._sample_fn = self._step
+        return state
+
+    def sample(
+        self,
+        state: Any,
+        model_args: tuple[Any, ...],
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        def step(state: Any) -> Any:
+            return self._step(state, model_args, model_kwargs or {})
+
+        return (step if is_prng_key(state.rng_key) else jax.vmap(step))(state)
+
+    def refresh(
+        self,
+        state: Any,
+        model_args: tuple[Any, ...],
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        return self._renewed(state, self._problem(model_args, model_kwargs or {}))
+
+    def wrap_model(self, wrapper: Callable) -> Self:
+        kernel = copy.copy(self)
+        kernel._model = wrapper(self._model)
+        kernel._structure = kernel._sample_fn = None
+        return kernel
+
+    # Helpers.
+
+    def _step(self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._next(state, self._problem(args, kwargs))
+
+    def _warm_up(self, num_warmup: int) -> None:
+        """Told how many steps are warm-up; most samplers have nothing to adapt."""
+
+    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundProblem:
+        # The key is fixed: a param that starts at random must not move.
+        arguments = Arguments.split(args, kwargs)
+        return BoundProblem(self.structure, self._model, arguments, {}, random.key(0))
+
+    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        data = {k: x for k, x in kwargs.items() if k != GIBBS_SITES_KWARG}
+        check_arguments(self._user_model, args, data)
+        structure = analyse(self._model, *args, **kwargs)
+        if not structure.observed:
+            raise ValueError(
+                "the model has no observed site: pass the observations (y)"
+            )
+        if not structure.blocks:
+            raise ValueError(
+                f"{type(self).__name__} samples Gaussian processes and Gaussian weight "
+                "vectors that reach the likelihood affinely; the model has none"
+            )
+        if structure.subsampled:
+            raise ValueError(
+                f"plates {sorted(structure.subsampled)} draw subsamples: an exact "
+                "sampler needs all of the data; drop subsample_size"
+            )
+        arguments = Arguments.split(args, kwargs)
+        check_observations(self._model, structure, arguments)
+        self._structure = structure
+
+        def abstract(arrays: tuple[Array, ...]) -> None:
+            given = arguments._replace(arrays=arrays)
+            key = random.key(0)
+            problem = BoundProblem(structure, self._model, given, {}, key)
+            self._refuse_residual_sites(problem)
+            self._check(problem)
+
+        jax.eval_shape(abstract, arguments.arrays)
+
+    def _refuse_residual_sites(self, problem: BoundProblem) -> None:
+        sites = problem.trace({})
+        for block in self.structure.blocks:
+            if f"{block.name}.eps" in sites:
+                raise NotConjugateError(
+                    f'with_residual(model, "site") makes the residual of {block.name!r}'
+                    " a latent site, which only MCMC(NUTS(...)) of the whole model "
+                    "samples; here use inducing=X_train, which leaves no residual"
+                )
+
+    def _refuse_others(self, route: str) -> None:
+        others = self.structure.others
+        if others:
+            name = type(self).__name__
+            raise NotConjugateError(
+                f"{name} samples Gaussian latents only, and the model has "
+                f"{list(others)} too: {route}"
+            )
+
+    def _refuse_broken(
+        self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        for block in self.structure.blocks:
+            value = state.z[block.name]
+            if isinstance(value, jax.core.Tracer) or np.isfinite(value).all():
+                continue
+            if block.is_process:
+                gp = self._problem(args, kwargs).conditional(block).gp
+                raise CholeskyError(cholesky_message(gp))
+            raise FloatingPointError(f"the first draw of {block.name!r} is not finite")
+
+    def _functions(self, problem: BoundProblem) -> dict[str, Function]:
+        """Every process at the data, by block name."""
+        found = {}
+        for block in self._processes:
+            law = problem.conditional(block)
+            found[block.name] = Function(law.mean, law.projection)
+        return found
+
+    @property
+    def _processes(self) -> list[Block]:
+        return [b for b in self.structure.blocks if b.is_process]
+
+    def _drawn_from_prior(
+        self, key: Array, values: Values, problem: BoundProblem
+    ) -> Values:
+        """Latents by site name, those not in ``values`` drawn from their priors."""
+        found = {}
+        for i, block in enumerate(self.structure.blocks):
+            loc, scale = problem.priors()[block.name]
+            noise = random.normal(random.fold_in(key, i), block.shape, block.dtype)
+            drawn = loc + scale * noise
+            found[block.site] = jnp.asarray(values.get(block.site, drawn), block.dtype)
+        return found
+
+    def _at(
+        self, x: Values, functions: dict[str, Function], problem: BoundProblem
+    ) -> Values:
+        """What the model is run at: function values of processes, and weights."""
+        return {
+            b.name: functions[b.name].at(x[b.site], problem.conditional(b))
+            if b.is_process
+            else x[b.site]
+            for b in self.structure.blocks
+        }
+
+    def _sampled(self, x: Values, at: Values, problem: BoundProblem) -> Values:
+        """A sample: latents and deterministic sites."""
+        deterministic = {
+            name: _strong(site["value"])
+            for name, site in problem.trace(at).items()
+            if site["type"] == "deterministic"
+        }
+        return {**deterministic, **x}
+
+
+def _strong(value: Any) -> Array:
+    """An array of a fixed dtype: loops want the same types out as in."""
+    return jnp.asarray(value, jnp.result_type(value))

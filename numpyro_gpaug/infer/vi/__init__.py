@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variational inference: closed-form updates, and losses for NumPyro's ``SVI``."""
+
+from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
+from numpyro_gpaug.infer.vi.elbo import TraceAnalytic_ELBO
+from numpyro_gpaug.infer.vi.schedules import Adaptive, Constant, RobbinsMonro
+from numpyro_gpaug.infer.vi.stepper import ConjugateState
+from numpyro_gpaug.infer.vi.wasserstein import (
+    TraceWasserstein_ELBO,
+    squared_wasserstein,
+)
+
+__all__ = [
+    "Adaptive",
+    "ConjugateSVI",
+    "ConjugateState",
+    "Constant",
+    "RobbinsMonro",
+    "TraceAnalytic_ELBO",
+    "TraceWasserstein_ELBO",
+    "squared_wasserstein",
+]

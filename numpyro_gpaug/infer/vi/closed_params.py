@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Params that are set to the closed-form maximiser of the bound at every update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.likelihoods.expectations import (
+    base_distribution,
+    feasible,
+    through_wrappers,
+)
+from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
+from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Structure,
+    Trace,
+    conditional_of,
+    run_model,
+)
+from numpyro_gpaug.model.view import BoundProblem, predictor, scaled_sum
+
+
+class ClosedParam(NamedTuple):
+    """A param that is one parameter of one likelihood, up to a constant factor.
+
+    :param name: the param.
+    :param site: the observed site.
+    :param step: the maximiser.
+    :param transform: from the unconstrained param, elementwise.
+    """
+
+    name: str
+    site: str
+    step: MStep
+    transform: Any
+
+    def update(
+        self,
+        problem: BoundProblem,
+        carried: dict[str, Any],
+        unconstrained: Array,
+        slope: Array,
+    ) -> Array:
+        """What takes the unconstrained param to the maximum of the bound.
+
+        :param problem: the model at the present values.
+        :param carried: marginals of the predictors.
+        :param unconstrained: the present value.
+        :param slope: the derivative of the bound in it.
+        """
+        one = jnp.ones_like(unconstrained)
+        at, rate = jax.jvp(self.transform, (unconstrained,), (one,))
+        statistic = self._statistic(problem, carried, jnp.ndim(at) > 0)
+        best = self.step.maximiser(at, slope / rate, statistic)
+        return self.transform.inv(best) - unconstrained
+
+    def _statistic(
+        self, problem: BoundProblem, carried: dict[str, Any], vector: bool
+    ) -> Array:
+        """Summed over the data, with their masks and scales."""
+        (site,) = (s for s in problem.structure.observed if s.name == self.site)
+        message = problem.message(self.site)
+        means, variances = predictor(carried, site)
+        y = feasible(message["fn"], message["value"])
+
+        def counted(base: Any) -> Array:
+            return self.step.statistic(base, y, means, variances)
+
+        fn, scale = message["fn"], message["scale"]
+        if not vector:
+            return scaled_sum(through_wrappers(fn, counted), scale)
+
+        def total(part: Array) -> Array:
+            return scaled_sum(through_wrappers(fn, lambda _: part), scale)
+
+        return jax.vmap(total, in_axes=-1)(counted(base_distribution(fn)))
+
+
+def closed_params(
+    names: tuple[str, ...],
+    model: Callable[..., Any],
+    structure: Structure,
+    arguments: Arguments,
+    values: dict[str, Any],
+    transforms: dict[str, Any],
+    key: Array,
+) -> tuple[ClosedParam, ...]:
+    """Proves which likelihood parameter each of ``names`` is.
+
+    :param names: of params.
+    :param model: the model.
+    :param structure: what it is made of.
+    :param arguments: its arguments.
+    :param values: all params, constrained, and values of other latents.
+    :param transforms: to constrained params, by name.
+    :param key: seed for whatever is not in ``values``.
+    :raises NotConjugateError: for a param that is not one parameter of one likelihood,
+        or one without a closed-form maximiser.
+    """
+    if unknown := set(names) - set(values):
+        raise ValueError(
+            f"m_step names {sorted(unknown)}, but the params are {sorted(values)}"
+        )
+
+    def run(given: dict[str, Any]) -> Trace:
+        return run_model(model, arguments, key, {**structure.zeros, **values, **given})
+
+    return tuple(
+        _proved(name, values[name], transforms[name], run, structure) for name in names
+    )
+
+
+def _parts(trace: Trace, structure: Structure) -> dict[str, Any]:
+    """Parameters by "site/name", and everything else a param may reach."""
+    parameters: dict[str, Any] = {}
+    rest: list[Any] = []
+    for site in structure.observed:
+        base = base_distribution(trace[site.name]["fn"])
+        for k in (*base.arg_constraints, "family_parameters"):
+            if k in vars(base):
+                parameters[f"{site.name}/{k}"] = vars(base)[k]
+    for block in structure.blocks:
+        if block.is_process:
+            law = conditional_of(trace, block)
+            rest += [law.mean, law.prior_variance, law.projection]
+        else:
+            rest += jax.tree.leaves(trace[block.site]["fn"])
+    for name in structure.others:
+        rest += jax.tree.leaves(trace[name]["fn"])
+    return {"parameters": parameters, "rest": rest}
+
+
+def _proved(
+    name: str,
+    value: Array,
+    transform: Any,
+    run: Callable[[dict[str, Any]], Trace],
+    structure: Structure,
+) -> ClosedParam:
+    """The one parameter a param is, or a multiple of; raises if there is none."""
+    classes: dict[str, type] = {}
+
+    def parts(given: dict[str, Any]) -> dict[str, Any]:
+        trace = run(given)
+        for site in structure.observed:
+            classes[site.name] = type(base_distribution(trace[site.name]["fn"]))
+        return _parts(trace, structure)
+
+    inputs = {name: value}
+    states = dependence_tree(parts, inputs)
+    reached = {
+        key: leaf.state[name]
+        for key, kept in states["parameters"].items()
+        for leaf in jax.tree.leaves(kept)
+        if name in leaf.state
+    }
+    elsewhere = any(name in leaf.state for leaf in jax.tree.leaves(states["rest"]))
+    if len(reached) != 1 or elsewhere:
+        also = " and a prior" if elsewhere else ""
+        raise NotConjugateError(
+            f"m_step names {name!r}, which reaches {sorted(reached)}{also}: it has to "
+            "be one parameter of one likelihood and nothing else"
+        )
+    ((key, dependence),) = reached.items()
+    site, parameter = key.rsplit("/", 1)
+    step = lookup_m_step(classes[site], parameter)
+    if step is None:
+        raise NotConjugateError(
+            f"m_step names {name!r}, but no closed-form maximiser is registered for "
+            f"parameter {parameter!r} of {classes[site].__name__}: leave it to optim"
+        )
+    once, half = (parts({name: x})["parameters"][key] for x in (value, 0.5 * value))
+    # Affine without an offset: a multiple of the param, which a maximiser in one number
+    # allows for; heights have to be the param itself.
+    same = dependence.affine and np.allclose(half, 0.5 * np.asarray(once))
+    if parameter == "heights":
+        same = same and np.shape(value) == once.shape and np.allclose(value, once)
+    else:
+        same = same and np.ndim(value) == 0
+    if not same or transform.domain.event_dim:
+        raise NotConjugateError(
+            f"m_step names {name!r}, which is not parameter {parameter!r} of "
+            f"{classes[site].__name__} up to a factor: one number, or the K free "
+            "heights of a link, as they are"
+        )
+    return ClosedParam(name, site, step, transform)

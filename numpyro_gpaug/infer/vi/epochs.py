@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shuffled epochs of the plates that draw a batch."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax, random
+
+from numpyro_gpaug.model.structure import Structure
+
+Epochs = dict[str, tuple[Array, Array]]
+
+
+def epoch_length(structure: Structure) -> float:
+    """Batches per epoch, of the plate that has most."""
+    ratios = [p.size / p.subsample_size for p in structure.subsampled.values()]
+    return max(ratios, default=1.0)
+
+
+def first_epochs(structure: Structure) -> dict[str, tuple[Array, Array]]:
+    """Epochs at their end, so that the first step shuffles."""
+    return {
+        name: (jnp.arange(plate.size, dtype=jnp.int32), jnp.int32(plate.size))
+        for name, plate in structure.subsampled.items()
+    }
+
+
+def next_batch(
+    structure: Structure, epochs: Epochs, key: Array
+) -> tuple[dict[str, Array], Epochs]:
+    """Indices of every subsampled plate, from epochs shuffled without replacement;
+    NumPyro's own draw costs a sequential pass over the plate per step.
+
+    :param structure: what the model is made of.
+    :param epochs: by plate, a permutation and the position in it.
+    :param key: random key of the step.
+    :return: indices by plate, and the epochs after them.
+    """
+    indices, following = {}, {}
+    for k, (name, plate) in enumerate(structure.subsampled.items()):
+        order, position = epochs[name]
+        over = position + plate.subsample_size > plate.size
+        shuffle_key = random.fold_in(key, k)
+        order = lax.cond(
+            over, lambda k=shuffle_key, o=order: random.permutation(k, o),
+            lambda o=order: o,
+        )  # fmt: skip
+        position = jnp.where(over, 0, position)
+        indices[name] = lax.dynamic_slice(order, (position,), (plate.subsample_size,))
+        following[name] = order, position + plate.subsample_size
+    return indices, following

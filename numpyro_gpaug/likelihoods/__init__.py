@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Likelihoods: what one provides, the registries, and one module per likelihood."""
+
+from numpyro_gpaug.likelihoods import (
+    bayesian_svm,
+    bernoulli,
+    binomial,
+    heteroscedastic,
+    laplace,
+    log_variance,
+    multiclass,
+    negative_binomial,
+    normal,
+    normalizer,
+    piecewise,
+    poisson,
+    robust_max,
+    student_t,
+)
+from numpyro_gpaug.likelihoods.augmentation import (
+    Augmentation,
+    lookup_augmentation,
+    register_augmentation,
+)
+
+__all__ = [
+    "Augmentation",
+    "bayesian_svm",
+    "bernoulli",
+    "binomial",
+    "heteroscedastic",
+    "laplace",
+    "log_variance",
+    "multiclass",
+    "lookup_augmentation",
+    "negative_binomial",
+    "normal",
+    "normalizer",
+    "piecewise",
+    "poisson",
+    "register_augmentation",
+    "robust_max",
+    "student_t",
+]

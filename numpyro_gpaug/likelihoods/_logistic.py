@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the likelihoods made of logistic functions share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.scipy.special import betaln, gammaln
+from numpyro.distributions import constraints
+
+from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
+from numpyro_gpaug.math.logistic import expected_log_sigmoid
+from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
+
+
+@jax.custom_jvp
+def log_tilt(mean: Array, variance: Array) -> Array:
+    r"""The Polya-Gamma lower bound of ``E log sigmoid(f)``, ``f ~ N(mean, variance)``.
+
+    It is ``m / 2 - log(2 cosh(c / 2))`` with ``c = sqrt(m^2 + v)``, never positive, and
+    keeps its relative accuracy where the two terms cancel.
+
+    :param mean: any shape.
+    :param variance: broadcastable to it, >= 0.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> print(f"{log_tilt(jnp.array(50.0), jnp.array(1.0)):.3f}")
+    -0.005
+    """
+    q = mean * mean + variance
+    near = q < 1
+    c = jnp.sqrt(jnp.where(near, 1.0, q))
+    # (m - c) / 2 without the cancellation: (m - c)(m + c) = -v.
+    gap = jnp.where(mean > 0, -variance / (2 * (c + jnp.abs(mean))), 0.5 * (mean - c))
+    close = 0.5 * mean - log2cosh_half(jnp.where(near, q, 0.0))
+    return jnp.where(near, close, gap - jnp.log1p(jnp.exp(-c)))
+
+
+@log_tilt.defjvp
+def _log_tilt_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    mean, variance = primals
+    tilt = pg_mean_unit(mean * mean + variance)
+    slope = (0.5 - mean * tilt) * tangents[0] - 0.5 * tilt * tangents[1]
+    return log_tilt(mean, variance), slope
+
+
+def _both_signs(one_side: Array, mean: Array, ups: Array, downs: Array) -> Array:
+    """``ups * F(m) + downs * F(-m)`` from ``F(|m|)``, given ``F(-m) = F(m) - m``."""
+    # Not min(m, 0) and max(m, 0): at zero the slopes have to be those of both sides.
+    size = jnp.abs(mean)
+    lift = 0.5 * (ups * (mean - size) - downs * (mean + size))
+    return (ups + downs) * one_side + lift
+
+
+def expected_log_odds(mean: Array, variance: Array, ups: Array, downs: Array) -> Array:
+    """``E [ups log sigmoid(f) + downs log sigmoid(-f)]`` under ``N(mean, variance)``.
+
+    :param mean: any shape.
+    :param variance: of that shape.
+    :param ups: successes, of that shape.
+    :param downs: failures, of that shape.
+    """
+    return _both_signs(expected_log_sigmoid(jnp.abs(mean), variance), mean, ups, downs)
+
+
+def tilted_log_odds(mean: Array, variance: Array, ups: Array, downs: Array) -> Array:
+    """The Polya-Gamma lower bound of :func:`expected_log_odds`; same parameters."""
+    return _both_signs(log_tilt(jnp.abs(mean), variance), mean, ups, downs)
+
+
+def log_beta(a: Array, b: Array) -> Array:
+    """``log B(a, b)``, to the accuracy of the dtype.
+
+    :param a: any shape, > 0.
+    :param b: of that shape, > 0.
+    """
+    # In float64, betaln is wrong by up to 1e-6; in float32, the log-gammas cancel.
+    if jnp.result_type(a, b) == jnp.float64:
+        return gammaln(a) + gammaln(b) - gammaln(a + b)
+    return betaln(a, b)
+
+
+class PolyaGammaOrZero(PolyaGamma):
+    r"""Polya-Gamma whose shape may be zero, which is a point mass at zero.
+
+    A datum without any trial needs no auxiliary variable. With respect to the counting
+    measure there, ``log_prob`` is 0 at zero.
+
+    :param b: shape, >= 0.
+    :param c: tilt.
+    """
+
+    arg_constraints = {"b": constraints.nonnegative, "c": constraints.real}
+    support = constraints.nonnegative
+
+    def log_prob(self, value: Array) -> Array:
+        b, c, value = self._arrays(value)
+        empty = b == 0
+        safe = PolyaGamma(jnp.where(empty, 1.0, b), c)
+        density = safe.log_prob(jnp.where(empty, 1.0, value))
+        return jnp.where(empty, jnp.where(value == 0, 0.0, -jnp.inf), density)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Bayesian support vector machine: inverse-Gaussian augmentation.
+
+Polson and Scott (2011), Data augmentation for support vector machines; Wenzel,
+Galy-Fajou, Deutsch and Kloft (2017), Bayesian nonlinear support vector machines for big
+data.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.distributions.bayesian_svm import BayesianSVM as Likelihood
+from numpyro_gpaug.distributions.bayesian_svm import expected_ratio, probit
+from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
+from numpyro_gpaug.likelihoods.augmentation import (
+    Augmentation,
+    Conditionals,
+    Parameters,
+    label_sign,
+    register_augmentation,
+)
+from numpyro_gpaug.likelihoods.expectations import register_expectation
+from numpyro_gpaug.math.hinge import expected_ramp
+
+
+class BayesianSVM(Augmentation):
+    r"""``exp(-2 max(1 - s f, 0)) = int N(1 + l; s f, l) dl`` over variances ``l``, with
+    ``s = 2 y - 1`` and no further constant.
+
+    The auxiliary is the inverse variance ``w = 1 / l``, which enters the natural
+    parameters linearly, ``potential = s (1 + w)`` and ``precision = w``:
+    ``w | f ~ InverseGaussian(1 / |1 - s f|, 1)``, which is to say that ``l`` is
+    generalised inverse-Gaussian, ``GIG(1/2, 1, (1 - s f)^2)``. On the margin, where the
+    conditional has no mean, ``|1 - s f|`` is kept away from zero by rounding. The bound
+    is ``-(1 - s m) - sqrt((1 - s m)^2 + v)``; as the likelihood is not normalised over
+    labels, so the evidence bounded is a pseudo-evidence.
+    """
+
+    latents = ("f",)
+
+    def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
+        m, v = means["f"], variances["f"]
+        slack = 1 - label_sign(y, m) * m
+        # Not sqrt(slack^2 + v), whose slope at zero is infinite.
+        size = jnp.sqrt(slack * slack + v + jnp.finfo(m.dtype).eps ** 2)
+        # -slack - size without the cancellation for data beyond the margin.
+        beyond = slack < 0
+        total = jnp.where(beyond, size - slack, 1.0)
+        return -jnp.where(beyond, v / total, slack + size)
+
+    def conditional(self, d, y, f: Parameters) -> Conditionals:
+        value = f["f"]
+        slack = jnp.abs(1 - label_sign(y, value) * value)
+        slack = jnp.maximum(slack, jnp.finfo(value.dtype).eps)
+        return {"precision": InverseGaussian(1 / slack, jnp.ones_like(value))}
+
+    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
+        w = aux["precision"]
+        return {"f": (label_sign(y, w) * (1 + w), w)}
+
+
+def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
+    m = means["f"]
+    return -2 * expected_ramp(1 - label_sign(y, m) * m, variances["f"])
+
+
+def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
+    rule = probit if d.predictive == "probit" else expected_ratio
+    return dist.BernoulliProbs(rule(means["f"], variances["f"]))
+
+
+register_augmentation(Likelihood, BayesianSVM())
+register_expectation(Likelihood, ("f",), _expected_log_prob, _predictive)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact expectations ``E_{N(f | m, v)} log p(y | f)`` and predictive distributions.
+
+Closed forms are registered per distribution class. A likelihood without one whose
+log-density depends elementwise on one latent goes through Gauss-Hermite quadrature, any
+other through Monte Carlo; the route is named (:class:`Route`), never silent.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug.errors import UnknownLikelihoodError
+
+Parameters = dict[str, Array]
+
+
+class Route(enum.Enum):
+    """How the expected log-likelihood of a site is computed."""
+
+    CLOSED_FORM = "closed form"
+    GAUSS_HERMITE = "Gauss-Hermite quadrature"
+    MONTE_CARLO = "Monte Carlo"
+    CONSTANT = "no latent reaches the site"
+
+
+class Expectation(NamedTuple):
+    """A registered exact expectation.
+
+    :param latents: names of the distribution's parameters that carry a latent.
+    :param expected_log_prob: ``(d, y, means, variances) -> batch``.
+    :param predictive: ``(d, means, variances) -> Distribution`` of a new observation.
+    """
+
+    latents: tuple[str, ...]
+    expected_log_prob: Callable[[Any, Array, Parameters, Parameters], Array]
+    predictive: Callable[[Any, Parameters, Parameters], Distribution]
+
+
+_REGISTRY: dict[type[Distribution], Expectation] = {}
+
+
+def register_expectation(
+    cls: type[Distribution],
+    latents: tuple[str, ...],
+    expected_log_prob: Callable[[Any, Array, Parameters, Parameters], Array],
+    predictive: Callable[[Any, Parameters, Parameters], Distribution],
+) -> None:
+    """Registers the exact expectation of a likelihood, for it and its subclasses.
+
+    :param cls: the NumPyro distribution class of the observation.
+    :param latents: names of the parameters that carry a latent, e.g. ``("logits",)``.
+    :param expected_log_prob: function of ``(d, y, means, variances)``; ``means`` and
+        ``variances`` map each name in ``latents`` to an array shaped like the
+        parameter; every other parameter is read from ``d``. Returns the expectation,
+        of ``d``'s batch shape. Gaussian sites are derived from it by autodiff.
+    :param predictive: function of ``(d, means, variances)`` that returns the
+        distribution of a new observation with the latent integrated out.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> import numpyro.distributions as dist
+    >>> class UnitNormal(dist.Normal):
+    ...     pass
+    >>> register_expectation(
+    ...     UnitNormal, ("loc",),
+    ...     lambda d, y, m, v: dist.Normal(m["loc"]).log_prob(y) - v["loc"] / 2,
+    ...     lambda d, m, v: dist.Normal(m["loc"], jnp.sqrt(1 + v["loc"])),
+    ... )
+    """
+    _REGISTRY[cls] = Expectation(tuple(latents), expected_log_prob, predictive)
+
+
+def lookup_expectation(cls: type[Distribution]) -> Expectation | None:
+    """The registered expectation of a class or its nearest base, or ``None``."""
+    return next((_REGISTRY[base] for base in cls.__mro__ if base in _REGISTRY), None)
+
+
+def expected_log_prob(
+    d: Distribution, y: Array, means: Parameters, variances: Parameters
+) -> Array:
+    r""":math:`E \log p(y \mid f)` under independent normals on the latents of ``d``.
+
+    :param d: the likelihood; its latent-carrying parameters are ignored. ``mask``,
+        ``to_event`` and ``expand`` wrappers are honoured.
+    :param y: the observations.
+    :param means: per latent-carrying parameter, shaped like it.
+    :param variances: likewise, >= 0.
+    :return: array of ``d.batch_shape``.
+    :raises UnknownLikelihoodError: if no expectation is registered for ``type(d)``.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> import numpyro.distributions as dist
+    >>> d = dist.Bernoulli(logits=jnp.zeros(2))
+    >>> y = jnp.array([1, 0])
+    >>> ones = {"logits": jnp.ones(2)}
+    >>> print(expected_log_prob(d, y, means=ones, variances=ones).round(2))
+    [-0.41 -1.41]
+    """
+    entry = _require(base_distribution(d))
+    y = feasible(d, y)
+    return through_wrappers(
+        d, lambda base: entry.expected_log_prob(base, y, means, variances)
+    )
+
+
+def predictive(
+    d: Distribution, means: Parameters, variances: Parameters
+) -> Distribution:
+    """The distribution of a new observation, its latents integrated out.
+
+    :param d: the likelihood at the new inputs; see :func:`expected_log_prob`.
+    :param means: per latent-carrying parameter.
+    :param variances: likewise, >= 0.
+    :return: a NumPyro distribution.
+    :raises UnknownLikelihoodError: if no expectation is registered for ``type(d)``.
+    """
+    base = base_distribution(d)
+    return _require(base).predictive(base, means, variances)
+
+
+def _require(base: Distribution) -> Expectation:
+    entry = lookup_expectation(type(base))
+    if entry is None:
+        raise UnknownLikelihoodError(type(base))
+    return entry
+
+
+def base_distribution(d: Distribution) -> Distribution:
+    """``d`` without its ``mask``, ``to_event`` and ``expand`` wrappers."""
+    while isinstance(
+        d, dist.MaskedDistribution | dist.Independent | dist.ExpandedDistribution
+    ):
+        d = d.base_dist
+    return d
+
+
+def is_pseudo(d: Distribution) -> bool:
+    """Whether ``log_prob`` is that of a pseudo-likelihood, not normalised over
+    observations: it then has a ``normalized_log_prob`` beside it."""
+    return hasattr(base_distribution(d), "normalized_log_prob")
+
+
+def feasible(d: Distribution, y: Array) -> Array:
+    """``y`` with masked entries replaced by values in the support: whatever a masked
+    datum is (NaN, say), it must not reach a gradient."""
+    if isinstance(d, dist.MaskedDistribution):
+        mask = jnp.asarray(d._mask)
+        mask = mask.reshape(mask.shape + (1,) * d.event_dim)
+        return jnp.where(mask, y, d.base_dist.support.feasible_like(y))
+    if isinstance(d, dist.Independent | dist.ExpandedDistribution):
+        return feasible(d.base_dist, y)
+    return y
+
+
+def through_wrappers(d: Distribution, value: Callable[[Any], Array]) -> Array:
+    """Applies to ``value(base)`` what the wrappers of ``d`` do to a log-density."""
+    if isinstance(d, dist.MaskedDistribution):
+        inner = through_wrappers(d.base_dist, value)
+        # Not a product: a masked datum may be NaN.
+        return jnp.where(d._mask, inner, jnp.zeros_like(inner))
+    if isinstance(d, dist.Independent):
+        inner = through_wrappers(d.base_dist, value)
+        axes = tuple(range(-d.reinterpreted_batch_ndims, 0))
+        return inner.sum(axes) if axes else inner
+    if isinstance(d, dist.ExpandedDistribution):
+        inner = through_wrappers(d.base_dist, value)
+        return jnp.broadcast_to(inner, d.batch_shape)
+    return value(d)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laplace observations: inverse-Gaussian augmentation and exact expectation.
+
+Andrews and Mallows (1974), Scale mixtures of normal distributions.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
+from numpyro_gpaug.distributions.mixtures import NormalLaplace
+from numpyro_gpaug.likelihoods.augmentation import (
+    Augmentation,
+    Conditionals,
+    Parameters,
+    register_augmentation,
+)
+from numpyro_gpaug.likelihoods.expectations import register_expectation
+from numpyro_gpaug.likelihoods.maximisers import (
+    MStep,
+    count_data,
+    power_maximiser,
+    register_m_step,
+)
+from numpyro_gpaug.math.hinge import expected_absolute
+
+
+class Laplace(Augmentation):
+    r"""``y | w ~ N(f, 1 / w)``, ``1 / w ~ Exponential(1 / (2 b^2))``, ``b = scale``.
+
+    The auxiliary is the precision ``w``, which enters the natural parameters linearly:
+    ``w | f ~ InverseGaussian(1 / (b |y - f|), 1 / b^2)``, which is to say that the
+    variance ``1 / w`` is generalised inverse-Gaussian, ``GIG(1/2, 1/b^2, (y - f)^2)``.
+    The bound is ``-log(2 b) - sqrt((y - m)^2 + v) / b``. At ``f = y`` the conditional
+    has no mean; the residual is kept away from zero by rounding.
+    """
+
+    latents = ("loc",)
+
+    def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
+        m, v = means["loc"], variances["loc"]
+        scale = jnp.asarray(d.scale, m.dtype)
+        size = (jnp.square(y - m) + v) / jnp.square(scale)
+        # Not sqrt(size), whose slope at zero is infinite.
+        return -jnp.log(2 * scale) - jnp.sqrt(size + jnp.finfo(m.dtype).eps ** 2)
+
+    def conditional(self, d, y, f: Parameters) -> Conditionals:
+        loc = f["loc"]
+        scale = jnp.asarray(d.scale, loc.dtype)
+        ratio = jnp.maximum(jnp.abs(y - loc) / scale, jnp.finfo(loc.dtype).eps)
+        shape = 1 / jnp.square(scale)
+        return {"precision": InverseGaussian(shape / ratio, shape)}
+
+    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
+        return {"loc": (y * aux["precision"], aux["precision"])}
+
+
+def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
+    m, v = means["loc"], variances["loc"]
+    scale = jnp.asarray(d.scale, m.dtype)
+    return -jnp.log(2 * scale) - expected_absolute(y - m, v) / scale
+
+
+def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
+    return NormalLaplace(means["loc"], variances["loc"], d.scale)
+
+
+register_augmentation(dist.Laplace, Laplace())
+register_expectation(dist.Laplace, ("loc",), _expected_log_prob, _predictive)
+register_m_step(dist.Laplace, "scale", MStep(count_data, power_maximiser(1)))

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normal observations with a latent log-variance: the exact expectation."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.distributions.log_variance_normal import LogVarianceNormal
+from numpyro_gpaug.distributions.mixtures import NodeMixture
+from numpyro_gpaug.likelihoods.augmentation import Parameters
+from numpyro_gpaug.likelihoods.expectations import register_expectation
+from numpyro_gpaug.math.quadrature import gaussian_nodes
+
+_LATENTS = ("loc", "log_variance")
+
+
+def _moments(means: Parameters, variances: Parameters) -> tuple[Array, ...]:
+    return tuple(x[name] for name in _LATENTS for x in (means, variances))
+
+
+def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
+    m, v, mg, vg = _moments(means, variances)
+    square = (jnp.square(y - m) + v) * jnp.exp(0.5 * vg - mg)
+    return -0.5 * (mg + square + np.asarray(np.log(2 * np.pi), m.dtype))
+
+
+def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
+    m, v, mg, vg = _moments(means, variances)
+    nodes, log_weights = gaussian_nodes(mg, vg)
+    component = dist.Normal(m[..., None], jnp.sqrt(v[..., None] + jnp.exp(nodes)))
+    return NodeMixture(log_weights, component, m, v + jnp.exp(mg + 0.5 * vg))
+
+
+register_expectation(LogVarianceNormal, _LATENTS, _expected_log_prob, _predictive)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normal observations: conjugate as they are; the bound is the exact expectation."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.likelihoods.augmentation import (
+    Augmentation,
+    Conditionals,
+    Parameters,
+    register_augmentation,
+)
+from numpyro_gpaug.likelihoods.expectations import register_expectation
+from numpyro_gpaug.likelihoods.maximisers import (
+    MStep,
+    count_data,
+    power_maximiser,
+    register_m_step,
+)
+
+
+def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
+    density = dist.Normal(means["loc"], d.scale).log_prob(y)
+    return density - 0.5 * variances["loc"] / jnp.square(d.scale)
+
+
+def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
+    return dist.Normal(means["loc"], jnp.sqrt(variances["loc"] + jnp.square(d.scale)))
+
+
+class Normal(Augmentation):
+    """No auxiliary variable is needed: precision ``1 / scale^2``, potential
+    ``y / scale^2``."""
+
+    latents = ("loc",)
+
+    def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
+        return _expected_log_prob(d, y, means, variances)
+
+    def conditional(self, d, y, f: Parameters) -> Conditionals:
+        return {}
+
+    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
+        precision = 1 / jnp.square(d.scale)
+        precision = jnp.broadcast_to(precision, jnp.shape(y))
+        return {"loc": (y * precision, precision)}
+
+
+register_augmentation(dist.Normal, Normal())
+register_expectation(dist.Normal, ("loc",), _expected_log_prob, _predictive)
+register_m_step(dist.Normal, "scale", MStep(count_data, power_maximiser(2)))

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The normaliser factor of the logistic-softmax with sampled classes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.distributions import logistic_normalizer
+from numpyro_gpaug.likelihoods._logistic import PolyaGammaOrZero, log_tilt
+from numpyro_gpaug.likelihoods.augmentation import (
+    Augmentation,
+    Conditionals,
+    Parameters,
+    register_augmentation,
+)
+from numpyro_gpaug.likelihoods.expectations import register_expectation
+from numpyro_gpaug.math.logistic import expected_sigmoid
+
+
+class LogisticNormalizer(Augmentation):
+    r"""``exp(-r sigmoid(f)) = sum_n Poisson(n | r) sigmoid(-f)^n`` for each class.
+
+    ``n | f ~ Poisson(r sigmoid(-f))`` with ``r = C / (K zeta)``, then
+    ``omega | n, f ~ PG(n, f)``; potential ``-n / 2``, precision ``omega``. The bound
+    replaces ``E sigmoid(f)`` by ``1 - T(-m)``, where
+    ``log T(m) = m / 2 - log(2 cosh(c / 2))`` with ``c = sqrt(m^2 + v)``.
+    """
+
+    latents = ("logits",)
+    latent_axis = -1
+
+    def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
+        m, v = means["logits"], variances["logits"]
+        return d.constant + d.rate * jnp.expm1(log_tilt(-m, v)).sum(-1)
+
+    def conditional(self, d, y, f: Parameters) -> Conditionals:
+        logits = f["logits"]
+
+        def omega(aux: dict[str, Array]) -> dist.Distribution:
+            return PolyaGammaOrZero(jnp.asarray(aux["n"], logits.dtype), logits)
+
+        rate = d.rate[..., None] * jax.nn.sigmoid(-logits)
+        return {"n": dist.Poisson(rate), "omega": omega}
+
+    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
+        omega = aux["omega"]
+        return {"logits": (-0.5 * jnp.asarray(aux["n"], omega.dtype), omega)}
+
+
+def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
+    expected = expected_sigmoid(means["logits"], variances["logits"])
+    return d.constant - d.rate * expected.sum(-1)
+
+
+def _predictive(d, means: Parameters, variances: Parameters):
+    raise NotImplementedError(
+        "LogisticNormalizer has no observations to predict: predict the latents and "
+        "pass them to LogisticSoftmax"
+    )
+
+
+register_augmentation(logistic_normalizer.LogisticNormalizer, LogisticNormalizer())
+register_expectation(
+    logistic_normalizer.LogisticNormalizer, ("logits",), _expected_log_prob, _predictive
+)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expectations of likelihoods with a piecewise-constant link: sums over cells."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.distributions.linked import (
+    Linked,
+    PiecewiseBernoulli,
+    PiecewiseHeteroscedasticNormal,
+    PiecewiseNormal,
+)
+from numpyro_gpaug.distributions.mixtures import CellMixture, NodeMixture
+from numpyro_gpaug.likelihoods.augmentation import Parameters
+from numpyro_gpaug.likelihoods.expectations import register_expectation
+from numpyro_gpaug.likelihoods.maximisers import (
+    MStep,
+    count_data,
+    power_maximiser,
+    register_m_step,
+)
+
+
+def _expected(d: Linked, y, means: Parameters, variances: Parameters) -> Array:
+    components = d.components(jnp.broadcast_shapes(d.batch_shape, jnp.shape(y)))
+    log_density = components.log_prob(jnp.asarray(y)[..., None])
+    return d.expectation(log_density, means["f"], variances["f"])
+
+
+def _mixture(
+    d: Linked,
+    component: dist.Distribution,
+    means: Parameters,
+    variances: Parameters,
+    mixture: type[NodeMixture] = NodeMixture,
+) -> NodeMixture:
+    """The mixture over cells with its exact moments."""
+    p = d.cell_probabilities(means["f"], variances["f"])
+    mean = (p * component.mean).sum(-1)
+    # A sum of squares: no difference of moments.
+    spread = jnp.square(component.mean - mean[..., None])
+    variance = (p * (component.variance + spread)).sum(-1)
+    log_p = d.log_cell_probabilities(means["f"], variances["f"])
+    return mixture(log_p, component, mean, variance)
+
+
+def _predictive(d: Linked, means: Parameters, variances: Parameters) -> NodeMixture:
+    return _mixture(d, d.components(), means, variances, CellMixture)
+
+
+def _bernoulli_predictive(d, means: Parameters, variances: Parameters):
+    return dist.Bernoulli(probs=d.links()[0].expected_value(means["f"], variances["f"]))
+
+
+def _expected_normal(d, y, means: Parameters, variances: Parameters) -> Array:
+    f, heights = means["f"], means["heights"]
+    scale = jnp.broadcast_to(jnp.asarray(d.scale, f.dtype), d.batch_shape)[..., None]
+    log_density = dist.Normal(heights, scale).log_prob(jnp.asarray(y)[..., None])
+    loss = 0.5 * variances["heights"] / jnp.square(scale)
+    return d.expectation(log_density - loss, f, variances["f"])
+
+
+def _normal_predictive(d, means: Parameters, variances: Parameters) -> NodeMixture:
+    heights, spread = means["heights"], variances["heights"]
+    shape = (*d.batch_shape, heights.shape[-1])
+    scale = jnp.broadcast_to(jnp.asarray(d.scale, heights.dtype), d.batch_shape)
+    noise = jnp.sqrt(jnp.square(scale)[..., None] + spread)
+    component = dist.Normal(
+        jnp.broadcast_to(heights, shape), jnp.broadcast_to(noise, shape)
+    )
+    return _mixture(d, component, means, variances)
+
+
+def _expected_heteroscedastic(d, y, means: Parameters, variances: Parameters) -> Array:
+    loc, spread = (x["loc"][..., None] for x in (means, variances))
+    noise = jnp.sqrt(d.heights)
+    log_density = dist.Normal(loc, noise).log_prob(jnp.asarray(y)[..., None])
+    loss = 0.5 * spread / d.heights
+    return d.expectation(log_density - loss, means["f"], variances["f"])
+
+
+def _heteroscedastic_predictive(d, means: Parameters, variances: Parameters):
+    shape = (*d.batch_shape, d.heights.shape[-1])
+    loc, spread = (x["loc"][..., None] for x in (means, variances))
+    component = dist.Normal(
+        jnp.broadcast_to(loc, shape),
+        jnp.broadcast_to(jnp.sqrt(spread + d.heights), shape),
+    )
+    return _mixture(d, component, means, variances)
+
+
+register_expectation(Linked, ("f",), _expected, _predictive)
+register_expectation(PiecewiseBernoulli, ("f",), _expected, _bernoulli_predictive)
+register_expectation(
+    PiecewiseNormal, ("f", "heights"), _expected_normal, _normal_predictive
+)
+register_expectation(
+    PiecewiseHeteroscedasticNormal, ("loc", "f"), _expected_heteroscedastic,
+    _heteroscedastic_predictive,
+)  # fmt: skip
+
+
+def _cells(d, y: Array, means: Parameters, variances: Parameters) -> Array:
+    return d.cell_probabilities(means["f"], variances["f"])
+
+
+def _cell_precisions(d, y: Array, means: Parameters, variances: Parameters):
+    p = _cells(d, y, means, variances)
+    return p / jnp.square(jnp.asarray(d.scale, p.dtype))[..., None]
+
+
+def _newton(value: Array, slope: Array, precision: Array) -> Array:
+    reached = precision > jnp.finfo(precision.dtype).tiny
+    return value + jnp.where(reached, slope / jnp.where(reached, precision, 1), 0)
+
+
+def _bernoulli(value: Array, slope: Array, mass: Array) -> Array:
+    # The slope of a log b + (n - a) log(1 - b) gives a / n. Away from 0 and 1, where
+    # the log-likelihood of the other label is infinite.
+    eps = jnp.finfo(mass.dtype).eps
+    height = _newton(value, value * (1 - value) * slope, mass)
+    return jnp.clip(height, eps, 1 - eps)
+
+
+register_m_step(PiecewiseNormal, "scale", MStep(count_data, power_maximiser(2)))
+register_m_step(PiecewiseNormal, "heights", MStep(_cell_precisions, _newton))
+register_m_step(PiecewiseBernoulli, "heights", MStep(_cells, _bernoulli))

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Robust-max: no augmentation, but an exact expectation.
+
+With S(y) the probability that latent y is the largest, ``E log p(y | f) =
+S(y) log(1 - epsilon) + (1 - S(y)) log(epsilon / (J - 1))`` (Hernandez-Lobato,
+Hernandez-Lobato and Dupont, 2011, Robust multi-class Gaussian process classification).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.distributions.robust_max import RobustMax
+from numpyro_gpaug.likelihoods.augmentation import Parameters
+from numpyro_gpaug.likelihoods.expectations import register_expectation
+from numpyro_gpaug.math.argmax import argmax_probabilities, argmax_probability
+
+
+def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
+    right, wrong = d.log_right_wrong
+    largest = argmax_probability(means["f"], variances["f"], y)
+    return wrong + (right - wrong) * largest
+
+
+def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
+    right, wrong = (jnp.exp(x)[..., None] for x in d.log_right_wrong)
+    largest = argmax_probabilities(means["f"], variances["f"])
+    return dist.CategoricalProbs(wrong + (right - wrong) * largest)
+
+
+register_expectation(RobustMax, ("f",), _expected_log_prob, _predictive)

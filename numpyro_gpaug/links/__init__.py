@@ -1,7 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Piecewise-constant inverse links, fixed or learnt."""
-
-from numpyro_gpaug.links.learned import learned_link, link_penalty
-from numpyro_gpaug.links.piecewise import PiecewiseLink
-
-__all__ = ["PiecewiseLink", "learned_link", "link_penalty"]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes and weights for one-dimensional expectations.
+
+Trapezoid rules converge geometrically for integrands that are analytic and decay on
+both sides (Trefethen and Weideman, 2014, The exponentially convergent trapezoidal
+rule).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+# In units of the width of the turn, the density of nodes is
+# 1 / s + BUNCHING / sqrt(TURN^2 + f^2), up to the step.
+_TURN = 2.0
+_BUNCHING = 2.0
+
+
+def gaussian_nodes(
+    mean: Array, variance: Array, centre: ArrayLike = 0.0, width: ArrayLike = 1.0
+) -> tuple[Array, Array]:
+    r"""Nodes and log-weights for ``E g(f)``, ``f ~ N(mean, variance)``, where ``g``
+    turns near one point and saturates, or decays, away from it.
+
+    Gauss-Hermite nodes spread with the standard deviation, and straddle the turn of
+    ``g`` where that is large. These keep a spacing within the turn that grows with the
+    logarithm of the variance only: for the logistic function the error is below 1e-9
+    (float64) for standard deviations to 1e4.
+
+    :param mean: any shape.
+    :param variance: of that shape, >= 0.
+    :param centre: where ``g`` turns.
+    :param width: over which distance, > 0; 1 for the logistic function.
+    :return: nodes and log-weights, each with a trailing axis over nodes.
+
+    **Example**
+
+    >>> import jax, jax.numpy as jnp
+    >>> f, log_weights = gaussian_nodes(jnp.array(300.0), jnp.array(9e4))
+    >>> print(f"{(jnp.exp(log_weights) * jax.nn.sigmoid(f)).sum():.3f}")
+    0.841
+    """
+    dtype = jnp.result_type(mean, variance)
+    num, reach = (96, 7.5) if dtype == jnp.float64 else (64, 5.5)
+    mean, variance, centre, width = jnp.broadcast_arrays(
+        mean, variance, jnp.asarray(centre, dtype), jnp.asarray(width, dtype)
+    )
+    scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(dtype).tiny))
+    grid = jnp.linspace(0, 1, num, dtype=dtype)
+    away = mean - centre
+    # Otherwise either the step is small anyway or the turn is out of reach.
+    wide = (scale > width) & (jnp.abs(away) < 2 * reach * scale)
+    s = jnp.where(wide, scale / width, 1.0)[..., None]
+    shift = jnp.where(wide, away / scale, 0.0)[..., None]
+
+    def stretched(z: float) -> Array:
+        return z + shift + _BUNCHING * jnp.arcsinh(s * (z + shift) / _TURN)
+
+    low, high = stretched(-reach), stretched(reach)
+    t = low + (high - low) * grid
+    u = _unstretch(jnp.abs(t), s) * jnp.sign(t)
+    slope = 1 / (1 + _BUNCHING * s / (_TURN * jnp.cosh(u)))
+    z = jnp.where(wide[..., None], t - _BUNCHING * u - shift, (2 * grid - 1) * reach)
+    log_weights = jnp.where(wide[..., None], jnp.log(slope), 0.0) - 0.5 * z * z
+    # The rule holds for any nodes: derivatives go through the integrand alone.
+    z, log_weights = lax.stop_gradient((z, jax.nn.log_softmax(log_weights)))
+    return mean[..., None] + scale[..., None] * z, log_weights
+
+
+def _unstretch(t: Array, s: Array) -> Array:
+    """Solves ``BUNCHING u + TURN sinh(u) / s = t >= 0``: from above, where Newton's
+    method for a convex function never overshoots."""
+    u: Array = jnp.minimum(t / _BUNCHING, jnp.arcsinh(s * t / _TURN))
+    for _ in range(6):
+        value = _BUNCHING * u + _TURN * jnp.sinh(u) / s - t
+        u = u - value / (_BUNCHING + _TURN * jnp.cosh(u) / s)
+    return u
+
+
+def log_gamma_nodes(shape: Array) -> tuple[Array, Array]:
+    r"""Nodes ``x`` and log-weights for ``E g(x)`` where ``exp(x) ~ Gamma(a, a)``.
+
+    The log-density ``a (x - exp(x))`` is analytic for ``|Im x| < pi / 2`` and decays on
+    both sides, so the trapezoid rule is spectrally accurate: to 1e-8 (float64) for
+    ``a >= 1 / 2``; the left tail is longer for smaller ``a``.
+
+    :param shape: ``a``, any shape, > 0.
+    :return: nodes and log-weights, each with a trailing axis over nodes.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> x, log_weights = log_gamma_nodes(jnp.array(2.0))
+    >>> print(f"{(jnp.exp(log_weights) * jnp.exp(2 * x)).sum():.4f}")  # 1 + 1 / a
+    1.5000
+    """
+    shape = jnp.asarray(shape)
+    double = shape.dtype == jnp.float64
+    num, drop, longest = (112, 22.0, 120.0) if double else (72, 16.0, 50.0)
+    a = shape[..., None]
+    grid = jnp.linspace(0, 1, num, dtype=shape.dtype)
+    q = drop / a
+    # Upper bounds of the roots of exp(x) - x - 1 = q on either side of zero.
+    root = jnp.sqrt(2 * q)
+    left = jnp.minimum(q + jnp.minimum(1, root), longest)
+    x = lax.stop_gradient((left + jnp.log1p(q + root)) * grid - left)
+    return x, jax.nn.log_softmax(a * (x - jnp.expm1(x)))
+
+
+def gauss_hermite(num_points: int, dtype: Any) -> tuple[Array, Array]:
+    """Nodes and weights for ``E g(z)``, ``z ~ N(0, 1)``: ``sum(weights * g(nodes))``.
+
+    :param num_points: number of nodes.
+    :param dtype: float dtype of the answer.
+
+    **Example**
+
+    >>> nodes, weights = gauss_hermite(20, "float32")
+    >>> print(f"{(weights * nodes**4).sum():.3f}")
+    3.000
+    """
+    nodes, weights = np.polynomial.hermite_e.hermegauss(num_points)
+    return jnp.asarray(nodes, dtype), jnp.asarray(weights / weights.sum(), dtype)

@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a model apart: which latents update in closed form, and how each observed site
+is reached.
+
+Everything is found by tracing abstractly (no arithmetic runs) and by reading the jaxpr
+of the likelihood's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    lookup_expectation,
+)
+from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Block,
+    Observed,
+    Plate,
+    Structure,
+    Trace,
+    check_shape,
+    conditional_of,
+    run_model,
+)
+
+
+def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+    """Takes a model apart.
+
+    :param model: a NumPyro model.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    :return: a :class:`Structure`.
+    """
+    arguments = Arguments.split(args, kwargs)
+    key = jax.random.key(0)
+    candidates, sites = _survey(model, arguments, key)
+    reach = _Reach(model, arguments, key, candidates)
+    weights = [b for b in candidates if not b.is_process and reach.is_weight(b.name)]
+    processes = [b for b in candidates if b.is_process]
+    routes = [reach.observed(n, (*processes, *weights)) for n in sites.observed]
+    weights = [b for b in weights if reach.in_closed_form(b.name, routes)]
+    reach.refuse_unsupported(sites.latent, bool(sites.observed))
+    owned = {b.site for b in candidates if b.is_process or b in weights}
+    others = tuple(
+        n for n in sites.latent if n not in owned and not reach.is_likelihood(n)
+    )
+    if sites.observed:
+        _refuse_latents(others, sites.discrete, candidates)
+    blocks = tuple(sorted(
+        (b for b in candidates if b.site in owned),
+        key=lambda b: sites.latent.index(b.site),
+    ))  # fmt: skip
+    return Structure(
+        blocks=blocks,
+        others=others,
+        observed=tuple(reach.observed(name, blocks) for name in sites.observed),
+        plates=sites.plates,
+    )
+
+
+def _refuse_latents(
+    others: tuple[str, ...], discrete: tuple[str, ...], candidates: list[Block]
+) -> None:
+    """Raises for latents no guide of ours, nor an autoguide, can take."""
+    for name in others:
+        if name in discrete:
+            raise NotConjugateError(
+                f"the latent site {name!r} is discrete: sum it out (a mixture "
+                "likelihood), observe it, or sample the model by MCMC"
+            )
+        process = name.removesuffix(".eps")
+        if process != name and any(b.name == process for b in candidates):
+            raise NotConjugateError(
+                f'with_residual(model, "site") makes the residual of {process!r} a '
+                "latent site, for MCMC; variational fits integrate it out: pass the "
+                "model itself"
+            )
+
+
+def structure_for(
+    model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> Structure:
+    """``structure`` with the plates that these arguments give the model.
+
+    :param model: the model.
+    :param structure: what it is made of, from arguments of any size.
+    :param arguments: its arguments.
+    :raises ValueError: if it is the structure of another model.
+    """
+    plates: dict[str, Plate] = {}
+
+    def abstract(arrays: tuple[Array, ...]) -> None:
+        given = arguments._replace(arrays=arrays)
+        trace = run_model(model, given, jax.random.key(0), structure.zeros)
+        for site in structure.observed:
+            message = trace.get(site.name)
+            found = base_distribution(message["fn"]) if message else None
+            if found is None or not all(hasattr(found, k) for k in site.latents):
+                raise ValueError(
+                    f"the guide was set up for a model in which site {site.name!r} has "
+                    f"parameters {list(site.latents)}; here it is "
+                    f"{'missing' if found is None else type(found).__name__}. A guide "
+                    "belongs to one model: make a new one"
+                )
+        plates.update(_plates(trace))
+
+    jax.eval_shape(abstract, arguments.arrays)
+    return replace(structure, plates=plates)
+
+
+def _plates(trace: Trace) -> dict[str, Plate]:
+    plates = {}
+    for name, site in trace.items():
+        if site["type"] == "plate":
+            size, declared = site["args"]
+            if declared is not None and declared > size:
+                raise ValueError(
+                    f"plate {name!r} has subsample_size {declared}, more than its size "
+                    f"{size}"
+                )
+            plates[name] = Plate(size, site["value"].shape[0])
+    return plates
+
+
+_INSTEAD = {
+    "BernoulliProbs": "Bernoulli(logits=f)",
+    "BinomialProbs": "Binomial(n, logits=f)",
+    "CategoricalProbs": "Categorical(logits=f)",
+    "NegativeBinomialProbs": "NegativeBinomialLogits(r, f)",
+    "Poisson": "numpyro_gpaug.Linked(f, link, Poisson) and LogisticPoisson",
+}
+
+
+class _Sites(NamedTuple):
+    latent: tuple[str, ...]
+    discrete: tuple[str, ...]
+    observed: tuple[str, ...]
+    plates: dict[str, Plate]
+
+
+def _survey(
+    model: Callable[..., Any], arguments: Arguments, key: Array
+) -> tuple[list[Block], _Sites]:
+    """Names and shapes; candidates are the processes and the vector normals."""
+    candidates: list[Block] = []
+    latent: list[str] = []
+    discrete: list[str] = []
+    observed: list[str] = []
+    plates: dict[str, Plate] = {}
+
+    def visit(trace: Trace) -> None:
+        plates.update(_plates(trace))
+        process_sites = set()
+        for name, site in trace.items():
+            if isinstance(site.get("fn"), Conditional):
+                v = trace[f"{name}.v"]
+                process_sites.add(f"{name}.v")
+                if not v["is_observed"]:
+                    candidates.append(_block(name, f"{name}.v", v))
+        for name, site in trace.items():
+            if site["type"] == "sample" and site["is_observed"]:
+                observed.append(name)
+            elif site["type"] == "sample":
+                latent.append(name)
+                if site["fn"].is_discrete:
+                    discrete.append(name)
+                if name not in process_sites and _is_vector_normal(site):
+                    candidates.append(_block(name, name, site))
+
+    def abstract(arrays: tuple[Array, ...]) -> None:
+        visit(run_model(model, arguments._replace(arrays=arrays), key, {}))
+
+    jax.eval_shape(abstract, arguments.arrays)
+    return candidates, _Sites(tuple(latent), tuple(discrete), tuple(observed), plates)
+
+
+def _block(name: str, site: str, message: dict[str, Any]) -> Block:
+    value = message["value"]
+    # The dtype of the prior, not of the draw, which NumPyro makes in the default dtype;
+    # but Normal(0, 1) has integer parameters.
+    dtype = jnp.result_type(base_distribution(message["fn"]).loc)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return Block(name, site, value.shape, dtype if floating else value.dtype)
+
+
+def _is_vector_normal(site: dict[str, Any]) -> bool:
+    fn = site["fn"]
+    vector = len(fn.event_shape) == 1 and fn.batch_shape == ()
+    plain = isinstance(base_distribution(fn), dist.Normal)
+    return vector and plain and not site["cond_indep_stack"]
+
+
+class _Reach:
+    """How each candidate block reaches each part of the model."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        key: Array,
+        candidates: list[Block],
+    ) -> None:
+        self.processes = {b.name for b in candidates if b.is_process}
+        self.vectors = {b.site: b.name for b in candidates if b.is_process}
+        self.registered: dict[str, tuple[str, ...]] = {}
+        self.classes: dict[str, type] = {}
+        self.shared: dict[str, bool] = {}
+        self.correlated: dict[str, bool] = {}
+        self.joint: dict[str, bool] = {}
+
+        def parts(values: dict[str, Any]) -> dict[str, Any]:
+            trace = run_model(model, arguments, key, values)
+            return self._parts(trace, candidates, values)
+
+        def shapes(arrays: tuple[Array, ...]) -> dict[str, Array]:
+            trace = run_model(model, arguments._replace(arrays=arrays), key, {})
+            names = {n for b in candidates for n in (b.name, b.site)}
+            return {n: trace[n]["value"] for n in names}
+
+        inputs = jax.eval_shape(shapes, arguments.arrays)
+        self.states: dict[str, Any] = dependence_tree(parts, inputs)
+
+    def _parts(
+        self, trace: Trace, candidates: list[Block], values: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What a block may reach: likelihood parameters, densities, everything else."""
+        carried: dict[str, Any] = {}
+        densities: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for name, site in trace.items():
+            if site["type"] == "sample" and site["is_observed"]:
+                check_shape(name, site)
+                base = base_distribution(site["fn"])
+                self.classes[name] = type(base)
+                latents = _latents(type(base))
+                self.registered[name] = latents
+                shared = base.batch_shape == () and site["fn"].batch_shape != ()
+                self.shared[name] = shared
+                carried[name] = {k: getattr(base, k) for k in latents}
+                ranks = [jnp.ndim(parameter) for parameter in carried[name].values()]
+                self.joint[name] = max(ranks, default=0) > len(base.batch_shape)
+                densities[name] = site["fn"].log_prob(site["value"])
+                rest[name] = [
+                    value for k, value in vars(base).items()
+                    if k in (*base.arg_constraints, "family_parameters")
+                    and k not in latents
+                ]  # fmt: skip
+            elif site["type"] == "sample" and name not in values:
+                rest[name] = jax.tree.leaves(site["fn"])
+        for block in candidates:
+            if block.is_process:
+                law = conditional_of(trace, block)
+                rest[block.name] = [
+                    law.mean, law.prior_variance, law.projection, law.gp.loadings,
+                    law.gp.bias,
+                ]  # fmt: skip
+                self.correlated[block.name] = law.gp.loadings is not None
+        return {"carried": carried, "densities": densities, "rest": rest}
+
+    def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
+        """Raises for models whose processes feed something other than likelihoods.
+
+        :param latents: all latent sites.
+        :param observed: whether anything is observed; if nothing is, a latent site that
+            depends on a process is an observation that was not passed in.
+        :raises NotConjugateError: naming the two sites.
+        """
+        for site, name in self.vectors.items():
+            if any(site in leaf.state for leaf in jax.tree.leaves(self.states)):
+                raise NotConjugateError(
+                    f"the inducing values {site!r} are used directly; use the function "
+                    f"values {name!r}, or fit by MCMC(NUTS(model))"
+                )
+        laws = (*self.processes, *(latents if observed else ()))
+        for law in laws:
+            leaves = jax.tree.leaves(self.states["rest"].get(law, []))
+            sources = {n for leaf in leaves for n in leaf.state} & self.processes
+            if sources:
+                raise NotConjugateError(
+                    f"the law of {law!r} depends on the process "
+                    f"{sorted(sources)[0]!r}; only that of an observed site may. "
+                    "MCMC(NUTS(model)) samples such a model"
+                )
+
+    def is_likelihood(self, latent: str) -> bool:
+        """Whether a latent site is an observation that was not passed in: its own
+        distribution depends on a process."""
+        leaves = jax.tree.leaves(self.states["rest"].get(latent, []))
+        return any(self.processes & set(leaf.state) for leaf in leaves)
+
+    def is_weight(self, name: str) -> bool:
+        """Whether a vector normal reaches nothing but likelihood predictors, affinely,
+        so that its update has a closed form."""
+        rest = jax.tree.leaves(self.states["rest"])
+        if any(name in leaf.state for leaf in rest):
+            return False
+        reached = False
+        for site, latents in self.registered.items():
+            for latent in latents:
+                dependence = self.states["carried"][site][latent].state.get(name)
+                reached |= dependence is not None
+                if dependence is not None and not dependence.affine:
+                    return False
+            if not latents and name in self.states["densities"][site].state:
+                return False
+        return reached
+
+    def in_closed_form(self, weight: str, routes: list[Observed]) -> bool:
+        """Whether every observed site a weight vector reaches has a closed form (nodes
+        run over function values only)."""
+        densities = self.states["densities"]
+        reached = [r for r in routes if weight in densities[r.name].state]
+        return all(r.route is Route.CLOSED_FORM for r in reached)
+
+    def observed(self, name: str, blocks: tuple[Block, ...]) -> Observed:
+        """The route of an observed site."""
+        density = self.states["densities"][name].state
+        reached = tuple(b.name for b in blocks if b.name in density)
+        processes = tuple(n for n in reached if n in self.processes)
+        augmented = lookup_augmentation(self.classes[name]) is not None
+        if processes and self.shared[name]:
+            cls = self.classes[name].__name__
+            raise ValueError(
+                f"site {name!r}: every datum is given one and the same {cls}, which "
+                f"takes the function values of {processes[0]!r} at all data for its "
+                "own; if its last axis runs over classes, construct the process with "
+                "num_latents=C"
+            )
+        if not reached:
+            return Observed(name, (), Route.CONSTANT, (), augmented, None)
+        reason = self._why_not_closed(name, reached)
+        latents = self.registered[name] if reason is None else ()
+        if latents and lookup_expectation(self.classes[name]) is not None:
+            route = Route.CLOSED_FORM
+        elif len(reached) == 1 and density[reached[0]].elementwise:
+            route = Route.GAUSS_HERMITE
+        else:
+            route = Route.MONTE_CARLO
+        self._refuse_correlated(name, processes, route)
+        return Observed(name, latents, route, processes, augmented, reason)
+
+    def _refuse_correlated(
+        self, name: str, processes: tuple[str, ...], route: Route
+    ) -> None:
+        """Raises if a likelihood looks at several outputs that share latents: each by
+        itself is Gaussian with a known variance, and that is all the bound uses."""
+        correlated = [p for p in processes if self.correlated[p]]
+        joint = self.joint[name] or route is Route.MONTE_CARLO
+        if correlated and joint:
+            raise NotConjugateError(
+                f"site {name!r}: the outputs of {correlated[0]!r} share latents "
+                f"(loadings=), so that they are correlated, and "
+                f"{self.classes[name].__name__} is no closed-form likelihood of one "
+                "output at a time; MCMC(NUTS(model)) samples this model"
+            )
+
+    def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
+        if not self.registered[name]:
+            cls = self.classes[name].__name__
+            instead = _INSTEAD.get(cls, "numpyro_gpaug.Linked(f, link, family)")
+            return f"no closed form is registered for {cls} (one is for {instead})"
+        for leaf in jax.tree.leaves(self.states["rest"][name]):
+            if touched := [r for r in reached if r in leaf.state]:
+                return (
+                    f"{touched[0]!r} reaches a parameter of "
+                    f"{self.classes[name].__name__} other than {self.registered[name]}"
+                )
+        carriers: dict[str, str] = {}
+        for latent in self.registered[name]:
+            state = self.states["carried"][name][latent].state
+            for block in reached:
+                if block in state and carriers.setdefault(block, latent) != latent:
+                    return (
+                        f"{block!r} reaches both {carriers[block]!r} and {latent!r} of "
+                        f"{self.classes[name].__name__}, whose latents must be "
+                        "independent: give each its own GaussianProcess"
+                    )
+                dependence = state.get(block)
+                if dependence is None:
+                    continue
+                if not dependence.affine:
+                    return (
+                        f"{latent!r} is not affine in {block!r}: it passes through "
+                        f"{dependence.nonlinear!r}"
+                    )
+                if block in self.processes and not dependence.elementwise:
+                    return f"{latent!r} mixes several function values of {block!r}"
+        return None
+
+
+def _latents(cls: type) -> tuple[str, ...]:
+    expectation = lookup_expectation(cls)
+    if expectation is not None:
+        return expectation.latents
+    augmentation = lookup_augmentation(cls)
+    return () if augmentation is None else augmentation.latents
+
+
+def require_conjugate(structure: Structure, sites: str) -> None:
+    """Raises unless every observed site has closed-form updates.
+
+    :param structure: what the model is made of.
+    :param sites: ``"auto"``, ``"exact"`` or ``"augmented"``.
+
+    :raises NotConjugateError: naming the site, the operation and a route that works.
+    """
+    for site in structure.observed:
+        if site.reason is not None:
+            raise NotConjugateError(
+                f"site {site.name!r} has no closed-form update: {site.reason}. "
+                "numpyro.infer.SVI with numpyro_gpaug.TraceAnalytic_ELBO() and "
+                "AutoSparseGP(model, covariance='dense') fits this model "
+                f"({site.route.value}); MCMC(NUTS(model)) samples it."
+            )
+        if site.route is Route.MONTE_CARLO and sites != "augmented":
+            raise NotConjugateError(
+                f"site {site.name!r} has an augmentation but no exact expectation in "
+                'closed form: use sites="augmented", or register_expectation'
+            )

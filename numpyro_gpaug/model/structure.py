@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is made of (its Gaussian blocks, other latents and observed sites), and
+how it is run with some of them filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import CategoricalLogits, CategoricalProbs
+
+from numpyro_gpaug._numpyro import residual_policy
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+
+Trace = dict[str, dict[str, Any]]
+
+
+class Block(NamedTuple):
+    """A Gaussian latent with closed-form updates.
+
+    :param name: the function-value site ``"f"`` of a Gaussian process, or the sample
+        site of a plain weight vector.
+    :param site: the sample site: ``"f.v"``, or again the weight vector's.
+    :param shape: event shape, (M,) or (C, M).
+    :param dtype: its dtype.
+    """
+
+    name: str
+    site: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def is_process(self) -> bool:
+        """Whether the block is a Gaussian process's inducing vector."""
+        return self.name != self.site
+
+
+class Observed(NamedTuple):
+    """An observed site and how its expected log-density is computed.
+
+    :param name: the site.
+    :param latents: parameters that carry a latent affinely, in a registered
+        likelihood; empty otherwise.
+    :param route: of the exact expectation.
+    :param processes: Gaussian processes that reach the site.
+    :param augmented: whether its likelihood has an augmentation.
+    :param reason: why the site has no closed-form update, ``None`` if it has.
+    """
+
+    name: str
+    latents: tuple[str, ...]
+    route: Route
+    processes: tuple[str, ...]
+    augmented: bool
+    reason: str | None
+
+
+class Plate(NamedTuple):
+    """A plate: its size and the size of its subsample."""
+
+    size: int
+    subsample_size: int
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a model.
+
+    :param blocks: Gaussian processes and plain Gaussian weight vectors.
+    :param others: names of all other latent sites.
+    :param observed: observed sites.
+    :param plates: plates by name.
+    """
+
+    blocks: tuple[Block, ...]
+    others: tuple[str, ...]
+    observed: tuple[Observed, ...]
+    plates: dict[str, Plate]
+
+    @property
+    def zeros(self) -> dict[str, Array]:
+        """Zeros for the site of every block."""
+        return {b.site: jnp.zeros(b.shape, b.dtype) for b in self.blocks}
+
+    @property
+    def subsampled(self) -> dict[str, Plate]:
+        """The plates that draw a proper subsample."""
+        return {k: p for k, p in self.plates.items() if p.subsample_size < p.size}
+
+
+class Arguments(NamedTuple):
+    """Model arguments split for ``jax.jit``: arrays traced, the rest static."""
+
+    arrays: tuple[Array, ...]
+    static: tuple[Any, tuple[tuple[int, Hashable], ...]]
+
+    @classmethod
+    def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Splits positional and keyword arguments."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        # NumPy arrays cannot be indexed by the traced indices of a plate.
+        arrays = tuple(jnp.asarray(x) for x in leaves if is_array(x))
+        static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
+        return cls(arrays, (treedef, static))
+
+    @staticmethod
+    def select_arrays(tree: Any, items: list[Any]) -> list[Any]:
+        """Of ``items``, one per leaf of ``tree``, those of the array leaves."""
+        leaves = jax.tree.leaves(tree)
+        return [item for x, item in zip(leaves, items, strict=True) if is_array(x)]
+
+    def merge(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments again."""
+        treedef, static = self.static
+        leaves, arrays = dict(static), iter(self.arrays)
+        ordered = [
+            leaves[i] if i in leaves else next(arrays)
+            for i in range(treedef.num_leaves)
+        ]
+        return jax.tree.unflatten(treedef, ordered)
+
+
+class Leaves(NamedTuple):
+    """The leaves of a param loaded from an archive; its code knows their structure."""
+
+    leaves: tuple[Array, ...]
+
+
+def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
+    """``fn`` with sites and params filled in by name, :class:`Leaves` put together."""
+
+    def filled(message: dict[str, Any]) -> Any:
+        value = values.get(message["name"])
+        if not isinstance(value, Leaves):
+            return value
+        initial = message["fn"](*message["args"], **message["kwargs"])
+        if initial is None:  # asks whether there is a value before it brings one
+            return None
+        declared = len(jax.tree.leaves(initial))
+        if declared != len(value.leaves):
+            raise ValueError(
+                f"param {message['name']!r} was saved with {len(value.leaves)} arrays, "
+                f"but the code declares {declared}: load it with the model "
+                "and the guide of the fit"
+            )
+        return jax.tree.unflatten(jax.tree.structure(initial), value.leaves)
+
+    return handlers.substitute(fn, substitute_fn=filled)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether an argument is traced; anything else is static."""
+    return isinstance(leaf, np.ndarray | np.generic | jax.Array)
+
+
+def run_model(
+    model: Callable[..., Any],
+    arguments: Arguments,
+    key: Array,
+    values: dict[str, Any],
+    expose_types: list[str] | None = None,
+) -> Trace:
+    """The trace of ``model`` with sites, params and function values filled in.
+
+    :param model: a NumPyro model.
+    :param arguments: its arguments.
+    :param key: seed for whatever is not in ``values``.
+    :param values: by site name; a Gaussian process whose function values are given
+        computes nothing else.
+    :param expose_types: types of sites that handlers outside may see; none by default,
+        for whoever calls may be inside handlers of its own (a guide being traced).
+    """
+    args, kwargs = arguments.merge()
+    filled = fill(handlers.seed(model, key), values)
+    with handlers.block(expose_types=expose_types):
+        policy = residual_policy(filled, "mean")
+        return handlers.trace(policy).get_trace(*args, **kwargs)
+
+
+def check_shape(name: str, site: dict[str, Any]) -> None:
+    """Raises if an observed value does not have the shape of its distribution.
+
+    :param name: the site.
+    :param site: its message.
+    :raises ValueError: naming both shapes; broadcasting would pair every datum with
+        every function value.
+    """
+    fn, shape = site["fn"], jnp.shape(site["value"])
+    expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
+    base = base_distribution(fn)
+    if shape != expected:
+        # Logits of shape (N,) are those of one datum with N classes.
+        single = isinstance(base, CategoricalLogits) and base.logits.shape == shape
+        hint = "; for C classes give the process num_latents=C" if single else ""
+        raise ValueError(
+            f"site {name!r}: observations have shape {shape}, but the model gives them "
+            f"a distribution of shape {expected}{hint}"
+        )
+    if isinstance(base, CategoricalLogits | CategoricalProbs) and jnp.issubdtype(
+        jnp.result_type(site["value"]), jnp.floating
+    ):
+        raise ValueError(
+            f"site {name!r}: class labels have a float dtype; pass y.astype(int)"
+        )
+
+
+def flat_functions(model: Callable[..., Any]) -> Callable[..., Any]:
+    """``model`` with every Gaussian process at function values of zero."""
+
+    def zeros(message: dict[str, Any]) -> Array | None:
+        fn: Any = message.get("fn")
+        if isinstance(fn, Conditional):
+            return jnp.zeros(fn.shape, fn.dtype)
+        return None
+
+    return handlers.substitute(model, substitute_fn=zeros)
+
+
+def conditional_of(trace: Trace, block: Block) -> Conditional:
+    """The conditional law of a Gaussian process block's function values."""
+    return trace[block.name]["fn"]

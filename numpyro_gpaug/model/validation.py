@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what users pass in; every error names the argument and its shape."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import constraints
+
+from numpyro_gpaug.distributions.linked import Linked
+from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Block,
+    Structure,
+    Trace,
+    check_shape,
+    conditional_of,
+    flat_functions,
+    run_model,
+)
+
+
+def check_arguments(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises for arrays a fit could only turn into NaN.
+
+    :param model: the model, for the names of its arguments.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    :raises ValueError: for arrays that are empty, not numeric, NaN or infinite.
+    :raises TypeError: for lists of numbers and data frames.
+    """
+    for name, value in _named(model, args, kwargs).items():
+        _check_kind(name, value)
+        for leaf in jax.tree.leaves(value):
+            if isinstance(leaf, np.ndarray | jax.Array):
+                _check_array(name, leaf)
+
+
+def _named(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        bound = inspect.signature(model).bind_partial(*args, **kwargs)
+        return dict(bound.arguments)
+    except ValueError:
+        return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+
+
+def _check_kind(name: str, value: Any) -> None:
+    if hasattr(value, "to_numpy"):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}: pass an array ({name}.to_numpy())"
+        )
+    leaves = jax.tree.leaves(value) if isinstance(value, list) else []
+    if leaves and all(isinstance(x, int | float) for x in leaves):
+        raise TypeError(
+            f"{name} is a list of {len(value)}: pass an array (numpy.asarray({name}))"
+        )
+
+
+def _check_array(name: str, value: Any) -> None:
+    shape = np.shape(value)
+    if 0 in shape:
+        raise ValueError(f"{name} has shape {shape}: it is empty")
+    kind = np.dtype(value.dtype).kind if isinstance(value, np.ndarray) else "f"
+    if kind in "OUS":
+        raise ValueError(
+            f"{name} has shape {shape} and dtype {value.dtype}; expected numbers. "
+            "Encode labels as 0/1 or 0..C-1, for example with numpy.unique(y, "
+            "return_inverse=True)[1]"
+        )
+    if jax.dtypes.issubdtype(value.dtype, np.floating):
+        bad = int(np.size(value) - np.isfinite(np.asarray(value)).sum())
+        if bad:
+            raise ValueError(
+                f"{name} has shape {shape} and {bad} NaN or infinite entries; remove "
+                "or impute them first"
+            )
+
+
+def check_param(name: str, value: Any, constraint: constraints.Constraint) -> None:
+    """Raises for an initial param value that is not finite or breaks its constraint.
+
+    :param name: the param.
+    :param value: its initial value, possibly a tree.
+    :param constraint: its constraint.
+    :raises ValueError: naming it and its value.
+    """
+    for leaf in jax.tree.leaves(value):
+        array = np.asarray(leaf)
+        if not np.isfinite(array).all() or not np.all(constraint(array)):
+            raise ValueError(
+                f"param {name!r} of shape {array.shape} starts at {array}, which is "
+                f"not finite or does not satisfy {constraint}"
+            )
+
+
+def explain_failure(
+    model: Callable[..., Any],
+    values: dict[str, Any],
+    blocks: tuple[Block, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> NoReturn:
+    """Raises for a bound that is not finite, naming the likely cause.
+
+    :param model: the model.
+    :param values: params and other latents at the failure.
+    :param blocks: its Gaussian blocks.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    :raises CholeskyError: always.
+    """
+    broken = [
+        name
+        for name, value in values.items()
+        if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(value))
+    ]
+    if not broken:
+        zeros = {b.site: jnp.zeros(b.shape, b.dtype) for b in blocks}
+        arguments, key = Arguments.split(args, kwargs), jax.random.key(0)
+        trace = run_model(flat_functions(model), arguments, key, {**zeros, **values})
+        for block in blocks:
+            if block.is_process:
+                gp = conditional_of(trace, block).gp
+                if not np.isfinite(np.asarray(gp.cholesky)).all():
+                    raise CholeskyError(cholesky_message(gp))
+    raise CholeskyError(
+        "the evidence lower bound is not finite"
+        + (f"; params {broken} are not finite" if broken else "")
+        + ". Likely causes: a learning rate that is too large, inputs that are not "
+        "standardised, or a kernel that is not finite at these inputs"
+    )
+
+
+def cholesky_message(gp: Any) -> str:
+    """Why the inducing matrix of a process may not have factorised."""
+    Z = np.asarray(gp.inducing)
+    gram = np.asarray(gp.kernel(gp.inducing, gp.inducing))
+    rows = np.unique(Z.reshape(-1, Z.shape[-1]), axis=0) if Z.ndim > 1 else np.unique(Z)
+    causes = []
+    if not np.isfinite(gram).all():
+        causes.append("the kernel matrix itself is not finite (hyperparameters?)")
+    if Z.ndim == 2 and len(rows) < len(Z):
+        causes.append(f"{len(Z) - len(rows)} inducing inputs are duplicates")
+    causes.append("the lengthscale is long against the spacing of the inducing inputs")
+    return (
+        f'GaussianProcess("{gp.name}"): the Cholesky factorisation of the {gram.shape} '
+        f"kernel matrix failed with relative jitter {gp.jitter:g} in {gram.dtype}. "
+        f"Likely cause: {'; or '.join(causes)}. Use distinct inducing inputs "
+        "(numpyro_gpaug.inducing.kmeans), a larger jitter=, or float64"
+    )
+
+
+def check_observations(
+    model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> None:
+    """Raises for observations outside the support of their likelihood, or parameters
+    of it that break their constraints, at initial params; traced ones are not looked
+    at.
+
+    :param model: the model.
+    :param structure: what it is made of.
+    :param arguments: its arguments.
+    :raises ValueError: naming the site and what was expected.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in arguments.arrays):
+        return
+    flat = flat_functions(model)
+
+    def run(arrays: tuple[Array, ...]) -> Trace:
+        given = arguments._replace(arrays=arrays)
+        return run_model(flat, given, jax.random.key(0), structure.zeros)
+
+    names: list[tuple[str, str]] = []
+
+    def flags(arrays: tuple[Array, ...]) -> list[Array]:
+        found = valid_observations(run(arrays))
+        names[:] = found
+        return list(found.values())
+
+    # A guide may be called in a trace that does not concern its arguments. Compiled
+    # outside of that context: within it JAX runs constants operation by operation.
+    compiled = jax.jit(flags).lower(arguments.arrays).compile()
+    with jax.ensure_compile_time_eval():
+        inside_all = compiled(arguments.arrays)
+    for (name, parameter), inside in zip(names, inside_all, strict=True):
+        # The model may close over values that are traced.
+        if not isinstance(inside, jax.core.Tracer) and not inside:
+            with numpyro.validation_enabled(is_validate=False):
+                message = run(arguments.arrays)[name]
+            raise invalid_error(name, parameter, message)
+
+
+def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
+    """Whether each observed site's value lies in its support, by ``(site, "")``, and
+    each parameter of its likelihood satisfies its constraint, by ``(site, parameter)``;
+    may run inside ``jit``.
+
+    :param trace: a trace of the model.
+    :raises ValueError: for observations of the wrong shape, naming both shapes.
+    """
+    valid: dict[tuple[str, str], Array] = {}
+    for name, site in trace.items():
+        if site["type"] != "sample" or not site["is_observed"]:
+            continue
+        check_shape(name, site)
+        fn, value = site["fn"], jnp.asarray(site["value"])
+        inside = fn.support(value)
+        if isinstance(fn, dist.MaskedDistribution):
+            inside = inside | ~jnp.asarray(fn._mask)
+        valid[name, ""] = jnp.all(inside)
+        base = base_distribution(fn)
+        for k, constraint in base.arg_constraints.items():
+            if constraint in (constraints.real, constraints.real_vector):
+                continue  # nothing to break, and logits cost a factorisation
+            if k in vars(base) and not constraints.is_dependent(constraint):
+                value = jnp.asarray(getattr(base, k))
+                # What is not finite has a cause of its own (a failed Cholesky, say),
+                # which the first steps find.
+                finite = jnp.all(jnp.isfinite(value))
+                valid[name, k] = jnp.all(constraint(value)) | ~finite
+        if isinstance(base, Linked):
+            for k, inside in base.valid_parameters().items():
+                valid[name, k] = inside
+    return valid
+
+
+def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError:
+    """The error for what :func:`valid_observations` found invalid.
+
+    :param name: the site.
+    :param parameter: the parameter that breaks its constraint; empty if it is the
+        observations that leave their support.
+    :param site: the message of the site, executed.
+    """
+    base = base_distribution(site["fn"])
+    cls = type(base).__name__
+    if parameter:
+        value = np.asarray(getattr(base, parameter))
+        wanted: Any = base.arg_constraints[parameter]
+        if constraints.is_dependent(wanted):
+            wanted = f"the constraints of {type(base.components()).__name__}"
+        return ValueError(
+            f"site {name!r}: parameter {parameter!r} of {cls}, of shape {value.shape}, "
+            f"takes values {np.unique(value)[:5]}, which do not satisfy {wanted}"
+        )
+    value = np.asarray(site["value"])
+    hint = ""
+    if base.support is constraints.nonnegative_integer:
+        hint = ". Counts are whole numbers, 0 or more"
+    elif hasattr(base, "total_count"):
+        hint = ". Counts are whole numbers from 0 to total_count"
+    elif base.is_discrete and value.min() < 0:
+        hint = ". Labels are 0/1 (or 0..C-1): convert -1/+1 labels with (y + 1) // 2"
+    elif base.is_discrete:
+        hint = (
+            ". Labels are 0/1, or 0..C-1 with C the num_latents of the process: "
+            "numpy.unique(y, return_inverse=True)[1] numbers them"
+        )
+    return ValueError(
+        f"site {name!r}: observations of shape {value.shape} take values "
+        f"{np.unique(value)[:5]}, outside the support of {cls}{hint}"
+    )

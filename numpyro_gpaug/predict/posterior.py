@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fitted posterior: prediction at new inputs, without the training data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.guides.function_posterior import Fit
+from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.predict.archive import (
+    pack,
+    pack_structure,
+    pack_values,
+    unpack,
+    unpack_structure,
+)
+from numpyro_gpaug.predict.arguments import Remembered
+from numpyro_gpaug.predict.predictor import (
+    FunctionValues,
+    Predictor,
+    predictor_for,
+)
+
+BATCH_SIZE = 1024
+
+
+class Posterior:
+    """A fitted posterior; make it with ``svi.posterior(params)`` or :meth:`from_guide`.
+
+    The model is called again at new inputs: pass the arguments that hold inputs, in the
+    places they have in the model; leave out the observations (they become ``None``).
+    Keyword arguments of the fit, such as ``inducing=Z``, are remembered. Factors of the
+    inducing matrices are computed once; a prediction then costs O(M^2) per point.
+    Latents owned by another autoguide stay at their posterior medians.
+
+    :param predictor: the model and what its guide says of function values; posteriors
+        of the same model and guide share what it compiled.
+    :param fit: params and point values of other latents, and the moments of the
+        Gaussian blocks.
+    :param remembered: what is known of the arguments of the fit.
+
+    All methods stream over rows in blocks of ``batch_size`` padded to one shape, so any
+    number of rows costs one compilation; predictions do not depend on it.
+    """
+
+    def __init__(self, predictor: Predictor, fit: Fit, remembered: Remembered) -> None:
+        self._predictor = predictor
+        self._fit = fit
+        self._remembered = remembered
+
+    @classmethod
+    def from_guide(
+        cls,
+        model: Callable[..., Any],
+        guide: ProcessGuide,
+        params: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Posterior:
+        """From a guide, its params, and the arguments of the fit.
+
+        :param model: the model.
+        :param guide: its guide: :class:`~numpyro_gpaug.AutoSparseGP`, of any
+            covariance, or :class:`~numpyro_gpaug.AutoFunctionSpaceGP`.
+        :param params: params of model and guide.
+        :param args: the model's arguments at the fit, observations included.
+        :param kwargs: its keyword arguments.
+        :raises ValueError: if inducing inputs or hyperparameters are computed from a
+            positional argument.
+        """
+        structure = guide.setup(*args, **kwargs).structure
+        values, moments = guide.split_params(params)
+        values = {**values, **guide.other_median(params)}
+        remembered = Remembered.of_fit(model, structure, values, args, kwargs)
+        predictor = predictor_for(guide, model, structure)
+        return cls(predictor, Fit(values, moments), remembered)
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """Names of the Gaussian processes, as :meth:`predict_f` takes them."""
+        blocks = self._predictor.structure.blocks
+        return tuple(block.name for block in blocks if block.is_process)
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """Names of the observed sites that latents reach, which can be predicted."""
+        sites = self._predictor.structure.observed
+        return tuple(s.name for s in sites if s.route is not Route.CONSTANT)
+
+    @property
+    def weights(self) -> dict[str, dist.MultivariateNormal]:
+        """Posteriors of the plain Gaussian weight vectors, by site; where a process
+        reaches the same predictor, too narrow, as the fit holds them independent.
+
+        **Example**
+
+        >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+        >>> import numpyro_gpaug as gpaug
+        >>> def model(X, y=None):
+        ...     w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 1.0).to_event(1))
+        ...     with numpyro.plate("data", X.shape[0]):
+        ...         numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+        >>> X = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [-1.0, 0.0]])
+        >>> y = jnp.array([1, 0, 1, 0])
+        >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+        >>> fit = svi.run(jax.random.key(0), 20, X, y, progress_bar=False)
+        >>> w = svi.posterior(fit.params).weights["w"]
+        >>> [f"{x:.1f}" for x in w.mean]
+        ['0.9', '-0.1']
+        """
+        found = {}
+        for block in self._predictor.structure.blocks:
+            if not block.is_process:
+                mean, whitener, _ = self._fit.moments[block.name]
+                covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
+                found[block.site] = dist.MultivariateNormal(
+                    mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
+                )
+        return found
+
+    # -- prediction -------------------------------------------------------------------
+
+    def predict_f(
+        self,
+        *args: Any,
+        site: str | None = None,
+        full_covariance: bool = False,
+        batch_size: int = BATCH_SIZE,
+        **kwargs: Any,
+    ) -> FunctionValues:
+        """Posterior mean and variance of a Gaussian process.
+
+        :param args: the model's arguments at new inputs, without observations.
+        :param site: which process, if the model has several.
+        :param full_covariance: the covariance between all rows (O(N^2) memory, no
+            streaming) instead of the variance.
+        :param batch_size: rows per block.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        """
+        block = self._predictor.block(site)
+        called = self._arguments(args, kwargs)
+        if full_covariance:
+            return self._call("joint", called[0], block.name)
+        return self._stream("f", called, block.name, batch_size)
+
+    def predict_y(
+        self,
+        *args: Any,
+        site: str | None = None,
+        batch_size: int = BATCH_SIZE,
+        **kwargs: Any,
+    ) -> Distribution:
+        """Posterior predictive distribution of new observations, the latents integrated
+        out: a NumPyro distribution (``.probs`` of a Bernoulli, ``.mean``,
+        ``.variance``, ``.log_prob``, ``.sample``, and ``.icdf`` for intervals of real
+        ones).
+
+        :param args: the model's arguments at new inputs, without observations.
+        :param site: which observed site, if the model has several.
+        :param batch_size: rows per block.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        """
+        observed = self._predictor.observed(site)
+        called = self._arguments(args, kwargs)
+        return self._stream("y", called, observed.name, batch_size)
+
+    def log_prob(
+        self,
+        *args: Any,
+        site: str | None = None,
+        batch_size: int = BATCH_SIZE,
+        **kwargs: Any,
+    ) -> Array:
+        """Log posterior predictive density of held-out observations, per datum.
+
+        :param args: the model's arguments, observations included: ``log_prob(X, y)``.
+        :param site: which observed site, if the model has several.
+        :param batch_size: rows per block.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        """
+        observed = self._predictor.observed(site)
+        called = self._remembered.joined(self._predictor.model, args, kwargs)
+        return self._stream("log_prob", called, observed.name, batch_size)
+
+    def sample(
+        self,
+        key: Array,
+        *args: Any,
+        site: str | None = None,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> Array:
+        """Joint draws of function values at new inputs, O(N^3) in the number of rows.
+
+        :param key: random key.
+        :param args: the model's arguments at new inputs, without observations.
+        :param site: which process, if the model has several.
+        :param sample_shape: leading shape of the draws.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        :return: ``sample_shape + (N,)`` or ``sample_shape + (N, C)``.
+        """
+        block = self._predictor.block(site)
+        arguments, _ = self._arguments(args, kwargs)
+        num = math.prod(sample_shape)
+        draws, factorised = self._call("draws", arguments, block.name, key=key, num=num)
+        if not factorised:
+            raise CholeskyError(
+                f"the posterior covariance of {draws.shape[1]} new inputs did not "
+                "factorise: are there duplicate rows?"
+            )
+        return draws.reshape(*sample_shape, *draws.shape[1:])
+
+    # -- arguments and streaming ---------------------------------------------------
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Arguments, tuple[bool, ...]]:
+        model, remembered = self._predictor.model, self._remembered
+        absent = remembered.without_observations(model, len(args))
+        return remembered.joined(model, args, {**absent, **kwargs})
+
+    def _call(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
+        if self._fit.factors is None:
+            factors = self._predictor.factors(arguments, self._fit)
+            for name, factor in factors.items():
+                if not np.isfinite(np.asarray(factor)).all():
+                    raise CholeskyError(
+                        f"the kernel matrix of {name!r} did not factorise"
+                    )
+            self._fit = self._fit._replace(factors=factors)
+        return self._predictor.call(what, arguments, self._fit, site, **how)
+
+    def _stream(
+        self,
+        what: str,
+        called: tuple[Arguments, tuple[bool, ...]],
+        site: str,
+        batch_size: int,
+    ) -> Any:
+        """Blocks of rows, the last one padded, put together again."""
+        arguments, by_row = called
+        # The answer's structure (a distribution knows its batch shape) at all rows; run
+        # first, so that an error tells the shape that was passed in, not a padded one.
+        whole = self._predictor.shape(what, arguments, self._fit, site)
+        rows = arguments.arrays[by_row.index(True)].shape[0]
+        blocks = []
+        for start in range(0, rows, batch_size):
+            chosen = np.minimum(np.arange(start, start + batch_size), rows - 1)
+            arrays = tuple(
+                a[chosen] if flag else a
+                for a, flag in zip(arguments.arrays, by_row, strict=True)
+            )
+            blocks.append(self._call(what, arguments._replace(arrays=arrays), site))
+        leaves = [
+            _joined(leaf.shape, parts)
+            for leaf, *parts in zip(
+                jax.tree.leaves(whole), *map(jax.tree.leaves, blocks), strict=True
+            )
+        ]
+        return jax.tree.unflatten(jax.tree.structure(whole), leaves)
+
+    def __repr__(self) -> str:
+        structure = self._predictor.structure
+        blocks = {b.name: b.shape for b in structure.blocks}
+        observed = [site.name for site in structure.observed]
+        return f"Posterior(blocks={blocks}, observed={observed})"
+
+    # -- saving -----------------------------------------------------------------------
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Saves plain arrays (``.npz``): values of params and other latents, moments of
+        the Gaussian blocks, remembered keyword arguments. No code, no pickle, and no
+        training data unless they were passed by keyword.
+
+        :param path: the file.
+        :raises ValueError: for a value that is not made of arrays and plain numbers.
+        """
+        arrays: dict[str, np.ndarray] = {}
+        kwargs, observations, shared = self._remembered
+        moments = {k: list(m) for k, m in self._fit.moments.items()}
+        meta = {
+            "values": pack_values(self._fit.values, arrays),
+            "remembered": pack(kwargs, "remembered", arrays),
+            "moments": pack(moments, "moments", arrays),
+            "observations": list(observations),
+            "shared": list(shared),
+            "structure": pack_structure(self._predictor.structure),
+            "law": type(self._predictor.law).__name__,
+        }
+        arrays["meta"] = np.array(json.dumps(meta))
+        # Through a handle: given a name, NumPy may append a suffix to it.
+        with open(path, "wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike[str],
+        model: Callable[..., Any],
+        guide: ProcessGuide | None = None,
+    ) -> Posterior:
+        """Loads what :meth:`save` wrote; nothing is unpickled.
+
+        :param path: the file.
+        :param model: the model it was fitted with.
+        :param guide: the guide it was fitted with, made anew or not; may be left out
+            for an :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned, but
+            not for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is code.
+        :raises ValueError: for a guide of another kind than that of the fit.
+        """
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {k: jnp.asarray(v) for k, v in archive.items() if k != "meta"}
+            meta = json.loads(str(archive["meta"]))
+        guide = AutoSparseGP(model) if guide is None else guide
+        if type(guide.law).__name__ != meta["law"]:
+            raise ValueError(
+                f"{path} holds a fit read by {meta['law']}, but a "
+                f"{type(guide).__name__} brings {type(guide.law).__name__}: pass the "
+                "guide of the fit, load(path, model, guide)"
+            )
+        moments = unpack(meta["moments"], arrays)
+        fit = Fit(
+            unpack(meta["values"], arrays), {k: Moments(*m) for k, m in moments.items()}
+        )
+        remembered = Remembered(
+            unpack(meta["remembered"], arrays),
+            tuple(meta["observations"]),
+            tuple(meta["shared"]),
+        )
+        structure = unpack_structure(meta["structure"])
+        return cls(predictor_for(guide, model, structure), fit, remembered)
+
+
+def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:
+    """Parts along the axis over rows: the one whose size is not that of a block."""
+    sizes = zip(parts[0].shape, shape, strict=True)
+    axes = [i for i, (block, whole) in enumerate(sizes) if block != whole]
+    if not axes:
+        return parts[0]
+    if len(axes) > 1:
+        raise ValueError(
+            f"predictions have shape {shape}: an argument without a row per datum "
+            f"has as many entries as there are rows, {shape[axes[0]]}, and was taken "
+            "for one; predict at another number of rows"
+        )
+    whole = jnp.concatenate(parts, axes[0])
+    return jax.lax.slice_in_dim(whole, 0, shape[axes[0]], axis=axes[0])
