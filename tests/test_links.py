@@ -13,6 +13,7 @@ import pytest
 import scipy.stats as st
 from numpyro.distributions import constraints
 from scipy.integrate import quad
+from scipy.special import expit
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import PiecewiseLink
@@ -26,6 +27,17 @@ EDGES = GOLDEN["inner_edges"]
 VALUES = np.sin(np.arange(14.0))
 
 
+@partial(jax.jit, static_argnums=0)
+def call(method, link: PiecewiseLink, *args):
+    """A method in one program; op by op, each operation compiles one."""
+    return method(link, *args)
+
+
+def empty_link(dtype: str = "float64") -> PiecewiseLink:
+    """Cells alone: the heights do not matter."""
+    return PiecewiseLink(np.zeros(14, dtype), EDGES)
+
+
 def upper_link(function) -> PiecewiseLink:
     link = PiecewiseLink.from_function(function, 14, -3.0, 3.0, rule="upper")
     assert link.edges == tuple(EDGES)
@@ -33,7 +45,7 @@ def upper_link(function) -> PiecewiseLink:
 
 
 def test_knots_and_heights(x64) -> None:
-    link = upper_link(jax.nn.sigmoid)
+    link = upper_link(expit)
     np.testing.assert_array_equal(knots(EDGES, "upper"), GOLDEN["x_k"])
     np.testing.assert_allclose(link.heights, GOLDEN["bernoulli"]["g_k"], rtol=1e-15)
     middle = PiecewiseLink.from_function(lambda f: f, 4, -1.0, 1.0)
@@ -42,18 +54,19 @@ def test_knots_and_heights(x64) -> None:
 
 def test_values_between_edges() -> None:
     link = PiecewiseLink([1.0, 2.0, 3.0], [-1.0, 0.5])
-    f = jnp.array([[-9.0, -1.0], [0.5, 9.0]])
-    np.testing.assert_array_equal(link(f), [[1, 2], [3, 3]])
-    rows = link.with_heights(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
-    np.testing.assert_array_equal(rows(jnp.array([0.0, 0.6])), [2, 6])
-    np.testing.assert_array_equal(rows(f), [[1, 5], [3, 6]])
+    values = partial(call, PiecewiseLink.__call__)
+    f = np.array([[-9.0, -1.0], [0.5, 9.0]])
+    np.testing.assert_array_equal(values(link, f), [[1, 2], [3, 3]])
+    rows = link.with_heights(np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    np.testing.assert_array_equal(values(rows, np.array([0.0, 0.6])), [2, 6])
+    np.testing.assert_array_equal(values(rows, f), [[1, 5], [3, 6]])
 
 
 def test_golden_cells(dtype: str) -> None:
     golden = GOLDEN["bernoulli"]
-    m, v = (jnp.asarray(golden[k], dtype) for k in "mv")
-    link = PiecewiseLink(jnp.zeros(14, dtype), EDGES)
-    assert_close(link.cell_probabilities(m, v), golden["P"])
+    m, v = (np.asarray(golden[k], dtype) for k in "mv")
+    cells = call(PiecewiseLink.cell_probabilities, empty_link(dtype), m, v)
+    assert_close(cells, golden["P"])
 
 
 CASES = [(m, v) for m in (-40.0, -7.0, 0.0, 0.3, 12.0) for v in (1e-8, 0.1, 4.0, 1e4)]
@@ -70,12 +83,13 @@ def exact_cells(mean: float, variance: float) -> np.ndarray:
 
 def test_cells_keep_their_relative_precision(dtype: str) -> None:
     m, v = (np.array(x) for x in zip(*CASES, strict=True))
-    link = PiecewiseLink(jnp.zeros(14, dtype), EDGES)
     exact = np.stack([exact_cells(*case) for case in CASES])
-    ours = np.asarray(link.cell_probabilities(jnp.asarray(m, dtype), v.astype(dtype)))
-    logs = np.asarray(
-        link.log_cell_probabilities(jnp.asarray(m, dtype), v.astype(dtype))
-    )
+    ours, logs = (
+        np.asarray(call(method, empty_link(dtype), m.astype(dtype), v.astype(dtype)))
+        for method in (
+            PiecewiseLink.cell_probabilities, PiecewiseLink.log_cell_probabilities,
+        )
+    )  # fmt: skip
     # The argument of a tail is rounded before it is squared.
     tolerance = {"float64": 1e-12, "float32": 3e-4}[dtype]
     seen = exact > {"float64": 1e-290, "float32": 1e-30}[dtype]
@@ -90,70 +104,97 @@ def test_cells_keep_their_relative_precision(dtype: str) -> None:
 
 def test_expectations_of_steps(dtype: str) -> None:
     """One tail per edge is the sum over cells, with infinite values out of reach."""
-    link = PiecewiseLink(jnp.zeros(14, dtype), EDGES)
-    rng = np.random.default_rng(0)
-    values = jnp.asarray(rng.normal(size=14), dtype)
-    m = jnp.asarray([-9.0, -3.0, 0.1, 2.0, 9.0], dtype)
-    v = jnp.asarray([1.0, 0.0, 4.0, 1e-3, 1e4], dtype)
-    exact = np.asarray(link.cell_probabilities(m, v), float) @ np.asarray(values, float)
-    assert_close(link.expectation(values, m, v), exact, factor=2)
-    infinite = values.at[0].set(-jnp.inf)
-    assert_close(link.expectation(infinite, m[3], v[3]), exact[3], factor=2)
+    values = np.random.default_rng(0).normal(size=14).astype(dtype)
+    m = np.asarray([-9.0, -3.0, 0.1, 2.0, 9.0], dtype)
+    v = np.asarray([1.0, 0.0, 4.0, 1e-3, 1e4], dtype)
+    infinite = values.copy()
+    infinite[0] = -np.inf
+
+    @jax.jit
+    def compute(values, infinite, m, v):
+        link = empty_link(dtype)
+        expectation = link.expectation(values, m, v)
+        return (
+            link.cell_probabilities(m, v), expectation,
+            link.expectation(infinite, m, v),
+        )  # fmt: skip
+
+    cells, ours, with_infinite = compute(values, infinite, m, v)
+    exact = np.asarray(cells, float) @ values.astype(float)
+    assert_close(ours, exact, factor=2)
+    assert_close(with_infinite[3], exact[3], factor=2)
 
 
 def test_gradients_of_cells(x64) -> None:
     """Also where the mean sits on an edge."""
-    link = PiecewiseLink(jnp.zeros(14), EDGES)
-    m, v = jnp.array([-5.0, EDGES[6], 2.0]), jnp.array([3.0, 0.5, 40.0])
-    by = jax.jacfwd(link.cell_probabilities, (0, 1))(m, v)
+    m, v = np.array([-5.0, EDGES[6], 2.0]), np.array([3.0, 0.5, 40.0])
+
+    @jax.jit
+    def slopes(m, v):
+        by = jax.jacfwd(empty_link().cell_probabilities, (0, 1))(m, v)
+        steps = jax.jacfwd(partial(empty_link().expectation, VALUES), (0, 1))(m, v)
+        rows = jnp.arange(3)
+        return [x[rows, :, rows] for x in by], [jnp.diag(x) for x in steps]
+
     step = 1e-5
+    by, of_steps = slopes(m, v)
+    cells = partial(call, PiecewiseLink.cell_probabilities, empty_link())
     for k, (dm, dv) in enumerate([(step, 0.0), (0.0, step)]):
-        up = link.cell_probabilities(m + dm, v + dv)
-        down = link.cell_probabilities(m - dm, v - dv)
-        ours = by[k][jnp.arange(3), :, jnp.arange(3)]
-        np.testing.assert_allclose(ours, (up - down) / (2 * step), atol=1e-9)
-        slope = jax.jacfwd(partial(link.expectation, VALUES), k)(m, v)
-        np.testing.assert_allclose(jnp.diag(slope), ours @ VALUES, atol=1e-12)
+        up, down = np.asarray(cells(m + dm, v + dv)), cells(m - dm, v - dv)
+        np.testing.assert_allclose(by[k], (up - down) / (2 * step), atol=1e-9)
+        np.testing.assert_allclose(of_steps[k], by[k] @ VALUES, atol=1e-12)
 
 
 def test_gradients_at_a_point_mass(dtype: str) -> None:
-    link = PiecewiseLink(jnp.zeros(3, dtype), [-1.0, 1.0])
-    m, v = jnp.array([-1.0, 0.0, 1e4], dtype), jnp.zeros(3, dtype)
-    for f in (link.cell_probabilities, link.log_cell_probabilities):
-        value, slopes = f(m, v), jax.jacrev(f, (0, 1))(m, v)
-        assert all(np.isfinite(x).all() for x in (value, *slopes))
+    m, v = np.array([-1.0, 0.0, 1e4], dtype), np.zeros(3, dtype)
+
+    @jax.jit
+    def everything(m, v):
+        link = PiecewiseLink(np.zeros(3, dtype), [-1.0, 1.0])
+        functions = link.cell_probabilities, link.log_cell_probabilities
+        return [(f(m, v), jax.jacrev(f, (0, 1))(m, v)) for f in functions]
+
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(everything(m, v)))
 
 
 @pytest.mark.parametrize("case", range(4))
 def test_golden_errors(x64, case: int) -> None:
     first, second = GOLDEN["theorem1"][case], GOLDEN["theorem2"][case]
     m, v = first["mu"], first["sigma"] ** 2
-    link = upper_link(jnp.exp)
-    bound = link.mean_squared_error_bound(m, v, 1.0, rule="upper")
+    link = upper_link(np.exp)
+    bound = call(upper_bound, link, m, v, 1.0)
     np.testing.assert_allclose(bound, first["bound_unit_lipschitz"], rtol=1e-9)
-    exact = link.exp_mean_squared_error(m, v)
+    exact = call(PiecewiseLink.exp_mean_squared_error, link, m, v)
     np.testing.assert_allclose(exact, second["mse_quad"], rtol=1e-9)
 
 
+def upper_bound(link: PiecewiseLink, m, v, lipschitz):
+    return link.mean_squared_error_bound(m, v, lipschitz, rule="upper")
+
+
+def squared_errors(function, link: PiecewiseLink, m, v) -> np.ndarray:
+    """``E (g(f) - link(f))^2`` under Gaussians, by a fine trapezoid rule."""
+    z = np.linspace(-9, 9, 40001)
+    w = np.exp(-0.5 * z * z)
+    f = m[:, None] + np.sqrt(v)[:, None] * z
+    values = np.asarray(call(PiecewiseLink.__call__, link, f), float)
+    return np.square(function(f) - values) @ w / w.sum()
+
+
 def test_the_bound_is_one() -> None:
-    link = PiecewiseLink.from_function(jax.nn.sigmoid, 20, -4.0, 4.0)
-    for m, v in [(0.0, 1.0), (2.0, 4.0), (-6.0, 0.3)]:
-        f = m + np.sqrt(v) * np.linspace(-9, 9, 40001)
-        w = np.exp(-0.5 * ((f - m) ** 2) / v)
-        square = np.square(np.asarray(jax.nn.sigmoid(f) - link(f)))
-        error = (w * square).sum() / w.sum()
-        bound = link.mean_squared_error_bound(m, v, 0.25)
-        assert error < bound
-        line = PiecewiseLink.from_function(lambda f: f, 20, -4.0, 4.0)
-        square = np.square(f - np.asarray(line(f), float))
-        tight = line.mean_squared_error_bound(m, v, 1.0)
-        np.testing.assert_allclose(tight, (w * square).sum() / w.sum(), rtol=1e-3)
+    m, v = np.array([0.0, 2.0, -6.0]), np.array([1.0, 4.0, 0.3])
+    bound = partial(call, PiecewiseLink.mean_squared_error_bound)
+    link = PiecewiseLink.from_function(expit, 20, -4.0, 4.0)
+    assert (squared_errors(expit, link, m, v) < bound(link, m, v, 0.25)).all()
+    line = PiecewiseLink.from_function(lambda f: f, 20, -4.0, 4.0)
+    tight = squared_errors(lambda f: f, line, m, v)
+    np.testing.assert_allclose(bound(line, m, v, 1.0), tight, rtol=1e-3)
 
 
 def test_no_cancellation_in_float32() -> None:
     """The bound of a fine mesh is a small difference of large moments as printed."""
-    link = PiecewiseLink(jnp.zeros(400), np.linspace(-20, 20, 399))
-    ours = link.mean_squared_error_bound(15.0, 0.25, 1.0)
+    link = PiecewiseLink(np.zeros(400, "float32"), np.linspace(-20, 20, 399))
+    ours = call(PiecewiseLink.mean_squared_error_bound, link, 15.0, 0.25, 1.0)
     z = np.array([-np.inf, *link.edges, np.inf])
     total = sum(
         quad(lambda f, x=x: (f - x) ** 2 * st.norm.pdf(f, 15, 0.5), a, b)[0]
@@ -164,9 +205,10 @@ def test_no_cancellation_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "error"), [(jax.nn.sigmoid, 0.003), (jnp.exp, 0.05), (jnp.tanh, 0.02)]
+    ("function", "error"), [(expit, 0.003), (np.exp, 0.05), (np.tanh, 0.02)]
 )
 def test_pieces_for_an_accuracy(function, error: float) -> None:
+    """Of functions in NumPy: the search takes one at as many shapes as it has steps."""
     mean, variance = np.array([-1.0, 1.0]), np.array([1.0, 0.5])
     link = PiecewiseLink.to_accuracy(function, error, mean, variance)
     fewer = PiecewiseLink.from_function(
@@ -174,25 +216,27 @@ def test_pieces_for_an_accuracy(function, error: float) -> None:
     )
 
     def worst(link: PiecewiseLink) -> float:
-        z = np.linspace(-9, 9, 40001)
-        f = mean[:, None] + np.sqrt(variance)[:, None] * z
-        w = np.exp(-0.5 * z * z)
-        square = np.square(np.asarray(function(jnp.asarray(f)) - link(f), float))
-        return np.sqrt((square @ w / w.sum()).max())
+        return np.sqrt(squared_errors(function, link, mean, variance).max())
 
     assert worst(link) < 1.01 * error < 1.02 * worst(fewer)
     with pytest.raises(ValueError, match="20 pieces on .* root mean squared error"):
         PiecewiseLink.to_accuracy(function, error / 100, mean, variance, max_pieces=20)
 
 
+def test_pieces_for_a_function_of_jax() -> None:
+    found = [PiecewiseLink.to_accuracy(f, 0.1) for f in (jax.nn.sigmoid, expit)]
+    assert found[0].edges == found[1].edges
+    np.testing.assert_allclose(found[0].heights, found[1].heights, rtol=1e-6)
+
+
 def test_a_link_is_a_pytree_of_its_heights() -> None:
-    link = PiecewiseLink.from_function(jnp.exp, 5, -1.0, 1.0)
+    link = PiecewiseLink.from_function(np.exp, 5, -1.0, 1.0)
     assert len(jax.tree.leaves(link)) == 1
     doubled = jax.jit(lambda x: jax.tree.map(lambda h: 2 * h, x))(link)
-    np.testing.assert_allclose(doubled.heights, 2 * link.heights)
+    np.testing.assert_allclose(doubled.heights, 2 * np.asarray(link.heights))
     assert doubled.edges == link.edges
-    stacked = jax.tree.map(lambda h: jnp.stack([h, 3 * h]), link)
-    values = jax.vmap(lambda x: x(0.0))(stacked)
+    stacked = jax.tree.map(lambda h: np.stack([h, 3 * h]), link)
+    values = jax.jit(jax.vmap(lambda x: x(0.0)))(stacked)
     np.testing.assert_allclose(values[1], 3 * values[0], rtol=1e-6)
 
 
