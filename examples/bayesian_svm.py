@@ -94,7 +94,7 @@ def fit(svi: gpaug.ConjugateSVI, X, y, args, **kwargs: Any) -> Trace:
     )
     found = svi.guide.other_median(result.params)
     hyperparameters = {name: float(value) for name, value in found.items()}
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     return Trace(posterior, -result.losses, hyperparameters, np.asarray(Z))
 
 

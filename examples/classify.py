@@ -150,7 +150,7 @@ def fit(data: Split, args: argparse.Namespace) -> dict[str, Any]:
         key, model, guide, result.params, *given[0], losses=result.losses, **given[1]
     )
     return {
-        "posterior": svi.posterior(result.params),
+        "posterior": svi.posterior(result),
         "hyperparameters": guide.other_median(result.params),
         "losses": result.losses,
         "tree": tree,

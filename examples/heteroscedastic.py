@@ -116,7 +116,7 @@ def fit(data: Data, kind: str, steps: int) -> Fitted:
             jax.random.key(0), steps, data.x, data.y, Z=Z, kind=kind, progress_bar=False
         )
         seconds.append(time.perf_counter() - start)
-    return Fitted(svi.posterior(result.params), -result.losses, *seconds)
+    return Fitted(svi.posterior(result), -result.losses, *seconds)
 
 
 # -- data ------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def fit(data: Data, link: str, args: argparse.Namespace) -> Fitted:
     if heights is not None and link == "increasing":
         heights = jax.nn.sigmoid(heights)
     return Fitted(
-        svi.posterior(result.params), -float(result.losses[-1]),
+        svi.posterior(result), -float(result.losses[-1]),
         None if heights is None else np.asarray(heights), spread,
     )  # fmt: skip
 

@@ -142,7 +142,7 @@ def fit(
     svi = gpaug.ConjugateSVI(model, guide, optimiser(steps), sites)
     given = {"Z": Z, "likelihood": likelihood, **shape}
     result = svi.run(jax.random.key(0), steps, X, y, progress_bar=False, **given)
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     seconds = time.perf_counter() - start
     return Fitted(posterior, np.asarray(result.losses), result.params, seconds)
 

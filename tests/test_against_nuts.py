@@ -32,7 +32,7 @@ def fitted_moments(X, y, variance: float, sites: str):
     svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, sites)
     arguments = {"inducing": X, "variance": variance}
     result = svi.run(jax.random.key(0), 300, X, y, progress_bar=False, **arguments)
-    f = svi.posterior(result.params).predict_f(X)
+    f = svi.posterior(result).predict_f(X)
     return np.asarray(f.mean), np.sqrt(np.asarray(f.variance))
 
 

@@ -88,9 +88,9 @@ def toy(num=400, flipped=0.1):
     return jnp.asarray(X), jnp.asarray(y, int)
 
 
-def fit(model, steps, *args, optim=None, sites="auto", step_size=None, **kwargs):
+def fit(model, steps, *args, optim=None, updates="auto", step_size=None, **kwargs):
     svi = gpaug.ConjugateSVI(
-        model, gpaug.AutoSparseGP(model), optim, sites=sites, step_size=step_size
+        model, gpaug.AutoSparseGP(model), optim, updates=updates, step_size=step_size
     )
     return svi, svi.run(KEY, steps, *args, **kwargs, **QUIET)
 
@@ -130,7 +130,7 @@ def test_batch_golden(x64) -> None:
     """The full process: its training inputs are the inducing ones."""
     X, golden = jnp.array(GOLDEN["X"]), GOLDEN["full"]
     y = (jnp.array(GOLDEN["y"]) + 1) // 2
-    _, result = fit(golden_model, 100, X, y, sites="augmented", inducing=X)
+    _, result = fit(golden_model, 100, X, y, updates="augmented", inducing=X)
     np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-10)
     assert -result.losses[-1] < golden["log_pseudo_evidence"]
     assert np.diff(result.losses).max() < 1e-12
@@ -144,7 +144,7 @@ def test_batch_process_is_a_gaussian_vector(x64) -> None:
     """Function values ``L v`` without any process give the bound of ``inducing=X``."""
     y, golden = (jnp.array(GOLDEN["y"]) + 1) // 2, GOLDEN["full"]
     L = jnp.linalg.cholesky(jnp.array(GOLDEN["Knn"]))
-    _, result = fit(primal, 100, L, y, scale=jnp.ones(4), sites="augmented")
+    _, result = fit(primal, 100, L, y, scale=jnp.ones(4), updates="augmented")
     np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-10)
     mean, _ = gaussian(result.params, "w")
     np.testing.assert_allclose(L @ mean, golden["mu"], rtol=1e-6)
@@ -153,8 +153,8 @@ def test_batch_process_is_a_gaussian_vector(x64) -> None:
 def test_both_predictive_rules_of_one_fit(x64, tmp_path) -> None:
     X, Z = jnp.array(GOLDEN["X"]), jnp.array(GOLDEN["Z"])
     y = (jnp.array(GOLDEN["y"]) + 1) // 2
-    svi, result = fit(golden_model, 100, X, y, sites="augmented", inducing=Z)
-    fitted = svi.posterior(result.params)
+    svi, result = fit(golden_model, 100, X, y, updates="augmented", inducing=Z)
+    fitted = svi.posterior(result)
     golden = GOLDEN["predict"]
     new = jnp.array(golden["Xs"])
     default = fitted.predict_y(new).probs
@@ -185,7 +185,7 @@ def test_the_two_rules_by_brute_force() -> None:
 @cache
 def full_data_bound():
     X, y = toy()
-    svi, result = fit(machine, 60, X, y, inducing=X[:30], sites="augmented")
+    svi, result = fit(machine, 60, X, y, inducing=X[:30], updates="augmented")
     return svi, result.state, -float(result.losses[-1])
 
 
@@ -212,7 +212,7 @@ def test_minibatches_end_near_the_optimum(x64, step_size, most) -> None:
     svi, state, best = full_data_bound()
     given = {"inducing": X[:30], "batch": 40, "weight": jnp.array(1.0)}
     batches, result = fit(
-        machine, 400, X, y, sites="augmented", step_size=step_size, **given
+        machine, 400, X, y, updates="augmented", step_size=step_size, **given
     )
 
     def gap(result):
@@ -279,10 +279,10 @@ def test_primal_golden(x64) -> None:
     golden = GOLDEN["linear"]
     X, y = jnp.array(golden["X"]), (jnp.array(golden["y"]) + 1) // 2
     scale = jnp.sqrt(jnp.diag(jnp.array(golden["prior_cov"])))
-    svi, result = fit(primal, 200, X, y, scale=scale, sites="augmented")
+    svi, result = fit(primal, 200, X, y, scale=scale, updates="augmented")
     np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-10)
     assert np.diff(result.losses).max() < 1e-12
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     mean, cover = np.array(golden["mu"]), np.array(golden["Sigma"])
     new = np.array([[1.0, 0.3], [-2.0, 1.0]])
     m, v = new @ mean, np.einsum("nd,de,ne->n", new, cover, new)
@@ -297,7 +297,7 @@ def test_primal_by_minibatches(x64) -> None:
     mean, cover, _ = cavi(X, 0.0, y)
     _, result = fit(
         primal, 2000, jnp.asarray(X), jnp.asarray(y), scale=jnp.ones(4), batch=50,
-        sites="augmented",
+        updates="augmented",
     )  # fmt: skip
     got, spread = gaussian(result.params, "w")
     deviation = np.sqrt(np.diag(cover))

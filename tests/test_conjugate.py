@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.math.logistic import expected_log_sigmoid
 from numpyro_gpaug.infer import Adaptive, RobbinsMonro
 from tests.problems import classifier, learnt, regression, toy
 
@@ -22,10 +23,10 @@ GOLDEN = json.loads(
 KEY = jax.random.key(0)
 
 
-def fit(model, *args, num_steps=60, optim=None, sites="auto", **kwargs):
+def fit(model, *args, num_steps=60, optim=None, updates="auto", **kwargs):
     known = ("step_size", "hyper_steps", "hyper_every")
     options = {k: kwargs.pop(k) for k in known if k in kwargs}
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim, sites, **options)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim, updates, **options)
     return svi, svi.run(KEY, num_steps, *args, progress_bar=False, **kwargs)
 
 
@@ -44,7 +45,7 @@ def test_golden_problem(x64, which: str) -> None:
     Z = X if which == "full" else jnp.asarray(GOLDEN["Z"])
     y = (jnp.asarray(GOLDEN["y"]) + 1) / 2
     kernel = {"lengthscale": 0.9, "variance": 1.3}
-    _, result = fit(classifier, X, y, inducing=Z, jitter=0, sites="augmented", **kernel)
+    _, result = fit(classifier, X, y, inducing=Z, jitter=0, updates="augmented", **kernel)
     golden = GOLDEN[which]
     mean, covariance = inducing_moments(result.params, Z, **kernel)
     np.testing.assert_allclose(mean, golden["mu"], rtol=1e-8)
@@ -68,7 +69,7 @@ def test_regression_equals_the_exact_posterior(x64) -> None:
     kernel = gpaug.kernels.Matern52()
     gram = np.asarray(kernel(X, X)) + 0.25 * np.eye(30)
     cross = np.asarray(kernel(new, X))
-    f = svi.posterior(result.params).predict_f(new)
+    f = svi.posterior(result).predict_f(new)
     np.testing.assert_allclose(f.mean, cross @ np.linalg.solve(gram, y), atol=1e-6)
     variance = 1 - np.einsum("ij,ji->i", cross, np.linalg.solve(gram, cross.T))
     np.testing.assert_allclose(f.variance, variance, atol=1e-6)
@@ -81,10 +82,10 @@ def test_augmented_bound_never_falls_and_exact_ends_higher(x64) -> None:
     for variance in (100.0,):
         arguments = {"inducing": X[:20], "variance": variance}
         _, augmented = fit(
-            classifier, X, y, sites="augmented", num_steps=300, **arguments
+            classifier, X, y, updates="augmented", num_steps=300, **arguments
         )
         assert np.diff(augmented.losses).max() < 1e-10
-        svi, exact = fit(classifier, X, y, sites="exact", **arguments)
+        svi, exact = fit(classifier, X, y, updates="exact", **arguments)
         # The exact bound of the augmented optimum, not only its own bound.
         state = svi.init(KEY, X, y, init_params=augmented.params, **arguments)
         there = svi.evaluate(state, X, y, **arguments)
@@ -94,7 +95,7 @@ def test_augmented_bound_never_falls_and_exact_ends_higher(x64) -> None:
 def test_auto_and_exact_sites_meet() -> None:
     X, y = toy(60)
     fits = [
-        fit(classifier, X, y, inducing=X[:20], sites=s)[1] for s in ("auto", "exact")
+        fit(classifier, X, y, inducing=X[:20], updates=s)[1] for s in ("auto", "exact")
     ]
     np.testing.assert_allclose(fits[0].losses[-1], fits[1].losses[-1], rtol=1e-5)
 
@@ -103,14 +104,14 @@ def test_sparse_with_all_inputs_equals_a_dense_reference(x64) -> None:
     """Newton's method on the exact bound over dense full-GP moments, by hand."""
     X, y = toy(25)
     svi, result = fit(classifier, X, y, inducing=X, variance=2.0, num_steps=80)
-    f = svi.posterior(result.params).predict_f(X)
+    f = svi.posterior(result).predict_f(X)
     K = np.asarray(gpaug.kernels.SquaredExponential(1.0, 2.0)(X, X))
     K = K + 2e-10 * np.eye(25)
     # Stationarity: m = K dE/dm and S^-1 = K^-1 - 2 diag(dE/dv).
     sign = 2 * np.asarray(y) - 1
 
     def total(m, v):
-        return gpaug.logistic.expected_log_sigmoid(jnp.asarray(sign) * m, v).sum()
+        return expected_log_sigmoid(jnp.asarray(sign) * m, v).sum()
 
     slope, curvature = jax.grad(total, (0, 1))(f.mean, f.variance)
     np.testing.assert_allclose(f.mean, K @ np.asarray(slope), atol=1e-5)
@@ -161,9 +162,9 @@ def test_linear_weights_equal_a_linear_kernel(x64) -> None:
             numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 
     X, y = toy(50, 3)
-    for sites in ("augmented", "exact"):
-        first = fit(weights, X, y, sites=sites, num_steps=300)[1]
-        second = fit(process, X, y, sites=sites, num_steps=300)[1]
+    for updates in ("augmented", "exact"):
+        first = fit(weights, X, y, updates=updates, num_steps=300)[1]
+        second = fit(process, X, y, updates=updates, num_steps=300)[1]
         np.testing.assert_allclose(first.losses[-1], second.losses[-1], rtol=1e-8)
 
 
@@ -435,7 +436,7 @@ def test_a_subset_of_latents_leaves_the_others_at_the_prior() -> None:
     np.testing.assert_allclose(
         precision[subset], whole.params["f.v_auto_precision"], rtol=1e-5, atol=1e-5
     )
-    posterior = svi.posterior(part.params)
+    posterior = svi.posterior(part)
     joint = posterior.predict_f(X[:4], full_covariance=True)
     assert joint.variance.shape == (2, 4, 4)
 

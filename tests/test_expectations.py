@@ -512,13 +512,13 @@ def test_a_registered_expectation_end_to_end(line):
 
     same = by_quadrature(result.params)
     np.testing.assert_allclose(same, result.losses[-1], rtol=1e-10)
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     f = posterior.predict_f(X)
     mean = posterior.predict_y(X).mean
     np.testing.assert_allclose(mean, jnp.exp(f.mean + f.variance / 2), rtol=1e-10)
     assert np.corrcoef(mean, y)[0, 1] > 0.6
 
-    augmented = gpaug.ConjugateSVI(model, guide, sites="augmented")
+    augmented = gpaug.ConjugateSVI(model, guide, updates="augmented")
     with pytest.raises(NotConjugateError, match="LogPoisson has no augmentation"):
         augmented.run(random.key(0), 2, X, y, inducing=Z, progress_bar=False)
 
@@ -529,7 +529,7 @@ def test_a_registered_augmentation_end_to_end(line):
     y = jnp.sin(2 * X[:, 0]).at[4].set(30.0)
     gpaug.register_augmentation(Robust, RobustAugmentation())
     model = process_model(lambda f: Robust(3.0, f, 0.2))
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), sites="augmented")
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), updates="augmented")
     result = svi.run(random.key(0), 60, X, y, inducing=Z, progress_bar=False)
     assert np.all(np.diff(result.losses) < 1e-9)
 

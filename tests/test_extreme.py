@@ -117,13 +117,13 @@ def test_drawn_classes_reach_the_fit_of_all() -> None:
     result = full.run(KEY, 150, X, y, inducing=Z, progress_bar=False)
 
     def score(params):
-        posterior = full.posterior({k: x for k, x in params.items() if k != "zeta"})
+        posterior = full.posterior(params, X, y, inducing=Z)
         return posterior.log_prob(X_test, y_test).mean()
 
     reference = score(result.params)
     members = jnp.arange(len(X)).reshape(CLASSES, PER_CLASS)
     svi = gpaug.ConjugateSVI(
-        sampled, gpaug.AutoSparseGP(sampled), optax.adam(0.1), sites="exact"
+        sampled, gpaug.AutoSparseGP(sampled), optax.adam(0.1), updates="exact"
     )
     drawn = svi.run(
         KEY, 2000, X, members, inducing=Z, num_rows=150, num_drawn=4,
@@ -139,7 +139,7 @@ def test_all_classes_at_once_bound_the_logistic_softmax() -> None:
     members = jnp.arange(len(X)).reshape(CLASSES, 6)
     Z = X[::4]
     svi = gpaug.ConjugateSVI(
-        sampled, gpaug.AutoSparseGP(sampled), optax.adam(0.1), sites="exact"
+        sampled, gpaug.AutoSparseGP(sampled), optax.adam(0.1), updates="exact"
     )
     result = svi.run(KEY, 100, X, members, inducing=Z, progress_bar=False)
     full = gpaug.ConjugateSVI(whole, gpaug.AutoSparseGP(whole))

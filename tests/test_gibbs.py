@@ -13,7 +13,7 @@ from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, Gibbs
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.mcmc.joint import Design
+from numpyro_gpaug.math.affine import AffineMap, GaussianFactors
 from tests.conftest import assert_close
 
 KEY = jax.random.key(0)
@@ -178,22 +178,23 @@ def test_joint_draws_and_evidence(x64) -> None:
     )
     precision = jnp.square(precision).at[0, 0].set(0.0)
     potential = potential.at[0, 0].set(0.0)
-    design = Design.of(offset, projection)
+    map_ = AffineMap(offset, projection, jnp.zeros_like(offset))
+    factors = GaussianFactors(potential, precision)
     A = np.asarray(projection[0])
-    draw = jax.jit(jax.vmap(lambda d, k: d.draw(k, potential, precision), (None, 0)))
+    draw = jax.jit(jax.vmap(lambda m, k: m.draw(k, factors), (None, 0)))
     for latent in range(2):
         w, h, o = (np.asarray(a[latent]) for a in (precision, potential, offset))
         cover = np.linalg.inv(np.eye(3) + A @ np.diag(w) @ A.T)
         mean = cover @ A @ (h - w * o)
-        for way in (design, design._replace(gram=None)):
+        for way in (map_, map_.with_gram()):
             z = np.asarray(draw(way, jax.random.split(keys[4], 8000)))[:, latent]
             error = np.sqrt(np.diag(cover) / len(z))
             assert np.all(np.abs(z.mean(0) - mean) < 4.5 * error)
             assert np.abs(np.cov(z.T) - cover).max() < 0.06
-    one = Design.of(offset[1:], projection)
+    one = AffineMap(offset[1:], projection, jnp.zeros_like(offset[1:]))
     expected = 0.5 * np.linalg.slogdet(cover)[1] + np.sum(h * o - 0.5 * w * o**2)
     expected += 0.5 * mean @ np.linalg.solve(cover, mean)
-    assert_close(one.log_evidence(potential[1:], precision[1:]), expected)
+    assert_close(one.log_evidence(GaussianFactors(potential[1:], precision[1:])), expected)
 
 
 def test_repeats_and_masks_count_as_they_should() -> None:
@@ -368,9 +369,9 @@ def test_slices_find_the_gaussian_that_closed_form_updates_find(model, x64) -> N
     }[model]
     data = {"inducing": inputs}
     state = gpaug.EllipticalSlice(model).init(KEY, 0, None, (inputs, y), data)
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), sites="exact")
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), updates="exact")
     params = svi.run(KEY, 300, inputs, y, progress_bar=False, **data).params
-    _, fits = svi.guide.split_params(params)
+    fits = svi.guide.moments(svi.guide.split_params(params)[1])
     for part, fit in zip(state.ellipses.parts, fits.values(), strict=True):
         q = part.moments
         ours, theirs = (np.swapaxes(w, -1, -2) @ w for w in (q.whitener, fit.whitener))

@@ -309,7 +309,7 @@ def test_golden_problem(x64) -> None:
     np.testing.assert_allclose(bound, golden["elbo_optimum_approx_1e-8"], atol=1e-7)
     assert bound < golden["log_evidence_piecewise_MC"]
     assert (np.diff(result.losses) < 1e-9).all()
-    values = svi.posterior(result.params).predict_f(X)
+    values = svi.posterior(result).predict_f(X)
     np.testing.assert_allclose(values.mean, golden["m"], atol=1e-3)
     np.testing.assert_allclose(values.variance, golden["v"], atol=1e-3)
 
@@ -380,7 +380,7 @@ def test_heights_with_a_prior_through_both_routes(x64) -> None:
     # A learning rate that does not decay leaves some noise.
     np.testing.assert_allclose(result.losses[-1], np.min(found.losses[-200:]), atol=0.3)
     # At rest the heights are at their closed-form posterior given f and the scale.
-    values = svi.posterior(result.params).predict_f(X)
+    values = svi.posterior(result).predict_f(X)
     start = PiecewiseLink.from_function(lambda f: f, 12, -2.5, 2.5)
     p = jax.jit(start.cell_probabilities)(values.mean, values.variance)
     noise = np.square(result.params["scale"])
@@ -400,7 +400,7 @@ def test_a_learnt_link_beats_a_straight_line(order: str) -> None:
     svi = gpaug.ConjugateSVI(regression, guide, optax.adam(0.05))
     kwargs = {"inducing": Z, "order": order}
     result = svi.run(KEY, 150, X, y, progress_bar=False, **kwargs)
-    law = svi.posterior(result.params).predict_y(X)
+    law = svi.posterior(result).predict_y(X)
     inside = (law.icdf(0.05) < y) & (y < law.icdf(0.95))
     assert 0.82 < inside.mean() < 0.98
 
@@ -433,7 +433,7 @@ def test_heights_from_the_inputs() -> None:
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
     result = svi.run(KEY, 40, X, labels, inducing=Z, progress_bar=False)
     assert result.losses[-1] < result.losses[0]
-    probabilities = svi.posterior(result.params).predict_y(X[:7]).probs
+    probabilities = svi.posterior(result).predict_y(X[:7]).probs
     assert ((probabilities > 0) & (probabilities < 1)).all()
 
 
@@ -454,7 +454,7 @@ def test_two_processes_in_a_pair(x64) -> None:
     result = svi.run(KEY, 30, X, y, inducing=Z, progress_bar=False)
     assert (np.diff(result.losses) < 1e-9).all()
     assert result.losses[-1] < result.losses[0] - 5
-    assert svi.posterior(result.params).predict_y(X).mean.shape == (40,)
+    assert svi.posterior(result).predict_y(X).mean.shape == (40,)
 
 
 def test_stock_routes() -> None:

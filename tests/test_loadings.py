@@ -114,7 +114,7 @@ def test_one_latent_per_output_is_a_process_with_latents(x64) -> None:
     apart = other.run(KEY, 40, X, y, Z=known["Z"], progress_bar=False)
     np.testing.assert_allclose(shared.losses[-1], apart.losses[-1], rtol=1e-10)
     f, g = (
-        s.posterior(r.params).predict_f(X[:2])
+        s.posterior(r).predict_f(X[:2])
         for s, r in ((svi, shared), (other, apart))
     )
     np.testing.assert_allclose(f.mean, g.mean, atol=1e-6)
@@ -122,17 +122,17 @@ def test_one_latent_per_output_is_a_process_with_latents(x64) -> None:
 
 
 @pytest.mark.parametrize(
-    "sites", [pytest.param("augmented", marks=pytest.mark.slow), "auto"]
+    "updates", [pytest.param("augmented", marks=pytest.mark.slow), "auto"]
 )
-def test_latents_move_one_at_a_time(x64, sites) -> None:
+def test_latents_move_one_at_a_time(x64, updates) -> None:
     """The bound never falls, with whole steps, and ends where gradients end; the
     loadings are large, so that latents moved together would overshoot."""
     X, y, known = problem()
     known["Phi"] = 3 * known["Phi"]
-    _, result = fitted(X, y, known, 80, sites=sites)
+    _, result = fitted(X, y, known, 80, updates=updates)
     assert (np.diff(result.losses[1:]) < 1e-9).all()
     guide = gpaug.AutoSparseGP(model, covariance="dense")
-    bound = "augmented" if sites == "augmented" else "exact"
+    bound = "augmented" if updates == "augmented" else "exact"
     optim = optax.adam(optax.exponential_decay(0.1, 300, 0.5))
     svi = SVI(model, guide, optim, gpaug.TraceAnalytic_ELBO(bound))
     found = svi.run(KEY, 2500, X, y, progress_bar=False, **known)
@@ -188,8 +188,8 @@ def test_batches_of_rows_with_their_own_labels() -> None:
     for _ in range(400):
         state, _ = svi.update(state, *draw(), **known)
     params = svi.get_params(state)
-    ours = whole.posterior(params).predict_f(X)
-    exact = whole.posterior(best.params).predict_f(X)
+    ours = whole.posterior(params, X, y, **known).predict_f(X)
+    exact = whole.posterior(best).predict_f(X)
     error = np.abs(ours.mean - exact.mean) / np.sqrt(exact.variance)
     assert error.mean() < 0.25
     np.testing.assert_allclose(ours.variance, exact.variance, rtol=0.3)
@@ -198,7 +198,7 @@ def test_batches_of_rows_with_their_own_labels() -> None:
 def test_draws_share_their_latents(x64) -> None:
     X, y, known = problem()
     svi, result = fitted(X, y, known)
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     f = posterior.predict_f(X, full_covariance=True)
     assert f.variance.shape == (4, 5, 5)
     draws = posterior.sample(KEY, X, sample_shape=(100_000,))
@@ -293,7 +293,7 @@ def test_invalid_latents() -> None:
     with pytest.raises(ValueError, match=r"latents of shape \(2, 2\)"):
         handlers.seed(model, 0)(X, labels=np.zeros((2, 2), int), **known)
     svi, result = fitted(X, jnp.zeros((5, 4), int), known, 1)
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     with pytest.raises(ValueError, match="one and the same output"):
         posterior.predict_f(X, labels=jnp.zeros((5, 2), int), full_covariance=True)
 

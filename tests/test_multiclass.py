@@ -158,7 +158,7 @@ def test_golden_problem(x64, kind: str, which: str) -> None:
     mean_field = kind == "mf"
     likelihood = gpaug.LogisticSoftmaxMeanField if mean_field else gpaug.LogisticSoftmax
     guide = gpaug.AutoSparseGP(golden_model)
-    svi = gpaug.ConjugateSVI(golden_model, guide, sites="augmented")
+    svi = gpaug.ConjugateSVI(golden_model, guide, updates="augmented")
     result = svi.run(
         KEY, 60, X, y, inducing=Z, likelihood=likelihood, progress_bar=False
     )
@@ -166,7 +166,7 @@ def test_golden_problem(x64, kind: str, which: str) -> None:
     np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-10)
     trace = golden["elbo_trace_from_prior"][1:5]
     np.testing.assert_allclose(-result.losses[: len(trace)], trace, rtol=1e-8)
-    f = svi.posterior(result.params).predict_f(X)
+    f = svi.posterior(result).predict_f(X)
     np.testing.assert_allclose(f.mean, golden["m"], rtol=1e-8, atol=1e-10)
     np.testing.assert_allclose(f.variance, golden["v"], rtol=1e-8)
 
@@ -248,9 +248,9 @@ def blobs(num=90, seed=0):
     return jnp.asarray(X, jnp.float32), jnp.asarray(y)
 
 
-def fit(X, y, sites="auto", num_steps=40, optim=None, **kwargs):
+def fit(X, y, updates="auto", num_steps=40, optim=None, **kwargs):
     svi = gpaug.ConjugateSVI(
-        classifier, gpaug.AutoSparseGP(classifier), optim, sites=sites
+        classifier, gpaug.AutoSparseGP(classifier), optim, updates=updates
     )
     arguments = {"inducing": X[:20], **kwargs}
     return svi, svi.run(KEY, num_steps, X, y, progress_bar=False, **arguments)
@@ -264,7 +264,7 @@ def test_exact_sites_rise_to_a_stationary_point(x64, likelihood) -> None:
     assert np.diff(result.losses[1:]).max() < 1e-8
     # At the optimum the mean of v is the pull of the likelihood's slopes: compare with
     # an independent gradient of the bound.
-    f = svi.posterior(result.params).predict_f(X)
+    f = svi.posterior(result).predict_f(X)
 
     def total(m, v):
         return expected_log_prob(likelihood(m), y, {"logits": m}, {"logits": v}).sum()
@@ -275,7 +275,7 @@ def test_exact_sites_rise_to_a_stationary_point(x64, likelihood) -> None:
     cross = np.asarray(kernel(X, X[:20]))
     mean = cross @ np.linalg.solve(gram, cross.T @ np.asarray(slope))
     np.testing.assert_allclose(f.mean, mean, atol=1e-4)
-    probs = svi.posterior(result.params).predict_y(X).probs
+    probs = svi.posterior(result).predict_y(X).probs
     np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-9)
     assert (probs.argmax(-1) == y).mean() > 0.75
 
@@ -311,7 +311,7 @@ def test_a_class_without_examples_is_fitted() -> None:
     X, y = blobs()
     y = jnp.where(y == 2, 0, y)
     svi, result = fit(X, y, likelihood=gpaug.LogisticSoftmax, num_steps=10)
-    probs = svi.posterior(result.params).predict_y(X).probs
+    probs = svi.posterior(result).predict_y(X).probs
     assert np.isfinite(probs).all()
     assert (probs[:, 2] < 0.5).all()
 

@@ -52,7 +52,7 @@ def fit(X, y, Z, kind, outputs=None):
     result = svi.run(
         jax.random.key(0), 5, X, y, Z=Z, kind=kind, outputs=outputs, progress_bar=False
     )
-    return svi.posterior(result.params)
+    return svi.posterior(result)
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_it_contains_the_optimum_of_a_full_process(x64) -> None:
     X, y = data()
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
     best = svi.run(KEY, 60, X, y, inducing=X, progress_bar=False)
-    f = svi.posterior(best.params).predict_f(X)
+    f = svi.posterior(best).predict_f(X)
     kernel = gpaug.kernels.Matern32(0.7, 2.0)
 
     def expected(variance):

@@ -430,7 +430,7 @@ def test_several_processes_and_linear_weights_add_up():
     svi, guide, result = fit(model, inputs, y, steps=400)
     assert [b.name for b in guide.structure.blocks] == ["f", "g", "w"]
     assert np.all(np.diff(result.losses) < 1e-9)
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     parts = {
         "f": squared_exponential(X, X),
         "g": -2 * np.asarray(other(inputs, inputs)),
@@ -496,7 +496,7 @@ def test_dtypes_are_those_of_the_inputs(dtype):
         for path, leaf in jax.tree_util.tree_leaves_with_path(result.params)
     }
     assert {str(leaf.dtype) for leaf in leaves.values()} == {dtype}, leaves
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     assert {str(x.dtype) for x in posterior.predict_f(at)} == {dtype}
     assert posterior.predict_y(at).probs.dtype == dtype
     assert result.losses.dtype == dtype
@@ -516,7 +516,7 @@ def test_float32_inputs_stay_float32_under_x64(x64):
     svi, guide, result = fit(model, at, y, steps=3)
     assert {str(x.dtype) for x in result.params.values()} == {"float32"}
     assert result.losses.dtype == "float32"
-    assert svi.posterior(result.params).predict_f(at).mean.dtype == "float32"
+    assert svi.posterior(result).predict_f(at).mean.dtype == "float32"
     dense = gpaug.AutoSparseGP(model, covariance="dense").setup(at, y)
     stock = SVI(model, dense, optax.adam(0.1), gpaug.TraceAnalytic_ELBO())
     state = stock.init(random.key(0), at, y)

@@ -148,7 +148,7 @@ def test_lists_and_frames() -> None:
 def test_new_inputs_that_are_not_finite() -> None:
     X, y = toy(20)
     svi, result = run(classifier, X, y, inducing=X[:5])
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     with pytest.raises(ValueError, match="X has shape .* 1 NaN"):
         posterior.predict_y(X.at[0, 0].set(jnp.nan))
 
@@ -224,7 +224,7 @@ def test_names_that_share_a_prefix_survive() -> None:
 
     X, _ = toy(40)
     svi, result = run(model, X, X @ jnp.array([1.0, -1.0]) + 5.0)
-    predicted = svi.posterior(result.params).predict_y(X[:3]).mean
+    predicted = svi.posterior(result).predict_y(X[:3]).mean
     np.testing.assert_allclose(predicted, X[:3, 0] - X[:3, 1] + 5.0, atol=0.1)
 
 
@@ -254,9 +254,9 @@ def test_steps_and_names_that_would_be_ignored() -> None:
     with pytest.raises(TypeError, match=r"result\.params"):
         svi.posterior(result)
     with pytest.raises(ValueError, match="needs the observations"):
-        svi.posterior(result.params).log_prob(X[:3])
+        svi.posterior(result).log_prob(X[:3])
     with pytest.raises(ValueError, match=r"\(1024, 1\)|\(3, 1\)"):
-        svi.posterior(result.params).log_prob(X[:3], y[:3, None])
+        svi.posterior(result).log_prob(X[:3], y[:3, None])
 
 
 def test_a_small_constant_step_stays_small() -> None:
@@ -275,7 +275,7 @@ def test_inducing_inputs_computed_from_the_rows_of_the_data() -> None:
     X, _ = toy(20)
     svi, result = run(model, X, X[:, 0])
     with pytest.raises(ValueError, match=r"\['X'\].*by keyword"):
-        svi.posterior(result.params)
+        svi.posterior(result)
 
 
 def test_median_is_that_of_the_guide() -> None:
@@ -299,7 +299,7 @@ def test_rows_along_another_axis() -> None:
 
     X, y = toy(20)
     svi, result = run(model, X, jnp.stack([y, 1 - y, y]), inducing=X[:5])
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     whole = posterior.predict_y(X[:9]).probs
     parts = posterior.predict_y(X[:9], batch_size=4).probs
     assert whole.shape == (3, 9)

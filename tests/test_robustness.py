@@ -37,11 +37,11 @@ def assert_monotone(losses, dtype) -> None:
     assert np.diff(losses).max() <= slack
 
 
-def fitters(sites: str):
+def fitters(updates: str):
     """With hyperparameters at rest and learnt jointly."""
     return [
-        gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, sites),
-        gpaug.ConjugateSVI(learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.1), sites),
+        gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, updates),
+        gpaug.ConjugateSVI(learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.1), updates),
     ]
 
 
@@ -51,9 +51,9 @@ def run_hard(names, dtype, variances, num_steps: int, kinds) -> None:
         X, y = PROBLEMS[name]
         X = jnp.asarray(X, dtype)
         Z = jnp.asarray(np.unique(np.asarray(X), axis=0))
-        for sites in kinds:
+        for updates in kinds:
             # One compilation per shape; a guide has one number of inducing inputs.
-            for svi in compiled.setdefault((sites, Z.shape), fitters(sites)):
+            for svi in compiled.setdefault((updates, Z.shape), fitters(updates)):
                 for variance in variances:
                     result = svi.run(
                         KEY, num_steps, X, y, inducing=Z, progress_bar=False,
@@ -83,12 +83,12 @@ def test_hard_problems_all_sites_float64(x64) -> None:
     run_hard(PROBLEMS, np.float64, (1.0, 1e3, 1e4), 200, kinds)
 
 
-@pytest.mark.parametrize("sites", ["auto", "exact", "augmented"])
-def test_bad_starts(sites: str) -> None:
+@pytest.mark.parametrize("updates", ["auto", "exact", "augmented"])
+def test_bad_starts(updates: str) -> None:
     """From a q far from any posterior: the bound rises to the same optimum."""
     X, y = toy(40)
     Z = X[:10]
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, sites)
+    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, updates)
     arguments = {"inducing": Z, "progress_bar": False}
     optimum = svi.run(KEY, 200, X, y, **arguments).losses[-1]
     rng = np.random.default_rng(1)
@@ -272,8 +272,8 @@ def test_unsuitable_models_and_guides() -> None:
     guide = gpaug.AutoSparseGP(classifier)
     with pytest.raises(ValueError, match="optax"):
         gpaug.ConjugateSVI(classifier, guide, numpyro.optim.Adam(0.1))
-    with pytest.raises(ValueError, match="sites must be one of"):
-        gpaug.ConjugateSVI(classifier, guide, None, sites="best")
+    with pytest.raises(ValueError, match="updates must be one of"):
+        gpaug.ConjugateSVI(classifier, guide, None, updates="best")
     with pytest.raises(ValueError, match="step_size"):
         gpaug.ConjugateSVI(classifier, guide, step_size=1.5)
     with pytest.raises(ValueError, match="covariance must be one of"):

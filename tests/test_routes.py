@@ -67,23 +67,23 @@ def problem(num_latents, **options):
     return (X, y), {"inducing": Z, "num_latents": num_latents, **options}
 
 
-def conjugate(args, kwargs, steps=40, model=classifier, sites="auto", **options):
+def conjugate(args, kwargs, steps=40, model=classifier, updates="auto", **options):
     guide = gpaug.AutoSparseGP(model)
-    svi = gpaug.ConjugateSVI(model, guide, sites=sites, **options)
+    svi = gpaug.ConjugateSVI(model, guide, updates=updates, **options)
     result = svi.run(random.key(KEY), steps, *args, progress_bar=False, **kwargs)
     return svi, result
 
 
 @cache
-def fitted(num_latents, sites="auto"):
+def fitted(num_latents, updates="auto"):
     """The closed-form fit on full data; call it with 64-bit types enabled."""
-    return conjugate(*problem(num_latents), sites=sites)
+    return conjugate(*problem(num_latents), updates=updates)
 
 
 @cache
-def posterior_of(num_latents, sites="auto"):
-    svi, result = fitted(num_latents, sites)
-    return svi.posterior(result.params)
+def posterior_of(num_latents, updates="auto"):
+    svi, result = fitted(num_latents, updates)
+    return svi.posterior(result)
 
 
 def stock(args, kwargs, loss, covariance, steps, rate=0.05, model=classifier):
@@ -103,14 +103,14 @@ def loss_at(loss, params, guide, args, kwargs, model=classifier):
 # Closed form against NumPy.
 
 
-@crossed("sites", [(3, "auto"), (None, "augmented")], ["auto", "augmented", "exact"])
-def test_closed_form_ends_at_the_brute_force_bound(num_latents, sites):
+@crossed("updates", [(3, "auto"), (None, "augmented")], ["auto", "augmented", "exact"])
+def test_closed_form_ends_at_the_brute_force_bound(num_latents, updates):
     (X, y), kwargs = problem(num_latents)
-    svi, result = fitted(num_latents, sites)
+    svi, result = fitted(num_latents, updates)
     assert np.all(np.diff(result.losses) < 1e-9)
     assert abs(result.losses[-1] - result.losses[-2]) < 1e-6
     q = blocks_of(svi.guide, result.params)
-    bound = "augmented" if sites == "augmented" else "exact"
+    bound = "augmented" if updates == "augmented" else "exact"
     expected = brute_bound(X, y, kwargs["inducing"], q, bound)
     np.testing.assert_allclose(-result.losses[-1], expected, rtol=1e-9)
     again = gpaug.TraceAnalytic_ELBO(bound)
@@ -142,10 +142,10 @@ def test_augmented_steps_are_coordinate_ascent_to_the_golden_optimum(sparse):
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 
-    svi, result = conjugate((X, y), {}, 100, model, sites="augmented")
+    svi, result = conjugate((X, y), {}, 100, model, updates="augmented")
     np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-8)
     at = inducing if sparse else X
-    mean, cover = svi.posterior(result.params).predict_f(at, full_covariance=True)
+    mean, cover = svi.posterior(result).predict_f(at, full_covariance=True)
     np.testing.assert_allclose(mean, golden["mu"], rtol=1e-8)
     np.testing.assert_allclose(cover, golden["Sigma"], rtol=1e-7, atol=1e-10)
     if sparse:
@@ -156,7 +156,7 @@ def test_augmented_steps_are_coordinate_ascent_to_the_golden_optimum(sparse):
         np.testing.assert_allclose(
             ours[:count], trace[start : start + count], rtol=1e-8
         )
-        f = svi.posterior(result.params).predict_f(X)
+        f = svi.posterior(result).predict_f(X)
         np.testing.assert_allclose(f.mean, golden["m"], rtol=1e-8)
         np.testing.assert_allclose(f.variance, golden["v"], rtol=1e-8)
 
@@ -168,7 +168,7 @@ def test_the_first_step_on_a_batch_is_the_formula(num_latents):
     Z = kwargs["inducing"]
     batch = X[:6], y[:6]
     guide = gpaug.AutoSparseGP(classifier)
-    svi = gpaug.ConjugateSVI(classifier, guide, sites="augmented", step_size=1.0)
+    svi = gpaug.ConjugateSVI(classifier, guide, updates="augmented", step_size=1.0)
     state = svi.init(random.key(KEY), *batch, **kwargs)
     state, _ = svi.update(state, *batch, **kwargs)
     mean, cover = blocks_of(guide, svi.get_params(state))
@@ -201,7 +201,7 @@ def test_three_latents_are_three_fits():
     total = sum(alone.losses[-1] for alone in apart)
     np.testing.assert_allclose(result.losses[-1], total, rtol=1e-9)
     joint = posterior_of(3)
-    alone = one.posterior(apart[1].params)
+    alone = one.posterior(apart[1])
     probs = joint.predict_y(NEW).probs[:, 1]
     np.testing.assert_allclose(probs, alone.predict_y(NEW).probs, rtol=1e-6)
     covariances = (p.predict_f(NEW, full_covariance=True)[1] for p in (joint, alone))
@@ -447,7 +447,7 @@ def test_nuts_samples_the_posterior_of_the_full_process():
 
     new = Predictive(classifier, draws)(random.key(1), jnp.asarray(NEW), inducing=X)
     assert new["f"].shape == new["y"].shape == (800, 11)
-    f = svi.posterior(result.params).predict_f(NEW)
+    f = svi.posterior(result).predict_f(NEW)
     error = (new["f"].mean(0) - f.mean) / np.sqrt(f.variance)
     assert np.abs(error).max() < 0.3
     pointwise = log_likelihood(classifier, draws, X, y, inducing=X)["y"]
@@ -604,7 +604,7 @@ def test_scope_only_renames():
     assert set(result.params) == {f"a/{name}" for name in plain.params}
     for name, value in plain.params.items():
         np.testing.assert_allclose(result.params[f"a/{name}"], value, rtol=1e-9)
-    f = svi.posterior(result.params).predict_f(NEW)
+    f = svi.posterior(result).predict_f(NEW)
     reference = posterior_of(None).predict_f(NEW)
     np.testing.assert_allclose(f.mean, reference.mean, rtol=1e-7, atol=1e-9)
     draws = Predictive(scoped, num_samples=2)(random.key(0), jnp.asarray(NEW), **kwargs)

@@ -36,7 +36,7 @@ def fitted():
     guide = gpaug.AutoSparseGP(classifier)
     svi = gpaug.ConjugateSVI(classifier, guide, optax.adam(0.05))
     result = svi.run(random.key(0), 80, X, y, Z=X, progress_bar=False)
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     tree = diagnostics.to_datatree(
         random.key(1), classifier, guide, result.params, X, y, Z=X
     )
@@ -78,7 +78,7 @@ def test_hyperparameters_held_by_condition(fitted):
     held = handlers.condition(classifier, {"variance": 1.0})
     svi = gpaug.ConjugateSVI(held, gpaug.AutoSparseGP(held))
     result = svi.run(random.key(0), 20, X, y, Z=X, progress_bar=False)
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     assert posterior.observed == ("y",)
     assert posterior.predict_y(X).probs.shape == (10,)
     kernel = gpaug.EllipticalSlice(held)
@@ -232,7 +232,7 @@ def test_weight_vectors_of_a_posterior_are_compared(x64):
     )
     svi = gpaug.ConjugateSVI(linear, gpaug.AutoSparseGP(linear))
     fit = svi.run(jax.random.key(0), 5, X, y, progress_bar=False)
-    posterior = svi.posterior(fit.params)
+    posterior = svi.posterior(fit)
     ours = posterior.weights["w"]
     np.testing.assert_allclose(ours.mean, law.mean, rtol=1e-8)
     np.testing.assert_allclose(ours.covariance_matrix, law.covariance_matrix, rtol=1e-8)

@@ -187,7 +187,7 @@ def trace(fold: Fold, batch: int | None, checkpoints: list[int]) -> list[dict]:
     for steps in checkpoints:
         result, seconds = seconds_of(lambda: advance(steps - taken, state))  # noqa: B023
         state, taken, total = result.state, steps, total + seconds
-        p = svi.posterior(result.params).predict_y(fold.X_test).probs
+        p = svi.posterior(result).predict_y(fold.X_test).probs
         rows.append({"steps": steps, "seconds": total})
         rows[-1] |= judge(np.asarray(p), fold.y_test)
     return rows

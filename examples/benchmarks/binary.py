@@ -114,11 +114,11 @@ def numpyro_gpaug(problem: Problem, clock: Clock) -> tuple[Fit, dict[str, Any]]:
             return -self.fit(steps).losses
 
         def predict(self) -> Prediction:
-            params = self.result.params
-            posterior = svi.posterior(params)
+            posterior = svi.posterior(self.result)
             probs = np.asarray(posterior.predict_y(problem.X_test).probs)
             mean, variance = map(np.asarray, posterior.predict_f(problem.X))
-            return Prediction(probs, mean, variance, _divergence(params))
+            divergence = _divergence(self.result.params)
+            return Prediction(probs, mean, variance, divergence)
 
     notes = {"imports": imports, "max_steps": 30}
     return Package(), notes | {"versions": versions("jax", "jaxlib", "numpyro")}

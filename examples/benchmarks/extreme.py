@@ -81,7 +81,7 @@ def run_one(options: argparse.Namespace, num_classes: int) -> dict[str, float]:
         "progress_bar": False,
     }
     svi = gpaug.ConjugateSVI(
-        model, gpaug.AutoSparseGP(model), optax.adam(0.05), sites="augmented"
+        model, gpaug.AutoSparseGP(model), optax.adam(0.05), updates="augmented"
     )
 
     def run(num_steps, state=None):

@@ -112,7 +112,7 @@ def work(args: argparse.Namespace) -> None:
     # Of Linux and of macOS: kilobytes and bytes.
     unit = 2**20 if sys.platform == "darwin" else 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    probs = svi.posterior(result.params).predict_y(X_test).probs
+    probs = svi.posterior(result).predict_y(X_test).probs
     row = {"likelihood": args.worker, "steps": args.steps, "choosing": chosen - begin}
     row |= {"setup": ready - chosen, "seconds": fitted - ready, "peak": peak}
     row |= {"total": fitted - begin, "cpu": worked}

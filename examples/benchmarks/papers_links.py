@@ -212,7 +212,7 @@ def closed_form(name: str, link: str, num_inducing: int, steps: int):
         result = svi.run(
             jax.random.key(0), steps, fold.X, fold.y, progress_bar=False, **kwargs
         )
-        yield svi.posterior(result.params)
+        yield svi.posterior(result)
 
     return fit
 

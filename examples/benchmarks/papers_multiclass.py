@@ -92,9 +92,9 @@ def run_method(
     splits: list[tuple[np.ndarray, ...]], method: str, steps: int
 ) -> dict[str, Any]:
     """Means over folds, and their standard errors."""
-    kind, sites = METHODS[method]
+    kind, updates = METHODS[method]
     optim = optax.adam(optax.cosine_decay_schedule(0.2, steps, alpha=0.05))
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim, sites=sites)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim, updates=updates)
     num_classes = int(max(y.max() for _, y, _, _, _ in splits)) + 1
     rows, initial = [], None
     start = time.perf_counter()
@@ -107,7 +107,7 @@ def run_method(
             jax.random.key(0), steps, X, y, init_state=initial, progress_bar=False,
             **given,
         )  # fmt: skip
-        probs = np.asarray(svi.posterior(result.params).predict_y(X_test).probs, float)
+        probs = np.asarray(svi.posterior(result).predict_y(X_test).probs, float)
         own = probs[np.arange(len(y_test)), y_test]
         wrong = np.mean(probs.argmax(1) != y_test)
         rows.append((wrong, np.mean(np.log(own)), -result.losses[-1]))

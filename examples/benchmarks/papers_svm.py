@@ -164,7 +164,7 @@ def ours(
         )  # fmt: skip
         jax.block_until_ready(result.params)
         seconds = time.perf_counter() - begin
-        posterior = svi.posterior(result.params)
+        posterior = svi.posterior(result)
         rules = {"probit": "probit", "normalised": "normalized"}
         if not machine or batch:
             rules = {"": "probit"}

@@ -29,11 +29,12 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.math.quadrature import gauss_hermite
-from numpyro_gpaug.model.inspect import analyse
-from numpyro_gpaug.model.marginals import Marginals
+from numpyro_gpaug.math.affine import Marginals
+from numpyro_gpaug.math.affine import selected as _selected
+from numpyro_gpaug.model.inspect import inspect_model, structure_at
+from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import Arguments, Observed, Structure, Trace
-from numpyro_gpaug.model.view import NUM_NODES, BoundProblem, predictor
+from numpyro_gpaug.model.view import NUM_NODES, ModelView, nodes_of
 
 if TYPE_CHECKING:
     from xarray import DataTree
@@ -126,9 +127,10 @@ def to_datatree(
     if isinstance(guide, AutoSparseGP):
         structure = guide.setup(*args, **kwargs).structure
     else:
-        structure = analyse(model, *args, **kwargs)
-    names = (*(b.site for b in structure.blocks), *structure.others)
+        structure = inspect_model(model, *args, **kwargs)
     arguments = Arguments.split(args, kwargs)
+    structure = structure_at(model, structure, arguments)
+    names = (*(b.site for b in structure.blocks), *structure.others)
     guide_key, model_key = random.split(key)
     latents, log_q, delta = _draw(
         guide, params, arguments, random.split(guide_key, num_samples), names
@@ -227,8 +229,8 @@ def _evaluate(
         noise_key, bound_key, new_key = random.split(key, 3)
         trace = _trace(model, given, noise_key, values)
         dims.update({name: _plate_names(site) for name, site in trace.items()})
-        problem = BoundProblem(given_weights, model, given, values, bound_key)
-        likelihoods = _log_likelihoods(problem, {**fixed, **drawn})
+        view = ModelView(given_weights, model, given, values, bound_key)
+        likelihoods = _log_likelihoods(view, {**fixed, **drawn})
         prior = _log_density([trace[n] for n in drawn])
         deterministic = {
             n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"
@@ -285,19 +287,19 @@ def _trace(
     return handlers.trace(residual_policy(filled, "noise")).get_trace(*args, **kwargs)
 
 
-def _log_likelihoods(problem: BoundProblem, latents: Any) -> dict[str, Array]:
+def _log_likelihoods(view: ModelView, latents: Any) -> dict[str, Array]:
     """Per observed site, the log density of each observation given the draw."""
-    at, fields = {}, problem.fields()
-    for block in problem.structure.blocks:
-        field, v = fields[block.name], latents[block.site]
-        v = v if v.ndim > 1 else v[None]
-        mean = field.offset + jnp.einsum("...mn,...m->...n", field.projection, v)
-        at[block.name] = Marginals(mean, jnp.broadcast_to(field.residual, mean.shape))
-    means, spreads = problem.process_moments(at)
-    carried = problem.predictors(at)
+    at, maps, selected = {}, view.maps(), view.selected()
+    for block in view.structure.blocks:
+        map_, v = maps[block.name], latents[block.site]
+        v = _selected(v if v.ndim > 1 else v[None], selected[block.name])
+        mean = map_(v)
+        at[block.name] = Marginals(mean, jnp.broadcast_to(map_.residual, mean.shape))
+    means, spreads = view.predictors.moments(at)
+    carried = view.predictors.marginals(at)
     found = {}
-    for site in problem.structure.observed:
-        message = problem.message(site.name)
+    for site in view.structure.observed:
+        message = view.message(site.name)
         fn, y = message["fn"], message["value"]
         registered = lookup_expectation(type(base_distribution(fn)))
         if site.route is Route.CONSTANT or not site.processes:
@@ -307,10 +309,10 @@ def _log_likelihoods(problem: BoundProblem, latents: Any) -> dict[str, Array]:
             and registered is not None
             and not is_pseudo(fn)
         ):
-            value = predictive(fn, *predictor(carried, site)).log_prob(y)
+            value = predictive(fn, *of_site(carried, site)).log_prob(y)
             found[site.name] = through_wrappers(fn, partial(_given, value))
         else:
-            found[site.name] = _mixture(problem, site, means, spreads)
+            found[site.name] = _mixture(view, site, means, spreads)
     return found
 
 
@@ -319,30 +321,20 @@ def _given(value: Array, base: dist.Distribution) -> Array:
 
 
 def _mixture(
-    problem: BoundProblem,
+    view: ModelView,
     site: Observed,
     means: dict[str, Array],
     spreads: dict[str, Array],
 ) -> Array:
     """The same without a closed form: by nodes if one latent reaches each datum, else
     by draws. Without residuals, as on a full process, both are exact."""
-    reached = {k: means[k] for k in site.processes}
-    dtype = jnp.result_type(*reached.values())
-    pseudo = len(reached) == 1 and is_pseudo(problem.message(site.name)["fn"])
-    if site.route is Route.GAUSS_HERMITE or pseudo:
-        nodes, weights = gauss_hermite(NUM_NODES, dtype)
-        z = {k: nodes for k in reached}
-    else:
-        weights = jnp.full((NUM_NODES,), 1 / NUM_NODES, dtype)
-        keys = random.split(random.key(0), len(reached))
-        z = {
-            k: random.normal(key, (NUM_NODES, *m.shape), dtype)
-            for key, (k, m) in zip(keys, reached.items(), strict=True)
-        }
+    pseudo = len(site.processes) == 1 and is_pseudo(view.message(site.name)["fn"])
+    nodal = site._replace(route=Route.GAUSS_HERMITE) if pseudo else site
+    z, weights = nodes_of(nodal, means, random.key(0))
 
     def density(z: dict[str, Array]) -> Array:
         moved = {k: means[k] + jnp.sqrt(spreads[k]) * z[k] for k in z}
-        message = problem.trace({**means, **moved})[site.name]
+        message = view.trace({**means, **moved})[site.name]
         return message["fn"].log_prob(message["value"])
 
     values = jax.vmap(density)(z)

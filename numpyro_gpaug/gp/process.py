@@ -20,8 +20,15 @@ from numpyro_gpaug._numpyro import (
     residual_policy,
 )
 from numpyro_gpaug.gp.kernels import as_kernel
+from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.gp.projection import latent_first, lead, project, residual_variance
-from numpyro_gpaug.math.linalg import cholesky_jitter, default_jitter, safe_sqrt
+from numpyro_gpaug.math.affine import AffineMap
+from numpyro_gpaug.math.linalg import (
+    cholesky_jitter,
+    default_jitter,
+    inverse_lower,
+    safe_sqrt,
+)
 
 _POLICIES = ("mean", "noise", "site")
 
@@ -36,7 +43,7 @@ class FunctionDraw(NamedTuple):
 
 
 class Conditional:
-    """The law of function values at ``X`` given the inducing values; everything lazy.
+    """Function values at ``X`` given the inducing values; everything lazy.
 
     It is the ``fn`` of the deterministic site a :class:`GaussianProcess` call makes.
 
@@ -54,48 +61,33 @@ class Conditional:
     @cached_property
     def projection(self) -> Array:
         """``A = L^-1 K_ZX``, (1 or C, M, N)."""
-        return self.projection_through(self.gp.cholesky)
+        return self.projection_through(self.gp.inverse_factor)
 
-    def projection_through(self, factor: Array) -> Array:
-        """``A`` from a factor of ``K_ZZ`` computed before, (1 or C, M, M)."""
+    def projection_through(self, inverse_factor: Array) -> Array:
+        """``A`` from ``L^-1`` computed before, (1 or C, M, M)."""
         gp = self.gp
-        return self.select(project(gp.kernel, gp.inducing, factor, self.X))
+        return self.select(project(gp.kernel, gp.inducing, inverse_factor, self.X))
 
     @cached_property
     def prior_variance(self) -> Array:
         """``k(x, x)``, (1 or C, N)."""
         return self.select(lead(self.gp.kernel(self.X), 1))
 
-    @property
-    def prior_covariance(self) -> Array:
-        """``k(X, X)``, (1 or C, N, N)."""
-        return self.select(lead(self.gp.kernel(self.X, self.X), 2))
-
     @cached_property
     def residual(self) -> Array:
         """Variance of f given v, (1 or C, N)."""
         return residual_variance(self.prior_variance, self.projection)
 
-    @property
-    def rows(self) -> Array | None:
-        """Which of the process's latents are looked at; ``None`` for all."""
-        return None if self.gp.loadings is not None else self.latents
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """Shape of the values of the latents, one per datum: (N,) or (N, latents)."""
-        size, number = self.X.shape[0], self.gp.num_latents
-        if number is None:
-            return (size,)
-        return (size, number if self.rows is None else len(self.rows))
+    @cached_property
+    def outputs(self) -> Outputs:
+        """How function values are made of the latents'."""
+        gp, size = self.gp, self.X.shape[0]
+        return Outputs(gp.loadings, gp.bias, self.latents, gp.num_latents, size)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the function values: (N,), (N, C) or (N, L)."""
-        if self.gp.loadings is None:
-            return self.latent_shape
-        size, outputs = self.X.shape[0], self.gp.loadings.shape[0]
-        return (size, outputs if self.latents is None else np.shape(self.latents)[-1])
+        return self.outputs.shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -105,20 +97,39 @@ class Conditional:
     @cached_property
     def mean(self) -> Array:
         """The mean function of the latents at ``X``, (latents, N)."""
-        mean = self.gp.mean
+        mean, outputs = self.gp.mean, self.outputs
         value = jnp.asarray(mean(self.X) if callable(mean) else mean, self.dtype)
         per_latent = value.ndim == 2 or (value.ndim == 1 and not callable(mean))
-        if per_latent and self.rows is not None:
-            value = value[..., jnp.asarray(self.rows)]
-        if not per_latent and value.ndim and len(self.latent_shape) == 2:
+        if per_latent and outputs.selected is not None:
+            value = value[..., jnp.asarray(outputs.selected)]
+        if not per_latent and value.ndim and len(outputs.latent_shape) == 2:
             value = value[:, None]
-        return latent_first(jnp.broadcast_to(value, self.latent_shape))
+        return latent_first(jnp.broadcast_to(value, outputs.latent_shape))
+
+    @property
+    def affine_map(self) -> AffineMap:
+        """From the inducing vector to the latents' values at ``X``."""
+        return self.affine_map_through(self.gp.inverse_factor)
+
+    def affine_map_through(self, inverse_factor: Array) -> AffineMap:
+        """:attr:`affine_map` from ``L^-1`` computed before."""
+        projection = self.projection_through(inverse_factor)
+        residual = residual_variance(self.prior_variance, projection)
+        return AffineMap(self.mean, projection, residual)
+
+    def moved(self, v: Array) -> Array:
+        """How function values move, of :attr:`shape`, as inducing values move.
+
+        :param v: (C, M), with an axis over latents even for one.
+        """
+        shift = jnp.einsum("...mn,...m->...n", self.projection, self.select(v))
+        return self.outputs.shifts(shift)
 
     def values(self, v: Array, eps: Array | None = None) -> Array:
         """Function values from whitened inducing values and residual noise.
 
         :param v: (M,) or (C, M).
-        :param eps: standard normal of :attr:`latent_shape`, or ``None`` for no
+        :param eps: standard normal, one per latent and datum, or ``None`` for no
             residual.
         """
         # NumPyro draws standard normals in JAX's default dtype, whatever their loc's.
@@ -130,65 +141,6 @@ class Conditional:
             values = values + safe_sqrt(self.residual) * latent_first(eps)
         return self.outputs(values)
 
-    def outputs(self, latents: Array) -> Array:
-        """Function values, of :attr:`shape`, from those of the latents.
-
-        :param latents: (latents, N).
-        """
-        values, bias = self.shifts(latents), self.gp.bias
-        if bias is None:
-            return values
-        return values + (bias if self.latents is None else bias[self.latents])
-
-    def shifts(self, latents: Array) -> Array:
-        """How function values move, of :attr:`shape`, as the latents move by so much.
-
-        :param latents: (latents, N).
-        """
-        return self._mixed(latents, self.gp.loadings)
-
-    def output_variances(self, latents: Array) -> Array:
-        """Variances of function values, of :attr:`shape`, from those of the latents.
-
-        :param latents: (1 or latents, N).
-        """
-        gp = self.gp
-        squares = None if gp.loadings is None else jnp.square(gp.loadings)
-        return self._mixed(latents, squares)
-
-    def output_covariances(self, latents: Array) -> Array:
-        """Covariances between data, per output, (N, N) or (outputs, N, N).
-
-        :param latents: those of the latents, (1 or latents, N, N).
-        :raises ValueError: if every row has outputs of its own.
-        """
-        if self.gp.num_latents is None:
-            return latents[0]
-        shape = self.latent_shape[1:] + latents.shape[1:]
-        latents = jnp.broadcast_to(latents, shape)
-        if self.gp.loadings is None:
-            return latents
-        if self.latents is not None and self.latents.ndim == 2:
-            raise ValueError(
-                f"latents of shape {self.latents.shape}: covariances between data are "
-                "those of one and the same output, pass (L,)"
-            )
-        chosen = slice(None) if self.latents is None else self.latents
-        return jnp.tensordot(jnp.square(self.gp.loadings[chosen]), latents, 1)
-
-    def _mixed(self, latents: Array, loadings: Array | None) -> Array:
-        if self.gp.num_latents is None:
-            return latents[0]
-        if loadings is None:
-            return jnp.broadcast_to(latents.T, self.shape)
-        latents = jnp.broadcast_to(latents, self.latent_shape[::-1])
-        if self.latents is None:
-            return latents.T @ loadings.T
-        chosen = loadings[self.latents]
-        if chosen.ndim == 2:
-            return latents.T @ chosen.T
-        return jnp.einsum("pn,nlp->nl", latents, chosen)
-
     def __call__(self) -> Array:
         if isinstance(self.gp.v, FunctionDraw):
             return self.gp.v.values
@@ -196,19 +148,18 @@ class Conditional:
         eps = None
         if policy == "noise":
             key = numpyro.prng_key()
-            eps = jax.random.normal(key, self.latent_shape, self.dtype)
+            eps = jax.random.normal(key, self.outputs.latent_shape, self.dtype)
         elif policy == "site":
-            standard = dist.Normal(jnp.zeros(self.latent_shape, self.dtype), 1)
+            shape = self.outputs.latent_shape
+            standard = dist.Normal(jnp.zeros(shape, self.dtype), 1)
             eps = numpyro.sample(
-                f"{self.gp.name}.eps", standard.to_event(len(self.latent_shape) - 1)
+                f"{self.gp.name}.eps", standard.to_event(len(shape) - 1)
             )
         return self.values(self.gp.v, eps)
 
     def select(self, per_latent: Array) -> Array:
-        """The chosen latents of an array with a leading axis 1 or C."""
-        if self.rows is None or per_latent.shape[0] == 1:
-            return per_latent
-        return per_latent[jnp.asarray(self.rows)]
+        """The selected latents of an array with a leading axis 1 or C."""
+        return self.outputs.select(per_latent)
 
 
 class GaussianProcess:
@@ -317,6 +268,11 @@ class GaussianProcess:
         gram = lead(self.kernel(self.inducing, self.inducing), 2)
         return cholesky_jitter(gram, self.jitter)
 
+    @cached_property
+    def inverse_factor(self) -> Array:
+        """``L^-1`` of the lower factor L of ``K_ZZ`` with jitter, (1 or C, M, M)."""
+        return inverse_lower(self.cholesky)
+
     def __call__(self, X: Array, latents: Array | None = None) -> Array:
         """Function values at ``X``.
 
@@ -338,6 +294,9 @@ class GaussianProcess:
         if latents is not None:
             self._check_latents(X, latents)
         conditional = Conditional(self, X, latents)
+        if callable(self.mean):
+            # Here, under the handlers of the model: a mean function may have params.
+            _ = conditional.mean
         return deterministic_site(self.name, conditional)
 
     def _check_latents(self, X: Array, latents: Array) -> None:

@@ -8,13 +8,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.math.linalg import solve_lower
 
+def project(kernel: Any, inducing: Array, inverse_factor: Array, X: Array) -> Array:
+    """``A = L^-1 K_ZX``, (1 or C, M, N), with L the lower factor of ``K_ZZ``.
 
-def project(kernel: Any, inducing: Array, factor: Array, X: Array) -> Array:
-    """``A = L^-1 K_ZX``, (1 or C, M, N), from the lower factor of ``K_ZZ``."""
+    A product with the inverse factor, not a triangular solve: it costs the same on a
+    CPU, runs at full speed on accelerators, and XLA can partition it over devices.
+
+    :param inverse_factor: ``L^-1``, (1 or C, M, M).
+    """
     cross = lead(kernel(X, inducing), 2)
-    return solve_lower(factor, jnp.swapaxes(cross, -1, -2))
+    return inverse_factor @ jnp.swapaxes(cross, -1, -2)
 
 
 def residual_variance(prior_variance: Array, projection: Array) -> Array:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpyro
 from jax import Array
 from numpyro import handlers
+from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoDelta, AutoGuide
 from numpyro.infer.initialization import init_to_median
 
-from numpyro_gpaug.guides.function_posterior import Law
+from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.linalg import Moments
-from numpyro_gpaug.model.inspect import analyse
+from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
@@ -26,23 +27,28 @@ from numpyro_gpaug.model.structure import (
 )
 from numpyro_gpaug.model.validation import check_observations
 
+# Shapes of arguments for which the model's structure is remembered.
+MAX_SIZES = 64
+
 
 class ProcessGuide:
-    """What guides of Gaussian processes share: they take the model apart, give every
-    latent they do not own to another NumPyro autoguide, and have a ``law`` that tells
-    predictions what was fitted.
+    """What guides of Gaussian processes share: they find the structure of the model,
+    give every latent they do not own to another NumPyro autoguide, and have a
+    ``function_posterior`` that tells predictions what was fitted.
 
     :param model: a NumPyro model.
     :param other: class of the autoguide for all other latents.
     """
 
-    law: Law
+    function_posterior: FunctionPosterior
 
     def __init__(self, model: Callable[..., Any], other: Callable[..., Any]) -> None:
         self.model = model
         self._other_class = other
         self._other: AutoGuide | None = None
         self._structure: Structure | None = None
+        self._other_constraints: dict[str, Any] = {}
+        self._sizes: dict[Any, Structure] = {}
         self._checked = False
         # Compiled prediction, by model: the same for all params.
         self.predictors: dict[Any, Any] = {}
@@ -56,12 +62,25 @@ class ProcessGuide:
 
     def split_params(
         self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Moments]]:
-        """Params of a fit, parted into what predictions read by name and the moments of
-        the Gaussian blocks, latent axis first, by block name.
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
+        """Params of a fit, parted into what predictions read by name and those of the
+        Gaussian blocks, by block name.
 
         :param params: params of model and guide.
         """
+        raise NotImplementedError
+
+    def moments(
+        self, own: Mapping[str, dict[str, Array] | Moments]
+    ) -> dict[str, Moments]:
+        """Moments of the Gaussian blocks, latent axis first, by block name; pure.
+
+        :param own: their params, from :meth:`split_params`, or already their moments.
+        """
+        raise NotImplementedError
+
+    def own_params(self) -> tuple[str, ...]:
+        """Names of the params of the Gaussian blocks."""
         raise NotImplementedError
 
     @property
@@ -82,20 +101,57 @@ class ProcessGuide:
         """Whether the other autoguide draws at random (``AutoDelta`` does not)."""
         return self._other is not None and not isinstance(self._other, AutoDelta)
 
+    @property
+    def constraints(self) -> dict[str, Any]:
+        """Constraints of the params of model and other autoguide, by name."""
+        return {**self._other_constraints, **self.structure.constraints}
+
+    def structure_at(self, arguments: Arguments) -> Structure:
+        """The model's structure with the plates and shapes that these arguments give
+        it; the model is traced once for their shapes.
+
+        :param arguments: the model's arguments.
+        """
+        whole, key = self.structure, arguments.shapes
+        if key not in self._sizes:
+            if len(self._sizes) >= MAX_SIZES:
+                self._sizes.pop(next(iter(self._sizes)))
+            self._sizes[key] = structure_at(self.model, whole, arguments)
+        return whole.resized(self._sizes[key])
+
+    def check_params(self, params: dict[str, Any]) -> None:
+        """Raises if params of the model or of the guide are missing.
+
+        :param params: of a fit.
+        :raises ValueError: naming them.
+        """
+        needed = (*self.constraints, *self.own_params())
+        if missing := [name for name in needed if name not in params]:
+            raise ValueError(
+                f"params {missing} of the fit are missing; given are {sorted(params)}"
+            )
+
     def setup(self, *args: Any, **kwargs: Any) -> Self:
-        """Takes the model apart for these arguments; done once, by the first call that
-        passes observations.
+        """Finds the structure of the model at these arguments; done once, by the first
+        call that passes observations.
 
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
         :return: the guide.
         """
         if self._structure is None or not self._structure.observed:
-            self._structure = self._take_apart(*args, **kwargs)
+            self._structure = self._inspect(*args, **kwargs)
+            self._sizes = {Arguments.split(args, kwargs).shapes: self._structure}
             if self._structure.others:
                 self._other = self._build_other()
                 with handlers.block():
-                    handlers.seed(self._other, 0)(*args, **kwargs)
+                    seeded = handlers.trace(handlers.seed(self._other, 0))
+                    trace = seeded.get_trace(*args, **kwargs)
+                self._other_constraints = {
+                    name: site["kwargs"].get("constraint", constraints.real)
+                    for name, site in trace.items()
+                    if site["type"] == "param"
+                }
         return self
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
@@ -111,8 +167,8 @@ class ProcessGuide:
             arguments = Arguments.split(args, kwargs)
             check_observations(self.model, structure, arguments)
 
-    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
-        return analyse(self.model, *args, **kwargs)
+    def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
+        return inspect_model(self.model, *args, **kwargs)
 
     def _build_other(self) -> AutoGuide:
         others = self.structure.others

@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fit says of function values: the hook that guides give to prediction.
 
-A guide's ``law`` turns what was fitted into marginals where the likelihood looks, and
-into a :class:`GaussianMeasure` anywhere else. :class:`InducingLaw` reads a Gaussian on
-inducing values; a guide with another parametrisation brings a law of its own.
+A guide's ``function_posterior`` turns what was fitted into marginals of the predictors,
+and into a :class:`GaussianMeasure` anywhere else. :class:`InducingPosterior` reads a
+Gaussian on inducing values; a guide with another parametrisation brings its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array
 
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project, residual_variance
+from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.linalg import Moments, kl_to_diagonal
-from numpyro_gpaug.model.marginals import field_marginals
+from numpyro_gpaug.model.marginals import block_marginals
 from numpyro_gpaug.model.structure import Block
-
-if TYPE_CHECKING:
-    from numpyro_gpaug.model.view import BoundProblem
+from numpyro_gpaug.model.view import ModelView
 
 
 class Fit(NamedTuple):
-    """What a law needs of a fit.
+    """A fit, as far as function values depend on it.
 
     :param values: params and point values of other latents, by name.
     :param moments: of the Gaussian blocks, latent axis first, by block name.
-    :param factors: Cholesky factors of the inducing matrices, if computed before.
+    :param factors: what does not depend on the inputs (inverse Cholesky factors of the
+        inducing matrices), if computed before.
     """
 
     values: dict[str, Any]
@@ -70,12 +70,15 @@ class SparseKernel:
     complement of the prior.
 
     :param gp: the process, for its kernel and inducing inputs.
-    :param factor: L, lower, with ``L L' = K_ZZ`` (jitter included), (1 or C, M, M).
+    :param inverse_factor: ``L^-1``, L lower with ``L L' = K_ZZ`` (jitter included),
+        (1 or C, M, M).
     :param whitener: W with ``S = W' W``, (1 or C, M, M).
     """
 
-    def __init__(self, gp: GaussianProcess, factor: Array, whitener: Array) -> None:
-        self._gp, self._factor, self._whitener = gp, factor, whitener
+    def __init__(
+        self, gp: GaussianProcess, inverse_factor: Array, whitener: Array
+    ) -> None:
+        self._gp, self._inverse, self._whitener = gp, inverse_factor, whitener
 
     def __call__(self, X: Array, Z: Array | None = None) -> Array:
         A = self.project(X)
@@ -89,50 +92,55 @@ class SparseKernel:
 
     def project(self, X: Array) -> Array:
         """``A`` at inputs (N, D): (1 or C, M, N)."""
-        return project(self._gp.kernel, self._gp.inducing, self._factor, X)
+        return project(self._gp.kernel, self._gp.inducing, self._inverse, X)
 
 
-class Law(Protocol):
-    """What a guide offers to prediction and to losses; see :class:`InducingLaw`."""
+class FunctionPosterior(Protocol):
+    """What a guide offers to prediction and to losses; see
+    :class:`InducingPosterior`."""
 
-    def factors(self, problem: BoundProblem) -> dict[str, Array]:
+    def factors(self, view: ModelView) -> dict[str, Array]:
         """What can be computed once for all inputs, by block name."""
         ...
 
-    def marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
+    def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
         """Marginals of every block where it meets the likelihood, by block name."""
         ...
 
-    def measure(self, law: Conditional, fit: Fit, block: Block) -> GaussianMeasure:
+    def measure(
+        self, conditional: Conditional, fit: Fit, block: Block
+    ) -> GaussianMeasure:
         """The fitted measure of a process, from its prior."""
         ...
 
 
-class InducingLaw:
+class InducingPosterior:
     """Function values under a Gaussian on the inducing values."""
 
-    def factors(self, problem: BoundProblem) -> dict[str, Array]:
-        """Cholesky factors of the inducing matrices, by block name."""
-        return inducing_factors(problem)
+    def factors(self, view: ModelView) -> dict[str, Array]:
+        """Inverse Cholesky factors of the inducing matrices, by block name."""
+        return inducing_factors(view)
 
-    def marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
-        """:class:`~numpyro_gpaug.model.marginals.Marginals` by block name (a dict of
-        them for weights)."""
-        return field_marginals(problem, problem.fields(fit.factors), fit.moments)
+    def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
+        """:class:`~numpyro_gpaug.math.affine.Marginals` by block name."""
+        return block_marginals(view, view.maps(fit.factors), fit.moments)
 
-    def weight_marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
+    def weight_marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
         """Those of weight vectors alone."""
-        return field_marginals(problem, problem.weight_fields(), fit.moments)
+        return block_marginals(view, view.weight_maps(), fit.moments)
 
-    def divergence(self, problem: BoundProblem, fit: Fit, block: Block) -> Array:
+    def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
         """The KL of a block to its prior."""
-        prior = problem.priors()[block.name]
+        prior = view.priors()[block.name]
         return kl_to_diagonal(fit.moments[block.name], *prior).sum()
 
-    def measure(self, law: Conditional, fit: Fit, block: Block) -> GaussianMeasure:
+    def measure(
+        self, conditional: Conditional, fit: Fit, block: Block
+    ) -> GaussianMeasure:
         """Mean ``m(x) + A(x)' E v`` and the covariance of :class:`SparseKernel`."""
-        q, prior = fit.moments[block.name], prior_measure(law.gp)
-        kernel = SparseKernel(law.gp, factor_of(law, fit, block), q.whitener)
+        gp, q = conditional.gp, fit.moments[block.name]
+        prior = prior_measure(gp)
+        kernel = SparseKernel(gp, inverse_factor_of(gp, fit, block), q.whitener)
 
         def mean(X: Array) -> Array:
             shift = jnp.einsum("...mn,...m->...n", kernel.project(X), q.mean)
@@ -141,15 +149,15 @@ class InducingLaw:
         return GaussianMeasure(mean, kernel)
 
 
-def inducing_factors(problem: BoundProblem) -> dict[str, Array]:
-    """Cholesky factors of the inducing matrices of every process, by block name."""
-    processes = [b for b in problem.structure.blocks if b.is_process]
-    return {b.name: problem.conditional(b).gp.cholesky for b in processes}
+def inducing_factors(view: ModelView) -> dict[str, Array]:
+    """Inverse Cholesky factors of the inducing matrices of every process, by block."""
+    processes = view.structure.processes
+    return {b.name: view.conditional(b).gp.inverse_factor for b in processes}
 
 
-def factor_of(law: Conditional, fit: Fit, block: Block) -> Array:
-    """The factor of a process's inducing matrix, computed if ``fit`` has none."""
-    return law.gp.cholesky if fit.factors is None else fit.factors[block.name]
+def inverse_factor_of(gp: GaussianProcess, fit: Fit, block: Block) -> Array:
+    """That of a process's inducing matrix, computed if ``fit`` has none."""
+    return gp.inverse_factor if fit.factors is None else fit.factors[block.name]
 
 
 def _transposed(matrix: Array) -> Array:

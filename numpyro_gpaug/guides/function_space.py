@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpyro
@@ -23,9 +23,10 @@ from numpyro_gpaug.guides.function_posterior import (
     Fit,
     GaussianMeasure,
     SparseKernel,
-    factor_of,
     inducing_factors,
+    inverse_factor_of,
 )
+from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.linalg import (
     Moments,
     cholesky_jitter,
@@ -33,16 +34,13 @@ from numpyro_gpaug.math.linalg import (
     safe_sqrt,
     solve_lower,
 )
-from numpyro_gpaug.model.marginals import Marginals
 from numpyro_gpaug.model.structure import (
     Block,
     Structure,
     conditional_of,
     fill,
 )
-
-if TYPE_CHECKING:
-    from numpyro_gpaug.model.view import BoundProblem
+from numpyro_gpaug.model.view import ModelView
 
 
 class AutoFunctionSpaceGP(ProcessGuide):
@@ -111,10 +109,12 @@ class AutoFunctionSpaceGP(ProcessGuide):
                 f"mean is a {type(mean).__name__}: pass a function of the inputs"
             )
         super().__init__(model, other)
-        self.law: FunctionSpaceLaw = FunctionSpaceLaw(mean, kernel)
+        self.function_posterior: FunctionSpacePosterior = FunctionSpacePosterior(
+            mean, kernel
+        )
 
-    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
-        structure = super()._take_apart(*args, **kwargs)
+    def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
+        structure = super()._inspect(*args, **kwargs)
         processes = tuple(b for b in structure.blocks if b.is_process)
         if len(processes) != 1:
             raise ValueError(
@@ -132,10 +132,10 @@ class AutoFunctionSpaceGP(ProcessGuide):
         self.begin(*args, **kwargs)
         values = self.draw_others(*args, **kwargs)
         (block,) = self.structure.blocks
-        law = self._conditional(block, values, args, kwargs)
-        params = self.law.declare(law, block)
-        measure = self.law.measure(law, Fit(params, {}), block)
-        f = _draw(law, measure)
+        conditional = self._conditional(block, values, args, kwargs)
+        params = self.function_posterior.declare(conditional, block)
+        measure = self.function_posterior.measure(conditional, Fit(params, {}), block)
+        f = _draw(conditional, measure)
         if numpyro.get_mask() is False:
             # Prediction fills in only the model's sample sites, of which the inducing
             # vector is one; no vector gives these function values.
@@ -168,11 +168,19 @@ class AutoFunctionSpaceGP(ProcessGuide):
 
     def split_params(
         self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
         return dict(params), {}
 
+    def moments(
+        self, own: Mapping[str, dict[str, Array] | Moments]
+    ) -> dict[str, Moments]:
+        return {}
 
-class FunctionSpaceLaw:
+    def own_params(self) -> tuple[str, ...]:
+        return ()
+
+
+class FunctionSpacePosterior:
     """Function values under a mean and a covariance function with params.
 
     :param mean: see :class:`AutoFunctionSpaceGP`.
@@ -190,32 +198,34 @@ class FunctionSpaceLaw:
             kernel = as_kernel(kernel)
         self._kernel = kernel if is_builder or kernel is None else lambda: kernel
 
-    def factors(self, problem: BoundProblem) -> dict[str, Array]:
+    def factors(self, view: ModelView) -> dict[str, Array]:
         """Cholesky factors of the inducing matrices, if the kernel is made of them."""
-        return inducing_factors(problem) if self._kernel is None else {}
+        return inducing_factors(view) if self._kernel is None else {}
 
-    def marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
-        """:class:`~numpyro_gpaug.model.marginals.Marginals` by block name."""
-        (block,) = problem.structure.blocks
-        law = problem.conditional(block)
-        measure = self.measure(law, fit, block)
-        mean = law.select(measure.mean(law.X))
-        variance = law.select(measure.kernel(law.X))
+    def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
+        """:class:`~numpyro_gpaug.math.affine.Marginals` by block name."""
+        (block,) = view.structure.blocks
+        f = view.conditional(block)
+        measure = self.measure(f, fit, block)
+        mean = f.select(measure.mean(f.X))
+        variance = f.select(measure.kernel(f.X))
         return {block.name: Marginals(mean, jnp.broadcast_to(variance, mean.shape))}
 
-    def measure(self, law: Conditional, fit: Fit, block: Block) -> GaussianMeasure:
+    def measure(
+        self, conditional: Conditional, fit: Fit, block: Block
+    ) -> GaussianMeasure:
         """Mean and covariance functions at the params of ``fit``."""
-        gp, values = law.gp, fit.values
+        gp, values, dtype = conditional.gp, fit.values, conditional.dtype
 
         def mean(X: Array) -> Array:
             value = _pinned(self._mean, values, "mean")(X)
-            return latent_first(_checked_mean(value, X, gp, law.dtype))
+            return latent_first(_checked_mean(value, X, gp, dtype))
 
         if self._kernel is None:
             tril = jnp.tril(values[_tril_name(block)])
             whitener = lead(jnp.swapaxes(tril, -1, -2), 2)
             return GaussianMeasure(
-                mean, SparseKernel(gp, factor_of(law, fit, block), whitener)
+                mean, SparseKernel(gp, inverse_factor_of(gp, fit, block), whitener)
             )
         kernel = as_kernel(_pinned(self._kernel, values, "kernel")())
 
@@ -224,13 +234,13 @@ class FunctionSpaceLaw:
 
         return GaussianMeasure(mean, covariance)
 
-    def declare(self, law: Conditional, block: Block) -> dict[str, Any]:
+    def declare(self, conditional: Conditional, block: Block) -> dict[str, Any]:
         """Makes the params of mean and kernel, in a guide.
 
         :return: their values by name.
         """
         with handlers.trace() as trace:
-            self._mean(law.X)
+            self._mean(conditional.X)
             if not trace:
                 warnings.warn(
                     "the mean of AutoFunctionSpaceGP has no params, so that nothing of "
@@ -301,19 +311,19 @@ def _checked_covariance(value: Array, gp: GaussianProcess, *inputs: Array) -> Ar
     return value
 
 
-def _draw(law: Conditional, measure: GaussianMeasure) -> Array:
+def _draw(conditional: Conditional, measure: GaussianMeasure) -> Array:
     """Function values in the shape the model sees: those at the inducing inputs
     jointly, the others given them one by one, as the process itself draws them."""
-    Z = law.gp.inducing
+    Z = conditional.gp.inducing
     if Z.ndim == 3:
         Z = Z.reshape(-1, Z.shape[-1])
-    jitter = default_jitter(Z.shape[0], law.dtype)
+    jitter = default_jitter(Z.shape[0], conditional.dtype)
     factor = cholesky_jitter(measure.kernel(Z, Z), jitter)
-    projection = solve_lower(factor, measure.kernel(Z, law.X))
-    residual = residual_variance(measure.kernel(law.X), projection)
-    mean = measure.mean(law.X)
+    projection = solve_lower(factor, measure.kernel(Z, conditional.X))
+    residual = residual_variance(measure.kernel(conditional.X), projection)
+    mean = measure.mean(conditional.X)
     joint, alone = random.split(numpyro.prng_key())
-    shared = random.normal(joint, (mean.shape[0], Z.shape[0]), law.dtype)
-    noise = random.normal(alone, mean.shape, law.dtype)
+    shared = random.normal(joint, (mean.shape[0], Z.shape[0]), conditional.dtype)
+    noise = random.normal(alone, mean.shape, conditional.dtype)
     values = mean + jnp.einsum("...mn,...m->...n", projection, shared)
-    return law.outputs(law.select(values + safe_sqrt(residual) * noise))
+    return conditional.outputs(conditional.select(values + safe_sqrt(residual) * noise))

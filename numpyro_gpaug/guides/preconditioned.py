@@ -16,7 +16,7 @@ multiplied by :math:`(K + \Sigma)^{-1} K`, whose eigenvalues are below 1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -26,15 +26,13 @@ from numpyro_gpaug.gp.projection import lead, residual_variance
 from numpyro_gpaug.guides.function_posterior import (
     Fit,
     GaussianMeasure,
-    InducingLaw,
+    InducingPosterior,
     prior_measure,
 )
+from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.linalg import NaturalGaussian, inverse_lower
-from numpyro_gpaug.model.marginals import Marginals
 from numpyro_gpaug.model.structure import Block
-
-if TYPE_CHECKING:
-    from numpyro_gpaug.model.view import BoundProblem
+from numpyro_gpaug.model.view import ModelView
 
 
 class Preconditioned(NamedTuple):
@@ -61,7 +59,7 @@ class Preconditioned(NamedTuple):
         return jnp.einsum("...nm,...n->...m", inverse, white)
 
     def whitened(self, factor: Array) -> NaturalGaussian:
-        """The law of v, with :math:`u = L v`: precision
+        """The Gaussian of v, with :math:`u = L v`: precision
         :math:`I + L^T Sigma^{-1} L`.
 
         :param factor: L, (1 or C, M, M).
@@ -78,41 +76,41 @@ def preconditioned_names(block: Block) -> tuple[str, str]:
     return f"{block.site}_auto_targets", f"{block.site}_auto_noise"
 
 
-class PreconditionedLaw(InducingLaw):
+class PreconditionedPosterior(InducingPosterior):
     """Function values under :class:`Preconditioned`; weight vectors are Gaussian as in
-    :class:`~numpyro_gpaug.guides.function_posterior.InducingLaw`."""
+    :class:`~numpyro_gpaug.guides.function_posterior.InducingPosterior`."""
 
-    def factors(self, problem: BoundProblem) -> dict[str, Array]:
+    def factors(self, view: ModelView) -> dict[str, Array]:
         """Inverse Cholesky factors of ``K + Sigma``, by block name."""
         return {
-            b.name: _inverse_factor(problem.conditional(b).gp, b, problem.values)
-            for b in problem.structure.blocks
+            b.name: _inverse_factor(view.conditional(b).gp, b, view.values)
+            for b in view.structure.blocks
             if b.is_process
         }
 
-    def marginals(self, problem: BoundProblem, fit: Fit) -> dict[str, Any]:
-        found = super().weight_marginals(problem, fit)
-        for block in problem.structure.blocks:
+    def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
+        found = super().weight_marginals(view, fit)
+        for block in view.structure.blocks:
             if block.is_process:
-                law = problem.conditional(block)
-                measure = self.measure(law, fit, block)
-                mean = law.select(measure.mean(law.X))
-                variance = law.select(measure.kernel(law.X))
+                f = view.conditional(block)
+                measure = self.measure(f, fit, block)
+                mean = f.select(measure.mean(f.X))
+                variance = f.select(measure.kernel(f.X))
                 found[block.name] = Marginals(
                     mean, jnp.broadcast_to(variance, mean.shape)
                 )
         return found
 
-    def divergence(self, problem: BoundProblem, fit: Fit, block: Block) -> Array:
+    def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
         r"""The KL to the prior,
         :math:`\frac12(\mu^T K \mu - tr((K + \Sigma)^{-1} K) + \log|K + \Sigma| -
         \log|\Sigma|)`."""
         if not block.is_process:
-            return super().divergence(problem, fit, block)
-        law = problem.conditional(block)
-        gp, params = law.gp, Preconditioned.of(block, fit.values)
+            return super().divergence(view, fit, block)
+        gp = view.conditional(block).gp
+        params = Preconditioned.of(block, fit.values)
         gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
-        inverse = self._inverse_factor(law, fit, block)
+        inverse = self._inverse_factor(gp, fit, block)
         weights, noise = params.weights(inverse), params.noise
         energy = (weights * jnp.einsum("...mn,...n->...m", gram, weights)).sum(-1)
         # tr((K + Sigma)^-1 K) = M - tr((K + Sigma)^-1 Sigma)
@@ -120,11 +118,13 @@ class PreconditionedLaw(InducingLaw):
         log_det = -2 * jnp.log(jnp.diagonal(inverse, axis1=-2, axis2=-1))
         return 0.5 * (energy + (log_det - jnp.log(noise) - kept).sum(-1)).sum()
 
-    def measure(self, law: Conditional, fit: Fit, block: Block) -> GaussianMeasure:
+    def measure(
+        self, conditional: Conditional, fit: Fit, block: Block
+    ) -> GaussianMeasure:
         """Mean ``m(x) + k_Z(x) mu``, covariance
         ``k(x, x') - k_Z(x) (K + Sigma)^-1 k_Z(x')``."""
-        gp, prior = law.gp, prior_measure(law.gp)
-        inverse = self._inverse_factor(law, fit, block)
+        gp, prior = conditional.gp, prior_measure(conditional.gp)
+        inverse = self._inverse_factor(gp, fit, block)
         weights = Preconditioned.of(block, fit.values).weights(inverse)
 
         def cross(X: Array) -> Array:
@@ -142,10 +142,10 @@ class PreconditionedLaw(InducingLaw):
 
         return GaussianMeasure(mean, kernel)
 
-    def _inverse_factor(self, law: Conditional, fit: Fit, block: Block) -> Array:
+    def _inverse_factor(self, gp: GaussianProcess, fit: Fit, block: Block) -> Array:
         if fit.factors is not None:
             return fit.factors[block.name]
-        return _inverse_factor(law.gp, block, fit.values)
+        return _inverse_factor(gp, block, fit.values)
 
 
 def _inverse_factor(gp: GaussianProcess, block: Block, values: dict[str, Any]) -> Array:

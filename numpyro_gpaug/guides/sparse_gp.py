@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.guides.base import ProcessGuide
-from numpyro_gpaug.guides.function_posterior import InducingLaw
+from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.preconditioned import (
     Preconditioned,
-    PreconditionedLaw,
+    PreconditionedPosterior,
     preconditioned_names,
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution
@@ -91,15 +91,13 @@ class AutoSparseGP(ProcessGuide):
             )
         super().__init__(model, other)
         self.covariance = covariance
-        self.law: InducingLaw = InducingLaw()
+        self.function_posterior: InducingPosterior = InducingPosterior()
         if covariance == "preconditioned":
-            self.law = PreconditionedLaw()
+            self.function_posterior = PreconditionedPosterior()
         self._starts: dict[str, tuple[Array, Array]] = {}
-        # In one compilation: run one by one, the operations take many times as long.
-        self._moments = jax.jit(self._all_moments)
 
-    def _take_apart(self, *args: Any, **kwargs: Any) -> Structure:
-        structure = super()._take_apart(*args, **kwargs)
+    def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
+        structure = super()._inspect(*args, **kwargs)
         arguments = Arguments.split(args, kwargs)
         self._starts = _prior_scales(self.model, structure, arguments)
         return structure
@@ -146,7 +144,7 @@ class AutoSparseGP(ProcessGuide):
         self, values: dict[str, Any], args: Any, kwargs: Any
     ) -> dict[str, Array]:
         """Cholesky factors of the inducing matrices, where draws need them."""
-        processes = [b for b in self.structure.blocks if self._is_preconditioned(b)]
+        processes = [b for b in self.structure.processes if self._is_preconditioned(b)]
         if not processes:
             return {}
         trace = self.flat_trace(values, args, kwargs)
@@ -168,16 +166,29 @@ class AutoSparseGP(ProcessGuide):
 
     def split_params(
         self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Moments]]:
-        blocks = [b for b in self.structure.blocks if not self._is_preconditioned(b)]
-        own = {name for b in blocks for name in self.param_names(b)}
-        moments = self._moments({k: x for k, x in params.items() if k in own})
-        return {k: x for k, x in params.items() if k not in own}, moments
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
+        own = {
+            block.name: {name: params[name] for name in self.param_names(block)}
+            for block in self.structure.blocks
+            if not self._is_preconditioned(block)
+        }
+        names = {name for each in own.values() for name in each}
+        return {k: x for k, x in params.items() if k not in names}, own
 
-    def _all_moments(self, params: dict[str, Any]) -> dict[str, Moments]:
-        blocks = [b for b in self.structure.blocks if not self._is_preconditioned(b)]
-        gaussians = {b.name: self.gaussian(b, params) for b in blocks}
-        return {k: with_latent_axis(moments_of(fn)) for k, fn in gaussians.items()}
+    def moments(
+        self, own: Mapping[str, dict[str, Array] | Moments]
+    ) -> dict[str, Moments]:
+        return {
+            name: given if isinstance(given, Moments) else self._moments(name, given)
+            for name, given in own.items()
+        }
+
+    def _moments(self, name: str, params: dict[str, Array]) -> Moments:
+        (block,) = (b for b in self.structure.blocks if b.name == name)
+        return with_latent_axis(moments_of(self.gaussian(block, params)))
+
+    def own_params(self) -> tuple[str, ...]:
+        return tuple(n for b in self.structure.blocks for n in self.param_names(b))
 
     def param_names(self, block: Block) -> tuple[str, str]:
         """Names of the two params of a block."""
@@ -198,7 +209,7 @@ class AutoSparseGP(ProcessGuide):
         """
         if self._is_preconditioned(block):
             raise ValueError(
-                f"the preconditioned law of {block.site!r} depends on the kernel "
+                f"the preconditioned posterior of {block.site!r} depends on the kernel "
                 "matrix: use Posterior.from_guide(model, guide, params, X, y, ...)"
             )
         with handlers.block(), handlers.substitute(data=params):
@@ -240,17 +251,16 @@ def _prior_scales(
 ) -> dict[str, tuple[Array, Array]]:
     """Prior means and standard deviations of plain Gaussian weights, where their guide
     starts: from zero a symmetric likelihood might not move them."""
-    weights = [b for b in structure.blocks if not b.is_process]
-    if not weights:
+    if not structure.weights:
         return {}
     key = jax.random.key(0)
     trace = run_model(flat_functions(model), arguments, key, structure.zeros)
     found = {}
-    for block in weights:
-        law = base_distribution(trace[block.site]["fn"])
+    for block in structure.weights:
+        normal = base_distribution(trace[block.site]["fn"])
         loc, scale = (
             jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)
-            for x in (law.loc, law.scale)
+            for x in (normal.loc, normal.scale)
         )
         found[block.name] = loc, scale
     return found

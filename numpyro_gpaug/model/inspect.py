@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a model apart: which latents update in closed form, and how each observed site
-is reached.
+"""The structure of a model: which latents update in closed form, and on which of them
+each observed site depends.
 
 Everything is found by tracing abstractly (no arithmetic runs) and by reading the jaxpr
-of the likelihood's parameters.
+of the likelihood's parameters. The model is run twice: once for its sites, and once for
+how they depend on each other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
+from numpyro.distributions import constraints
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
@@ -35,12 +37,13 @@ from numpyro_gpaug.model.structure import (
     Trace,
     check_shape,
     conditional_of,
+    flat_functions,
     run_model,
 )
 
 
-def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
-    """Takes a model apart.
+def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+    """The structure of a model.
 
     :param model: a NumPyro model.
     :param args: its arguments.
@@ -48,17 +51,16 @@ def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
     :return: a :class:`Structure`.
     """
     arguments = Arguments.split(args, kwargs)
-    key = jax.random.key(0)
-    candidates, sites = _survey(model, arguments, key)
-    reach = _Reach(model, arguments, key, candidates)
-    weights = [b for b in candidates if not b.is_process and reach.is_weight(b.name)]
+    candidates, sites = _survey(model, arguments)
+    found = Dependencies(model, arguments, candidates, sites.inputs)
+    weights = [b for b in candidates if not b.is_process and found.is_weight(b.name)]
     processes = [b for b in candidates if b.is_process]
-    routes = [reach.observed(n, (*processes, *weights)) for n in sites.observed]
-    weights = [b for b in weights if reach.in_closed_form(b.name, routes)]
-    reach.refuse_unsupported(sites.latent, bool(sites.observed))
+    routes = [found.observed(n, (*processes, *weights)) for n in sites.observed]
+    weights = [b for b in weights if found.in_closed_form(b.name, routes)]
+    found.refuse_unsupported(sites.latent, bool(sites.observed))
     owned = {b.site for b in candidates if b.is_process or b in weights}
     others = tuple(
-        n for n in sites.latent if n not in owned and not reach.is_likelihood(n)
+        n for n in sites.latent if n not in owned and not found.is_likelihood(n)
     )
     if sites.observed:
         _refuse_latents(others, sites.discrete, candidates)
@@ -69,8 +71,10 @@ def analyse(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
     return Structure(
         blocks=blocks,
         others=others,
-        observed=tuple(reach.observed(name, blocks) for name in sites.observed),
+        observed=tuple(found.observed(name, blocks) for name in sites.observed),
         plates=sites.plates,
+        functions={b.name: sites.inputs[b.name] for b in blocks if b.is_process},
+        constraints=sites.constraints,
     )
 
 
@@ -93,10 +97,10 @@ def _refuse_latents(
             )
 
 
-def structure_for(
+def structure_at(
     model: Callable[..., Any], structure: Structure, arguments: Arguments
 ) -> Structure:
-    """``structure`` with the plates that these arguments give the model.
+    """``structure`` with the plates and shapes that these arguments give the model.
 
     :param model: the model.
     :param structure: what it is made of, from arguments of any size.
@@ -104,10 +108,12 @@ def structure_for(
     :raises ValueError: if it is the structure of another model.
     """
     plates: dict[str, Plate] = {}
+    functions: dict[str, jax.ShapeDtypeStruct] = {}
 
     def abstract(arrays: tuple[Array, ...]) -> None:
         given = arguments._replace(arrays=arrays)
-        trace = run_model(model, given, jax.random.key(0), structure.zeros)
+        flat, key = flat_functions(model), jax.random.key(0)
+        trace = run_model(flat, given, key, structure.zeros)
         for site in structure.observed:
             message = trace.get(site.name)
             found = base_distribution(message["fn"]) if message else None
@@ -119,9 +125,12 @@ def structure_for(
                     "belongs to one model: make a new one"
                 )
         plates.update(_plates(trace))
+        for block in structure.processes:
+            law = conditional_of(trace, block)
+            functions[block.name] = jax.ShapeDtypeStruct(law.shape, law.dtype)
 
     jax.eval_shape(abstract, arguments.arrays)
-    return replace(structure, plates=plates)
+    return replace(structure, plates=plates, functions=functions)
 
 
 def _plates(trace: Trace) -> dict[str, Plate]:
@@ -152,13 +161,17 @@ class _Sites(NamedTuple):
     discrete: tuple[str, ...]
     observed: tuple[str, ...]
     plates: dict[str, Plate]
+    constraints: dict[str, Any]
+    inputs: dict[str, jax.ShapeDtypeStruct]
 
 
 def _survey(
-    model: Callable[..., Any], arguments: Arguments, key: Array
+    model: Callable[..., Any], arguments: Arguments
 ) -> tuple[list[Block], _Sites]:
     """Names and shapes; candidates are the processes and the vector normals."""
     candidates: list[Block] = []
+    constraints_: dict[str, Any] = {}
+    inputs: dict[str, jax.ShapeDtypeStruct] = {}
     latent: list[str] = []
     discrete: list[str] = []
     observed: list[str] = []
@@ -174,7 +187,9 @@ def _survey(
                 if not v["is_observed"]:
                     candidates.append(_block(name, f"{name}.v", v))
         for name, site in trace.items():
-            if site["type"] == "sample" and site["is_observed"]:
+            if site["type"] == "param":
+                constraints_[name] = site["kwargs"].get("constraint", constraints.real)
+            elif site["type"] == "sample" and site["is_observed"]:
                 observed.append(name)
             elif site["type"] == "sample":
                 latent.append(name)
@@ -182,12 +197,18 @@ def _survey(
                     discrete.append(name)
                 if name not in process_sites and _is_vector_normal(site):
                     candidates.append(_block(name, name, site))
+        for name in (n for b in candidates for n in (b.name, b.site)):
+            value = trace[name]["value"]
+            inputs[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
 
     def abstract(arrays: tuple[Array, ...]) -> None:
-        visit(run_model(model, arguments._replace(arrays=arrays), key, {}))
+        given = arguments._replace(arrays=arrays)
+        visit(run_model(flat_functions(model), given, jax.random.key(0), {}))
 
     jax.eval_shape(abstract, arguments.arrays)
-    return candidates, _Sites(tuple(latent), tuple(discrete), tuple(observed), plates)
+    return candidates, _Sites(
+        tuple(latent), tuple(discrete), tuple(observed), plates, constraints_, inputs
+    )
 
 
 def _block(name: str, site: str, message: dict[str, Any]) -> Block:
@@ -206,15 +227,21 @@ def _is_vector_normal(site: dict[str, Any]) -> bool:
     return vector and plain and not site["cond_indep_stack"]
 
 
-class _Reach:
-    """How each candidate block reaches each part of the model."""
+class Dependencies:
+    """How each part of a model depends on each candidate block.
+
+    :param model: the model.
+    :param arguments: its arguments.
+    :param candidates: blocks.
+    :param inputs: shapes of their function values and sites, by name.
+    """
 
     def __init__(
         self,
         model: Callable[..., Any],
         arguments: Arguments,
-        key: Array,
         candidates: list[Block],
+        inputs: dict[str, jax.ShapeDtypeStruct],
     ) -> None:
         self.processes = {b.name for b in candidates if b.is_process}
         self.vectors = {b.site: b.name for b in candidates if b.is_process}
@@ -225,21 +252,15 @@ class _Reach:
         self.joint: dict[str, bool] = {}
 
         def parts(values: dict[str, Any]) -> dict[str, Any]:
-            trace = run_model(model, arguments, key, values)
+            trace = run_model(model, arguments, jax.random.key(0), values)
             return self._parts(trace, candidates, values)
 
-        def shapes(arrays: tuple[Array, ...]) -> dict[str, Array]:
-            trace = run_model(model, arguments._replace(arrays=arrays), key, {})
-            names = {n for b in candidates for n in (b.name, b.site)}
-            return {n: trace[n]["value"] for n in names}
-
-        inputs = jax.eval_shape(shapes, arguments.arrays)
         self.states: dict[str, Any] = dependence_tree(parts, inputs)
 
     def _parts(
         self, trace: Trace, candidates: list[Block], values: dict[str, Any]
     ) -> dict[str, Any]:
-        """What a block may reach: likelihood parameters, densities, everything else."""
+        """What may depend on a block: likelihood parameters, densities, all else."""
         carried: dict[str, Any] = {}
         densities: dict[str, Any] = {}
         rest: dict[str, Any] = {}
@@ -287,13 +308,13 @@ class _Reach:
                     f"the inducing values {site!r} are used directly; use the function "
                     f"values {name!r}, or fit by MCMC(NUTS(model))"
                 )
-        laws = (*self.processes, *(latents if observed else ()))
-        for law in laws:
-            leaves = jax.tree.leaves(self.states["rest"].get(law, []))
+        priors = (*self.processes, *(latents if observed else ()))
+        for prior in priors:
+            leaves = jax.tree.leaves(self.states["rest"].get(prior, []))
             sources = {n for leaf in leaves for n in leaf.state} & self.processes
             if sources:
                 raise NotConjugateError(
-                    f"the law of {law!r} depends on the process "
+                    f"the distribution of {prior!r} depends on the process "
                     f"{sorted(sources)[0]!r}; only that of an observed site may. "
                     "MCMC(NUTS(model)) samples such a model"
                 )
@@ -305,8 +326,8 @@ class _Reach:
         return any(self.processes & set(leaf.state) for leaf in leaves)
 
     def is_weight(self, name: str) -> bool:
-        """Whether a vector normal reaches nothing but likelihood predictors, affinely,
-        so that its update has a closed form."""
+        """Whether nothing but likelihood predictors depends on a vector normal, and
+        they affinely, so that its update has a closed form."""
         rest = jax.tree.leaves(self.states["rest"])
         if any(name in leaf.state for leaf in rest):
             return False
@@ -322,7 +343,7 @@ class _Reach:
         return reached
 
     def in_closed_form(self, weight: str, routes: list[Observed]) -> bool:
-        """Whether every observed site a weight vector reaches has a closed form (nodes
+        """Whether every observed site of a weight vector has a closed form (nodes
         run over function values only)."""
         densities = self.states["densities"]
         reached = [r for r in routes if weight in densities[r.name].state]
@@ -343,7 +364,7 @@ class _Reach:
                 "num_latents=C"
             )
         if not reached:
-            return Observed(name, (), Route.CONSTANT, (), augmented, None)
+            return Observed(name, (), (), Route.CONSTANT, (), augmented, None)
         reason = self._why_not_closed(name, reached)
         latents = self.registered[name] if reason is None else ()
         if latents and lookup_expectation(self.classes[name]) is not None:
@@ -353,7 +374,9 @@ class _Reach:
         else:
             route = Route.MONTE_CARLO
         self._refuse_correlated(name, processes, route)
-        return Observed(name, latents, route, processes, augmented, reason)
+        states = [self.states["carried"][name][latent].state for latent in latents]
+        sources = tuple(tuple(b for b in reached if b in state) for state in states)
+        return Observed(name, latents, sources, route, processes, augmented, reason)
 
     def _refuse_correlated(
         self, name: str, processes: tuple[str, ...], route: Route
@@ -412,11 +435,11 @@ def _latents(cls: type) -> tuple[str, ...]:
     return () if augmentation is None else augmentation.latents
 
 
-def require_conjugate(structure: Structure, sites: str) -> None:
+def require_conjugate(structure: Structure, updates: str) -> None:
     """Raises unless every observed site has closed-form updates.
 
     :param structure: what the model is made of.
-    :param sites: ``"auto"``, ``"exact"`` or ``"augmented"``.
+    :param updates: ``"auto"``, ``"exact"`` or ``"augmented"``.
 
     :raises NotConjugateError: naming the site, the operation and a route that works.
     """
@@ -428,8 +451,8 @@ def require_conjugate(structure: Structure, sites: str) -> None:
                 "AutoSparseGP(model, covariance='dense') fits this model "
                 f"({site.route.value}); MCMC(NUTS(model)) samples it."
             )
-        if site.route is Route.MONTE_CARLO and sites != "augmented":
+        if site.route is Route.MONTE_CARLO and updates != "augmented":
             raise NotConjugateError(
                 f"site {site.name!r} has an augmentation but no exact expectation in "
-                'closed form: use sites="augmented", or register_expectation'
+                'closed form: use updates="augmented", or register_expectation'
             )

@@ -56,28 +56,6 @@ _ELEMENTWISE = {
 State = dict[str, Dependence]
 
 
-def dependences(
-    fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]
-) -> list[State]:
-    """The dependence of every output leaf of ``fn`` on every named input.
-
-    :param fn: function of one dict of arrays.
-    :param inputs: example arrays or ``jax.ShapeDtypeStruct`` per name.
-    :return: one dict per output leaf (in ``jax.tree`` order); an input absent from it
-        does not reach that output.
-    """
-    names = sorted(inputs)
-    closed = jax.make_jaxpr(lambda *leaves: fn(dict(zip(names, leaves, strict=True))))(
-        *(inputs[name] for name in names)
-    )
-    reader = _Reader()
-    starts = [
-        _Value({name: Dependence(reader.token("input"), None)}, reader.token(name))
-        for name in names
-    ]
-    return [value.state for value in reader.interpret(closed.jaxpr, starts)]
-
-
 class Leaf:
     """Keeps a state (a dict) whole as one leaf of a tree."""
 
@@ -86,13 +64,29 @@ class Leaf:
 
 
 def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Any:
-    """:func:`dependences` in the structure of what ``fn`` returns, as :class:`Leaf`.
+    """How every output of ``fn`` depends on every named input; it is called once.
 
     :param fn: function of one dict of arrays.
     :param inputs: example arrays or ``jax.ShapeDtypeStruct`` per name.
+    :return: what ``fn`` returns, with a :class:`Leaf` for every array: its state has a
+        :class:`Dependence` per input; an input absent from it does not reach that
+        output.
     """
-    structure = jax.tree.structure(jax.eval_shape(fn, inputs))
-    return jax.tree.unflatten(structure, map(Leaf, dependences(fn, inputs)))
+    names = sorted(inputs)
+
+    def positional(*leaves: Any) -> Any:
+        return fn(dict(zip(names, leaves, strict=True)))
+
+    trace = jax.make_jaxpr(positional, return_shape=True)
+    closed, shapes = trace(*(inputs[name] for name in names))
+    reader = _Reader()
+    starts = [
+        _Value({name: Dependence(reader.token("input"), None)}, reader.token(name))
+        for name in names
+    ]
+    values = reader.interpret(closed.jaxpr, starts)
+    leaves = [Leaf(value.state) for value in values]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 class _Value(NamedTuple):

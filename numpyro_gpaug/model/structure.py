@@ -5,7 +5,7 @@ how it is run with some of them filled in."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -48,19 +48,26 @@ class Observed(NamedTuple):
 
     :param name: the site.
     :param latents: parameters that carry a latent affinely, in a registered
-        likelihood; empty otherwise.
+        likelihood; empty otherwise. Each is a predictor, ``"site/parameter"``.
+    :param sources: names of the blocks that each of them depends on.
     :param route: of the exact expectation.
-    :param processes: Gaussian processes that reach the site.
+    :param processes: Gaussian processes the site depends on.
     :param augmented: whether its likelihood has an augmentation.
     :param reason: why the site has no closed-form update, ``None`` if it has.
     """
 
     name: str
     latents: tuple[str, ...]
+    sources: tuple[tuple[str, ...], ...]
     route: Route
     processes: tuple[str, ...]
     augmented: bool
     reason: str | None
+
+    @property
+    def predictors(self) -> tuple[str, ...]:
+        """Names of the predictors of the site."""
+        return tuple(f"{self.name}/{latent}" for latent in self.latents)
 
 
 class Plate(NamedTuple):
@@ -77,13 +84,44 @@ class Structure:
     :param blocks: Gaussian processes and plain Gaussian weight vectors.
     :param others: names of all other latent sites.
     :param observed: observed sites.
-    :param plates: plates by name.
+    :param plates: plates by name, at the arguments it was found at.
+    :param functions: shapes of the function values of processes, likewise.
+    :param constraints: of the model's params, by name.
     """
 
     blocks: tuple[Block, ...]
     others: tuple[str, ...]
     observed: tuple[Observed, ...]
     plates: dict[str, Plate]
+    functions: dict[str, jax.ShapeDtypeStruct]
+    constraints: dict[str, Any]
+
+    @property
+    def processes(self) -> tuple[Block, ...]:
+        """The blocks that are Gaussian processes."""
+        return tuple(b for b in self.blocks if b.is_process)
+
+    @property
+    def weights(self) -> tuple[Block, ...]:
+        """The blocks that are plain weight vectors."""
+        return tuple(b for b in self.blocks if not b.is_process)
+
+    def sources(self) -> dict[str, tuple[str, ...]]:
+        """Names of the blocks that each predictor depends on."""
+        return {
+            predictor: sources
+            for site in self.observed
+            for predictor, sources in zip(site.predictors, site.sources, strict=True)
+        }
+
+    def sizeless(self) -> Structure:
+        """This structure without what depends on the arguments, or on the values they
+        are given constraints for."""
+        return replace(self, plates={}, functions={}, constraints={})
+
+    def resized(self, sizes: Structure) -> Structure:
+        """This structure with the plates and shapes of another."""
+        return replace(self, plates=sizes.plates, functions=sizes.functions)
 
     @property
     def zeros(self) -> dict[str, Array]:
@@ -110,6 +148,11 @@ class Arguments(NamedTuple):
         arrays = tuple(jnp.asarray(x) for x in leaves if is_array(x))
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
         return cls(arrays, (treedef, static))
+
+    @property
+    def shapes(self) -> Hashable:
+        """What compiled programs depend on."""
+        return tuple((x.shape, x.dtype) for x in self.arrays), self.static
 
     @staticmethod
     def select_arrays(tree: Any, items: list[Any]) -> list[Any]:
@@ -225,5 +268,5 @@ def flat_functions(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def conditional_of(trace: Trace, block: Block) -> Conditional:
-    """The conditional law of a Gaussian process block's function values."""
+    """The conditional distribution of a Gaussian process's function values."""
     return trace[block.name]["fn"]

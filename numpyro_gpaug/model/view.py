@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expected log-likelihood of a model, as a function of Gaussian marginals."""
+"""A model at fixed params and other latents, seen from its Gaussian blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
-from numpyro_gpaug.gp.projection import residual_variance
-from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
-from numpyro_gpaug.likelihoods.expectations import (
-    Route,
-    base_distribution,
-    expected_log_prob,
-    feasible,
-    through_wrappers,
-)
+from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
-from numpyro_gpaug.model.marginals import Field, Marginals
+from numpyro_gpaug.model.predictors import (
+    ExpectedLogLikelihood,
+    Likelihood,
+    Predictors,
+    closed_form,
+    scaled_sum,
+)
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
@@ -39,10 +37,21 @@ from numpyro_gpaug.model.structure import (
 NUM_NODES = 32
 
 
-class BoundProblem:
-    """A model at fixed params and other latents, seen from its Gaussian blocks.
+class _Run(NamedTuple):
+    trace: Trace
+    predictors: Predictors
+    likelihoods: dict[str, Likelihood]
 
-    :param structure: what the model is made of.
+
+class ModelView:
+    """A model at fixed params and other latents, seen from its Gaussian blocks: their
+    priors, their affine maps to the predictors, and the likelihoods there.
+
+    The model is run once, at function values and weights of zero, when something is
+    first asked for; quadrature and samplers, which want its densities elsewhere, run it
+    again (:meth:`trace`).
+
+    :param structure: what the model is made of, at these arguments.
     :param model: the model.
     :param arguments: its arguments.
     :param values: params, other latents and plate indices by name.
@@ -60,9 +69,6 @@ class BoundProblem:
         self.structure = structure
         self._model, self.arguments = model, arguments
         self.values, self._key = values, key
-        self._processes = [b for b in structure.blocks if b.is_process]
-        self._weights = [b for b in structure.blocks if not b.is_process]
-        self._zeros = structure.zeros
 
     def trace(self, at: dict[str, Array]) -> Trace:
         """Runs the model with function values and weights filled in from ``at``;
@@ -71,93 +77,134 @@ class BoundProblem:
         return run_model(self._model, self.arguments, self._key, values)
 
     @cached_property
-    def _flat(self) -> dict[str, Array]:
-        """Zero function values, of the right shapes, found without arithmetic."""
-        names = [b.name for b in self._processes]
-        abstract = jax.eval_shape(
-            lambda: {n: self.trace({})[n]["value"] for n in names}
-        )
-        return {n: jnp.zeros(s.shape, s.dtype) for n, s in abstract.items()}
+    def _zeros(self) -> dict[str, Array]:
+        functions = {
+            name: jnp.zeros(shape.shape, shape.dtype)
+            for name, shape in self.structure.functions.items()
+        }
+        return {**self.structure.zeros, **functions}
 
     @cached_property
-    def _base(self) -> Trace:
-        return self.trace(self._flat)
+    def _run(self) -> _Run:
+        """The one run of the model, linearised in function values and weights."""
+        traces: list[Trace] = []
+        structure = self.structure
+        zeros = {b.name: self._zeros[b.name] for b in structure.blocks}
 
-    # Geometry: what can be kept while hyperparameters rest.
+        def run(at: dict[str, Array]) -> tuple[dict[str, Array], Any]:
+            trace = self.trace(at)
+            traces.append(trace)
+            likelihoods = {}
+            for site in structure.observed:
+                message = trace[site.name]
+                if message["is_observed"]:
+                    check_shape(site.name, message)
+                likelihoods[site.name] = Likelihood(
+                    message["fn"], message["value"], message["scale"]
+                )
+            return predictor_values(structure, trace), likelihoods
 
-    def fields(self, factors: dict[str, Array] | None = None) -> dict[str, Any]:
-        """The :class:`Field` of every block, by block name.
+        values, push, likelihoods = jax.linearize(run, zeros, has_aux=True)
+        # Nothing of it that is read depends on the inputs of the linearisation.
+        (trace,) = traces
+        outputs = {
+            b.name: conditional_of(trace, b).outputs for b in structure.processes
+        }
+        sources = structure.sources()
+        columns = {
+            b.name: tuple(k for k, names in sources.items() if b.name in names)
+            for b in structure.weights
+        }
+        shapes = {k: jax.ShapeDtypeStruct(z.shape, z.dtype) for k, z in zeros.items()}
+        predictors = Predictors(values, push, outputs, columns, shapes)
+        return _Run(trace, predictors, likelihoods)
 
-        :param factors: Cholesky factors of the inducing matrices, if computed before.
-        """
-        found: dict[str, Any] = {}
-        for block in self._processes:
-            law = self.conditional(block)
-            factor = law.gp.cholesky if factors is None else factors[block.name]
-            projection = law.projection_through(factor)
-            residual = residual_variance(law.prior_variance, projection)
-            found[block.name] = Field(law.mean, projection, residual)
-        return {**found, **self.weight_fields()}
+    # Parts of the model.
 
-    def latents(self) -> dict[str, Array | None]:
-        """Which latents each process was called for; ``None`` for all."""
-        return {b.name: self.conditional(b).rows for b in self._processes}
+    @property
+    def predictors(self) -> Predictors:
+        """The latent-carrying parameters of its likelihoods."""
+        return self._run.predictors
 
-    def coupled(self) -> tuple[str, ...]:
-        """Processes whose latents meet in the same outputs."""
-        laws = {b.name: self.conditional(b) for b in self._processes}
-        return tuple(n for n, law in laws.items() if law.gp.loadings is not None)
+    def conditional(self, block: Block) -> Conditional:
+        """The distribution of a process's function values given its inducing vector."""
+        return conditional_of(self._run.trace, block)
 
     def message(self, site: str) -> dict[str, Any]:
         """The message of a sample site, at function values of zero."""
-        return self._base[site]
+        message = self._run.trace[site]
+        if site not in self._run.likelihoods:
+            return message
+        fn, value, scale = self._run.likelihoods[site]
+        return {**message, "fn": fn, "value": value, "scale": scale}
 
-    def conditional(self, block: Block) -> Conditional:
-        """The law of a process's function values given its inducing vector."""
-        return conditional_of(self._base, block)
+    def likelihood(self, site: str) -> Likelihood:
+        """The distribution, value and scale of an observed site."""
+        return self._run.likelihoods[site]
 
-    def weight_fields(self) -> dict[str, dict[str, Field]]:
-        """Those of plain weight vectors, by block name and predictor."""
-        if not self._weights:
-            return {}
-        zeros = {b.name: self._zeros[b.site] for b in self._weights}
-        _, push = jax.linearize(
-            lambda w: self.predictor_values({**self._flat, **w}), zeros
-        )
+    def other_sites(self) -> Trace:
+        """The sample sites of all other latents."""
+        return {name: self._run.trace[name] for name in self.structure.others}
+
+    def selected(self) -> dict[str, Array | None]:
+        """Which latents each process was called for; ``None`` for all."""
+        return {k: o.selected for k, o in self.predictors.outputs.items()}
+
+    def coupled(self) -> tuple[str, ...]:
+        """Processes whose latents share outputs."""
+        outputs = self.predictors.outputs
+        return tuple(k for k, o in outputs.items() if o.loadings is not None)
+
+    # Geometry: what can be kept while hyperparameters rest.
+
+    def maps(self, factors: dict[str, Array] | None = None) -> dict[str, AffineMap]:
+        """The affine map of every block: of a process to its latents' values at the
+        data, of a weight vector to the predictors it reaches, side by side.
+
+        :param factors: inverse Cholesky factors of the inducing matrices, if computed
+            before.
+        """
         found = {}
-        for block in self._weights:
-            size = block.shape[0]
-            directions = {
-                k: jnp.zeros((size, *z.shape), z.dtype) for k, z in zeros.items()
-            }
-            directions[block.name] = jnp.eye(size, dtype=block.dtype)
-            columns = jax.vmap(push)(directions)
-            found[block.name] = {
-                name: Field(*_flat_field(column)) for name, column in columns.items()
-            }
+        for block in self.structure.processes:
+            law = self.conditional(block)
+            factor = law.gp.inverse_factor if factors is None else factors[block.name]
+            found[block.name] = law.affine_map_through(factor)
+        return {**found, **self.weight_maps()}
+
+    def weight_maps(self) -> dict[str, AffineMap]:
+        """Those of plain weight vectors."""
+        found, predictors = {}, self.predictors
+        for block in self.structure.weights:
+            names, eye = predictors.columns[block.name], jnp.eye(block.shape[0])
+            directions = jnp.asarray(eye, block.dtype)
+            projection = predictors.projection(block.name, names, directions)[None]
+            nothing = jnp.zeros_like(projection[:, 0])
+            found[block.name] = AffineMap(nothing, projection, nothing)
         return found
 
-    def priors(self) -> dict[str, tuple[Array, Array]]:
-        """Prior mean and standard deviation of every block, each of its shape."""
+    def priors(self) -> dict[str, Prior]:
+        """Priors of every block, latent axis first."""
         found = {}
         for block in self.structure.blocks:
-            normal = base_distribution(self._base[block.site]["fn"])
+            normal = base_distribution(self._run.trace[block.site]["fn"])
+            rows = (-1, block.shape[-1])
             loc, scale = (
-                jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)
+                jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape).reshape(rows)
                 for x in (normal.loc, normal.scale)
             )
-            found[block.name] = (loc, scale)
+            found[block.name] = Prior(loc, scale)
         return found
 
     def block_scale(self, block: Block) -> Any:
         """The factor of a block's KL: the scale NumPyro put on its sample site, times
         C / K if the process was called for the K latents a plate of size C drew."""
-        scale = self._base[block.site]["scale"]
+        trace = self._run.trace
+        scale = trace[block.site]["scale"]
         scale = 1 if scale is None else scale
-        latents = self.conditional(block).rows if block.is_process else None
+        latents = self.selected().get(block.name)
         if latents is None:
             return scale
-        plates = [s for s in self._base.values() if s["type"] == "plate"]
+        plates = [s for s in trace.values() if s["type"] == "plate"]
         drawn = [s for s in plates if s["value"] is latents]
         sizes = block.shape[0], len(latents)
         if not drawn and any((s["args"][0], len(s["value"])) == sizes for s in plates):
@@ -168,132 +215,45 @@ class BoundProblem:
             )
         return scale * block.shape[0] / len(latents) if drawn else scale
 
-    def other_sites(self) -> Trace:
-        """The sample sites of all other latents."""
-        return {name: self._base[name] for name in self.structure.others}
-
     # Expected log-likelihood.
 
-    def expected_log_likelihood(self, at: dict[str, Any], bound: str) -> Array:
-        """The sum over observed sites of their scaled, masked expectations.
+    def expected(self, bound: str) -> ExpectedLogLikelihood:
+        """That of all observed sites, which must have closed forms.
 
-        :param at: :class:`Marginals` by block name (a dict of them for weights).
+        :param bound: ``"exact"`` or ``"augmented"``.
+        """
+        run = self._run
+        return ExpectedLogLikelihood(
+            run.predictors, run.likelihoods, self.structure.observed, bound
+        )
+
+    def expected_log_likelihood(self, at: dict[str, Marginals], bound: str) -> Array:
+        """The same, by nodes where a site has no closed form.
+
+        :param at: marginals by block name.
         :param bound: ``"exact"`` or ``"augmented"``.
         :return: scalar.
         """
-        means, spreads = self.process_moments(at)
-        trace, carried = self.trace(means), self.predictors(at)
-        terms = []
+        run, terms = self._run, []
+        means, spreads = run.predictors.moments(at)
+        carried = run.predictors.marginals(at)
         for site in self.structure.observed:
-            message = trace[site.name]
-            check_shape(site.name, message)
-            if site.latents and (
-                bound == "augmented" or site.route is Route.CLOSED_FORM
-            ):
-                value = _closed_form(message, *predictor(carried, site), bound)
+            fn, value, scale = likelihood = run.likelihoods[site.name]
+            closed = bound == "augmented" or site.route is Route.CLOSED_FORM
+            if site.latents and closed:
+                term = closed_form(site, likelihood, carried, bound)
             elif site.route is Route.CONSTANT:
-                value = message["fn"].log_prob(message["value"])
+                term = fn.log_prob(value)
             else:
-                value = self._at_nodes(site, means, spreads)
-            terms.append(scaled_sum(value, message["scale"]))
+                term = self._at_nodes(site, means, spreads)
+            terms.append(scaled_sum(term, scale))
         return sum(terms[1:], terms[0])
-
-    def expected_at(self, carried: dict[str, Marginals]) -> Array:
-        """The expectations of the observed sites that these predictors belong to: exact
-        where there is a closed form, otherwise their augmented bounds.
-
-        :param carried: marginals by ``"site/parameter"``, all of a site or none.
-        :return: scalar.
-        """
-        names = {name.rsplit("/", 1)[0] for name in carried}
-        total = jnp.zeros(())
-        for site in self.structure.observed:
-            if site.name in names:
-                message = self._base[site.name]
-                exact = site.route is Route.CLOSED_FORM
-                bound = "exact" if exact else "augmented"
-                value = _closed_form(message, *predictor(carried, site), bound)
-                total += scaled_sum(value, message["scale"])
-        return total
-
-    def predictors(self, at: dict[str, Any]) -> dict[str, Marginals]:
-        """Marginals of every latent-carrying parameter, by ``"site/parameter"``.
-
-        :param at: :class:`Marginals` by block name (a dict of them for weights);
-            blocks that are missing are at zero.
-        """
-        carried = self._carried(*self.process_moments(at))
-        for block in self._weights:
-            for name, marginal in at.get(block.name, {}).items():
-                mean, variance = carried[name]
-                carried[name] = Marginals(
-                    mean + marginal.mean.reshape(mean.shape),
-                    variance + marginal.variance.reshape(mean.shape),
-                )
-        return carried
-
-    def process_moments(self, at: dict[str, Any]) -> tuple[dict, dict]:
-        """Means and variances of function values as the model sees them, by block name.
-
-        :param at: :class:`Marginals` by block name.
-        """
-        means, spreads = {}, {}
-        for block in self._processes:
-            if block.name not in at:
-                continue
-            law, (mean, variance) = self.conditional(block), at[block.name]
-            means[block.name] = law.outputs(mean)
-            spreads[block.name] = law.output_variances(variance)
-        return means, spreads
-
-    def predictor_values(self, at: dict[str, Array]) -> dict[str, Array]:
-        """Every latent-carrying parameter at given function values and weights, by
-        ``"site/parameter"``."""
-        trace = self.trace(at)
-        return {
-            f"{site.name}/{k}": jnp.asarray(
-                getattr(base_distribution(trace[site.name]["fn"]), k)
-            )
-            for site in self.structure.observed
-            for k in site.latents
-        }
-
-    def _carried(
-        self, means: dict[str, Array], spreads: dict[str, Array]
-    ) -> dict[str, Marginals]:
-        """Mean and variance of each latent-carrying parameter, processes only.
-
-        It is elementwise affine in independent latents, so its variance is the sum over
-        latents of slope^2 v; slope and slope * v are two tangents, and no square root
-        (whose gradient at 0 is infinite) is taken.
-        """
-        values, push = jax.linearize(
-            lambda at: self.predictor_values({**self._flat, **at}), means
-        )
-        variances = jax.tree.map(jnp.zeros_like, values)
-        blank = jax.tree.map(jnp.zeros_like, means)
-        for name, mean in means.items():
-            slope = push({**blank, name: jnp.ones_like(mean)})
-            carried = push({**blank, name: spreads[name]})
-            variances = {k: v + slope[k] * carried[k] for k, v in variances.items()}
-        return {k: Marginals(values[k], variances[k]) for k in values}
 
     def _at_nodes(
         self, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
     ) -> Array:
         """Expectation by re-running the model at nodes of the function values."""
-        reached = {k: means[k] for k in site.processes}
-        dtype = jnp.result_type(*reached.values())
-        if site.route is Route.GAUSS_HERMITE:
-            nodes, weights = gauss_hermite(NUM_NODES, dtype)
-            draws = {k: nodes for k in reached}
-        else:
-            weights = jnp.full((NUM_NODES,), 1 / NUM_NODES, dtype)
-            keys = random.split(self._key, len(reached))
-            draws = {
-                k: random.normal(key, (NUM_NODES, *m.shape), dtype)
-                for key, (k, m) in zip(keys, reached.items(), strict=True)
-            }
+        draws, weights = nodes_of(site, means, self._key)
 
         def density(z: dict[str, Array]) -> Array:
             moved = {k: means[k] + safe_sqrt(spreads[k]) * z[k] for k in z}
@@ -303,40 +263,35 @@ class BoundProblem:
         return jnp.tensordot(weights, jax.vmap(density)(draws), 1)
 
 
-def _flat_field(column: Array) -> tuple[Array, Array, Array]:
-    """Offset, projection and residual of a weight vector at one predictor: its mean is
-    relative to the predictor at zero weights, and nothing is left over."""
-    projection = column.reshape(1, column.shape[0], -1)
-    zero = jnp.zeros((1, projection.shape[-1]), column.dtype)
-    return zero, projection, zero
-
-
-def predictor(
-    carried: dict[str, Marginals], site: Observed
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Means and variances of one site's latent-carrying parameters."""
-    found = {k: carried[f"{site.name}/{k}"] for k in site.latents}
-    means = {k: marginal.mean for k, marginal in found.items()}
-    return means, {k: marginal.variance for k, marginal in found.items()}
-
-
-def _closed_form(
-    message: dict[str, Any], means: dict, variances: dict, bound: str
-) -> Array:
-    fn = message["fn"]
-    y = feasible(fn, message["value"])
-    if bound == "exact":
-        return expected_log_prob(fn, y, means, variances)
-    cls = type(base_distribution(fn))
-    augmentation = lookup_augmentation(cls)
-    if augmentation is None:
-        raise NotConjugateError(
-            f"site {message['name']!r}: {cls.__name__} has no augmentation registered, "
-            'only an exact expectation; use sites="exact" or bound="exact"'
+def predictor_values(structure: Structure, trace: Trace) -> dict[str, Array]:
+    """Every latent-carrying parameter in a trace, by ``"site/parameter"``."""
+    return {
+        f"{site.name}/{k}": jnp.asarray(
+            getattr(base_distribution(trace[site.name]["fn"]), k)
         )
-    return through_wrappers(fn, lambda d: augmentation.bound(d, y, means, variances))
+        for site in structure.observed
+        for k in site.latents
+    }
 
 
-def scaled_sum(value: Array, scale: Any) -> Array:
-    """Sum of a site's terms, with the scale NumPyro put on the site."""
-    return jnp.sum(value if scale is None else value * scale)
+def nodes_of(
+    site: Observed, means: dict[str, Array], key: Array
+) -> tuple[dict[str, Array], Array]:
+    """Standard normal nodes for the processes a site depends on, and their weights:
+    Gauss-Hermite where one reaches each datum, else draws.
+
+    :param site: the site.
+    :param means: means of function values, for shapes and dtype.
+    :param key: seed of the draws.
+    """
+    reached = {k: means[k] for k in site.processes}
+    dtype = jnp.result_type(*reached.values())
+    if site.route is Route.GAUSS_HERMITE:
+        nodes, weights = gauss_hermite(NUM_NODES, dtype)
+        return {k: nodes for k in reached}, weights
+    keys = random.split(key, len(reached))
+    draws = {
+        k: random.normal(key, (NUM_NODES, *m.shape), dtype)
+        for key, (k, m) in zip(keys, reached.items(), strict=True)
+    }
+    return draws, jnp.full((NUM_NODES,), 1 / NUM_NODES, dtype)

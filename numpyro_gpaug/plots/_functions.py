@@ -64,7 +64,7 @@ def plot_latent(
     >>> y = jnp.sin(3 * X[:, 0])
     >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
     >>> fit = svi.run(jax.random.key(0), 3, X, y, Z=X[::2], progress_bar=False)
-    >>> posterior = svi.posterior(fit.params)
+    >>> posterior = svi.posterior(fit)
     >>> ax = plot_latent(posterior, X, data=(X, y), inducing=X[::2])
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
     ['data', '90% interval', '50% interval', 'posterior mean', 'inducing inputs']

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.model.structure import Block, Leaves, Observed, Plate, Structure
+from numpyro_gpaug.model.structure import Block, Leaves, Observed, Structure
 
 
 def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -69,12 +69,11 @@ def _is_plain(tree: Any) -> bool:
 
 
 def pack_structure(structure: Structure) -> dict[str, Any]:
-    """A structure as JSON."""
+    """A structure as JSON, without what depends on arguments."""
     return {
         "blocks": [[b.name, b.site, b.shape, str(b.dtype)] for b in structure.blocks],
         "others": structure.others,
-        "observed": [[*o[:2], o.route.value, *o[3:]] for o in structure.observed],
-        "plates": {k: list(p) for k, p in structure.plates.items()},
+        "observed": [[*o[:3], o.route.value, *o[4:]] for o in structure.observed],
     }
 
 
@@ -87,8 +86,17 @@ def unpack_structure(packed: dict[str, Any]) -> Structure:
         ),
         others=tuple(packed["others"]),
         observed=tuple(
-            Observed(name, tuple(latents), Route(route), tuple(processes), *rest)
-            for name, latents, route, processes, *rest in packed["observed"]
+            Observed(
+                name,
+                tuple(latents),
+                tuple(map(tuple, sources)),
+                Route(route),
+                tuple(processes),
+                *rest,
+            )
+            for name, latents, sources, route, processes, *rest in packed["observed"]
         ),
-        plates={k: Plate(*p) for k, p in packed["plates"].items()},
+        plates={},
+        functions={},
+        constraints={},
     )

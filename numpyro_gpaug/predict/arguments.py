@@ -8,26 +8,26 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_gpaug.model.jaxpr import dependences
+from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
     conditional_of,
+    flat_functions,
     is_array,
     run_model,
 )
 from numpyro_gpaug.model.validation import check_arguments
 
 
-class Remembered(NamedTuple):
+class FitArguments(NamedTuple):
     """What a posterior knows of the arguments of its fit.
 
     :param kwargs: keyword arguments of the fit, observations left out.
     :param observations: names of the arguments that hold observations.
-    :param shared: names of those in ``kwargs`` that have no row per datum.
+    :param shared: names of those that have no row per datum.
     """
 
     kwargs: dict[str, Any]
@@ -42,15 +42,15 @@ class Remembered(NamedTuple):
         values: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Remembered:
+    ) -> FitArguments:
         """From the arguments of a fit.
 
         :raises ValueError: if inducing inputs or hyperparameters are computed from a
             positional argument, which changes at prediction.
         """
         observations, inducing = _sources(model, structure, values, args, kwargs)
-        positional = list(inspect.signature(model).parameters)[: len(args)]
-        if lost := [name for name in inducing if name in positional]:
+        parameters = list(inspect.signature(model).parameters)
+        if lost := [name for name in inducing if name in parameters[: len(args)]]:
             raise ValueError(
                 f"inducing inputs or hyperparameters are computed from {lost}, which "
                 "change at prediction: pass them by keyword (inducing=Z), or make them "
@@ -58,7 +58,15 @@ class Remembered(NamedTuple):
             )
         kept = {k: v for k, v in kwargs.items() if k not in observations}
         rows = {n for p in structure.plates.values() for n in p}
-        shared = tuple(k for k, v in kept.items() if not _has_rows(v, rows))
+        rows |= {f.shape[0] for f in structure.functions.values()}
+        named = {**dict(zip(parameters, args, strict=False)), **kept}
+        # What inducing matrices are computed from has no row per datum, whatever its
+        # length.
+        shared = tuple(
+            k
+            for k, v in named.items()
+            if k in inducing or (rows and not _has_rows(v, rows))
+        )
         return cls(kept, observations, shared)
 
     def joined(
@@ -69,21 +77,29 @@ class Remembered(NamedTuple):
         check_arguments(model, args, kwargs)
         merged = {**self.kwargs, **kwargs}
         arguments = Arguments.split(args, merged)
-        passed = [*args, *(kwargs[k] for k in kwargs if k not in self.shared)]
-        arrays = [a for a in map(jnp.shape, jax.tree.leaves(passed)) if a]
-        if not arrays or arrays[0][0] == 0:
-            raise ValueError(
-                "pass the new inputs: arrays with one row per point, got shapes "
-                f"{arrays}"
-            )
+        parameters = list(inspect.signature(model).parameters)
+        by_row_named = [name not in self.shared for name in parameters[: len(args)]]
+        by_row_named += [True] * (len(args) - len(by_row_named))
         is_new = (
-            jax.tree.map(lambda _: True, args),
-            {k: jax.tree.map(lambda _, k=k: k in kwargs, v) for k, v in merged.items()},
+            tuple(
+                jax.tree.map(lambda _, flag=flag: flag, a)
+                for flag, a in zip(by_row_named, args, strict=True)
+            ),
+            {
+                k: jax.tree.map(lambda _, k=k: k in kwargs and k not in self.shared, v)
+                for k, v in merged.items()
+            },
         )
         flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_new))
+        pairs = list(zip(flags, arguments.arrays, strict=True))
+        rows = [a.shape[0] for flag, a in pairs if flag and a.ndim]
+        if not rows or rows[0] == 0:
+            raise ValueError(
+                "pass the new inputs: arrays with one row per point, got shapes "
+                f"{[a.shape for _, a in pairs]}"
+            )
         by_row = tuple(
-            flag and a.ndim > 0 and a.shape[0] == arrays[0][0]
-            for flag, a in zip(flags, arguments.arrays, strict=True)
+            flag and a.ndim > 0 and a.shape[0] == rows[0] for flag, a in pairs
         )
         return arguments, by_row
 
@@ -125,12 +141,11 @@ def _sources(
             arrays=tuple(inputs[str(i)] for i in range(len(inputs)))
         )
         filled = {**structure.zeros, **values}
-        trace = run_model(model, given, random.key(0), filled)
-        processes = [b for b in structure.blocks if b.is_process]
-        factors = [conditional_of(trace, b).gp.cholesky for b in processes]
+        trace = run_model(flat_functions(model), given, random.key(0), filled)
+        factors = [conditional_of(trace, b).gp.cholesky for b in structure.processes]
         return [trace[site.name]["value"] for site in structure.observed], factors
 
-    states = dependences(parts, inputs)
+    found = dependence_tree(parts, inputs)
     positional = list(inspect.signature(model).parameters)
     paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     names = Arguments.select_arrays(
@@ -140,9 +155,9 @@ def _sources(
             for path, _ in paths
         ],
     )
-    split = len(structure.observed)
-    found = []
-    for group in (states[:split], states[split:]):
-        indices = sorted({int(key) for state in group for key in state})
-        found.append(tuple(dict.fromkeys(names[i] for i in indices)))
-    return found[0], found[1]
+    sources = []
+    for group in found:
+        states = [leaf.state for leaf in jax.tree.leaves(group)]
+        indices = sorted({int(key) for state in states for key in state})
+        sources.append(tuple(dict.fromkeys(names[i] for i in indices)))
+    return sources[0], sources[1]

@@ -18,7 +18,6 @@ from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.guides.base import ProcessGuide
-from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
@@ -30,14 +29,17 @@ from numpyro_gpaug.predict.archive import (
     unpack,
     unpack_structure,
 )
-from numpyro_gpaug.predict.arguments import Remembered
+from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.predictor import (
+    Fitted,
     FunctionValues,
     Predictor,
+    Prepared,
     predictor_for,
 )
 
 BATCH_SIZE = 1024
+SMALL_BATCH = 128
 
 
 class Posterior:
@@ -51,18 +53,21 @@ class Posterior:
 
     :param predictor: the model and what its guide says of function values; posteriors
         of the same model and guide share what it compiled.
-    :param fit: params and point values of other latents, and the moments of the
-        Gaussian blocks.
-    :param remembered: what is known of the arguments of the fit.
+    :param fitted: params and point values of other latents, and the Gaussian blocks.
+    :param arguments: what is known of the arguments of the fit.
 
-    All methods stream over rows in blocks of ``batch_size`` padded to one shape, so any
-    number of rows costs one compilation; predictions do not depend on it.
+    All methods stream over rows in blocks of ``batch_size``, or of 128 if that is all
+    there are, padded to one shape: any number of rows costs one or two compilations,
+    and predictions do not depend on it.
     """
 
-    def __init__(self, predictor: Predictor, fit: Fit, remembered: Remembered) -> None:
+    def __init__(
+        self, predictor: Predictor, fitted: Fitted, arguments: FitArguments
+    ) -> None:
         self._predictor = predictor
-        self._fit = fit
-        self._remembered = remembered
+        self._fitted = fitted
+        self._fit_arguments = arguments
+        self._prepared: Prepared | None = None
 
     @classmethod
     def from_guide(
@@ -81,32 +86,33 @@ class Posterior:
         :param params: params of model and guide.
         :param args: the model's arguments at the fit, observations included.
         :param kwargs: its keyword arguments.
-        :raises ValueError: if inducing inputs or hyperparameters are computed from a
-            positional argument.
+        :raises ValueError: if params are missing, or if inducing inputs or
+            hyperparameters are computed from a positional argument.
         """
-        structure = guide.setup(*args, **kwargs).structure
-        values, moments = guide.split_params(params)
+        arguments = Arguments.split(args, kwargs)
+        structure = guide.setup(*args, **kwargs).structure_at(arguments)
+        guide.check_params(params)
+        values, own = guide.split_params(params)
         values = {**values, **guide.other_median(params)}
-        remembered = Remembered.of_fit(model, structure, values, args, kwargs)
+        given = FitArguments.of_fit(model, structure, values, args, kwargs)
         predictor = predictor_for(guide, model, structure)
-        return cls(predictor, Fit(values, moments), remembered)
+        return cls(predictor, Fitted(values, own), given)
 
     @property
     def processes(self) -> tuple[str, ...]:
         """Names of the Gaussian processes, as :meth:`predict_f` takes them."""
-        blocks = self._predictor.structure.blocks
-        return tuple(block.name for block in blocks if block.is_process)
+        return tuple(block.name for block in self._predictor.structure.processes)
 
     @property
     def observed(self) -> tuple[str, ...]:
-        """Names of the observed sites that latents reach, which can be predicted."""
+        """Names of the observed sites that depend on latents: those to predict."""
         sites = self._predictor.structure.observed
         return tuple(s.name for s in sites if s.route is not Route.CONSTANT)
 
     @property
     def weights(self) -> dict[str, dist.MultivariateNormal]:
         """Posteriors of the plain Gaussian weight vectors, by site; where a process
-        reaches the same predictor, too narrow, as the fit holds them independent.
+        shares the predictor, too narrow, as the fit holds them independent.
 
         **Example**
 
@@ -120,19 +126,23 @@ class Posterior:
         >>> y = jnp.array([1, 0, 1, 0])
         >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
         >>> fit = svi.run(jax.random.key(0), 20, X, y, progress_bar=False)
-        >>> w = svi.posterior(fit.params).weights["w"]
+        >>> w = svi.posterior(fit).weights["w"]
         >>> [f"{x:.1f}" for x in w.mean]
         ['0.9', '-0.1']
         """
         found = {}
-        for block in self._predictor.structure.blocks:
-            if not block.is_process:
-                mean, whitener, _ = self._fit.moments[block.name]
-                covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
-                found[block.site] = dist.MultivariateNormal(
-                    mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
-                )
+        for block in self._predictor.structure.weights:
+            mean, whitener, _ = self._moments()[block.name]
+            covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
+            found[block.site] = dist.MultivariateNormal(
+                mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
+            )
         return found
+
+    def _moments(self) -> dict[str, Moments]:
+        if self._prepared is not None:
+            return self._prepared.moments
+        return self._predictor.moments(self._fitted)
 
     # -- prediction -------------------------------------------------------------------
 
@@ -195,7 +205,7 @@ class Posterior:
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
         observed = self._predictor.observed(site)
-        called = self._remembered.joined(self._predictor.model, args, kwargs)
+        called = self._fit_arguments.joined(self._predictor.model, args, kwargs)
         return self._stream("log_prob", called, observed.name, batch_size)
 
     def sample(
@@ -231,20 +241,16 @@ class Posterior:
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Arguments, tuple[bool, ...]]:
-        model, remembered = self._predictor.model, self._remembered
-        absent = remembered.without_observations(model, len(args))
-        return remembered.joined(model, args, {**absent, **kwargs})
+        model, fit = self._predictor.model, self._fit_arguments
+        absent = fit.without_observations(model, len(args))
+        return fit.joined(model, args, {**absent, **kwargs})
 
     def _call(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
-        if self._fit.factors is None:
-            factors = self._predictor.factors(arguments, self._fit)
-            for name, factor in factors.items():
-                if not np.isfinite(np.asarray(factor)).all():
-                    raise CholeskyError(
-                        f"the kernel matrix of {name!r} did not factorise"
-                    )
-            self._fit = self._fit._replace(factors=factors)
-        return self._predictor.call(what, arguments, self._fit, site, **how)
+        # Threads that come first at once compute the same twice, and keep either.
+        answer, self._prepared = self._predictor(
+            what, arguments, self._fitted, self._prepared, site, **how
+        )
+        return answer
 
     def _stream(
         self,
@@ -255,15 +261,19 @@ class Posterior:
     ) -> Any:
         """Blocks of rows, the last one padded, put together again."""
         arguments, by_row = called
+        traced = any(isinstance(a, jax.core.Tracer) for a in arguments.arrays)
+        rows = arguments.arrays[by_row.index(True)].shape[0]
+        size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
+        if traced or rows == size:
+            return self._call(what, arguments, site)
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
-        whole = self._predictor.shape(what, arguments, self._fit, site)
-        rows = arguments.arrays[by_row.index(True)].shape[0]
+        whole, _ = self._predictor.shapes(what, arguments, self._fitted, site)
         blocks = []
-        for start in range(0, rows, batch_size):
-            chosen = np.minimum(np.arange(start, start + batch_size), rows - 1)
-            arrays = tuple(
-                a[chosen] if flag else a
+        for start in range(0, rows, size):
+            chosen = np.minimum(np.arange(start, start + size), rows - 1)
+            arrays: tuple[Any, ...] = tuple(
+                np.asarray(a)[chosen] if flag else a
                 for a, flag in zip(arguments.arrays, by_row, strict=True)
             )
             blocks.append(self._call(what, arguments._replace(arrays=arrays), site))
@@ -292,16 +302,16 @@ class Posterior:
         :raises ValueError: for a value that is not made of arrays and plain numbers.
         """
         arrays: dict[str, np.ndarray] = {}
-        kwargs, observations, shared = self._remembered
-        moments = {k: list(m) for k, m in self._fit.moments.items()}
+        kwargs, observations, shared = self._fit_arguments
+        moments = {k: list(m) for k, m in self._moments().items()}
         meta = {
-            "values": pack_values(self._fit.values, arrays),
-            "remembered": pack(kwargs, "remembered", arrays),
+            "values": pack_values(self._fitted.values, arrays),
+            "arguments": pack(kwargs, "arguments", arrays),
             "moments": pack(moments, "moments", arrays),
             "observations": list(observations),
             "shared": list(shared),
             "structure": pack_structure(self._predictor.structure),
-            "law": type(self._predictor.law).__name__,
+            "function_posterior": type(self._predictor.function_posterior).__name__,
         }
         arrays["meta"] = np.array(json.dumps(meta))
         # Through a handle: given a name, NumPy may append a suffix to it.
@@ -328,23 +338,23 @@ class Posterior:
             arrays = {k: jnp.asarray(v) for k, v in archive.items() if k != "meta"}
             meta = json.loads(str(archive["meta"]))
         guide = AutoSparseGP(model) if guide is None else guide
-        if type(guide.law).__name__ != meta["law"]:
+        kind = type(guide.function_posterior).__name__
+        if kind != meta["function_posterior"]:
             raise ValueError(
-                f"{path} holds a fit read by {meta['law']}, but a "
-                f"{type(guide).__name__} brings {type(guide.law).__name__}: pass the "
-                "guide of the fit, load(path, model, guide)"
+                f"{path} holds a fit read by {meta['function_posterior']}, but a "
+                f"{type(guide).__name__} brings {kind}: pass the guide of the fit, "
+                "load(path, model, guide)"
             )
+        structure = unpack_structure(meta["structure"])
         moments = unpack(meta["moments"], arrays)
-        fit = Fit(
-            unpack(meta["values"], arrays), {k: Moments(*m) for k, m in moments.items()}
-        )
-        remembered = Remembered(
-            unpack(meta["remembered"], arrays),
+        own = {k: Moments(*m) for k, m in moments.items()}
+        arguments = FitArguments(
+            unpack(meta["arguments"], arrays),
             tuple(meta["observations"]),
             tuple(meta["shared"]),
         )
-        structure = unpack_structure(meta["structure"])
-        return cls(predictor_for(guide, model, structure), fit, remembered)
+        predictor = predictor_for(guide, model, structure)
+        return cls(predictor, Fitted(unpack(meta["values"], arrays), own), arguments)
 
 
 def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:

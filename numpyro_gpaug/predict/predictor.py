@@ -3,27 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, random
+import numpy as np
+from jax import Array, lax, random
 from numpyro import handlers
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
-from numpyro_gpaug.guides.base import ProcessGuide
-from numpyro_gpaug.guides.function_posterior import Fit, Law
+from numpyro_gpaug.guides.base import MAX_SIZES, ProcessGuide
+from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.math.linalg import cholesky_jitter, default_jitter
+from numpyro_gpaug.math.linalg import Moments, cholesky_jitter, default_jitter
+from numpyro_gpaug.model.inspect import structure_at
+from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
@@ -31,7 +34,7 @@ from numpyro_gpaug.model.structure import (
     Structure,
     check_shape,
 )
-from numpyro_gpaug.model.view import BoundProblem, predictor
+from numpyro_gpaug.model.view import ModelView
 
 
 class FunctionValues(NamedTuple):
@@ -45,71 +48,153 @@ class FunctionValues(NamedTuple):
     variance: Array
 
 
+class Prepared(NamedTuple):
+    """What predictions at any inputs share, computed by the first of them.
+
+    :param moments: of the Gaussian blocks, latent axis first.
+    :param factors: see :class:`~numpyro_gpaug.guides.function_posterior.Fit`.
+    """
+
+    moments: dict[str, Moments]
+    factors: dict[str, Array]
+
+
+class Fitted(NamedTuple):
+    """What was fitted.
+
+    :param values: params and point values of other latents, by name.
+    :param own: params of the Gaussian blocks, by block name, or their moments.
+    """
+
+    values: dict[str, Any]
+    own: Mapping[str, dict[str, Array] | Moments]
+
+
 class Predictor:
     """Everything about a prediction but the numbers: posteriors of the same model and
     guide share it, and with it what JAX compiled.
 
     :param model: the model.
     :param structure: what it is made of.
-    :param law: what a fit of its guide says of function values.
+    :param guide: its guide, which says how a fit is read.
     """
 
     def __init__(
-        self, model: Callable[..., Any], structure: Structure, law: Law
+        self, model: Callable[..., Any], structure: Structure, guide: ProcessGuide
     ) -> None:
         self.model = model
         self.structure = structure
-        self.law = law
-        self._raw: dict[str, Callable[..., Any]] = {
+        self.function_posterior = guide.function_posterior
+        self._moments = guide.moments
+        self._kinds: dict[str, Callable[..., Any]] = {
             "f": self._f, "joint": self._joint, "y": self._y,
-            "log_prob": self._log_prob,
+            "log_prob": self._log_prob, "draws": self._draws,
         }  # fmt: skip
-        self.compiled = {
-            name: jax.jit(fn, static_argnames=("static", "site"))
-            for name, fn in self._raw.items()
-        }
-        self.compiled["draws"] = jax.jit(
-            self._draws, static_argnames=("static", "site", "num")
+        self._compiled = jax.jit(
+            self._answer, static_argnames=("what", "static", "site", "num")
         )
-        self.compiled["factors"] = jax.jit(self._factors, static_argnames="static")
+        self._shapes: dict[Any, Any] = {}
 
-    def factors(self, arguments: Arguments, fit: Fit) -> dict[str, Array]:
-        """What can be computed once for all inputs."""
-        return self.compiled["factors"](arguments.arrays, fit, static=arguments.static)
+    def __call__(
+        self,
+        what: str,
+        arguments: Arguments,
+        fitted: Fitted,
+        prepared: Prepared | None,
+        site: str,
+        **how: Any,
+    ) -> tuple[Any, Prepared]:
+        """One prediction, by one compiled program: ``"f"``, ``"joint"``, ``"y"``,
+        ``"log_prob"``, or ``"draws"`` (with ``key`` and ``num``).
 
-    def call(
-        self, what: str, arguments: Arguments, fit: Fit, site: str, **how: Any
+        :param what: which.
+        :param arguments: the model's arguments.
+        :param fitted: what was fitted.
+        :param prepared: from an earlier prediction; computed here if ``None``.
+        :param site: the process or the observed site.
+        :return: the prediction, and what later ones need.
+        :raises CholeskyError: if a kernel matrix does not factorise.
+        """
+        known = prepared is not None
+        if prepared is None:
+            _, shapes = self.shapes(what, arguments, fitted, site, **how)
+            prepared = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        answer, prepared = self._compiled(
+            arguments.arrays, fitted, prepared, known, what=what,
+            static=arguments.static, site=site, **how,
+        )  # fmt: skip
+        if not known:
+            for name, factor in prepared.factors.items():
+                if not np.isfinite(np.asarray(factor)).all():
+                    raise CholeskyError(
+                        f"the kernel matrix of {name!r} did not factorise"
+                    )
+        return answer, prepared
+
+    def shapes(
+        self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
     ) -> Any:
-        """One prediction: ``"f"``, ``"joint"``, ``"y"``, ``"log_prob"``, or ``"draws"``
-        (with ``key`` and ``num``)."""
-        return self.compiled[what](
-            arguments.arrays, fit, static=arguments.static, site=site, **how
-        )
+        """The shapes of what :meth:`__call__` returns, found without arithmetic; the
+        model is traced once for those of its arguments."""
+        key = what, site, arguments.shapes
+        if key not in self._shapes:
+            if len(self._shapes) >= MAX_SIZES:
+                self._shapes.pop(next(iter(self._shapes)))
 
-    def shape(self, what: str, arguments: Arguments, fit: Fit, site: str) -> Any:
-        """The shapes of a prediction, found without arithmetic."""
+            def run(arrays: tuple[Array, ...], fitted: Fitted) -> Any:
+                view = self._view(arrays, arguments.static, fitted)
+                ready = self._prepare(view, fitted)
+                return self._kinds[what](view, self._fit(fitted, ready), site, **how), (
+                    ready
+                )
 
-        def run(arrays: tuple[Array, ...]) -> Any:
-            factors = self._factors(arrays, fit, arguments.static)
-            complete = fit._replace(factors=factors)
-            return self._raw[what](arrays, complete, arguments.static, site)
+            self._shapes[key] = jax.eval_shape(run, arguments.arrays, fitted)
+        return self._shapes[key]
 
-        return jax.eval_shape(run, arguments.arrays)
+    def moments(self, fitted: Fitted) -> dict[str, Moments]:
+        """Moments of the Gaussian blocks, latent axis first."""
+        return jax.jit(self._moments)(fitted.own)
 
     def block(self, site: str | None) -> Block:
         """The Gaussian process of this name; the only one for ``None``."""
-        processes = [b for b in self.structure.blocks if b.is_process]
-        return _one_of(processes, site, "Gaussian process")
+        return _one_of(self.structure.processes, site, "Gaussian process")
 
     def observed(self, site: str | None) -> Observed:
-        """The observed site of this name; the only one that latents reach for
+        """The observed site of this name; the only one that depends on latents for
         ``None`` (``handlers.condition`` makes observed sites of others)."""
-        reached = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
-        return _one_of(reached, site, "observed site")
+        found = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
+        return _one_of(found, site, "observed site")
 
     # -- what is compiled ------------------------------------------------------------
 
-    def _problem(self, arrays: Any, static: Any, fit: Fit) -> BoundProblem:
+    def _answer(
+        self,
+        arrays: tuple[Array, ...],
+        fitted: Fitted,
+        prepared: Prepared,
+        known: Array,
+        what: str,
+        static: Any,
+        site: str,
+        **how: Any,
+    ) -> tuple[Any, Prepared]:
+        view = self._view(arrays, static, fitted)
+
+        def prepare() -> Prepared:
+            # From a view of its own: what a view keeps must not stem from a branch.
+            return self._prepare(self._view(arrays, static, fitted), fitted)
+
+        ready = lax.cond(known, lambda: prepared, prepare)
+        return self._kinds[what](view, self._fit(fitted, ready), site, **how), ready
+
+    def _prepare(self, view: ModelView, fitted: Fitted) -> Prepared:
+        factors = self.function_posterior.factors(view)
+        return Prepared(self._moments(fitted.own), factors)
+
+    def _fit(self, fitted: Fitted, prepared: Prepared) -> Fit:
+        return Fit(fitted.values, *prepared)
+
+    def _view(self, arrays: Any, static: Any, fitted: Fitted) -> ModelView:
         names = {site.name for site in self.structure.observed}
 
         def unobserved(message: dict[str, Any]) -> Array | None:
@@ -121,46 +206,43 @@ class Predictor:
         whole = whole_plates(self.model)
         model = handlers.substitute(whole, substitute_fn=unobserved)
         arguments = Arguments(arrays, static)
-        return BoundProblem(self.structure, model, arguments, fit.values, random.key(0))
+        here = structure_at(model, self.structure, arguments)
+        return ModelView(here, model, arguments, fitted.values, random.key(0))
 
-    def _factors(self, arrays: Any, fit: Fit, static: Any) -> dict[str, Array]:
-        return self.law.factors(self._problem(arrays, static, fit))
+    def _f(self, view: ModelView, fit: Fit, site: str) -> FunctionValues:
+        outputs = view.conditional(self.block(site)).outputs
+        mean, variance = self.function_posterior.marginals(view, fit)[site]
+        return FunctionValues(outputs(mean), outputs.variances(variance))
 
-    def _f(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
-        problem = self._problem(arrays, static, fit)
-        law = problem.conditional(self.block(site))
-        mean, variance = self.law.marginals(problem, fit)[site]
-        return FunctionValues(law.outputs(mean), law.output_variances(variance))
-
-    def _joint(self, arrays: Any, fit: Fit, static: Any, site: str) -> FunctionValues:
-        law, (mean, covariance) = self._latents(arrays, fit, static, site)
-        return FunctionValues(law.outputs(mean), law.output_covariances(covariance))
+    def _joint(self, view: ModelView, fit: Fit, site: str) -> FunctionValues:
+        f, (mean, covariance) = self._latents(view, fit, site)
+        return FunctionValues(f.outputs(mean), f.outputs.covariances(covariance))
 
     def _draws(
-        self, arrays: Any, fit: Fit, static: Any, site: str, key: Array, num: int
+        self, view: ModelView, fit: Fit, site: str, key: Array, num: int
     ) -> tuple[Array, Array]:
         """Joint draws, and whether the covariance factorised."""
-        law, (mean, covariance) = self._latents(arrays, fit, static, site)
+        f, (mean, covariance) = self._latents(view, fit, site)
         jitter = default_jitter(covariance.shape[-1], covariance.dtype)
         factor = cholesky_jitter(covariance, jitter)
         noise = random.normal(key, (num, *mean.shape), mean.dtype)
         latents = mean + jnp.einsum("...ij,s...j->s...i", factor, noise)
-        return jax.vmap(law.outputs)(latents), jnp.isfinite(factor).all()
+        return jax.vmap(f.outputs)(latents), jnp.isfinite(factor).all()
 
     def _latents(
-        self, arrays: Any, fit: Fit, static: Any, site: str
+        self, view: ModelView, fit: Fit, site: str
     ) -> tuple[Conditional, FunctionValues]:
         block = self.block(site)
-        law = self._problem(arrays, static, fit).conditional(block)
-        measure = self.law.measure(law, fit, block)
-        mean = law.select(measure.mean(law.X))
-        return law, FunctionValues(mean, law.select(measure.kernel(law.X, law.X)))
+        f = view.conditional(block)
+        measure = self.function_posterior.measure(f, fit, block)
+        mean = f.select(measure.mean(f.X))
+        return f, FunctionValues(mean, f.select(measure.kernel(f.X, f.X)))
 
-    def _y(self, arrays: Any, fit: Fit, static: Any, site: str) -> Distribution:
-        return self._predictive(arrays, fit, static, site)[0]
+    def _y(self, view: ModelView, fit: Fit, site: str) -> Distribution:
+        return self._predictive(view, fit, site)[0]
 
-    def _log_prob(self, arrays: Any, fit: Fit, static: Any, site: str) -> Array:
-        fn, message = self._predictive(arrays, fit, static, site)
+    def _log_prob(self, view: ModelView, fit: Fit, site: str) -> Array:
+        fn, message = self._predictive(view, fit, site)
         if not message["is_observed"]:
             raise ValueError(
                 f"log_prob needs the observations of site {site!r}: log_prob(X, y)"
@@ -169,7 +251,7 @@ class Predictor:
         return through_wrappers(message["fn"], lambda _: fn.log_prob(message["value"]))
 
     def _predictive(
-        self, arrays: Any, fit: Fit, static: Any, site: str
+        self, view: ModelView, fit: Fit, site: str
     ) -> tuple[Distribution, dict[str, Any]]:
         observed = self.observed(site)
         if observed.route is not Route.CLOSED_FORM:
@@ -178,21 +260,24 @@ class Predictor:
                 "it with numpyro.infer.Predictive(model, guide=guide, params=params, "
                 "num_samples=...)"
             )
-        problem = self._problem(arrays, static, fit)
-        at = self.law.marginals(problem, fit)
-        message = problem.message(site)
-        moments = predictor(problem.predictors(at), observed)
+        at = self.function_posterior.marginals(view, fit)
+        message = view.message(site)
+        moments = of_site(view.predictors.marginals(at), observed)
         return predictive(base_distribution(message["fn"]), *moments), message
 
 
 def predictor_for(
     guide: ProcessGuide, model: Callable[..., Any], structure: Structure
 ) -> Predictor:
-    """The predictor of a model and its guide, made once and kept on the guide."""
+    """The predictor of a model and its guide, made once and kept on the guide.
+
+    :param structure: of the model, at any arguments.
+    """
+    structure = structure.sizeless()
     found = guide.predictors.get(id(model))
     if found is None or found.structure != structure:
         # It holds the model, whose id is thus not given away.
-        found = guide.predictors[id(model)] = Predictor(model, structure, guide.law)
+        found = guide.predictors[id(model)] = Predictor(model, structure, guide)
     return found
 
 

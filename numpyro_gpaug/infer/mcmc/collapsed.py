@@ -17,20 +17,20 @@ from numpyro.infer.util import unconstrain_fn
 from numpyro.util import is_prng_key
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.infer.mcmc.gaussian_kernel import Values
 from numpyro_gpaug.infer.mcmc.gibbs import AugmentedGaussian
 from numpyro_gpaug.infer.mcmc.groups import (
-    Natural,
+    Factors,
+    Values,
     draw_group,
+    factors_of_group,
     needs_auxiliaries,
-    sites_of_group,
 )
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.structure import Arguments, flat_functions
-from numpyro_gpaug.model.view import BoundProblem
+from numpyro_gpaug.model.view import ModelView
 
-NATURAL_KWARG = "_natural_parameters"
+FACTORS_KWARG = "_gaussian_factors"
 
 
 class CollapsedState(NamedTuple):
@@ -118,23 +118,23 @@ class CollapsedGaussian(AugmentedGaussian):
                 "draws its latents"
             )
 
-    def _check(self, problem: BoundProblem) -> None:
-        super()._check(problem)
+    def _check(self, view: ModelView) -> None:
+        super()._check(view)
         for group in self._groups:
             for predictor in group.predictors:
-                if not needs_auxiliaries(problem, predictor):
+                if not needs_auxiliaries(view, predictor):
                     raise NotConjugateError(
                         f"{predictor!r} is drawn without auxiliaries, given other "
                         "latents: nothing is left to collapse it on. "
                         "AugmentedGaussian(model) and NUTS(model) in Gibbs sample it"
                     )
-        self._refuse_likelihood_parameters(problem)
+        self._refuse_likelihood_parameters(view)
         shown = {s.name for s in self.structure.observed if s.route is Route.CONSTANT}
         shown.update(self.structure.others)
-        self._hidden = [name for name in problem.trace({}) if name not in shown]
+        self._hidden = [name for name in view.trace({}) if name not in shown]
 
-    def _refuse_likelihood_parameters(self, problem: BoundProblem) -> None:
-        start = problem.other_sites()
+    def _refuse_likelihood_parameters(self, view: ModelView) -> None:
+        start = view.other_sites()
         shapes = {
             k: jax.ShapeDtypeStruct(jnp.shape(s["value"]), jnp.result_type(s["value"]))
             for k, s in start.items()
@@ -142,7 +142,7 @@ class CollapsedGaussian(AugmentedGaussian):
         sites = [s for s in self.structure.observed if s.latents]
 
         def parameters(values: Values) -> dict[str, list[Any]]:
-            trace = problem.trace({**values, **self._flat_values(problem)})
+            trace = view.trace({**values, **self._flat_values()})
             found = {}
             for site in sites:
                 d = base_distribution(trace[site.name]["fn"])
@@ -159,12 +159,9 @@ class CollapsedGaussian(AugmentedGaussian):
                     "model), [the other sites]), (NUTS(model), None)])"
                 )
 
-    def _flat_values(self, problem: BoundProblem) -> Values:
-        return {
-            b.name: jnp.zeros(law.shape, law.dtype)
-            for b in self._processes
-            for law in (problem.conditional(b),)
-        }
+    def _flat_values(self) -> Values:
+        functions = self.structure.functions
+        return {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
 
     # States.
 
@@ -186,46 +183,46 @@ class CollapsedGaussian(AugmentedGaussian):
             )
         kwargs = model_kwargs or {}
         key, inner_key = random.split(rng_key)
-        first, natural = super().init(
+        first, factors = super().init(
             key, num_warmup, init_params, model_args, model_kwargs
         )
-        given = {**kwargs, NATURAL_KWARG: natural}
+        given = {**kwargs, FACTORS_KWARG: factors}
         others = {k: first.z[k] for k in self.structure.others}
         start = unconstrain_fn(self._collapsed, model_args, given, others)
         inner = self._inner.init(inner_key, num_warmup, start, model_args, given)
         return first._replace(inner=inner)
 
-    def _first(self, key: Array, values: Values, problem: BoundProblem) -> Any:
+    def _first(self, key: Array, values: Values, view: ModelView) -> Any:
         key, other_key, prior_key, aux_key = random.split(key, 4)
         given = {k: values[k] for k in self.structure.others if k in values}
-        drawn = self._with_key(problem, other_key, given).other_sites()
+        drawn = self._with_key(view, other_key, given).other_sites()
         others = {k: jnp.asarray(site["value"]) for k, site in drawn.items()}
-        problem = self._given(problem, others)
-        x = self._drawn_from_prior(prior_key, values, problem)
-        at = self._at(x, self._functions(problem), problem)
-        aux, natural = self._sites(aux_key, self._observed, problem, at)
-        z = {**self._sampled(x, at, problem), **others}
-        return CollapsedState(z, aux, (), key), natural
+        view = self._given(view, others)
+        x = self._drawn_from_prior(prior_key, values, view)
+        at = self._at(x, self._maps(view), view)
+        aux, factors = self._factors(aux_key, self._observed, view, at)
+        z = {**self._sampled(x, at, view), **others}
+        return CollapsedState(z, aux, (), key), factors
 
     def _refuse_broken(
         self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         super()._refuse_broken(state[0], args, kwargs)
 
-    def _renewed(self, state: CollapsedState, problem: BoundProblem) -> CollapsedState:
-        problem = self._given(problem, self._others(state))
+    def _renewed(self, state: CollapsedState, view: ModelView) -> CollapsedState:
+        view = self._given(view, self._others(state))
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
-        at = self._at(x, self._functions(problem), problem)
-        z = {**self._sampled(x, at, problem), **self._others(state)}
+        at = self._at(x, self._maps(view), view)
+        z = {**self._sampled(x, at, view), **self._others(state)}
         return state._replace(z=z)
 
-    def _next(self, state: CollapsedState, problem: BoundProblem) -> CollapsedState:
+    def _next(self, state: CollapsedState, view: ModelView) -> CollapsedState:
         key, aux_key, draw_key = random.split(state.rng_key, 3)
-        problem = self._given(problem, self._others(state))
+        view = self._given(view, self._others(state))
         at = {b.name: state.z[b.name] for b in self.structure.blocks}
-        aux, natural = self._sites(aux_key, self._observed, problem, at)
-        args, kwargs = problem.arguments.merge()
-        kwargs = {**kwargs, NATURAL_KWARG: natural}
+        aux, factors = self._factors(aux_key, self._observed, view, at)
+        args, kwargs = view.arguments.merge()
+        kwargs = {**kwargs, FACTORS_KWARG: factors}
         inner = self._inner.refresh(state.inner, args, kwargs)
         inner = self._inner.sample(inner, args, kwargs)
         constrain = self._inner.get_constrain_fn(args, kwargs)
@@ -233,33 +230,31 @@ class CollapsedGaussian(AugmentedGaussian):
         others = {
             k: jnp.asarray(moved[k], state.z[k].dtype) for k in self.structure.others
         }
-        problem = self._given(problem, others)
-        functions, designs = self._geometry(problem)
+        view = self._given(view, others)
+        maps, joint = self._geometry(view)
         x: Values = {}
-        for i, (group, design) in enumerate(zip(self._groups, designs, strict=True)):
+        for i, (group, map_) in enumerate(zip(self._groups, joint, strict=True)):
             group_key = random.fold_in(draw_key, i)
-            x.update(draw_group(group_key, group, design, natural, problem))
-        at = self._at(x, functions, problem)
-        z = {**self._sampled(x, at, problem), **others}
+            x.update(draw_group(group_key, group, map_, factors, view))
+        at = self._at(x, maps, view)
+        z = {**self._sampled(x, at, view), **others}
         return CollapsedState(z, aux, inner, key)
 
     def _others(self, state: CollapsedState) -> Values:
         return {k: state.z[k] for k in self.structure.others}
 
-    def _given(self, problem: BoundProblem, others: Values) -> BoundProblem:
-        return self._with_key(problem, random.key(0), others)
+    def _given(self, view: ModelView, others: Values) -> ModelView:
+        return self._with_key(view, random.key(0), others)
 
-    def _with_key(
-        self, problem: BoundProblem, key: Array, others: Values
-    ) -> BoundProblem:
-        return BoundProblem(self.structure, self._model, problem.arguments, others, key)
+    def _with_key(self, view: ModelView, key: Array, others: Values) -> ModelView:
+        return ModelView(self.structure, self._model, view.arguments, others, key)
 
     # The density of the hyperparameters.
 
     def _collapsed(self, *args: Any, **kwargs: Any) -> None:
         """The model of the hyperparameters given auxiliaries: their priors, whatever
-        else they reach, and the evidence of the latents' Gaussian sites."""
-        natural: Natural = kwargs.pop(NATURAL_KWARG)
+        else depends on them, and the evidence of the latents' Gaussian factors."""
+        factors: Factors = kwargs.pop(FACTORS_KWARG)
         structure = self.structure
         flat = handlers.substitute(flat_functions(self._model), data=structure.zeros)
         # Not expose=: whoever fills in the hyperparameters adds factors of its own (the
@@ -269,9 +264,9 @@ class CollapsedGaussian(AugmentedGaussian):
             trace = handlers.trace(seeded).get_trace(*args, **kwargs)
         others = {k: trace[k]["value"] for k in structure.others}
         arguments = Arguments.split(args, kwargs)
-        problem = BoundProblem(structure, self._model, arguments, others, random.key(0))
+        view = ModelView(structure, self._model, arguments, others, random.key(0))
         total = jnp.zeros(())
-        for group, design in zip(self._groups, self._geometry(problem)[1], strict=True):
-            *sites, fixed = sites_of_group(group, natural, problem)
-            total += fixed + design.log_evidence(*sites)
+        for group, map_ in zip(self._groups, self._geometry(view)[1], strict=True):
+            on_map, fixed = factors_of_group(group, factors, view)
+            total += fixed + map_.log_evidence(on_map)
         numpyro.factor("evidence", total)

@@ -19,15 +19,17 @@ from numpyro_gpaug.infer.mcmc.ellipses import (
     Part,
     White,
     best_gaussians,
-    meet,
     minus_log_density,
+    share_predictors,
 )
-from numpyro_gpaug.infer.mcmc.gaussian_kernel import Function, GaussianKernel, Values
-from numpyro_gpaug.infer.mcmc.groups import groups_of
+from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
+from numpyro_gpaug.infer.mcmc.groups import Values, groups_of
 from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.predictors import scaled_sum
 from numpyro_gpaug.model.structure import Arguments, Block, flat_functions, run_model
-from numpyro_gpaug.model.view import BoundProblem, scaled_sum
+from numpyro_gpaug.model.view import ModelView
 
 MAX_SHRINKS = 60
 # The scale of a Gaussian is learnt as if this many draws had confirmed that it is 1.
@@ -73,25 +75,25 @@ class EllipticalSlice(GaussianKernel):
 
     Without ``guide`` and ``params``, ``init`` finds the Gaussian of highest evidence
     lower bound itself, by closed-form updates: for likelihoods that
-    :class:`~numpyro_gpaug.ConjugateSVI` takes. Latents that meet in a predictor (a
+    :class:`~numpyro_gpaug.ConjugateSVI` takes. Latents that share a predictor (a
     process and weights added to it, outputs that share latents) have a joint one, which
     no guide holds; there it is found although a fit is given.
 
     The target is exactly the posterior, but a Gaussian much narrower than it makes
     draws that reach its tails rare and then dwell there, which short chains do not
     show. Look at :func:`~numpyro_gpaug.diagnostics.psis_khat` of a fit first: above 0.7
-    (in a model without latents that meet), use another sampler, NUTS if the likelihood
-    has no augmentation.
+    (in a model whose latents share no predictor), use another sampler, NUTS if the
+    likelihood has no augmentation.
 
     Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
     N)) once, and O(N) for each likelihood it takes to leave the slice (two to three).
-    Blocks that meet count as one, of all their latents.
+    Blocks that share a predictor count as one, of all their latents.
 
     Latents are inducing values of processes and plain Gaussian weights. Others go to
     another block (``Gibbs([(EllipticalSlice(model), ["f.v"]), (NUTS(model), None)])``).
-    The Gaussian then is found anew, by some ten Cholesky factorisations, whenever they
-    have moved; a given fit stays as it is, as good as it was for the values it was made
-    at. What posterior is sampled with inducing inputs, several chains, and continued
+    The Gaussian then is computed again, by some ten Cholesky factorisations, whenever
+    they have moved; a given fit stays as it is, as good as it was for the values it
+    was made at. What posterior is sampled with inducing inputs, several chains, and continued
     runs are as for :class:`~numpyro_gpaug.AugmentedGaussian`; chains start from draws
     of the Gaussian.
 
@@ -155,10 +157,11 @@ class EllipticalSlice(GaussianKernel):
                     'a fit with covariance="preconditioned" is of no use here: '
                     "EllipticalSlice(model) finds a Gaussian itself"
                 )
-            self._values, self._fit = guide.split_params(params)
+            self._values, own = guide.split_params(params)
+            self._fit = guide.moments(own)
             self._fitted = {b.site: b for b in guide.structure.blocks}
 
-    def _check(self, problem: BoundProblem) -> None:
+    def _check(self, view: ModelView) -> None:
         self._refuse_others(
             "as a block, Gibbs([(EllipticalSlice(model), "
             f"{[b.site for b in self.structure.blocks]}), (NUTS(model), None)]) has "
@@ -172,8 +175,8 @@ class EllipticalSlice(GaussianKernel):
                     f"site {block.site!r} has shape {block.shape} in the model, but in "
                     f"the fit it {found}: fit this model at these arguments"
                 )
-        groups = groups_of(problem)
-        self._as_fitted = self._fit is not None and not meet(groups, problem)
+        groups = groups_of(view)
+        self._as_fitted = self._fit is not None and not share_predictors(groups, view)
         if not self._as_fitted:
             self._refuse_open()
         self._parts = tuple(
@@ -187,7 +190,7 @@ class EllipticalSlice(GaussianKernel):
                 instead = (
                     "pass a fit by SVI and TraceAnalytic_ELBO (guide, params), or "
                     if self._fit is None
-                    else "blocks that meet in a predictor need one: "
+                    else "blocks that share a predictor need one: "
                 )
                 raise NotConjugateError(
                     f"site {site.name!r} has no expectation in closed form, "
@@ -195,8 +198,8 @@ class EllipticalSlice(GaussianKernel):
                     f"{instead}MCMC(NUTS(model)) samples it"
                 )
 
-    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super()._take_apart(args, kwargs)
+    def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super()._inspect(args, kwargs)
         if self._values:
             self._refuse_moved(Arguments.split(args, kwargs))
 
@@ -222,32 +225,28 @@ class EllipticalSlice(GaussianKernel):
                         "fit: sample handlers.substitute(model, data=params)"
                     )
 
-    def _first(
-        self, key: Array, values: Values, problem: BoundProblem
-    ) -> EllipticalState:
+    def _first(self, key: Array, values: Values, view: ModelView) -> EllipticalState:
         key, noise_key = random.split(key)
-        functions = self._functions(problem)
-        ellipses = self._ellipses(problem, functions)
+        maps = self._maps(view)
+        ellipses = self._ellipses(view, maps)
         x = {}
         scale, step = jnp.ones(len(self._parts)), jnp.int32(0)
         for part, ellipse, noise in self._noise(noise_key, ellipses, scale):
-            spread, means = part.spread(ellipse, noise), part.means(ellipse)
+            shift, means = part.shift(ellipse, noise), part.means(ellipse)
             for b in part.blocks:
-                drawn = means[b.name] + spread[b.name]
+                drawn = means[b.name] + shift[b.name]
                 x[b.site] = jnp.asarray(values.get(b.site, drawn), b.dtype)
-        return self._evaluated(key, x, scale, step, ellipses, functions, problem)
+        return self._evaluated(key, x, scale, step, ellipses, maps, view)
 
     def _warm_up(self, num_warmup: int) -> None:
         self._num_warmup = num_warmup
 
-    def _renewed(
-        self, state: EllipticalState, problem: BoundProblem
-    ) -> EllipticalState:
-        functions = self._functions(problem)
-        ellipses = self._ellipses(problem, functions)
+    def _renewed(self, state: EllipticalState, view: ModelView) -> EllipticalState:
+        maps = self._maps(view)
+        ellipses = self._ellipses(view, maps)
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
         new = self._evaluated(
-            state.rng_key, x, state.scale, state.step, ellipses, functions, problem
+            state.rng_key, x, state.scale, state.step, ellipses, maps, view
         )
         return new._replace(evaluations=state.evaluations)
 
@@ -258,20 +257,18 @@ class EllipticalSlice(GaussianKernel):
         scale: Array,
         step: Array,
         ellipses: Ellipses,
-        functions: dict[str, Function],
-        problem: BoundProblem,
+        maps: dict[str, AffineMap],
+        view: ModelView,
     ) -> EllipticalState:
         pairs = zip(self._parts, ellipses.parts, strict=True)
         white = tuple(part.whitened(ellipse, x) for part, ellipse in pairs)
-        at = self._at(x, functions, problem)
-        ratio = self._log_ratio(problem, x, at, white, scale)
-        z = self._sampled(x, at, problem)
+        at = self._at(x, maps, view)
+        ratio = self._log_ratio(view, x, at, white, scale)
+        z = self._sampled(x, at, view)
         none = jnp.int32(0)
         return EllipticalState(z, white, scale, step, ratio, none, ellipses, key)
 
-    def _ellipses(
-        self, problem: BoundProblem, functions: dict[str, Function]
-    ) -> Ellipses:
+    def _ellipses(self, view: ModelView, maps: dict[str, AffineMap]) -> Ellipses:
         if self._as_fitted and self._fit is not None:
             owners = [part.blocks[0] for part in self._parts]
             qs = tuple(
@@ -279,16 +276,15 @@ class EllipticalSlice(GaussianKernel):
                 for b in owners
             )
         else:
-            qs = best_gaussians(self._parts, functions, problem)
+            qs = best_gaussians(self._parts, maps, view)
         parts = tuple(
-            part.ellipse(q, functions, problem)
-            for part, q in zip(self._parts, qs, strict=True)
+            part.ellipse(q, maps, view) for part, q in zip(self._parts, qs, strict=True)
         )
         means: Values = {}
         for part, ellipse in zip(self._parts, parts, strict=True):
             means.update(part.means(ellipse))
         x = {b.site: means[b.name] for b in self.structure.blocks}
-        return Ellipses(parts, self._at(x, functions, problem))
+        return Ellipses(parts, self._at(x, maps, view))
 
     def _noise(
         self, key: Array, ellipses: Ellipses, scale: Array
@@ -300,15 +296,15 @@ class EllipticalSlice(GaussianKernel):
             noise = random.normal(random.fold_in(key, i), mean.shape, mean.dtype)
             yield part, ellipse, scale[i].astype(mean.dtype) * noise
 
-    def _next(self, state: EllipticalState, problem: BoundProblem) -> EllipticalState:
+    def _next(self, state: EllipticalState, view: ModelView) -> EllipticalState:
         ellipses, blocks = state.ellipses, self.structure.blocks
         key, noise_key, uniform_key = random.split(state.rng_key, 3)
         means, shifts, moved, other = {}, {}, {}, []
         for part, ellipse, noise in self._noise(noise_key, ellipses, state.scale):
-            spread = part.spread(ellipse, noise)
+            shift = part.shift(ellipse, noise)
             other.append(noise)
-            shifts.update(spread)
-            moved.update(part.moved(ellipse, noise, spread, problem))
+            shifts.update(shift)
+            moved.update(part.moved(ellipse, noise, shift, view))
             means.update(part.means(ellipse))
         here = _Point(
             state.white,
@@ -328,7 +324,7 @@ class EllipticalSlice(GaussianKernel):
 
         def evaluate(angle: Array) -> Array:
             white, x, at = at_angle(angle)
-            return self._log_ratio(problem, x, at, white, state.scale)
+            return self._log_ratio(view, x, at, white, state.scale)
 
         # The bracket is the whole ellipse, cut at random: where the first try falls on
         # it is uniform too. All uniforms at once: within the loop each would cost more
@@ -359,7 +355,7 @@ class EllipticalSlice(GaussianKernel):
         white, x, at = at_angle(angle)
         scale = self._adapted(state, white)
         ratio += minus_log_density(white, scale) - minus_log_density(white, state.scale)
-        z, step = self._sampled(x, at, problem), state.step + 1
+        z, step = self._sampled(x, at, view), state.step + 1
         count = found.evaluations
         return EllipticalState(z, white, scale, step, ratio, count, ellipses, key)
 
@@ -372,13 +368,13 @@ class EllipticalSlice(GaussianKernel):
         return jnp.where(state.step < self._num_warmup, jnp.sqrt(mean), state.scale)
 
     def _log_ratio(
-        self, problem: BoundProblem, x: Values, at: Values, white: White, scale: Array
+        self, view: ModelView, x: Values, at: Values, white: White, scale: Array
     ) -> Array:
         """Log of the posterior over the Gaussians, up to a constant."""
-        trace, priors = problem.trace(at), problem.priors()
+        trace, priors = view.trace(at), view.priors()
         total = minus_log_density(white, scale)
         for block in self.structure.blocks:
-            loc, scale = priors[block.name]
+            loc, scale = (z.reshape(block.shape) for z in priors[block.name])
             quadratic = -0.5 * jnp.square((x[block.site] - loc) / scale)
             total += scaled_sum(quadratic, trace[block.site]["scale"])
         for site in self.structure.observed:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,38 +17,16 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
-from numpyro_gpaug.gp.process import Conditional
-from numpyro_gpaug.model.inspect import analyse
+from numpyro_gpaug.infer.mcmc.groups import Values
+from numpyro_gpaug.math.affine import AffineMap
+from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.structure import Arguments, Block, Structure
 from numpyro_gpaug.model.validation import (
     check_arguments,
     check_observations,
     cholesky_message,
 )
-from numpyro_gpaug.model.view import BoundProblem
-
-Values = dict[str, Array]
-
-
-class Function(NamedTuple):
-    """A process at the data, affine in its inducing vector.
-
-    :param offset: its mean, (latents, N).
-    :param projection: A, (1 or latents, M, N).
-    """
-
-    offset: Array
-    projection: Array
-
-    def at(self, v: Array, law: Conditional) -> Array:
-        """Function values in the shape the model sees.
-
-        :param v: inducing values, of the block's shape.
-        :param law: of the function values.
-        """
-        v = law.select(v.reshape(-1, v.shape[-1]))
-        shift = jnp.einsum("...mn,...m->...n", self.projection, v)
-        return law.outputs(self.offset + shift)
+from numpyro_gpaug.model.view import ModelView
 
 
 class GaussianKernel(MCMCKernel):
@@ -88,20 +66,20 @@ class GaussianKernel(MCMCKernel):
     # What a sampler defines.
 
     @abstractmethod
-    def _check(self, problem: BoundProblem) -> None:
+    def _check(self, view: ModelView) -> None:
         """Raises for models this sampler cannot take; runs inside an abstract trace, in
         which it may note what is static."""
 
     @abstractmethod
-    def _first(self, key: Array, values: Values, problem: BoundProblem) -> Any:
+    def _first(self, key: Array, values: Values, view: ModelView) -> Any:
         """The first state, from latents by site name (the missing ones are drawn)."""
 
     @abstractmethod
-    def _next(self, state: Any, problem: BoundProblem) -> Any:
+    def _next(self, state: Any, view: ModelView) -> Any:
         """The next state."""
 
     @abstractmethod
-    def _renewed(self, state: Any, problem: BoundProblem) -> Any:
+    def _renewed(self, state: Any, view: ModelView) -> Any:
         """The state with everything computed again that depends on other sites."""
 
     # The interface of a kernel.
@@ -115,7 +93,7 @@ class GaussianKernel(MCMCKernel):
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
         kwargs = model_kwargs or {}
-        self._take_apart(model_args, kwargs)
+        self._inspect(model_args, kwargs)
         self._warm_up(num_warmup)
 
         arguments = Arguments.split(model_args, kwargs)
@@ -124,10 +102,10 @@ class GaussianKernel(MCMCKernel):
         @jax.jit
         def start(keys: Array, values: Values, arrays: tuple[Array, ...]) -> Any:
             args, kwargs = arguments._replace(arrays=arrays).merge()
-            problem = self._problem(args, kwargs)
+            view = self._view(args, kwargs)
 
             def first(key: Array, values: Values) -> Any:
-                return self._first(key, values, problem)
+                return self._first(key, values, view)
 
             return (first if is_prng_key(keys) else jax.vmap(first))(keys, values)
 
@@ -153,7 +131,7 @@ class GaussianKernel(MCMCKernel):
         model_args: tuple[Any, ...],
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        return self._renewed(state, self._problem(model_args, model_kwargs or {}))
+        return self._renewed(state, self._view(model_args, model_kwargs or {}))
 
     def wrap_model(self, wrapper: Callable) -> Self:
         kernel = copy.copy(self)
@@ -164,20 +142,20 @@ class GaussianKernel(MCMCKernel):
     # Helpers.
 
     def _step(self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._next(state, self._problem(args, kwargs))
+        return self._next(state, self._view(args, kwargs))
 
     def _warm_up(self, num_warmup: int) -> None:
         """Told how many steps are warm-up; most samplers have nothing to adapt."""
 
-    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundProblem:
+    def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelView:
         # The key is fixed: a param that starts at random must not move.
         arguments = Arguments.split(args, kwargs)
-        return BoundProblem(self.structure, self._model, arguments, {}, random.key(0))
+        return ModelView(self.structure, self._model, arguments, {}, random.key(0))
 
-    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         data = {k: x for k, x in kwargs.items() if k != GIBBS_SITES_KWARG}
         check_arguments(self._user_model, args, data)
-        structure = analyse(self._model, *args, **kwargs)
+        structure = inspect_model(self._model, *args, **kwargs)
         if not structure.observed:
             raise ValueError(
                 "the model has no observed site: pass the observations (y)"
@@ -199,14 +177,14 @@ class GaussianKernel(MCMCKernel):
         def abstract(arrays: tuple[Array, ...]) -> None:
             given = arguments._replace(arrays=arrays)
             key = random.key(0)
-            problem = BoundProblem(structure, self._model, given, {}, key)
-            self._refuse_residual_sites(problem)
-            self._check(problem)
+            view = ModelView(structure, self._model, given, {}, key)
+            self._refuse_residual_sites(view)
+            self._check(view)
 
         jax.eval_shape(abstract, arguments.arrays)
 
-    def _refuse_residual_sites(self, problem: BoundProblem) -> None:
-        sites = problem.trace({})
+    def _refuse_residual_sites(self, view: ModelView) -> None:
+        sites = view.trace({})
         for block in self.structure.blocks:
             if f"{block.name}.eps" in sites:
                 raise NotConjugateError(
@@ -232,50 +210,46 @@ class GaussianKernel(MCMCKernel):
             if isinstance(value, jax.core.Tracer) or np.isfinite(value).all():
                 continue
             if block.is_process:
-                gp = self._problem(args, kwargs).conditional(block).gp
+                gp = self._view(args, kwargs).conditional(block).gp
                 raise CholeskyError(cholesky_message(gp))
             raise FloatingPointError(f"the first draw of {block.name!r} is not finite")
 
-    def _functions(self, problem: BoundProblem) -> dict[str, Function]:
-        """Every process at the data, by block name."""
-        found = {}
-        for block in self._processes:
-            law = problem.conditional(block)
-            found[block.name] = Function(law.mean, law.projection)
-        return found
+    def _maps(self, view: ModelView) -> dict[str, AffineMap]:
+        """From inducing vectors to processes at the data, by block name, without the
+        residual: what is sampled has none."""
+        maps = {b.name: view.conditional(b).affine_map for b in self._processes}
+        return {
+            k: m._replace(residual=jnp.zeros_like(m.residual)) for k, m in maps.items()
+        }
 
     @property
-    def _processes(self) -> list[Block]:
-        return [b for b in self.structure.blocks if b.is_process]
+    def _processes(self) -> tuple[Block, ...]:
+        return self.structure.processes
 
-    def _drawn_from_prior(
-        self, key: Array, values: Values, problem: BoundProblem
-    ) -> Values:
+    def _drawn_from_prior(self, key: Array, values: Values, view: ModelView) -> Values:
         """Latents by site name, those not in ``values`` drawn from their priors."""
-        found = {}
+        found, priors = {}, view.priors()
         for i, block in enumerate(self.structure.blocks):
-            loc, scale = problem.priors()[block.name]
+            loc, scale = (x.reshape(block.shape) for x in priors[block.name])
             noise = random.normal(random.fold_in(key, i), block.shape, block.dtype)
             drawn = loc + scale * noise
             found[block.site] = jnp.asarray(values.get(block.site, drawn), block.dtype)
         return found
 
-    def _at(
-        self, x: Values, functions: dict[str, Function], problem: BoundProblem
-    ) -> Values:
+    def _at(self, x: Values, maps: dict[str, AffineMap], view: ModelView) -> Values:
         """What the model is run at: function values of processes, and weights."""
-        return {
-            b.name: functions[b.name].at(x[b.site], problem.conditional(b))
-            if b.is_process
-            else x[b.site]
-            for b in self.structure.blocks
-        }
+        found = {b.name: x[b.site] for b in self.structure.weights}
+        for block in self._processes:
+            f, v = view.conditional(block), x[block.site]
+            latents = maps[block.name](f.select(v.reshape(-1, v.shape[-1])))
+            found[block.name] = f.outputs(latents)
+        return found
 
-    def _sampled(self, x: Values, at: Values, problem: BoundProblem) -> Values:
+    def _sampled(self, x: Values, at: Values, view: ModelView) -> Values:
         """A sample: latents and deterministic sites."""
         deterministic = {
             name: _strong(site["value"])
-            for name, site in problem.trace(at).items()
+            for name, site in view.trace(at).items()
             if site["type"] == "deterministic"
         }
         return {**deterministic, **x}

@@ -11,23 +11,24 @@ import numpyro.distributions as dist
 from jax import Array, random
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.infer.mcmc.gaussian_kernel import Function, GaussianKernel, Values
+from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.groups import (
+    Factors,
     Group,
-    Natural,
+    Values,
     draw_group,
     groups_of,
     in_order,
-    joint_design,
+    joint_map,
 )
-from numpyro_gpaug.infer.mcmc.joint import Design
 from numpyro_gpaug.likelihoods.augmentation import (
     Parameters,
     draw_auxiliaries,
     lookup_augmentation,
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution, feasible
-from numpyro_gpaug.model.view import BoundProblem
+from numpyro_gpaug.math.affine import AffineMap, GaussianFactors
+from numpyro_gpaug.model.view import ModelView
 
 
 class AugmentedState(NamedTuple):
@@ -35,26 +36,26 @@ class AugmentedState(NamedTuple):
 
     :param z: latents and deterministic sites.
     :param aux: the auxiliaries the latents were drawn given, by site and name.
-    :param functions: processes at the data.
-    :param designs: one per group of latents drawn jointly.
+    :param maps: from inducing vectors to processes at the data.
+    :param joint: from latents to predictors, one per group of latents drawn jointly.
     :param rng_key: random key.
     """
 
     z: Values
     aux: dict[str, dict[str, Array]]
-    functions: dict[str, Function]
-    designs: tuple[Design, ...]
+    maps: dict[str, AffineMap]
+    joint: tuple[AffineMap, ...]
     rng_key: Array
 
 
 class AugmentedGaussian(GaussianKernel):
     """Exact Gibbs sampling through augmented likelihoods: every auxiliary variable from
-    its conditional, then all Gaussian latents that meet in a likelihood jointly, from
+    its conditional, then all Gaussian latents that share a predictor jointly, from
     their Gaussian conditional. No tuning, no rejection, no gradients.
 
     The model is written without auxiliaries, as for every other route. Latents are the
     inducing values of its Gaussian processes (whitened: site ``"f.v"``) and plain
-    Gaussian weight vectors that reach the likelihood affinely. If they are all there
+    Gaussian weight vectors that likelihoods depend on affinely. If they are all there
     is, ``MCMC(AugmentedGaussian(model), ...)`` samples the model; otherwise it is a
     block of NumPyro's composite kernel::
 
@@ -110,21 +111,21 @@ class AugmentedGaussian(GaussianKernel):
 
     _groups: tuple[Group, ...] = ()
 
-    def _check(self, problem: BoundProblem) -> None:
+    def _check(self, view: ModelView) -> None:
         self._refuse_others(
             "as a block, Gibbs([(AugmentedGaussian(model), "
             f"{[b.site for b in self.structure.blocks]}), (NUTS(model), None)]) has "
             "NUTS sample them"
         )
-        self._refuse_unaugmented(problem)
-        self._groups = in_order(groups_of(problem), problem)
+        self._refuse_unaugmented(view)
+        self._groups = in_order(groups_of(view), view)
 
-    def _refuse_unaugmented(self, problem: BoundProblem) -> None:
+    def _refuse_unaugmented(self, view: ModelView) -> None:
         instead = (
             "EllipticalSlice(model, guide, params) and MCMC(NUTS(model)) sample it"
         )
         for site in self.structure.observed:
-            message = problem.message(site.name)
+            message = view.message(site.name)
             cls = type(base_distribution(message["fn"])).__name__
             if site.reason is not None:
                 raise NotConjugateError(
@@ -142,88 +143,84 @@ class AugmentedGaussian(GaussianKernel):
                     f"augmentation: drop the scale. {instead}"
                 )
         for block in self.structure.blocks:
-            if problem.message(block.site)["scale"] is not None:
+            if view.message(block.site)["scale"] is not None:
                 raise NotConjugateError(
                     f"the prior of {block.site!r} is scaled: drop the scale. {instead}"
                 )
 
-    def _first(self, key: Array, values: Values, problem: BoundProblem) -> Any:
+    def _first(self, key: Array, values: Values, view: ModelView) -> Any:
         key, prior_key = random.split(key)
-        x = self._drawn_from_prior(prior_key, values, problem)
-        functions, designs = self._geometry(problem)
-        at = self._at(x, functions, problem)
-        aux = self._no_auxiliaries(problem, at)
-        z = self._sampled(x, at, problem)
-        return AugmentedState(z, aux, functions, designs, key)
+        x = self._drawn_from_prior(prior_key, values, view)
+        maps, joint = self._geometry(view)
+        at = self._at(x, maps, view)
+        aux = self._no_auxiliaries(view, at)
+        z = self._sampled(x, at, view)
+        return AugmentedState(z, aux, maps, joint, key)
 
-    def _renewed(self, state: Any, problem: BoundProblem) -> Any:
-        functions, designs = self._geometry(problem)
-        at = self._at(state.z, functions, problem)
+    def _renewed(self, state: Any, view: ModelView) -> Any:
+        maps, joint = self._geometry(view)
+        at = self._at(state.z, maps, view)
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
-        z = self._sampled(x, at, problem)
-        return state._replace(z=z, functions=functions, designs=designs)
+        z = self._sampled(x, at, view)
+        return state._replace(z=z, maps=maps, joint=joint)
 
-    def _next(self, state: Any, problem: BoundProblem) -> Any:
+    def _next(self, state: Any, view: ModelView) -> Any:
         key, *keys = random.split(state.rng_key, 1 + len(self._groups))
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
         at = {b.name: state.z[b.name] for b in self.structure.blocks}
         aux = dict(state.aux)
         # Auxiliaries are drawn anew for each group, so that a sweep is a sequence of
         # moves each of which leaves the posterior of the latents as it is.
-        for group, design, group_key in zip(
-            self._groups, state.designs, keys, strict=True
-        ):
+        for group, map_, group_key in zip(self._groups, state.joint, keys, strict=True):
             aux_key, draw_key = random.split(group_key)
-            drawn, natural = self._sites(aux_key, group.sites, problem, at)
+            drawn, factors = self._factors(aux_key, group.sites, view, at)
             aux.update(drawn)
-            x.update(draw_group(draw_key, group, design, natural, problem))
-            at = self._at(x, state.functions, problem)
-        return state._replace(z=self._sampled(x, at, problem), aux=aux, rng_key=key)
+            x.update(draw_group(draw_key, group, map_, factors, view))
+            at = self._at(x, state.maps, view)
+        return state._replace(z=self._sampled(x, at, view), aux=aux, rng_key=key)
 
     def _geometry(
-        self, problem: BoundProblem
-    ) -> tuple[dict[str, Function], tuple[Design, ...]]:
-        functions = self._functions(problem)
-        designs = tuple(
-            Design.of(*functions[g.blocks[0].name])
-            if g.batched
-            else joint_design(g, problem)
+        self, view: ModelView
+    ) -> tuple[dict[str, AffineMap], tuple[AffineMap, ...]]:
+        maps = self._maps(view)
+        joint = tuple(
+            maps[g.blocks[0].name] if g.batched else joint_map(g, view)
             for g in self._groups
         )
-        return functions, designs
+        return maps, tuple(map_.with_gram() for map_ in joint)
 
     def _no_auxiliaries(
-        self, problem: BoundProblem, at: Values
+        self, view: ModelView, at: Values
     ) -> dict[str, dict[str, Array]]:
         """Zeros in the place of auxiliaries that no sweep has drawn yet."""
 
         def drawn() -> dict[str, dict[str, Array]]:
-            return self._sites(random.key(0), self._observed, problem, at)[0]
+            return self._factors(random.key(0), self._observed, view, at)[0]
 
         shapes = jax.eval_shape(drawn)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     @property
     def _observed(self) -> tuple[str, ...]:
-        """The observed sites that latents reach."""
+        """The observed sites that depend on latents."""
         return tuple(dict.fromkeys(s for group in self._groups for s in group.sites))
 
-    def _sites(
-        self, key: Array, sites: tuple[str, ...], problem: BoundProblem, at: Values
-    ) -> tuple[dict[str, dict[str, Array]], Natural]:
+    def _factors(
+        self, key: Array, sites: tuple[str, ...], view: ModelView, at: Values
+    ) -> tuple[dict[str, dict[str, Array]], Factors]:
         """Draws the auxiliaries of observed sites: their values by site, and the
-        natural parameters that they give the predictors."""
-        trace = problem.trace(at)
+        Gaussian factors that they put on the predictors."""
+        trace = view.trace(at)
         drawn: dict[str, dict[str, Array]] = {}
-        natural: Natural = {}
+        factors: Factors = {}
         for i, site in enumerate(sites):
             drawn[site], found = _augmented(random.fold_in(key, i), trace[site])
-            natural.update({f"{site}/{k}": n for k, n in found.items()})
-        return drawn, natural
+            factors.update({f"{site}/{k}": x for k, x in found.items()})
+        return drawn, factors
 
 
-def _augmented(key: Array, message: dict[str, Any]) -> tuple[dict[str, Array], Natural]:
-    """Draws the auxiliaries of a site; natural parameters, per parameter that carries a
+def _augmented(key: Array, message: dict[str, Any]) -> tuple[dict[str, Array], Factors]:
+    """Draws the auxiliaries of a site; Gaussian factors, per parameter that carries a
     latent and of its shape."""
     fn = message["fn"]
     d = base_distribution(fn)
@@ -246,7 +243,9 @@ def _augmented(key: Array, message: dict[str, Any]) -> tuple[dict[str, Array], N
         return _summed(jnp.asarray(part, given[k].dtype), given[k].shape)
 
     natural = augmentation.natural(d, y, aux, f)
-    return aux, {k: (shared(h, k), shared(w, k)) for k, (h, w) in natural.items()}
+    return aux, {
+        k: GaussianFactors(shared(h, k), shared(w, k)) for k, (h, w) in natural.items()
+    }
 
 
 def _seen(fn: dist.Distribution) -> Array:

@@ -18,7 +18,9 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
+from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.predictors import ExpectedLogLikelihood, of_site, scaled_sum
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
@@ -26,7 +28,6 @@ from numpyro_gpaug.model.structure import (
     conditional_of,
     run_model,
 )
-from numpyro_gpaug.model.view import BoundProblem, predictor, scaled_sum
 
 
 class ClosedParam(NamedTuple):
@@ -45,37 +46,39 @@ class ClosedParam(NamedTuple):
 
     def update(
         self,
-        problem: BoundProblem,
-        carried: dict[str, Any],
+        expected: ExpectedLogLikelihood,
+        carried: dict[str, Marginals],
         unconstrained: Array,
         slope: Array,
     ) -> Array:
         """What takes the unconstrained param to the maximum of the bound.
 
-        :param problem: the model at the present values.
+        :param expected: the likelihoods at the present values.
         :param carried: marginals of the predictors.
         :param unconstrained: the present value.
         :param slope: the derivative of the bound in it.
         """
         one = jnp.ones_like(unconstrained)
         at, rate = jax.jvp(self.transform, (unconstrained,), (one,))
-        statistic = self._statistic(problem, carried, jnp.ndim(at) > 0)
+        statistic = self._statistic(expected, carried, jnp.ndim(at) > 0)
         best = self.step.maximiser(at, slope / rate, statistic)
         return self.transform.inv(best) - unconstrained
 
     def _statistic(
-        self, problem: BoundProblem, carried: dict[str, Any], vector: bool
+        self,
+        expected: ExpectedLogLikelihood,
+        carried: dict[str, Marginals],
+        vector: bool,
     ) -> Array:
         """Summed over the data, with their masks and scales."""
-        (site,) = (s for s in problem.structure.observed if s.name == self.site)
-        message = problem.message(self.site)
-        means, variances = predictor(carried, site)
-        y = feasible(message["fn"], message["value"])
+        (site,) = (s for s in expected.sites if s.name == self.site)
+        fn, value, scale = expected.likelihoods[self.site]
+        means, variances = of_site(carried, site)
+        y = feasible(fn, value)
 
         def counted(base: Any) -> Array:
             return self.step.statistic(base, y, means, variances)
 
-        fn, scale = message["fn"], message["scale"]
         if not vector:
             return scaled_sum(through_wrappers(fn, counted), scale)
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,23 @@ from numpyro.infer.svi import SVIRunResult
 from tqdm.auto import tqdm
 
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, natural_names
+from numpyro_gpaug.infer.vi.epochs import epoch_length
+from numpyro_gpaug.infer.vi.plan import (
+    Plan,
+    Settings,
+    closed_params_of,
+    fingerprint,
+    transforms_of,
+)
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
-from numpyro_gpaug.infer.vi.start import Start
+from numpyro_gpaug.infer.vi.start import check_start, first_state, initial_params
 from numpyro_gpaug.infer.vi.stepper import (
+    Carry,
     ConjugateState,
     Stepper,
 )
-from numpyro_gpaug.model.inspect import require_conjugate, structure_for
-from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.inspect import require_conjugate
+from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.validation import (
     check_arguments,
     explain_failure,
@@ -32,7 +42,7 @@ from numpyro_gpaug.predict.posterior import Posterior
 if TYPE_CHECKING:
     import optax
 
-SITES = ("auto", "augmented", "exact")
+UPDATES = ("auto", "augmented", "exact")
 CHUNK = 100
 
 
@@ -57,9 +67,10 @@ class ConjugateSVI:
     :param guide: an :class:`~numpyro_gpaug.AutoSparseGP` with ``covariance="natural"``.
     :param optim: an optax transformation for hyperparameters, inducing inputs and the
         other guide's params; ``None`` keeps them fixed.
-    :param sites: ``"augmented"`` (monotone whatever happens, looser bound), ``"exact"``
-        (conjugate-computation VI, tighter), or ``"auto"``: one augmented step where the
-        likelihood has one, then exact. ``"augmented"`` reports the augmented bound.
+    :param updates: ``"augmented"`` (monotone whatever happens, looser bound),
+        ``"exact"`` (conjugate-computation VI, tighter), or ``"auto"``: one augmented
+        step where the likelihood has one, then exact. ``"augmented"`` reports the
+        augmented bound.
     :param step_size: a number in (0, 1], ``"adaptive"``, a schedule such as
         :class:`~numpyro_gpaug.infer.RobbinsMonro`, or ``None``: 1 on full data,
         ``RobbinsMonro(delay)`` on minibatches, the delay one epoch, within
@@ -91,7 +102,7 @@ class ConjugateSVI:
     >>> result = svi.run(
     ...     jax.random.key(0), 50, X, y, inducing=X[::2], progress_bar=False
     ... )
-    >>> print(svi.posterior(result.params).predict_y(X[:1]).probs.round(2))
+    >>> print(svi.posterior(result).predict_y(X[:1]).probs.round(2))
     [0.25]
 
     References: Wenzel et al. (2019), Efficient Gaussian process classification using
@@ -104,14 +115,14 @@ class ConjugateSVI:
         model: Callable[..., Any],
         guide: AutoSparseGP,
         optim: optax.GradientTransformation | None = None,
-        sites: str = "auto",
+        updates: str = "auto",
         step_size: float | str | Schedule | None = None,
         hyper_steps: int = 1,
         hyper_every: int = 1,
         m_step: str | Sequence[str] = (),
     ) -> None:
-        if sites not in SITES:
-            raise ValueError(f"sites must be one of {SITES}, got {sites!r}")
+        if updates not in UPDATES:
+            raise ValueError(f"updates must be one of {UPDATES}, got {updates!r}")
         if not isinstance(guide, AutoSparseGP) or guide.covariance != "natural":
             raise ValueError(
                 "ConjugateSVI moves natural parameters: it needs "
@@ -128,23 +139,29 @@ class ConjugateSVI:
             if count < 1 or count != int(count):
                 raise ValueError(f"{name} must be a whole number >= 1, got {count}")
         as_schedule(step_size, batches=1.0)
+        m_step = (m_step,) if isinstance(m_step, str) else tuple(m_step)
         self.model = model
         self.guide = guide
-        self.optim = optim
-        self.sites = sites
-        self.step_size = step_size
-        self.hyper_steps = hyper_steps
-        self.hyper_every = hyper_every
-        self.m_step = (m_step,) if isinstance(m_step, str) else tuple(m_step)
-        self._start = Start(model, guide, optim, step_size, self.m_step)
-        self._seen: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._structures: dict[Any, tuple[Structure, Structure]] = {}
+        self.settings = Settings(
+            optim, updates, step_size, hyper_steps, hyper_every, m_step
+        )
+        # By the shapes of the arguments: what a fit at such arguments needs to know.
+        self._plans: dict[Any, Plan] = {}
+        self._collect = jax.jit(
+            partial(initial_params, model, guide), static_argnames="static"
+        )
+        self._begin = jax.jit(
+            partial(first_state, self.settings), static_argnames="plan"
+        )
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
         self._advance = jax.jit(
-            self._run_chunk, static_argnames="static", donate_argnames="state"
+            partial(_run_chunk, self.settings),
+            static_argnames=("plan", "static"), donate_argnames="state",
+        )  # fmt: skip
+        self._loss = jax.jit(
+            partial(_evaluate, self.settings), static_argnames=("plan", "static")
         )
-        self._loss = jax.jit(self._evaluate, static_argnames="static")
 
     # -- the interface of SVI ---------------------------------------------------------
 
@@ -176,13 +193,16 @@ class ConjugateSVI:
                 "the model has no observed site: pass the observations (y) to init "
                 "or run"
             )
-        require_conjugate(structure, self.sites)
-        self._seen = args, kwargs
+        require_conjugate(structure, self.settings.updates)
         arguments = Arguments.split(args, kwargs)
         # Copied: the steps overwrite the state, and with it what it is made of.
         given = _copied(init_params or {})
-        state = self._start.state(arguments, rng_key, given)
-        return state._replace(hyper=_copied(state.hyper))
+        params, valid = self._collect(
+            arguments.arrays, rng_key, given, static=arguments.static
+        )
+        check_start(self.model, self.guide, arguments, params, valid, given)
+        plan = self._plan(arguments, lambda: params)
+        return self._begin(rng_key, params, given, plan=plan)
 
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
         """Constrained params of model and guide, the natural parameters among them."""
@@ -204,17 +224,18 @@ class ConjugateSVI:
         :return: the new state and the loss (minus the bound).
         """
         arguments = Arguments.split(args, kwargs)
-        state = _copied(self._comparable_state(state, args, kwargs))
+        plan = self._plan_at(arguments, state)
         state, losses, _ = self._advance(
-            state, jnp.int32(1), jnp.zeros_like(state.bound), arguments.arrays,
-            static=arguments.static,
+            _copied(state), jnp.int32(1), jnp.zeros_like(state.bound),
+            arguments.arrays, plan=plan, static=arguments.static,
         )  # fmt: skip
         return state, losses[0]
 
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
         """The loss (minus the bound) of a state on these data."""
         arguments = Arguments.split(args, kwargs)
-        return self._loss(state, arguments.arrays, static=arguments.static)
+        plan = self._plan_at(arguments, state)
+        return self._loss(state, arguments.arrays, plan=plan, static=arguments.static)
 
     def run(
         self,
@@ -226,7 +247,7 @@ class ConjugateSVI:
         init_state: ConjugateState | None = None,
         init_params: dict[str, Any] | None = None,
         **kwargs: Any,
-    ) -> SVIRunResult:
+    ) -> ConjugateResult:
         """Runs ``num_steps`` steps, or fewer if ``tol`` is met.
 
         :param rng_key: random key.
@@ -239,7 +260,8 @@ class ConjugateSVI:
         :param init_state: a state to continue from.
         :param init_params: constrained values to start from, by param name.
         :param kwargs: the model's keyword arguments.
-        :return: params, state and the losses of the steps taken.
+        :return: params, state and the losses of the steps taken; with the arguments,
+            for :meth:`posterior`.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
         if num_steps < 1:
@@ -249,20 +271,18 @@ class ConjugateSVI:
             state = self.init(rng_key, *args, init_params=init_params, **kwargs)
         else:
             check_arguments(self.model, args, kwargs)
-            if self._seen is None:
-                self.init(rng_key, *args, init_params=init_params, **kwargs)
-            state = _copied(self._comparable_state(state, args, kwargs))
-        self._seen = args, kwargs
+            self.guide.setup(*args, **kwargs)
+            state = _copied(state)
         arguments = Arguments.split(args, kwargs)
-        subsampled = self._structure_at(arguments).subsampled
+        plan = self._plan_at(arguments, state)
+        subsampled = plan.structure.subsampled
         if set(subsampled) != set(state.epochs):
             raise ValueError(
                 f"the state was made for subsampled plates {sorted(state.epochs)}, but "
                 f"the arguments subsample {sorted(subsampled)}: start a new run"
             )
-        noisy = bool(subsampled) or self.guide.random_others
-        epochs = [p.size // p.subsample_size for p in subsampled.values()]
-        epoch = max(epochs, default=CHUNK if noisy else 0)
+        noisy = bool(subsampled) or plan.random_others
+        epoch = _steps_compared(plan) if noisy else 0
         limit = 0.0 if tol is None or noisy else tol
         losses: list[np.ndarray] = []
         taken = 0
@@ -271,7 +291,7 @@ class ConjugateSVI:
                 wanted = min(CHUNK, num_steps - taken)
                 state, chunk, steps = self._advance(
                     state, jnp.int32(wanted), jnp.asarray(limit, state.bound.dtype),
-                    arguments.arrays, static=arguments.static,
+                    arguments.arrays, plan=plan, static=arguments.static,
                 )  # fmt: skip
                 chunk = np.asarray(chunk)[: int(steps)]
                 losses.append(chunk)
@@ -282,31 +302,63 @@ class ConjugateSVI:
                 bar.set_postfix_str(f"loss {chunk[-1]:.4f}", refresh=False)
                 if len(chunk) < wanted or _settled(losses, epoch, tol):
                     break
-        return SVIRunResult(self.get_params(state), state, np.concatenate(losses))
+        params, losses_ = self.get_params(state), np.concatenate(losses)
+        return ConjugateResult(params, state, losses_, args, kwargs)
 
     # -- states and params ------------------------------------------------------------
 
-    def _structure_at(self, arguments: Arguments) -> Structure:
-        """The model's structure at these arguments; traced once for their shapes, as
-        the compiled steps are."""
-        shapes = tuple((x.shape, x.dtype) for x in arguments.arrays)
-        found = self._structures.get((shapes, arguments.static))
-        if found is None or found[0] is not self.guide.structure:
-            whole = self.guide.structure
-            found = whole, structure_for(self.model, whole, arguments)
-            self._structures[shapes, arguments.static] = found
-        return found[1]
+    def posterior(
+        self, fit: ConjugateResult | dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Posterior:
+        """The fitted posterior, for prediction.
 
-    def _comparable_state(
-        self, state: ConjugateState, args: Any, kwargs: Any
-    ) -> ConjugateState:
-        """The state, its bound forgotten if these are not the arrays of the last call:
-        the bounds of different data must not be compared."""
-        last, self._seen = self._seen, (args, kwargs)
-        now, before = jax.tree.leaves((args, kwargs)), jax.tree.leaves(last)
-        if len(now) == len(before) and all(map(operator.is_, now, before)):
-            return state
-        return state._replace(bound=jnp.full_like(state.bound, -jnp.inf))
+        :param fit: what :meth:`run` returned; or params, followed by the arguments of
+            the fit.
+        :param args: the model's arguments at the fit, if ``fit`` is a dict of params.
+        :param kwargs: its keyword arguments, likewise.
+        :return: a :class:`~numpyro_gpaug.Posterior`.
+        :raises ValueError: if params of the model or of the guide are missing.
+        :raises TypeError: for params without arguments, and a state.
+        """
+        if isinstance(fit, ConjugateResult) and not args and not kwargs:
+            args, kwargs, params = fit.args, fit.kwargs, fit.params
+        elif isinstance(fit, dict):
+            params = fit
+        else:
+            raise TypeError(
+                f"got a {type(fit).__name__}: pass what run returned, or params and "
+                "the arguments of the fit, svi.posterior(svi.get_params(state), X, y)"
+            )
+        if not args and not kwargs:
+            raise TypeError(
+                "params alone do not say which data they were fitted to: pass what run "
+                "returned, svi.posterior(result), or the arguments too, "
+                "svi.posterior(params, X, y)"
+            )
+        return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
+
+    # -- plans and params -------------------------------------------------------------
+
+    def _plan_at(self, arguments: Arguments, state: ConjugateState) -> Plan:
+        return self._plan(arguments, lambda: self._constrain(state.hyper.values))
+
+    def _plan(self, arguments: Arguments, params: Callable[[], dict[str, Any]]) -> Plan:
+        """The plan for arguments of these shapes; the model is traced for it once.
+
+        :param arguments: the model's arguments.
+        :param params: gives constrained params, should a proof want numbers.
+        """
+        key = arguments.shapes
+        if key not in self._plans:
+            guide, model = self.guide, self.model
+            structure = guide.structure_at(arguments)
+            names = self.settings.m_step
+            closed = closed_params_of(
+                names, model, guide, structure, arguments, params() if names else {}
+            )
+            plan = Plan(model, guide, structure, transforms_of(guide), closed)
+            self._plans[key] = plan
+        return self._plans[key]
 
     def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:
         # The natural parameters follow from the rest: they are never the cause.
@@ -316,76 +368,83 @@ class ConjugateSVI:
         explain_failure(self.model, values, blocks, args, kwargs)
 
     def _constrain(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            k: jax.tree.map(self._start.transforms[k], v) for k, v in values.items()
-        }
+        transforms = transforms_of(self.guide)
+        return {k: jax.tree.map(transforms[k], v) for k, v in values.items()}
 
-    # -- steps ----------------------------------------------------------------------
 
-    def _run_chunk(
-        self,
+class ConjugateResult(SVIRunResult):
+    """What :meth:`ConjugateSVI.run` returns: ``params``, ``state`` and ``losses``, as
+    NumPyro's ``SVIRunResult``, and the arguments of the fit.
+
+    :param params: constrained params of model and guide.
+    :param state: to continue from.
+    :param losses: minus the bound, of the steps taken.
+    :param args: the model's arguments.
+    :param kwargs: its keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __new__(
+        cls,
+        params: dict[str, Any],
         state: ConjugateState,
-        num_steps: Array,
-        tol: Array,
-        arrays: tuple[Array, ...],
-        static: Any,
-    ) -> tuple[ConjugateState, Array, Array]:
-        """Up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop."""
-        stepper = self._stepper(Arguments(arrays, static))
-        losses = jnp.full((CHUNK,), jnp.nan, state.bound.dtype)
-        # The bound rests between two updates of the hyperparameters.
-        patience = 3 * self.hyper_every if stepper.learns else 3
+        losses: np.ndarray,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Self:
+        result = super().__new__(cls, params, state, losses)
+        result.args, result.kwargs = args, kwargs or {}
+        return result
 
-        def going(carry: Any) -> Array:
-            i, state, _, _ = carry
-            return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
 
-        def body(carry: Any) -> Any:
-            i, state, evaluation, losses = carry
-            new, evaluation = stepper.step(state, evaluation)
-            # A refused update leaves the bound where it is: no sign of an optimum.
-            accepted = new.hyper.scale >= state.hyper.scale
-            still = accepted & (jnp.abs(new.bound - state.bound) < tol)
-            stalled = jnp.where(still, state.stalled + 1, 0)
-            new = new._replace(stalled=stalled, step=state.step + 1)
-            return i + 1, new, evaluation, losses.at[i].set(-new.bound)
+def _run_chunk(
+    settings: Settings,
+    state: ConjugateState,
+    num_steps: Array,
+    tol: Array,
+    arrays: tuple[Array, ...],
+    plan: Plan,
+    static: Any,
+) -> tuple[ConjugateState, Array, Array]:
+    """Up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop."""
+    stepper = Stepper(plan, settings, Arguments(arrays, static))
+    losses = jnp.full((CHUNK,), jnp.nan, state.bound.dtype)
+    data = fingerprint(arrays)
+    bound = jnp.where(state.data == data, state.bound, -jnp.inf)
+    state = state._replace(stalled=jnp.int32(0), bound=bound, data=data)
+    first = stepper.start(state)
+    # The bound rests between two updates of the hyperparameters.
+    patience = 3 * settings.hyper_every if stepper.learns else 3
 
-        start = (
-            jnp.int32(0), state._replace(stalled=jnp.int32(0)), stepper.start(state),
-            losses,
-        )  # fmt: skip
-        taken, state, _, losses = lax.while_loop(going, body, start)
-        return state, losses, taken
+    def going(carry: Any) -> Array:
+        i, state, _, _ = carry
+        return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
 
-    def _evaluate(
-        self, state: ConjugateState, arrays: tuple[Array, ...], static: Any
-    ) -> Array:
-        return -self._stepper(Arguments(arrays, static)).evaluate(state).bound
+    def body(carry: Any) -> Any:
+        i, state, evaluation, losses = carry
+        new, evaluation = stepper.step(state, Carry(first.problem, evaluation))
+        # A refused update leaves the bound where it is: no sign of an optimum.
+        accepted = new.hyper.scale >= state.hyper.scale
+        still = accepted & (jnp.abs(new.bound - state.bound) < tol)
+        stalled = jnp.where(still, state.stalled + 1, 0)
+        new = new._replace(stalled=stalled, step=state.step + 1)
+        return i + 1, new, evaluation, losses.at[i].set(-new.bound)
 
-    def _stepper(self, arguments: Arguments) -> Stepper:
-        optim = self.optim if self._start.transforms else None
-        return Stepper(
-            self.model, self.guide, arguments, self._constrain, optim,
-            self._start.closed, self.hyper_steps, self.hyper_every, self.sites,
-            self.step_size,
-        )  # fmt: skip
+    start = jnp.int32(0), state, first.evaluation, losses
+    taken, state, _, losses = lax.while_loop(going, body, start)
+    return state, losses, taken
 
-    def posterior(self, params: dict[str, Any]) -> Posterior:
-        """The fitted posterior, for prediction.
 
-        :param params: params of a fit, as in ``result.params``.
-        :return: a :class:`~numpyro_gpaug.Posterior`.
-        :raises RuntimeError: before ``init``.
-        """
-        if not isinstance(params, dict):
-            raise TypeError(
-                f"params is a {type(params).__name__}: pass result.params, or "
-                "svi.get_params(state)"
-            )
-        if self._seen is None:
-            raise RuntimeError("call init or run first, or use Posterior.from_guide")
-        args, kwargs = self._seen
-        return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
+def _evaluate(
+    settings: Settings,
+    state: ConjugateState,
+    arrays: tuple[Array, ...],
+    plan: Plan,
+    static: Any,
+) -> Array:
+    return -Stepper(plan, settings, Arguments(arrays, static)).evaluate(state).bound
 
 
 def _copied(tree: Any) -> Any:
@@ -399,6 +458,13 @@ def _is_optax(optim: Any) -> bool:
         and callable(getattr(optim, "update", None))
         and not hasattr(optim, "get_params")
     )
+
+
+def _steps_compared(plan: Plan) -> int:
+    """Steps whose mean loss is compared with that of as many before: an epoch."""
+    if not plan.structure.subsampled:
+        return CHUNK
+    return math.ceil(epoch_length(plan.structure))
 
 
 def _settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:

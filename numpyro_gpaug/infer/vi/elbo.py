@@ -13,13 +13,21 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.guides.function_posterior import Fit, InducingLaw
+from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.math.linalg import Moments
-from numpyro_gpaug.model.inspect import analyse
+from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.marginals import moments_of
-from numpyro_gpaug.model.structure import Arguments, Block, Structure, Trace, run_model
-from numpyro_gpaug.model.view import BoundProblem, scaled_sum
+from numpyro_gpaug.model.predictors import scaled_sum
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Block,
+    Structure,
+    Trace,
+    flat_functions,
+    run_model,
+)
+from numpyro_gpaug.model.view import ModelView
 
 BOUNDS = ("exact", "augmented")
 
@@ -68,7 +76,7 @@ class TraceAnalytic_ELBO(ELBO):
         :param kwargs: its keyword arguments.
         :return: :class:`~numpyro_gpaug.likelihoods.expectations.Route` by site name.
         """
-        observed = analyse(model, *args, **kwargs).observed
+        observed = inspect_model(model, *args, **kwargs).observed
         return {site.name: site.route for site in observed}
 
     def loss_with_mutable_state(
@@ -81,34 +89,40 @@ class TraceAnalytic_ELBO(ELBO):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The loss (negative bound); no mutable state is supported."""
-        structure = analyse(model, *args, **kwargs)
         arguments = Arguments.split(args, kwargs)
+        if isinstance(guide, AutoSparseGP):
+            guide.setup(*args, **kwargs)
+        if isinstance(guide, AutoSparseGP) and model is guide.model:
+            structure = guide.structure_at(arguments)
+        else:
+            structure = inspect_model(model, *args, **kwargs)
 
         def particle(key: Array) -> Array:
             guide_key, model_key = random.split(key)
-            law = InducingLaw()
+            function_posterior = InducingPosterior()
             if isinstance(guide, AutoSparseGP):
-                _, moments = guide.setup(*args, **kwargs).split_params(param_map)
-                drawn, law = guide.draw_others, guide.law
+                moments = guide.moments(guide.split_params(param_map)[1])
+                drawn = guide.draw_others
+                function_posterior = guide.function_posterior
                 trace = trace_guide(drawn, guide_key, param_map, args, kwargs)
             else:
                 trace = trace_guide(guide, guide_key, param_map, args, kwargs)
                 moments = {b.name: _block_moments(trace, b) for b in structure.blocks}
-            problem = problem_at(
-                structure, model, arguments, param_map, trace, model_key
-            )
-            fit = Fit(problem.values, moments, law.factors(problem))
-            return self._bound(problem, law, fit) + other_terms(problem, trace)
+            view = view_at(structure, model, arguments, param_map, trace, model_key)
+            fit = Fit(view.values, moments, function_posterior.factors(view))
+            return self._bound(view, function_posterior, fit) + other_terms(view, trace)
 
         value = mean_over_particles(self, particle, rng_key)
         return {"loss": -value, "mutable_state": None}
 
-    def _bound(self, problem: BoundProblem, law: InducingLaw, fit: Fit) -> Array:
-        at = law.marginals(problem, fit)
-        total = problem.expected_log_likelihood(at, self.bound)
-        for block in problem.structure.blocks:
-            kl = law.divergence(problem, fit, block)
-            total = total - kl * problem.block_scale(block)
+    def _bound(
+        self, view: ModelView, function_posterior: InducingPosterior, fit: Fit
+    ) -> Array:
+        at = function_posterior.marginals(view, fit)
+        total = view.expected_log_likelihood(at, self.bound)
+        for block in view.structure.blocks:
+            kl = function_posterior.divergence(view, fit, block)
+            total = total - kl * view.block_scale(block)
         return total
 
 
@@ -146,27 +160,27 @@ def trace_guide(
         return drawn.get_trace(*args, **kwargs)
 
 
-def problem_at(
+def view_at(
     structure: Structure,
     model: Callable[..., Any],
     arguments: Arguments,
     params: dict[str, Any],
     guide_trace: Trace,
     key: Array,
-) -> BoundProblem:
+) -> ModelView:
     """The model at params, the other latents a guide drew, and one batch."""
     others = {name: guide_trace[name]["value"] for name in structure.others}
     values = {**params, **others}
     plates = {n: guide_trace[n]["value"] for n in structure.plates if n in guide_trace}
     values.update(plates)
     values.update(drawn_indices(structure, model, arguments, values, key))
-    return BoundProblem(structure, model, arguments, values, key)
+    return ModelView(structure, model, arguments, values, key)
 
 
-def other_terms(problem: BoundProblem, guide_trace: Trace) -> Array | float:
+def other_terms(view: ModelView, guide_trace: Trace) -> Array | float:
     """Minus the KL of the other latents: analytic if registered, else at the draw."""
     total: Array | float = 0.0
-    for name, site in problem.other_sites().items():
+    for name, site in view.other_sites().items():
         guide_site = guide_trace[name]
         try:
             term = -kl_divergence(guide_site["fn"], site["fn"])
@@ -188,6 +202,6 @@ def drawn_indices(
     in a step sees the same batch."""
     if not structure.subsampled:
         return {}
-    zeros = structure.zeros
-    trace = run_model(model, arguments, key, {**zeros, **values})
+    filled = {**structure.zeros, **values}
+    trace = run_model(flat_functions(model), arguments, key, filled)
     return {name: trace[name]["value"] for name in structure.subsampled}

@@ -5,27 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 from numpyro import handlers
 
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
-from numpyro_gpaug.infer.vi.closed_params import ClosedParam
+from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.elbo import other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
+from numpyro_gpaug.infer.vi.latent_gaussian import (
+    Evaluation,
+    LatentGaussian,
+    Natural,
+)
+from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
-from numpyro_gpaug.infer.vi.sites import Evaluation, Natural, Sites
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep, slack
-from numpyro_gpaug.math.linalg import moments
-from numpyro_gpaug.model.inspect import structure_for
 from numpyro_gpaug.model.structure import Arguments
-from numpyro_gpaug.model.view import BoundProblem
-
-if TYPE_CHECKING:
-    import optax
+from numpyro_gpaug.model.view import ModelView
 
 
 class Hyper(NamedTuple):
@@ -52,6 +51,7 @@ class ConjugateState(NamedTuple):
     :param schedule: state of the step-size schedule (minibatches).
     :param epochs: by subsampled plate, a permutation and the position in it.
     :param bound: the bound at this state (full data) or of the last batch before it.
+    :param data: fingerprint of the data that it is the bound of.
     :param stalled: steps in a row that moved the bound by less than ``tol``.
     :param step: steps taken.
     :param rng_key: random key.
@@ -63,90 +63,73 @@ class ConjugateState(NamedTuple):
     schedule: Any
     epochs: dict[str, tuple[Array, Array]]
     bound: Array
+    data: Array
     stalled: Array
     step: Array
     rng_key: Array
 
 
+class Carry(NamedTuple):
+    """What one step hands to the next: empty where hyperparameters or data change.
+
+    :param problem: the model at the hyperparameters, which rest.
+    :param evaluation: the bound there.
+    """
+
+    problem: LatentGaussian | tuple[()]
+    evaluation: Evaluation | tuple[()]
+
+
 class Stepper:
     """Steps of one model at given arguments, inside one trace.
 
-    :param model: the model.
-    :param guide: its guide.
+    :param plan: the model, its guide, and what is known of it at such arguments.
+    :param settings: options of the fit.
     :param arguments: the model's arguments.
-    :param constrain: from unconstrained params to constrained ones.
-    :param optim: optax transformation, or ``None`` to leave params where they are.
-    :param closed: params set in closed form.
-    :param hyper_steps: gradient steps after a closed-form step.
-    :param hyper_every: closed-form steps per time they are taken.
-    :param sites: ``"auto"``, ``"augmented"`` or ``"exact"``.
-    :param step_size: see :func:`~numpyro_gpaug.infer.vi.schedules.as_schedule`.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        guide: AutoSparseGP,
-        arguments: Arguments,
-        constrain: Callable[[dict[str, Any]], dict[str, Any]],
-        optim: optax.GradientTransformation | None,
-        closed: tuple[ClosedParam, ...],
-        hyper_steps: int,
-        hyper_every: int,
-        sites: str,
-        step_size: float | str | Schedule | None,
-    ) -> None:
-        self._model, self._guide, self._arguments = model, guide, arguments
-        self._constrain = constrain
-        self._optim, self._closed = optim, closed
-        self.learns = optim is not None or bool(closed)
-        self._hyper_steps, self._hyper_every = hyper_steps, hyper_every
-        self._structure = structure_for(model, guide.structure, arguments)
-        self._subsampled = bool(self._structure.subsampled)
+    def __init__(self, plan: Plan, settings: Settings, arguments: Arguments) -> None:
+        self._plan, self._settings, self._arguments = plan, settings, arguments
+        self._structure = plan.structure
+        self._optim = settings.optim if plan.transforms else None
+        self.learns = self._optim is not None or bool(plan.closed)
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
-        self._comparable = not self._subsampled and not guide.random_others
-        self._bound = "augmented" if sites == "augmented" else "exact"
-        self._starts_augmented = sites == "auto" and all(
+        self._comparable = not self._structure.subsampled and not plan.random_others
+        self._starts_augmented = settings.updates == "auto" and all(
             site.augmented for site in self._structure.observed if site.latents
         )
-        self._step_size = step_size
-        self._fixed_fields: dict[str, Any] | None = None
 
     @cached_property
     def _schedule(self) -> Schedule:
         # Not made for an evaluation: its data may not be those of the steps.
-        return as_schedule(
-            self._step_size, None if self._comparable else epoch_length(self._structure)
-        )
+        batches = None if self._comparable else epoch_length(self._structure)
+        return as_schedule(self._settings.step_size, batches)
 
-    def start(self, state: ConjugateState) -> Evaluation | tuple[()]:
-        """What the first step of a loop needs; the fields are computed here, once, if
-        they cannot change."""
+    def start(self, state: ConjugateState) -> Carry:
+        """What the first step of a loop needs: the problem is computed here, once, if
+        it cannot change."""
         if self.learns or not self._comparable:
-            return ()
-        values, key = state.hyper.values, self._key(state)
-        self._fixed_fields = self._fields(values, key, {})
-        sites = self._sites(values, key, {}, self._fixed_fields)
-        return sites.unevaluated(state.natural)
+            return Carry((), ())
+        problem = self._problem(state.hyper.values, self._key(state), {})
+        return Carry(problem, problem.unevaluated(state.natural))
 
     def evaluate(self, state: ConjugateState) -> Evaluation:
         """The bound at a state, on all of its arguments' data."""
-        values, key = state.hyper.values, self._key(state)
-        fields = self._fixed_fields or self._fields(values, key, {})
-        sites = self._sites(values, key, {}, fields)
-        return sites.of_held().evaluate(sites.held(state.natural))
+        problem = self._problem(state.hyper.values, self._key(state), {})
+        return problem.restrict().evaluate(problem.select(state.natural))
 
     def step(
-        self, state: ConjugateState, evaluation: Evaluation | tuple[()]
+        self, state: ConjugateState, carry: Carry
     ) -> tuple[ConjugateState, Evaluation | tuple[()]]:
         """One step.
 
         :param state: the state.
-        :param evaluation: the evaluation there, if :meth:`start` gave one.
+        :param carry: from :meth:`start`, with the evaluation of the last step.
         """
-        if self._fixed_fields is not None and evaluation:
-            return self._fixed_step(state, self._fixed_fields, evaluation)
+        problem, evaluation = carry
+        if isinstance(problem, LatentGaussian) and isinstance(evaluation, Evaluation):
+            return self._fixed_step(state, problem, evaluation)
         if not self._comparable:
             return self._batch_step(state), ()
         return self._joint_step(state), ()
@@ -154,13 +137,11 @@ class Stepper:
     # The three kinds of step.
 
     def _fixed_step(
-        self, state: ConjugateState, fields: dict[str, Any], evaluation: Evaluation
+        self, state: ConjugateState, problem: LatentGaussian, evaluation: Evaluation
     ) -> tuple[ConjugateState, Evaluation]:
         """Full data, hyperparameters at rest: geometry and evaluation are reused."""
-        key = self._key(state)
-        sites = self._sites(state.hyper.values, key, {}, fields)
         fresh = ~jnp.isfinite(evaluation.bound)
-        natural, evaluation, steps = self._sweep(sites, state, evaluation, fresh)
+        natural, evaluation, steps = self._sweep(problem, state, evaluation, fresh)
         state = state._replace(
             natural=natural, step_sizes=steps, bound=evaluation.bound
         )
@@ -170,12 +151,22 @@ class Stepper:
         """Full data: the pending hyperparameter update, a sweep, a new gradient."""
         key = self._key(state)
         values = _moved(state.hyper)
-        fields, pullback = self._fields_and_pullback(values, key, {})
-        sites = self._sites(values, key, {}, fields)
-        start = sites.unevaluated(state.natural)
+        problem, pullback = self._problem_and_pullback(values, key, {})
+        start = problem.unevaluated(state.natural)
         fresh = jnp.array(True)
-        natural, evaluation, steps = self._sweep(sites, state, start, fresh)
-        hyper = self._next_hyper(state, values, natural, key, {}, fields, pullback)
+        natural, evaluation, steps = self._sweep(problem, state, start, fresh)
+
+        def further(values: Any) -> Any:
+            problem, pullback = self._problem_and_pullback(values, key, {})
+            return problem, pullback, problem.evaluate(natural)
+
+        def gradient(
+            problem: LatentGaussian, pullback: Callable, evaluation: Evaluation
+        ) -> Any:
+            return pullback(problem.gradient(evaluation))
+
+        at = problem, pullback, evaluation
+        hyper = self._next_hyper(state, values, at, gradient, further)
         new = state._replace(
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound
         )
@@ -190,23 +181,33 @@ class Stepper:
         key = self._key(state)
         indices, epochs = next_batch(self._structure, state.epochs, key)
         values = _moved(state.hyper)
-        fields, pullback = self._fields_and_pullback(values, key, indices)
-        whole = self._sites(values, key, indices, fields)
+        whole, pullback = self._problem_and_pullback(values, key, indices)
         self._refuse_adaptive(whole)
-        natural, schedules, bound = damped_sweep(
-            whole.of_held(), whole.held(state.natural), self._schedule, state.schedule,
-            state.step, self._augmented(state),
+        natural, schedules, evaluation, bound = damped_sweep(
+            whole.restrict(), whole.select(state.natural), self._schedule,
+            state.schedule, state.step, self._augmented(state),
         )  # fmt: skip
-        hyper = self._next_hyper(state, values, natural, key, indices, fields, pullback)
+
+        def further(values: Any) -> Any:
+            whole, pullback = self._problem_and_pullback(values, key, indices)
+            return whole, pullback, whole.restrict().evaluate(natural)
+
+        def gradient(
+            problem: LatentGaussian, pullback: Callable, evaluation: Evaluation
+        ) -> Any:
+            return pullback(problem.gradient(evaluation, restricted=True))
+
+        at = whole, pullback, evaluation
+        hyper = self._next_hyper(state, values, at, gradient, further)
         new = state._replace(
-            hyper=hyper, natural=whole.put_back(state.natural, natural),
+            hyper=hyper, natural=whole.scatter(state.natural, natural),
             schedule=schedules, epochs=epochs, bound=bound,
         )  # fmt: skip
         return _flagged(new, hyper)
 
-    def _refuse_adaptive(self, sites: Sites) -> None:
+    def _refuse_adaptive(self, problem: LatentGaussian) -> None:
         if isinstance(self._schedule, Adaptive) and any(
-            rows is not None for rows in sites.latents.values()
+            latents is not None for latents in problem.latents.values()
         ):
             raise ValueError(
                 "step_size='adaptive' averages gradients over steps, which do not "
@@ -217,145 +218,120 @@ class Stepper:
     # Their parts.
 
     def _sweep(
-        self, sites: Sites, state: ConjugateState, evaluation: Evaluation, fresh: Array
+        self,
+        problem: LatentGaussian,
+        state: ConjugateState,
+        evaluation: Evaluation,
+        fresh: Array,
     ) -> tuple[Natural, Evaluation, dict[str, Array]]:
         return backtracked_sweep(
-            sites, state.natural, evaluation, state.step_sizes,
+            problem, state.natural, evaluation, state.step_sizes,
             getattr(self._schedule, "value", 1.0), self._augmented(state), fresh,
         )  # fmt: skip
 
     def _augmented(self, state: ConjugateState) -> Array | None:
-        """Whether a step takes its sites from the augmented bound, to start safely."""
+        """Whether a step takes its factors from the augmented bound, to start safely;
+        ``None`` if no step does."""
         return state.step == 0 if self._starts_augmented else None
 
     def _next_hyper(
-        self, state: ConjugateState, values: dict[str, Any], *at: Any
-    ) -> Hyper:
-        """Hyperparameters with their next pending update, none between two of them."""
-        hyper = state.hyper
-        if self._hyper_every == 1 or not self.learns:
-            return self._gradient_step(hyper, values, *at)
-        still = jax.tree.map(jnp.zeros_like, hyper.update)
-        due = (state.step + 1) % self._hyper_every == 0
-        return lax.cond(
-            due,
-            lambda: self._gradient_step(hyper, values, *at),
-            lambda: hyper._replace(values=values, update=still),
-        )
-
-    def _gradient_step(
         self,
-        hyper: Hyper,
+        state: ConjugateState,
         values: dict[str, Any],
-        natural: Natural,
-        key: Array,
-        indices: dict[str, Array],
-        fields: dict[str, Any],
-        pullback: Callable[[Any], Any],
+        at: tuple[LatentGaussian, Callable, Evaluation],
+        gradient: Callable[..., Any],
+        further: Callable[[Any], Any],
     ) -> Hyper:
-        """The next pending update of the hyperparameters, the blocks held fixed in
-        whitened coordinates (the envelope theorem makes this the gradient of the
-        optimised bound)."""
+        """Hyperparameters with their next pending update, none between two of them.
+
+        :param values: unconstrained params.
+        :param at: the problem there, its pullback and the evaluation.
+        :param gradient: of the bound, from these three. The blocks are held fixed in
+            whitened coordinates: the envelope theorem makes this the gradient of the
+            optimised bound.
+        :param further: gives the three at other params.
+        """
+        hyper = state.hyper
         if not self.learns:
             return hyper
-        q = {name: moments(n) for name, n in natural.items()}
-
-        def loss(values: dict[str, Any], fields: dict[str, Any]) -> Array:
-            sites = self._sites(values, key, indices, fields)
-            return -(sites if self._comparable else sites.of_held()).bound_at(q)
-
-        def gradient(values: Any, fields: Any, pullback: Callable) -> Any:
-            direct, through = jax.grad(loss, (0, 1))(values, fields)
-            return jax.tree.map(jnp.add, direct, pullback(through)[0])
+        due = (state.step + 1) % self._settings.hyper_every == 0
 
         def advance(
-            at: Any, optim_state: Any, fields: Any, pullback: Callable
+            values: Any, optim_state: Any, at: tuple[Any, Any, Any]
         ) -> tuple[Any, Any]:
-            gradients = gradient(at, fields, pullback)
-            updates = jax.tree.map(jnp.zeros_like, at)
+            ascent = gradient(*at)
+            updates = jax.tree.map(jnp.zeros_like, values)
             if self._optim is not None:
-                updates, optim_state = self._optim.update(gradients, optim_state, at)
-            if self._closed:
-                sites = self._sites(at, key, indices, fields)
-                marginals = {name: sites.marginals(name, q[name]) for name in q}
-                problem, _ = self._problem(at, key, indices)
-                updates |= self._maximised(problem, marginals, at, gradients)
-            return jax.tree.map(jnp.add, at, updates), optim_state
+                descent = jax.tree.map(jnp.negative, ascent)
+                updates, optim_state = self._optim.update(descent, optim_state, values)
+            if self._plan.closed:
+                updates |= self._maximised(at[0], at[2], values, ascent)
+            return jax.tree.map(jnp.add, values, updates), optim_state
 
-        def further(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            return advance(*carry, *self._fields_and_pullback(carry[0], key, indices))
+        def moved() -> Hyper:
+            carry = advance(values, hyper.optim_state, at)
+            if self._settings.hyper_steps > 1:
+                carry = lax.fori_loop(
+                    1, self._settings.hyper_steps,
+                    lambda _, c: advance(c[0], c[1], further(c[0])), carry,
+                )  # fmt: skip
+            update = jax.tree.map(lambda a, b: a - b, carry[0], values)
+            return Hyper(values, update, jnp.minimum(1, 2 * hyper.scale), carry[1])
 
-        carry = advance(values, hyper.optim_state, fields, pullback)
-        if self._hyper_steps > 1:
-            carry = lax.fori_loop(1, self._hyper_steps, further, carry)
-        update = jax.tree.map(lambda a, b: a - b, carry[0], values)
-        scale = jnp.minimum(1, 2 * hyper.scale)
-        return Hyper(values, update, scale, carry[1])
+        if self._settings.hyper_every == 1:
+            return moved()
+        still = jax.tree.map(jnp.zeros_like, hyper.update)
+        return lax.cond(due, moved, lambda: hyper._replace(values=values, update=still))
 
     def _maximised(
         self,
-        problem: BoundProblem,
-        marginals: dict[str, Any],
+        problem: LatentGaussian,
+        evaluation: Evaluation,
         values: dict[str, Any],
-        gradients: dict[str, Any],
+        ascent: dict[str, Any],
     ) -> dict[str, Array]:
-        """Updates of the params that are set in closed form; gradients of the loss."""
-        carried = problem.predictors(marginals)
+        """Updates of the params that are set in closed form."""
+        expected: Any = problem.likelihood
+        carried = expected.predictors.marginals(evaluation.marginals)
         return {
-            p.name: p.update(problem, carried, values[p.name], -gradients[p.name])
-            for p in self._closed
+            p.name: p.update(expected, carried, values[p.name], ascent[p.name])
+            for p in self._plan.closed
         }
 
     # The problem at given hyperparameters.
 
     def _problem(
         self, values: dict[str, Any], key: Array, indices: dict[str, Array]
-    ) -> tuple[BoundProblem, dict[str, Any]]:
-        """The model, and the trace of the other guide, drawn with ``key``."""
-        params = self._constrain(values)
+    ) -> LatentGaussian:
+        """The model is run once, with the other guide's latents drawn with ``key``."""
+        params = self._plan.constrain(values)
         args, kwargs = self._arguments.merge()
-        seeded = handlers.seed(self._guide.draw_others, key)
+        seeded = handlers.seed(self._plan.guide.draw_others, key)
         drawn = handlers.substitute(seeded, data={**params, **indices})
         trace = handlers.trace(drawn).get_trace(*args, **kwargs)
         others = {n: trace[n]["value"] for n in self._structure.others}
         filled = {**params, **others, **indices}
-        problem = BoundProblem(
-            self._structure, self._model, self._arguments, filled, key
+        view = ModelView(
+            self._structure, self._plan.model, self._arguments, filled, key
         )
-        return problem, trace
-
-    def _fields(
-        self, values: dict[str, Any], key: Array, indices: dict[str, Array]
-    ) -> dict[str, Any]:
-        return self._problem(values, key, indices)[0].fields()
-
-    def _fields_and_pullback(
-        self, values: dict[str, Any], key: Array, indices: dict[str, Array]
-    ) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-        return jax.vjp(lambda values: self._fields(values, key, indices), values)
-
-    def _sites(
-        self,
-        values: dict[str, Any],
-        key: Array,
-        indices: dict[str, Array],
-        fields: dict[str, Any],
-    ) -> Sites:
-        problem, trace = self._problem(values, key, indices)
-        priors = {
-            name: (loc.reshape(-1, loc.shape[-1]), scale.reshape(-1, scale.shape[-1]))
-            for name, (loc, scale) in problem.priors().items()
-        }
-        return Sites(
-            fields=fields,
-            priors=priors,
-            scales={b.name: problem.block_scale(b) for b in self._structure.blocks},
-            latents=problem.latents(),
-            coupled=problem.coupled(),
-            log_likelihood=partial(problem.expected_log_likelihood, bound=self._bound),
-            constant=other_terms(problem, trace),
-            dtype=jnp.result_type(*(b.dtype for b in self._structure.blocks)),
+        augmented = self._settings.updates == "augmented"
+        return LatentGaussian(
+            maps=view.maps(),
+            priors=view.priors(),
+            scales={b.name: view.block_scale(b) for b in self._structure.blocks},
+            latents=view.selected(),
+            coupled=view.coupled(),
+            likelihood=view.expected("augmented" if augmented else "exact"),
+            constant=other_terms(view, trace),
+            learns=self.learns,
         )
+
+    def _problem_and_pullback(
+        self, values: dict[str, Any], key: Array, indices: dict[str, Array]
+    ) -> tuple[LatentGaussian, Callable[[Any], Any]]:
+        if not self.learns:
+            return self._problem(values, key, indices), lambda slopes: None
+        return vjp(lambda values: self._problem(values, key, indices), values)
 
     def _key(self, state: ConjugateState) -> Array:
         return random.fold_in(state.rng_key, state.step)

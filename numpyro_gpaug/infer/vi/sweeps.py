@@ -11,15 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_gpaug.infer.vi.latent_gaussian import (
+    Evaluation,
+    LatentGaussian,
+    Natural,
+)
 from numpyro_gpaug.infer.vi.schedules import Schedule
-from numpyro_gpaug.infer.vi.sites import Evaluation, Natural, Sites, put_rows, rows_of
+from numpyro_gpaug.math.affine import Marginals, scatter, selected
 from numpyro_gpaug.math.linalg import NaturalGaussian
 
 MAX_HALVINGS = 12
 
 
 def backtracked_sweep(
-    sites: Sites,
+    problem: LatentGaussian,
     natural: Natural,
     evaluation: Evaluation,
     steps: dict[str, Array],
@@ -30,40 +35,41 @@ def backtracked_sweep(
     """Moves every block once, one at a time: blocks that share a predictor overshoot
     when they move together. So do coupled latents of one block.
 
-    :param sites: the problem.
+    :param problem: the problem.
     :param natural: natural parameters of all blocks.
     :param evaluation: the evaluation there.
     :param steps: the first step size tried, by block.
     :param largest_step: bound of the step sizes tried next time.
-    :param augmented: whether sites are those of the augmented bound; ``None`` if never.
+    :param augmented: whether factors are those of the augmented bound; ``None`` if
+        never.
     :param fresh: whether ``evaluation`` is still to be computed; then a first pass
         over the blocks moves nothing.
     :return: natural parameters, the evaluation there, and next step sizes.
     """
 
-    def move(name: str, only_evaluate: Array, row: Array | None, carry: Any) -> Any:
+    def move(name: str, only_evaluate: Array, index: Array | None, carry: Any) -> Any:
         natural, evaluation, step = carry
-        gradients = partial(site_gradients, sites, evaluation, name, augmented)
+        slopes = partial(slopes_at, problem, evaluation, name, augmented)
         return backtracked_update(
-            sites, natural, evaluation, name, gradients, step, largest_step,
-            only_evaluate, row,
+            problem, natural, evaluation, name, slopes, step, largest_step,
+            only_evaluate, index,
         )  # fmt: skip
 
     def sweep(carry: Any) -> Any:
         passes, natural, evaluation, steps = carry
         natural, steps = dict(natural), dict(steps)
         for name in natural:
-            move_block = _for_each_latent if name in sites.coupled else _at_once
+            move_block = _for_each_latent if name in problem.coupled else _at_once
             natural, evaluation, steps[name] = move_block(
                 partial(move, name, passes == 0), len(natural[name].potential),
                 (natural, evaluation, steps[name]),
             )  # fmt: skip
         return passes + 1, natural, evaluation, steps
 
-    if sites.coupled:
+    if problem.coupled:
         # A pass would evaluate everything once per latent.
         evaluation = lax.cond(
-            fresh, lambda: sites.evaluate(natural), lambda: evaluation
+            fresh, lambda: problem.evaluate(natural), lambda: evaluation
         )
         fresh = jnp.array(False)
     start = jnp.where(fresh, 0, 1), dict(natural), evaluation, dict(steps)
@@ -71,50 +77,56 @@ def backtracked_sweep(
 
 
 def damped_sweep(
-    sites: Sites,
+    problem: LatentGaussian,
     natural: Natural,
     schedule: Schedule,
     schedules: dict[str, Any],
     step: Array,
     augmented: Array | None,
-) -> tuple[Natural, dict[str, Any], Array]:
+) -> tuple[Natural, dict[str, Any], Evaluation, Array]:
     """Moves every block once by the step size of a schedule, for bounds that are noisy.
 
-    :param sites: the problem.
+    :param problem: the problem.
     :param natural: natural parameters of all blocks.
     :param schedule: the schedule.
     :param schedules: its state, by block.
     :param step: steps taken before.
     :param augmented: as for :func:`backtracked_sweep`.
-    :return: natural parameters, states of the schedule, and the bound before.
+    :return: natural parameters, states of the schedule, the evaluation there, and the
+        bound before.
     """
-    evaluation = before = sites.evaluate(natural)
+    evaluation = problem.evaluate(natural)
+    before = evaluation.bound
     natural, schedules = dict(natural), dict(schedules)
 
-    def target(name: str, evaluation: Evaluation, row: Array | None) -> NaturalGaussian:
-        gradients = site_gradients(sites, evaluation, name, augmented)
-        at, slopes = rows_of((evaluation.marginals[name], gradients), row)
-        return sites.of_row(name, row).target(name, at, slopes, least_precision=0.0)
+    def target(
+        name: str, evaluation: Evaluation, index: Array | None
+    ) -> NaturalGaussian:
+        slopes = slopes_at(problem, evaluation, name, augmented)
+        at, slopes = selected((evaluation.marginals[name], slopes), index)
+        return problem.of_latent(name, index).target(
+            name, at, slopes, least_precision=0.0
+        )
 
-    def move(name: str, size: Array, row: Array, carry: Any) -> Any:
+    def move(name: str, size: Array, index: Array, carry: Any) -> Any:
         natural, evaluation = carry
-        old = rows_of(natural, row)
-        new = mix(old, target(name, evaluation, row), size)
-        evaluation = sites.reevaluate(evaluation, name, new, row)
-        return put_rows(natural, row, new), evaluation
+        old = selected(natural, index)
+        new = mix(old, target(name, evaluation, index), size)
+        evaluation = problem.reevaluate(evaluation, name, new, index)
+        return scatter(natural, index, new), evaluation
 
     for name, old in natural.items():
         whole = target(name, evaluation, None)
         direction = jax.tree.map(jnp.subtract, whole, old)
         size, schedules[name] = schedule.next(schedules[name], step, direction)
-        if name in sites.coupled:
+        if name in problem.coupled:
             natural[name], evaluation = _for_each_latent(
                 partial(move, name, size), len(old.potential), (old, evaluation)
             )
         else:
             natural[name] = mix(old, whole, size)
-            evaluation = sites.reevaluate(evaluation, name, natural[name])
-    return natural, schedules, before.bound
+            evaluation = problem.reevaluate(evaluation, name, natural[name])
+    return natural, schedules, evaluation, before
 
 
 def _at_once(move: Callable[[Array | None, Any], Any], count: int, start: Any) -> Any:
@@ -125,21 +137,27 @@ def _for_each_latent(move: Callable[[Array, Any], Any], count: int, start: Any) 
     return lax.fori_loop(0, count, lambda p, carry: move(p[None], carry), start)
 
 
-def site_gradients(
-    sites: Sites, evaluation: Evaluation, name: str, augmented: Array | None
-) -> Any:
-    """Derivatives of the expected log-likelihood that define a block's sites.
+def slopes_at(
+    problem: LatentGaussian,
+    evaluation: Evaluation,
+    name: str,
+    augmented: Array | None,
+) -> Marginals:
+    """Derivatives of the expected log-likelihood that define a block's factors.
 
-    :param sites: the problem.
+    :param problem: the problem.
     :param evaluation: where.
     :param name: the block.
     :param augmented: as for :func:`backtracked_sweep`.
     """
-    exact = evaluation.gradients[name]
+    exact = evaluation.slopes[name]
     if augmented is None:
         return exact
-    other = jax.grad(lambda at: sites.log_likelihood(at, bound="augmented"))
-    return lax.cond(augmented, lambda: other(evaluation.marginals)[name], lambda: exact)
+    return lax.cond(
+        augmented,
+        lambda: problem.augmented_slopes(evaluation.marginals)[name],
+        lambda: exact,
+    )
 
 
 def mix(old: NaturalGaussian, target: NaturalGaussian, step: Array) -> NaturalGaussian:
@@ -155,37 +173,38 @@ def slack(evaluation: Evaluation) -> Array:
 
 
 def backtracked_update(
-    sites: Sites,
+    problem: LatentGaussian,
     natural: Natural,
     evaluation: Evaluation,
     name: str,
-    gradients: Callable[[], Any],
+    slopes: Callable[[], Marginals],
     step: Array,
     largest_step: float,
     only_evaluate: Array,
-    row: Array | None = None,
+    index: Array | None = None,
 ) -> tuple[Natural, Evaluation, Array]:
     """Moves one block towards its target, halving the step while the bound falls.
 
-    :param sites: the problem.
+    :param problem: the problem.
     :param natural: natural parameters of all blocks.
     :param evaluation: the evaluation there.
     :param name: the block to move.
-    :param gradients: gives the site gradients of this block that define the target.
+    :param slopes: gives the derivatives of the expected log-likelihood that define
+        the target of this block.
     :param step: the first step size tried.
     :param largest_step: bound of the step size tried next time.
     :param only_evaluate: take no step, but evaluate the block where it is. (The same
         code does both: compiling the bound twice would double the compile time.)
-    :param row: the one latent to move, (1,); ``None`` for all.
+    :param index: the one latent to move, (1,); ``None`` for all.
     :return: natural parameters and evaluation after the move (unchanged if no step
         raised the bound), and the step size to try next time.
     """
-    old = rows_of(natural[name], row)
+    old = selected(natural[name], index)
     target = lax.cond(
         only_evaluate,
         lambda: old,
-        lambda: sites.of_row(name, row).target(
-            name, *rows_of((evaluation.marginals[name], gradients()), row)
+        lambda: problem.of_latent(name, index).target(
+            name, *selected((evaluation.marginals[name], slopes()), index)
         ),
     )
     floor = evaluation.bound - slack(evaluation)
@@ -199,7 +218,7 @@ def backtracked_update(
         step = jnp.where(last, 0, search.step / 2)
         candidate = mix(old, target, step)
         # A precision that is not positive definite has a bound of NaN: refused.
-        outcome = sites.reevaluate(evaluation, name, candidate, row)
+        outcome = problem.reevaluate(evaluation, name, candidate, index)
         accepted = last | (outcome.bound >= floor)
         return _Search(step, search.tries + 1, accepted, candidate, outcome)
 
@@ -208,7 +227,7 @@ def backtracked_update(
     grown = jnp.where(found.tries == 1, 2 * found.step, found.step)
     next_step = jnp.clip(grown, 2.0**-MAX_HALVINGS, largest_step)
     next_step = jnp.where(only_evaluate, step, next_step)
-    moved = put_rows(natural[name], row, found.natural)
+    moved = scatter(natural[name], index, found.natural)
     return {**natural, name: moved}, found.evaluation, next_step
 
 

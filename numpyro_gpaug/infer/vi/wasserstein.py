@@ -17,13 +17,13 @@ from numpyro_gpaug.guides.function_posterior import Fit, GaussianMeasure, prior_
 from numpyro_gpaug.infer.vi.elbo import (
     mean_over_particles,
     other_terms,
-    problem_at,
     trace_guide,
+    view_at,
 )
 from numpyro_gpaug.math.linalg import default_jitter
-from numpyro_gpaug.model.inspect import structure_for
+from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import Arguments
-from numpyro_gpaug.model.view import BoundProblem
+from numpyro_gpaug.model.view import ModelView
 
 ESTIMATORS = ("symmetric", "spectral")
 
@@ -132,54 +132,53 @@ class TraceWasserstein_ELBO(ELBO):
             )
         arguments = Arguments.split(args, kwargs)
         structure = guide.setup(*args, **kwargs).structure
-        if weights := [b.name for b in structure.blocks if not b.is_process]:
+        if weights := [b.name for b in structure.weights]:
             raise ValueError(
                 f"the guide holds the weights {weights}, which are no process: use "
                 "AutoFunctionSpaceGP, which gives them to its other autoguide"
             )
-        structure = structure_for(model, structure, arguments)
-        _, moments = guide.split_params(param_map)
+        structure = structure_at(model, structure, arguments)
+        moments = guide.moments(guide.split_params(param_map)[1])
 
         def particle(key: Array) -> Array:
             guide_key, model_key, points_key = random.split(key, 3)
             trace = trace_guide(guide.draw_others, guide_key, param_map, args, kwargs)
-            problem = problem_at(
-                structure, model, arguments, param_map, trace, model_key
-            )
-            fit = Fit({**param_map, **problem.values}, moments)
-            at = guide.law.marginals(problem, fit)
-            bound = problem.expected_log_likelihood(at, "exact")
-            bound = bound + other_terms(problem, trace)
-            return self._distance(problem, guide, fit, points_key) - bound
+            view = view_at(structure, model, arguments, param_map, trace, model_key)
+            fit = Fit({**param_map, **view.values}, moments)
+            at = guide.function_posterior.marginals(view, fit)
+            bound = view.expected_log_likelihood(at, "exact")
+            bound = bound + other_terms(view, trace)
+            return self._distance(view, guide, fit, points_key) - bound
 
         value = mean_over_particles(self, particle, rng_key)
         return {"loss": value, "mutable_state": None}
 
     def _distance(
-        self, problem: BoundProblem, guide: ProcessGuide, fit: Fit, key: Array
+        self, view: ModelView, guide: ProcessGuide, fit: Fit, key: Array
     ) -> Array | float:
         """The weighted distances of all processes, summed over latents."""
         total: Array | float = 0.0
-        for block in problem.structure.blocks:
-            law = problem.conditional(block)
-            measures = prior_measure(law.gp), guide.law.measure(law, fit, block)
-            rows = law.X.shape[0]
+        for block in view.structure.blocks:
+            f = view.conditional(block)
+            fitted = guide.function_posterior.measure(f, fit, block)
+            measures = prior_measure(f.gp), fitted
+            rows = f.X.shape[0]
             if rows <= self.num_points:
-                chosen = law.X
+                chosen = f.X
             else:
-                chosen = law.X[random.permutation(key, rows)[: self.num_points]]
+                chosen = f.X[random.permutation(key, rows)[: self.num_points]]
             if self.estimator == "symmetric":
                 each = symmetric_distance(*measures, chosen)
             else:
-                each = spectral_distance(*measures, law.X, chosen)
-            scale = jnp.asarray(self.weight, each.dtype) * problem.block_scale(block)
-            total = total + scale * law.select(each).sum()
+                each = spectral_distance(*measures, f.X, chosen)
+            scale = jnp.asarray(self.weight, each.dtype) * view.block_scale(block)
+            total = total + scale * f.select(each).sum()
         return total
 
 
 def symmetric_distance(P: GaussianMeasure, Q: GaussianMeasure, X: Array) -> Array:
-    """The squared distance between the laws of function values at X, divided by the
-    number of inputs, per latent.
+    """The squared distance between the distributions of function values at X, divided
+    by the number of inputs, per latent.
 
     :param P: the prior.
     :param Q: the fitted measure.

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The closed-form problem: Gaussian blocks, their affine maps, and a likelihood.
+
+The conjugate update replaces the likelihood by Gaussian factors on the predictors, the
+derivatives of its expectation ``E(m, v)`` (or of its augmented bound):
+:func:`~numpyro_gpaug.math.affine.gaussian_factors`. The posterior precision
+``P + A diag(w) A'`` with the prior precision ``P`` is positive definite by construction
+for log-concave likelihoods, and a step is a convex combination of natural parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.infer.vi.differentiation import split_floats
+from numpyro_gpaug.math.affine import (
+    AffineMap,
+    Marginals,
+    Prior,
+    gaussian_factors,
+    scatter,
+    selected,
+)
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
+
+Natural = dict[str, NaturalGaussian]
+
+
+class Evaluation(NamedTuple):
+    """The bound at natural parameters, and all that the next update needs.
+
+    :param bound: evidence lower bound.
+    :param magnitude: sum of the magnitudes it was summed from, for rounding.
+    :param moments: by block.
+    :param marginals: by block.
+    :param slopes: derivatives of the expected log-likelihood in the marginals.
+    :param direct: its derivatives in the numbers that the likelihood is made of; empty
+        unless something is learnt.
+    :param divergences: KL by block, (latents,).
+    """
+
+    bound: Array
+    magnitude: Array
+    moments: dict[str, Moments]
+    marginals: dict[str, Marginals]
+    slopes: dict[str, Marginals]
+    direct: tuple[Array, ...]
+    divergences: dict[str, Array]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("maps", "priors", "scales", "latents", "likelihood", "constant"),
+    meta_fields=("coupled", "learns"),
+)
+@dataclass(frozen=True)
+class LatentGaussian:
+    """A model at fixed hyperparameters, as closed-form updates see it.
+
+    :param maps: the affine map of every block to where its marginals are taken.
+    :param priors: by block.
+    :param scales: NumPyro's scale of each block's site (1 if none).
+    :param latents: indices of the latents a process was called for, by block.
+    :param coupled: blocks whose latents share outputs (loadings): they are moved one at
+        a time, as moved together they overshoot.
+    :param likelihood: the expected log-likelihood, a function (and pytree) of the
+        marginals and of the kind of bound.
+    :param constant: the part of the bound that does not depend on the blocks.
+    :param learns: whether evaluations keep what :meth:`gradient` needs.
+    """
+
+    maps: dict[str, AffineMap]
+    priors: dict[str, Prior]
+    scales: dict[str, Any]
+    latents: dict[str, Array | None]
+    coupled: tuple[str, ...]
+    likelihood: Callable[..., Array]
+    constant: Array | float
+    learns: bool = False
+
+    @property
+    def dtype(self) -> Any:
+        """Of the bound; other latents may be in JAX's default dtype."""
+        return jnp.result_type(*(prior.loc for prior in self.priors.values()))
+
+    # Minibatches of latents.
+
+    def select(self, natural: Natural) -> Natural:
+        """The natural parameters of those latents the processes were called for."""
+        return {k: selected(n, self.latents.get(k)) for k, n in natural.items()}
+
+    def scatter(self, natural: Natural, part: Natural) -> Natural:
+        """``natural`` with the latents of :meth:`select` replaced."""
+        return {k: scatter(n, self.latents.get(k), part[k]) for k, n in natural.items()}
+
+    def restrict(self) -> LatentGaussian:
+        """The same problem for :meth:`select` natural parameters: no other latent is
+        looked at, so that a step costs what the latents it was called for cost."""
+        priors = {k: selected(p, self.latents.get(k)) for k, p in self.priors.items()}
+        return replace(self, priors=priors, latents={})
+
+    def of_latent(self, name: str, index: Array | None) -> LatentGaussian:
+        """The same problem with one latent alone of one block.
+
+        :param name: the block.
+        :param index: of the latent, (1,); ``None`` for all.
+        """
+        if index is None:
+            return self
+        map_, prior = selected((self.maps[name], self.priors[name]), index)
+        return replace(
+            self,
+            maps={**self.maps, name: map_},
+            priors={**self.priors, name: prior},
+        )
+
+    # The bound.
+
+    def evaluate(self, natural: Natural) -> Evaluation:
+        """The bound and its slopes at ``natural``."""
+        q = {name: moments(n) for name, n in natural.items()}
+        at = {name: self._marginals(name, q[name]) for name in natural}
+        kl = {name: self._kl(name, q[name]) for name in natural}
+        return self._evaluation(q, at, kl)
+
+    def unevaluated(self, natural: Natural) -> Evaluation:
+        """An evaluation of the right shapes, with a bound of minus infinity."""
+        shapes = jax.eval_shape(self.evaluate, natural)
+        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return empty._replace(bound=jnp.full_like(empty.bound, -jnp.inf))
+
+    def reevaluate(
+        self,
+        old: Evaluation,
+        name: str,
+        candidate: NaturalGaussian,
+        index: Array | None = None,
+    ) -> Evaluation:
+        """The bound after a change of one block only, or of one of its latents."""
+        q = moments(candidate)
+        part = self.of_latent(name, index)
+        before = old.moments[name], old.marginals[name], old.divergences[name]
+        new = q, part._marginals(name, q), part._kl(name, q)
+        moved, at, kl = scatter(before, index, new)
+        return self._evaluation(
+            {**old.moments, name: moved},
+            {**old.marginals, name: at},
+            {**old.divergences, name: kl},
+        )
+
+    def augmented_slopes(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
+        """Derivatives of the augmented bound in the marginals."""
+        return jax.grad(lambda at: self.likelihood(at, bound="augmented"))(at)
+
+    def _marginals(self, name: str, q: Moments) -> Marginals:
+        return self.maps[name].marginals(selected(q, self.latents.get(name)))
+
+    def _kl(self, name: str, q: Moments) -> Array:
+        return kl_to_diagonal(q, *self.priors[name]) * self.scales[name]
+
+    def _evaluation(
+        self,
+        q: dict[str, Moments],
+        at: dict[str, Marginals],
+        kl: dict[str, Array],
+    ) -> Evaluation:
+        floats, rebuild = split_floats(self.likelihood if self.learns else ())
+
+        def expected(at: dict[str, Marginals], floats: tuple[Array, ...]) -> Array:
+            likelihood = rebuild(floats) if self.learns else self.likelihood
+            return likelihood(at)
+
+        differentiate = jax.value_and_grad(expected, (0, 1))
+        value, (slopes, direct) = differentiate(at, floats)
+        total = sum(each.sum() for each in kl.values())
+        bound = jnp.asarray(value + self.constant - total, self.dtype)
+        magnitude = jnp.abs(value) + jnp.abs(self.constant) + total + 1
+        magnitude = jnp.asarray(magnitude, self.dtype)
+        return Evaluation(bound, magnitude, q, at, slopes, direct, kl)
+
+    def gradient(
+        self, evaluation: Evaluation, *, restricted: bool = False
+    ) -> tuple[Array, ...]:
+        """Derivatives of the bound in all numbers this problem is made of
+        (:func:`~numpyro_gpaug.infer.vi.differentiation.split_floats`), the blocks held
+        fixed.
+
+        By the chain rule from what the evaluation knows of the likelihood, which is not
+        differentiated again.
+
+        :param evaluation: of a problem that ``learns``.
+        :param restricted: whether it is an evaluation of :meth:`restrict`.
+        """
+        q = evaluation.moments
+        floats, rebuild = split_floats(self)
+
+        def linearised(floats: tuple[Array, ...]) -> Array:
+            whole = rebuild(floats)
+            problem = whole.restrict() if restricted else whole
+            at = {name: problem._marginals(name, q[name]) for name in q}
+            numbers, _ = split_floats(problem.likelihood)
+            products = jax.tree.map(
+                lambda slope, x: (slope * x).sum(),
+                (evaluation.slopes, evaluation.direct), (at, numbers),
+            )  # fmt: skip
+            divergence = sum(problem._kl(name, q[name]).sum() for name in q)
+            return sum(jax.tree.leaves(products)) + problem.constant - divergence
+
+        return jax.grad(linearised)(floats)
+
+    def target(
+        self,
+        name: str,
+        at: Marginals,
+        slopes: Marginals,
+        least_precision: float = -jnp.inf,
+    ) -> NaturalGaussian:
+        """Where a whole step takes a block: prior times Gaussian factors.
+
+        :param name: the block.
+        :param at: its marginals.
+        :param slopes: derivatives of the expected log-likelihood there.
+        :param least_precision: of the factors, see
+            :func:`~numpyro_gpaug.math.affine.gaussian_factors`.
+        """
+        factors = gaussian_factors(at, slopes, least_precision)
+        # A scale on the whole model multiplies likelihood and prior alike.
+        scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
+        information = self.maps[name].information(scaled)
+        natural, here = self.priors[name].natural, self.latents.get(name)
+        if here is None:
+            return jax.tree.map(jnp.add, natural, information)
+        indices = jnp.asarray(here)
+        return jax.tree.map(lambda x, new: x.at[indices].add(new), natural, information)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a fit before its first step: options, shapes, transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from numpyro.distributions import biject_to
+
+from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.infer.vi.closed_params import ClosedParam, closed_params
+from numpyro_gpaug.infer.vi.schedules import Schedule
+from numpyro_gpaug.model.structure import Arguments, Structure
+
+if TYPE_CHECKING:
+    import optax
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of :class:`~numpyro_gpaug.ConjugateSVI`; see there."""
+
+    optim: optax.GradientTransformation | None
+    updates: str
+    step_size: float | str | Schedule | None
+    hyper_steps: int
+    hyper_every: int
+    m_step: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A model and its guide at arguments of certain shapes.
+
+    :param model: the model.
+    :param guide: its guide.
+    :param structure: of the model at these shapes.
+    :param transforms: from unconstrained to constrained params, by name.
+    :param closed: params set in closed form.
+    """
+
+    model: Callable[..., Any]
+    guide: AutoSparseGP
+    structure: Structure
+    transforms: dict[str, Any]
+    closed: tuple[ClosedParam, ...]
+
+    @property
+    def random_others(self) -> bool:
+        """Whether other latents are drawn at random."""
+        return self.guide.random_others
+
+    def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Constrained params from unconstrained ones."""
+        return {k: jax.tree.map(self.transforms[k], v) for k, v in values.items()}
+
+    def unconstrain(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Unconstrained params from constrained ones."""
+        return {k: jax.tree.map(self.transforms[k].inv, v) for k, v in params.items()}
+
+
+def transforms_of(guide: AutoSparseGP) -> dict[str, Any]:
+    """From unconstrained to constrained params, of the model and of the guide's other
+    latents, by name."""
+    return {name: biject_to(c) for name, c in guide.constraints.items()}
+
+
+def closed_params_of(
+    names: tuple[str, ...],
+    model: Callable[..., Any],
+    guide: AutoSparseGP,
+    structure: Structure,
+    arguments: Arguments,
+    params: dict[str, Any],
+) -> tuple[ClosedParam, ...]:
+    """Params that are set in closed form, proved to be what they must be.
+
+    :param names: of the params.
+    :param model: the model.
+    :param guide: its guide.
+    :param structure: of the model at these arguments.
+    :param arguments: its arguments.
+    :param params: constrained values, at which the proof may look.
+    :raises NotConjugateError: for a param without a closed-form maximiser.
+    """
+    if not names:
+        return ()
+    if structure.subsampled or guide.random_others:
+        raise ValueError(
+            "m_step is for full data and point values of other latents: of a batch "
+            "the maximiser is noise; leave the params to optim"
+        )
+    values = {**params, **guide.other_median(params)}
+    transforms = transforms_of(guide)
+    key = jax.random.key(0)
+    return closed_params(names, model, structure, arguments, values, transforms, key)
+
+
+def fingerprint(arrays: tuple[Array, ...]) -> Array:
+    """A number that tells one set of arrays from another: a weighted sum of their bits,
+    modulo 2^32. Bounds are compared only if they are of the same data."""
+    total = jnp.uint32(len(arrays))
+    for k, array in enumerate(arrays):
+        words = _words(array).ravel()
+        position = lax.iota(jnp.uint32, words.size)
+        total += ((2 * position + jnp.uint32(2 * k + 1)) * words).sum(dtype=jnp.uint32)
+    return total
+
+
+def _words(array: Array) -> Array:
+    """The bits of an array, in words of 32."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(array)
+    width = array.dtype.itemsize
+    if array.dtype == jnp.bool_ or width < 4:
+        return array.astype(jnp.uint32)
+    return lax.bitcast_convert_type(array, jnp.uint32)

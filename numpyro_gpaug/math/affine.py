@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Predictors that are affine in Gaussian latents, and Gaussian factors on them.
+
+The latents ``z`` reach the data through predictors ``p = offset + A' z``, plus
+independent noise of variance ``residual`` where a sparse process leaves some over.
+Gaussian factors on the predictors, one per datum, stand for the likelihood,
+
+.. math:: \exp(h\, p - w\, p^2 / 2),
+
+and everything closed-form inference does with them is here: marginals of the
+predictors, the posterior given factors, draws from it, and its evidence. All has
+leading axes over independent sets of latents, and nothing has to be positive definite
+but by construction: ``P + A diag(w) A'`` or ``I + sqrt(w) A' A sqrt(w)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax, random
+
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
+
+
+class Marginals(NamedTuple):
+    """Means and variances of predictors, (latents, n)."""
+
+    mean: Array
+    variance: Array
+
+
+class GaussianFactors(NamedTuple):
+    """Gaussian factors ``exp(h p - w p^2 / 2)`` on predictors, one per datum.
+
+    :param potential: h, (latents, n).
+    :param precision: w, (latents, n).
+    """
+
+    potential: Array
+    precision: Array
+
+
+class Prior(NamedTuple):
+    """Independent normal latents.
+
+    :param loc: means, (latents, M).
+    :param scale: standard deviations, (latents, M).
+    """
+
+    loc: Array
+    scale: Array
+
+    @property
+    def natural(self) -> NaturalGaussian:
+        """Potential and precision."""
+        precision = jnp.square(1 / self.scale)
+        diagonal = precision[..., None] * jnp.eye(
+            precision.shape[-1], dtype=precision.dtype
+        )
+        return NaturalGaussian(precision * self.loc, diagonal)
+
+
+def gaussian_factors(
+    at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
+) -> GaussianFactors:
+    """The factors that make the conjugate update a natural-gradient step: with E the
+    expected log-likelihood of a datum, ``w = -2 dE/dv`` and ``h = dE/dm + w m``.
+
+    :param at: marginals of the predictors.
+    :param slopes: derivatives of the expected log-likelihood in mean and variance.
+    :param least_precision: factors of log-concave likelihoods have positive precisions;
+        those of others may not, and raising them to zero keeps every step positive
+        definite, but it moves the fixed point away from the maximum of the bound. A
+        caller that refuses steps by their bound needs no floor.
+    """
+    precision = jnp.maximum(-2 * slopes.variance, least_precision)
+    return GaussianFactors(slopes.mean + precision * at.mean, precision)
+
+
+class AffineMap(NamedTuple):
+    """Predictors ``offset + A' z`` (plus a residual) of latents ``z``.
+
+    :param offset: predictors at latents of zero, (latents, n).
+    :param projection: A, (1 or latents, M, n).
+    :param residual: variance of the predictors given the latents, (1 or latents, n).
+    :param gram: ``A' A``, (1 or latents, n, n), kept by :meth:`with_gram`.
+    """
+
+    offset: Array
+    projection: Array
+    residual: Array
+    gram: Array | None = None
+
+    def __call__(self, z: Array) -> Array:
+        """Means of the predictors given latents (latents, M): (latents, n)."""
+        return self.offset + self.shifts(z)
+
+    def shifts(self, z: Array) -> Array:
+        """``A' z``: how predictors move as latents move by ``z``, (latents, n)."""
+        return jnp.einsum("...mn,...m->...n", self.projection, z)
+
+    def standardised(self, prior: Prior) -> AffineMap:
+        """The same predictors of latents that are standard normal instead."""
+        scaled = prior.scale[..., None] * self.projection
+        return AffineMap(self(prior.loc), scaled, self.residual)
+
+    def marginals(self, q: Moments) -> Marginals:
+        """Marginals of the predictors under a Gaussian on the latents.
+
+        The variance is a sum of squares plus the residual: positive by construction.
+
+        :param q: moments of the latents, with their leading axis.
+        """
+        spread = jnp.square(q.whitener @ self.projection).sum(-2)
+        return Marginals(self(q.mean), self.residual + spread)
+
+    def information(self, factors: GaussianFactors) -> NaturalGaussian:
+        """What factors on the predictors say of the latents: potential
+        ``A (h - w offset)`` and precision ``A diag(w) A'``, to be added to the prior's.
+        """
+        weighted = self.projection * factors.precision[..., None, :]
+        centred = factors.potential - factors.precision * self.offset
+        return NaturalGaussian(
+            jnp.einsum("...mn,...n->...m", self.projection, centred),
+            weighted @ _transposed(self.projection),
+        )
+
+    def posterior(self, factors: GaussianFactors) -> Moments:
+        """Standard normal latents given factors on their predictors."""
+        return moments(self._posterior(factors))
+
+    def with_gram(self) -> AffineMap:
+        """The same map that keeps ``A' A`` where it is no larger than ``A A'``: with it
+        a draw takes one factorisation and no product of matrices."""
+        size, num = self.projection.shape[-2:]
+        if num > size:
+            return self
+        return self._replace(gram=_transposed(self.projection) @ self.projection)
+
+    def draw(self, key: Array, factors: GaussianFactors) -> Array:
+        """Draws standard normal latents given factors on their predictors, (latents,
+        M); the residual is left out.
+
+        :param key: random key.
+        :param factors: of precisions >= 0.
+        """
+        shape = (*self.offset.shape[:-1], self.projection.shape[-2])
+        key, error_key = random.split(key)
+        noise = random.normal(key, shape, self.projection.dtype)
+        if self.gram is None:
+            potential, precision = self._posterior(factors)
+            factor = jnp.linalg.cholesky(precision, symmetrize_input=False)
+            white = _solve(factor, potential) + noise
+            return _solve(factor, white, transpose=True)
+        # Matheron's rule: a draw from the prior, moved by what its predictors and their
+        # noise lack of the observations (of potential / precision).
+        root = jnp.sqrt(factors.precision)
+        seen = factors.precision > 0
+        centred = factors.potential - factors.precision * self.offset
+        scaled = jnp.where(seen, centred / jnp.where(seen, root, 1), 0)
+        error = random.normal(error_key, scaled.shape, scaled.dtype)
+        lacking = scaled - root * self.shifts(noise) - error
+        inner = root[..., :, None] * self.gram * root[..., None, :]
+        eye = jnp.eye(inner.shape[-1], dtype=inner.dtype)
+        factor = jnp.linalg.cholesky(eye + inner, symmetrize_input=False)
+        weights = _solve(factor, _solve(factor, lacking), transpose=True)
+        return noise + jnp.einsum("...mn,...n->...m", self.projection, root * weights)
+
+    def log_evidence(self, factors: GaussianFactors) -> Array:
+        """``log E exp(sum(h p - w p^2 / 2))`` over standard normal latents, summed over
+        their leading axis; the residual is left out.
+
+        :param factors: of precisions >= 0.
+        """
+        h, w = factors
+        fixed = h * self.offset - 0.5 * w * jnp.square(self.offset)
+        potential, precision = self._posterior(factors)
+        factor = jnp.linalg.cholesky(precision, symmetrize_input=False)
+        gain = 0.5 * jnp.square(_solve(factor, potential)).sum()
+        diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
+        return fixed.sum() + gain - jnp.log(diagonal).sum()
+
+    def _posterior(self, factors: GaussianFactors) -> NaturalGaussian:
+        potential, precision = self.information(factors)
+        eye = jnp.eye(precision.shape[-1], dtype=precision.dtype)
+        return NaturalGaussian(potential, eye + precision)
+
+
+def unstandardised(q: Moments, prior: Prior) -> Moments:
+    """Moments of latents from those of ``(z - loc) / scale``."""
+    log_det = q.log_det + 2 * jnp.log(prior.scale).sum(-1)
+    whitener = q.whitener * prior.scale[..., None, :]
+    return Moments(prior.loc + prior.scale * q.mean, whitener, log_det)
+
+
+def selected(tree: Any, latents: Array | None) -> Any:
+    """Some latents of arrays with a leading axis over latents (or of size 1, which is
+    one for all); everything for ``None``."""
+    if latents is None:
+        return tree
+    indices = jnp.asarray(latents)
+    return jax.tree.map(lambda x: x if x.shape[0] == 1 else x[indices], tree)
+
+
+def scatter(tree: Any, latents: Array | None, part: Any) -> Any:
+    """``tree`` with those latents replaced by ``part``."""
+    if latents is None:
+        return part
+    indices = jnp.asarray(latents)
+    return jax.tree.map(lambda x, new: x.at[indices].set(new), tree, part)
+
+
+def _solve(factor: Array, vector: Array, *, transpose: bool = False) -> Array:
+    return lax.linalg.triangular_solve(
+        factor, vector[..., None], left_side=True, lower=True, transpose_a=transpose
+    )[..., 0]
+
+
+def _transposed(matrix: Array) -> Array:
+    return jnp.swapaxes(matrix, -1, -2)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictors of observed sites, and their expected log-likelihood, as functions of the
+Gaussian blocks' marginals; pytrees, so that they can be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gp.outputs import Outputs
+from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    expected_log_prob,
+    feasible,
+    through_wrappers,
+)
+from numpyro_gpaug.math.affine import Marginals
+from numpyro_gpaug.model.structure import Observed
+
+
+class Likelihood(NamedTuple):
+    """An observed site's distribution, value and scale (``None`` for 1), at function
+    values of zero; nothing of it but its latent-carrying parameters depends on them."""
+
+    fn: Any
+    value: Any
+    scale: Any
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "push", "outputs"),
+    meta_fields=("columns", "shapes"),
+)
+@dataclass(frozen=True)
+class Predictors:
+    """Latent-carrying parameters of likelihoods, affine in function values and weights.
+
+    :param values: those at zero, by ``"site/parameter"``.
+    :param push: how they move as function values and weights, by block, move.
+    :param outputs: from latents to function values, by process.
+    :param columns: predictors that a weight vector reaches, by block: its affine map
+        runs over them side by side.
+    :param shapes: of function values and weights, by block.
+    """
+
+    values: dict[str, Array]
+    push: Callable[[dict[str, Array]], dict[str, Array]]
+    outputs: dict[str, Outputs]
+    columns: dict[str, tuple[str, ...]]
+    shapes: dict[str, jax.ShapeDtypeStruct]
+
+    def at(self, moved: dict[str, Array]) -> dict[str, Array]:
+        """The predictors at function values and weights, zero where missing."""
+        shifts = self.shifts(moved)
+        return {k: value + shifts[k] for k, value in self.values.items()}
+
+    def shifts(self, moved: dict[str, Array]) -> dict[str, Array]:
+        """How they move as function values and weights move."""
+        full = {
+            k: jnp.asarray(moved.get(k, jnp.zeros(like.shape)), like.dtype)
+            for k, like in self.shapes.items()
+        }
+        return self.push(full)
+
+    def projection(self, block: str, names: tuple[str, ...], by: Any) -> Array:
+        """How predictors, raveled side by side, move as one block moves.
+
+        :param block: its name.
+        :param names: of the predictors.
+        :param by: moves of its function values, or weights, with a leading axis.
+        :return: (moves, n).
+        """
+
+        def columns(move: Array) -> Array:
+            shifts = self.shifts({block: move})
+            return jnp.concatenate([shifts[k].ravel() for k in names])
+
+        return jax.vmap(columns)(by)
+
+    def split(self, names: tuple[str, ...], flat: Array) -> dict[str, Array]:
+        """Values side by side, (n,), by predictor and in its shape."""
+        found, begin = {}, 0
+        for name in names:
+            value = self.values[name]
+            found[name] = flat[begin : begin + value.size].reshape(value.shape)
+            begin += value.size
+        return found
+
+    def moments(
+        self, at: dict[str, Marginals]
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Means and variances of function values as the model sees them, by process.
+
+        :param at: marginals by block name.
+        """
+        processes = {k: o for k, o in self.outputs.items() if k in at}
+        means = {k: o(at[k].mean) for k, o in processes.items()}
+        variances = {k: o.variances(at[k].variance) for k, o in processes.items()}
+        return means, variances
+
+    def marginals(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
+        """Marginals of every predictor from those of independent blocks.
+
+        A predictor is elementwise affine in function values, so its variance is the sum
+        over processes of slope^2 v; slope and slope * v are two tangents, and no square
+        root (whose gradient at 0 is infinite) is taken.
+
+        :param at: marginals by block name; blocks that are missing are at zero.
+        """
+        means, spreads = self.moments(at)
+        values = self.at(means)
+        variances = {k: jnp.zeros_like(value) for k, value in values.items()}
+        for name, mean in means.items():
+            slope = self.shifts({name: jnp.ones_like(mean)})
+            carried = self.shifts({name: spreads[name]})
+            variances = {k: v + slope[k] * carried[k] for k, v in variances.items()}
+        for block, names in self.columns.items():
+            if block in at:
+                shift, spread = (self.split(names, x[0]) for x in at[block])
+                values |= {k: values[k] + shift[k] for k in names}
+                variances |= {k: variances[k] + spread[k] for k in names}
+        return {k: Marginals(values[k], variances[k]) for k in values}
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("predictors", "likelihoods"),
+    meta_fields=("sites", "bound"),
+)
+@dataclass(frozen=True)
+class ExpectedLogLikelihood:
+    """The expected log-likelihood in closed form, as a function of marginals.
+
+    :param predictors: of all observed sites.
+    :param likelihoods: by site.
+    :param sites: the observed sites that it sums over.
+    :param bound: ``"exact"`` or ``"augmented"``.
+    """
+
+    predictors: Predictors
+    likelihoods: dict[str, Likelihood]
+    sites: tuple[Observed, ...]
+    bound: str
+
+    def __call__(self, at: dict[str, Marginals], bound: str | None = None) -> Array:
+        """The sum over sites of their scaled, masked expectations.
+
+        :param at: marginals by block name.
+        :param bound: another one.
+        """
+        return self.of_predictors(self.predictors.marginals(at), bound)
+
+    def of_predictors(
+        self, carried: dict[str, Marginals], bound: str | None = None
+    ) -> Array:
+        """The same from marginals of the predictors."""
+        bound = self.bound if bound is None else bound
+        total = jnp.zeros((), jnp.result_type(*jax.tree.leaves(carried), 0.0))
+        for site in self.sites:
+            likelihood = self.likelihoods[site.name]
+            if site.route is Route.CONSTANT:
+                value = likelihood.fn.log_prob(likelihood.value)
+            else:
+                value = closed_form(site, likelihood, carried, bound)
+            total = total + scaled_sum(value, likelihood.scale)
+        return total
+
+
+def of_site(
+    carried: dict[str, Marginals], site: Observed
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Means and variances of one site's latent-carrying parameters."""
+    found = {k: carried[f"{site.name}/{k}"] for k in site.latents}
+    means = {k: marginal.mean for k, marginal in found.items()}
+    return means, {k: marginal.variance for k, marginal in found.items()}
+
+
+def closed_form(
+    site: Observed, likelihood: Likelihood, carried: dict[str, Marginals], bound: str
+) -> Array:
+    """The expected log-density of each datum of a site.
+
+    :param site: the site.
+    :param likelihood: its distribution and value.
+    :param carried: marginals of the predictors.
+    :param bound: ``"exact"`` or ``"augmented"``.
+    :raises NotConjugateError: for a likelihood without that bound.
+    """
+    fn, means_and_variances = likelihood.fn, of_site(carried, site)
+    y = feasible(fn, likelihood.value)
+    if bound == "exact":
+        return expected_log_prob(fn, y, *means_and_variances)
+    cls = type(base_distribution(fn))
+    augmentation = lookup_augmentation(cls)
+    if augmentation is None:
+        raise NotConjugateError(
+            f"site {site.name!r}: {cls.__name__} has no augmentation registered, "
+            'only an exact expectation; use updates="exact" or bound="exact"'
+        )
+    return through_wrappers(
+        fn, lambda d: augmentation.bound(d, y, *means_and_variances)
+    )
+
+
+def scaled_sum(value: Array, scale: Any) -> Array:
+    """Sum of a site's terms, with the scale NumPyro put on the site."""
+    return jnp.sum(value if scale is None else value * scale)
