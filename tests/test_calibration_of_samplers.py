@@ -22,7 +22,8 @@ from numpyro.infer import NUTS, Gibbs
 from scipy import stats
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.likelihoods import base, poisson
+from numpyro_gpaug.likelihoods import augmentation as base
+from numpyro_gpaug.likelihoods import poisson
 
 SIMULATIONS = int(os.environ.get("GPAUG_SIMULATIONS", 200))
 BURN_IN, DRAWS, THINNING = 30, 15, 3

@@ -13,8 +13,8 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.math.logistic import expected_log_sigmoid
 from numpyro_gpaug.infer import Adaptive, RobbinsMonro
+from numpyro_gpaug.math.logistic import expected_log_sigmoid
 from tests.problems import classifier, learnt, regression, toy
 
 GOLDEN = json.loads(

@@ -23,9 +23,9 @@ MODULES = [
 def public_names() -> list[str]:
     """Dotted names: those of the package, then those of its public modules."""
     names = [f"numpyro_gpaug.{name}" for name in numpyro_gpaug.__all__]
-    for module in (*MODULES, "infer"):
-        found = importlib.import_module(f"numpyro_gpaug.{module}")
-        names += [f"numpyro_gpaug.{module}.{name}" for name in found.__all__]
+    for module in MODULES:
+        found = getattr(numpyro_gpaug, module)
+        names += [f"{found.__name__}.{name}" for name in found.__all__]
     return names
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numpyro_gpaug import inducing
-from numpyro_gpaug.inducing import _choice
+from numpyro_gpaug.gp.inducing import _choice
 from numpyro_gpaug.kernels import Linear, Matern32, SquaredExponential
 
 METHODS = {

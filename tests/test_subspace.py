@@ -16,7 +16,7 @@ from scipy import sparse
 from sklearn.utils.extmath import randomized_svd
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.inducing import Subspace, _subspace
+from numpyro_gpaug.gp.inducing import Subspace, _subspace
 from numpyro_gpaug.kernels import (
     Linear,
     Matern12,

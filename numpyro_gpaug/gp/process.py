@@ -24,10 +24,11 @@ from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.gp.projection import latent_first, lead, project, residual_variance
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import (
-    cholesky_jitter,
+    cholesky,
     default_jitter,
-    inverse_lower,
+    inverse_cholesky,
     safe_sqrt,
+    with_jitter,
 )
 
 _POLICIES = ("mean", "noise", "site")
@@ -265,13 +266,17 @@ class GaussianProcess:
     @cached_property
     def cholesky(self) -> Array:
         """Lower factor of ``K_ZZ`` with jitter, (1 or C, M, M)."""
-        gram = lead(self.kernel(self.inducing, self.inducing), 2)
-        return cholesky_jitter(gram, self.jitter)
+        return cholesky(self._gram)
 
     @cached_property
     def inverse_factor(self) -> Array:
         """``L^-1`` of the lower factor L of ``K_ZZ`` with jitter, (1 or C, M, M)."""
-        return inverse_lower(self.cholesky)
+        return inverse_cholesky(self._gram)
+
+    @property
+    def _gram(self) -> Array:
+        gram = lead(self.kernel(self.inducing, self.inducing), 2)
+        return with_jitter(gram, self.jitter)
 
     def __call__(self, X: Array, latents: Array | None = None) -> Array:
         """Function values at ``X``.

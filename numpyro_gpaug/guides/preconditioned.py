@@ -30,7 +30,7 @@ from numpyro_gpaug.guides.function_posterior import (
     prior_measure,
 )
 from numpyro_gpaug.math.affine import Marginals
-from numpyro_gpaug.math.linalg import NaturalGaussian, inverse_lower
+from numpyro_gpaug.math.linalg import NaturalGaussian, diagonal, inverse_cholesky
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
@@ -115,7 +115,7 @@ class PreconditionedPosterior(InducingPosterior):
         energy = (weights * jnp.einsum("...mn,...n->...m", gram, weights)).sum(-1)
         # tr((K + Sigma)^-1 K) = M - tr((K + Sigma)^-1 Sigma)
         kept = 1 - jnp.square(inverse).sum(-2) * noise
-        log_det = -2 * jnp.log(jnp.diagonal(inverse, axis1=-2, axis2=-1))
+        log_det = -2 * jnp.log(diagonal(inverse))
         return 0.5 * (energy + (log_det - jnp.log(noise) - kept).sum(-1)).sum()
 
     def measure(
@@ -152,7 +152,7 @@ def _inverse_factor(gp: GaussianProcess, block: Block, values: dict[str, Any]) -
     gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
     noise = Preconditioned.of(block, values).noise
     eye = jnp.eye(noise.shape[-1], dtype=noise.dtype)
-    return inverse_lower(jnp.linalg.cholesky(gram + noise[..., None] * eye))
+    return inverse_cholesky(gram + noise[..., None] * eye)
 
 
 def _transposed(matrix: Array) -> Array:

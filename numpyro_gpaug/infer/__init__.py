@@ -8,6 +8,7 @@ from numpyro_gpaug.infer.mcmc import (
 )
 from numpyro_gpaug.infer.vi import (
     Adaptive,
+    ConjugateResult,
     ConjugateState,
     ConjugateSVI,
     Constant,
@@ -21,6 +22,7 @@ __all__ = [
     "Adaptive",
     "AugmentedGaussian",
     "CollapsedGaussian",
+    "ConjugateResult",
     "ConjugateSVI",
     "ConjugateState",
     "Constant",

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -32,11 +33,43 @@ def cholesky_jitter(matrix: Array, jitter: float) -> Array:
     :param jitter: relative to the mean of the diagonal; 0 adds nothing.
     :return: (..., M, M); NaN where the matrix is not positive definite.
     """
+    return cholesky(with_jitter(matrix, jitter))
+
+
+def with_jitter(matrix: Array, jitter: float) -> Array:
+    """``matrix + jitter * mean(diag) * I``; see :func:`cholesky_jitter`."""
     size = matrix.shape[-1]
-    diagonal = jnp.diagonal(matrix, axis1=-2, axis2=-1)
-    shift = jnp.asarray(jitter, matrix.dtype) * jnp.mean(diagonal, -1)
     eye = jnp.eye(size, dtype=matrix.dtype)
-    return jnp.linalg.cholesky(matrix + shift[..., None, None] * eye)
+    # A masked sum, not jnp.diagonal, whose derivative is a scatter.
+    mean = (matrix * eye).sum((-2, -1), keepdims=True) / size
+    return matrix + jnp.asarray(jitter, matrix.dtype) * mean * eye
+
+
+def cholesky(matrix: Array) -> Array:
+    """Lower Cholesky factor of a matrix that is symmetric to rounding: its lower
+    triangle is what is read."""
+    return jnp.linalg.cholesky(matrix, symmetrize_input=False)
+
+
+@jax.custom_jvp
+def inverse_cholesky(matrix: Array) -> Array:
+    """``L^-1`` of the lower Cholesky factor L of ``matrix``, (..., M, M); NaN where it
+    is not positive definite.
+
+    With ``W = L^-1`` its derivative is ``-half(W dK W') W``, where ``half`` keeps the
+    lower triangle and half the diagonal: products only, no triangular solves.
+    """
+    return inverse_lower(cholesky(matrix))
+
+
+@inverse_cholesky.defjvp
+def _inverse_cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (tangent,) = tangents
+    inverse = inverse_cholesky(*primals)
+    size, dtype = inverse.shape[-1], inverse.dtype
+    half = jnp.asarray(np.tri(size) - 0.5 * np.eye(size), dtype)
+    turned = inverse @ tangent @ jnp.swapaxes(inverse, -1, -2)
+    return inverse, -(half * turned) @ inverse
 
 
 def safe_sqrt(x: Array) -> Array:
@@ -93,11 +126,15 @@ def moments(natural: NaturalGaussian) -> Moments:
     triangular solve with many right-hand sides, and the log-determinant, the trace of
     the covariance and the marginal variances all reuse it.
     """
-    factor = jnp.linalg.cholesky(natural.precision)
-    whitener = inverse_lower(factor)
+    whitener = inverse_cholesky(natural.precision)
     mean = _apply_transpose(whitener, _apply(whitener, natural.potential))
-    diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
-    return Moments(mean, whitener, -2 * jnp.log(diagonal).sum(-1))
+    return Moments(mean, whitener, 2 * jnp.log(diagonal(whitener)).sum(-1))
+
+
+def diagonal(matrix: Array) -> Array:
+    """The diagonal of (..., M, M), as a masked sum: the derivative of
+    ``jnp.diagonal`` is a scatter."""
+    return (matrix * jnp.eye(matrix.shape[-1], dtype=matrix.dtype)).sum(-1)
 
 
 def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:

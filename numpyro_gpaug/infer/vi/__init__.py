@@ -3,6 +3,7 @@
 
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.elbo import TraceAnalytic_ELBO
+from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Constant, RobbinsMonro
 from numpyro_gpaug.infer.vi.stepper import ConjugateState
 from numpyro_gpaug.infer.vi.wasserstein import (
@@ -12,6 +13,7 @@ from numpyro_gpaug.infer.vi.wasserstein import (
 
 __all__ = [
     "Adaptive",
+    "ConjugateResult",
     "ConjugateSVI",
     "ConjugateState",
     "Constant",

@@ -6,30 +6,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from numpyro.infer.svi import SVIRunResult
+from jax import Array
 from tqdm.auto import tqdm
 
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, natural_names
 from numpyro_gpaug.infer.vi.epochs import epoch_length
+from numpyro_gpaug.infer.vi.loop import CHUNK, evaluate, run_chunk
 from numpyro_gpaug.infer.vi.plan import (
     Plan,
     Settings,
     closed_params_of,
-    fingerprint,
     transforms_of,
 )
+from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
 from numpyro_gpaug.infer.vi.start import check_start, first_state, initial_params
 from numpyro_gpaug.infer.vi.stepper import (
-    Carry,
     ConjugateState,
-    Stepper,
 )
 from numpyro_gpaug.model.inspect import require_conjugate
 from numpyro_gpaug.model.structure import Arguments
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     import optax
 
 UPDATES = ("auto", "augmented", "exact")
-CHUNK = 100
 
 
 class ConjugateSVI:
@@ -156,11 +153,11 @@ class ConjugateSVI:
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
         self._advance = jax.jit(
-            partial(_run_chunk, self.settings),
+            partial(run_chunk, self.settings),
             static_argnames=("plan", "static"), donate_argnames="state",
         )  # fmt: skip
         self._loss = jax.jit(
-            partial(_evaluate, self.settings), static_argnames=("plan", "static")
+            partial(evaluate, self.settings), static_argnames=("plan", "static")
         )
 
     # -- the interface of SVI ---------------------------------------------------------
@@ -370,81 +367,6 @@ class ConjugateSVI:
     def _constrain(self, values: dict[str, Any]) -> dict[str, Any]:
         transforms = transforms_of(self.guide)
         return {k: jax.tree.map(transforms[k], v) for k, v in values.items()}
-
-
-class ConjugateResult(SVIRunResult):
-    """What :meth:`ConjugateSVI.run` returns: ``params``, ``state`` and ``losses``, as
-    NumPyro's ``SVIRunResult``, and the arguments of the fit.
-
-    :param params: constrained params of model and guide.
-    :param state: to continue from.
-    :param losses: minus the bound, of the steps taken.
-    :param args: the model's arguments.
-    :param kwargs: its keyword arguments.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __new__(
-        cls,
-        params: dict[str, Any],
-        state: ConjugateState,
-        losses: np.ndarray,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Self:
-        result = super().__new__(cls, params, state, losses)
-        result.args, result.kwargs = args, kwargs or {}
-        return result
-
-
-def _run_chunk(
-    settings: Settings,
-    state: ConjugateState,
-    num_steps: Array,
-    tol: Array,
-    arrays: tuple[Array, ...],
-    plan: Plan,
-    static: Any,
-) -> tuple[ConjugateState, Array, Array]:
-    """Up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop."""
-    stepper = Stepper(plan, settings, Arguments(arrays, static))
-    losses = jnp.full((CHUNK,), jnp.nan, state.bound.dtype)
-    data = fingerprint(arrays)
-    bound = jnp.where(state.data == data, state.bound, -jnp.inf)
-    state = state._replace(stalled=jnp.int32(0), bound=bound, data=data)
-    first = stepper.start(state)
-    # The bound rests between two updates of the hyperparameters.
-    patience = 3 * settings.hyper_every if stepper.learns else 3
-
-    def going(carry: Any) -> Array:
-        i, state, _, _ = carry
-        return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
-
-    def body(carry: Any) -> Any:
-        i, state, evaluation, losses = carry
-        new, evaluation = stepper.step(state, Carry(first.problem, evaluation))
-        # A refused update leaves the bound where it is: no sign of an optimum.
-        accepted = new.hyper.scale >= state.hyper.scale
-        still = accepted & (jnp.abs(new.bound - state.bound) < tol)
-        stalled = jnp.where(still, state.stalled + 1, 0)
-        new = new._replace(stalled=stalled, step=state.step + 1)
-        return i + 1, new, evaluation, losses.at[i].set(-new.bound)
-
-    start = jnp.int32(0), state, first.evaluation, losses
-    taken, state, _, losses = lax.while_loop(going, body, start)
-    return state, losses, taken
-
-
-def _evaluate(
-    settings: Settings,
-    state: ConjugateState,
-    arrays: tuple[Array, ...],
-    plan: Plan,
-    static: Any,
-) -> Array:
-    return -Stepper(plan, settings, Arguments(arrays, static)).evaluate(state).bound
 
 
 def _copied(tree: Any) -> Any:

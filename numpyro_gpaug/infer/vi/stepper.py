@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -173,7 +173,7 @@ class Stepper:
         fell = ~(evaluation.bound >= state.bound - slack(evaluation))
         halved = state.hyper._replace(scale=state.hyper.scale / 2)
         refused = state._replace(hyper=halved)
-        return _flagged(jax.tree.map(partial(jnp.where, fell), refused, new), hyper)
+        return lax.cond(fell, lambda: refused, lambda: _flagged(new, hyper))
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """A minibatch, or other latents drawn at random: no bound to compare with, so a

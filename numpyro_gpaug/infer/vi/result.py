@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of :class:`~numpyro_gpaug.ConjugateSVI` returns."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+from numpyro.infer.svi import SVIRunResult
+
+from numpyro_gpaug.infer.vi.stepper import ConjugateState
+
+
+class ConjugateResult(SVIRunResult):
+    """What :meth:`numpyro_gpaug.ConjugateSVI.run` returns: ``params``, ``state`` and ``losses``, as
+    NumPyro's ``SVIRunResult``, and the arguments of the fit.
+
+    :param params: constrained params of model and guide.
+    :param state: to continue from.
+    :param losses: minus the bound, of the steps taken.
+    :param args: the model's arguments.
+    :param kwargs: its keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __new__(
+        cls,
+        params: dict[str, Any],
+        state: ConjugateState,
+        losses: np.ndarray,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Self:
+        result = super().__new__(cls, params, state, losses)
+        result.args, result.kwargs = args, kwargs or {}
+        return result
