@@ -31,7 +31,7 @@ KEY = jax.random.key(0)
 def test_golden_numbers(x64, num_classes) -> None:
     cases = [case for case in GOLDEN["cases"] if len(case["m"]) == num_classes]
     names = ("m", "v", "y", "S", "expected_loglik", "p_pred")
-    m, v, y, p, value, own = (jnp.asarray([c[name] for c in cases]) for name in names)
+    m, v, y, p, value, own = (np.asarray([c[name] for c in cases]) for name in names)
 
     @jax.jit
     def ours(m, v):
@@ -44,61 +44,67 @@ def test_golden_numbers(x64, num_classes) -> None:
     np.testing.assert_allclose(chosen, p, rtol=0, atol=1e-9)
     np.testing.assert_allclose(expected, value, rtol=0, atol=1e-8)
     np.testing.assert_allclose(np.exp(log_prob), own, rtol=0, atol=1e-9)
-    np.testing.assert_allclose(probs.sum(-1), 1, rtol=1e-14)
+    np.testing.assert_allclose(np.sum(probs, -1), 1, rtol=1e-14)
 
 
 def test_golden_gradient(x64) -> None:
     golden = GOLDEN["grad"]
-    m, v = (jnp.asarray([golden[k]]) for k in ("m", "v"))
-    _, _, by_mean, by_variance = everything(m, v, jnp.asarray([golden["y"]]))
+    m, v = (np.asarray([golden[k]]) for k in ("m", "v"))
+    _, _, by_mean, by_variance = everything(m, v, np.asarray([golden["y"]]))
     np.testing.assert_allclose(by_mean[0], golden["dS_dm"], rtol=0, atol=1e-8)
     np.testing.assert_allclose(by_variance[0], golden["dS_dv_fd"], rtol=0, atol=1e-7)
 
 
 def test_density_and_draws(dtype) -> None:
-    f = jnp.asarray([[0.5, -1.0, 2.0], [0.0, 0.0, -3.0]], dtype)
-    epsilon = np.array([0.1, 0.4])
-    d = gpaug.RobustMax(f, epsilon, validate_args=True)
+    f = np.asarray([[0.5, -1.0, 2.0], [0.0, 0.0, -3.0]], dtype)
+    d = gpaug.RobustMax(f, np.array([0.1, 0.4]), validate_args=True)
     assert (d.batch_shape, d.event_shape) == ((2,), ())
     expected = [[0.05, 0.05, 0.9], [0.6, 0.2, 0.2]]
-    np.testing.assert_allclose(d.probs, expected, rtol=1e-6)
-    log_prob = d.log_prob(jnp.array([2, 1]))
+
+    @jax.jit
+    def everything(d, y, key):
+        every = d.log_prob(d.enumerate_support())
+        return d.probs, d.log_prob(y), every, d.sample(key, (20_000,))
+
+    probs, log_prob, every, draws = everything(d, np.array([2, 1]), KEY)
+    np.testing.assert_allclose(probs, expected, rtol=1e-6)
     assert log_prob.dtype == dtype
     np.testing.assert_allclose(log_prob, np.log([0.9, 0.2]), rtol=1e-6)
-    every = d.enumerate_support()
-    np.testing.assert_allclose(np.exp(d.log_prob(every)).sum(0), 1, rtol=1e-6)
-    draws = d.sample(KEY, (20_000,))
-    counts = np.stack([(draws == k).mean(0) for k in range(3)], -1)
+    np.testing.assert_allclose(np.exp(every).sum(0), 1, rtol=1e-6)
+    counts = np.stack([(np.asarray(draws) == k).mean(0) for k in range(3)], -1)
     np.testing.assert_allclose(counts, expected, atol=0.02)
     assert np.isnan(d.mean).all()
     assert np.isnan(d.variance).all()
-    one = gpaug.RobustMax(f[0], jnp.array([0.1, 0.2, 0.3]))
-    assert one.log_prob(2).shape == (3,)
+    one = gpaug.RobustMax(f[0], np.array([0.1, 0.2, 0.3]))
+    assert jax.eval_shape(lambda d: d.log_prob(2), one).shape == (3,)
 
 
 def test_gradients_against_differences(x64) -> None:
     """Of the expectation in means, variances and epsilon."""
     rng = np.random.default_rng(3)
     at = (
-        jnp.asarray(rng.normal(size=(4, 5))),
-        jnp.asarray(10.0 ** rng.uniform(-1, 1, (4, 5))),
-        jnp.asarray(rng.uniform(0.01, 0.5, 4)),
+        rng.normal(size=(4, 5)),
+        10.0 ** rng.uniform(-1, 1, (4, 5)),
+        rng.uniform(0.01, 0.5, 4),
     )
-    y = jnp.array([0, 4, 2, 2])
+    y = np.array([0, 4, 2, 2])
 
     @jax.jit
-    def value(m, v, epsilon):
-        d = gpaug.RobustMax(jnp.zeros_like(m), epsilon)
-        return expected_log_prob(d, y, {"f": m}, {"f": v})
+    def value_and_slope(at, tangents):
+        def value(m, v, epsilon):
+            d = gpaug.RobustMax(jnp.zeros_like(m), epsilon)
+            return expected_log_prob(d, y, {"f": m}, {"f": v})
+
+        return jax.jvp(value, at, tangents)
 
     for k in range(3):
-        tangents = [jnp.zeros_like(x) for x in at]
-        tangents[k] = at[k] * jnp.asarray(rng.normal(size=at[k].shape))
-        slope = jax.jvp(value, at, tuple(tangents))[1]
-        ends = [
-            value(*(x + h * t for x, t in zip(at, tangents, strict=True)))
-            for h in (1e-5, -1e-5)
-        ]
+        tangents = [np.zeros_like(x) for x in at]
+        tangents[k] = at[k] * rng.normal(size=at[k].shape)
+        slope = value_and_slope(at, tuple(tangents))[1]
+        ends = []
+        for h in (1e-5, -1e-5):
+            moved = tuple(x + h * t for x, t in zip(at, tangents, strict=True))
+            ends.append(np.asarray(value_and_slope(moved, tuple(tangents))[0]))
         difference = (ends[0] - ends[1]) / 2e-5
         np.testing.assert_allclose(slope, difference, rtol=1e-6, atol=1e-7)
 
@@ -179,11 +185,11 @@ def run_hard(names, dtype, kinds, num_steps):
 
 def test_hard_problems_learnt() -> None:
     names = ("separable", "one class", "noise")
-    run_hard(names, "float32", [(learnt, optax.adam(0.1))], 60)
+    run_hard(names, "float32", [(learnt, optax.adam(0.1))], 25)
 
 
 def test_a_hard_problem_in_float64(x64) -> None:
-    run_hard(["separable"], "float64", [(model, None)], 60)
+    run_hard(["separable"], "float64", [(model, None)], 25)
 
 
 @pytest.mark.slow
@@ -217,7 +223,7 @@ def test_minibatches() -> None:
     result = run(svi, X, y, 200, inducing=X[:20], batch_size=60)
     assert np.isfinite(result.losses).all()
     assert result.losses[-50:].mean() < 0.6 * len(X)
-    probs = svi.posterior(result).predict_y(X).probs
+    probs = svi.posterior(result.params).predict_y(X).probs
     np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-5)
     assert (probs.argmax(-1) == y).mean() > 0.75
 
@@ -239,8 +245,8 @@ def test_same_optimum_as_gradients_and_the_best_epsilon(x64) -> None:
         values = (fit.params[name] for fit in (closed, by_gradients))
         np.testing.assert_allclose(*values, rtol=1e-2)
     # The bound is that of so many wrong labels among N: epsilon is their share.
-    f = svi.posterior(closed).predict_f(X)
-    wrong = 1 - argmax_probability(f.mean, f.variance, y).mean()
+    f = svi.posterior(closed.params).predict_f(X)
+    wrong = 1 - np.mean(jax.jit(argmax_probability)(f.mean, f.variance, y))
     np.testing.assert_allclose(closed.params["epsilon"], wrong, rtol=1e-3)
 
 
@@ -284,4 +290,4 @@ def test_epsilon_that_starts_outside_its_domain() -> None:
 def test_no_augmentation() -> None:
     X, y = blobs(12)
     with pytest.raises(gpaug.NotConjugateError, match="no augmentation"):
-        run(fitter(model, updates="augmented"), X, y, 1, inducing=X[:3])
+        run(fitter(model, sites="augmented"), X, y, 1, inducing=X[:3])
