@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jitter, factors and natural parameters."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,30 +19,39 @@ from numpyro_gpaug.math.linalg import (
 
 
 def _crowded(size: int, dim: int, dtype: type):
-    inputs = np.random.default_rng(size + dim).normal(size=(size, dim))
-    return jnp.asarray(inputs, dtype)
+    return np.random.default_rng(size + dim).normal(size=(size, dim)).astype(dtype)
+
+
+@partial(jax.jit, static_argnums=2)
+def factors(some_kernels, inputs, jitter):
+    """Cholesky factors of the kernels' matrices at the inputs."""
+    grams = [kernel(inputs, inputs) for kernel in some_kernels]
+    return [cholesky_jitter(gram, jitter) for gram in grams]
 
 
 @pytest.mark.parametrize("size", [20, 100, 500])
 def test_default_jitter_factorises_crowded_inputs(size: int) -> None:
+    jitter = default_jitter(size, jnp.float32)
     for dim in (1, 5):
-        inputs = _crowded(size, dim, jnp.float32)
-        for kernel in (kernels.SquaredExponential, kernels.Matern52):
-            for lengthscale in (0.3, 3.0, 100.0):
-                gram = kernel(lengthscale)(inputs, inputs)
-                factor = cholesky_jitter(gram, default_jitter(size, gram.dtype))
-                assert jnp.isfinite(factor).all(), (dim, kernel, lengthscale)
+        inputs = _crowded(size, dim, np.float32)
+        for lengthscale in np.array([0.3, 3.0, 100.0], np.float32):
+            some = [
+                kernels.SquaredExponential(lengthscale), kernels.Matern52(lengthscale),
+            ]  # fmt: skip
+            for factor, kernel in zip(factors(some, inputs, jitter), some, strict=True):
+                assert np.isfinite(factor).all(), (dim, type(kernel), lengthscale)
 
 
 def test_default_jitter_float64(x64) -> None:
-    inputs = _crowded(300, 1, jnp.float64)
-    gram = kernels.SquaredExponential(3.0)(inputs, inputs)
-    assert jnp.isnan(cholesky_jitter(gram, 0.0)).any()
-    assert jnp.isfinite(cholesky_jitter(gram, default_jitter(300, gram.dtype))).all()
+    inputs, kernel = _crowded(300, 1, np.float64), kernels.SquaredExponential(3.0)
+    (without,) = factors([kernel], inputs, 0.0)
+    assert np.isnan(without).any()
+    (factor,) = factors([kernel], inputs, default_jitter(300, jnp.float64))
+    assert np.isfinite(factor).all()
 
 
 def test_jitter_is_relative_to_the_diagonal() -> None:
-    factor = cholesky_jitter(1e6 * jnp.eye(3), 1e-2)
+    factor = jax.jit(lambda m: cholesky_jitter(m, 1e-2))(1e6 * np.eye(3))
     np.testing.assert_allclose(factor, np.sqrt(1.01e6) * np.eye(3), rtol=1e-6)
 
 
@@ -49,11 +60,12 @@ def test_moments_and_kl_against_dense_algebra(x64) -> None:
     root = rng.normal(size=(2, 4, 4))
     precision = root @ root.swapaxes(-1, -2) + np.eye(4)
     potential = rng.normal(size=(2, 4))
-    q = moments(NaturalGaussian(jnp.asarray(potential), jnp.asarray(precision)))
+    q = jax.jit(moments)(NaturalGaussian(potential, precision))
     covariance = np.linalg.inv(precision)
     mean = np.einsum("cij,cj->ci", covariance, potential)
     np.testing.assert_allclose(q.mean, mean, rtol=1e-10)
-    rebuilt = jnp.swapaxes(q.whitener, -1, -2) @ q.whitener
+    whitener = np.asarray(q.whitener)
+    rebuilt = np.swapaxes(whitener, -1, -2) @ whitener
     np.testing.assert_allclose(rebuilt, covariance, rtol=1e-10)
     np.testing.assert_allclose(q.log_det, np.linalg.slogdet(covariance)[1], rtol=1e-10)
 
@@ -66,23 +78,31 @@ def test_moments_and_kl_against_dense_algebra(x64) -> None:
             np.trace(inverse @ covariance[c]) + gap @ inverse @ gap - 4
             + 2 * np.log(scale[c]).sum() - np.linalg.slogdet(covariance[c])[1]
         )  # fmt: skip
-    np.testing.assert_allclose(
-        kl_to_diagonal(q, loc, scale).sum(), expected, rtol=1e-12
-    )
+    ours = jax.jit(kl_to_diagonal)(q, loc, scale)
+    np.testing.assert_allclose(np.sum(ours), expected, rtol=1e-12)
 
 
 def test_kl_of_a_gaussian_with_itself_is_zero() -> None:
-    q = moments(
-        NaturalGaussian(jnp.array([[2.0, -1.0]]), jnp.diag(jnp.array([4.0, 9.0]))[None])
-    )
-    loc, scale = jnp.array([[0.5, -1 / 9]]), jnp.array([[0.5, 1 / 3]])
-    np.testing.assert_allclose(kl_to_diagonal(q, loc, scale).sum(), 0.0, atol=1e-6)
+    @jax.jit
+    def divergence(natural, loc, scale):
+        return kl_to_diagonal(moments(natural), loc, scale).sum()
+
+    natural = NaturalGaussian(np.array([[2.0, -1.0]]), np.diag([4.0, 9.0])[None])
+    loc, scale = np.array([[0.5, -1 / 9]]), np.array([[0.5, 1 / 3]])
+    value = divergence(natural, loc, scale)
+    assert value.dtype == "float32"
+    np.testing.assert_allclose(value, 0.0, atol=1e-6)
 
 
 def test_gradients_reach_the_natural_parameters() -> None:
-    def divergence(precision):
+    @jax.jit
+    @jax.grad
+    def gradient(precision):
         q = moments(NaturalGaussian(jnp.zeros((1, 3)), precision))
         return kl_to_diagonal(q, jnp.zeros((1, 3)), jnp.ones((1, 3))).sum()
 
-    gradient = jax.grad(divergence)(jnp.eye(3)[None])
-    np.testing.assert_allclose(gradient, np.zeros((1, 3, 3)), atol=1e-6)
+    at_the_optimum = gradient(np.eye(3, dtype="float32")[None])
+    np.testing.assert_allclose(at_the_optimum, np.zeros((1, 3, 3)), atol=1e-6)
+    # d/dP of (tr P^-1 + log det P) / 2, at P = 2 I, is (I / 2 - I / 4) / 2.
+    elsewhere = gradient(2 * np.eye(3, dtype="float32")[None])
+    np.testing.assert_allclose(elsewhere[0], np.eye(3) / 8, atol=1e-6)
