@@ -8,7 +8,6 @@ together reject a perfect sampler with probability 1%.
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import mpmath
 import numpy as np
 import pytest
@@ -27,7 +26,9 @@ POINTS = (0.3, 1.0, 3.0)
 # Per cell a distance and the transform at every point, in two precisions, for each of
 # the three ways to draw.
 LEVEL = 0.01 / (len(GRID) * (1 + len(POINTS)) * 2 * 3)
-FEW, MANY = 100_000, 1_000_000
+FEWER, FEW, MANY = 20_000, 100_000, 1_000_000
+# A bias that must not pass; as many times the Monte Carlo error in few draws.
+BIAS = {FEWER: 1.025, FEW: 1.01, MANY: 1.01}
 
 
 @cache
@@ -61,7 +62,7 @@ def excess(x: np.ndarray, b: float, c: float) -> float:
 
 def draws_of_grid(dtype: str, num: int) -> np.ndarray:
     """A shape per draw, traced: one column for each cell of the grid."""
-    b, c = (jnp.asarray(a, dtype) for a in np.array(GRID).T)
+    b, c = np.array(GRID, dtype).T
     draw = jax.jit(lambda key, b, c: PolyaGamma(b, c).sample(key, (num // 10,)))
     keys = random.split(random.key(2013), 10)
     draws = np.concatenate([draw(key, b, c) for key in keys])
@@ -72,7 +73,7 @@ def draws_of_grid(dtype: str, num: int) -> np.ndarray:
 def draws_in_common(dtype: str, num: int) -> np.ndarray:
     """A shape for all draws of a call, not traced."""
     columns = []
-    c = jnp.asarray(TILTS, dtype)
+    c = np.asarray(TILTS, dtype)
     for i, b in enumerate(SHAPES):
         columns.append(PolyaGamma(b, c).sample(random.key(100 + i), (num,)))
         assert columns[-1].dtype == dtype
@@ -80,19 +81,27 @@ def draws_in_common(dtype: str, num: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("draws", "num"),
+    ("dtype", "draws", "num"),
     [
-        (draws_of_grid, FEW),
-        pytest.param(draws_of_grid, MANY, marks=pytest.mark.slow),
-        pytest.param(draws_in_common, MANY, marks=pytest.mark.slow),
+        ("float32", draws_of_grid, FEW),
+        ("float64", draws_of_grid, FEWER),
+        *(
+            pytest.param(dtype, draws, num, marks=pytest.mark.slow)
+            for dtype in ("float32", "float64")
+            for draws, num in (
+                (draws_of_grid, FEW), (draws_of_grid, MANY), (draws_in_common, MANY),
+            )
+            if (dtype, num) != ("float32", FEW)
+        ),
     ],
-)
+    indirect=["dtype"],
+)  # fmt: skip
 def test_draws_follow_the_law(dtype, draws, num):
     x = draws(dtype, num)
     score = [excess(x[:, i], *cell) for i, cell in enumerate(GRID)]
     assert max(score) < 1, sorted(zip(score, GRID, strict=True))[-3:]
-    # A bias of one per cent must not pass: in the cells where so many draws can tell.
-    biased = [excess(1.01 * x[:, i], *cell) for i, cell in enumerate(GRID)]
+    # The bias must not pass: in the cells where so many draws can tell.
+    biased = [excess(BIAS[num] * x[:, i], *cell) for i, cell in enumerate(GRID)]
     missed = [cell for s, cell in zip(biased, GRID, strict=True) if s < 1]
     allowed = () if num == MANY else (0.05, 0.3, 1.0, 1.5, 4.0)
     assert not [cell for cell in missed if cell[0] not in allowed], missed
@@ -144,34 +153,41 @@ def log_rho(x: float, h: float) -> mpmath.mpf:
         binomial *= (n + h - 1) / n
 
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_table_against_series(dtype, divided):
-    """The logarithm of the acceptance probability, over what proposals reach."""
-    shapes, starts, values = [], [], []
+@cache
+def exact_gaps(dtype: str) -> tuple[np.ndarray, ...]:
+    """Shapes, tangent points and values over what proposals reach, the logarithm of the
+    acceptance probability there, and the slope of the tangent."""
+    cells = []
     for h in (0.01, 0.3, 0.9, 1.0, 2.5, 8.0, 30.0):
         for x0 in {max(h, 0.6) if h < 1 else h, 0.4 * h if h > 1 else 0.6}:
             for factor in np.exp(np.linspace(-2.0, 1.5, 8) / np.sqrt(max(h, 0.7))):
-                shapes.append(h)
-                starts.append(x0)
-                values.append(x0 * factor)
-    h, x0, x = (np.asarray(a, dtype) for a in (shapes, starts, values))
+                cells.append((h, x0, x0 * factor))
+    cells = np.array(cells, dtype)
+    found = []
+    with mpmath.workdps(120):
+        for cell in cells:
+            a, b, y = (mpmath.mpf(float(p)) for p in cell)
+            step = b * mpmath.mpf(10) ** -20
+            rise = (log_rho(b + step, a) - log_rho(b - step, a)) / (2 * step)
+            gap = log_rho(y, a) - log_rho(b, a) - rise * (y - b)
+            found.append((float(gap), float(rise)))
+    return *cells.T, *np.array(found).T
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_table_against_series(dtype, divided):
+    h, x0, x, exact, rise = exact_gaps(dtype)
 
     @jax.jit
     def gap(h, x0, x):
         at = tangent(h, x0)
         return log_gap(x, at, divided=divided), at.slope
 
-    value, slope = gap(h, x0, x)
+    value, slope = (np.asarray(a) for a in gap(h, x0, x))
     assert value.dtype == dtype
-    with mpmath.workdps(120):
-        for i in range(len(h)):
-            a, b, y = (mpmath.mpf(float(p[i])) for p in (h, x0, x))
-            step = b * mpmath.mpf(10) ** -20
-            rise = (log_rho(b + step, a) - log_rho(b - step, a)) / (2 * step)
-            exact = float(log_rho(y, a) - log_rho(b, a) - rise * (y - b))
-            atol = 5e-6 if dtype == "float32" else 2e-9
-            np.testing.assert_allclose(value[i], exact, atol=atol, rtol=atol)
-            np.testing.assert_allclose(-slope[i], float(rise), atol=4 * atol)
+    atol = 5e-6 if dtype == "float32" else 2e-9
+    np.testing.assert_allclose(value, exact, atol=atol, rtol=atol)
+    np.testing.assert_allclose(-slope, rise, rtol=1e-7, atol=4 * atol)
 
 
 @pytest.mark.parametrize("size", [1, len(GRID)])
@@ -179,20 +195,20 @@ def test_acceptance(size):
     b, c = np.array(GRID, np.float32).T
     propose = jax.jit(_propose, static_argnums=(3, 4))
     for h in [np.full(1, v, np.float32) for v in SHAPES] if size == 1 else [b]:
-        x = propose(random.key(1), jnp.asarray(h), c / 2, (4000, len(c)), True)
+        x = propose(random.key(1), h, c / 2, (4000, len(c)), True)
         assert np.all(np.mean(np.asarray(x) > 0, axis=0) > 0.81 - 0.02)
 
 
 @pytest.mark.parametrize("size", [pytest.param(1000, marks=pytest.mark.slow), 5000])
 def test_paths_agree(size):
     """The same key: in common, known or not, and per draw; few draws and many."""
-    c = jnp.linspace(0.0, 9.0, size)
+    c, shapes = np.linspace(0.0, 9.0, size, dtype="float32"), np.full(size, 2.5)
     key = random.key(5)
     reference = PolyaGamma(2.5, c).sample(key)
-    known = PolyaGamma(jnp.full(size, 2.5), c).sample(key)
+    known = PolyaGamma(shapes.astype("float32"), c).sample(key)
     np.testing.assert_array_equal(known, reference)
     traced = jax.jit(lambda b, c: PolyaGamma(b, c).sample(key))
-    other = traced(jnp.full(size, 2.5), c)
+    other = traced(shapes.astype("float32"), c)
     # Rounding may turn an acceptance.
     assert np.mean(np.isclose(other, reference, rtol=1e-5)) > 0.998
 
@@ -203,7 +219,7 @@ def test_paths_agree(size):
     indirect=True,
 )
 def test_extreme_shapes(dtype):
-    b = jnp.asarray([1e-20, 1e-6, 1e-3, 1e5, 1e7], dtype)
+    b = np.asarray([1e-20, 1e-6, 1e-3, 1e5, 1e7], dtype)
     for c in (0.0, 3.0, 1e6):
         draws = np.asarray(PolyaGamma(b, c).sample(random.key(0), (800,)), float)
         assert np.all((draws > 0) & np.isfinite(draws))
