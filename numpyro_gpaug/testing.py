@@ -128,11 +128,14 @@ def _check_gaussian_given_auxiliaries(
 def _auxiliary_density(
     conditionals: Conditionals, aux: dict[str, Array], y: Array
 ) -> Array:
-    laws = (
+    distributions = (
         (name, q if isinstance(q, Distribution) else q(aux))
         for name, q in conditionals.items()
     )
-    return sum((_to_batch(q.log_prob(aux[name]), y) for name, q in laws), jnp.zeros(()))
+    return sum(
+        (_to_batch(q.log_prob(aux[name]), y) for name, q in distributions),
+        jnp.zeros(()),
+    )
 
 
 def _check_below_expectation(

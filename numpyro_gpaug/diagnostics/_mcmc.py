@@ -118,8 +118,8 @@ def vi_against_mcmc(
     chosen = _latents(mcmc, trace, "MCMC")
     overlaps = {}
     for site, message in trace.items():
-        law = base_distribution(message["fn"])
-        if not message.get("is_observed") or isinstance(law, dist.Unit):
+        distribution = base_distribution(message["fn"])
+        if not message.get("is_observed") or isinstance(distribution, dist.Unit):
             continue
         if isinstance(vi, Posterior) and site not in vi.observed:
             continue  # A hyperparameter that handlers.condition holds.
@@ -130,7 +130,7 @@ def vi_against_mcmc(
         else:
             latents = _latents(draws, trace, "variational")
             q = _Predictive(whole, latents, arguments, site)
-        overlap = _overlap(p, q, _all_values(law))
+        overlap = _overlap(p, q, _all_values(distribution))
         overlaps[site] = ([f"{site}_dim_{i}" for i in range(overlap.ndim)], overlap)
     return DataTree.from_dict(
         {"posterior": Dataset(marginals, labels), "predictive": Dataset(overlaps)}
@@ -161,10 +161,10 @@ def _marginal_quantiles(
             f = posterior.predict_f(*args, site=name)
             sd = np.sqrt(np.asarray(f.variance))
             found[name] = np.asarray(f.mean) + np.multiply.outer(z, sd)
-    for name, law in posterior.weights.items():
+    for name, distribution in posterior.weights.items():
         if name in names:
-            sd = np.sqrt(np.asarray(law.variance))
-            found[name] = np.asarray(law.mean) + np.multiply.outer(z, sd)
+            sd = np.sqrt(np.asarray(distribution.variance))
+            found[name] = np.asarray(distribution.mean) + np.multiply.outer(z, sd)
     return found
 
 
@@ -218,8 +218,10 @@ class _Predictive:
     def log_prob(self, values: Array) -> Array:
         def run(arrays: Any, keys: Array, draws: Any, values: Array) -> Array:
             def at(key: Array, draw: dict[str, Array]) -> Array:
-                law = self._law(arrays, key, draw)
-                return getattr(law, "normalized_log_prob", law.log_prob)(values)
+                distribution = self._law(arrays, key, draw)
+                return getattr(
+                    distribution, "normalized_log_prob", distribution.log_prob
+                )(values)
 
             def step(total: Array, given: Any) -> tuple[Array, None]:
                 return jnp.logaddexp(total, at(*given)), None
@@ -228,7 +230,7 @@ class _Predictive:
             rest = keys[1:], {name: x[1:] for name, x in draws.items()}
             return lax.scan(step, first, rest)[0] - math.log(self.num)
 
-        # Residuals of a sparse process, where no draw holds them, are drawn anew.
+        # Residuals of a sparse process that draws do not contain are drawn here.
         keys = random.split(random.key(0), self.num)
         return jax.jit(run)(self.arguments.arrays, keys, self.draws, values)
 
@@ -249,18 +251,18 @@ def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:
     return np.asarray(jnp.exp(logs.min(0)).sum(0))
 
 
-def _all_values(law: Any) -> Array | None:
+def _all_values(distribution: Any) -> Array | None:
     """Every value of an observation, (K, ...), if they are finitely many."""
-    if law.support is constraints.boolean:
-        values = jnp.arange(2).reshape(-1, *[1] * len(law.batch_shape))
-    elif not law.has_enumerate_support:
+    if distribution.support is constraints.boolean:
+        values = jnp.arange(2).reshape(-1, *[1] * len(distribution.batch_shape))
+    elif not distribution.has_enumerate_support:
         return None
     else:
         try:
-            values = law.enumerate_support(expand=False)
+            values = distribution.enumerate_support(expand=False)
         except NotImplementedError:  # a Binomial of different total counts
             return None
-    return jnp.broadcast_to(values, (len(values), *law.batch_shape))
+    return jnp.broadcast_to(values, (len(values), *distribution.batch_shape))
 
 
 def _trace(

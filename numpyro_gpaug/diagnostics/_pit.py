@@ -85,14 +85,14 @@ def _ranks(draws: np.ndarray, y: np.ndarray, key: Array) -> np.ndarray:
 
 
 @jax.jit
-def _steps(law: Distribution, y: Array) -> tuple[Array, Array]:
+def _steps(distribution: Distribution, y: Array) -> tuple[Array, Array]:
     """Probabilities below and at labels or counts."""
 
     def add(k: Array, below: Array) -> Array:
-        mass = jnp.exp(law.log_prob(jnp.full_like(y, k)))
+        mass = jnp.exp(distribution.log_prob(jnp.full_like(y, k)))
         return below + jnp.where(k < y, mass, 0)
 
     # Of integers: a label may be boolean.
     y = y.astype(int)
-    equal = jnp.exp(law.log_prob(y))
+    equal = jnp.exp(distribution.log_prob(y))
     return lax.fori_loop(0, y.max(), add, jnp.zeros_like(equal)), equal

@@ -326,8 +326,8 @@ def _mixture(
     means: dict[str, Array],
     spreads: dict[str, Array],
 ) -> Array:
-    """The same without a closed form: by nodes if one latent reaches each datum, else
-    by draws. Without residuals, as on a full process, both are exact."""
+    """The same without a closed form: by nodes if each datum depends on one latent,
+    else by draws. Without residuals, as on a full process, both are exact."""
     pseudo = len(site.processes) == 1 and is_pseudo(view.message(site.name)["fn"])
     nodal = site._replace(route=Route.GAUSS_HERMITE) if pseudo else site
     z, weights = nodes_of(nodal, means, random.key(0))

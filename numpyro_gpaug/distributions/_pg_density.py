@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Log-density of the Polya-Gamma family for every real shape.
 
-Everything is written for :math:`X = 4x`, whose law has the Laplace transform
+Everything is written for :math:`X = 4x`, whose distribution has the Laplace transform
 :math:`\{\cosh z/\cosh\sqrt{z^2+2t}\}^h` with :math:`h=b`, :math:`z=|c|/2`.  Notation:
 
 * :math:`T(q)=\tanh(\sqrt q)/\sqrt q` and :math:`L(q)=\log\cosh\sqrt q`, so that

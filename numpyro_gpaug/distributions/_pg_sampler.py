@@ -51,7 +51,8 @@ def _propose(
     level = 0.5 * (1 + u[1]) * (1 + inverse)
     lower = level <= 1
     x = h / drift * jnp.where(lower, inverse, root)
-    # A quarter of it is the draw of the Polya-Gamma law, and must not underflow.
+    # A quarter of it is the draw of the Polya-Gamma distribution, and must not
+    # underflow.
     x = jnp.maximum(x, 4 * jnp.finfo(dtype).tiny)
     level = jnp.where(lower, level, (level - 1) * root)
     # A second, Boolean result would take the compiler several times longer to fill.

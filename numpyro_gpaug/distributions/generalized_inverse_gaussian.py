@@ -31,7 +31,8 @@ __all__ = ["GeneralizedInverseGaussian"]
 
 
 class _Shape(NamedTuple):
-    """The law of ``x``, or of ``1/x`` where ``flip``, with a non-negative order.
+    """The distribution of ``x``, or of ``1/x`` where ``flip``, with a non-negative
+    order.
 
     In the notation of :mod:`numpyro_gpaug.math.bessel`, the log of that variable over
     ``root**-2`` has the density ``exp(-P/2 e2(v) - Q/2 e2(-v))``, up to a constant.
@@ -153,10 +154,14 @@ def _log_density(x: Array, p: Array, a: Array, b: Array) -> Array:
 
 @partial(jax.jit, static_argnames="shape")
 def _draw(key: Array, p: Array, a: Array, b: Array, *, shape: tuple[int, ...]) -> Array:
-    law = _shape(p, a, b)
+    distribution = _shape(p, a, b)
     num = math.prod(shape[: len(shape) - p.ndim])
-    v = sample_log(key, jnp.ravel(law.big), jnp.ravel(law.log_q), num=num)
-    return within_range(_place(v.reshape(shape), _sign(law), law.root))
+    v = sample_log(
+        key, jnp.ravel(distribution.big), jnp.ravel(distribution.log_q), num=num
+    )
+    return within_range(
+        _place(v.reshape(shape), _sign(distribution), distribution.root)
+    )
 
 
 @partial(jax.jit, static_argnames="shape")
@@ -205,17 +210,18 @@ class GeneralizedInverseGaussian(Distribution):
         f(x) = \frac{(a/b)^{p/2}}{2K_p(\sqrt{ab})}\, x^{p-1} e^{-(ax + b/x)/2},
         \qquad x > 0.
 
-    :math:`1/x` has the law :math:`GIG(-p, b, a)`, and :math:`sx` has the law
+    :math:`1/x` has the distribution :math:`GIG(-p, b, a)`, and :math:`sx` has the
+        distribution
     :math:`GIG(p, a/s, bs)`.  :math:`GIG(-1/2, a, b)` is the inverse Gaussian of mean
     :math:`\sqrt{b/a}` and shape :math:`b`.
 
-    Both ``a`` and ``b`` must be positive.  The limits :math:`b\to 0`, the Gamma law
-    of shape :math:`p>0` and rate :math:`a/2`, and :math:`a\to 0`, the inverse Gamma law
-    of shape :math:`-p` and scale :math:`b/2`, are not members: zero is refused when
-    ``validate_args`` is set; otherwise it gives not-a-number in ``log_prob`` and no
-    promise for ``sample``.  They are approached smoothly: in double precision what
-    follows holds to 1e-13 for :math:`\sqrt{ab}` of 1e-8 or more, and to 1e-10 at
-    1e-200.
+    Both ``a`` and ``b`` must be positive.  The limits :math:`b\to 0`, the Gamma
+    distribution of shape :math:`p>0` and rate :math:`a/2`, and :math:`a\to 0`, the
+    inverse Gamma distribution of shape :math:`-p` and scale :math:`b/2`, are not
+    members: zero is refused when ``validate_args`` is set; otherwise it gives
+    not-a-number in ``log_prob`` and no promise for ``sample``.  They are approached
+    smoothly: in double precision what follows holds to 1e-13 for :math:`\sqrt{ab}` of
+    1e-8 or more, and to 1e-10 at 1e-200.
 
     **log_prob**, the moments and the divergence are sums over one quadrature rule for
     :math:`K_p`, centred at the mode, in which no large terms cancel.  They can be
@@ -248,12 +254,12 @@ class GeneralizedInverseGaussian(Distribution):
         >>> import jax.numpy as jnp
         >>> from jax import random
         >>> from numpyro_gpaug.distributions import GeneralizedInverseGaussian
-        >>> law = GeneralizedInverseGaussian(0.5, 1.0, jnp.array([1.0, 100.0]))
-        >>> law.sample(random.key(0), (3,)).shape
+        >>> distribution = GeneralizedInverseGaussian(0.5, 1.0, jnp.array([1.0, 100.0]))
+        >>> distribution.sample(random.key(0), (3,)).shape
         (3, 2)
-        >>> [f"{m:.4f}" for m in law.mean]
+        >>> [f"{m:.4f}" for m in distribution.mean]
         ['2.0000', '11.0000']
-        >>> [f"{m:.4f}" for m in law.mean_reciprocal]
+        >>> [f"{m:.4f}" for m in distribution.mean_reciprocal]
         ['1.0000', '0.1000']
     """
 

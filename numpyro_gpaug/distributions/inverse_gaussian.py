@@ -29,8 +29,8 @@ class InverseGaussian(Distribution):
         f(x) = \sqrt{\frac{\lambda}{2\pi x^3}}
             \exp\Bigl(-\frac{\lambda(x-\mu)^2}{2\mu^2x}\Bigr), \qquad x > 0,
 
-    the law :math:`GIG(-1/2, \lambda/\mu^2, \lambda)`, which :meth:`to_gig` returns.
-    The parameters have the names of TensorFlow Probability's.
+    the distribution :math:`GIG(-1/2, \lambda/\mu^2, \lambda)`, which :meth:`to_gig`
+    returns. The parameters have the names of TensorFlow Probability's.
 
     **sample** is exact, without rejections [1].  A draw beyond the range of the dtype
     becomes the nearest normal number.  Draws carry no gradient.
@@ -52,12 +52,12 @@ class InverseGaussian(Distribution):
         >>> import jax.numpy as jnp
         >>> from jax import random
         >>> from numpyro_gpaug.distributions import InverseGaussian
-        >>> law = InverseGaussian(2.0, jnp.array([1.0, 4.0]))
-        >>> law.sample(random.key(0), (3,)).shape
+        >>> distribution = InverseGaussian(2.0, jnp.array([1.0, 4.0]))
+        >>> distribution.sample(random.key(0), (3,)).shape
         (3, 2)
-        >>> [f"{v:.1f}" for v in law.variance]
+        >>> [f"{v:.1f}" for v in distribution.variance]
         ['8.0', '2.0']
-        >>> [f"{lp:.4f}" for lp in law.log_prob(2.0)]
+        >>> [f"{lp:.4f}" for lp in distribution.log_prob(2.0)]
         ['-1.9587', '-1.2655']
     """
 
@@ -89,7 +89,7 @@ class InverseGaussian(Distribution):
         return tuple(jnp.broadcast_arrays(*arrays))
 
     def to_gig(self) -> GeneralizedInverseGaussian:
-        """The same law as a :class:`GeneralizedInverseGaussian`."""
+        """The same distribution as a :class:`GeneralizedInverseGaussian`."""
         loc, concentration = self._arrays()
         return GeneralizedInverseGaussian(
             -0.5, concentration / loc / loc, concentration, validate_args=False

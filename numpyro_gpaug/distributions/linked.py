@@ -199,12 +199,13 @@ class Linked(Distribution):
         if known_to(lambda _: self.valid_parameters()["heights"], self.heights):
             return
         with numpyro.validation_enabled(is_validate=False):
-            law = self.components(())
+            distribution = self.components(())
         raise ValueError(
             f"heights of shape {self.heights.shape} take values "
-            f"{np.unique(np.asarray(self.heights))[:5]}, which {type(law).__name__} "
-            f"{self._with()}does not accept: choose a link with values in its "
-            "parameter's domain, learned_link(..., constraint=...) if it is learnt"
+            f"{np.unique(np.asarray(self.heights))[:5]}, which "
+            f"{type(distribution).__name__} {self._with()}does not accept: choose a "
+            "link with values in its parameter's domain, "
+            "learned_link(..., constraint=...) if it is learnt"
         )
 
     def _with(self) -> str:
@@ -215,11 +216,11 @@ class Linked(Distribution):
         """Whether the family accepts the heights, by parameter name; may run inside
         ``jit``."""
         with numpyro.validation_enabled(is_validate=False):
-            law = self.components(())
+            distribution = self.components(())
         inside = [
-            jnp.all(constraint(jnp.asarray(getattr(law, k))))
-            for k, constraint in law.arg_constraints.items()
-            if k in vars(law) and not constraints.is_dependent(constraint)
+            jnp.all(constraint(jnp.asarray(getattr(distribution, k))))
+            for k, constraint in distribution.arg_constraints.items()
+            if k in vars(distribution) and not constraints.is_dependent(constraint)
         ]
         return {"heights": jnp.all(jnp.asarray(inside))}
 

@@ -92,6 +92,6 @@ class LogisticNormalizer(Distribution):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         raise NotImplementedError(
-            "LogisticNormalizer is a factor of a density, not a law to draw from: "
-            "predict with LogisticSoftmax on the latents of all classes"
+            "LogisticNormalizer is a factor of a density, not a distribution to draw "
+            "from: predict with LogisticSoftmax on the latents of all classes"
         )

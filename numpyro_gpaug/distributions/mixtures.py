@@ -27,7 +27,7 @@ def trailing(parameter: ArrayLike, like: Array) -> Array:
 class CountMixture(dist.Distribution):
     """Counts with a latent log-odds ``f ~ N(loc, spread)`` integrated out.
 
-    A finite mixture whose nodes are placed anew for each count, where its likelihood
+    A finite mixture whose nodes are placed for each count, where its likelihood
     turns: fixed nodes resolve no peak of a large count. Draws draw the latent. A
     subclass says what the likelihood is.
 
@@ -67,7 +67,7 @@ class CountMixture(dist.Distribution):
         return self._variance
 
     def likelihood(self, parameter: Array, logits: Array) -> dist.Distribution:
-        """The law of a count given its latent."""
+        """The distribution of a count given its latent."""
         raise NotImplementedError
 
     def turn(self, parameter: Array, y: Array) -> tuple[Array, Array, Array]:

@@ -58,7 +58,7 @@ def _unit_divergence(c1: Array, c2: Array) -> Array:
 class PolyaGamma(Distribution):
     r"""Polya-Gamma distribution :math:`PG(b, c)`, :math:`b>0`, :math:`c` real [1].
 
-    The law of
+    The distribution of
 
     .. math::
         \omega = \frac{1}{2\pi^2} \sum_{k\ge 1}
@@ -80,11 +80,11 @@ class PolyaGamma(Distribution):
     is differentiable in the value, in ``b`` and in ``c``.
 
     **sample** is a rejection sampler [1, 2] with one envelope for every real ``b``
-    and every ``c``, an inverse Gaussian law (drawn as in [3]), which accepts at least
-    81% of its proposals.  Nothing is truncated; what is approximate is the logarithm
-    of the acceptance probability, read from a table.  Its error, and with it that of
-    the density of the draws relative to the Polya-Gamma one, was at most 1e-9 in
-    double precision for :math:`b\le 32` and 3e-9 up to :math:`b=10^4`; in single
+    and every ``c``, an inverse Gaussian distribution (drawn as in [3]), which accepts
+    at least 81% of its proposals.  Nothing is truncated; what is approximate is the
+    logarithm of the acceptance probability, read from a table.  Its error, and with it
+    that of the density of the draws relative to the Polya-Gamma one, was at most 1e-9
+    in double precision for :math:`b\le 32` and 3e-9 up to :math:`b=10^4`; in single
     precision 3e-6 for :math:`b\le 32` and 2e-5 up to :math:`b=10^4`.  A draw is
     rounded, and its normal quantile is an inverse of a uniform number with 52 (23)
     bits: single-precision tails end at a probability of about 1e-7.  When a ``b``
@@ -203,7 +203,7 @@ class PolyaGamma(Distribution):
 
 @kl_divergence.register(PolyaGamma, PolyaGamma)
 def _kl_polya_gamma(p: PolyaGamma, q: PolyaGamma) -> Array:
-    r"""``KL(p || q)`` for two Polya-Gamma laws of the same shape.
+    r"""``KL(p || q)`` for two Polya-Gamma distributions of the same shape.
 
     There is no closed form when the shapes differ.  They are compared when both are
     concrete; a traced pair must agree, and ``p.b`` is used.

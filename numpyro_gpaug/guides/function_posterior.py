@@ -104,7 +104,7 @@ class FunctionPosterior(Protocol):
         ...
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
-        """Marginals of every block where it meets the likelihood, by block name."""
+        """Marginals of the affine map of every block, by block name."""
         ...
 
     def measure(

@@ -146,7 +146,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
     def _conditional(
         self, block: Block, values: dict[str, Any], args: Any, kwargs: Any
     ) -> Conditional:
-        """The process where this run of the model meets it."""
+        """The process at the inputs of this run of the model."""
         trace = self.flat_trace(values, args, kwargs)
         plates = [s for s in trace.values() if s["type"] == "plate"]
         drawn = [s["name"] for s in plates if s["value"].shape[0] < s["args"][0]]

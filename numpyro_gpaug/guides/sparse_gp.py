@@ -40,7 +40,7 @@ _COVARIANCES = ("natural", "dense", "diagonal", "preconditioned")
 
 class AutoSparseGP(ProcessGuide):
     r"""A Gaussian on the inducing values of every Gaussian process in a model (and on
-    every plain Gaussian weight vector that reaches the likelihood affinely), and a
+    every plain Gaussian weight vector on which likelihoods depend affinely), and a
     NumPyro autoguide on all other latents.
 
     A function of its params alone: the dict of arrays is the fit, and

@@ -4,7 +4,7 @@
 Given auxiliary variables, an augmented likelihood is Gaussian in its latents:
 ``log p(y, aux | f) = const(y, aux) + potential . f - precision . f^2 / 2``. For
 variational inference only one function is needed, :meth:`Augmentation.bound`, since the
-Gaussian sites are its derivatives: ``precision = -2 d/dv``,
+Gaussian factors are its derivatives: ``precision = -2 d/dv``,
 ``potential = d/dm + precision m``.
 """
 
@@ -106,8 +106,8 @@ def draw_auxiliaries(key: Array, conditionals: Conditionals) -> dict[str, Array]
     """
     aux: dict[str, Array] = {}
     for i, (name, q) in enumerate(conditionals.items()):
-        law = q if isinstance(q, Distribution) else q(aux)
-        aux[name] = law.sample(random.fold_in(key, i))
+        distribution = q if isinstance(q, Distribution) else q(aux)
+        aux[name] = distribution.sample(random.fold_in(key, i))
     return aux
 
 

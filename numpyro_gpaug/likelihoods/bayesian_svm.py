@@ -73,4 +73,6 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
 
 
 register_augmentation(Likelihood, BayesianSVM())
-register_expectation(Likelihood, ("f",), _expected_log_prob, _predictive)
+register_expectation(
+    Likelihood, ("f",), _expected_log_prob, _predictive, log_concave=True
+)

@@ -56,4 +56,6 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
 
 
 register_augmentation(dist.BernoulliLogits, BernoulliLogits())
-register_expectation(dist.BernoulliLogits, ("logits",), _expected_log_prob, _predictive)
+register_expectation(
+    dist.BernoulliLogits, ("logits",), _expected_log_prob, _predictive, log_concave=True
+)

@@ -105,4 +105,6 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
 
 
 register_augmentation(dist.BinomialLogits, BinomialLogits())
-register_expectation(dist.BinomialLogits, ("logits",), _expected_log_prob, _predictive)
+register_expectation(
+    dist.BinomialLogits, ("logits",), _expected_log_prob, _predictive, log_concave=True
+)

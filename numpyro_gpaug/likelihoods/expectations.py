@@ -28,7 +28,7 @@ class Route(enum.Enum):
     CLOSED_FORM = "closed form"
     GAUSS_HERMITE = "Gauss-Hermite quadrature"
     MONTE_CARLO = "Monte Carlo"
-    CONSTANT = "no latent reaches the site"
+    CONSTANT = "no dependence on latents"
 
 
 class Expectation(NamedTuple):
@@ -37,11 +37,13 @@ class Expectation(NamedTuple):
     :param latents: names of the distribution's parameters that carry a latent.
     :param expected_log_prob: ``(d, y, means, variances) -> batch``.
     :param predictive: ``(d, means, variances) -> Distribution`` of a new observation.
+    :param log_concave: whether the likelihood is log-concave in its latents.
     """
 
     latents: tuple[str, ...]
     expected_log_prob: Callable[[Any, Array, Parameters, Parameters], Array]
     predictive: Callable[[Any, Parameters, Parameters], Distribution]
+    log_concave: bool
 
 
 _REGISTRY: dict[type[Distribution], Expectation] = {}
@@ -52,6 +54,8 @@ def register_expectation(
     latents: tuple[str, ...],
     expected_log_prob: Callable[[Any, Array, Parameters, Parameters], Array],
     predictive: Callable[[Any, Parameters, Parameters], Distribution],
+    *,
+    log_concave: bool = False,
 ) -> None:
     """Registers the exact expectation of a likelihood, for it and its subclasses.
 
@@ -60,9 +64,12 @@ def register_expectation(
     :param expected_log_prob: function of ``(d, y, means, variances)``; ``means`` and
         ``variances`` map each name in ``latents`` to an array shaped like the
         parameter; every other parameter is read from ``d``. Returns the expectation,
-        of ``d``'s batch shape. Gaussian sites are derived from it by autodiff.
+        of ``d``'s batch shape. Gaussian factors are derived from it by autodiff.
     :param predictive: function of ``(d, means, variances)`` that returns the
         distribution of a new observation with the latent integrated out.
+    :param log_concave: whether the likelihood is known to be log-concave in its
+        latents: then factors have positive precisions wherever they are taken, and
+        :class:`~numpyro_gpaug.ConjugateSVI` needs no augmented step to start with.
 
     **Example**
 
@@ -76,7 +83,9 @@ def register_expectation(
     ...     lambda d, m, v: dist.Normal(m["loc"], jnp.sqrt(1 + v["loc"])),
     ... )
     """
-    _REGISTRY[cls] = Expectation(tuple(latents), expected_log_prob, predictive)
+    _REGISTRY[cls] = Expectation(
+        tuple(latents), expected_log_prob, predictive, log_concave
+    )
 
 
 def lookup_expectation(cls: type[Distribution]) -> Expectation | None:

@@ -55,9 +55,9 @@ class HeteroscedasticNormal(Augmentation):
     ``n | f, g ~ Poisson(L R sigmoid(-g))``, then ``omega | n, g ~ PG(n + 1/2, g)``,
     with potential ``(1/2 - n) / 2`` and precision ``omega`` for ``g``.
 
-    The law of ``n`` depends on ``f``, so given ``n`` the density is not Gaussian in
-    ``f``: Gibbs draws ``f`` with ``n`` and ``omega`` integrated out (precision
-    ``L sigmoid(g)``), then both, then ``g`` given both. In the bound, with
+    The distribution of ``n`` depends on ``f``, so given ``n`` the density is not
+    Gaussian in ``f``: Gibbs draws ``f`` with ``n`` and ``omega`` integrated out
+    (precision ``L sigmoid(g)``), then both, then ``g`` given both. In the bound, with
     ``R = ((y - m_f)^2 + v_f) / 2``, ``c = sqrt(m_g^2 + v_g)`` and
     ``log T(m) = m / 2 - log(2 cosh(c / 2))``: ``log(L / (2 pi)) / 2 + log T(m_g) / 2
     - L (1 - T(-m_g)) R``, one bound for both latents and for ``L``.

@@ -69,5 +69,7 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
 
 
 register_augmentation(dist.Laplace, Laplace())
-register_expectation(dist.Laplace, ("loc",), _expected_log_prob, _predictive)
+register_expectation(
+    dist.Laplace, ("loc",), _expected_log_prob, _predictive, log_concave=True
+)
 register_m_step(dist.Laplace, "scale", MStep(count_data, power_maximiser(1)))

@@ -92,5 +92,9 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
 
 register_augmentation(dist.NegativeBinomialLogits, NegativeBinomialLogits())
 register_expectation(
-    dist.NegativeBinomialLogits, ("logits",), _expected_log_prob, _predictive
+    dist.NegativeBinomialLogits,
+    ("logits",),
+    _expected_log_prob,
+    _predictive,
+    log_concave=True,
 )

@@ -50,5 +50,7 @@ class Normal(Augmentation):
 
 
 register_augmentation(dist.Normal, Normal())
-register_expectation(dist.Normal, ("loc",), _expected_log_prob, _predictive)
+register_expectation(
+    dist.Normal, ("loc",), _expected_log_prob, _predictive, log_concave=True
+)
 register_m_step(dist.Normal, "scale", MStep(count_data, power_maximiser(2)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Predictors that are affine in Gaussian latents, and Gaussian factors on them.
 
-The latents ``z`` reach the data through predictors ``p = offset + A' z``, plus
+The likelihood depends on latents ``z`` through predictors ``p = offset + A' z``, plus
 independent noise of variance ``residual`` where a sparse process leaves some over.
 Gaussian factors on the predictors, one per datum, stand for the likelihood,
 

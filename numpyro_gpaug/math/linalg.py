@@ -145,10 +145,12 @@ def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
     :param scale: (..., M), prior standard deviations.
     """
     scale = jnp.broadcast_to(scale, q.mean.shape)
-    trace = jnp.square(q.whitener / scale[..., None, :]).sum((-2, -1))
-    distance = jnp.square((q.mean - loc) / scale).sum(-1)
-    log_dets = 2 * jnp.log(scale).sum(-1) - q.log_det
-    return 0.5 * (trace + distance - q.mean.shape[-1] + log_dets)
+    size = q.mean.shape[-1]
+    eye = jnp.eye(size, dtype=q.mean.dtype)
+    distances = jnp.square((q.mean - loc) / scale) + 2 * jnp.log(scale) - 1
+    # Trace, distance and determinant of the prior in one sum.
+    terms = jnp.square(q.whitener / scale[..., None, :]) + distances[..., None, :] * eye
+    return 0.5 * (terms.sum((-2, -1)) - q.log_det)
 
 
 def _apply(matrix: Array, vector: Array) -> Array:

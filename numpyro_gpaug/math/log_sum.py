@@ -15,7 +15,7 @@ lattice of spacing h it equals a combination of normal densities and one normal 
 to ``exp(-pi^2 / h)``-small errors. The Gaussian expectation of such a combination is
 closed at every variance, and its coefficients depend on ``s`` only: they are
 constants, and all inner expectations are one matrix product. The derivatives that
-define Gaussian sites, and the predictive probabilities ``E g(f_k) / S``, are those of
+define Gaussian factors, and the predictive probabilities ``E g(f_k) / S``, are those of
 the same sums.
 """
 

@@ -126,8 +126,8 @@ def structure_at(
                 )
         plates.update(_plates(trace))
         for block in structure.processes:
-            law = conditional_of(trace, block)
-            functions[block.name] = jax.ShapeDtypeStruct(law.shape, law.dtype)
+            f = conditional_of(trace, block)
+            functions[block.name] = jax.ShapeDtypeStruct(f.shape, f.dtype)
 
     jax.eval_shape(abstract, arguments.arrays)
     return replace(structure, plates=plates, functions=functions)
@@ -286,12 +286,12 @@ class Dependencies:
                 rest[name] = jax.tree.leaves(site["fn"])
         for block in candidates:
             if block.is_process:
-                law = conditional_of(trace, block)
+                f = conditional_of(trace, block)
                 rest[block.name] = [
-                    law.mean, law.prior_variance, law.projection, law.gp.loadings,
-                    law.gp.bias,
+                    f.mean, f.prior_variance, f.projection, f.gp.loadings,
+                    f.gp.bias,
                 ]  # fmt: skip
-                self.correlated[block.name] = law.gp.loadings is not None
+                self.correlated[block.name] = f.gp.loadings is not None
         return {"carried": carried, "densities": densities, "rest": rest}
 
     def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
@@ -355,6 +355,8 @@ class Dependencies:
         reached = tuple(b.name for b in blocks if b.name in density)
         processes = tuple(n for n in reached if n in self.processes)
         augmented = lookup_augmentation(self.classes[name]) is not None
+        expectation = lookup_expectation(self.classes[name])
+        log_concave = expectation is not None and expectation.log_concave
         if processes and self.shared[name]:
             cls = self.classes[name].__name__
             raise ValueError(
@@ -364,10 +366,12 @@ class Dependencies:
                 "num_latents=C"
             )
         if not reached:
-            return Observed(name, (), (), Route.CONSTANT, (), augmented, None)
+            return Observed(
+                name, (), (), Route.CONSTANT, (), augmented, log_concave, None
+            )
         reason = self._why_not_closed(name, reached)
         latents = self.registered[name] if reason is None else ()
-        if latents and lookup_expectation(self.classes[name]) is not None:
+        if latents and expectation is not None:
             route = Route.CLOSED_FORM
         elif len(reached) == 1 and density[reached[0]].elementwise:
             route = Route.GAUSS_HERMITE
@@ -376,7 +380,9 @@ class Dependencies:
         self._refuse_correlated(name, processes, route)
         states = [self.states["carried"][name][latent].state for latent in latents]
         sources = tuple(tuple(b for b in reached if b in state) for state in states)
-        return Observed(name, latents, sources, route, processes, augmented, reason)
+        return Observed(
+            name, latents, sources, route, processes, augmented, log_concave, reason
+        )
 
     def _refuse_correlated(
         self, name: str, processes: tuple[str, ...], route: Route
@@ -401,8 +407,8 @@ class Dependencies:
         for leaf in jax.tree.leaves(self.states["rest"][name]):
             if touched := [r for r in reached if r in leaf.state]:
                 return (
-                    f"{touched[0]!r} reaches a parameter of "
-                    f"{self.classes[name].__name__} other than {self.registered[name]}"
+                    f"a parameter of {self.classes[name].__name__} other than "
+                    f"{self.registered[name]} depends on {touched[0]!r}"
                 )
         carriers: dict[str, str] = {}
         for latent in self.registered[name]:
@@ -410,9 +416,9 @@ class Dependencies:
             for block in reached:
                 if block in state and carriers.setdefault(block, latent) != latent:
                     return (
-                        f"{block!r} reaches both {carriers[block]!r} and {latent!r} of "
-                        f"{self.classes[name].__name__}, whose latents must be "
-                        "independent: give each its own GaussianProcess"
+                        f"{carriers[block]!r} and {latent!r} of "
+                        f"{self.classes[name].__name__} both depend on {block!r}, but "
+                        "they must be independent: give each its own GaussianProcess"
                     )
                 dependence = state.get(block)
                 if dependence is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marginals of Gaussian blocks where they meet the likelihood."""
+"""Marginals of predictors under Gaussians on the blocks."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Predictors:
     :param values: those at zero, by ``"site/parameter"``.
     :param push: how they move as function values and weights, by block, move.
     :param outputs: from latents to function values, by process.
-    :param columns: predictors that a weight vector reaches, by block: its affine map
+    :param columns: predictors that depend on a weight vector, by block: its affine map
         runs over them side by side.
     :param shapes: of function values and weights, by block.
     """

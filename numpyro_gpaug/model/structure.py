@@ -53,6 +53,7 @@ class Observed(NamedTuple):
     :param route: of the exact expectation.
     :param processes: Gaussian processes the site depends on.
     :param augmented: whether its likelihood has an augmentation.
+    :param log_concave: whether it is known to be log-concave in its latents.
     :param reason: why the site has no closed-form update, ``None`` if it has.
     """
 
@@ -62,6 +63,7 @@ class Observed(NamedTuple):
     route: Route
     processes: tuple[str, ...]
     augmented: bool
+    log_concave: bool
     reason: str | None
 
     @property

@@ -159,16 +159,16 @@ class ModelView:
 
     def maps(self, factors: dict[str, Array] | None = None) -> dict[str, AffineMap]:
         """The affine map of every block: of a process to its latents' values at the
-        data, of a weight vector to the predictors it reaches, side by side.
+        data, of a weight vector to the predictors that depend on it, side by side.
 
         :param factors: inverse Cholesky factors of the inducing matrices, if computed
             before.
         """
         found = {}
         for block in self.structure.processes:
-            law = self.conditional(block)
-            factor = law.gp.inverse_factor if factors is None else factors[block.name]
-            found[block.name] = law.affine_map_through(factor)
+            f = self.conditional(block)
+            factor = f.gp.inverse_factor if factors is None else factors[block.name]
+            found[block.name] = f.affine_map_through(factor)
         return {**found, **self.weight_maps()}
 
     def weight_maps(self) -> dict[str, AffineMap]:
@@ -278,7 +278,7 @@ def nodes_of(
     site: Observed, means: dict[str, Array], key: Array
 ) -> tuple[dict[str, Array], Array]:
     """Standard normal nodes for the processes a site depends on, and their weights:
-    Gauss-Hermite where one reaches each datum, else draws.
+    Gauss-Hermite where each datum depends on one, else draws.
 
     :param site: the site.
     :param means: means of function values, for shapes and dtype.

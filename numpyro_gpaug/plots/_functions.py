@@ -118,15 +118,17 @@ def plot_predictive(
     """
     ax = axes_or_new(ax)
     grid = _sorted_column("X", X)
-    law = posterior.predict_y(grid, site=site)
-    mean = np.asarray(law.mean)
+    prediction = posterior.predict_y(grid, site=site)
+    mean = np.asarray(prediction.mean)
     if mean.shape != (len(grid),) or np.isnan(mean).all():  # NumPyro's mean of classes
         raise ValueError(
-            f"the prediction, a {type(law).__name__}, has a mean of shape "
+            f"the prediction, a {type(prediction).__name__}, has a mean of shape "
             f"{mean.shape}; expected one number per input, ({len(grid)},)"
         )
     _scatter_data(ax, data)
-    ends = {} if _is_binary(law) else {p: _interval(law, p) for p in levels}
+    ends = (
+        {} if _is_binary(prediction) else {p: _interval(prediction, p) for p in levels}
+    )
     _band(ax, grid[:, 0], mean, ends, color, label)
     _mark_inducing(ax, inducing)
     ax.set(xlabel="x", ylabel="y", title="Predictions")
@@ -171,12 +173,13 @@ def plot_decision(
         np.linspace(a, b, num) for a, b in zip(low - margin, high + margin, strict=True)
     ]
     mesh = np.stack(np.meshgrid(*sides), -1).reshape(-1, 2).astype(points.dtype)
-    law = posterior.predict_y(mesh, site=site)
-    if not hasattr(law, "probs") or not law.support.is_discrete:
+    prediction = posterior.predict_y(mesh, site=site)
+    if not hasattr(prediction, "probs") or not prediction.support.is_discrete:
         raise ValueError(
-            f"the predictions are {type(law).__name__}s, not probabilities of classes"
+            f"the predictions are {type(prediction).__name__}s, not probabilities "
+            "of classes"
         )
-    p = np.asarray(law.probs).reshape(num, num, -1)
+    p = np.asarray(prediction.probs).reshape(num, num, -1)
     if p.shape[2] == 1:
         shades = ax.contourf(
             *sides, p[..., 0], np.linspace(0, 1, 21), cmap="RdBu", alpha=0.75
@@ -306,18 +309,18 @@ def _band(
     ax.plot(x, mean, color=color, lw=1.8, label=label)
 
 
-def _interval(law: Distribution, level: float) -> tuple[np.ndarray, np.ndarray]:
+def _interval(prediction: Distribution, level: float) -> tuple[np.ndarray, np.ndarray]:
     tails = (1 - level) / 2, (1 + level) / 2
     try:
-        low, high = (np.asarray(law.icdf(jnp.asarray(q))) for q in tails)
+        low, high = (np.asarray(prediction.icdf(jnp.asarray(q))) for q in tails)
     except NotImplementedError:
-        draws = np.asarray(law.sample(random.key(0), (2000,)))
+        draws = np.asarray(prediction.sample(random.key(0), (2000,)))
         low, high = np.quantile(draws, tails, axis=0)
     return low, high
 
 
-def _is_binary(law: Distribution) -> bool:
-    return law.support is constraints.boolean
+def _is_binary(prediction: Distribution) -> bool:
+    return prediction.support is constraints.boolean
 
 
 def _shade_classes(ax: Axes, sides: list[np.ndarray], p: np.ndarray) -> None:

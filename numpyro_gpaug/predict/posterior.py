@@ -329,9 +329,10 @@ class Posterior:
 
         :param path: the file.
         :param model: the model it was fitted with.
-        :param guide: the guide it was fitted with, made anew or not; may be left out
-            for an :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned, but
-            not for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is code.
+        :param guide: the guide it was fitted with, or a new one like it; may be left
+            out for an :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned,
+            but not for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is
+            code.
         :raises ValueError: for a guide of another kind than that of the fit.
         """
         with np.load(path, allow_pickle=False) as archive:

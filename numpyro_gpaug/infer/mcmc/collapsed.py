@@ -70,8 +70,8 @@ class CollapsedGaussian(AugmentedGaussian):
     :param kernel: class of the kernel that moves the hyperparameters; any that can be a
         block of ``Gibbs``, called with a model.
     :raises NotConjugateError: at ``init``, as for ``AugmentedGaussian``, and for
-        hyperparameters that reach a parameter of a likelihood, and likelihoods some of
-        whose latents are drawn without auxiliaries (``HeteroscedasticNormal``).
+        hyperparameters on which a parameter of a likelihood depends, and likelihoods
+        some of whose latents are drawn without auxiliaries (``HeteroscedasticNormal``).
 
     **Example**
 
@@ -154,9 +154,10 @@ class CollapsedGaussian(AugmentedGaussian):
             reached = {k for leaf in leaves for k in leaf.state}
             if reached:
                 raise NotConjugateError(
-                    f"{sorted(reached)} reach a parameter of the likelihood of "
-                    f"{name!r}, and are not collapsed: Gibbs([(CollapsedGaussian("
-                    "model), [the other sites]), (NUTS(model), None)])"
+                    f"a parameter of the likelihood of {name!r} depends on "
+                    f"{sorted(reached)}, which are not collapsed: "
+                    "Gibbs([(CollapsedGaussian(model), [the other sites]), "
+                    "(NUTS(model), None)])"
                 )
 
     def _flat_values(self) -> Values:

@@ -93,9 +93,9 @@ class EllipticalSlice(GaussianKernel):
     another block (``Gibbs([(EllipticalSlice(model), ["f.v"]), (NUTS(model), None)])``).
     The Gaussian then is computed again, by some ten Cholesky factorisations, whenever
     they have moved; a given fit stays as it is, as good as it was for the values it
-    was made at. What posterior is sampled with inducing inputs, several chains, and continued
-    runs are as for :class:`~numpyro_gpaug.AugmentedGaussian`; chains start from draws
-    of the Gaussian.
+    was made at. What posterior is sampled with inducing inputs, several chains, and
+    continued runs are as for :class:`~numpyro_gpaug.AugmentedGaussian`; chains start
+    from draws of the Gaussian.
 
     :param model: a NumPyro model; with a fit, the model that was fitted, its
         ``numpyro.param`` sites (if it has any) fixed at the fit:

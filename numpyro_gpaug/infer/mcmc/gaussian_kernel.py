@@ -163,7 +163,7 @@ class GaussianKernel(MCMCKernel):
         if not structure.blocks:
             raise ValueError(
                 f"{type(self).__name__} samples Gaussian processes and Gaussian weight "
-                "vectors that reach the likelihood affinely; the model has none"
+                "vectors on which likelihoods depend affinely; the model has none"
             )
         if structure.subsampled:
             raise ValueError(

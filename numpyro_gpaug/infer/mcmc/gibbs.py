@@ -80,8 +80,8 @@ class AugmentedGaussian(GaussianKernel):
 
     :param model: a NumPyro model.
     :raises NotConjugateError: at ``init``, for a likelihood without augmentation or one
-        that latents reach otherwise than affinely, for scaled sites, and for latents
-        that are not Gaussian, unless another block owns them.
+        that depends on latents otherwise than affinely, for scaled sites, and for
+        latents that are not Gaussian, unless another block owns them.
     :raises ValueError: at ``init``, for plates that draw subsamples.
 
     **Example**
@@ -169,7 +169,7 @@ class AugmentedGaussian(GaussianKernel):
         x = {b.site: state.z[b.site] for b in self.structure.blocks}
         at = {b.name: state.z[b.name] for b in self.structure.blocks}
         aux = dict(state.aux)
-        # Auxiliaries are drawn anew for each group, so that a sweep is a sequence of
+        # Auxiliaries are drawn again for each group, so that a sweep is a sequence of
         # moves each of which leaves the posterior of the latents as it is.
         for group, map_, group_key in zip(self._groups, state.joint, keys, strict=True):
             aux_key, draw_key = random.split(group_key)

@@ -123,7 +123,7 @@ def closed_params(
 
 
 def _parts(trace: Trace, structure: Structure) -> dict[str, Any]:
-    """Parameters by "site/name", and everything else a param may reach."""
+    """Parameters by "site/name", and all else that may depend on a param."""
     parameters: dict[str, Any] = {}
     rest: list[Any] = []
     for site in structure.observed:
@@ -133,8 +133,8 @@ def _parts(trace: Trace, structure: Structure) -> dict[str, Any]:
                 parameters[f"{site.name}/{k}"] = vars(base)[k]
     for block in structure.blocks:
         if block.is_process:
-            law = conditional_of(trace, block)
-            rest += [law.mean, law.prior_variance, law.projection]
+            f = conditional_of(trace, block)
+            rest += [f.mean, f.prior_variance, f.projection]
         else:
             rest += jax.tree.leaves(trace[block.site]["fn"])
     for name in structure.others:
@@ -170,8 +170,8 @@ def _proved(
     if len(reached) != 1 or elsewhere:
         also = " and a prior" if elsewhere else ""
         raise NotConjugateError(
-            f"m_step names {name!r}, which reaches {sorted(reached)}{also}: it has to "
-            "be one parameter of one likelihood and nothing else"
+            f"m_step names {name!r}, on which {sorted(reached)}{also} depend: it has "
+            "to be one parameter of one likelihood and nothing else"
         )
     ((key, dependence),) = reached.items()
     site, parameter = key.rsplit("/", 1)

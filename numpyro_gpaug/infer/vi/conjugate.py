@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from numpyro_gpaug.infer.vi.plan import (
     Plan,
     Settings,
     closed_params_of,
+    fingerprint,
     transforms_of,
 )
 from numpyro_gpaug.infer.vi.result import ConjugateResult
@@ -66,8 +66,8 @@ class ConjugateSVI:
         other guide's params; ``None`` keeps them fixed.
     :param updates: ``"augmented"`` (monotone whatever happens, looser bound),
         ``"exact"`` (conjugate-computation VI, tighter), or ``"auto"``: one augmented
-        step where the likelihood has one, then exact. ``"augmented"`` reports the
-        augmented bound.
+        step where the likelihood has one and is not log-concave, then exact.
+        ``"augmented"`` reports the augmented bound.
     :param step_size: a number in (0, 1], ``"adaptive"``, a schedule such as
         :class:`~numpyro_gpaug.infer.RobbinsMonro`, or ``None``: 1 on full data,
         ``RobbinsMonro(delay)`` on minibatches, the delay one epoch, within
@@ -224,7 +224,8 @@ class ConjugateSVI:
         plan = self._plan_at(arguments, state)
         state, losses, _ = self._advance(
             _copied(state), jnp.int32(1), jnp.zeros_like(state.bound),
-            arguments.arrays, plan=plan, static=arguments.static,
+            fingerprint(arguments.arrays), arguments.arrays, plan=plan,
+            static=arguments.static,
         )  # fmt: skip
         return state, losses[0]
 
@@ -281,6 +282,7 @@ class ConjugateSVI:
         noisy = bool(subsampled) or plan.random_others
         epoch = _steps_compared(plan) if noisy else 0
         limit = 0.0 if tol is None or noisy else tol
+        data = fingerprint(arguments.arrays)
         losses: list[np.ndarray] = []
         taken = 0
         with tqdm(total=num_steps, disable=not progress_bar) as bar:
@@ -288,7 +290,7 @@ class ConjugateSVI:
                 wanted = min(CHUNK, num_steps - taken)
                 state, chunk, steps = self._advance(
                     state, jnp.int32(wanted), jnp.asarray(limit, state.bound.dtype),
-                    arguments.arrays, plan=plan, static=arguments.static,
+                    data, arguments.arrays, plan=plan, static=arguments.static,
                 )  # fmt: skip
                 chunk = np.asarray(chunk)[: int(steps)]
                 losses.append(chunk)
@@ -386,7 +388,7 @@ def _steps_compared(plan: Plan) -> int:
     """Steps whose mean loss is compared with that of as many before: an epoch."""
     if not plan.structure.subsampled:
         return CHUNK
-    return math.ceil(epoch_length(plan.structure))
+    return epoch_length(plan.structure)
 
 
 def _settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:

@@ -11,10 +11,11 @@ from numpyro_gpaug.model.structure import Structure
 Epochs = dict[str, tuple[Array, Array]]
 
 
-def epoch_length(structure: Structure) -> float:
-    """Batches per epoch, of the plate that has most."""
-    ratios = [p.size / p.subsample_size for p in structure.subsampled.values()]
-    return max(ratios, default=1.0)
+def epoch_length(structure: Structure) -> int:
+    """Batches per epoch, of the plate that has most: what is left over of an epoch is
+    shuffled into the next (:func:`next_batch`)."""
+    batches = [p.size // p.subsample_size for p in structure.subsampled.values()]
+    return max(batches, default=1)
 
 
 def first_epochs(structure: Structure) -> dict[str, tuple[Array, Array]]:

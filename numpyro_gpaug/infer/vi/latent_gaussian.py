@@ -134,7 +134,13 @@ class LatentGaussian:
         """An evaluation of the right shapes, with a bound of minus infinity."""
         shapes = jax.eval_shape(self.evaluate, natural)
         empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return empty._replace(bound=jnp.full_like(empty.bound, -jnp.inf))
+        # Any numbers will do, and these need no arrays of their own.
+        moments = {
+            k: empty.moments[k]._replace(mean=n.potential, whitener=n.precision)
+            for k, n in natural.items()
+        }
+        unknown = jnp.full_like(empty.bound, -jnp.inf)
+        return empty._replace(bound=unknown, moments=moments)
 
     def reevaluate(
         self,

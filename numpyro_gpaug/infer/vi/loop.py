@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.infer.vi.plan import Plan, Settings, fingerprint
+from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.stepper import Carry, ConjugateState, Stepper
 from numpyro_gpaug.model.structure import Arguments
 
@@ -21,14 +21,25 @@ def run_chunk(
     state: ConjugateState,
     num_steps: Array,
     tol: Array,
+    data: Array,
     arrays: tuple[Array, ...],
     plan: Plan,
     static: Any,
 ) -> tuple[ConjugateState, Array, Array]:
-    """Up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop."""
+    """Up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop.
+
+    :param settings: options of the fit.
+    :param state: where to start.
+    :param num_steps: number of steps.
+    :param tol: stop once the bound moves by less; 0 for never.
+    :param data: fingerprint of the data.
+    :param arrays: array arguments of the model.
+    :param plan: of the fit.
+    :param static: the model's other arguments.
+    :return: the state, losses (CHUNK,) and the number of steps taken.
+    """
     stepper = Stepper(plan, settings, Arguments(arrays, static))
     losses = jnp.full((CHUNK,), jnp.nan, state.bound.dtype)
-    data = fingerprint(arrays)
     bound = jnp.where(state.data == data, state.bound, -jnp.inf)
     state = state._replace(stalled=jnp.int32(0), bound=bound, data=data)
     first = stepper.start(state)

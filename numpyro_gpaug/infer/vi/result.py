@@ -12,8 +12,8 @@ from numpyro_gpaug.infer.vi.stepper import ConjugateState
 
 
 class ConjugateResult(SVIRunResult):
-    """What :meth:`numpyro_gpaug.ConjugateSVI.run` returns: ``params``, ``state`` and ``losses``, as
-    NumPyro's ``SVIRunResult``, and the arguments of the fit.
+    """What :meth:`numpyro_gpaug.ConjugateSVI.run` returns: ``params``, ``state`` and
+    ``losses``, as NumPyro's ``SVIRunResult``, and the arguments of the fit.
 
     :param params: constrained params of model and guide.
     :param state: to continue from.

@@ -96,8 +96,11 @@ class Stepper:
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
         self._comparable = not self._structure.subsampled and not plan.random_others
-        self._starts_augmented = settings.updates == "auto" and all(
-            site.augmented for site in self._structure.observed if site.latents
+        sites = [site for site in self._structure.observed if site.latents]
+        self._starts_augmented = (
+            settings.updates == "auto"
+            and all(site.augmented for site in sites)
+            and not all(site.log_concave for site in sites)
         )
 
     @cached_property
@@ -256,27 +259,30 @@ class Stepper:
             return hyper
         due = (state.step + 1) % self._settings.hyper_every == 0
 
-        def advance(
+        def next_update(
             values: Any, optim_state: Any, at: tuple[Any, Any, Any]
         ) -> tuple[Any, Any]:
             ascent = gradient(*at)
-            updates = jax.tree.map(jnp.zeros_like, values)
+            update = jax.tree.map(jnp.zeros_like, values)
             if self._optim is not None:
                 descent = jax.tree.map(jnp.negative, ascent)
-                updates, optim_state = self._optim.update(descent, optim_state, values)
+                update, optim_state = self._optim.update(descent, optim_state, values)
             if self._plan.closed:
-                updates |= self._maximised(at[0], at[2], values, ascent)
-            return jax.tree.map(jnp.add, values, updates), optim_state
+                update |= self._maximised(at[0], at[2], values, ascent)
+            return update, optim_state
+
+        def one_more(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            update, optim_state = carry
+            here = jax.tree.map(jnp.add, values, update)
+            more, optim_state = next_update(here, optim_state, further(here))
+            return jax.tree.map(jnp.add, update, more), optim_state
 
         def moved() -> Hyper:
-            carry = advance(values, hyper.optim_state, at)
+            carry = next_update(values, hyper.optim_state, at)
             if self._settings.hyper_steps > 1:
-                carry = lax.fori_loop(
-                    1, self._settings.hyper_steps,
-                    lambda _, c: advance(c[0], c[1], further(c[0])), carry,
-                )  # fmt: skip
-            update = jax.tree.map(lambda a, b: a - b, carry[0], values)
-            return Hyper(values, update, jnp.minimum(1, 2 * hyper.scale), carry[1])
+                carry = lax.fori_loop(1, self._settings.hyper_steps, one_more, carry)
+            update, optim_state = carry
+            return Hyper(values, update, jnp.minimum(1, 2 * hyper.scale), optim_state)
 
         if self._settings.hyper_every == 1:
             return moved()

@@ -41,11 +41,11 @@ class TraceWasserstein_ELBO(ELBO):
 
     The squared 2-Wasserstein distance is that between Gaussian measures on
     :math:`L_2(\hat\rho)`, the functions under the empirical measure of the inputs: the
-    distance between the laws of function values at N inputs, *divided by N*. The data
-    term is a sum over N data, so with the published ``weight=1`` the distance counts as
-    one datum does, and the fitted variances are those of a far too certain posterior;
-    ``weight=N`` gives the distance between laws of function values its own scale, and
-    shrinks a mean that is large beside the prior.
+    distance between the distributions of function values at N inputs, *divided by N*.
+    The data term is a sum over N data, so with the published ``weight=1`` the distance
+    counts as one datum does, and the fitted variances are those of a far too certain
+    posterior; ``weight=N`` gives the distance between distributions of function values
+    its own scale, and shrinks a mean that is large beside the prior.
 
     Hold hyperparameters of the prior and of the noise fixed, or fit them before by
     :class:`~numpyro_gpaug.ConjugateSVI`: the loss is no evidence, and learnt by it the
@@ -57,17 +57,17 @@ class TraceWasserstein_ELBO(ELBO):
 
     :param weight: w, larger than 0.
     :param estimator: ``"symmetric"``: of at most ``num_points`` inputs drawn afresh for
-        each step, the exact distance between the laws of function values there, divided
-        by their number. Not negative, 0 only for equal laws, finite gradients
-        everywhere. ``"spectral"``, the published one, with N inputs X for the mean and
-        the traces, :math:`X_S` the drawn ones and :math:`2 (N N_S)^{-1/2} \sum_s
-        \lambda_s(r(X_S, X) k(X, X_S))^{1/2}` for the cross term. That matrix is not
-        symmetric: its eigenvalues may be slightly negative or complex (real parts are
-        used, and 0 below rounding, where the gradient is cut off too), and no
-        symmetric one is similar to it. It is biased upward (with a kernel that is rough
-        on the scale of the spacing of :math:`X_S`, threefold for 10 of 120 inputs), and
-        not 0 for Q = P unless :math:`X_S = X`. It needs JAX's nonsymmetric
-        eigendecomposition, which not every accelerator has.
+        each step, the exact distance between the distributions of function values
+        there, divided by their number. Not negative, 0 only for equal distributions,
+        finite gradients everywhere. ``"spectral"``, the published one, with N inputs X
+        for the mean and the traces, :math:`X_S` the drawn ones and :math:`2 (N
+        N_S)^{-1/2} \sum_s \lambda_s(r(X_S, X) k(X, X_S))^{1/2}` for the cross term.
+        That matrix is not symmetric: its eigenvalues may be slightly negative or
+        complex (real parts are used, and 0 below rounding, where the gradient is cut
+        off too), and no symmetric one is similar to it. It is biased upward (with a
+        kernel that is rough on the scale of the spacing of :math:`X_S`, threefold for
+        10 of 120 inputs), and not 0 for Q = P unless :math:`X_S = X`. It needs JAX's
+        nonsymmetric eigendecomposition, which not every accelerator has.
     :param num_points: the number of inputs drawn without replacement, N_S; all of them
         if there are no more. A step costs its cube, per latent.
     :param num_particles: draws of the other latents, and of the inputs, per step.
