@@ -76,7 +76,7 @@ def check_accuracy(cases, dtype, more=()):
     exact = [reference(*row, more) for row in rows]
     shares, by_mean, by_variance = (np.array(x) for x in zip(*exact, strict=True))
     np.testing.assert_allclose(shares.sum(1), 1, atol=1e-9)
-    found = everything(*(jnp.asarray(x) for x in (m, v, y)))
+    found = everything(m, v, y)
     assert all(x.dtype == dtype for x in found)
     shares_, own, *slopes = (np.asarray(x, float) for x in found)
     tolerance = {"float64": 2e-9, "float32": 5e-6}[dtype]
@@ -101,7 +101,7 @@ def test_accuracy_at_every_scale(dtype, num_classes) -> None:
 def test_accuracy_of_many_classes(dtype) -> None:
     """Twenty classes of any scale among 980 that are alike."""
     cases = []
-    for m, v, y in problems(20, 3):
+    for m, v, y in problems(20, 2):
         rng = np.random.default_rng(int(y))
         m = np.concatenate([m - m.mean(), rng.normal(size=980)])
         cases.append((m, np.concatenate([v, rng.uniform(0.5, 2, 980)]), y))
@@ -113,7 +113,7 @@ def test_draws() -> None:
     m, v = rng.normal(size=5), 10.0 ** rng.uniform(-3, 1, 5)
     draws = m + np.sqrt(v) * rng.normal(size=(1_000_000, 5))
     counts = np.bincount(draws.argmax(1), minlength=5) / len(draws)
-    p = shares_of(jnp.asarray(m, jnp.float32), jnp.asarray(v, jnp.float32))
+    p = np.asarray(shares_of(m.astype("float32"), v.astype("float32")))
     assert np.all(np.abs(counts - p) < 5 * np.sqrt(p * (1 - p) / len(draws)) + 1e-5)
 
 
@@ -123,7 +123,7 @@ def test_two_classes_in_closed_form(dtype) -> None:
     v = np.asarray(10.0 ** rng.uniform(-8, 4, (200, 2)), dtype)
     gap = (m[:, 0].astype(float) - m[:, 1]) / np.sqrt(v.sum(1, dtype=float))
     tolerance = {"float64": 2e-9, "float32": 5e-6}[dtype]
-    p = shares_of(jnp.asarray(m), jnp.asarray(v))[:, 0]
+    p = np.asarray(shares_of(m, v))[:, 0]
     np.testing.assert_allclose(p, ndtr(gap), rtol=0, atol=tolerance)
 
 
@@ -132,34 +132,31 @@ def test_equivariance(dtype) -> None:
     m, v, _ = (np.array(x) for x in zip(*problems(10, 30), strict=True))
     m -= m.mean(1, keepdims=True)
     m, v = m.astype(dtype), v.astype(dtype)
-    p = np.asarray(shares_of(jnp.asarray(m), jnp.asarray(v)))
+    p = np.asarray(shares_of(m, v))
     order = np.random.default_rng(2).permutation(10)
-    moved = shares_of(jnp.asarray(m[:, order]), jnp.asarray(v[:, order]))
+    moved = shares_of(m[:, order], v[:, order])
     tolerance = {"float64": 1e-12, "float32": 3e-6}[dtype]
     np.testing.assert_allclose(moved, p[:, order], rtol=0, atol=tolerance)
     # Powers of two: no rounding.
     for scale in (2.0**-12, 2.0**12):
-        scaled = shares_of(
-            jnp.asarray(m * m.dtype.type(scale)),
-            jnp.asarray(v * v.dtype.type(scale**2)),
-        )
+        scaled = shares_of(m * m.dtype.type(scale), v * v.dtype.type(scale**2))
         np.testing.assert_allclose(scaled, p, rtol=0, atol=tolerance)
     m, v = m[2::3], v[2::3]
     shift = m.dtype.type(2.0 ** np.ceil(np.log2(np.abs(m).max())))
     rounded = (m + shift) - shift
-    shifted = shares_of(jnp.asarray(rounded + shift), jnp.asarray(v))
-    plain = shares_of(jnp.asarray(rounded), jnp.asarray(v))
+    shifted, plain = shares_of(rounded + shift, v), shares_of(rounded, v)
     np.testing.assert_allclose(shifted, plain, rtol=0, atol=tolerance)
 
 
 def test_no_variance(dtype) -> None:
     """A point mass: the largest mean, ties in equal parts, and finite derivatives."""
-    m = jnp.asarray([[0.0, 3.0, -1.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0]], dtype)
-    zero = jnp.zeros_like(m)
-    y = jnp.array([1, 0, 2])
+    m = np.asarray([[0.0, 3.0, -1.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0]], dtype)
+    zero = np.zeros_like(m)
+    y = np.array([1, 0, 2])
     expected = [[0, 1, 0], [0.5, 0.5, 0], [1 / 3, 1 / 3, 1 / 3]]
-    some = jnp.asarray([0.0, 4.0, 0.0], dtype)
-    for v in (zero, zero + some, zero + some[::-1], zero + 1e-30):
+    some = np.asarray([0.0, 4.0, 0.0], dtype)
+    tiny = np.full_like(m, 1e-30)
+    for v in (zero, zero + some, zero + some[::-1], tiny):
         found = everything(m, v, y)
         assert all(np.isfinite(x).all() for x in found)
         if v is zero:
@@ -170,7 +167,8 @@ def test_no_variance(dtype) -> None:
 
 
 def test_chunks_change_nothing(monkeypatch) -> None:
-    m, v, y = (jnp.asarray(np.array(x)) for x in zip(*problems(10, 60), strict=True))
+    m, v, y = (np.array(x) for x in zip(*problems(10, 60), strict=True))
+    m, v = m.astype("float32"), v.astype("float32")
     whole = everything(m, v, y)
     monkeypatch.setattr(argmax, "CHUNK", 700)
     parts = jax.jit(everything.__wrapped__)(m, v, y)
