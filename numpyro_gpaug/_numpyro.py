@@ -7,7 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from numpyro.handlers import mask, replay
+import numpyro
+from numpyro.distributions.util import periodic_repeat
+from numpyro.handlers import block, mask, replay, seed, substitute
+from numpyro.handlers import trace as handlers_trace
+from numpyro.infer.autoguide import AutoDelta
 from numpyro.primitives import _PYRO_STACK, Messenger, apply_stack
 
 
@@ -55,6 +59,49 @@ def deterministic_site(name: str, conditional: Callable[[], Any]) -> Any:
             "cond_indep_stack": [],
         }
     )["value"]
+
+
+class PointGuide(AutoDelta):
+    """``AutoDelta`` that starts quickly: its prototype takes one run of the model, in
+    one compiled program, where NumPyro's takes three and an operation at a time."""
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        trace: dict[str, Any] = {}
+        key = numpyro.prng_key()
+
+        @jax.jit
+        def first(key: jax.Array) -> dict[str, Any]:
+            seeded = seed(self.model, key)
+            started = substitute(seeded, substitute_fn=self.init_loc_fn)
+            with block():
+                found = handlers_trace(started).get_trace(*args, **kwargs)
+            trace.update(found)
+            return {
+                name: (site["value"], site["fn"])
+                for name, site in found.items()
+                if site["type"] == "sample"
+            }
+
+        for name, (value, fn) in first(key).items():
+            trace[name] |= {"value": value, "fn": fn}
+        self.prototype_trace = trace
+        self._init_locs, self._event_dims = {}, {}
+        self._prototype_frame_full_sizes = {
+            name: site["args"][0]
+            for name, site in trace.items()
+            if site["type"] == "plate"
+        }
+        for name, site in trace.items():
+            if site["type"] != "sample":
+                continue
+            value, event_dim = site["value"], site["fn"].event_dim
+            for frame in site["cond_indep_stack"]:
+                self._prototype_frames[frame.name] = frame
+                full_size = self._prototype_frame_full_sizes[frame.name]
+                if full_size != frame.size:
+                    axis = frame.dim - event_dim
+                    value = periodic_repeat(value, full_size, axis)
+            self._init_locs[name], self._event_dims[name] = value, event_dim
 
 
 class whole_plates(Messenger):

@@ -52,7 +52,7 @@ def test_public_names_are_in_the_reference() -> None:
     missing = [
         name
         for name in public_names()
-        if name not in modules
+        if not inspect.ismodule(resolve(name))  # its own names are here, too
         and name.rpartition(".")[0] not in modules
         and not any(resolve(name) is x for x in objects)
     ]

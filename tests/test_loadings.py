@@ -207,7 +207,7 @@ def test_draws_share_their_latents(x64) -> None:
         np.testing.assert_allclose(flat[:, k, :, k], f.variance[k], atol=0.06)
     # Between outputs: Phi diag(s) Phi', which is not diagonal.
     between = flat[np.arange(5), :, np.arange(5), :]
-    q = posterior._fit.moments["f"]
+    q = posterior._moments()["f"]
     K = gpaug.kernels.SquaredExponential(0.9, 1.3)
     A = jnp.linalg.solve(
         jnp.linalg.cholesky(K(known["Z"], known["Z"])), K(known["Z"], X)

@@ -251,8 +251,13 @@ def test_steps_and_names_that_would_be_ignored() -> None:
     with pytest.raises(ValueError, match="subsample_size 50"):
         run(learnt, X, y, inducing=X[:5], batch_size=50)
     svi, result = run(classifier, X, y, inducing=X[:5])
-    with pytest.raises(TypeError, match=r"result\.params"):
-        svi.posterior(result)
+    with pytest.raises(TypeError, match="params alone"):
+        svi.posterior(result.params)
+    with pytest.raises(TypeError, match="ConjugateState"):
+        svi.posterior(result.state)
+    for params in ({}, {k: x for k, x in result.params.items() if "precision" in k}):
+        with pytest.raises(ValueError, match="f.v_auto_potential.* missing"):
+            svi.posterior(params, X, y, inducing=X[:5])
     with pytest.raises(ValueError, match="needs the observations"):
         svi.posterior(result).log_prob(X[:3])
     with pytest.raises(ValueError, match=r"\(1024, 1\)|\(3, 1\)"):

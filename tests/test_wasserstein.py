@@ -511,15 +511,15 @@ def test_predictions_stream_and_draw(classes) -> None:
 def test_posteriors_of_one_guide_share_what_is_compiled(classes) -> None:
     _, guide, result, (X, y), given = classes
     posterior = gpaug.Posterior.from_guide(three, guide, result.params, X, y, **given)
-    none = compilations("_y")
+    none = compilations("_answer")
     posterior.predict_y(X, batch_size=16)
-    before = compilations("_y")
+    before = compilations("_answer")
     assert before == none + 1
     for scale in (1.0, 1.1):
         params = {**result.params, "W": scale * result.params["W"]}
         again = gpaug.Posterior.from_guide(three, guide, params, X, y, **given)
         probs = again.predict_y(X[: int(20 * scale)], batch_size=16).probs
-    assert compilations("_y") == before
+    assert compilations("_answer") == before
     # The params are data, not part of what is shared.
     assert float(jnp.abs(probs - posterior.predict_y(X[:22]).probs).max()) > 1e-4
     other = gpaug.AutoFunctionSpaceGP(three, linear)

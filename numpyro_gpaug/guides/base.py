@@ -15,6 +15,7 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoDelta, AutoGuide
 from numpyro.infer.initialization import init_to_median
 
+from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
@@ -187,7 +188,7 @@ class ProcessGuide:
             expose=[*others, *self.structure.plates],
         )
         if self._other_class is AutoDelta:
-            return AutoDelta(fixed, init_loc_fn=init_to_median())
+            return PointGuide(fixed, init_loc_fn=init_to_median())
         return self._other_class(fixed)
 
     def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:

@@ -203,7 +203,7 @@ def _survey(
 
     def abstract(arrays: tuple[Array, ...]) -> None:
         given = arguments._replace(arrays=arrays)
-        visit(run_model(flat_functions(model), given, jax.random.key(0), {}))
+        visit(run_model(model, given, jax.random.key(0), {}))
 
     jax.eval_shape(abstract, arguments.arrays)
     return candidates, _Sites(

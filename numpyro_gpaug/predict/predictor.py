@@ -118,7 +118,8 @@ class Predictor:
         known = prepared is not None
         if prepared is None:
             _, shapes = self.shapes(what, arguments, fitted, site, **how)
-            prepared = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            # NumPy's: a zero of JAX's would be a program of its own for each shape.
+            prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         answer, prepared = self._compiled(
             arguments.arrays, fitted, prepared, known, what=what,
             static=arguments.static, site=site, **how,

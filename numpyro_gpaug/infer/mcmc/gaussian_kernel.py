@@ -178,20 +178,9 @@ class GaussianKernel(MCMCKernel):
             given = arguments._replace(arrays=arrays)
             key = random.key(0)
             view = ModelView(structure, self._model, given, {}, key)
-            self._refuse_residual_sites(view)
             self._check(view)
 
         jax.eval_shape(abstract, arguments.arrays)
-
-    def _refuse_residual_sites(self, view: ModelView) -> None:
-        sites = view.trace({})
-        for block in self.structure.blocks:
-            if f"{block.name}.eps" in sites:
-                raise NotConjugateError(
-                    f'with_residual(model, "site") makes the residual of {block.name!r}'
-                    " a latent site, which only MCMC(NUTS(...)) of the whole model "
-                    "samples; here use inducing=X_train, which leaves no residual"
-                )
 
     def _refuse_others(self, route: str) -> None:
         others = self.structure.others

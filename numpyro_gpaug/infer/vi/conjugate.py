@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, natural_names
+from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.infer.vi.epochs import epoch_length
 from numpyro_gpaug.infer.vi.loop import CHUNK, evaluate, run_chunk
 from numpyro_gpaug.infer.vi.plan import (
@@ -25,11 +25,16 @@ from numpyro_gpaug.infer.vi.plan import (
 )
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
-from numpyro_gpaug.infer.vi.start import check_start, first_state, initial_params
+from numpyro_gpaug.infer.vi.start import (
+    check_start,
+    first_state,
+    initial_params,
+    read_params,
+)
 from numpyro_gpaug.infer.vi.stepper import (
     ConjugateState,
 )
-from numpyro_gpaug.model.inspect import require_conjugate
+from numpyro_gpaug.model.inspect import require_conjugate, structure_at
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.validation import (
     check_arguments,
@@ -156,6 +161,7 @@ class ConjugateSVI:
             partial(run_chunk, self.settings),
             static_argnames=("plan", "static"), donate_argnames="state",
         )  # fmt: skip
+        self._read = jax.jit(partial(read_params, guide))
         self._loss = jax.jit(
             partial(evaluate, self.settings), static_argnames=("plan", "static")
         )
@@ -203,15 +209,7 @@ class ConjugateSVI:
 
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
         """Constrained params of model and guide, the natural parameters among them."""
-        params = self._constrain(state.hyper.values)
-        for block in self.guide.structure.blocks:
-            natural = state.natural[block.name]
-            shapes = block.shape, block.shape + block.shape[-1:]
-            for name, x, shape in zip(
-                natural_names(block), natural, shapes, strict=True
-            ):
-                params[name] = x.reshape(shape)
-        return params
+        return self._read(state.hyper.values, state.natural)
 
     def update(
         self, state: ConjugateState, *args: Any, **kwargs: Any
@@ -223,7 +221,7 @@ class ConjugateSVI:
         arguments = Arguments.split(args, kwargs)
         plan = self._plan_at(arguments, state)
         state, losses, _ = self._advance(
-            _copied(state), jnp.int32(1), jnp.zeros_like(state.bound),
+            _copied(state), np.int32(1), np.zeros((), state.bound.dtype),
             fingerprint(arguments.arrays), arguments.arrays, plan=plan,
             static=arguments.static,
         )  # fmt: skip
@@ -289,7 +287,7 @@ class ConjugateSVI:
             while taken < num_steps:
                 wanted = min(CHUNK, num_steps - taken)
                 state, chunk, steps = self._advance(
-                    state, jnp.int32(wanted), jnp.asarray(limit, state.bound.dtype),
+                    state, np.int32(wanted), np.asarray(limit, state.bound.dtype),
                     data, arguments.arrays, plan=plan, static=arguments.static,
                 )  # fmt: skip
                 chunk = np.asarray(chunk)[: int(steps)]
@@ -350,7 +348,10 @@ class ConjugateSVI:
         key = arguments.shapes
         if key not in self._plans:
             guide, model = self.guide, self.model
-            structure = guide.structure_at(arguments)
+            if model is guide.model:
+                structure = guide.structure_at(arguments)
+            else:  # a wrapper of the guide's model, or another one: refused there
+                structure = structure_at(model, guide.structure, arguments)
             names = self.settings.m_step
             closed = closed_params_of(
                 names, model, guide, structure, arguments, params() if names else {}

@@ -17,7 +17,7 @@ from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.inspect import inspect_model
-from numpyro_gpaug.model.marginals import moments_of
+from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.predictors import scaled_sum
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -134,7 +134,7 @@ def _block_moments(guide_trace: Trace, block: Block) -> Moments:
             "to its prior: use AutoSparseGP, or TraceWasserstein_ELBO for the guide "
             "AutoFunctionSpaceGP"
         )
-    return moments_of(site["fn"])
+    return with_latent_axis(moments_of(site["fn"]))
 
 
 def mean_over_particles(

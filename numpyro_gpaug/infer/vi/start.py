@@ -14,7 +14,8 @@ from numpyro import handlers
 
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, natural_names
 from numpyro_gpaug.infer.vi.epochs import epoch_length, first_epochs
-from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.latent_gaussian import Natural
+from numpyro_gpaug.infer.vi.plan import Plan, Settings, transforms_of
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.stepper import ConjugateState, Hyper
 from numpyro_gpaug.math.linalg import NaturalGaussian
@@ -140,6 +141,24 @@ def first_state(
         step=jnp.int32(0),
         rng_key=random.fold_in(key, 1),
     )
+
+
+def read_params(
+    guide: AutoSparseGP, values: dict[str, Any], natural: Natural
+) -> dict[str, Any]:
+    """Constrained params, the natural parameters among them, from a state; pure.
+
+    :param guide: the guide.
+    :param values: unconstrained params.
+    :param natural: natural parameters by block, latent axis first.
+    """
+    transforms = transforms_of(guide)
+    params = {k: jax.tree.map(transforms[k], v) for k, v in values.items()}
+    for block in guide.structure.blocks:
+        shapes = block.shape, block.shape + block.shape[-1:]
+        named = zip(natural_names(block), natural[block.name], shapes, strict=True)
+        params |= {name: x.reshape(shape) for name, x, shape in named}
+    return params
 
 
 def _start(guide: AutoSparseGP, block: Block, given: dict[str, Any]) -> NaturalGaussian:
