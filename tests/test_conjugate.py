@@ -26,7 +26,8 @@ KEY = jax.random.key(0)
 def fit(model, *args, num_steps=60, optim=None, updates="auto", **kwargs):
     known = ("step_size", "hyper_steps", "hyper_every")
     options = {k: kwargs.pop(k) for k in known if k in kwargs}
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim, updates, **options)
+    guide = gpaug.AutoSparseGP(model)
+    svi = gpaug.ConjugateSVI(model, guide, optim, updates, **options)
     return svi, svi.run(KEY, num_steps, *args, progress_bar=False, **kwargs)
 
 
@@ -45,7 +46,8 @@ def test_golden_problem(x64, which: str) -> None:
     Z = X if which == "full" else jnp.asarray(GOLDEN["Z"])
     y = (jnp.asarray(GOLDEN["y"]) + 1) / 2
     kernel = {"lengthscale": 0.9, "variance": 1.3}
-    _, result = fit(classifier, X, y, inducing=Z, jitter=0, updates="augmented", **kernel)
+    given = {"inducing": Z, "jitter": 0, **kernel}
+    _, result = fit(classifier, X, y, updates="augmented", **given)
     golden = GOLDEN[which]
     mean, covariance = inducing_moments(result.params, Z, **kernel)
     np.testing.assert_allclose(mean, golden["mu"], rtol=1e-8)

@@ -89,7 +89,7 @@ def test_one_process_in_two_parameters() -> None:
             numpyro.sample("y", d, obs=y)
 
     X, y = toy(20)
-    with pytest.raises(gpaug.NotConjugateError, match="both 'loc' and 'precision"):
+    with pytest.raises(gpaug.NotConjugateError, match="'loc' and 'precision"):
         run(model, X, jnp.asarray(y, X.dtype))
 
 

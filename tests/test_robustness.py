@@ -41,7 +41,9 @@ def fitters(updates: str):
     """With hyperparameters at rest and learnt jointly."""
     return [
         gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, updates),
-        gpaug.ConjugateSVI(learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.1), updates),
+        gpaug.ConjugateSVI(
+            learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.1), updates
+        ),
     ]
 
 
