@@ -70,7 +70,7 @@ COLUMNS = {
 
 
 def numpyro_gpaug(problem: Problem, clock: Clock) -> tuple[Fit, dict[str, Any]]:
-    """Closed-form updates, default sites."""
+    """Closed-form updates, as by default."""
     import jax
     import numpyro
     import numpyro.distributions as dist
