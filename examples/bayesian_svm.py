@@ -32,6 +32,7 @@ from scipy.stats import beta
 from sklearn.decomposition import PCA
 from sklearn.model_selection import StratifiedKFold
 from sklearn.preprocessing import StandardScaler
+from support.compilation import keep_compiled_programs
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
@@ -256,6 +257,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Runs the whole job."""
     args = parse(argv)
+    keep_compiled_programs()
     X, y = load(args.data)
     if X.shape[1] < 2:
         raise SystemExit("the picture is of a plane: expected two columns or more")

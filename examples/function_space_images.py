@@ -44,6 +44,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
+from support.compilation import keep_compiled_programs
 
 import numpyro_gpaug as gpaug
 
@@ -348,6 +349,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Runs the whole job."""
     args = parse(argv)
+    keep_compiled_programs()
     data = load(args.data, args.seed)
     print(
         f"{len(data.y)} images of {data.images.shape[1:]} to learn from, "

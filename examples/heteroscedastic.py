@@ -27,6 +27,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from support.compilation import keep_compiled_programs
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import plots
@@ -236,6 +237,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Loads, fits, reports and draws."""
     args = parse(argv)
+    keep_compiled_programs()
     data = load(args)
     fits = {kind: fit(data, kind, args.steps) for kind in COLOURS}
     report(data, fits)

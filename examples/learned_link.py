@@ -28,6 +28,7 @@ from numpyro.distributions import constraints
 from scipy.special import expit
 from sklearn.datasets import load_breast_cancer, load_diabetes
 from sklearn.model_selection import train_test_split
+from support.compilation import keep_compiled_programs
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics, plots
@@ -250,6 +251,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Loads, fits, reports and draws every data set."""
     args = parse(argv)
+    keep_compiled_programs()
     sets = []
     for path in args.data:
         data = load(path, args.seed)

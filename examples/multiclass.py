@@ -34,6 +34,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.model_selection import StratifiedKFold
 from sklearn.svm import SVC
+from support.compilation import keep_compiled_programs
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
@@ -55,7 +56,7 @@ def robust_max(f: jax.Array) -> dist.Distribution:
     return gpaug.RobustMax(f, numpyro.param("epsilon", 0.05, constraint=unit))
 
 
-# Another likelihood is another line here: its name, the distribution, the sites.
+# Another likelihood is another line here: its name, the distribution, the updates.
 METHODS: dict[str, tuple[Callable[[jax.Array], dist.Distribution], str]] = {
     "softmax, exact": (softmax, "auto"),
     "logistic-softmax, exact": (gpaug.LogisticSoftmax, "auto"),
@@ -63,7 +64,7 @@ METHODS: dict[str, tuple[Callable[[jax.Array], dist.Distribution], str]] = {
     "robust-max, exact": (robust_max, "auto"),
 }
 # The picture has a panel for each of these.
-LIKELIHOODS = [name for name, (_, sites) in METHODS.items() if sites == "auto"]
+LIKELIHOODS = [name for name, (_, updates) in METHODS.items() if updates == "auto"]
 
 
 class Data(NamedTuple):
@@ -136,10 +137,10 @@ def fit(
 ) -> Fitted:
     """Closed-form steps in turn with steps of the optimiser, from a cold start."""
     start = time.perf_counter()
-    likelihood, sites = METHODS[method]
+    likelihood, updates = METHODS[method]
     Z = gpaug.inducing.kmeans(X, min(num_inducing, len(np.unique(X, axis=0))))
     guide = gpaug.AutoSparseGP(model)
-    svi = gpaug.ConjugateSVI(model, guide, optimiser(steps), sites)
+    svi = gpaug.ConjugateSVI(model, guide, optimiser(steps), updates)
     given = {"Z": Z, "likelihood": likelihood, **shape}
     result = svi.run(jax.random.key(0), steps, X, y, progress_bar=False, **given)
     posterior = svi.posterior(result)
@@ -385,6 +386,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Runs the whole job."""
     args = parse(argv)
+    keep_compiled_programs()
     data = load(args.data, args.side)
     rows, columns = data.X.shape
     print(f"{rows} rows, {columns} inputs, {len(data.classes)} classes; ", end="")

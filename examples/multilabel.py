@@ -40,6 +40,7 @@ from numpyro.infer import SVI
 from scipy import sparse
 from sklearn.decomposition import TruncatedSVD
 from sklearn.preprocessing import normalize
+from support.compilation import keep_compiled_programs
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import multilabel, ranking
@@ -353,6 +354,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> Fitted:
     """Fits, prints and draws."""
     args = parse(argv)
+    keep_compiled_programs()
     train, test = load(args.data, args.test, args.seed)
     begin = time.perf_counter()
     subspace = None if args.free else Subspace.fit(train.X, args.rank, seed=args.seed)

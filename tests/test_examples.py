@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,8 +29,9 @@ QUICK = {"classify", "learned_link"}
 
 
 def run(script: str, folder: Path, *options: str) -> None:
-    """Runs the script in ``folder``."""
+    """Runs the script in ``folder``, where it also keeps what it compiles."""
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{script}.py"), *options],
         cwd=folder, env=environment, capture_output=True, text=True,
@@ -62,6 +64,24 @@ def test_example_runs_and_draws(script: str, folder: Path) -> None:
     picture = imread(folder / f"{script}.png")
     inked = np.mean(picture[..., :3].min(-1) < 0.9)
     assert inked > 0.01, "the picture is blank"
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_compiled_programs_are_kept_where_a_folder_can_be_written(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    support = importlib.import_module("support.compilation")
+    caches = tmp_path / "caches"
+    if not writable:
+        caches.touch()
+    options: dict[str, object] = {"jax_compilation_cache_dir": None}
+    config = SimpleNamespace(jax_compilation_cache_dir=None, update=options.__setitem__)
+    monkeypatch.setattr(support, "jax", SimpleNamespace(config=config))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
+    expected = caches / "numpyro_gpaug" if writable else None
+    assert support.keep_compiled_programs() == expected
+    assert options["jax_compilation_cache_dir"] == (expected and str(expected))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
