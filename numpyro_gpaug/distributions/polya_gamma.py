@@ -11,11 +11,7 @@ from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.distribution import Distribution
 from numpyro.distributions.kl import kl_divergence
-from numpyro.distributions.util import (
-    not_jax_tracer,
-    promote_shapes,
-    validate_sample,
-)
+from numpyro.distributions.util import not_jax_tracer, promote_shapes, validate_sample
 from numpyro.util import is_prng_key
 
 from numpyro_gpaug.distributions._pg_density import (

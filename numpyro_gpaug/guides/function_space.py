@@ -34,12 +34,7 @@ from numpyro_gpaug.math.linalg import (
     safe_sqrt,
     solve_lower,
 )
-from numpyro_gpaug.model.structure import (
-    Block,
-    Structure,
-    conditional_of,
-    fill,
-)
+from numpyro_gpaug.model.structure import Block, Structure, conditional_of, fill
 from numpyro_gpaug.model.view import ModelView
 
 

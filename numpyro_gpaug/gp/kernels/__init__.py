@@ -23,15 +23,7 @@ twice for an exact diagonal: above 8 columns distances come from a matrix produc
 which is what keeps memory at O(NM) but leaves round-off between equal points.
 """
 
-from ._base import (
-    Constant,
-    Kernel,
-    Linear,
-    Product,
-    Sum,
-    as_kernel,
-    from_function,
-)
+from ._base import Constant, Kernel, Linear, Product, Sum, as_kernel, from_function
 from ._stationary import (
     Matern12,
     Matern32,

@@ -31,15 +31,10 @@ from numpyro_gpaug.infer.vi.start import (
     initial_params,
     read_params,
 )
-from numpyro_gpaug.infer.vi.stepper import (
-    ConjugateState,
-)
+from numpyro_gpaug.infer.vi.stepper import ConjugateState
 from numpyro_gpaug.model.inspect import require_conjugate, structure_at
 from numpyro_gpaug.model.structure import Arguments
-from numpyro_gpaug.model.validation import (
-    check_arguments,
-    explain_failure,
-)
+from numpyro_gpaug.model.validation import check_arguments, explain_failure
 from numpyro_gpaug.predict.posterior import Posterior
 
 if TYPE_CHECKING:

@@ -19,12 +19,7 @@ from numpyro_gpaug.infer.vi.plan import Plan, Settings, transforms_of
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.stepper import ConjugateState, Hyper
 from numpyro_gpaug.math.linalg import NaturalGaussian
-from numpyro_gpaug.model.structure import (
-    Arguments,
-    Block,
-    flat_functions,
-    run_model,
-)
+from numpyro_gpaug.model.structure import Arguments, Block, flat_functions, run_model
 from numpyro_gpaug.model.validation import (
     check_param,
     invalid_error,

@@ -15,11 +15,7 @@ from numpyro import handlers
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.elbo import other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
-from numpyro_gpaug.infer.vi.latent_gaussian import (
-    Evaluation,
-    LatentGaussian,
-    Natural,
-)
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep, slack

@@ -11,11 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.infer.vi.latent_gaussian import (
-    Evaluation,
-    LatentGaussian,
-    Natural,
-)
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.math.affine import Marginals, scatter, selected
 from numpyro_gpaug.math.linalg import NaturalGaussian
