@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -39,8 +39,10 @@ def regression(X, y=None, *, inducing, scale=0.5):
 
 
 def toy(num: int = 40, dim: int = 2, seed: int = 0, dtype=None):
-    """Inputs and noisy labels of a smooth function."""
+    """Inputs and noisy labels of a smooth function, as NumPy arrays: a slice of one is
+    no program to compile."""
     rng = np.random.default_rng(seed)
     X = rng.normal(size=(num, dim))
     y = (np.sin(2 * X[:, 0]) + 0.5 * rng.normal(size=num) > 0).astype(int)
-    return jnp.asarray(X, dtype), jnp.asarray(y)
+    dtype = dtype or jax.dtypes.canonicalize_dtype(float)
+    return X.astype(dtype), y.astype(jax.dtypes.canonicalize_dtype(int))
