@@ -160,6 +160,15 @@ def synthetic(
 # -- fit -------------------------------------------------------------------------------
 
 
+def capped(args: argparse.Namespace, data: Any) -> argparse.Namespace:
+    """Options, those that count something no larger than these data allow."""
+    rows, num_labels = data.Y.shape
+    most = {"inducing": rows, "latents": min(rows, num_labels), "batch_size": rows}
+    most["negatives"] = num_labels
+    lowered = {name: min(getattr(args, name), most[name]) for name in most}
+    return argparse.Namespace(**{**vars(args), **lowered})
+
+
 def first_values(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
     """Where the fit starts: inducing inputs at cluster centres, loadings at directions
     in which labels vary together, biases at the labels' frequencies."""
@@ -199,8 +208,10 @@ def batches(problem: Problem, sampler: Any, epoch: int) -> Iterator[tuple]:
 
 
 def precisions(posterior: Any, problem: Problem, rows: int = 4096) -> list[float]:
-    """Precision at each cutoff, in percent, of test rows by mean score."""
+    """Precision at each cutoff, in percent, of test rows by mean score; at those the
+    labels are enough for."""
     X, Y = problem.test
+    cutoffs = [k for k in CUTOFFS if k <= Y.shape[1]]
     found = []
     for start in range(0, X.shape[0], rows):
         dense = jnp.asarray(problem.dense(X[start : start + rows]))
@@ -210,9 +221,9 @@ def precisions(posterior: Any, problem: Problem, rows: int = 4096) -> list[float
             labels = jnp.repeat(labels, len(dense), 0)
             return posterior.predict_f(dense, labels, size=None).mean
 
-        found.append(ranking.top_k(scores, Y.shape[1], max(CUTOFFS)).labels)
+        found.append(ranking.top_k(scores, Y.shape[1], max(cutoffs)).labels)
     top = np.concatenate(found)
-    return [100 * ranking.precision_at_k(top, Y, k) for k in CUTOFFS]
+    return [100 * ranking.precision_at_k(top, Y, k) for k in cutoffs]
 
 
 def save(path: Path, state: Any, epoch: int) -> None:
@@ -251,10 +262,10 @@ class Fitted(NamedTuple):
 
 def fit(problem: Problem, args: argparse.Namespace) -> Fitted:
     """Trains, and prints a line per epoch."""
+    args = capped(args, problem.train)
     start = first_values(problem, args)
-    negatives = min(args.negatives, problem.train.Y.shape[1])
     sampler = multilabel.LabelSampler(
-        problem.train.Y, args.batch_size, negatives, seed=args.seed
+        problem.train.Y, args.batch_size, args.negatives, seed=args.seed
     )
     known = {**start, "size": problem.train.X.shape[0]}
     guide = gpaug.AutoSparseGP(model, covariance="preconditioned")
@@ -294,11 +305,12 @@ def fit(problem: Problem, args: argparse.Namespace) -> Fitted:
         posterior = gpaug.Posterior.from_guide(model, guide, params, *first, **known)
         found = found._replace(posterior=posterior)
         found.precisions.append(precisions(posterior, problem))
-        scores = " ".join(f"{p:.1f}" for p in found.precisions[-1])
+        judged = dict(zip(CUTOFFS, found.precisions[-1], strict=False))
+        scores = ", ".join(f"P@{k} {p:.1f}" for k, p in judged.items())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak /= 1024 ** (3 if sys.platform == "darwin" else 2)
         print(
-            f"epoch {epoch + 1}: bound {found.bounds[-1]:.0f}, P@1 P@3 P@5 {scores}, "
+            f"epoch {epoch + 1}: bound {found.bounds[-1]:.0f}, {scores}, "
             f"{found.seconds[-1]:.1f} s an epoch, peak {peak:.1f} GiB",
             flush=True,
         )
@@ -313,7 +325,7 @@ def draw(fitted: Fitted, path: Path) -> None:
     epochs = 1 + np.arange(len(fitted.bounds))
     left.plot(epochs, fitted.bounds, color="black")
     left.set(xlabel="epoch", ylabel="bound, averaged over batches (nats)")
-    for cutoff, values in zip(CUTOFFS, np.transpose(fitted.precisions), strict=True):
+    for cutoff, values in zip(CUTOFFS, np.transpose(fitted.precisions), strict=False):
         right.plot(epochs, values, label=f"P@{cutoff}")
     right.set(xlabel="epoch", ylabel="precision on test rows (%)", ylim=(0, None))
     right.legend(frameon=False)
@@ -357,7 +369,8 @@ def main(argv: list[str] | None = None) -> Fitted:
     keep_compiled_programs()
     train, test = load(args.data, args.test, args.seed)
     begin = time.perf_counter()
-    subspace = None if args.free else Subspace.fit(train.X, args.rank, seed=args.seed)
+    rank = min(args.rank, *train.X.shape)
+    subspace = None if args.free else Subspace.fit(train.X, rank, seed=args.seed)
     print(
         f"{train.X.shape[0]} + {test.X.shape[0]} rows, {train.X.shape[1]} columns, "
         f"{train.Y.shape[1]} labels; subspace {time.perf_counter() - begin:.1f} s"

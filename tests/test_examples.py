@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy import sparse
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(p.stem for p in EXAMPLES.glob("*.py"))
@@ -82,6 +83,28 @@ def test_compiled_programs_are_kept_where_a_folder_can_be_written(
     expected = caches / "numpyro_gpaug" if writable else None
     assert support.keep_compiled_programs() == expected
     assert options["jax_compilation_cache_dir"] == (expected and str(expected))
+
+
+def test_multilabel_takes_data_with_few_rows_and_labels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    script = importlib.import_module("multilabel")
+    rng = np.random.default_rng(0)
+    Y = sparse.csr_array(rng.integers(0, 2, (12, 3)).astype(np.int8))
+    data = script.multilabel.MultiLabelData(
+        sparse.csr_array(rng.normal(size=(12, 4))), Y
+    )
+    problem = script.Problem(data, data, None)
+    args = script.capped(script.parse(["--free"]), data)
+    assert script.first_values(problem, args)["loadings"].shape == (3, 3)
+    sampler = script.multilabel.LabelSampler(Y, args.batch_size, args.negatives)
+    (batch,) = sampler.epoch(0)
+    assert len(batch.rows) == 12
+    scores = SimpleNamespace(
+        predict_f=lambda X, labels, size: SimpleNamespace(mean=Y.toarray())
+    )
+    assert len(script.precisions(scores, problem)) == 2  # at 1 and 3, not at 5
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
