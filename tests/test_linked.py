@@ -206,6 +206,10 @@ def test_predictions_have_the_moments_and_citizenship(x64, name: str) -> None:
     draws, mean, variance = (np.asarray(x, float) for x in draw(law, KEY))
     error = np.abs(draws.mean(0) - mean) / np.sqrt(variance / 40_000)
     assert error.max() < 4.5
+    spread = draws.var(0)
+    kurtosis = ((draws - draws.mean(0)) ** 4).mean(0) / spread**2
+    error = np.abs(spread / variance - 1) / np.sqrt((kurtosis - 1) / 40_000)
+    assert error.max() < 4.5
     made_inside = jax.jit(lambda f, y: CASES[name][0](f, "float64").log_prob(y))(
         means, y
     )
