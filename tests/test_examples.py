@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from numpyro import handlers
 from scipy import sparse
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -105,6 +108,21 @@ def test_multilabel_takes_data_with_few_rows_and_labels(
         predict_f=lambda X, labels, size: SimpleNamespace(mean=Y.toarray())
     )
     assert len(script.precisions(scores, problem)) == 2  # at 1 and 3, not at 5
+
+
+def test_table_of_links_takes_folds_with_fewer_rows_than_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    script = importlib.import_module("papers_links")
+    options = {"link": "learnt link", "real": False, "batch": script.BATCH}
+
+    def chosen(X: jax.Array, y: jax.Array) -> Any:
+        model = handlers.trace(handlers.seed(script.model, 0))
+        return model.get_trace(X, y, start=1.0, Z=X[:3], **options)["data"]["value"]
+
+    X, y = np.zeros((12, 2), np.float32), np.zeros(12, np.int32)
+    assert jax.eval_shape(chosen, X, y).shape == (12,)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

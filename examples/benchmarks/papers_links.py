@@ -120,7 +120,8 @@ def model(X, y=None, *, start, Z, link, real, batch=None):
 
     :param link: ``"fixed link"``, ``"learnt link"`` or ``"prior on link"``.
     :param real: whether observations are real; else labels 0/1.
-    :param batch: rows of a minibatch, and the inducing inputs are learnt too.
+    :param batch: rows of a minibatch, all if there are fewer, and the inducing inputs
+        are learnt too.
     """
     positive = constraints.positive
     lengthscale = numpyro.param("lengthscale", start, constraint=positive)
@@ -142,7 +143,8 @@ def model(X, y=None, *, start, Z, link, real, batch=None):
         inverse = gpaug.learned_link("heights", initial, inside)
     else:
         inverse = initial
-    with numpyro.plate("data", X.shape[0], subsample_size=batch) as rows:
+    size = None if batch is None else min(batch, X.shape[0])
+    with numpyro.plate("data", X.shape[0], subsample_size=size) as rows:
         if batch is not None:
             X, y = X[rows], None if y is None else y[rows]
         f = gp(X)
