@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpyro
+from numpyro.distributions import Distribution
 from numpyro.distributions.util import periodic_repeat
 from numpyro.handlers import block, mask, replay, seed, substitute
 from numpyro.handlers import trace as handlers_trace
@@ -61,6 +62,53 @@ def deterministic_site(name: str, conditional: Callable[[], Any]) -> Any:
     )["value"]
 
 
+@jax.tree_util.register_pytree_node_class
+class Ordered:
+    """A tree that may hold distributions, with leaves in the same order in every
+    process: NumPyro's are in that of a set of strings, which would make programs that
+    JAX's persistent cache does not know again.
+
+    :param tree: the tree.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        """The leaves, by name."""
+        leaves, treedef = jax.tree.flatten(self.tree)
+        names = _names(self.tree)
+        order = sorted(range(len(leaves)), key=names.__getitem__)
+        return tuple(leaves[i] for i in order), (treedef, tuple(order))
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
+        """The tree again."""
+        treedef, order = aux
+        found = dict(zip(order, leaves, strict=True))
+        return cls(jax.tree.unflatten(treedef, [found[i] for i in range(len(order))]))
+
+
+def _names(tree: Any) -> list[str]:
+    """A name for every leaf, in the order of ``jax.tree.leaves``."""
+    names = []
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_distribution)[0]
+    for path, leaf in flat:
+        prefix = jax.tree_util.keystr(path)
+        inner = {"": leaf}
+        if _is_distribution(leaf):
+            fields = type(leaf).gather_pytree_data_fields()
+            inner = {f".{k}": vars(leaf).get(k) for k in fields}
+        for field, value in inner.items():
+            deeper = _names(value) if _is_distribution(leaf) else [""]
+            names += [prefix + field + name for name in deeper]
+    return names
+
+
+def _is_distribution(leaf: Any) -> bool:
+    return isinstance(leaf, Distribution)
+
+
 class PointGuide(AutoDelta):
     """``AutoDelta`` that starts quickly: its prototype takes one run of the model, in
     one compiled program, where NumPyro's takes three and an operation at a time."""
@@ -70,19 +118,16 @@ class PointGuide(AutoDelta):
         key = numpyro.prng_key()
 
         @jax.jit
-        def first(key: jax.Array) -> dict[str, Any]:
+        def first(key: jax.Array) -> Ordered:
             seeded = seed(self.model, key)
             started = substitute(seeded, substitute_fn=self.init_loc_fn)
             with block():
                 found = handlers_trace(started).get_trace(*args, **kwargs)
             trace.update(found)
-            return {
-                name: (site["value"], site["fn"])
-                for name, site in found.items()
-                if site["type"] == "sample"
-            }
+            drawn = {k: site for k, site in found.items() if site["type"] == "sample"}
+            return Ordered({k: (s["value"], s["fn"]) for k, s in drawn.items()})
 
-        for name, (value, fn) in first(key).items():
+        for name, (value, fn) in first(key).tree.items():
             trace[name] |= {"value": value, "fn": fn}
         self.prototype_trace = trace
         self._init_locs, self._event_dims = {}, {}

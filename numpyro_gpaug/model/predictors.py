@@ -4,15 +4,16 @@ Gaussian blocks' marginals; pytrees, so that they can be differentiated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
@@ -27,13 +28,28 @@ from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.model.structure import Observed
 
 
-class Likelihood(NamedTuple):
+@jax.tree_util.register_pytree_node_class
+class Likelihood(Ordered):
     """An observed site's distribution, value and scale (``None`` for 1), at function
     values of zero; nothing of it but its latent-carrying parameters depends on them."""
 
-    fn: Any
-    value: Any
-    scale: Any
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    @property
+    def fn(self) -> Any:
+        """The distribution."""
+        return self.tree[0]
+
+    @property
+    def value(self) -> Any:
+        """What was observed."""
+        return self.tree[1]
+
+    @property
+    def scale(self) -> Any:
+        """NumPyro's scale of the site."""
+        return self.tree[2]
 
 
 @partial(

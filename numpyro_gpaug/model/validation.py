@@ -44,7 +44,8 @@ def check_arguments(
     for name, value in _named(model, args, kwargs).items():
         _check_kind(name, value)
         for leaf in jax.tree.leaves(value):
-            if isinstance(leaf, np.ndarray | jax.Array):
+            traced = isinstance(leaf, jax.core.Tracer)
+            if isinstance(leaf, np.ndarray | jax.Array) and not traced:
                 _check_array(name, leaf)
 
 

@@ -99,9 +99,8 @@ class ModelView:
                 message = trace[site.name]
                 if message["is_observed"]:
                     check_shape(site.name, message)
-                likelihoods[site.name] = Likelihood(
-                    message["fn"], message["value"], message["scale"]
-                )
+                parts = message["fn"], message["value"], message["scale"]
+                likelihoods[site.name] = Likelihood(parts)
             return predictor_values(structure, trace), likelihoods
 
         values, push, likelihoods = jax.linearize(run, zeros, has_aux=True)
@@ -238,7 +237,8 @@ class ModelView:
         means, spreads = run.predictors.moments(at)
         carried = run.predictors.marginals(at)
         for site in self.structure.observed:
-            fn, value, scale = likelihood = run.likelihoods[site.name]
+            likelihood = run.likelihoods[site.name]
+            fn, value, scale = likelihood
             closed = bound == "augmented" or site.route is Route.CLOSED_FORM
             if site.latents and closed:
                 term = closed_form(site, likelihood, carried, bound)

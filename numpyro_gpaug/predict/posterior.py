@@ -35,6 +35,7 @@ from numpyro_gpaug.predict.predictor import (
     FunctionValues,
     Predictor,
     Prepared,
+    is_traced,
     predictor_for,
 )
 
@@ -246,10 +247,13 @@ class Posterior:
         return fit.joined(model, args, {**absent, **kwargs})
 
     def _call(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
-        # Threads that come first at once compute the same twice, and keep either.
-        answer, self._prepared = self._predictor(
+        answer, prepared = self._predictor(
             what, arguments, self._fitted, self._prepared, site, **how
         )
+        # Inside a caller's transformation it is not for others. Threads that come first
+        # at once compute the same twice, and keep either.
+        if not is_traced(arguments):
+            self._prepared = prepared
         return answer
 
     def _stream(
@@ -261,10 +265,9 @@ class Posterior:
     ) -> Any:
         """Blocks of rows, the last one padded, put together again."""
         arguments, by_row = called
-        traced = any(isinstance(a, jax.core.Tracer) for a in arguments.arrays)
         rows = arguments.arrays[by_row.index(True)].shape[0]
         size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
-        if traced or rows == size:
+        if is_traced(arguments) or rows == size:
             return self._call(what, arguments, site)
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.

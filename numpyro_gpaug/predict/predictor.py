@@ -13,7 +13,7 @@ from jax import Array, lax, random
 from numpyro import handlers
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug._numpyro import Ordered, whole_plates
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.guides.base import MAX_SIZES, ProcessGuide
@@ -120,17 +120,17 @@ class Predictor:
             _, shapes = self.shapes(what, arguments, fitted, site, **how)
             # NumPy's: a zero of JAX's would be a program of its own for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        answer, prepared = self._compiled(
+        ordered, prepared = self._compiled(
             arguments.arrays, fitted, prepared, known, what=what,
             static=arguments.static, site=site, **how,
         )  # fmt: skip
-        if not known:
+        if not known and not is_traced(arguments):
             for name, factor in prepared.factors.items():
                 if not np.isfinite(np.asarray(factor)).all():
                     raise CholeskyError(
                         f"the kernel matrix of {name!r} did not factorise"
                     )
-        return answer, prepared
+        return ordered.tree, prepared
 
     def shapes(
         self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
@@ -178,7 +178,7 @@ class Predictor:
         static: Any,
         site: str,
         **how: Any,
-    ) -> tuple[Any, Prepared]:
+    ) -> tuple[Ordered, Prepared]:
         view = self._view(arrays, static, fitted)
 
         def prepare() -> Prepared:
@@ -186,7 +186,8 @@ class Predictor:
             return self._prepare(self._view(arrays, static, fitted), fitted)
 
         ready = lax.cond(known, lambda: prepared, prepare)
-        return self._kinds[what](view, self._fit(fitted, ready), site, **how), ready
+        answer = self._kinds[what](view, self._fit(fitted, ready), site, **how)
+        return Ordered(answer), ready
 
     def _prepare(self, view: ModelView, fitted: Fitted) -> Prepared:
         factors = self.function_posterior.factors(view)
@@ -280,6 +281,11 @@ def predictor_for(
         # It holds the model, whose id is thus not given away.
         found = guide.predictors[id(model)] = Predictor(model, structure, guide)
     return found
+
+
+def is_traced(arguments: Arguments) -> bool:
+    """Whether a caller differentiates, vectorises or compiles the prediction."""
+    return any(isinstance(a, jax.core.Tracer) for a in arguments.arrays)
 
 
 def _one_of(candidates: Any, name: str | None, what: str) -> Any:
