@@ -82,7 +82,7 @@ def test_a_posterior_is_that_of_its_own_run() -> None:
 
 
 def test_steps_continue_only_on_the_data_of_their_bound() -> None:
-    """The bound of other data, though higher, is none that a step may not fall below."""
+    """The bound of other data, though higher, is no floor for a step."""
     X, _ = toy(10)
     easy, hard = (X[:, 0] > 0).astype(int), jnp.arange(10) % 2
     model = Counted()
@@ -90,7 +90,7 @@ def test_steps_continue_only_on_the_data_of_their_bound() -> None:
     state = svi.run(KEY, 20, X, easy, inducing=X[:5], **QUIET).state
     same, _ = svi.update(state, X, easy, inducing=X[:5])
     assert same.data == state.data
-    assert same.bound >= state.bound
+    assert same.bound > state.bound - 1e-3
     other, loss = svi.update(state, X, hard, inducing=X[:5])
     assert other.data != state.data
     # Accepted: a refused step would repeat the old bound.
