@@ -18,7 +18,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
-from numpyro.infer import NUTS, Gibbs
+from numpyro.infer import HMC, NUTS, Gibbs
 from scipy import stats
 
 import numpyro_gpaug as gpaug
@@ -28,7 +28,7 @@ from numpyro_gpaug.likelihoods import poisson
 SIMULATIONS = int(os.environ.get("GPAUG_SIMULATIONS", 200))
 BURN_IN, DRAWS, THINNING = 30, 15, 3
 LEVEL = 0.01  # of each family of tests
-X = jnp.linspace(-1.0, 1.0, 6)[:, None]
+X = np.linspace(-1.0, 1.0, 6, dtype=np.float32)[:, None]
 
 
 def normalizer(f):
@@ -54,27 +54,43 @@ LIKELIHOODS = {
 }  # fmt: skip
 
 
-def model(X, y=None, *, likelihood, num_latents=None):
-    """A sparse process, of which the projected one is sampled. Heteroscedastic
-    observations have two, for their two parameters."""
+# Sampled together, so that one program compiles for several: by kind of latents, one
+# likelihood for each kind of auxiliary.
+TOGETHER = {
+    "one latent": ("binomial", "student t", "laplace"),
+    "two latents": ("heteroscedastic", "logistic Poisson"),
+    "three latents": ("logistic-softmax",),
+}
+FACTORS = ("Bayesian SVM", "normaliser")  # and no laws of data
+
+
+def model(X, y=None, *, names):
+    """A sparse process, of which the projected one is sampled, and a site per name.
+    Heteroscedastic observations have two processes, for their two parameters."""
     kernel = gpaug.kernels.SquaredExponential(0.7, 2.0)
-    if num_latents == 2:
+    count = max(LIKELIHOODS[name][1] or 1 for name in names)
+    if count == 2:
         f = [gpaug.GaussianProcess(k, kernel, X[::2])(X) for k in "fg"]
     else:
+        num_latents = 3 if count == 3 else None
         f = gpaug.GaussianProcess("f", kernel, X[::2], num_latents=num_latents)(X)
     with numpyro.plate("data", X.shape[0]):
-        numpyro.sample("y", likelihood(f), obs=y)
+        for name in names:
+            likelihood, wanted = LIKELIHOODS[name]
+            law = likelihood(f[0] if count == 2 and wanted is None else f)
+            numpyro.sample(name, law, obs=None if y is None else y[name])
 
 
-def simulated(model, key, values):
-    """Observations given latents."""
+def traced(model, key, values, y=None):
+    """The model's sites given latents."""
     filled = handlers.substitute(handlers.seed(model, key), data=values)
-    return handlers.trace(filled).get_trace(X)["y"]
+    return handlers.trace(filled).get_trace(X, y)
 
 
-def prior_draws(model, name, key, template):
+def prior_draws(model, names, key, template):
     """Latents and data from the joint distribution, ``SIMULATIONS`` of them."""
-    many = SIMULATIONS * (400 if name in ("Bayesian SVM", "normaliser") else 1)
+    (factor,) = names if names[0] in FACTORS else (None,)
+    many = SIMULATIONS * (400 if factor else 1)
 
     @jax.jit
     @jax.vmap
@@ -84,48 +100,46 @@ def prior_draws(model, name, key, template):
             k: jax.random.normal(x, template[k].shape)
             for k, x in zip(template, keys[2:], strict=True)
         }
-        if name not in ("Bayesian SVM", "normaliser"):
-            return values, simulated(model, keys[0], values)["value"], True
-        # A factor, not a law of data: prior draws are accepted in proportion to what
-        # it sums to over the data there may be.
-        labels = jnp.array([0, 1]) if name == "Bayesian SVM" else jnp.zeros(1)
-        filled = handlers.substitute(model, data=values)
+        if factor is None:
+            trace = traced(model, keys[0], values)
+            return values, {name: trace[name]["value"] for name in names}, True
+        # Prior draws are accepted in proportion to what the factor sums to over the
+        # data there may be.
+        labels = jnp.array([0, 1]) if factor == "Bayesian SVM" else jnp.zeros(1)
         densities = []
         for label in labels:
             y = jnp.full(len(X), label)
-            fn = handlers.trace(filled).get_trace(X, y)["y"]["fn"]
+            fn = traced(model, keys[0], values, {factor: y})[factor]["fn"]
             densities.append(fn.log_prob(y))
         log_sum = jax.nn.logsumexp(jnp.stack(densities), 0)
-        top = jnp.log1p(jnp.exp(-4.0)) if name == "Bayesian SVM" else 1 - jnp.log(1.5)
+        top = jnp.log1p(jnp.exp(-4.0)) if factor == "Bayesian SVM" else 1 - jnp.log(1.5)
         accepted = jnp.log(jax.random.uniform(keys[0])) < (log_sum - top).sum()
         y = labels[jax.random.categorical(keys[1], jnp.stack(densities, 1))]
-        return values, y, accepted
+        return values, {factor: y}, accepted
 
-    values, y, accepted = draw(jax.random.split(key, many))
+    *drawn, accepted = jax.device_get(draw(jax.random.split(key, many)))
     chosen = np.flatnonzero(accepted)[:SIMULATIONS]
     assert len(chosen) == SIMULATIONS
-    return jax.tree.map(lambda a: a[chosen], (values, y))
+    return jax.tree.map(lambda a: a[chosen], drawn)
 
 
-def ranks(name, key):
+def ranks(names, key):
     """Rank of the true latents' statistics among posterior draws."""
-    likelihood, num_latents = LIKELIHOODS[name]
-    bound = partial(model, likelihood=likelihood, num_latents=num_latents)
-    shape = {"f.v": (3,)} if num_latents != 3 else {"f.v": (3, 3)}
-    if num_latents == 2:
+    bound = partial(model, names=names)
+    count = max(LIKELIHOODS[name][1] or 1 for name in names)
+    shape = {"f.v": (3, 3) if count == 3 else (3,)}
+    if count == 2:
         shape["g.v"] = (3,)
-    template = {k: jnp.zeros(s) for k, s in shape.items()}
+    template = {k: np.zeros(s, np.float32) for k, s in shape.items()}
     kernel = gpaug.AugmentedGaussian(bound)
-    keys = jax.random.split(key, 4)
-    values, y = prior_draws(bound, name, keys[0], template)
-    first = kernel.init(keys[1], 0, None, (X, y[0]), {})
+    keys = jax.random.split(key, 3)
+    values, y = prior_draws(bound, names, keys[0], template)
 
     def statistics(values, y):
-        trace = handlers.trace(handlers.substitute(bound, data=values)).get_trace(X, y)
-        site = trace["y"]
+        trace = traced(bound, keys[1], values, y)
         coordinates = [v.ravel()[:2] for v in values.values()]
-        density = site["fn"].log_prob(site["value"]).sum()
-        return jnp.concatenate([*coordinates, density[None]])
+        densities = [trace[k]["fn"].log_prob(y[k]).sum()[None] for k in names]
+        return jnp.concatenate([*coordinates, *densities])
 
     @jax.jit
     @jax.vmap
@@ -135,16 +149,21 @@ def ranks(name, key):
             k: jax.random.normal(jax.random.fold_in(start_key, i), v.shape)
             for i, (k, v) in enumerate(truth.items())
         }
-        state = first._replace(z={**first.z, **start}, rng_key=key)
-        state = kernel.refresh(state, (X, y), {})
+        state = kernel.init(key, 0, start, (X, y), {})
 
         def step(state, _):
             state = kernel.sample(state, (X, y), {})
-            return state, statistics({k: state.z[k] for k in truth}, y)
+            return state, {k: state.z[k] for k in truth}
 
         _, found = jax.lax.scan(step, state, None, length=BURN_IN + DRAWS * THINNING)
-        kept = found[BURN_IN::THINNING]
-        return (kept < statistics(truth, y)).sum(0)
+
+        def with_truth(truth, found):
+            return jnp.concatenate([truth[None], found[BURN_IN::THINNING]])
+
+        among = jax.vmap(statistics, (0, None))(
+            jax.tree.map(with_truth, truth, found), y
+        )
+        return (among[1:] < among[0]).sum(0)
 
     return np.asarray(run(jax.random.split(keys[2], SIMULATIONS), values, y))
 
@@ -158,15 +177,23 @@ def worst_p_value(ranks):
 
 
 def test_all_augmentations_are_here() -> None:
-    zeros = {None: jnp.zeros(6), 2: jnp.zeros((2, 6)), 3: jnp.zeros((6, 3))}
+    zeros = {None: np.zeros(6), 2: np.zeros((2, 6)), 3: np.zeros((6, 3))}
     classes = {type(law(zeros[n])) for law, n in LIKELIHOODS.values()}
     ours = {c for c in base._REGISTRY if c.__module__.startswith("numpyro")}
     assert all(any(issubclass(c, k) for c in classes) for k in ours)
+    assert {n for names in TOGETHER.values() for n in names} <= set(LIKELIHOODS)
 
 
+@pytest.mark.parametrize("latents", TOGETHER)
+def test_ranks_are_uniform(latents) -> None:
+    p = worst_p_value(ranks(TOGETHER[latents], jax.random.key(len(latents))))
+    assert p > LEVEL / len(TOGETHER)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIKELIHOODS)
-def test_ranks_are_uniform(name) -> None:
-    p = worst_p_value(ranks(name, jax.random.key(len(name))))
+def test_ranks_are_uniform_of_every_likelihood_alone(name) -> None:
+    p = worst_p_value(ranks((name,), jax.random.key(len(name))))
     assert p > LEVEL / len(LIKELIHOODS)
 
 
@@ -185,7 +212,7 @@ class _ThinsTheWrongEvents(poisson.LogisticPoisson):
 def test_a_wrong_conditional_is_caught(monkeypatch) -> None:
     wrong = _ThinsTheWrongEvents()
     monkeypatch.setitem(base._REGISTRY, gpaug.LogisticPoisson, wrong)
-    assert worst_p_value(ranks("logistic Poisson", jax.random.key(0))) < 1e-6
+    assert worst_p_value(ranks(("logistic Poisson",), jax.random.key(0))) < 1e-6
 
 
 # -- joint distribution ----------------------------------------------------------------
@@ -201,62 +228,79 @@ def hierarchical(X, y=None):
         numpyro.sample("y", dist.Bernoulli(logits=f + X @ weights), obs=y)
 
 
-def fitted_slice(y):
+def noisy(X, y=None):
+    """Laplace observations of a process."""
+    kernel = gpaug.kernels.SquaredExponential(0.7, 2.0)
+    f = gpaug.GaussianProcess("f", kernel, X[::2])(X)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Laplace(f, 0.6), obs=y)
+
+
+def slices():
     """Around any Gaussian: the target does not depend on it."""
-    bound = partial(model, likelihood=LIKELIHOODS["laplace"][0])
-    svi = gpaug.ConjugateSVI(bound, gpaug.AutoSparseGP(bound))
-    params = svi.run(jax.random.key(3), 5, X, y, progress_bar=False).params
-    return bound, gpaug.EllipticalSlice(bound, svi.guide, params)
+    q = {"potential": np.array([0.5, -1.0, 2.0]), "precision": 2 * np.eye(3) + 0.5}
+    params = {f"f.v_auto_{k}": jnp.asarray(x, jnp.float32) for k, x in q.items()}
+    guide = gpaug.AutoSparseGP(noisy).setup(X, X[:, 0])
+    return noisy, gpaug.EllipticalSlice(noisy, guide, params)
 
 
-def plain_in_gibbs():
-    latents = ["f.v", "w"]
-    blocks = [(gpaug.AugmentedGaussian(hierarchical), latents), (nuts(), None)]
-    return hierarchical, Gibbs(blocks)
+def hamiltonian(model=hierarchical):
+    return HMC(model, step_size=0.4, trajectory_length=1.2)
 
 
 def nuts(model=hierarchical):
     return NUTS(model, step_size=0.4, max_tree_depth=2)
 
 
+def plain_in_gibbs(moves):
+    latents = ["f.v", "w"]
+    blocks = [(gpaug.AugmentedGaussian(hierarchical), latents), (moves(), None)]
+    return hierarchical, Gibbs(blocks)
+
+
+def collapsed(moves):
+    return hierarchical, gpaug.CollapsedGaussian(hierarchical, moves)
+
+
 SAMPLERS = {
-    "elliptical": lambda: fitted_slice(jnp.sin(3 * X[:, 0])),
-    "plain": plain_in_gibbs,
-    "collapsed": lambda: (
-        hierarchical, gpaug.CollapsedGaussian(hierarchical, nuts),
-    ),
+    "elliptical": slices,
+    "plain": partial(plain_in_gibbs, hamiltonian),
+    "collapsed": partial(collapsed, hamiltonian),
+    "plain, NUTS": partial(plain_in_gibbs, nuts),
+    "collapsed, NUTS": partial(collapsed, nuts),
 }  # fmt: skip
+QUICK = ("elliptical", "plain", "collapsed")
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SAMPLERS],
+)
 def test_latents_keep_their_prior(name) -> None:
     target, kernel = SAMPLERS[name]()
-    key = jax.random.key(7)
-    template = handlers.trace(handlers.seed(target, key)).get_trace(X)
-    latent = [k for k, s in template.items() if s["type"] == "sample" and k != "y"]
-
-    def draw(key, values):
-        filled = handlers.substitute(handlers.seed(target, key), data=values)
-        return handlers.trace(filled).get_trace(X)
-
-    first = kernel.init(key, 0, None, (X, template["y"]["value"]), {})
+    y = np.zeros(6, int if target is hierarchical else np.float32)
+    rng = np.random.default_rng(7)
+    prior = {"f.v": rng.normal(size=(SIMULATIONS, 3))}
+    if target is hierarchical:
+        prior["w"] = rng.normal(1.0, 0.5, (SIMULATIONS, 1))
+        prior["lengthscale"] = rng.lognormal(0.0, 0.5, SIMULATIONS)
+    prior = {k: x.astype(np.float32) for k, x in prior.items()}
 
     @jax.jit
     @jax.vmap
-    def run(key):
-        prior_key, key = jax.random.split(key)
-        prior = draw(prior_key, {})
-        state = with_values(first, {k: prior[k]["value"] for k in latent}, key)
+    def run(key, prior):
+        first = kernel.init(key, 0, None, (X, y), {})
+        state = with_values(first, prior, jax.random.fold_in(key, 1))
 
         def step(state, key):
-            values = kernel.postprocess_fn((X, None), {})(state.z)
-            y = draw(key, {k: values[k] for k in latent})["y"]["value"]
-            state = kernel.refresh(state, (X, y), {})
-            return kernel.sample(state, (X, y), {}), None
+            z = kernel.postprocess_fn((X, None), {})(state.z)
+            values = {k: z[k] for k in prior}
+            drawn = traced(target, key, values)["y"]["value"]
+            state = kernel.refresh(state, (X, drawn), {})
+            return kernel.sample(state, (X, drawn), {}), values
 
-        state, _ = jax.lax.scan(step, state, jax.random.split(key, 30))
-        values = kernel.postprocess_fn((X, None), {})(state.z)
-        return {k: values[k] for k in latent}
+        _, values = jax.lax.scan(step, state, jax.random.split(key, 30))
+        return jax.tree.map(lambda x: x[-1], values)
 
     def with_values(state, values, key):
         if not isinstance(kernel, Gibbs):
@@ -275,10 +319,10 @@ def test_latents_keep_their_prior(name) -> None:
         free = {"lengthscale": jnp.log(values["lengthscale"])}
         return inner._replace(z=free, rng_key=jax.random.fold_in(key, 1))
 
-    last = run(jax.random.split(key, SIMULATIONS))
-    white = [np.asarray(last["f.v"])]
-    if name != "elliptical":
-        white.append((np.asarray(last["w"]) - 1.0) / 0.5)
-        white.append(np.log(np.asarray(last["lengthscale"]))[:, None] / 0.5)
+    last = jax.device_get(run(jax.random.split(jax.random.key(7), SIMULATIONS), prior))
+    white = [last["f.v"]]
+    if target is hierarchical:
+        white.append((last["w"] - 1.0) / 0.5)
+        white.append(np.log(last["lengthscale"])[:, None] / 0.5)
     p = [stats.kstest(column, "norm").pvalue for column in np.concatenate(white, 1).T]
     assert min(p) * len(p) > LEVEL / len(SAMPLERS)
