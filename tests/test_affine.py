@@ -13,9 +13,17 @@ from jax import random
 from scipy.special import gammaln
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model.jaxpr import dependences
+from numpyro_gpaug.model.jaxpr import dependence_tree
 
 N, C = 4, 3
+
+
+def dependences(fn, inputs):
+    """States of the outputs of ``fn``, in the order of its leaves."""
+    leaves = jax.tree.leaves(dependence_tree(fn, inputs))
+    return [leaf.state for leaf in leaves]
+
+
 X = np.linspace(0.5, 2, N)
 ORDER = np.array([2, 0, 3, 1])
 CONDITION = np.array([True, False, True, True])
@@ -51,7 +59,7 @@ tripled.defvjp(lambda f: (tripled(f), None), lambda _, g: (3 * g,))
 
 
 def classify(fn, shape=(N,)):
-    """What :func:`dependences` says of ``fn``'s only output and only input."""
+    """What :func:`dependence_tree` says of ``fn``'s only output and only input."""
     (state,) = dependences(
         lambda inputs: fn(inputs["f"]), {"f": jax.ShapeDtypeStruct(shape, "float32")}
     )

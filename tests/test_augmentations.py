@@ -307,12 +307,12 @@ def golden_model(X, y=None, *, name, inducing):
         numpyro.sample("y", d, obs=y)
 
 
-def fitted(name, which, sites):
+def fitted(name, which, updates):
     X = jnp.asarray(GOLDEN["X"])
     Z = X if which == "full" else jnp.asarray(GOLDEN["Z"])
     y = jnp.asarray(label(name, np.array(GOLDEN["problems"][name]["y"])))
     guide = gpaug.AutoSparseGP(golden_model)
-    svi = gpaug.ConjugateSVI(golden_model, guide, sites=sites)
+    svi = gpaug.ConjugateSVI(golden_model, guide, updates=updates)
     return svi, svi.run(
         jax.random.key(0), 100, X, y, name=name, inducing=Z, progress_bar=False
     )
@@ -332,7 +332,7 @@ def test_golden_problems_by_conjugate_updates(x64, name, which) -> None:
     np.testing.assert_allclose(-result.losses[-1], problem[which]["elbo"], rtol=1e-9)
     assert np.diff(result.losses).max() < 1e-10
     X = jnp.asarray(GOLDEN["X"])
-    posterior = svi.posterior(result.params)
+    posterior = svi.posterior(result)
     for suffix in "fg" if name == TWO else [""]:
         q = posterior.predict_f(X, site=suffix or None)
         golden = problem[which][f"m{suffix}"], problem[which][f"v{suffix}"]
@@ -366,12 +366,12 @@ def test_the_rate_is_learnt_on_the_same_bound(x64) -> None:
             numpyro.sample("y", gpaug.LogisticPoisson(f, rate), obs=y)
 
     guide = gpaug.AutoSparseGP(model)
-    svi = gpaug.ConjugateSVI(model, guide, optax.adam(0.1), sites="augmented")
+    svi = gpaug.ConjugateSVI(model, guide, optax.adam(0.1), updates="augmented")
     result = svi.run(
         jax.random.key(0), 400, X, jnp.asarray(y), inducing=X[::3], progress_bar=False
     )
     assert np.diff(result.losses).max() < 1e-8
-    q = svi.posterior(result.params).predict_f(X)
+    q = svi.posterior(result).predict_f(X)
     best = y.sum() / -jnp.expm1(log_tilt(-q.mean, q.variance)).sum()
     np.testing.assert_allclose(result.params["rate"], best, rtol=1e-4)
 

@@ -93,9 +93,9 @@ def model(X, y=None, *, inducing, name, batch_size=None, weights=None):
             numpyro.sample("y", fn, obs=y)
 
 
-def fitter(sites="auto", optim=None, m_step=("theta",)):
+def fitter(updates="auto", optim=None, m_step=("theta",)):
     return gpaug.ConjugateSVI(
-        model, gpaug.AutoSparseGP(model), optim, sites, m_step=m_step
+        model, gpaug.AutoSparseGP(model), optim, updates, m_step=m_step
     )
 
 
@@ -103,17 +103,17 @@ CASES = [(name, "auto") for name in LIKELIHOODS]
 CASES += [(name, "augmented") for name in AUGMENTED]
 
 
-@pytest.mark.parametrize(("name", "sites"), CASES)
-def test_the_bound_is_at_rest_there(x64, name: str, sites: str) -> None:
+@pytest.mark.parametrize(("name", "updates"), CASES)
+def test_the_bound_is_at_rest_there(x64, name: str, updates: str) -> None:
     """In few steps, without an optimiser, through weights and masks."""
     X, y, Z = data(LIKELIHOODS[name][1])
     weights = jnp.asarray(np.random.default_rng(1).uniform(0.5, 3.2, 40))
     kwargs = {"inducing": Z, "name": name, "weights": weights}
-    svi = fitter(sites)
+    svi = fitter(updates)
     result = svi.run(KEY, 150, X, y, tol=1e-10, progress_bar=False, **kwargs)
     assert np.diff(result.losses).max() < 1e-8
     theta = result.params["theta"]
-    plain = fitter(sites, m_step=())
+    plain = fitter(updates, m_step=())
 
     def loss(theta):
         params = {**result.params, "theta": theta}

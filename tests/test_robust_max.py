@@ -223,7 +223,7 @@ def test_minibatches() -> None:
     result = run(svi, X, y, 200, inducing=X[:20], batch_size=60)
     assert np.isfinite(result.losses).all()
     assert result.losses[-50:].mean() < 0.6 * len(X)
-    probs = svi.posterior(result.params).predict_y(X).probs
+    probs = svi.posterior(result).predict_y(X).probs
     np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-5)
     assert (probs.argmax(-1) == y).mean() > 0.75
 
@@ -245,7 +245,7 @@ def test_same_optimum_as_gradients_and_the_best_epsilon(x64) -> None:
         values = (fit.params[name] for fit in (closed, by_gradients))
         np.testing.assert_allclose(*values, rtol=1e-2)
     # The bound is that of so many wrong labels among N: epsilon is their share.
-    f = svi.posterior(closed.params).predict_f(X)
+    f = svi.posterior(closed).predict_f(X)
     wrong = 1 - np.mean(jax.jit(argmax_probability)(f.mean, f.variance, y))
     np.testing.assert_allclose(closed.params["epsilon"], wrong, rtol=1e-3)
 
@@ -290,4 +290,4 @@ def test_epsilon_that_starts_outside_its_domain() -> None:
 def test_no_augmentation() -> None:
     X, y = blobs(12)
     with pytest.raises(gpaug.NotConjugateError, match="no augmentation"):
-        run(fitter(model, sites="augmented"), X, y, 1, inducing=X[:3])
+        run(fitter(model, updates="augmented"), X, y, 1, inducing=X[:3])
