@@ -24,12 +24,10 @@ from numpyro_gpaug.model.structure import (
     Structure,
     Trace,
     flat_functions,
+    remembered,
     run_model,
 )
 from numpyro_gpaug.model.validation import check_observations
-
-# Shapes of arguments for which the model's structure is remembered.
-MAX_SIZES = 64
 
 
 class ProcessGuide:
@@ -113,12 +111,11 @@ class ProcessGuide:
 
         :param arguments: the model's arguments.
         """
-        whole, key = self.structure, arguments.shapes
-        if key not in self._sizes:
-            if len(self._sizes) >= MAX_SIZES:
-                self._sizes.pop(next(iter(self._sizes)))
-            self._sizes[key] = structure_at(self.model, whole, arguments)
-        return whole.resized(self._sizes[key])
+        whole = self.structure
+        return remembered(
+            self._sizes, arguments.shapes,
+            lambda: structure_at(self.model, whole, arguments),
+        )  # fmt: skip
 
     def check_params(self, params: dict[str, Any]) -> None:
         """Raises if params of the model or of the guide are missing.

@@ -183,12 +183,12 @@ class ExpectedLogLikelihood:
         bound = self.bound if bound is None else bound
         total = jnp.zeros((), jnp.result_type(*jax.tree.leaves(carried), 0.0))
         for site in self.sites:
-            likelihood = self.likelihoods[site.name]
+            fn, value, scale = self.likelihoods[site.name]
             if site.route is Route.CONSTANT:
-                value = likelihood.fn.log_prob(likelihood.value)
+                term = fn.log_prob(value)
             else:
-                value = closed_form(site, likelihood, carried, bound)
-            total = total + scaled_sum(value, likelihood.scale)
+                term = _closed_form(site, fn, value, carried, bound)
+            total = total + scaled_sum(term, scale)
         return total
 
 
@@ -201,21 +201,13 @@ def of_site(
     return means, {k: marginal.variance for k, marginal in found.items()}
 
 
-def closed_form(
-    site: Observed, likelihood: Likelihood, carried: dict[str, Marginals], bound: str
+def _closed_form(
+    site: Observed, fn: Any, value: Any, carried: dict[str, Marginals], bound: str
 ) -> Array:
-    """The expected log-density of each datum of a site.
-
-    :param site: the site.
-    :param likelihood: its distribution and value.
-    :param carried: marginals of the predictors.
-    :param bound: ``"exact"`` or ``"augmented"``.
-    :raises NotConjugateError: for a likelihood without that bound.
-    """
-    fn, means_and_variances = likelihood.fn, of_site(carried, site)
-    y = feasible(fn, likelihood.value)
+    """The expected log-density of each datum of a site."""
+    moments, y = of_site(carried, site), feasible(fn, value)
     if bound == "exact":
-        return expected_log_prob(fn, y, *means_and_variances)
+        return expected_log_prob(fn, y, *moments)
     cls = type(base_distribution(fn))
     augmentation = lookup_augmentation(cls)
     if augmentation is None:
@@ -223,9 +215,7 @@ def closed_form(
             f"site {site.name!r}: {cls.__name__} has no augmentation registered, "
             'only an exact expectation; use updates="exact" or bound="exact"'
         )
-    return through_wrappers(
-        fn, lambda d: augmentation.bound(d, y, *means_and_variances)
-    )
+    return through_wrappers(fn, lambda d: augmentation.bound(d, y, *moments))
 
 
 def scaled_sum(value: Array, scale: Any) -> Array:

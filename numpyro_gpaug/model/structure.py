@@ -121,10 +121,6 @@ class Structure:
         are given constraints for."""
         return replace(self, plates={}, functions={}, constraints={})
 
-    def resized(self, sizes: Structure) -> Structure:
-        """This structure with the plates and shapes of another."""
-        return replace(self, plates=sizes.plates, functions=sizes.functions)
-
     @property
     def zeros(self) -> dict[str, Array]:
         """Zeros for the site of every block."""
@@ -171,6 +167,19 @@ class Arguments(NamedTuple):
             for i in range(treedef.num_leaves)
         ]
         return jax.tree.unflatten(treedef, ordered)
+
+
+# Shapes of arguments for which something about a model is remembered.
+MAX_SHAPES = 64
+
+
+def remembered(cache: dict[Any, Any], key: Any, made: Callable[[], Any]) -> Any:
+    """What is cached for a key, made if need be; the oldest of very many is dropped."""
+    if key not in cache:
+        if len(cache) >= MAX_SHAPES:
+            cache.pop(next(iter(cache)))
+        cache[key] = made()
+    return cache[key]
 
 
 class Leaves(NamedTuple):

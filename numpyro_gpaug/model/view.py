@@ -20,7 +20,6 @@ from numpyro_gpaug.model.predictors import (
     ExpectedLogLikelihood,
     Likelihood,
     Predictors,
-    closed_form,
     scaled_sum,
 )
 from numpyro_gpaug.model.structure import (
@@ -137,10 +136,6 @@ class ModelView:
         fn, value, scale = self._run.likelihoods[site]
         return {**message, "fn": fn, "value": value, "scale": scale}
 
-    def likelihood(self, site: str) -> Likelihood:
-        """The distribution, value and scale of an observed site."""
-        return self._run.likelihoods[site]
-
     def other_sites(self) -> Trace:
         """The sample sites of all other latents."""
         return {name: self._run.trace[name] for name in self.structure.others}
@@ -216,38 +211,37 @@ class ModelView:
 
     # Expected log-likelihood.
 
-    def expected(self, bound: str) -> ExpectedLogLikelihood:
-        """That of all observed sites, which must have closed forms.
+    def expected(
+        self, bound: str, sites: tuple[Observed, ...] | None = None
+    ) -> ExpectedLogLikelihood:
+        """The expected log-likelihood of sites that have it in closed form.
 
         :param bound: ``"exact"`` or ``"augmented"``.
+        :param sites: the sites; all by default.
         """
-        run = self._run
-        return ExpectedLogLikelihood(
-            run.predictors, run.likelihoods, self.structure.observed, bound
-        )
+        run, sites = self._run, self.structure.observed if sites is None else sites
+        return ExpectedLogLikelihood(run.predictors, run.likelihoods, sites, bound)
 
     def expected_log_likelihood(self, at: dict[str, Marginals], bound: str) -> Array:
-        """The same, by nodes where a site has no closed form.
+        """That of all sites, by nodes where they have no closed form.
 
         :param at: marginals by block name.
         :param bound: ``"exact"`` or ``"augmented"``.
         :return: scalar.
         """
-        run, terms = self._run, []
-        means, spreads = run.predictors.moments(at)
-        carried = run.predictors.marginals(at)
+        routes = Route.CLOSED_FORM, Route.CONSTANT
+        closed = tuple(
+            site
+            for site in self.structure.observed
+            if site.route in routes or (site.latents and bound == "augmented")
+        )
+        total = self.expected(bound, closed)(at)
+        means, spreads = self.predictors.moments(at)
         for site in self.structure.observed:
-            likelihood = run.likelihoods[site.name]
-            fn, value, scale = likelihood
-            closed = bound == "augmented" or site.route is Route.CLOSED_FORM
-            if site.latents and closed:
-                term = closed_form(site, likelihood, carried, bound)
-            elif site.route is Route.CONSTANT:
-                term = fn.log_prob(value)
-            else:
+            if site not in closed:
                 term = self._at_nodes(site, means, spreads)
-            terms.append(scaled_sum(term, scale))
-        return sum(terms[1:], terms[0])
+                total += scaled_sum(term, self.message(site.name)["scale"])
+        return total
 
     def _at_nodes(
         self, site: Observed, means: dict[str, Array], spreads: dict[str, Array]

@@ -16,7 +16,7 @@ from numpyro.distributions import Distribution
 from numpyro_gpaug._numpyro import Ordered, whole_plates
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
-from numpyro_gpaug.guides.base import MAX_SIZES, ProcessGuide
+from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
@@ -33,6 +33,7 @@ from numpyro_gpaug.model.structure import (
     Observed,
     Structure,
     check_shape,
+    remembered,
 )
 from numpyro_gpaug.model.view import ModelView
 
@@ -137,20 +138,18 @@ class Predictor:
     ) -> Any:
         """The shapes of what :meth:`__call__` returns, found without arithmetic; the
         model is traced once for those of its arguments."""
-        key = what, site, arguments.shapes
-        if key not in self._shapes:
-            if len(self._shapes) >= MAX_SIZES:
-                self._shapes.pop(next(iter(self._shapes)))
 
-            def run(arrays: tuple[Array, ...], fitted: Fitted) -> Any:
-                view = self._view(arrays, arguments.static, fitted)
-                ready = self._prepare(view, fitted)
-                return self._kinds[what](view, self._fit(fitted, ready), site, **how), (
-                    ready
-                )
+        def run(arrays: tuple[Array, ...], fitted: Fitted) -> tuple[Any, Prepared]:
+            view = self._view(arrays, arguments.static, fitted)
+            ready = self._prepare(view, fitted)
+            return self._kinds[what](
+                view, Fit(fitted.values, *ready), site, **how
+            ), ready
 
-            self._shapes[key] = jax.eval_shape(run, arguments.arrays, fitted)
-        return self._shapes[key]
+        return remembered(
+            self._shapes, (what, site, arguments.shapes),
+            lambda: jax.eval_shape(run, arguments.arrays, fitted),
+        )  # fmt: skip
 
     def moments(self, fitted: Fitted) -> dict[str, Moments]:
         """Moments of the Gaussian blocks, latent axis first."""
@@ -186,15 +185,12 @@ class Predictor:
             return self._prepare(self._view(arrays, static, fitted), fitted)
 
         ready = lax.cond(known, lambda: prepared, prepare)
-        answer = self._kinds[what](view, self._fit(fitted, ready), site, **how)
+        answer = self._kinds[what](view, Fit(fitted.values, *ready), site, **how)
         return Ordered(answer), ready
 
     def _prepare(self, view: ModelView, fitted: Fitted) -> Prepared:
         factors = self.function_posterior.factors(view)
         return Prepared(self._moments(fitted.own), factors)
-
-    def _fit(self, fitted: Fitted, prepared: Prepared) -> Fit:
-        return Fit(fitted.values, *prepared)
 
     def _view(self, arrays: Any, static: Any, fitted: Fitted) -> ModelView:
         names = {site.name for site in self.structure.observed}

@@ -21,7 +21,6 @@ from numpyro_gpaug.math.affine import (
     unstandardised,
 )
 from numpyro_gpaug.math.linalg import Moments, moments
-from numpyro_gpaug.model.predictors import closed_form, scaled_sum
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
@@ -197,17 +196,14 @@ def _problem(
         zeros = jnp.zeros((map_.offset.shape[0], size), map_.projection.dtype)
         found[part.name], priors[part.name] = map_, Prior(zeros, zeros + 1)
 
+    sites = [site for site in view.structure.observed if site.latents]
+    closed = tuple(s for s in sites if s.route is Route.CLOSED_FORM)
+    augmented = tuple(s for s in sites if s.route is not Route.CLOSED_FORM)
+
     def likelihood(at: dict[str, Marginals]) -> Array:
         carried = _carried(parts, at, view)
-        total = jnp.zeros((), jnp.result_type(*jax.tree.leaves(at)))
-        for site in view.structure.observed:
-            if site.route is Route.CONSTANT:
-                continue
-            message = view.likelihood(site.name)
-            bound = "exact" if site.route is Route.CLOSED_FORM else "augmented"
-            value = closed_form(site, message, carried, bound)
-            total = total + scaled_sum(value, message.scale)
-        return total
+        exact = view.expected("exact", closed).of_predictors(carried)
+        return exact + view.expected("augmented", augmented).of_predictors(carried)
 
     return LatentGaussian(
         maps=found,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax, random
+from jax import Array, random
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
@@ -24,6 +24,7 @@ from numpyro_gpaug.infer.mcmc.ellipses import (
 )
 from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.groups import Values, groups_of
+from numpyro_gpaug.infer.mcmc.slice_search import angle_in_slice
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import Moments
@@ -31,7 +32,6 @@ from numpyro_gpaug.model.predictors import scaled_sum
 from numpyro_gpaug.model.structure import Arguments, Block, flat_functions, run_model
 from numpyro_gpaug.model.view import ModelView
 
-MAX_SHRINKS = 60
 # The scale of a Gaussian is learnt as if this many draws had confirmed that it is 1.
 PRIOR_DRAWS = 10
 
@@ -297,10 +297,30 @@ class EllipticalSlice(GaussianKernel):
             yield part, ellipse, scale[i].astype(mean.dtype) * noise
 
     def _next(self, state: EllipticalState, view: ModelView) -> EllipticalState:
-        ellipses, blocks = state.ellipses, self.structure.blocks
         key, noise_key, uniform_key = random.split(state.rng_key, 3)
+        at_angle = self._on_ellipses(noise_key, state, view)
+
+        def evaluate(angle: Array) -> Array:
+            white, x, at = at_angle(angle)
+            return self._log_ratio(view, x, at, white, state.scale)
+
+        found = angle_in_slice(uniform_key, state.log_ratio, evaluate)
+        white, x, at = at_angle(found.angle)
+        scale = self._adapted(state, white)
+        gained = minus_log_density(white, scale) - minus_log_density(white, state.scale)
+        return EllipticalState(
+            self._sampled(x, at, view), white, scale, state.step + 1,
+            found.log_ratio + gained, found.evaluations, state.ellipses, key,
+        )  # fmt: skip
+
+    def _on_ellipses(
+        self, key: Array, state: EllipticalState, view: ModelView
+    ) -> Callable[[Array], tuple[White, Values, Values]]:
+        """The ellipses through the state and a draw: by angle, what the Gaussians would
+        have white, the latents, and what the model is run at."""
+        ellipses, blocks = state.ellipses, self.structure.blocks
         means, shifts, moved, other = {}, {}, {}, []
-        for part, ellipse, noise in self._noise(noise_key, ellipses, state.scale):
+        for part, ellipse, noise in self._noise(key, ellipses, state.scale):
             shift = part.shift(ellipse, noise)
             other.append(noise)
             shifts.update(shift)
@@ -322,42 +342,7 @@ class EllipticalSlice(GaussianKernel):
             at = {b.name: centres[b.name] + point.values[b.name] for b in blocks}
             return point.white, x, at
 
-        def evaluate(angle: Array) -> Array:
-            white, x, at = at_angle(angle)
-            return self._log_ratio(view, x, at, white, state.scale)
-
-        # The bracket is the whole ellipse, cut at random: where the first try falls on
-        # it is uniform too. All uniforms at once: within the loop each would cost more
-        # than an evaluation.
-        dtype = state.log_ratio.dtype
-        uniform = random.uniform(uniform_key, (MAX_SHRINKS + 2,), dtype)
-        height = state.log_ratio + jnp.log1p(-uniform[0])
-        low = -2 * np.pi * uniform[1]
-        zero, never = jnp.zeros_like(low), jnp.full_like(low, -jnp.inf)
-        first = _Search(zero, low, low + 2 * np.pi, never, jnp.int32(0))
-
-        def outside(search: _Search) -> Array:
-            return ~(search.value >= height) & (search.evaluations < MAX_SHRINKS)
-
-        def shrink(search: _Search) -> _Search:
-            count = search.evaluations
-            angle = search.low + (search.high - search.low) * uniform[count + 2]
-            low = jnp.where(angle < 0, angle, search.low)
-            high = jnp.where(angle < 0, search.high, angle)
-            return _Search(angle, low, high, evaluate(angle), count + 1)
-
-        found = lax.while_loop(outside, shrink, first)
-        # Where even the smallest of moves seems to leave the slice, rounding decides:
-        # stay.
-        accepted = found.value >= height
-        angle = jnp.where(accepted, found.angle, 0)
-        ratio = jnp.where(accepted, found.value, state.log_ratio)
-        white, x, at = at_angle(angle)
-        scale = self._adapted(state, white)
-        ratio += minus_log_density(white, scale) - minus_log_density(white, state.scale)
-        z, step = self._sampled(x, at, view), state.step + 1
-        count = found.evaluations
-        return EllipticalState(z, white, scale, step, ratio, count, ellipses, key)
+        return at_angle
 
     def _adapted(self, state: EllipticalState, white: White) -> Array:
         """The scales after a step: in warm-up, root mean squares of what the Gaussians
@@ -395,11 +380,3 @@ class _Point(NamedTuple):
     white: White
     latents: Values
     values: Values
-
-
-class _Search(NamedTuple):
-    angle: Array
-    low: Array
-    high: Array
-    value: Array
-    evaluations: Array

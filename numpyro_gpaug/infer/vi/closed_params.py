@@ -158,10 +158,35 @@ def _proved(
             classes[site.name] = type(base_distribution(trace[site.name]["fn"]))
         return _parts(trace, structure)
 
-    inputs = {name: value}
-    states = dependence_tree(parts, inputs)
+    key, affine = _only_parameter(name, dependence_tree(parts, {name: value}))
+    site, parameter = key.rsplit("/", 1)
+    owner = f"parameter {parameter!r} of {classes[site].__name__}"
+    step = lookup_m_step(classes[site], parameter)
+    if step is None:
+        raise NotConjugateError(
+            f"m_step names {name!r}, but no closed-form maximiser is registered for "
+            f"{owner}: leave it to optim"
+        )
+    once, half = (parts({name: x})["parameters"][key] for x in (value, 0.5 * value))
+    # Affine without an offset: a multiple of the param, which a maximiser in one number
+    # allows for; heights have to be the param itself.
+    same = affine and np.allclose(half, 0.5 * np.asarray(once))
+    if parameter == "heights":
+        same = same and np.shape(value) == once.shape and np.allclose(value, once)
+    else:
+        same = same and np.ndim(value) == 0
+    if not same or transform.domain.event_dim:
+        raise NotConjugateError(
+            f"m_step names {name!r}, which is not {owner} up to a factor: one number, "
+            "or the K free heights of a link, as they are"
+        )
+    return ClosedParam(name, site, step, transform)
+
+
+def _only_parameter(name: str, states: dict[str, Any]) -> tuple[str, bool]:
+    """What a param reaches, "site/parameter", and whether it does so affinely."""
     reached = {
-        key: leaf.state[name]
+        key: leaf.state[name].affine
         for key, kept in states["parameters"].items()
         for leaf in jax.tree.leaves(kept)
         if name in leaf.state
@@ -173,26 +198,4 @@ def _proved(
             f"m_step names {name!r}, on which {sorted(reached)}{also} depend: it has "
             "to be one parameter of one likelihood and nothing else"
         )
-    ((key, dependence),) = reached.items()
-    site, parameter = key.rsplit("/", 1)
-    step = lookup_m_step(classes[site], parameter)
-    if step is None:
-        raise NotConjugateError(
-            f"m_step names {name!r}, but no closed-form maximiser is registered for "
-            f"parameter {parameter!r} of {classes[site].__name__}: leave it to optim"
-        )
-    once, half = (parts({name: x})["parameters"][key] for x in (value, 0.5 * value))
-    # Affine without an offset: a multiple of the param, which a maximiser in one number
-    # allows for; heights have to be the param itself.
-    same = dependence.affine and np.allclose(half, 0.5 * np.asarray(once))
-    if parameter == "heights":
-        same = same and np.shape(value) == once.shape and np.allclose(value, once)
-    else:
-        same = same and np.ndim(value) == 0
-    if not same or transform.domain.event_dim:
-        raise NotConjugateError(
-            f"m_step names {name!r}, which is not parameter {parameter!r} of "
-            f"{classes[site].__name__} up to a factor: one number, or the K free "
-            "heights of a link, as they are"
-        )
-    return ClosedParam(name, site, step, transform)
+    return next(iter(reached.items()))

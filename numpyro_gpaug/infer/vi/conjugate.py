@@ -24,7 +24,7 @@ from numpyro_gpaug.infer.vi.plan import (
     transforms_of,
 )
 from numpyro_gpaug.infer.vi.result import ConjugateResult
-from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
+from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.start import (
     check_start,
     first_state,
@@ -33,14 +33,12 @@ from numpyro_gpaug.infer.vi.start import (
 )
 from numpyro_gpaug.infer.vi.stepper import ConjugateState
 from numpyro_gpaug.model.inspect import require_conjugate, structure_at
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.structure import Arguments, remembered
 from numpyro_gpaug.model.validation import check_arguments, explain_failure
 from numpyro_gpaug.predict.posterior import Posterior
 
 if TYPE_CHECKING:
     import optax
-
-UPDATES = ("auto", "augmented", "exact")
 
 
 class ConjugateSVI:
@@ -118,8 +116,6 @@ class ConjugateSVI:
         hyper_every: int = 1,
         m_step: str | Sequence[str] = (),
     ) -> None:
-        if updates not in UPDATES:
-            raise ValueError(f"updates must be one of {UPDATES}, got {updates!r}")
         if not isinstance(guide, AutoSparseGP) or guide.covariance != "natural":
             raise ValueError(
                 "ConjugateSVI moves natural parameters: it needs "
@@ -127,15 +123,6 @@ class ConjugateSVI:
                 "numpyro.infer.SVI, with TraceAnalytic_ELBO() or, for an "
                 "AutoFunctionSpaceGP, TraceWasserstein_ELBO()"
             )
-        if optim is not None and not _is_optax(optim):
-            raise ValueError(
-                "optim must be an optax GradientTransformation (such as "
-                f"optax.adam(1e-2)) or None, got {type(optim).__name__}"
-            )
-        for name, count in (("hyper_steps", hyper_steps), ("hyper_every", hyper_every)):
-            if count < 1 or count != int(count):
-                raise ValueError(f"{name} must be a whole number >= 1, got {count}")
-        as_schedule(step_size, batches=1.0)
         m_step = (m_step,) if isinstance(m_step, str) else tuple(m_step)
         self.model = model
         self.guide = guide
@@ -257,22 +244,16 @@ class ConjugateSVI:
         """
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-        state = init_state
-        if state is None:
+        if init_state is None:
             state = self.init(rng_key, *args, init_params=init_params, **kwargs)
         else:
             check_arguments(self.model, args, kwargs)
             self.guide.setup(*args, **kwargs)
-            state = _copied(state)
+            state = _copied(init_state)
         arguments = Arguments.split(args, kwargs)
         plan = self._plan_at(arguments, state)
-        subsampled = plan.structure.subsampled
-        if set(subsampled) != set(state.epochs):
-            raise ValueError(
-                f"the state was made for subsampled plates {sorted(state.epochs)}, but "
-                f"the arguments subsample {sorted(subsampled)}: start a new run"
-            )
-        noisy = bool(subsampled) or plan.random_others
+        _check_plates(plan, state)
+        noisy = bool(plan.structure.subsampled) or plan.random_others
         epoch = _steps_compared(plan) if noisy else 0
         limit = 0.0 if tol is None or noisy else tol
         data = fingerprint(arguments.arrays)
@@ -340,9 +321,9 @@ class ConjugateSVI:
         :param arguments: the model's arguments.
         :param params: gives constrained params, should a proof want numbers.
         """
-        key = arguments.shapes
-        if key not in self._plans:
-            guide, model = self.guide, self.model
+        guide, model = self.guide, self.model
+
+        def made() -> Plan:
             if model is guide.model:
                 structure = guide.structure_at(arguments)
             else:  # a wrapper of the guide's model, or another one: refused there
@@ -351,9 +332,9 @@ class ConjugateSVI:
             closed = closed_params_of(
                 names, model, guide, structure, arguments, params() if names else {}
             )
-            plan = Plan(model, guide, structure, transforms_of(guide), closed)
-            self._plans[key] = plan
-        return self._plans[key]
+            return Plan(model, guide, structure, transforms_of(guide), closed)
+
+        return remembered(self._plans, arguments.shapes, made)
 
     def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:
         # The natural parameters follow from the rest: they are never the cause.
@@ -371,13 +352,13 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _is_optax(optim: Any) -> bool:
-    """Told by its two functions: importing optax would cost every user its import."""
-    return (
-        callable(getattr(optim, "init", None))
-        and callable(getattr(optim, "update", None))
-        and not hasattr(optim, "get_params")
-    )
+def _check_plates(plan: Plan, state: ConjugateState) -> None:
+    subsampled = plan.structure.subsampled
+    if set(subsampled) != set(state.epochs):
+        raise ValueError(
+            f"the state was made for subsampled plates {sorted(state.epochs)}, but "
+            f"the arguments subsample {sorted(subsampled)}: start a new run"
+        )
 
 
 def _steps_compared(plan: Plan) -> int:

@@ -15,11 +15,14 @@ from numpyro.distributions import biject_to
 
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.infer.vi.closed_params import ClosedParam, closed_params
-from numpyro_gpaug.infer.vi.schedules import Schedule
+from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
 from numpyro_gpaug.model.structure import Arguments, Structure
 
 if TYPE_CHECKING:
     import optax
+
+
+UPDATES = ("auto", "augmented", "exact")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,20 @@ class Settings:
     hyper_steps: int
     hyper_every: int
     m_step: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.updates not in UPDATES:
+            raise ValueError(f"updates must be one of {UPDATES}, got {self.updates!r}")
+        if self.optim is not None and not _is_optax(self.optim):
+            raise ValueError(
+                "optim must be an optax GradientTransformation (such as "
+                f"optax.adam(1e-2)) or None, got {type(self.optim).__name__}"
+            )
+        for name in ("hyper_steps", "hyper_every"):
+            count = getattr(self, name)
+            if count < 1 or count != int(count):
+                raise ValueError(f"{name} must be a whole number >= 1, got {count}")
+        as_schedule(self.step_size, batches=1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +80,15 @@ class Plan:
     def unconstrain(self, params: dict[str, Any]) -> dict[str, Any]:
         """Unconstrained params from constrained ones."""
         return {k: jax.tree.map(self.transforms[k].inv, v) for k, v in params.items()}
+
+
+def _is_optax(optim: Any) -> bool:
+    """Told by its two functions: importing optax would cost every user its import."""
+    return (
+        callable(getattr(optim, "init", None))
+        and callable(getattr(optim, "update", None))
+        and not hasattr(optim, "get_params")
+    )
 
 
 def transforms_of(guide: AutoSparseGP) -> dict[str, Any]:
