@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -92,28 +92,30 @@ def convergence(losses: ArrayLike, tol: float = 1e-3) -> Convergence:
     error = float(noise * np.sqrt(2 / window))
     elbo = -float(last.mean())
     relative = change / max(1.0, abs(elbo))
-    numbers = elbo, change, relative, error, window
+    found = Convergence("", "", elbo, change, relative, error, window)
+    verdict, suggestion = _judged(found, steps, tol)
+    return replace(found, verdict=verdict, suggestion=suggestion)
+
+
+def _judged(found: Convergence, steps: int, tol: float) -> tuple[str, str]:
+    """The verdict on a finite trace, and what to do about it."""
+    change, error, window = found.change, found.error, found.window
     if steps < 5:
-        return Convergence(
-            "too short", f"{steps} steps tell nothing: run at least 5", *numbers
+        return "too short", f"{steps} steps tell nothing: run at least 5"
+    if abs(found.relative_change) <= tol or abs(change) <= 3 * error:
+        if 3 * error <= tol * max(1.0, abs(found.elbo)):
+            return "converged", "none: the bound is still"
+        return "converged", (
+            f"changes below {3 * error:.3g} nats would not show in the noise: "
+            "compare the bound of all data at two late states, or take a smaller "
+            "step size and larger batches"
         )
-    if abs(relative) <= tol or abs(change) <= 3 * error:
-        suggestion = "none: the bound is still"
-        if 3 * error > tol * max(1.0, abs(elbo)):
-            suggestion = (
-                f"changes below {3 * error:.3g} nats would not show in the noise: "
-                "compare the bound of all data at two late states, or take a smaller "
-                "step size and larger batches"
-            )
-        return Convergence("converged", suggestion, *numbers)
     if change > 0:
-        suggestion = (
+        return "still improving", (
             f"run more steps: the bound rose by {change:.3g} nats over the last "
             f"{window}"
         )
-        return Convergence("still improving", suggestion, *numbers)
-    suggestion = (
+    return "getting worse", (
         f"lower the step size of the optimiser: the bound fell by {-change:.3g} nats "
         f"over the last {window} steps"
     )
-    return Convergence("getting worse", suggestion, *numbers)

@@ -13,11 +13,11 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array, lax, random
 from jax.typing import ArrayLike
-from numpyro import handlers
 from numpyro.distributions import constraints
 from scipy.special import ndtri
 
 from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.diagnostics._run import run
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.structure import Arguments, Trace
@@ -86,7 +86,7 @@ def vi_against_mcmc(
     >>> print(found["predictive"]["y"].values.round(1))  # 1 - |p - q|
     [1.  0.9]
     """
-    from xarray import Dataset, DataTree
+    from xarray import DataTree
 
     mcmc = {name: np.asarray(x) for name, x in samples.items()}
     if isinstance(vi, Posterior):
@@ -94,46 +94,12 @@ def vi_against_mcmc(
         draws = _marginal_quantiles(vi, num, mcmc, args)
     else:
         draws = _flat_draws(vi)
-    common = [name for name in mcmc if name in draws]
-    if not common:
-        raise ValueError(
-            f"nothing to compare: the variational side has {sorted(draws)}, MCMC has "
-            f"{sorted(mcmc)}"
-        )
-    marginals = {}
-    for name in common:
-        sizes = draws[name].shape[1:], mcmc[name].shape[1:]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"a draw of site {name!r} has shape {sizes[0]} on the variational side "
-                f"and {sizes[1]} from MCMC: were they made at the same inputs, and "
-                "without group_by_chain?"
-            )
-        dims = ["statistic", *(f"{name}_dim_{i}" for i in range(len(sizes[0])))]
-        marginals[name] = (dims, _compare(draws[name], mcmc[name]))
-    labels = {"statistic": ["mean_difference", "sd_ratio", "wasserstein"]}
-    whole, arguments = whole_plates(model), Arguments.split(args, kwargs)
-    first = {name: x[0] for name, x in mcmc.items()}
-    trace = _trace(whole, arguments, random.key(0), first)
-    chosen = _latents(mcmc, trace, "MCMC")
-    overlaps = {}
-    for site, message in trace.items():
-        distribution = base_distribution(message["fn"])
-        if not message.get("is_observed") or isinstance(distribution, dist.Unit):
-            continue
-        if isinstance(vi, Posterior) and site not in vi.observed:
-            continue  # A hyperparameter that handlers.condition holds.
-        p = _Predictive(whole, chosen, arguments, site)
-        q: Any
-        if isinstance(vi, Posterior):
-            q = vi.predict_y(*args, site=site)
-        else:
-            latents = _latents(draws, trace, "variational")
-            q = _Predictive(whole, latents, arguments, site)
-        overlap = _overlap(p, q, _all_values(distribution))
-        overlaps[site] = ([f"{site}_dim_{i}" for i in range(overlap.ndim)], overlap)
+    arguments = Arguments.split(args, kwargs)
     return DataTree.from_dict(
-        {"posterior": Dataset(marginals, labels), "predictive": Dataset(overlaps)}
+        {
+            "posterior": _marginals(draws, mcmc),
+            "predictive": _overlaps(whole_plates(model), vi, arguments, draws, mcmc),
+        }
     )
 
 
@@ -168,6 +134,30 @@ def _marginal_quantiles(
     return found
 
 
+def _marginals(draws: Mapping[str, np.ndarray], mcmc: dict[str, np.ndarray]) -> Any:
+    from xarray import Dataset
+
+    common = [name for name in mcmc if name in draws]
+    if not common:
+        raise ValueError(
+            f"nothing to compare: the variational side has {sorted(draws)}, MCMC has "
+            f"{sorted(mcmc)}"
+        )
+    found = {}
+    for name in common:
+        sizes = draws[name].shape[1:], mcmc[name].shape[1:]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"a draw of site {name!r} has shape {sizes[0]} on the variational side "
+                f"and {sizes[1]} from MCMC: were they made at the same inputs, and "
+                "without group_by_chain?"
+            )
+        dims = ["statistic", *(f"{name}_dim_{i}" for i in range(len(sizes[0])))]
+        found[name] = (dims, _compare(draws[name], mcmc[name]))
+    labels = {"statistic": ["mean_difference", "sd_ratio", "wasserstein"]}
+    return Dataset(found, labels)
+
+
 def _compare(vi: np.ndarray, mcmc: np.ndarray) -> np.ndarray:
     """Three statistics, (3, ...)."""
     from scipy.stats import wasserstein_distance  # half a second to import
@@ -184,6 +174,36 @@ def _compare(vi: np.ndarray, mcmc: np.ndarray) -> np.ndarray:
 # -- predictions -----------------------------------------------------------------------
 
 
+def _overlaps(
+    model: Callable[..., Any],
+    vi: Any,
+    arguments: Arguments,
+    draws: Mapping[str, Any],
+    mcmc: dict[str, np.ndarray],
+) -> Any:
+    """By observed site, what the predictive distributions of both sides share."""
+    from xarray import Dataset
+
+    first = {name: x[0] for name, x in mcmc.items()}
+    trace = run(model, arguments, random.key(0), first)
+    chosen = _latents(mcmc, trace, "MCMC")
+    found = {}
+    for site, message in trace.items():
+        distribution = base_distribution(message["fn"])
+        if not message.get("is_observed") or isinstance(distribution, dist.Unit):
+            continue
+        p, q = _Predictive(model, chosen, arguments, site), None
+        if not isinstance(vi, Posterior):
+            latents = _latents(draws, trace, "variational")
+            q = _Predictive(model, latents, arguments, site)
+        elif site in vi.observed:  # else a hyperparameter that a handler holds
+            q = vi.predict_y(*arguments.merge()[0], site=site)
+        if q is not None:
+            overlap = _overlap(p, q, _all_values(distribution))
+            found[site] = ([f"{site}_dim_{i}" for i in range(overlap.ndim)], overlap)
+    return Dataset(found)
+
+
 class _Predictive:
     """An observed site of a model with its latents drawn: a mixture over the draws."""
 
@@ -194,15 +214,13 @@ class _Predictive:
         arguments: Arguments,
         site: str,
     ) -> None:
-        self.model = model
+        self.model, self.arguments, self.site = model, arguments, site
         self.draws = {name: jnp.asarray(x) for name, x in draws.items()}
         self.num = len(next(iter(draws.values())))
-        self.arguments = arguments
-        self.site = site
 
     def _law(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Any:
         given = self.arguments._replace(arrays=arrays)
-        return base_distribution(_trace(self.model, given, key, draw)[self.site]["fn"])
+        return base_distribution(run(self.model, given, key, draw)[self.site]["fn"])
 
     def sample(self, key: Array, sample_shape: tuple[int]) -> Array:
         chosen = np.linspace(0, self.num - 1, *sample_shape).astype(int)
@@ -263,14 +281,6 @@ def _all_values(distribution: Any) -> Array | None:
         except NotImplementedError:  # a Binomial of different total counts
             return None
     return jnp.broadcast_to(values, (len(values), *distribution.batch_shape))
-
-
-def _trace(
-    model: Callable[..., Any], arguments: Arguments, key: Array, draw: dict[str, Any]
-) -> Trace:
-    args, kwargs = arguments.merge()
-    filled = handlers.substitute(handlers.seed(model, key), data=draw)
-    return handlers.trace(filled).get_trace(*args, **kwargs)
 
 
 def _latents(draws: Mapping[str, Any], trace: Trace, where: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,7 +16,8 @@ from jax import Array, random
 from jax.typing import ArrayLike
 from numpyro import handlers
 
-from numpyro_gpaug._numpyro import residual_policy, whole_plates
+from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.diagnostics._run import run
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
@@ -33,7 +33,7 @@ from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.affine import selected as _selected
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.predictors import of_site
-from numpyro_gpaug.model.structure import Arguments, Observed, Structure, Trace
+from numpyro_gpaug.model.structure import Arguments, Observed, Structure
 from numpyro_gpaug.model.view import NUM_NODES, ModelView, nodes_of
 
 if TYPE_CHECKING:
@@ -113,8 +113,6 @@ def to_datatree(
     >>> gpaug.diagnostics.psis_khat(tree).khat < 0.7
     True
     """
-    from arviz_base import from_dict
-
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2, got {num_samples}")
     if isinstance(guide, AutoFunctionSpaceGP):
@@ -123,12 +121,11 @@ def to_datatree(
             "there are no importance ratios: judge it on held-out data, by "
             "Posterior.log_prob, brier_score and expected_calibration_error"
         )
-    model = whole_plates(model)
+    model, arguments = whole_plates(model), Arguments.split(args, kwargs)
     if isinstance(guide, AutoSparseGP):
         structure = guide.setup(*args, **kwargs).structure
     else:
         structure = inspect_model(model, *args, **kwargs)
-    arguments = Arguments.split(args, kwargs)
     structure = structure_at(model, structure, arguments)
     names = (*(b.site for b in structure.blocks), *structure.others)
     guide_key, model_key = random.split(key)
@@ -137,28 +134,12 @@ def to_datatree(
     )
     fixed = {n for n in delta if (latents[n] == latents[n][:1]).all()}
     evaluated = _evaluate(
-        model, structure, params, arguments, random.split(model_key, num_samples),
+        _Model(model, structure, params, arguments),
+        random.split(model_key, num_samples),
         {n: v[0] for n, v in latents.items() if n in fixed},
         {n: v for n, v in latents.items() if n not in fixed},
-    )  # fmt: skip
-    groups: dict[str, dict[str, Any]] = {
-        "posterior": {**latents, **evaluated.deterministic},
-        "posterior_predictive": evaluated.replicated,
-        "log_likelihood": evaluated.log_likelihood,
-        "pseudo_log_likelihood": evaluated.pseudo,
-        "sample_stats": {"log_p": evaluated.log_p, "log_q": log_q},
-    }
-    one_chain = {
-        group: {name: v[None] for name, v in found.items()}
-        for group, found in groups.items()
-        if found
-    }
-    tree = from_dict(
-        {**one_chain, "observed_data": evaluated.observed},
-        sample_dims=["chain", "draw"],
-        dims=evaluated.dims,
-        attrs={"/": {"inference_library": "numpyro_gpaug"}},
     )
+    tree = _as_tree(latents, log_q, evaluated)
     if losses is not None:
         from xarray import Dataset, DataTree
 
@@ -194,97 +175,133 @@ def _draw(
     return jax.tree.map(np.asarray, drawn), np.asarray(log_q, float), delta
 
 
+class _Draws(NamedTuple):
+    """What the model gives at draws, by site; the first axis runs over draws."""
+
+    deterministic: dict[str, Any]
+    replicated: dict[str, Any]
+    likelihoods: dict[str, Any]
+    scaled: dict[str, Any]
+    prior: Any
+
+
 class _Evaluated(NamedTuple):
-    deterministic: dict[str, np.ndarray]
-    replicated: dict[str, np.ndarray]
-    log_likelihood: dict[str, np.ndarray]
-    pseudo: dict[str, np.ndarray]
+    draws: _Draws
     log_p: np.ndarray
     observed: dict[str, np.ndarray]
-    dims: dict[str, list[str]]
+    model: _Model
+
+
+class _Model:
+    """The model at one draw; kinds of sites are noted while it is traced."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        structure: Structure,
+        params: dict[str, Any],
+        arguments: Arguments,
+    ) -> None:
+        self.model, self.params, self.arguments = model, params, arguments
+        self.structure = structure
+        # Given a draw, weight vectors are known, and the processes' residuals are all
+        # that is left to integrate.
+        self.given_weights = dataclasses.replace(structure, blocks=structure.processes)
+        self.dims: dict[str, list[str]] = {}
+        self.factors: set[str] = set()
+        self.pseudo: set[str] = set()
+
+    def at(
+        self, arrays: Any, key: Array, fixed: Any, drawn: Any
+    ) -> tuple[_Draws, dict[str, Array]]:
+        """What it gives, and the observations."""
+        given = self.arguments._replace(arrays=arrays)
+        values = {**self.params, **fixed, **drawn}
+        noise_key, bound_key, new_key = random.split(key, 3)
+        trace = run(self.model, given, noise_key, values, "noise")
+        self.dims = {k: names for k, s in trace.items() if (names := _plate_names(s))}
+        view = ModelView(self.given_weights, self.model, given, values, bound_key)
+        likelihoods = _log_likelihoods(view, {**fixed, **drawn})
+        deterministic = {
+            n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"
+        }
+        observed, replicated, scaled = {}, {}, {}
+        new_keys = random.split(new_key, len(likelihoods) + 1)
+        for name, new_key in zip(likelihoods, new_keys, strict=False):
+            message = trace[name]
+            scaled[name] = _scaled(likelihoods[name], message["scale"])
+            if isinstance(base_distribution(message["fn"]), dist.Unit):
+                self.factors.add(name)  # numpyro.factor: a density of no observation
+                continue
+            if is_pseudo(message["fn"]):
+                self.pseudo.add(name)
+            observed[name] = message["value"]
+            replicated[name] = message["fn"].sample(new_key)
+        prior = _log_density([trace[n] for n in drawn])
+        return _Draws(deterministic, replicated, likelihoods, scaled, prior), observed
+
+    def numbers_held(self, shapes: _Draws, fixed: dict[str, Any]) -> int:
+        """How many numbers the likelihoods of one draw take while they are computed."""
+        size = sum(math.prod(s.shape[1:]) for s in jax.tree.leaves(shapes.likelihoods))
+        width = NUM_NODES
+        if not fixed.keys() >= set(self.structure.others):
+            # K_ZX is another one for every draw.
+            width += sum(math.prod(b.shape) for b in self.given_weights.blocks)
+        return max(1, size * width)
 
 
 def _evaluate(
-    model: Callable[..., Any],
-    structure: Structure,
-    params: dict[str, Any],
-    arguments: Arguments,
+    model: _Model,
     keys: Array,
     fixed: dict[str, np.ndarray],
     drawn: dict[str, np.ndarray],
 ) -> _Evaluated:
     """The model at every draw, in chunks that bound the memory."""
-    # Given a draw, weight vectors are known, and the processes' residuals are all that
-    # is left to integrate.
-    given_weights = dataclasses.replace(
-        structure, blocks=tuple(b for b in structure.blocks if b.is_process)
-    )
-    dims: dict[str, list[str]] = {}
-    factors: set[str] = set()
-    pseudo: set[str] = set()
-
-    def one(arrays: Any, key: Array, fixed: Any, drawn: Any) -> tuple[Any, ...]:
-        given = arguments._replace(arrays=arrays)
-        values = {**params, **fixed, **drawn}
-        noise_key, bound_key, new_key = random.split(key, 3)
-        trace = _trace(model, given, noise_key, values)
-        dims.update({name: _plate_names(site) for name, site in trace.items()})
-        view = ModelView(given_weights, model, given, values, bound_key)
-        likelihoods = _log_likelihoods(view, {**fixed, **drawn})
-        prior = _log_density([trace[n] for n in drawn])
-        deterministic = {
-            n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"
-        }
-        observed, replicated, scaled = {}, {}, {}
-        new_keys = random.split(new_key, len(structure.observed) + 1)
-        for site, new_key in zip(structure.observed, new_keys, strict=False):
-            message = trace[site.name]
-            scaled[site.name] = _scaled(likelihoods[site.name], message["scale"])
-            if isinstance(base_distribution(message["fn"]), dist.Unit):
-                factors.add(site.name)  # numpyro.factor: a density of no observation
-                continue
-            if is_pseudo(message["fn"]):
-                pseudo.add(site.name)
-            observed[site.name] = message["value"]
-            replicated[site.name] = message["fn"].sample(new_key)
-        return (deterministic, replicated, likelihoods, prior, scaled), observed
-
-    batched = jax.jit(jax.vmap(one, (None, 0, None, 0), (0, None)))
-    total = len(keys)
-    shapes, _ = jax.eval_shape(batched, arguments.arrays, keys, fixed, drawn)
-    size = sum(math.prod(s.shape[1:]) for s in jax.tree.leaves(shapes[2]))
-    width = NUM_NODES
-    if structure.others and not fixed.keys() >= set(structure.others):
-        width += sum(math.prod(b.shape) for b in given_weights.blocks)  # K_ZX per draw
-    chunk = min(total, max(1, _BUDGET // max(1, size * width)))
+    batched = jax.jit(jax.vmap(model.at, (None, 0, None, 0), (0, None)))
+    arrays, total = model.arguments.arrays, len(keys)
+    shapes, _ = jax.eval_shape(batched, arrays, keys, fixed, drawn)
+    chunk = min(total, max(1, _BUDGET // model.numbers_held(shapes, fixed)))
     parts = []
     for start in range(0, total, chunk):
         chosen = np.minimum(np.arange(start, start + chunk), total - 1)
         block = {n: v[chosen] for n, v in drawn.items()}
-        part, observed = batched(arguments.arrays, keys[chosen], fixed, block)
+        part, observed = batched(arrays, keys[chosen], fixed, block)
         kept = min(chunk, total - start)
         parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x[:kept]), part))
-    deterministic, replicated, likelihoods, prior, scaled = jax.tree.map(
-        lambda *blocks: np.concatenate(blocks), *parts
-    )
+    draws = jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)
     # In double precision, as the ratios are small differences of large sums.
-    log_p = prior.astype(float) + sum(
-        v.astype(float).reshape(total, -1).sum(-1) for v in scaled.values()
+    log_p = draws.prior.astype(float) + sum(
+        v.astype(float).reshape(total, -1).sum(-1) for v in draws.scaled.values()
     )
-    densities = {n: v for n, v in likelihoods.items() if n not in factors | pseudo}
-    return _Evaluated(
-        deterministic, replicated, densities,
-        {n: likelihoods[n] for n in pseudo}, log_p,
-        jax.tree.map(np.asarray, observed), {n: d for n, d in dims.items() if d},
-    )  # fmt: skip
+    return _Evaluated(draws, log_p, jax.tree.map(np.asarray, observed), model)
 
 
-def _trace(
-    model: Callable[..., Any], arguments: Arguments, key: Array, values: dict[str, Any]
-) -> Trace:
-    args, kwargs = arguments.merge()
-    filled = handlers.substitute(handlers.seed(model, key), data=values)
-    return handlers.trace(residual_policy(filled, "noise")).get_trace(*args, **kwargs)
+def _as_tree(
+    latents: dict[str, np.ndarray], log_q: np.ndarray, evaluated: _Evaluated
+) -> DataTree:
+    from arviz_base import from_dict
+
+    draws, model = evaluated.draws, evaluated.model
+    densities = draws.likelihoods.items()
+    no_likelihood = model.factors | model.pseudo
+    groups: dict[str, dict[str, Any]] = {
+        "posterior": {**latents, **draws.deterministic},
+        "posterior_predictive": draws.replicated,
+        "log_likelihood": {n: v for n, v in densities if n not in no_likelihood},
+        "pseudo_log_likelihood": {n: v for n, v in densities if n in model.pseudo},
+        "sample_stats": {"log_p": evaluated.log_p, "log_q": log_q},
+    }
+    one_chain = {
+        group: {name: v[None] for name, v in found.items()}
+        for group, found in groups.items()
+        if found
+    }
+    return from_dict(
+        {**one_chain, "observed_data": evaluated.observed},
+        sample_dims=["chain", "draw"],
+        dims=model.dims,
+        attrs={"/": {"inference_library": "numpyro_gpaug"}},
+    )
 
 
 def _log_likelihoods(view: ModelView, latents: Any) -> dict[str, Array]:
@@ -297,34 +314,23 @@ def _log_likelihoods(view: ModelView, latents: Any) -> dict[str, Array]:
         at[block.name] = Marginals(mean, jnp.broadcast_to(map_.residual, mean.shape))
     means, spreads = view.predictors.moments(at)
     carried = view.predictors.marginals(at)
-    found = {}
-    for site in view.structure.observed:
+
+    def one(site: Observed) -> Array:
         message = view.message(site.name)
         fn, y = message["fn"], message["value"]
-        registered = lookup_expectation(type(base_distribution(fn)))
         if site.route is Route.CONSTANT or not site.processes:
-            found[site.name] = fn.log_prob(y)
-        elif (
-            site.route is Route.CLOSED_FORM
-            and registered is not None
-            and not is_pseudo(fn)
-        ):
+            return fn.log_prob(y)
+        registered = lookup_expectation(type(base_distribution(fn))) is not None
+        if site.route is Route.CLOSED_FORM and registered and not is_pseudo(fn):
             value = predictive(fn, *of_site(carried, site)).log_prob(y)
-            found[site.name] = through_wrappers(fn, partial(_given, value))
-        else:
-            found[site.name] = _mixture(view, site, means, spreads)
-    return found
+            return through_wrappers(fn, lambda _: value)
+        return _mixture(view, site, means, spreads)
 
-
-def _given(value: Array, base: dist.Distribution) -> Array:
-    return value
+    return {site.name: one(site) for site in view.structure.observed}
 
 
 def _mixture(
-    view: ModelView,
-    site: Observed,
-    means: dict[str, Array],
-    spreads: dict[str, Array],
+    view: ModelView, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
 ) -> Array:
     """The same without a closed form: by nodes if each datum depends on one latent,
     else by draws. Without residuals, as on a full process, both are exact."""

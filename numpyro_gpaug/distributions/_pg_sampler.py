@@ -10,7 +10,9 @@ tilt.  That :math:`\rho_h` is a probability is an argument; that it is log-conca
 checked numerically for all shapes and values, and not proved.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,53 +76,60 @@ def _sample(key: Array, h: Array, z: Array, *, num: int, divided: bool) -> Array
     batch = z.shape[0]
     total = num * batch
 
-    def take(index: Array | np.ndarray) -> tuple[Array, Array]:
-        return h if h.size == 1 else h[index % batch], z[index % batch]
+    def propose(count: Array | int, index: Array | np.ndarray) -> Array:
+        own = h if h.size == 1 else h[index % batch], z[index % batch]
+        return _propose(random.fold_in(key, count), *own, (len(index),), divided)
 
     if total <= _QUEUE_FROM:
-        lanes = take(np.arange(total))
 
         def redraw(state):
             count, x = state
-            again = _propose(random.fold_in(key, count), *lanes, (total,), divided)
-            return count + 1, jnp.where(x < 0, again, x)
+            return count + 1, jnp.where(x < 0, propose(count, np.arange(total)), x)
 
         start = (0, jnp.full(total, -1, z.dtype))
-        x = lax.while_loop(lambda state: jnp.any(state[1] < 0), redraw, start)[1]
-        return x.reshape(num, batch)
-
-    # At most 19% of the lanes are rejected on average.  Looping over all of them
-    # until the last is accepted would waste most of the work: they queue instead, and
-    # a slot whose lane was accepted takes the next one.
-    slots, room = total // _SLOTS, total // 4
-    everyone = jnp.arange(total, dtype=jnp.int32)
-
-    def retry(state):
-        count, x = state
-        rank = _running_count(jnp.where(x < 0, 1, 0).astype(jnp.int32))
-        place = jnp.where((x < 0) & (rank <= room), rank - 1, room + slots)
-        queue = jnp.full(room + slots, total, jnp.int32)
-        queue = queue.at[place].set(everyone, mode="drop")
-
-        def serve(state):
-            count, cursor, lane, x = state
-            new = _propose(random.fold_in(key, count), *take(lane), (slots,), divided)
-            x = x.at[jnp.where(new < 0, total, lane)].set(new, mode="drop")
-            rank = _running_count(jnp.where(new < 0, 0, 1).astype(jnp.int32))
-            # Past its end the queue holds no lane, and neither does its last entry.
-            following = queue.at[cursor + rank - 1].get(mode="clip")
-            lane = jnp.where(new < 0, lane, following)
-            return count + 1, cursor + rank[-1], lane, x
-
-        first = (count, jnp.int32(slots), queue[:slots], x)
-        count, _, _, x = lax.while_loop(
-            lambda state: jnp.any(state[2] < total), serve, first
-        )
-        return count, x
-
-    x = _propose(random.fold_in(key, 0), h, z, (num, batch), divided).reshape(-1)
-    _, x = lax.while_loop(lambda state: jnp.any(state[1] < 0), retry, (1, x))
+        _, x = lax.while_loop(_any_rejected, redraw, start)
+    else:
+        x = _propose(random.fold_in(key, 0), h, z, (num, batch), divided).reshape(-1)
+        _, x = lax.while_loop(_any_rejected, partial(_by_queue, propose), (1, x))
     return x.reshape(num, batch)
+
+
+def _any_rejected(state: tuple[Any, Array]) -> Array:
+    return jnp.any(state[1] < 0)
+
+
+def _by_queue(
+    propose: Callable[..., Array], state: tuple[Any, Array]
+) -> tuple[Any, Array]:
+    """Draws rejected lanes again until they are accepted, a queue of them at a time.
+
+    At most 19% of the lanes are rejected on average.  Looping over all of them until
+    the last is accepted would waste most of the work: they queue instead, and a slot
+    whose lane was accepted takes the next one.
+    """
+    count, x = state
+    total = len(x)
+    slots, room = total // _SLOTS, total // 4
+    rank = _running_count(jnp.where(x < 0, 1, 0).astype(jnp.int32))
+    place = jnp.where((x < 0) & (rank <= room), rank - 1, room + slots)
+    queue = jnp.full(room + slots, total, jnp.int32)
+    queue = queue.at[place].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
+
+    def serve(state):
+        count, cursor, lane, x = state
+        new = propose(count, lane)
+        x = x.at[jnp.where(new < 0, total, lane)].set(new, mode="drop")
+        rank = _running_count(jnp.where(new < 0, 0, 1).astype(jnp.int32))
+        # Past its end the queue holds no lane, and neither does its last entry.
+        following = queue.at[cursor + rank - 1].get(mode="clip")
+        lane = jnp.where(new < 0, lane, following)
+        return count + 1, cursor + rank[-1], lane, x
+
+    first = (count, jnp.int32(slots), queue[:slots], x)
+    count, _, _, x = lax.while_loop(
+        lambda state: jnp.any(state[2] < total), serve, first
+    )
+    return count, x
 
 
 def sample(

@@ -180,15 +180,8 @@ def plot_decision(
             "of classes"
         )
     p = np.asarray(prediction.probs).reshape(num, num, -1)
-    if p.shape[2] == 1:
-        shades = ax.contourf(
-            *sides, p[..., 0], np.linspace(0, 1, 21), cmap="RdBu", alpha=0.75
-        )
-        ax.contour(*sides, p[..., 0], [0.5], colors="k", linewidths=1.5)
-        bar = ax.figure.colorbar(shades, ax=ax, ticks=[0, 0.25, 0.5, 0.75, 1])
-        bar.set_label("predicted probability of class 1")
-    else:
-        _shade_classes(ax, sides, p)
+    shade = _shade_probability if p.shape[2] == 1 else _shade_classes
+    shade(ax, sides, p)
     _scatter_classes(ax, points, labels)
     if inducing is not None:
         z = np.asarray(inducing)
@@ -321,6 +314,14 @@ def _interval(prediction: Distribution, level: float) -> tuple[np.ndarray, np.nd
 
 def _is_binary(prediction: Distribution) -> bool:
     return prediction.support is constraints.boolean
+
+
+def _shade_probability(ax: Axes, sides: list[np.ndarray], p: np.ndarray) -> None:
+    levels = np.linspace(0, 1, 21)
+    shades = ax.contourf(*sides, p[..., 0], levels, cmap="RdBu", alpha=0.75)
+    ax.contour(*sides, p[..., 0], [0.5], colors="k", linewidths=1.5)
+    bar = ax.figure.colorbar(shades, ax=ax, ticks=[0, 0.25, 0.5, 0.75, 1])
+    bar.set_label("predicted probability of class 1")
 
 
 def _shade_classes(ax: Axes, sides: list[np.ndarray], p: np.ndarray) -> None:
