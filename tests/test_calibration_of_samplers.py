@@ -87,10 +87,10 @@ def traced(model, key, values, y=None):
     return handlers.trace(filled).get_trace(X, y)
 
 
-def prior_draws(model, names, key, template):
-    """Latents and data from the joint distribution, ``SIMULATIONS`` of them."""
+def prior_draws(model, names, key, template, num):
+    """Latents and data from the joint distribution, ``num`` of them."""
     (factor,) = names if names[0] in FACTORS else (None,)
-    many = SIMULATIONS * (400 if factor else 1)
+    many = num * (400 if factor else 1)
 
     @jax.jit
     @jax.vmap
@@ -118,13 +118,15 @@ def prior_draws(model, names, key, template):
         return values, {factor: y}, accepted
 
     *drawn, accepted = jax.device_get(draw(jax.random.split(key, many)))
-    chosen = np.flatnonzero(accepted)[:SIMULATIONS]
-    assert len(chosen) == SIMULATIONS
+    chosen = np.flatnonzero(accepted)[:num]
+    assert len(chosen) == num
     return jax.tree.map(lambda a: a[chosen], drawn)
 
 
 def ranks(names, key):
-    """Rank of the true latents' statistics among posterior draws."""
+    """Rank of the true latents' statistics among posterior draws. Of several sites each
+    tells less of the latents: they take more simulations."""
+    num = SIMULATIONS * len(names)
     bound = partial(model, names=names)
     count = max(LIKELIHOODS[name][1] or 1 for name in names)
     shape = {"f.v": (3, 3) if count == 3 else (3,)}
@@ -133,7 +135,7 @@ def ranks(names, key):
     template = {k: np.zeros(s, np.float32) for k, s in shape.items()}
     kernel = gpaug.AugmentedGaussian(bound)
     keys = jax.random.split(key, 3)
-    values, y = prior_draws(bound, names, keys[0], template)
+    values, y = prior_draws(bound, names, keys[0], template, num)
 
     def statistics(values, y):
         trace = traced(bound, keys[1], values, y)
@@ -165,7 +167,7 @@ def ranks(names, key):
         )
         return (among[1:] < among[0]).sum(0)
 
-    return np.asarray(run(jax.random.split(keys[2], SIMULATIONS), values, y))
+    return np.asarray(run(jax.random.split(keys[2], num), values, y))
 
 
 def worst_p_value(ranks):
