@@ -90,8 +90,11 @@ def gpflow(problem: Problem, clock: Clock) -> tuple[Fit, dict[str, Any]]:
                 found.append(float(bound()))
             return found
 
+        def probs(self, X: np.ndarray) -> np.ndarray:
+            return model.predict_y(X)[0].numpy().ravel()
+
         def predict(self) -> Prediction:
-            probs = model.predict_y(problem.X_test)[0].numpy().ravel()
+            probs = self.probs(problem.X_test)
             mean, variance = (x.numpy().ravel() for x in model.predict_f(problem.X))
             return Prediction(probs, mean, variance, float(model.prior_kl()))
 
