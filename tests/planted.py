@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plants errors in a copy of the package, one at a time, and runs quick tests on each.
+
+``python -m tests.planted`` prints which test caught which error, and fails if one was
+not caught. Every error names the test files that are run first; the whole quick suite
+follows where they pass.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+TOP = Path(__file__).parents[1]
+
+
+class Planted(NamedTuple):
+    """An error: ``right``, which stands once in ``module``, becomes ``wrong``."""
+
+    what: str
+    module: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+def planted() -> list[Planted]:
+    """Signs, factors, transposes, scales, constants of float32 and off-by-ones."""
+    return [
+        Planted(
+            "Bernoulli: sign of the variance in the bound",
+            "likelihoods/bernoulli.py",
+            "log2cosh_half(m * m + v)",
+            "log2cosh_half(m * m - v)",
+            ("test_augmentations",),
+        ),
+        Planted(
+            "Binomial: factor 2 in the potential of a Gibbs draw",
+            "likelihoods/binomial.py",
+            "(0.5 * (ups - downs), ",
+            "(ups - downs, ",
+            ("test_augmentations",),
+        ),
+        Planted(
+            "Negative binomial: sign of the potential",
+            "likelihoods/negative_binomial.py",
+            "0.5 * (y - total)",
+            "0.5 * (total - y)",
+            ("test_augmentations",),
+        ),
+        Planted(
+            "Normal: scale in the place of its square",
+            "likelihoods/normal.py",
+            'variances["loc"] / jnp.square(d.scale)',
+            'variances["loc"] / d.scale',
+            ("test_expectations",),
+        ),
+        Planted(
+            "Student-t: degrees of freedom off by one in Gibbs",
+            "likelihoods/student_t.py",
+            "dist.Gamma(0.5 * (df + 1), ",
+            "dist.Gamma(0.5 * (df + 2), ",
+            ("test_augmentations",),
+        ),
+        Planted(
+            "Laplace: a missing log 2",
+            "likelihoods/laplace.py",
+            "return -jnp.log(2 * scale) - jnp.sqrt(",
+            "return -jnp.log(scale) - jnp.sqrt(",
+            ("test_augmentations",),
+        ),
+        Planted(
+            "Logistic Poisson: sign of the logit",
+            "likelihoods/poisson.py",
+            "rate * jnp.expm1(log_tilt(-m, v))",
+            "rate * jnp.expm1(log_tilt(m, v))",
+            ("test_augmentations",),
+        ),
+        Planted(
+            "Heteroscedastic: factor 2 in the exact expectation",
+            "likelihoods/heteroscedastic.py",
+            "+ 0.5 * expected_log_sigmoid(mg, vg)",
+            "+ expected_log_sigmoid(mg, vg)",
+            ("test_expectations",),
+        ),
+        Planted(
+            "Bayesian SVM: margin off by one",
+            "likelihoods/bayesian_svm.py",
+            "label_sign(y, w) * (1 + w)",
+            "label_sign(y, w) * (2 + w)",
+            ("test_bayesian_svm",),
+        ),
+        Planted(
+            "Logistic-softmax: sign of the log-normaliser",
+            "likelihoods/multiclass.py",
+            "chosen_class(log_tilt(m, v), y) - jnp.log(total)",
+            "chosen_class(log_tilt(m, v), y) + jnp.log(total)",
+            ("test_multiclass",),
+        ),
+        Planted(
+            "Robust-max: right and wrong exchanged",
+            "likelihoods/robust_max.py",
+            "    return wrong + (right - wrong) * largest\n",
+            "    return right + (wrong - right) * largest\n",
+            ("test_robust_max",),
+        ),
+        Planted(
+            "Log-variance normal: factor 2 in the exponent",
+            "likelihoods/log_variance.py",
+            "jnp.exp(0.5 * vg - mg)",
+            "jnp.exp(vg - mg)",
+            ("test_expectations",),
+        ),
+        Planted(
+            "Piecewise: a spread about the wrong mean",
+            "likelihoods/piecewise.py",
+            "jnp.square(component.mean - mean[..., None])",
+            "jnp.square(component.mean)",
+            ("test_linked",),
+        ),
+        Planted(
+            "Polya-Gamma sampler: drift without its factor 2",
+            "distributions/_pg_sampler.py",
+            "jnp.square(z) + 2 * at.slope",
+            "jnp.square(z) + at.slope",
+            ("test_pg_sampler",),
+        ),
+        Planted(
+            "Affine map: sign of the offset",
+            "math/affine.py",
+            "factors.potential - factors.precision * self.offset\n        return",
+            "factors.potential + factors.precision * self.offset\n        return",
+            (
+                "test_gibbs",
+                "test_conjugate",
+            ),
+        ),
+        Planted(
+            "Affine map: transpose forgotten in a draw",
+            "math/affine.py",
+            "            return _solve(factor, white, transpose=True)\n",
+            "            return _solve(factor, white)\n",
+            ("test_gibbs",),
+        ),
+        Planted(
+            "Gaussian factors: factor 2 of the precision",
+            "math/affine.py",
+            "jnp.maximum(-2 * slopes.variance",
+            "jnp.maximum(-1 * slopes.variance",
+            ("test_conjugate",),
+        ),
+        Planted(
+            "Predictors: slope forgotten in the variance",
+            "model/predictors.py",
+            "v + slope[k] * carried[k]",
+            "v + carried[k]",
+            (
+                "test_gibbs",
+                "test_routes",
+            ),
+        ),
+        Planted(
+            "KL: off by one per dimension",
+            "math/linalg.py",
+            "+ 2 * jnp.log(scale) - 1",
+            "+ 2 * jnp.log(scale)",
+            ("test_gaussian",),
+        ),
+        Planted(
+            "Inverse factor: derivative transposed",
+            "math/linalg.py",
+            "-(half * turned) @ inverse",
+            "-(half * turned).mT @ inverse",
+            (
+                "test_linalg",
+                "test_conjugate",
+            ),
+        ),
+        Planted(
+            "Epochs: a row drawn twice",
+            "infer/vi/epochs.py",
+            "position + plate.subsample_size\n",
+            "position + plate.subsample_size - 1\n",
+            ("test_conjugate",),
+        ),
+        Planted(
+            "Elliptical slice: scale in the place of its square",
+            "infer/mcmc/ellipses.py",
+            "(squares / jnp.square(scale.astype(squares.dtype)))",
+            "(squares / scale.astype(squares.dtype))",
+            ("test_gibbs",),
+        ),
+        Planted(
+            "Wasserstein: distance not divided by N",
+            "infer/vi/wasserstein.py",
+            "_bures(K, R, floor) / X.shape[0]",
+            "_bures(K, R, floor)",
+            ("test_wasserstein",),
+        ),
+        Planted(
+            "float32: range of the nodes too short",
+            "math/quadrature.py",
+            "(64, 5.5)",
+            "(64, 2.5)",
+            ("test_likelihood_distributions",),
+        ),
+        Planted(
+            "Preconditioned posterior: sign of the kept part",
+            "guides/preconditioned.py",
+            "1 - jnp.square(inverse).sum(-2) * noise",
+            "1 + jnp.square(inverse).sum(-2) * noise",
+            ("test_preconditioned",),
+        ),
+        Planted(
+            "Residual variance of a sparse process doubled",
+            "gp/projection.py",
+            "prior_variance - jnp.square(projection).sum(-2)",
+            "prior_variance + jnp.square(projection).sum(-2)",
+            ("test_process",),
+        ),
+        Planted(
+            "Hyperparameters: ascent taken for descent",
+            "infer/vi/stepper.py",
+            "jax.tree.map(jnp.negative, ascent)",
+            "ascent",
+            ("test_conjugate",),
+        ),
+    ]
+
+
+def caught_by(error: Planted, tests: tuple[str, ...]) -> str:
+    """The first test that fails with the error in place; empty if none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("numpyro_gpaug", "tests", "examples", "docs"):
+            shutil.copytree(TOP / part, copy / part)
+        for part in ("pyproject.toml", "README.md"):
+            shutil.copy(TOP / part, copy / part)
+        module = copy / "numpyro_gpaug" / error.module
+        text = module.read_text()
+        if text.count(error.right) != 1:
+            raise ValueError(f"{error.what}: {text.count(error.right)} places for it")
+        module.write_text(text.replace(error.right, error.wrong))
+        files = [f"tests/{name}.py" for name in tests]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+             *files],
+            cwd=copy, env={**os.environ, "PYTHONPATH": folder},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    failed = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+    if done.returncode and not failed:
+        raise RuntimeError(done.stdout + done.stderr)
+    return failed[0].split(" - ")[0].removeprefix("FAILED ") if failed else ""
+
+
+def main() -> int:
+    """Plants them all."""
+    missed = 0
+    wanted = sys.argv[1:]
+    for error in planted():
+        if wanted and not any(word in error.what for word in wanted):
+            continue
+        start = time.perf_counter()
+        found = caught_by(error, error.tests) or caught_by(error, ())
+        missed += not found
+        seconds = time.perf_counter() - start
+        print(f"{error.what}: {found or 'NOT CAUGHT'} ({seconds:.0f} s)", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
