@@ -2,7 +2,6 @@
 """One model through every route, and the same posterior at the end of each."""
 
 import json
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -34,71 +33,29 @@ from tests.models import (
     moments,
     projection,
 )
+from tests.routes import (
+    KEY,
+    NEW,
+    ONE,
+    SLOW_ONE,
+    SLOW_THREE,
+    conjugate,
+    crossed,
+    fitted,
+    latents,
+    loss_at,
+    posterior_of,
+    problem,
+    rerun,
+    spread_params,
+    stock,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_binary_logistic.json").read_text()
 )
-KEY = 0
-NEW = np.random.default_rng(9).uniform(-2, 2, (11, 2))  # another number of rows
-
-latents = pytest.mark.parametrize("num_latents", [None, 3], ids=["C=1", "C=3"])
-ONE = pytest.param(None, id="C=1")
-SLOW_ONE = pytest.param(None, id="C=1", marks=pytest.mark.slow)
-SLOW_THREE = pytest.param(3, id="C=3", marks=pytest.mark.slow)
-
-
-def crossed(name, quick, others):
-    """Both numbers of latents with every option; only the pairs in ``quick`` are not
-    marked slow."""
-    pairs = [
-        pytest.param(c, o, marks=() if (c, o) in quick else pytest.mark.slow)
-        for c in (None, 3)
-        for o in others
-    ]
-    return pytest.mark.parametrize(("num_latents", name), pairs)
-
-
-def problem(num_latents, **options):
-    """Arguments and keyword arguments of the classifier."""
-    X, y, Z = draw_data()
-    y = y[:, 0] if num_latents is None else y
-    return (X, y), {"inducing": Z, "num_latents": num_latents, **options}
-
-
-def conjugate(args, kwargs, steps=40, model=classifier, updates="auto", **options):
-    guide = gpaug.AutoSparseGP(model)
-    svi = gpaug.ConjugateSVI(model, guide, updates=updates, **options)
-    result = svi.run(random.key(KEY), steps, *args, progress_bar=False, **kwargs)
-    return svi, result
-
-
-@cache
-def fitted(num_latents, updates="auto"):
-    """The closed-form fit on full data; call it with 64-bit types enabled."""
-    return conjugate(*problem(num_latents), updates=updates)
-
-
-@cache
-def posterior_of(num_latents, updates="auto"):
-    svi, result = fitted(num_latents, updates)
-    return svi.posterior(result)
-
-
-def stock(args, kwargs, loss, covariance, steps, rate=0.05, model=classifier):
-    guide = gpaug.AutoSparseGP(model, covariance=covariance).setup(*args, **kwargs)
-    schedule = optax.cosine_decay_schedule(rate, steps)
-    svi = SVI(model, guide, optax.adam(schedule), loss)
-    result = svi.run(random.key(KEY), steps, *args, progress_bar=False, **kwargs)
-    return guide, result
-
-
-def loss_at(loss, params, guide, args, kwargs, model=classifier):
-    return jax.jit(
-        lambda params: loss.loss(random.key(KEY), params, model, guide, *args, **kwargs)
-    )(params)
-
 
 # Closed form against NumPy.
 
@@ -131,8 +88,8 @@ def test_exact_sites_end_at_a_higher_bound(num_latents):
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["full", "sparse"])
 def test_augmented_steps_are_coordinate_ascent_to_the_golden_optimum(sparse):
-    X, Z = jnp.asarray(GOLDEN["X"]), jnp.asarray(GOLDEN["Z"])
-    y = ((jnp.asarray(GOLDEN["y"]) + 1) / 2).astype(int)
+    X, Z = np.asarray(GOLDEN["X"]), np.asarray(GOLDEN["Z"])
+    y = ((np.asarray(GOLDEN["y"]) + 1) / 2).astype(int)
     inducing = Z if sparse else X
     golden = GOLDEN["sparse" if sparse else "full"]
 
@@ -166,7 +123,7 @@ def test_the_first_step_on_a_batch_is_the_formula(num_latents):
     """From the prior every f has mean 0 and variance 2, so PG(1, sqrt(2))."""
     (X, y), kwargs = problem(num_latents, size=24)
     Z = kwargs["inducing"]
-    batch = X[:6], y[:6]
+    batch = np.asarray(X)[:6], np.asarray(y)[:6]
     guide = gpaug.AutoSparseGP(classifier)
     svi = gpaug.ConjugateSVI(classifier, guide, updates="augmented", step_size=1.0)
     state = svi.init(random.key(KEY), *batch, **kwargs)
@@ -183,17 +140,11 @@ def test_the_first_step_on_a_batch_is_the_formula(num_latents):
 
 
 def test_three_latents_are_three_fits():
-    (X, y), kwargs = problem(3)
+    (X, y), _ = problem(3)
     svi, result = fitted(3)
     together = blocks_of(svi.guide, result.params)
-    one, _ = fitted(None)
-    apart = [
-        one.run(
-            random.key(KEY), 40, X, y[:, c], inducing=kwargs["inducing"],
-            num_latents=None, progress_bar=False,
-        )
-        for c in range(3)
-    ]  # fmt: skip
+    one, first = fitted(None)
+    apart = [rerun(one, (X, label), first.kwargs) for label in np.asarray(y).T]
     for c, alone in enumerate(apart):
         mean, cover = blocks_of(one.guide, alone.params)
         np.testing.assert_allclose(together[0][c], mean[0], rtol=1e-6, atol=1e-7)
@@ -272,33 +223,19 @@ def test_adam_with_a_diagonal_guide(num_latents):
 def test_a_fresh_guide_may_be_set_up_inside_handlers():
     args, kwargs = problem(None)
     guide = gpaug.AutoSparseGP(classifier, covariance="dense")
-    trace = handlers.trace(handlers.seed(guide, 0)).get_trace(*args, **kwargs)
-    assert set(trace) == {"f.v", "f.v_auto_loc", "f.v_auto_tril"}
+
+    def draw():
+        trace = handlers.trace(handlers.seed(guide, 0)).get_trace(*args, **kwargs)
+        return {name: site["value"] for name, site in trace.items()}
+
+    assert set(jax.eval_shape(draw)) == {"f.v", "f.v_auto_loc", "f.v_auto_tril"}
     fresh = gpaug.AutoSparseGP(classifier, covariance="dense")
     svi = SVI(classifier, fresh, optax.adam(0.1), gpaug.TraceAnalytic_ELBO())
-    result = svi.run(random.key(KEY), 3, *args, progress_bar=False, **kwargs)
-    assert set(result.params) == {"f.v_auto_loc", "f.v_auto_tril"}
+    state = svi.init(random.key(KEY), *args, **kwargs)
+    assert set(svi.get_params(state)) == {"f.v_auto_loc", "f.v_auto_tril"}
 
 
 # Stock bounds.
-
-
-def spread_params(num_latents, covariance):
-    """Params away from the optimum, where the residual matters."""
-    args, kwargs = problem(num_latents)
-    guide = gpaug.AutoSparseGP(classifier, covariance=covariance)
-    guide.setup(*args, **kwargs)
-    (block,) = guide.structure.blocks
-    rng = np.random.default_rng(4)
-    loc = jnp.asarray(rng.normal(size=block.shape))
-    if covariance == "diagonal":
-        scale = jnp.asarray(rng.uniform(0.3, 1, block.shape))
-        return guide, {"f.v_auto_loc": loc, "f.v_auto_scale": scale}
-    factor = np.tril(rng.normal(size=(*block.shape, 6))) * 0.2 + 0.5 * np.eye(6)
-    if covariance == "dense":
-        return guide, {"f.v_auto_loc": loc, "f.v_auto_tril": jnp.asarray(factor)}
-    precision = jnp.asarray(factor @ np.swapaxes(factor, -1, -2) + np.eye(6))
-    return guide, {"f.v_auto_potential": loc, "f.v_auto_precision": precision}
 
 
 @crossed(
@@ -311,18 +248,21 @@ def test_stock_bounds_agree_with_the_analytic_one(num_latents, covariance):
     guide, params = spread_params(num_latents, covariance)
     q = blocks_of(guide, params)
     expected = -brute_bound(X, y, kwargs["inducing"], q)
-    analytic = loss_at(gpaug.TraceAnalytic_ELBO(), params, guide, (X, y), kwargs)
-    np.testing.assert_allclose(analytic, expected, rtol=1e-9)
     kinds = [TraceMeanField_ELBO()]
     if covariance == "dense":
         kinds.append(Trace_ELBO())
-    for loss in kinds:
-        keys = random.split(random.key(1), 3000)
 
-        def value(key, loss=loss):
+    @jax.jit
+    def values(params, keys):
+        def value(loss, key):
             return loss.loss(key, params, classifier, guide, X, y, **kwargs)
 
-        draws = np.asarray(jax.jit(jax.vmap(value))(keys))
+        draws = [jax.vmap(lambda key, k=k: value(k, key))(keys) for k in kinds]
+        return value(gpaug.TraceAnalytic_ELBO(), keys[0]), draws
+
+    analytic, draws_of = values(params, random.split(random.key(1), 3000))
+    np.testing.assert_allclose(analytic, expected, rtol=1e-9)
+    for loss, draws in zip(kinds, map(np.asarray, draws_of), strict=True):
         error = abs(draws.mean() - expected) / (draws.std() / np.sqrt(len(draws)))
         assert error < 4.5, (type(loss).__name__, error)
         # The residual of a sparse process is worth many standard errors.
@@ -358,16 +298,25 @@ def test_batch_losses_average_to_the_full_loss(num_latents):
     loss = gpaug.TraceAnalytic_ELBO()
     guide, params = spread_params(num_latents, "dense")
     full = loss_at(loss, params, guide, (X, y), kwargs)
-    order = np.random.default_rng(2).permutation(24).reshape(3, 8)
-    drawn, passed, conjugated = [], [], []
     svi, result = fitted(num_latents)
-    for idx in order:
-        drawn_model = handlers.substitute(classifier, data={"data": jnp.asarray(idx)})
-        batched = {**kwargs, "batch_size": 8}
-        drawn.append(loss_at(loss, params, guide, (X, y), batched, drawn_model))
-        given = (X[idx], y[idx]), {**kwargs, "size": 24}
-        passed.append(loss_at(loss, params, guide, *given))
-        conjugated.append(svi.evaluate(result.state, *given[0], **given[1]))
+    batched = {**kwargs, "batch_size": 8}
+
+    @jax.jit
+    def both(idx, X_batch, y_batch):
+        """By a plate that draws, and by batches passed in."""
+        chosen = handlers.substitute(classifier, data={"data": idx})
+        at = random.key(KEY), params
+        drawn = loss.loss(*at, chosen, guide, X, y, **batched)
+        given = {**kwargs, "size": 24}
+        return drawn, loss.loss(*at, classifier, guide, X_batch, y_batch, **given)
+
+    drawn, passed, conjugated = [], [], []
+    for idx in np.random.default_rng(2).permutation(24).reshape(3, 8):
+        batch = np.asarray(X)[idx], np.asarray(y)[idx]
+        for values, value in zip((drawn, passed), both(idx, *batch), strict=True):
+            values.append(value)
+        given = {**result.kwargs, "size": 24}
+        conjugated.append(svi.evaluate(result.state, *batch, **given))
     np.testing.assert_allclose(np.mean(drawn), full, rtol=1e-11)
     np.testing.assert_allclose(passed, drawn, rtol=1e-11)
     assert np.std(drawn) > 0.1
@@ -381,11 +330,12 @@ def test_minibatches_approach_the_full_optimum(num_latents, passed_in):
     svi = gpaug.ConjugateSVI(classifier, guide)
     if passed_in:
         kwargs = {**full, "size": 24}
-        state = svi.init(random.key(KEY), X[:8], y[:8], **kwargs)
+        X_all, labels = np.asarray(X), np.asarray(y)
+        state = svi.init(random.key(KEY), X_all[:8], labels[:8], **kwargs)
         rng = np.random.default_rng(0)
         for _ in range(30):
             for idx in rng.permutation(24).reshape(3, 8):
-                state, _ = svi.update(state, X[idx], y[idx], **kwargs)
+                state, _ = svi.update(state, X_all[idx], labels[idx], **kwargs)
         params = svi.get_params(state)
     else:
         kwargs = {**full, "batch_size": 8}
@@ -428,12 +378,19 @@ def importance_moments(X, y, Z, q, count=40_000):
 
 def test_nuts_samples_the_posterior_of_the_full_process():
     X, y, _ = draw_data(seed=3, rows=8)
-    y = y[:, 0]
+    y = jnp.asarray(np.asarray(y)[:, 0])
     svi, result = conjugate((X, y), {"inducing": X})
     mean, variance = importance_moments(X, y, X, blocks_of(svi.guide, result.params))
     mcmc = MCMC(NUTS(classifier), num_warmup=200, num_samples=800, progress_bar=False)
     mcmc.run(random.key(KEY), X, y, inducing=X)
-    draws = mcmc.get_samples()
+    draws = {k: np.asarray(v) for k, v in mcmc.get_samples().items()}
+    predict = Predictive(classifier, draws)
+
+    @jax.jit
+    def stock_tools(new):
+        pointwise = log_likelihood(classifier, draws, X, y, inducing=X)["y"]
+        return predict(random.key(1), new, inducing=X), pointwise
+
     assert set(draws) == {"f.v", "f"}
     np.testing.assert_allclose(
         draws["f"], draws["f.v"] @ projection(X, X)[0], atol=1e-6
@@ -445,12 +402,11 @@ def test_nuts_samples_the_posterior_of_the_full_process():
     assert np.abs((q[0][0] - mean) / deviation).max() < 0.05
     assert np.abs(np.sqrt(np.diag(q[1][0])) / deviation - 1).max() < 0.1
 
-    new = Predictive(classifier, draws)(random.key(1), jnp.asarray(NEW), inducing=X)
+    new, pointwise = stock_tools(NEW)
     assert new["f"].shape == new["y"].shape == (800, 11)
     f = svi.posterior(result).predict_f(NEW)
-    error = (new["f"].mean(0) - f.mean) / np.sqrt(f.variance)
+    error = (np.asarray(new["f"]).mean(0) - f.mean) / np.sqrt(f.variance)
     assert np.abs(error).max() < 0.3
-    pointwise = log_likelihood(classifier, draws, X, y, inducing=X)["y"]
     sign = 2 * np.asarray(y) - 1.0
     expected = -np.logaddexp(0, -sign * np.asarray(draws["f"]))
     np.testing.assert_allclose(pointwise, expected, rtol=1e-6, atol=1e-9)
@@ -463,10 +419,11 @@ def test_nuts_samples_the_posterior_of_the_full_process():
 def test_predictive_from_the_prior_at_any_size(num_latents):
     kwargs = problem(num_latents)[1]
     tail = () if num_latents is None else (3,)
+    predict = jax.jit(
+        lambda X: Predictive(classifier, num_samples=5)(random.key(KEY), X, **kwargs)
+    )
     for rows in (1, 11):
-        draws = Predictive(classifier, num_samples=5)(
-            random.key(KEY), jnp.asarray(NEW[:rows]), **kwargs
-        )
+        draws = predict(NEW[:rows])
         assert draws["f"].shape == draws["y"].shape == (5, rows, *tail)
         assert set(np.unique(draws["y"])) <= {0, 1}
 
@@ -480,16 +437,21 @@ def test_predictive_from_the_fit_agrees_with_the_posterior(num_latents, how):
     args, kwargs = problem(num_latents)
     svi, result = fitted(num_latents)
     count = 4000
-    if how == "posterior samples":
-        samples = svi.guide.sample_posterior(
-            random.key(3), result.params, *args, sample_shape=(count,), **kwargs
-        )
-        predict = Predictive(classifier, samples)
-    else:
-        predict = Predictive(
-            classifier, guide=svi.guide, params=result.params, num_samples=count
-        )
-    draws = predict(random.key(2), jnp.asarray(NEW), **kwargs)
+
+    @jax.jit
+    def draw(X):
+        if how == "posterior samples":
+            samples = svi.guide.sample_posterior(
+                random.key(3), result.params, *args, sample_shape=(count,), **kwargs
+            )
+            predict = Predictive(classifier, samples)
+        else:
+            predict = Predictive(
+                classifier, guide=svi.guide, params=result.params, num_samples=count
+            )
+        return predict(random.key(2), X, **kwargs)
+
+    draws = {k: np.asarray(v) for k, v in draw(NEW).items()}
     posterior = posterior_of(num_latents)
     mean, variance = posterior.predict_f(NEW)
     f = np.asarray(draws["f"])
@@ -504,152 +466,22 @@ def test_predictive_from_the_fit_agrees_with_the_posterior(num_latents, how):
 @pytest.mark.parametrize("num_latents", [SLOW_ONE, 3])
 def test_log_likelihood_is_pointwise_at_the_projected_mean(num_latents):
     (X, y), kwargs = problem(num_latents)
-    _, result = fitted(num_latents)
-    svi = fitted(num_latents)[0]
-    samples = svi.guide.sample_posterior(
-        random.key(3), result.params, X, y, sample_shape=(4,), **kwargs
-    )
-    value = log_likelihood(classifier, samples, X, y, **kwargs)["y"]
+    svi, result = fitted(num_latents)
+
+    @jax.jit
+    def sampled():
+        samples = svi.guide.sample_posterior(
+            random.key(3), result.params, X, y, sample_shape=(4,), **kwargs
+        )
+        return samples, log_likelihood(classifier, samples, X, y, **kwargs)["y"]
+
+    samples, value = sampled()
     assert value.shape == (4, 24)
     A, _ = projection(X, kwargs["inducing"])
     f = np.einsum("s...m,mn->sn...", np.asarray(samples["f.v"]), A)
     terms = -np.logaddexp(0, -(2 * np.asarray(y) - 1.0) * f)
     expected = terms if num_latents is None else terms.sum(-1)
     np.testing.assert_allclose(value, expected, rtol=1e-8, atol=1e-10)
-
-
-# Handlers.
-
-
-@pytest.mark.parametrize("num_latents", [ONE, SLOW_THREE])
-def test_scale_of_the_model_multiplies_every_term(num_latents):
-    args, kwargs = problem(num_latents)
-    guide, params = spread_params(num_latents, "dense")
-    loss = gpaug.TraceAnalytic_ELBO()
-    once = loss_at(loss, params, guide, args, kwargs)
-    scaled = handlers.scale(classifier, scale=2.5)
-    np.testing.assert_allclose(
-        loss_at(loss, params, guide, args, kwargs, scaled), 2.5 * once
-    )
-    svi, result = conjugate(args, kwargs, model=scaled)
-    closed = fitted(num_latents)[1]
-    np.testing.assert_allclose(result.losses[-1], 2.5 * closed.losses[-1], rtol=1e-8)
-    for name, value in closed.params.items():
-        np.testing.assert_allclose(result.params[name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_latents", [ONE, SLOW_THREE])
-def test_scale_per_datum_weights_its_term(num_latents):
-    weights = np.linspace(0.5, 2, 24)
-    (X, y), kwargs = problem(num_latents)
-    weighted = {**kwargs, "weights": jnp.asarray(weights)}
-    svi, result = conjugate((X, y), weighted)
-    q = blocks_of(svi.guide, result.params)
-    expected = brute_bound(X, y, kwargs["inducing"], q, weights=weights)
-    np.testing.assert_allclose(-result.losses[-1], expected, rtol=1e-9)
-    # A datum of weight 2 is the same datum twice.
-    twice = np.r_[np.arange(24), 5]
-    double = {**kwargs, "weights": jnp.ones(24).at[5].set(2.0)}
-    one = conjugate((X, y), double)[1]
-    other = conjugate((X[twice], y[twice]), kwargs)[1]
-    np.testing.assert_allclose(one.losses[-1], other.losses[-1], rtol=1e-9)
-    for name, value in other.params.items():
-        np.testing.assert_allclose(one.params[name], value, rtol=1e-4, atol=1e-6)
-    assert abs(one.losses[-1] - fitted(num_latents)[1].losses[-1]) > 0.1
-
-
-@crossed("full", [(None, True), (3, False)], [True, False])
-def test_a_masked_datum_is_a_deleted_one(num_latents, full):
-    (X, y), kwargs = problem(num_latents)
-    X, y = X[:10], y[:10]
-    keep = np.array([True] * 3 + [False] * 2 + [True] * 5)
-    kwargs = {**kwargs, "inducing": X if full else kwargs["inducing"]}
-    masked = conjugate((X, y), {**kwargs, "mask": jnp.asarray(keep)})[1]
-    deleted = conjugate((X[keep], y[keep]), kwargs)[1]
-    np.testing.assert_allclose(masked.losses, deleted.losses, rtol=1e-9)
-    for name, value in deleted.params.items():
-        np.testing.assert_allclose(masked.params[name], value, rtol=1e-6, atol=1e-8)
-    # The masked label is never looked at.
-    wild = y.at[3].set(7)
-    again = conjugate((X, wild), {**kwargs, "mask": jnp.asarray(keep)})[1]
-    np.testing.assert_allclose(again.losses, masked.losses, rtol=1e-12)
-
-
-def test_mask_and_weights_follow_their_rows_into_batches():
-    (X, y), kwargs = problem(None)
-    weights = jnp.linspace(0.5, 2, 24)
-    mask = jnp.arange(24) % 5 != 0
-    kwargs = {**kwargs, "weights": weights, "mask": mask}
-    loss = gpaug.TraceAnalytic_ELBO()
-    guide, params = spread_params(None, "dense")
-    full = loss_at(loss, params, guide, (X, y), kwargs)
-    q = blocks_of(guide, params)
-    weight = np.asarray(weights * mask)
-    expected = brute_bound(X, y, kwargs["inducing"], q, weights=weight)
-    np.testing.assert_allclose(-full, expected, rtol=1e-9)
-    batches = []
-    for idx in np.random.default_rng(2).permutation(24).reshape(3, 8):
-        chosen = handlers.substitute(classifier, data={"data": jnp.asarray(idx)})
-        batched = {**kwargs, "batch_size": 8}
-        batches.append(loss_at(loss, params, guide, (X, y), batched, chosen))
-    np.testing.assert_allclose(np.mean(batches), full, rtol=1e-11)
-
-
-def test_scope_only_renames():
-    args, kwargs = problem(None)
-    scoped = handlers.scope(classifier, prefix="a")
-    svi, result = conjugate(args, {**kwargs, "learn": True}, model=scoped)
-    plain = conjugate(args, {**kwargs, "learn": True})[1]
-    np.testing.assert_allclose(result.losses, plain.losses, rtol=1e-11)
-    assert set(result.params) == {f"a/{name}" for name in plain.params}
-    for name, value in plain.params.items():
-        np.testing.assert_allclose(result.params[f"a/{name}"], value, rtol=1e-9)
-    f = svi.posterior(result).predict_f(NEW)
-    reference = posterior_of(None).predict_f(NEW)
-    np.testing.assert_allclose(f.mean, reference.mean, rtol=1e-7, atol=1e-9)
-    draws = Predictive(scoped, num_samples=2)(random.key(0), jnp.asarray(NEW), **kwargs)
-    assert set(draws) == {"a/f", "a/f.v", "a/y"}
-
-
-def test_two_scopes_of_one_process_do_not_mix():
-    (X, y), kwargs = problem(None)
-
-    def model(X, y=None):
-        for prefix in "ab":
-            handlers.scope(classifier, prefix=prefix)(X, y, **kwargs)
-
-    svi, result = conjugate((X, y), {}, model=model)
-    once = fitted(None)[1].losses[-1]
-    np.testing.assert_allclose(result.losses[-1], 2 * once, rtol=1e-9)
-    potentials = [result.params[f"{p}/f.v_auto_potential"] for p in "ab"]
-    np.testing.assert_allclose(potentials[0], potentials[1], rtol=1e-9)
-
-
-def test_substitute_fixes_a_hyperparameter():
-    (X, y), kwargs = problem(None)
-    fixed = handlers.substitute(classifier, data={"lengthscale": jnp.asarray(0.5)})
-    result = conjugate((X, y), {**kwargs, "learn": True}, model=fixed)[1]
-    constant = conjugate((X, y), {**kwargs, "lengthscale": 0.5})[1]
-    np.testing.assert_allclose(result.losses, constant.losses, rtol=1e-10)
-    assert abs(result.losses[-1] - fitted(None)[1].losses[-1]) > 0.01
-
-
-def test_substitute_of_the_inducing_values():
-    kwargs = problem(None)[1]
-    v = np.random.default_rng(5).normal(size=6)
-    held = handlers.substitute(classifier, data={"f.v": jnp.asarray(v)})
-    mean_only = gpaug.with_residual(handlers.seed(held, 0), "mean")
-    trace = handlers.trace(mean_only).get_trace(jnp.asarray(NEW), **kwargs)
-    A, _ = projection(NEW, kwargs["inducing"])
-    np.testing.assert_allclose(trace["f"]["value"], A.T @ v, rtol=1e-9)
-
-
-def test_condition_on_the_inducing_values_leaves_no_block():
-    args, kwargs = problem(None)
-    v = jnp.asarray(np.random.default_rng(5).normal(size=6))
-    held = handlers.condition(classifier, data={"f.v": v})
-    with pytest.raises(ValueError, match="no Gaussian process"):
-        conjugate(args, kwargs, model=held)
 
 
 # Hyperparameters on the same bound.
