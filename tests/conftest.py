@@ -4,6 +4,7 @@
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,25 @@ try:
     from jax import enable_x64
 except ImportError:
     from jax.experimental import enable_x64
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests in one process (``pytest -n 2``): they share fits."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
+# What takes longest goes first, so that the processes end together.
+LONGEST = ("wasserstein", "multiclass", "gibbs", "routes", "linked", "process")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the files."""
+    ranks = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(LONGEST)))
+
 
 _COMPILED: list[str] = []
 
