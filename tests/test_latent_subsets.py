@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plates that draw latents (labels, classes): only those drawn are worked on."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,25 +43,32 @@ def data():
     return jnp.asarray(X, jnp.float32), jnp.asarray(Y, int)
 
 
+@cache
+def fitter(optim=None, step_size=None):
+    """By the same one, nothing is compiled again."""
+    guide = gpaug.AutoSparseGP(model)
+    return gpaug.ConjugateSVI(model, guide, optim, step_size=step_size)
+
+
 def fit(data, num_steps, optim=None, step_size=None, **kwargs):
     X, Y = data
-    guide = gpaug.AutoSparseGP(model)
-    svi = gpaug.ConjugateSVI(model, guide, optim, step_size=step_size)
-    arguments = {"inducing": X[:8], **kwargs}
+    svi = fitter(optim, step_size)
+    arguments = {"inducing": np.asarray(X)[:8], **kwargs}
     return svi, svi.run(KEY, num_steps, X, Y, progress_bar=False, **arguments)
 
 
 def test_a_step_moves_the_labels_drawn_and_no_other(data) -> None:
     svi, first = fit(data, 1, step_size=1.0, num_drawn=2)
-    moved = np.any(first.params["f.v_auto_precision"] != np.eye(8), axis=(1, 2))
+    precision = np.asarray(first.params["f.v_auto_precision"])
+    moved = np.any(precision != np.eye(8), axis=(1, 2))
     assert moved.sum() == 2
     X, Y = data
     more = svi.run(
-        KEY, 1, X, Y, inducing=X[:8], num_drawn=2, progress_bar=False,
+        KEY, 1, X, Y, inducing=np.asarray(X)[:8], num_drawn=2, progress_bar=False,
         init_state=first.state,
     )  # fmt: skip
-    before, after = (r.params["f.v_auto_precision"] for r in (first, more))
-    changed = np.any(np.asarray(before) != np.asarray(after), axis=(1, 2))
+    before, after = (np.asarray(r.params["f.v_auto_precision"]) for r in (first, more))
+    changed = np.any(before != after, axis=(1, 2))
     # An epoch of the labels is drawn without replacement.
     assert changed.sum() == 2
     assert not (changed & moved).any()
@@ -75,13 +84,11 @@ def test_whole_steps_on_some_labels_reach_the_fit_of_all(data) -> None:
     )  # fmt: skip
     # The bound of the labels drawn, scaled by C / K with its KL, is unbiased.
     X, Y = data
+    arguments = {"inducing": np.asarray(X)[:8], "num_drawn": 2}
     losses = [
-        svi.evaluate(
-            some.state._replace(rng_key=jax.random.key(i)), X, Y, inducing=X[:8],
-            num_drawn=2,
-        )
-        for i in range(150)
-    ]  # fmt: skip
+        svi.evaluate(some.state._replace(rng_key=key), X, Y, **arguments)
+        for key in jax.random.split(KEY, 150)
+    ]
     error = np.std(losses) / np.sqrt(len(losses))
     assert error > 0
     assert abs(np.mean(losses) - whole.losses[-1]) < 3.5 * error
