@@ -36,13 +36,15 @@ def fitted_moments(X, y, variance: float, sites: str):
     return np.asarray(f.mean), np.sqrt(np.asarray(f.variance))
 
 
-def compare(num: int, variance: float, num_samples: int) -> dict[str, tuple]:
+def compare(
+    num: int, variance: float, num_samples: int, kinds=("exact", "augmented")
+) -> dict[str, tuple]:
     """Worst error of a mean (in standard deviations) and of a standard deviation
     (relative), by kind of site; and the Monte Carlo error of the reference."""
     X, y = toy(num, dtype=jnp.float64)
     mean, deviation, noise = nuts_moments(X, y, variance, num_samples)
     rows: dict[str, tuple] = {"monte carlo": (noise,)}
-    for sites in ("exact", "augmented"):
+    for sites in kinds:
         m, s = fitted_moments(X, y, variance, sites)
         rows[sites] = (
             np.abs((m - mean) / deviation).max(), np.abs(s / deviation - 1).max()
@@ -52,7 +54,7 @@ def compare(num: int, variance: float, num_samples: int) -> dict[str, tuple]:
 
 
 def test_exact_sites_match_nuts(x64) -> None:
-    rows = compare(40, 1.0, 4000)
+    rows = compare(20, 1.0, 2000, kinds=("exact",))
     assert rows["exact"][0] < 0.05 + 3 * rows["monte carlo"][0]
     assert rows["exact"][1] < 0.10
 

@@ -15,7 +15,7 @@ from scipy import stats
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
 from numpyro_gpaug.likelihoods.expectations import predictive
-from tests.test_diagnostics import NOISE, data, draws, gaussian, kernel, regression
+from tests.test_diagnostics import NOISE, data, draws, gaussian, kernel, wide_tree
 
 KEY = random.key(0)
 
@@ -184,10 +184,8 @@ def test_verdicts_on_khat():
 
 def test_a_guide_that_is_too_wide_is_repaired(x64):
     """By 10% in every direction; the posterior is known."""
-    X, y, _ = data()
-    params, _ = gaussian(X, y, X)
-    wide = {name: value / 1.21 for name, value in params.items()}
-    tree = draws(regression, wide, X, y, num_samples=8000)
+    X, _, _ = data()
+    tree = wide_tree()
     gram = np.asarray(kernel()(X, X))
     solved = np.linalg.solve(gram + NOISE**2 * np.eye(20), gram)
     truth = np.sqrt(np.diag(gram - gram @ solved))
@@ -211,7 +209,7 @@ def test_a_pseudo_likelihood_has_its_own_density_and_no_loo(x64):
             numpyro.sample("y", gpaug.BayesianSVM(gp(X)), obs=y)
 
     params, _ = gaussian(X, y, Z)
-    tree = draws(svm, params, X, labels)
+    tree = draws(svm, params, X, labels, num_samples=30)
     v = tree["posterior"]["f.v"].values[0]
     A = np.linalg.solve(
         np.linalg.cholesky(np.asarray(kernel()(Z, Z))), np.asarray(kernel()(Z, X))
@@ -230,6 +228,5 @@ def test_a_pseudo_likelihood_has_its_own_density_and_no_loo(x64):
     for site in (None, "y"):
         with pytest.raises(ValueError, match="pseudo-likelihood, which is not normal"):
             diagnostics.loo(tree, site)
-    tree = draws(svm, params, X, labels, num_samples=30)
     groups = list(diagnostics.psis_estimates(tree).children)
     assert groups == ["posterior", "posterior_predictive"]

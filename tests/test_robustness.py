@@ -47,15 +47,17 @@ def fitters(updates: str):
     ]
 
 
-def run_hard(names, dtype, variances, num_steps: int, kinds) -> None:
+def run_hard(names, dtype, variances, num_steps: int, kinds, first=0) -> None:
+    """:param first: 1 leaves out the fits with hyperparameters at rest."""
     compiled: dict = {}
     for name in names:
         X, y = PROBLEMS[name]
-        X = jnp.asarray(X, dtype)
-        Z = jnp.asarray(np.unique(np.asarray(X), axis=0))
+        X = X.astype(dtype)
+        Z = np.unique(X, axis=0)
         for updates in kinds:
             # One compilation per shape; a guide has one number of inducing inputs.
-            for svi in compiled.setdefault((updates, Z.shape), fitters(updates)):
+            both = compiled.setdefault((updates, Z.shape), fitters(updates))
+            for svi in both[first:]:
                 for variance in variances:
                     result = svi.run(
                         KEY, num_steps, X, y, inducing=Z, progress_bar=False,
@@ -65,7 +67,10 @@ def run_hard(names, dtype, variances, num_steps: int, kinds) -> None:
 
 
 def test_hard_problems_float32() -> None:
-    run_hard(PROBLEMS, np.float32, (1e4,), 40, ["auto"])
+    clouds = ["separable", "one class", "noise"]
+    run_hard(clouds, np.float32, (1e4,), 40, ["auto"])
+    others = [name for name in PROBLEMS if name not in clouds]
+    run_hard(others, np.float32, (1e4,), 40, ["auto"], first=1)
 
 
 @pytest.mark.slow
@@ -85,7 +90,9 @@ def test_hard_problems_all_sites_float64(x64) -> None:
     run_hard(PROBLEMS, np.float64, (1.0, 1e3, 1e4), 200, kinds)
 
 
-@pytest.mark.parametrize("updates", ["auto", "exact", "augmented"])
+@pytest.mark.parametrize(
+    "updates", [pytest.param("auto", marks=pytest.mark.slow), "exact", "augmented"]
+)
 def test_bad_starts(updates: str) -> None:
     """From a q far from any posterior: the bound rises to the same optimum."""
     X, y = toy(40)
@@ -214,9 +221,9 @@ def test_handled_edge_cases() -> None:
     assert np.isfinite(start(X=X[:1], y=y[:1], inducing=X[:1]).losses).all()
     # More inducing inputs than data, repeated inducing inputs, a constant column.
     assert np.isfinite(start(X=X[:4], y=y[:4], inducing=X).losses).all()
-    repeated = jnp.concatenate([X[:5], X[:5]])
+    repeated = np.concatenate([X[:5], X[:5]])
     assert np.isfinite(start(inducing=repeated).losses).all()
-    assert np.isfinite(start(X=X.at[:, 0].set(3.0)).losses).all()
+    assert np.isfinite(start(X=np.stack([0 * X[:, 0] + 3, X[:, 1]], 1)).losses).all()
     # Float labels are labels.
     assert np.isfinite(start(y=np.asarray(y, float)).losses).all()
 
@@ -229,7 +236,7 @@ def test_masked_observations_may_be_anything() -> None:
             numpyro.sample("y", d, obs=y)
 
     X, y = toy(20)
-    y = y.at[3].set(-1)
+    y[3] = -1
     kept = np.arange(20) != 3
     whole = start(model, X, y)
     part = start(model, X[kept], y[kept])
