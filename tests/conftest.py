@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import pytest
+
+# Before NumPy starts: the threads of its small problems mostly wait for one another,
+# ten times as long as one thread takes, and longer where tests run side by side.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Before jax starts. Compiling hundreds of small programs is nearly all of the time the
 # tests take: compile them without LLVM's optimisations (the graph is still optimised).
@@ -21,6 +24,7 @@ if version("jaxlib").startswith("0.10."):
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 
 try:
     from jax import enable_x64
