@@ -252,7 +252,9 @@ def measure(name: str, kind: str, options: Any) -> list[dict[str, Any]]:
             for key in ("error", "brier", "nll"):
                 values = [score[key] for score in found]
                 row[key] = statistics.mean(values)
-                row[f"{key}_sd"] = float(np.std(values, ddof=1)) if values[1:] else np.nan
+                row[f"{key}_sd"] = (
+                    float(np.std(values, ddof=1)) if values[1:] else np.nan
+                )
             row["seconds"], row["first"] = statistics.median(times), times[0]
             rows.append(row)
         print(f"  {name} {kind} {method} done", file=sys.stderr)
