@@ -94,7 +94,9 @@ class Predictor:
         self._compiled = jax.jit(
             self._answer, static_argnames=("what", "static", "site", "num")
         )
+        # By the shapes of the arguments.
         self._shapes: dict[Any, Any] = {}
+        self._structures: dict[Any, Structure] = {}
 
     def __call__(
         self,
@@ -204,7 +206,10 @@ class Predictor:
         whole = whole_plates(self.model)
         model = handlers.substitute(whole, substitute_fn=unobserved)
         arguments = Arguments(arrays, static)
-        here = structure_at(model, self.structure, arguments)
+        here = remembered(
+            self._structures, arguments.shapes,
+            lambda: structure_at(model, self.structure, arguments),
+        )  # fmt: skip
         return ModelView(here, model, arguments, fitted.values, random.key(0))
 
     def _f(self, view: ModelView, fit: Fit, site: str) -> FunctionValues:
