@@ -2,6 +2,7 @@
 """Closed-form updates: golden problems, equivalences, monotonicity, minibatches."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -11,111 +12,134 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from scipy import stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import Adaptive, RobbinsMonro
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
+from tests.models import covariance
 from tests.problems import classifier, learnt, regression, toy
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_binary_logistic.json").read_text()
 )
 KEY = jax.random.key(0)
+ADAM = optax.adam(0.1)
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@cache
+def fitter(model, updates="auto", optim=None, size=(20, None), **options):
+    """One for all tests that fit as many inducing inputs and latents: it compiles once
+    for each shape."""
+    return gpaug.ConjugateSVI(
+        model, gpaug.AutoSparseGP(model), optim, updates, **options
+    )
 
 
 def fit(model, *args, num_steps=60, optim=None, updates="auto", **kwargs):
     known = ("step_size", "hyper_steps", "hyper_every")
     options = {k: kwargs.pop(k) for k in known if k in kwargs}
-    guide = gpaug.AutoSparseGP(model)
-    svi = gpaug.ConjugateSVI(model, guide, optim, updates, **options)
+    size = len(kwargs.get("inducing", ())), kwargs.get("num_latents")
+    svi = fitter(model, updates, optim, size, **options)
     return svi, svi.run(KEY, num_steps, *args, progress_bar=False, **kwargs)
+
+
+def classify(updates="auto", num_steps=60, **hyper):
+    """A fit of the classifier to 60 data by 20 inducing inputs. Hyperparameters as
+    arrays, which compile nothing."""
+    X, y = toy(60)
+    given = {k: np.array(float(x)) for k, x in hyper.items()}
+    given = {"lengthscale": np.array(1.0), "variance": np.array(1.0)} | given
+    options = {"updates": updates, "num_steps": num_steps, "inducing": X[:20]}
+    return fit(classifier, X, y, **options, **given)
+
+
+def with_inducing_inputs(X, y=None, *, inducing):
+    Z = numpyro.param("Z", inducing)
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), Z)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 
 
 def inducing_moments(params, Z, lengthscale, variance):
     """Mean and covariance of u = L v."""
-    gram = gpaug.kernels.SquaredExponential(lengthscale, variance)(Z, Z)
-    L = np.linalg.cholesky(np.asarray(gram))
-    covariance = np.linalg.inv(np.asarray(params["f.v_auto_precision"]))
-    mean = covariance @ np.asarray(params["f.v_auto_potential"])
-    return L @ mean, L @ covariance @ L.T
+    L = np.linalg.cholesky(covariance(Z, Z, lengthscale, variance))
+    S = np.linalg.inv(np.asarray(params["f.v_auto_precision"]))
+    mean = S @ np.asarray(params["f.v_auto_potential"])
+    return L @ mean, L @ S @ L.T
 
 
 @pytest.mark.parametrize("which", ["full", "sparse"])
-def test_golden_problem(x64, which: str) -> None:
-    X = jnp.asarray(GOLDEN["X"])
-    Z = X if which == "full" else jnp.asarray(GOLDEN["Z"])
-    y = (jnp.asarray(GOLDEN["y"]) + 1) / 2
+def test_golden_problem(which: str) -> None:
+    X = np.asarray(GOLDEN["X"])
+    Z = X if which == "full" else np.asarray(GOLDEN["Z"])
+    y = (np.asarray(GOLDEN["y"]) + 1) / 2
     kernel = {"lengthscale": 0.9, "variance": 1.3}
     given = {"inducing": Z, "jitter": 0, **kernel}
     _, result = fit(classifier, X, y, updates="augmented", **given)
     golden = GOLDEN[which]
-    mean, covariance = inducing_moments(result.params, Z, **kernel)
+    mean, cover = inducing_moments(result.params, Z, **kernel)
     np.testing.assert_allclose(mean, golden["mu"], rtol=1e-8)
-    np.testing.assert_allclose(covariance, golden["Sigma"], rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(cover, golden["Sigma"], rtol=1e-8, atol=1e-10)
     np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-8)
     if which == "sparse":
         trace = golden["elbo_trace_from_prior"][1:]
         np.testing.assert_allclose(-result.losses[: len(trace)], trace, rtol=1e-8)
-    # The exact bound is tighter and still below the evidence.
-    _, exact = fit(classifier, X, y, inducing=Z, jitter=0, **kernel)
-    assert golden["elbo"] < -exact.losses[-1]
-    if which == "full":
-        assert -exact.losses[-1] < golden["log_evidence"]
+    else:
+        # The exact bound is tighter and still below the evidence.
+        _, exact = fit(classifier, X, y, inducing=Z, jitter=0, **kernel)
+        assert golden["elbo"] < -exact.losses[-1] < golden["log_evidence"]
 
 
-def test_regression_equals_the_exact_posterior(x64) -> None:
+def matern(a, b):
+    r = np.sqrt(5 * ((a[:, None] - b[None]) ** 2).sum(-1))
+    return (1 + r + r**2 / 3) * np.exp(-r)
+
+
+def test_regression_equals_the_exact_posterior() -> None:
     X, _ = toy(30, 1)
-    y = jnp.sin(X[:, 0])
+    y = np.sin(X[:, 0])
     svi, result = fit(regression, X, y, inducing=X, num_steps=2)
-    new = jnp.linspace(-2, 2, 7)[:, None]
-    kernel = gpaug.kernels.Matern52()
-    gram = np.asarray(kernel(X, X)) + 0.25 * np.eye(30)
-    cross = np.asarray(kernel(new, X))
+    new = np.linspace(-2, 2, 7)[:, None]
+    gram, cross = matern(X, X) + 0.25 * np.eye(30), matern(new, X)
     f = svi.posterior(result).predict_f(new)
     np.testing.assert_allclose(f.mean, cross @ np.linalg.solve(gram, y), atol=1e-6)
     variance = 1 - np.einsum("ij,ji->i", cross, np.linalg.solve(gram, cross.T))
     np.testing.assert_allclose(f.variance, variance, atol=1e-6)
-    density = dist.MultivariateNormal(jnp.zeros(30), jnp.asarray(gram)).log_prob(y)
+    density = stats.multivariate_normal(np.zeros(30), gram).logpdf(y)
     np.testing.assert_allclose(-result.losses[-1], density, rtol=1e-7)
 
 
-def test_augmented_bound_never_falls_and_exact_ends_higher(x64) -> None:
-    X, y = toy(60)
-    for variance in (100.0,):
-        arguments = {"inducing": X[:20], "variance": variance}
-        _, augmented = fit(
-            classifier, X, y, updates="augmented", num_steps=300, **arguments
-        )
-        assert np.diff(augmented.losses).max() < 1e-10
-        svi, exact = fit(classifier, X, y, updates="exact", **arguments)
-        # The exact bound of the augmented optimum, not only its own bound.
-        state = svi.init(KEY, X, y, init_params=augmented.params, **arguments)
-        there = svi.evaluate(state, X, y, **arguments)
-        assert exact.losses[-1] < there < augmented.losses[-1]
+def test_augmented_bound_never_falls_and_exact_ends_higher() -> None:
+    _, augmented = classify("augmented", 300, variance=100)
+    assert np.diff(augmented.losses).max() < 1e-10
+    svi, exact = classify("exact", variance=100)
+    args, kwargs = exact.args, exact.kwargs
+    # The exact bound of the augmented optimum, not only its own bound.
+    state = svi.init(KEY, *args, init_params=augmented.params, **kwargs)
+    there = svi.evaluate(state, *args, **kwargs)
+    assert exact.losses[-1] < there < augmented.losses[-1]
 
 
 def test_auto_and_exact_sites_meet() -> None:
-    X, y = toy(60)
-    fits = [
-        fit(classifier, X, y, inducing=X[:20], updates=s)[1] for s in ("auto", "exact")
-    ]
-    np.testing.assert_allclose(fits[0].losses[-1], fits[1].losses[-1], rtol=1e-5)
+    ends = [classify(updates)[1].losses[-1] for updates in ("auto", "exact")]
+    np.testing.assert_allclose(*ends, rtol=1e-9)
 
 
-def test_sparse_with_all_inputs_equals_a_dense_reference(x64) -> None:
+def test_sparse_with_all_inputs_equals_a_dense_reference() -> None:
     """Newton's method on the exact bound over dense full-GP moments, by hand."""
     X, y = toy(25)
     svi, result = fit(classifier, X, y, inducing=X, variance=2.0, num_steps=80)
     f = svi.posterior(result).predict_f(X)
-    K = np.asarray(gpaug.kernels.SquaredExponential(1.0, 2.0)(X, X))
-    K = K + 2e-10 * np.eye(25)
+    K = covariance(X, X, 1.0, 2.0) + 2e-10 * np.eye(25)
     # Stationarity: m = K dE/dm and S^-1 = K^-1 - 2 diag(dE/dv).
     sign = 2 * np.asarray(y) - 1
 
     def total(m, v):
-        return expected_log_sigmoid(jnp.asarray(sign) * m, v).sum()
+        return expected_log_sigmoid(sign * m, v).sum()
 
-    slope, curvature = jax.grad(total, (0, 1))(f.mean, f.variance)
+    slope, curvature = jax.jit(jax.grad(total, (0, 1)))(f.mean, f.variance)
     np.testing.assert_allclose(f.mean, K @ np.asarray(slope), atol=1e-5)
     W = np.diag(-2 * np.asarray(curvature))
     S = np.linalg.inv(np.eye(25) + K @ W) @ K
@@ -127,26 +151,22 @@ def test_two_processes_are_updated_one_at_a_time() -> None:
         total = 0.0
         for name, variance in (("f", 4.0), ("g", 9.0)):
             kernel = gpaug.kernels.SquaredExponential(1.0, variance)
-            gp = gpaug.GaussianProcess(name, kernel, inducing=X[::2])
+            gp = gpaug.GaussianProcess(name, kernel, inducing=X[:20])
             with numpyro.plate(f"data_{name}", X.shape[0]):
                 total = total + gp(X)
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=total), obs=y)
 
-    def single(X, y=None):
-        kernel = gpaug.kernels.SquaredExponential(1.0, 13.0)
-        gp = gpaug.GaussianProcess("f", kernel, inducing=X[::2])
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    X, y = toy(40)
-    _, result = fit(model, X, y, num_steps=100)
-    assert np.diff(result.losses).max() < 1e-3
+    _, result = fit(model, *toy(60), num_steps=100)
+    assert np.diff(result.losses).max() < 1e-8
     # A factorised posterior of the two terms can only be worse than that of the sum.
-    assert result.losses[-1] > fit(single, X, y)[1].losses[-1]
+    assert result.losses[-1] > classify(variance=13)[1].losses[-1]
 
 
-def test_linear_weights_equal_a_linear_kernel(x64) -> None:
+@pytest.mark.parametrize(
+    "updates", ["exact", pytest.param("augmented", marks=pytest.mark.slow)]
+)
+def test_linear_weights_equal_a_linear_kernel(updates) -> None:
     def weights(X, y=None):
         scale = jnp.array([1.0, 2.0, 0.5])
         beta = numpyro.sample("beta", dist.Normal(0.3, scale).to_event(1))
@@ -164,34 +184,37 @@ def test_linear_weights_equal_a_linear_kernel(x64) -> None:
             numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 
     X, y = toy(50, 3)
-    for updates in ("augmented", "exact"):
-        first = fit(weights, X, y, updates=updates, num_steps=300)[1]
-        second = fit(process, X, y, updates=updates, num_steps=300)[1]
-        np.testing.assert_allclose(first.losses[-1], second.losses[-1], rtol=1e-8)
+    first = fit(weights, X, y, updates=updates, num_steps=300)[1]
+    second = fit(process, X, y, updates=updates, num_steps=300)[1]
+    np.testing.assert_allclose(first.losses[-1], second.losses[-1], rtol=1e-8)
 
 
-def test_hyperparameters_reach_the_optimum_and_the_bound_never_falls(x64) -> None:
+def test_hyperparameters_reach_the_optimum_and_the_bound_never_falls() -> None:
     X, y = toy(60)
-    _, result = fit(learnt, X, y, inducing=X[:15], num_steps=300, optim=optax.adam(0.1))
+    _, result = fit(learnt, X, y, inducing=X[:20], num_steps=300, optim=ADAM)
     assert np.diff(result.losses).max() < 1e-9
     at = {k: float(result.params[k]) for k in ("lengthscale", "variance")}
     for name in at:
         for factor in (0.9, 1.1):
             moved = {**at, name: at[name] * factor}
-            _, other = fit(classifier, X, y, inducing=X[:15], **moved)
+            _, other = classify(**moved)
             assert other.losses[-1] > result.losses[-1]
 
 
-def test_inducing_inputs_are_learnt() -> None:
-    def model(X, y=None):
-        Z = numpyro.param("Z", X[:4])
-        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing=Z)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+def at_rest_for_twenty_steps(count):
+    return jnp.where(count < 20, 0.0, 0.05)
 
+
+LATE = optax.adam(at_rest_for_twenty_steps)
+
+
+def test_inducing_inputs_are_learnt() -> None:
     X, y = toy(60)
-    fixed = fit(model, X, y)[1].losses[-1]
-    _, result = fit(model, X, y, num_steps=200, optim=optax.adam(0.05))
+    _, result = fit(
+        with_inducing_inputs, X, y, inducing=X[:4], num_steps=220, optim=LATE
+    )
+    fixed = result.losses[19]
+    assert result.losses[15] - fixed < 1e-3
     assert result.losses[-1] < fixed - 0.5
     assert result.params["Z"].shape == (4, 2)
 
@@ -205,14 +228,12 @@ def test_several_gradient_steps_per_update() -> None:
     assert three.losses[-1] < one.losses[-1]
 
 
-@pytest.mark.parametrize("batch_size", [None, 10])
+@pytest.mark.parametrize("batch_size", [None, pytest.param(10, marks=pytest.mark.slow)])
 def test_gradient_steps_after_several_updates(batch_size) -> None:
     """Hyperparameters rest between, then move; the optimum is the same."""
-    X, y = toy(40)
-    svi = gpaug.ConjugateSVI(
-        learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.1), hyper_every=3
-    )
-    data = {"inducing": X[:10], "batch_size": batch_size}
+    X, y = toy(60)
+    svi = fitter(learnt, "auto", ADAM, hyper_every=3)
+    data = {"inducing": X[:20], "batch_size": batch_size}
     state, seen = svi.init(KEY, X, y, **data), []
     for _ in range(8):
         state, _ = svi.update(state, X, y, **data)
@@ -223,14 +244,24 @@ def test_gradient_steps_after_several_updates(batch_size) -> None:
         moved, [False, False, True, False, False, True, False]
     )
     if batch_size is None:
-        arguments = {"optim": optax.adam(0.1), "tol": 1e-4, "num_steps": 400} | data
+        arguments = {"optim": ADAM, "tol": 1e-4, "num_steps": 400, "inducing": X[:20]}
         often = fit(learnt, X, y, **arguments)[1]
-        seldom = fit(learnt, X, y, hyper_every=3, **arguments)[1]
-        assert np.diff(seldom.losses).max() < 1e-3
+        seldom = fit(learnt, X, y, hyper_every=3, batch_size=None, **arguments)[1]
+        assert np.diff(seldom.losses).max() < 1e-8
         np.testing.assert_allclose(seldom.losses[-1], often.losses[-1], atol=5e-2)
 
 
-def test_sampled_hyperparameters_through_a_stock_autoguide() -> None:
+@cache
+def lengthscales_on_a_grid():
+    """Log lengthscales, and the log density of each: prior, and bound at the best q."""
+    grid = np.linspace(-2.0, 1.5, 15)
+    bounds = [-classify(lengthscale=np.exp(t))[1].losses[-1] for t in grid]
+    fine = np.linspace(-2.0, 1.5, 500)
+    return fine, np.polyval(np.polyfit(grid, bounds, 8), fine) - fine**2 / 2
+
+
+@pytest.mark.parametrize("other", ["AutoDelta", "AutoNormal"])
+def test_sampled_hyperparameters_through_a_stock_autoguide(other) -> None:
     def model(X, y=None, *, inducing):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
         kernel = gpaug.kernels.SquaredExponential(lengthscale)
@@ -239,14 +270,28 @@ def test_sampled_hyperparameters_through_a_stock_autoguide() -> None:
             numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 
     X, y = toy(60)
-    _, mode = fit(model, X, y, inducing=X[:15], optim=optax.adam(0.1), num_steps=150)
-    assert np.diff(mode.losses).max() < 1e-3
-    guide = gpaug.AutoSparseGP(model, other=numpyro.infer.autoguide.AutoNormal)
-    svi = gpaug.ConjugateSVI(model, guide, optax.adam(0.03))
-    result = svi.run(KEY, 600, X, y, inducing=X[:15], progress_bar=False)
-    median = guide.median(result.params)["lengthscale"]
-    # The posterior of the lengthscale is about symmetric in its logarithm.
-    np.testing.assert_allclose(median, mode.params["lengthscale_auto_loc"], rtol=0.25)
+    at, density = lengthscales_on_a_grid()
+    guide = gpaug.AutoSparseGP(model, other=getattr(numpyro.infer.autoguide, other))
+    point = other == "AutoDelta"
+    svi = gpaug.ConjugateSVI(model, guide, optax.adam(0.1 if point else 0.05))
+    result = svi.run(
+        KEY, 150 if point else 300, X, y, inducing=X[:20], progress_bar=False
+    )
+    median = np.log(guide.median(result.params)["lengthscale"])
+    if point:
+        assert np.diff(result.losses).max() < 1e-8
+        # A mode of the density of the lengthscale, not of its logarithm.
+        np.testing.assert_allclose(median, at[np.argmax(density - at)], atol=0.03)
+    else:
+        weights = np.exp(density - density.max())
+        mean = (weights * at).sum() / weights.sum()
+        np.testing.assert_allclose(median, mean, atol=0.15)
+
+
+@cache
+def minibatches():
+    X, y = toy(200)
+    return X, y, fit(learnt, X, y, inducing=X[:15])[1].losses[-1]
 
 
 @pytest.mark.parametrize(
@@ -260,11 +305,10 @@ def test_sampled_hyperparameters_through_a_stock_autoguide() -> None:
     ],
 )
 def test_minibatches_come_near_the_full_optimum(step_size) -> None:
-    X, y = toy(400)
+    X, y, full = minibatches()
     Z = X[:15]
-    full = fit(learnt, X, y, inducing=Z)[1].losses[-1]
     svi, result = fit(
-        learnt, X, y, inducing=Z, batch_size=40, num_steps=600, step_size=step_size
+        learnt, X, y, inducing=Z, batch_size=20, num_steps=500, step_size=step_size
     )
     reached = svi.evaluate(result.state, X, y, inducing=Z)
     assert full - 1e-3 * abs(full) <= reached < full + 2.0
@@ -301,30 +345,31 @@ def test_batches_passed_in() -> None:
         with numpyro.plate("data", size, subsample_size=X.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 
-    X, y = toy(200)
-    arguments = {"size": 200, "inducing": X[:10]}
+    X, y = toy(60)
+    arguments = {"size": 60, "inducing": X[:20]}
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    state = svi.init(KEY, X[:20], y[:20], **arguments)
+    state = svi.init(KEY, X[:12], y[:12], **arguments)
     for step in range(100):
-        rows = slice(20 * (step % 10), 20 * (step % 10) + 20)
+        rows = slice(12 * (step % 5), 12 * (step % 5) + 12)
         state, _ = svi.update(state, X[rows], y[rows], **arguments)
-    full = fit(classifier, X, y, inducing=X[:10])[1].losses[-1]
+    full = classify()[1].losses[-1]
     losses = [
-        svi.evaluate(state, X[i : i + 20], y[i : i + 20], **arguments)
-        for i in range(0, 200, 20)
+        svi.evaluate(state, X[i : i + 12], y[i : i + 12], **arguments)
+        for i in range(0, 60, 12)
     ]
     # Each batch's loss is scaled to all the data, so their mean is the full loss.
-    assert full - 1e-3 * abs(full) <= np.mean(losses) < full + 1.0
+    assert full - 1e-3 * abs(full) <= np.mean(losses) < full + 0.5
 
 
 def test_tol_stops_and_init_state_continues() -> None:
+    svi, _ = classify()
     X, y = toy(60)
-    svi, stopped = fit(classifier, X, y, inducing=X[:20], num_steps=1000, tol=1e-2)
+    given = {"inducing": X[:20], "progress_bar": False}
+    given |= {"lengthscale": np.array(1.0), "variance": np.array(1.0)}
+    stopped = svi.run(KEY, 1000, X, y, tol=1e-2, **given)
     assert len(stopped.losses) < 30
-    again = svi.run(
-        KEY, 5, X, y, inducing=X[:20], init_state=stopped.state, progress_bar=False
-    )
-    assert again.losses[0] <= stopped.losses[-1] + 1e-4
+    again = svi.run(KEY, 5, X, y, init_state=stopped.state, **given)
+    assert again.losses[0] <= stopped.losses[-1] + 1e-9
     # The first result still holds its own arrays.
     assert np.isfinite(stopped.params["f.v_auto_precision"]).all()
 
@@ -353,35 +398,28 @@ def test_a_second_run_traces_nothing() -> None:
 
 
 def test_one_compilation_whatever_the_number_of_steps() -> None:
-    X, y = toy(40)
-    svi, _ = fit(classifier, X, y, inducing=X[:10], num_steps=3)
+    svi, _ = classify(num_steps=3)
     compiled = svi._advance._cache_size()
     for num_steps in (1, 7, 130):
-        svi.run(KEY, num_steps, X, y, inducing=X[:10], progress_bar=False)
-    assert svi._advance._cache_size() == compiled == 1
+        classify(num_steps=num_steps)
+    assert svi._advance._cache_size() == compiled
 
 
 def test_a_run_in_two_parts_is_one_run() -> None:
-    X, y = toy(40)
-    arguments = {"inducing": X[:10], "progress_bar": False}
-    svi = gpaug.ConjugateSVI(learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.05))
+    X, y = toy(60)
+    arguments = {"inducing": X[:20], "progress_bar": False}
+    svi = fitter(learnt, "auto", ADAM)
     whole = svi.run(KEY, 20, X, y, **arguments)
     first = svi.run(KEY, 8, X, y, **arguments)
     second = svi.run(KEY, 12, X, y, init_state=first.state, **arguments)
     parts = np.concatenate([first.losses, second.losses])
-    np.testing.assert_allclose(parts, whole.losses, rtol=1e-6)
+    np.testing.assert_allclose(parts, whole.losses, rtol=1e-12)
 
 
 def test_what_a_user_holds_is_never_overwritten() -> None:
-    def model(X, y=None, *, inducing):
-        Z = numpyro.param("Z", inducing)
-        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), Z)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    X, y = toy(30)
-    Z = jnp.array(X[:8])
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
+    X, y = toy(60)
+    Z = jnp.array(X[:4])
+    svi = fitter(with_inducing_inputs, "auto", LATE, (4, None))
     arguments = {"inducing": Z, "progress_bar": False}
     first = svi.run(KEY, 3, X, y, **arguments)
     held = jax.tree.map(np.asarray, (first.params, first.state.natural, Z))
@@ -395,23 +433,23 @@ def test_what_a_user_holds_is_never_overwritten() -> None:
         np.testing.assert_array_equal(before, after)
 
 
-def test_likelihood_parameters_are_learnt_on_the_same_bound(x64) -> None:
+def test_likelihood_parameters_are_learnt_on_the_same_bound() -> None:
     def model(X, y=None):
         positive = dist.constraints.positive
         scale = numpyro.param("scale", 1.0, constraint=positive)
         return regression(X, y, inducing=X, scale=scale)
 
-    X, _ = toy(40, 1)
-    noise = np.random.default_rng(7).normal(size=40)
-    y = jnp.sin(2 * X[:, 0]) + 0.2 * noise
+    X, _ = toy(20, 1)
+    noise = np.random.default_rng(7).normal(size=20)
+    y = np.sin(2 * X[:, 0]) + 0.2 * noise
     _, result = fit(model, X, y, num_steps=200, optim=optax.adam(0.05))
     assert np.diff(result.losses).max() < 1e-8
     # The bound of a conjugate model is the evidence: compare with its own maximum.
-    gram = np.asarray(gpaug.kernels.Matern52()(X, X))
+    eigenvalues, vectors = np.linalg.eigh(matern(X, X))
 
     def evidence(scale):
-        covariance = jnp.asarray(gram + scale**2 * np.eye(40))
-        return dist.MultivariateNormal(jnp.zeros(40), covariance).log_prob(y)
+        variances = eigenvalues + scale**2
+        return -0.5 * np.sum(np.log(variances) + (vectors.T @ y) ** 2 / variances)
 
     grid = np.linspace(0.05, 0.6, 400)
     best = grid[np.argmax([evidence(scale) for scale in grid])]
@@ -419,30 +457,34 @@ def test_likelihood_parameters_are_learnt_on_the_same_bound(x64) -> None:
 
 
 def test_a_subset_of_latents_leaves_the_others_at_the_prior() -> None:
-    def model(X, y=None, *, inducing, num_latents, latents=None):
-        kernel = gpaug.kernels.Matern52(variance=jnp.ones(num_latents))
-        gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=num_latents)
+    def model(X, y=None, *, inducing, latents):
+        kernel = gpaug.kernels.SquaredExponential(variance=jnp.ones(3))
+        gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)
         with numpyro.plate("data", X.shape[0]):
             d = dist.Bernoulli(logits=gp(X, latents=latents)).to_event(1)
             numpyro.sample("y", d, obs=y)
 
-    X, y = toy(40)
-    Y = jnp.stack([y, 1 - y], 1)
-    subset = np.array([2, 0])
-    arguments = {"inducing": X[:8], "num_steps": 5}
-    svi, part = fit(model, X, Y, num_latents=3, latents=subset, **arguments)
-    whole = fit(model, X, Y, num_latents=2, **arguments)[1]
-    np.testing.assert_allclose(part.losses, whole.losses, rtol=1e-6)
-    precision = part.params["f.v_auto_precision"]
-    np.testing.assert_array_equal(precision[1], np.eye(8))
-    np.testing.assert_allclose(
-        precision[subset], whole.params["f.v_auto_precision"], rtol=1e-5, atol=1e-5
-    )
+    X, y = toy(60)
+    Y, subset = np.stack([y, 1 - y], 1), np.array([2, 0])
+    arguments = {"inducing": X[:20], "latents": subset, "num_steps": 5}
+    svi, part = fit(model, X, Y, **arguments)
+    # Labels and the opposite labels: twice the fit of one.
+    _, one = classify(num_steps=5)
+    np.testing.assert_allclose(part.losses, 2 * one.losses, rtol=1e-8)
+    precision = np.asarray(part.params["f.v_auto_precision"])
+    np.testing.assert_array_equal(precision[1], np.eye(20))
+    potential = np.asarray(part.params["f.v_auto_potential"])
+    for c, sign in ((2, 1), (0, -1)):
+        expected = np.asarray(one.params["f.v_auto_precision"])
+        np.testing.assert_allclose(precision[c], expected, rtol=1e-7, atol=1e-7)
+        expected = sign * np.asarray(one.params["f.v_auto_potential"])
+        np.testing.assert_allclose(potential[c], expected, rtol=1e-7, atol=1e-7)
     posterior = svi.posterior(part)
     joint = posterior.predict_f(X[:4], full_covariance=True)
     assert joint.variance.shape == (2, 4, 4)
 
 
+@pytest.mark.slow
 def test_params_that_are_trees() -> None:
     def model(X, y=None, *, inducing):
         layer = numpyro.param("layer", {"w": jnp.eye(2), "b": jnp.zeros(2)})
