@@ -271,7 +271,7 @@ class Posterior:
             return self._call(what, arguments, site)
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
-        whole, _ = self._predictor.shapes(what, arguments, self._fitted, site)
+        whole, like = self._predictor.shapes(what, arguments, self._fitted, site)
         blocks = []
         for start in range(0, rows, size):
             chosen = np.minimum(np.arange(start, start + size), rows - 1)
@@ -279,7 +279,8 @@ class Posterior:
                 np.asarray(a)[chosen] if flag else a
                 for a, flag in zip(arguments.arrays, by_row, strict=True)
             )
-            blocks.append(self._call(what, arguments._replace(arrays=arrays), site))
+            block = arguments._replace(arrays=arrays)
+            blocks.append(self._call(what, block, site, like=like))
         leaves = [
             _joined(leaf.shape, parts)
             for leaf, *parts in zip(

@@ -105,6 +105,7 @@ class Predictor:
         fitted: Fitted,
         prepared: Prepared | None,
         site: str,
+        like: Any = None,
         **how: Any,
     ) -> tuple[Any, Prepared]:
         """One prediction, by one compiled program: ``"f"``, ``"joint"``, ``"y"``,
@@ -115,12 +116,13 @@ class Predictor:
         :param fitted: what was fitted.
         :param prepared: from an earlier prediction; computed here if ``None``.
         :param site: the process or the observed site.
+        :param like: shapes of what is prepared, if known.
         :return: the prediction, and what later ones need.
         :raises CholeskyError: if a kernel matrix does not factorise.
         """
         known = prepared is not None
         if prepared is None:
-            _, shapes = self.shapes(what, arguments, fitted, site, **how)
+            shapes = like or self.shapes(what, arguments, fitted, site, **how)[1]
             # NumPy's: a zero of JAX's would be a program of its own for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         ordered, prepared = self._compiled(
