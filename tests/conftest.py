@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-# Before NumPy starts: the threads of its small problems mostly wait for one another,
-# ten times as long as one thread takes, and longer where tests run side by side.
+# For SciPy and, below, for NumPy, which a plugin of pytest may have started before: the
+# threads of small problems mostly wait for one another, ten times as long as one thread
+# takes, and longer where tests run side by side.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Before jax starts. Compiling hundreds of small programs is nearly all of the time the
@@ -25,6 +26,9 @@ os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+from threadpoolctl import threadpool_limits  # noqa: E402
+
+threadpool_limits(1, user_api="blas")
 
 try:
     from jax import enable_x64

@@ -24,7 +24,7 @@ from numpyro_gpaug.math.log_sum import (
     expected_shares,
 )
 from numpyro_gpaug.testing import check_augmentation
-from tests.augmented import auxiliary_parts
+from tests.augmented import left_over
 from tests.models import covariance
 
 GOLDEN = json.loads(
@@ -34,8 +34,9 @@ KEY = jax.random.key(0)
 LINKS = {"softmax": EXPONENTIAL, "logistic": LOGISTIC}
 
 
-def brute(link, m, v, num=401):
-    """``E log S`` and ``E g_0 / S`` of two classes by a product trapezoid."""
+def brute(link, m, v, num=161):
+    """``E log S`` and ``E g_0 / S`` of two classes by a product trapezoid: at these
+    variances its error is below 1e-12."""
     z = np.linspace(-8, 8, num)
     w = np.exp(-0.5 * z * z)
     w /= w.sum()
@@ -79,9 +80,9 @@ def test_two_classes_against_brute_force(dtype: str, name: str) -> None:
 @pytest.mark.parametrize("num_classes", [3, 100])
 def test_many_classes_against_draws(num_classes: int) -> None:
     rng = np.random.default_rng(1)
-    m = rng.normal(size=num_classes).astype(np.float32)
-    v = np.exp(rng.normal(size=num_classes)).astype(np.float32)
-    f = m + np.sqrt(v) * rng.normal(size=(200_000, num_classes))
+    m = rng.normal(size=num_classes).astype("float32")
+    v = np.exp(rng.normal(size=num_classes)).astype("float32")
+    f = m + np.sqrt(v) * rng.standard_normal((100_000, num_classes), "float32")
 
     @jax.jit
     def both(m, v):
@@ -91,7 +92,7 @@ def test_many_classes_against_draws(num_classes: int) -> None:
         ]
 
     for link, (value, own) in zip(LINKS.values(), both(m, v), strict=True):
-        log_s = np.logaddexp.reduce(link.log(f), axis=1)
+        log_s = np.log(np.exp(link.log(f)).sum(1, dtype=float))
         error = 5 * log_s.std() / np.sqrt(len(f))
         assert abs(value - log_s.mean()) < error + 1e-5
         share = np.exp(link.log(f[:, 0]) - log_s)
@@ -215,9 +216,13 @@ def test_given_auxiliaries_the_model_is_gaussian(x64) -> None:
         g = 1 / (1 + np.exp(-f))
         return np.log(g[:, np.arange(3), y] / g.sum(-1))
 
-    f = 2 * np.random.default_rng(0).normal(size=(4, 3, 3))
+    rng = np.random.default_rng(0)
+    f = 2 * rng.normal(size=(4, 3, 3))
+    counts = rng.integers(1, 4, (3, 3))
+    omega = counts * rng.uniform(0.1, 0.4, (3, 3))
+    auxiliaries = {"rate": rng.exponential(size=3), "counts": counts, "omega": omega}
     d = gpaug.LogisticSoftmax(np.zeros((3, 3)))
-    left = auxiliary_parts(d, y, f, KEY, log_density)
+    left = left_over(d, y, f, auxiliaries, log_density)
     np.testing.assert_allclose(left, left[:1].repeat(4, 0), rtol=1e-8)
 
 
