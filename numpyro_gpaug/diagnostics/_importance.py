@@ -137,13 +137,8 @@ def psis_estimates(tree: DataTree) -> DataTree:
             groups[name] = Dataset(
                 {k: _estimates(v, psis.log_weights) for k, v in found.items()}
             )
-    root = Dataset(
-        attrs={
-            "khat": psis.khat,
-            "verdict": psis.verdict,
-            "effective_draws": psis.effective_draws,
-        }
-    )
+    names = "khat", "verdict", "effective_draws"
+    root = Dataset(attrs={name: getattr(psis, name) for name in names})
     return DataTree.from_dict({"/": root, **groups})
 
 
@@ -151,13 +146,9 @@ def _estimates(draws: Any, log_weights: np.ndarray) -> Any:
     from xarray import concat
 
     sample = ["chain", "draw"]
-    weights = draws["chain"] * draws["draw"] * 0.0 + np.exp(log_weights).reshape(
-        draws.sizes["chain"], draws.sizes["draw"]
-    )
+    shape = [draws.sizes[dim] for dim in sample]
+    weights = draws["chain"] * draws["draw"] * 0.0 + np.exp(log_weights).reshape(shape)
     weighted = draws.weighted(weights)
-    found = [
-        draws.mean(sample), draws.std(sample), weighted.mean(sample),
-        weighted.std(sample),
-    ]  # fmt: skip
+    found = [f(sample) for d in (draws, weighted) for f in (d.mean, d.std)]
     labels = {"statistic": ["mean", "sd", "psis_mean", "psis_sd"]}
     return concat(found, "statistic").assign_coords(labels)

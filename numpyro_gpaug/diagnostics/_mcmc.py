@@ -108,11 +108,8 @@ def vi_against_mcmc(
 
 def _flat_draws(vi: Any) -> dict[str, np.ndarray]:
     if hasattr(vi, "children"):
-        group = vi["posterior"]
-        return {
-            name: np.asarray(x.values).reshape(-1, *x.shape[2:])
-            for name, x in group.data_vars.items()
-        }
+        draws = vi["posterior"].data_vars.items()
+        return {k: np.asarray(x.values).reshape(-1, *x.shape[2:]) for k, x in draws}
     return {name: np.asarray(x) for name, x in vi.items()}
 
 
@@ -120,18 +117,14 @@ def _marginal_quantiles(
     posterior: Posterior, num: int, names: Any, args: Any
 ) -> dict[str, np.ndarray]:
     """Normal marginals as their quantiles at ``(i + 1/2) / num``."""
+    processes = [name for name in posterior.processes if name in names]
+    normals = {name: posterior.predict_f(*args, site=name) for name in processes}
+    normals |= {k: d for k, d in posterior.weights.items() if k in names}
     z = ndtri((np.arange(num) + 0.5) / num)
-    found = {}
-    for name in posterior.processes:
-        if name in names:
-            f = posterior.predict_f(*args, site=name)
-            sd = np.sqrt(np.asarray(f.variance))
-            found[name] = np.asarray(f.mean) + np.multiply.outer(z, sd)
-    for name, distribution in posterior.weights.items():
-        if name in names:
-            sd = np.sqrt(np.asarray(distribution.variance))
-            found[name] = np.asarray(distribution.mean) + np.multiply.outer(z, sd)
-    return found
+    return {
+        k: np.asarray(d.mean) + np.multiply.outer(z, np.sqrt(np.asarray(d.variance)))
+        for k, d in normals.items()
+    }
 
 
 def _marginals(draws: Mapping[str, np.ndarray], mcmc: dict[str, np.ndarray]) -> Any:
@@ -236,10 +229,8 @@ class _Predictive:
     def log_prob(self, values: Array) -> Array:
         def run(arrays: Any, keys: Array, draws: Any, values: Array) -> Array:
             def at(key: Array, draw: dict[str, Array]) -> Array:
-                distribution = self._law(arrays, key, draw)
-                return getattr(
-                    distribution, "normalized_log_prob", distribution.log_prob
-                )(values)
+                d = self._law(arrays, key, draw)
+                return getattr(d, "normalized_log_prob", d.log_prob)(values)
 
             def step(total: Array, given: Any) -> tuple[Array, None]:
                 return jnp.logaddexp(total, at(*given)), None
@@ -255,18 +246,14 @@ class _Predictive:
 
 def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:
     """``int min(p, q)`` by all values, or by draws from both."""
+    all_values = values is not None
     if values is None:
-        keys = random.split(random.key(0))
-        values = jnp.concatenate(
-            [
-                side.sample(key, (_NUM_VALUES,))
-                for side, key in zip((p, q), keys, strict=True)
-            ]
-        )
-        logs = jnp.stack([p.log_prob(values), q.log_prob(values)])
-        return np.asarray(jnp.exp(logs.min(0) - jax.nn.logsumexp(logs, 0)).mean(0) * 2)
+        sides = zip((p, q), random.split(random.key(0)), strict=True)
+        values = jnp.concatenate([d.sample(key, (_NUM_VALUES,)) for d, key in sides])
     logs = jnp.stack([p.log_prob(values), q.log_prob(values)])
-    return np.asarray(jnp.exp(logs.min(0)).sum(0))
+    if all_values:
+        return np.asarray(jnp.exp(logs.min(0)).sum(0))
+    return np.asarray(jnp.exp(logs.min(0) - jax.nn.logsumexp(logs, 0)).mean(0) * 2)
 
 
 def _all_values(distribution: Any) -> Array | None:

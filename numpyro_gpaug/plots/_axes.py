@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,3 +22,25 @@ def axes_or_new(ax: Axes | None) -> Axes:
         error.add_note('matplotlib comes with pip install "numpyro_gpaug[plots]"')
         raise
     return plt.subplots(layout="constrained")[1]
+
+
+def by_method(
+    values: ArrayLike | Mapping[str, ArrayLike], colors: Mapping[str, str] | None
+) -> list[tuple[str, ArrayLike, str]]:
+    """Names, values and colours of methods, or of the only one."""
+    methods = values if isinstance(values, Mapping) else {"predictions": values}
+    given = colors or {}
+    return [(k, v, given.get(k, f"C{i}")) for i, (k, v) in enumerate(methods.items())]
+
+
+def legend_above(ax: Axes, **settings: Any) -> Any:
+    """A title's worth of room above the axes, where no mark can lie behind it."""
+    return ax.legend(
+        frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.98), fontsize="small",
+        **settings,
+    )  # fmt: skip
+
+
+def diagonal(ax: Axes, zorder: int) -> None:
+    """Where what was predicted is what was observed."""
+    ax.plot([0, 1], [0, 1], color="0.7", lw=1, ls="--", zorder=zorder)

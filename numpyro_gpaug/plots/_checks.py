@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jax.typing import ArrayLike
 
 from numpyro_gpaug.diagnostics import convergence, reliability_curve
-from numpyro_gpaug.plots._axes import axes_or_new
+from numpyro_gpaug.plots._axes import axes_or_new, by_method, diagonal, legend_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,9 +63,8 @@ def plot_elbo(
             bbox={"fc": "w", "ec": "none", "alpha": 0.8, "pad": 1},
         )  # fmt: skip
     else:
-        ax.axvline(
-            found.first_bad + 1, color="r", lw=1, ls="--", label="no longer finite"
-        )
+        bad = found.first_bad + 1
+        ax.axvline(bad, color="r", lw=1, ls="--", label="no longer finite")
     ax.set(xlabel="step", ylabel="evidence lower bound (nats)", title=found.verdict)
     if len(bound) > 1:
         ax.set_xscale("log")
@@ -103,14 +102,13 @@ def plot_reliability(
     from scipy.stats import beta
 
     ax = axes_or_new(ax)
-    methods = probs if isinstance(probs, Mapping) else {"predictions": probs}
+    methods = by_method(probs, colors)
     num_data = len(np.asarray(y))
     bins = num_bins or (5 if num_data < 500 else 10)
-    ax.plot([0, 1], [0, 1], color="0.7", lw=1, ls="--", zorder=0)
+    diagonal(ax, zorder=0)
     middle = (len(methods) - 1) / 2
-    for i, (name, p) in enumerate(methods.items()):
+    for i, (name, p, color) in enumerate(methods):
         curve = reliability_curve(p, y, bins)
-        color = (colors or {}).get(name, f"C{i}")
         hits = np.nan_to_num(curve.observed) * curve.counts
         ends = beta.interval(0.9, hits + 0.5, curve.counts - hits + 0.5)
         x = curve.predicted + 0.012 * (i - middle)  # where methods agree
@@ -122,11 +120,7 @@ def plot_reliability(
         xlim=(-0.04, 1.04), ylim=(-0.04, 1.04),
     )  # fmt: skip
     ax.set_title("Reliability", pad=24)
-    # Above: dots and intervals may lie anywhere.
-    legend: Any = ax.legend(
-        frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=3,
-        fontsize="small", handletextpad=0.1, columnspacing=0.8,
-    )  # fmt: skip
+    legend = legend_above(ax, ncols=3, handletextpad=0.1, columnspacing=0.8)
     for handle in legend.legend_handles:
         handle.set_sizes([40])
     return ax
@@ -158,17 +152,15 @@ def plot_pit(
     from scipy.stats import binom
 
     ax = axes_or_new(ax)
-    methods = values if isinstance(values, Mapping) else {"predictions": values}
-    levels = np.linspace(0, 1, 101)
-    for i, (name, found) in enumerate(methods.items()):
+    methods, levels = by_method(values, colors), np.linspace(0, 1, 101)
+    for name, found, color in methods:
         u = np.sort(np.asarray(found, float))
         share = np.searchsorted(u, levels, side="right") / len(u)
-        color = (colors or {}).get(name, f"C{i}")
         ax.plot(levels, share, color=color, label=name)
-    sizes = [len(np.asarray(found)) for found in methods.values()]
-    ends = binom.interval(0.9, min(sizes), levels) / np.asarray(min(sizes), float)
+    fewest = min(len(np.asarray(found)) for _, found, _ in methods)
+    ends = binom.interval(0.9, fewest, levels) / np.asarray(fewest, float)
     ax.fill_between(levels, *ends, color="0.9", lw=0, zorder=0, label="90% if right")
-    ax.plot([0, 1], [0, 1], color="0.7", lw=1, ls="--", zorder=1)
+    diagonal(ax, zorder=1)
     ax.set(
         xlabel="predicted probability that y is lower", ylabel="share of observations",
         xlim=(0, 1), ylim=(0, 1), title="Calibration of quantiles",
@@ -204,10 +196,8 @@ def plot_vi_vs_mcmc(comparison: DataTree, *, ax: Axes | None = None) -> Axes:
     near = Rectangle((-0.2, 0.8), 0.4, 0.4, color="0.92", zorder=0)
     ax.add_patch(near)
     for i, (name, found) in enumerate(comparison["posterior"].data_vars.items()):
-        x, y = (
-            found.sel(statistic=s).values.ravel()
-            for s in ("mean_difference", "sd_ratio")
-        )
+        statistics = "mean_difference", "sd_ratio"
+        x, y = (found.sel(statistic=s).values.ravel() for s in statistics)
         size = 60 if x.size == 1 else 18
         label = name if x.size == 1 else f"{name} ({x.size})"
         ax.scatter(x, y, size, f"C{i}", alpha=0.7, lw=0, label=label, zorder=3)

@@ -14,7 +14,7 @@ from numpyro.distributions import Distribution, constraints
 from scipy.special import ndtri
 
 from numpyro_gpaug.distributions.links import PiecewiseLink
-from numpyro_gpaug.plots._axes import axes_or_new
+from numpyro_gpaug.plots._axes import axes_or_new, legend_above
 from numpyro_gpaug.predict.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def plot_latent(
     for i, (mean, sd) in enumerate(zip(means.T, sds.T, strict=True)):
         shade = color if i == 0 else f"C{i}"
         name = label if means.shape[1] == 1 else f"{label}, latent {i}"
-        ends = {p: (mean + ndtri((1 - p) / 2) * sd, mean - ndtri((1 - p) / 2) * sd)
-                for p in levels}  # fmt: skip
+        reach = {p: -ndtri((1 - p) / 2) * sd for p in levels}
+        ends = {p: (mean - r, mean + r) for p, r in reach.items()}
         _band(ax, grid[:, 0], mean, ends, shade, name)
     _mark_inducing(ax, inducing)
     ax.set(xlabel="x", ylabel="latent function", title="Posterior of the latent")
@@ -126,9 +126,8 @@ def plot_predictive(
             f"{mean.shape}; expected one number per input, ({len(grid)},)"
         )
     _scatter_data(ax, data)
-    ends = (
-        {} if _is_binary(prediction) else {p: _interval(prediction, p) for p in levels}
-    )
+    binary = prediction.support is constraints.boolean
+    ends = {} if binary else {p: _interval(prediction, p) for p in levels}
     _band(ax, grid[:, 0], mean, ends, color, label)
     _mark_inducing(ax, inducing)
     ax.set(xlabel="x", ylabel="y", title="Predictions")
@@ -167,11 +166,8 @@ def plot_decision(
         raise ValueError(
             f"X has shape {points.shape} and y {labels.shape}; expected (N, 2) and (N,)"
         )
-    low, high = points.min(0), points.max(0)
-    margin = 0.08 * (high - low)
-    sides = [
-        np.linspace(a, b, num) for a, b in zip(low - margin, high + margin, strict=True)
-    ]
+    margin = 0.08 * np.ptp(points, 0)
+    sides = list(np.linspace(points.min(0) - margin, points.max(0) + margin, num).T)
     mesh = np.stack(np.meshgrid(*sides), -1).reshape(-1, 2).astype(points.dtype)
     prediction = posterior.predict_y(mesh, site=site)
     if not hasattr(prediction, "probs") or not prediction.support.is_discrete:
@@ -189,10 +185,7 @@ def plot_decision(
             z[:, 0], z[:, 1], s=26, marker="x", color="k", lw=1.2, zorder=4,
             label="inducing inputs",
         )  # fmt: skip
-    ax.legend(
-        frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=4,
-        fontsize="small",
-    )  # fmt: skip
+    legend_above(ax, ncols=4)
     ax.set(xlabel="input 1", ylabel="input 2")
     ax.set_title("Decision surface", pad=24)
     return ax
@@ -291,14 +284,8 @@ def _band(
 ) -> None:
     """Widest interval first, so that the narrow ones lie on top."""
     for level in sorted(ends, reverse=True):
-        ax.fill_between(
-            x,
-            *ends[level],
-            color=color,
-            alpha=0.25,
-            lw=0,
-            label=f"{level:.0%} interval",
-        )
+        name = f"{level:.0%} interval"
+        ax.fill_between(x, *ends[level], color=color, alpha=0.25, lw=0, label=name)
     ax.plot(x, mean, color=color, lw=1.8, label=label)
 
 
@@ -310,10 +297,6 @@ def _interval(prediction: Distribution, level: float) -> tuple[np.ndarray, np.nd
         draws = np.asarray(prediction.sample(random.key(0), (2000,)))
         low, high = np.quantile(draws, tails, axis=0)
     return low, high
-
-
-def _is_binary(prediction: Distribution) -> bool:
-    return prediction.support is constraints.boolean
 
 
 def _shade_probability(ax: Axes, sides: list[np.ndarray], p: np.ndarray) -> None:
@@ -332,16 +315,14 @@ def _shade_classes(ax: Axes, sides: list[np.ndarray], p: np.ndarray) -> None:
     floor = 1 / p.shape[2]
     strength = 0.75 * (p.max(2, keepdims=True) - floor) / (1 - floor)
     image = 1 - strength * (1 - table[p.argmax(2)])
-    (left, right), (low, high) = ((float(s[0]), float(s[-1])) for s in sides)
-    ax.imshow(
-        image, origin="lower", extent=(left, right, low, high), aspect="auto", zorder=0
-    )
+    x, y = sides
+    extent = float(x[0]), float(x[-1]), float(y[0]), float(y[-1])
+    ax.imshow(image, origin="lower", extent=extent, aspect="auto", zorder=0)
 
 
 def _scatter_classes(ax: Axes, points: np.ndarray, y: np.ndarray) -> None:
-    for label in np.unique(y):
-        chosen = y == label
-        at = int(label)
+    for at in np.unique(y).astype(int):
+        chosen = y == at
         ax.scatter(
             points[chosen, 0], points[chosen, 1], s=18, ec="w", lw=0.4,
             label=f"class {at}",
