@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from numpyro.distributions import Distribution
 from numpyro_gpaug.errors import UnknownLikelihoodError
 from numpyro_gpaug.likelihoods.augmentation import (
     Augmentation,
-    Conditionals,
     auxiliary_means,
     draw_auxiliaries,
     lookup_augmentation,
@@ -80,138 +79,110 @@ def check_augmentation(
         }
         for k in random.split(latent_key, 3)
     ]
-    _check_gaussian_given_auxiliaries(augmentation, d, y, draws, aux_key, tolerance)
+    check = _Check(augmentation, d, y, tolerance)
+    check.gaussian_given_auxiliaries(draws, aux_key)
     for means in draws:
         for variance in (0.1, 4.0):
             variances = {k: jnp.full_like(m, variance) for k, m in means.items()}
-            _check_below_expectation(augmentation, d, y, means, variances, tolerance)
-        _check_tight(augmentation, d, y, means, tolerance)
+            check.below_expectation(means, variances)
+        check.tight(means)
 
 
-def _check_gaussian_given_auxiliaries(
-    augmentation: Augmentation,
-    d: Distribution,
-    y: Array,
-    draws: list[Parameters],
-    key: Array,
-    tolerance: float,
-) -> None:
-    blocks = augmentation.gibbs_blocks(d)
-    after = blocks.index(("aux",)) if ("aux",) in blocks else len(blocks)
-    for origin in draws:
-        drawn = draw_auxiliaries(key, augmentation.conditional(d, y, origin))
-        for i, block in enumerate(blocks):
-            if block == ("aux",):
-                continue
-            aux = drawn if i > after else {}
+class _Check(NamedTuple):
+    """The checks of one likelihood; each raises if it fails."""
+
+    augmentation: Augmentation
+    d: Any
+    y: Array
+    tolerance: float
+
+    def gaussian_given_auxiliaries(self, draws: list[Parameters], key: Array) -> None:
+        """Given auxiliaries, the joint density is a Gaussian in each latent."""
+        augmentation, d, y, _ = self
+        blocks = augmentation.gibbs_blocks(d)
+        after = blocks.index(("aux",)) if ("aux",) in blocks else len(blocks)
+        for origin in draws:
+            drawn = draw_auxiliaries(key, augmentation.conditional(d, y, origin))
             natural = augmentation.natural(d, y, drawn, origin)
-            left = []
-            for other in draws:
-                f = {**origin, **{k: other[k] for k in block}}
-                gaussian = sum(
-                    _per_datum(
-                        augmentation,
-                        natural[k][0] * f[k] - 0.5 * natural[k][1] * f[k] ** 2,
-                    )
-                    for k in block
-                )
-                conditionals = augmentation.conditional(d, y, f)
-                density = _auxiliary_density(conditionals, aux, y) if aux else 0.0
-                left.append(_at(d, f).log_prob(y) + density - gaussian)
-            for other in left[1:]:
-                _assert_close(
-                    other, left[0], tolerance,
-                    "log p(y|f) + log p(aux|y,f) - Gaussian in f depends on f",
-                )  # fmt: skip
+            for i, block in enumerate(blocks):
+                if block == ("aux",):
+                    continue
+                aux = drawn if i > after else {}
+                moved = [{**origin, **{k: f[k] for k in block}} for f in draws]
+                first, *others = (self._left(f, aux, natural, block) for f in moved)
+                for other in others:
+                    self._close(
+                        other, first,
+                        "log p(y|f) + log p(aux|y,f) - Gaussian in f depends on f",
+                    )  # fmt: skip
 
+    def _left(self, f: Parameters, aux: Parameters, natural: Any, block: Any) -> Array:
+        """What the Gaussian in a block of latents leaves of the joint log-density."""
+        augmentation, d, y, _ = self
+        left = _at(d, f).log_prob(y)
+        if aux:
+            for name, q in augmentation.conditional(d, y, f).items():
+                distribution = q if isinstance(q, Distribution) else q(aux)
+                left = left + _to_batch(distribution.log_prob(aux[name]), y)
+        for k in block:
+            gaussian = natural[k][0] * f[k] - 0.5 * natural[k][1] * f[k] ** 2
+            axis = augmentation.latent_axis
+            left = left - (gaussian if axis is None else gaussian.sum(axis))
+        return left
 
-def _auxiliary_density(
-    conditionals: Conditionals, aux: dict[str, Array], y: Array
-) -> Array:
-    distributions = (
-        (name, q if isinstance(q, Distribution) else q(aux))
-        for name, q in conditionals.items()
-    )
-    return sum(
-        (_to_batch(q.log_prob(aux[name]), y) for name, q in distributions),
-        jnp.zeros(()),
-    )
+    def below_expectation(self, means: Parameters, variances: Parameters) -> None:
+        """The bound is a lower bound, and its Gaussian factors are proper."""
+        bound = self.augmentation.bound(self.d, self.y, means, variances)
+        exact = self._expectation(means, variances)
+        worst = float(jnp.max(bound - exact - self.tolerance * (1 + jnp.abs(exact))))
+        _require(worst <= 0, f"the bound exceeds E log p(y | f), by {worst:.3g}")
+        for name, slope in jax.grad(self._total, 1)(means, variances).items():
+            least = float(jnp.min(-2 * slope))
+            _require(
+                least >= -self.tolerance,
+                f"the site precision of {name!r} is {least:.3g} < 0",
+            )
 
+    def tight(self, means: Parameters) -> None:
+        """Without variance the bound is the density, with the slopes of ``natural``."""
+        augmentation, d, y, _ = self
+        zeros = {k: jnp.zeros_like(m) for k, m in means.items()}
+        bound = augmentation.bound(d, y, means, zeros)
+        density = _at(d, means).log_prob(y)
+        self._close(bound, density, "the bound is not tight as v -> 0")
+        by_mean, by_variance = jax.grad(self._total, (0, 1))(means, zeros)
+        average = auxiliary_means(augmentation.conditional(d, y, means))
+        natural = augmentation.natural(d, y, average, means)
+        for name, (potential, precision) in natural.items():
+            site = -2 * by_variance[name]
+            found = by_mean[name] + site * means[name]
+            self._close(site, precision, f"site precision of {name!r} against natural")
+            self._close(found, potential, f"site potential of {name!r} against natural")
 
-def _check_below_expectation(
-    augmentation: Augmentation,
-    d: Distribution,
-    y: Array,
-    means: Parameters,
-    variances: Parameters,
-    tolerance: float,
-) -> None:
-    bound = augmentation.bound(d, y, means, variances)
-    exact = _expectation(augmentation, d, y, means, variances)
-    worst = float(jnp.max(bound - exact - tolerance * (1 + jnp.abs(exact))))
-    _require(worst <= 0, f"the bound exceeds E log p(y | f), by {worst:.3g}")
+    def _total(self, means: Parameters, variances: Parameters) -> Array:
+        return jnp.sum(self.augmentation.bound(self.d, self.y, means, variances))
 
-    def total(variances: Parameters) -> Array:
-        return jnp.sum(augmentation.bound(d, y, means, variances))
+    def _expectation(self, means: Parameters, variances: Parameters) -> Array:
+        """Exact if registered, else by quadrature over one latent."""
+        d, y = self.d, self.y
+        entry = lookup_expectation(type(d))
+        if entry is not None:
+            return entry.expected_log_prob(d, y, means, variances)
+        nodes, weights = gauss_hermite(64, jnp.result_type(*means.values()))
+        if len(means) > 1 or self.augmentation.latent_axis is not None:
+            raise ValueError(
+                f"{type(d).__name__} has several latents per datum: register its exact "
+                "expectation (numpyro_gpaug.register_expectation) to check its bound"
+            )
+        ((name, m),) = means.items()
+        values = m + jnp.sqrt(variances[name]) * nodes.reshape((-1,) + (1,) * m.ndim)
+        densities = jax.vmap(lambda f: _at(d, {name: f}).log_prob(y))(values)
+        return jnp.tensordot(weights, densities, 1)
 
-    for name, slope in jax.grad(total)(variances).items():
-        least = float(jnp.min(-2 * slope))
-        _require(
-            least >= -tolerance, f"the site precision of {name!r} is {least:.3g} < 0"
-        )
-
-
-def _check_tight(
-    augmentation: Augmentation,
-    d: Distribution,
-    y: Array,
-    means: Parameters,
-    tolerance: float,
-) -> None:
-    zeros = {k: jnp.zeros_like(m) for k, m in means.items()}
-    bound = augmentation.bound(d, y, means, zeros)
-    density = _at(d, means).log_prob(y)
-    _assert_close(bound, density, tolerance, "the bound is not tight as v -> 0")
-
-    def total(means: Parameters, variances: Parameters) -> Array:
-        return jnp.sum(augmentation.bound(d, y, means, variances))
-
-    by_mean, by_variance = jax.grad(total, (0, 1))(means, zeros)
-    conditionals = augmentation.conditional(d, y, means)
-    average = auxiliary_means(conditionals)
-    natural = augmentation.natural(d, y, average, means)
-    for name, (potential, precision) in natural.items():
-        site = -2 * by_variance[name]
-        _assert_close(
-            site, precision, tolerance, f"site precision of {name!r} against natural"
-        )
-        _assert_close(
-            by_mean[name] + site * means[name], potential, tolerance,
-            f"site potential of {name!r} against natural",
-        )  # fmt: skip
-
-
-def _expectation(
-    augmentation: Augmentation,
-    d: Any,
-    y: Array,
-    means: Parameters,
-    variances: Parameters,
-) -> Array:
-    """The registered expectation; else a product rule over the latents of a datum."""
-    entry = lookup_expectation(type(d))
-    if entry is not None:
-        return entry.expected_log_prob(d, y, means, variances)
-    nodes, weights = gauss_hermite(64, jnp.result_type(*means.values()))
-    if len(means) > 1 or augmentation.latent_axis is not None:
-        raise ValueError(
-            f"{type(d).__name__} has several latents per datum: register its exact "
-            "expectation (numpyro_gpaug.register_expectation) to check its bound"
-        )
-    ((name, m),) = means.items()
-    values = m + jnp.sqrt(variances[name]) * nodes.reshape((-1,) + (1,) * m.ndim)
-    densities = jax.vmap(lambda f: _at(d, {name: f}).log_prob(y))(values)
-    return jnp.tensordot(weights, densities, 1)
+    def _close(self, value: Array, expected: Array, what: str) -> None:
+        error = jnp.abs(value - expected) / (1 + jnp.abs(expected))
+        worst, most = float(jnp.max(error)), self.tolerance
+        _require(worst <= most, f"{what}: relative error {worst:.3g} > {most:.3g}")
 
 
 def _at(d: Distribution, f: Parameters) -> Distribution:
@@ -221,23 +192,10 @@ def _at(d: Distribution, f: Parameters) -> Distribution:
     return type(d)(**{**given, **f})
 
 
-def _per_datum(augmentation: Augmentation, value: Array) -> Array:
-    axis = augmentation.latent_axis
-    return value if axis is None else value.sum(axis)
-
-
 def _to_batch(density: Array, y: Array) -> Array:
     """Auxiliaries may have more axes than the data; theirs are the trailing ones."""
     extra = jnp.ndim(density) - jnp.ndim(y)
     return density.sum(tuple(range(-extra, 0))) if extra > 0 else density
-
-
-def _assert_close(value: Array, expected: Array, tolerance: float, what: str) -> None:
-    error = jnp.abs(value - expected) / (1 + jnp.abs(expected))
-    worst = float(jnp.max(error))
-    _require(
-        worst <= tolerance, f"{what}: relative error {worst:.3g} > {tolerance:.3g}"
-    )
 
 
 def _require(holds: bool, message: str) -> None:
