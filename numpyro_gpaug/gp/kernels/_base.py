@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast, dataclass_transform
+from typing import Any, ClassVar, Protocol, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -161,12 +162,11 @@ class Matrix(_Algebra):
     @property
     def batch_shape(self) -> tuple[int, ...]:
         """``(C,)`` for hyperparameters of C latents, else ``()``."""
-        return jnp.broadcast_shapes(
-            *(
-                np.shape(value)[:-1] if name == "lengthscale" else np.shape(value)
-                for name, value in self._hyperparameters()
-            )
+        shapes = (
+            np.shape(value)[:-1] if name == "lengthscale" else np.shape(value)
+            for name, value in self._hyperparameters()
         )
+        return jnp.broadcast_shapes(*shapes)
 
     def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
         for name, value in self._hyperparameters():
@@ -185,17 +185,13 @@ class Matrix(_Algebra):
                 f"X has shape {X.shape} and Z has shape {Z.shape}"
             )
         self._check_columns(X)
-        shape = jnp.broadcast_shapes(
-            (*self.batch_shape, 1, 1),
-            (*X.shape[:-1], 1),
-            (*Z.shape[:-2], 1, Z.shape[-2]),
-        )
+        rows, columns = (*X.shape[:-1], 1), (*Z.shape[:-2], 1, Z.shape[-2])
+        shape = jnp.broadcast_shapes((*self.batch_shape, 1, 1), rows, columns)
         return jnp.broadcast_to(self._covariance(X, Z, same), shape)
 
     def _hyperparameters(self) -> list[tuple[str, Any]]:
-        return [
-            (f.name, getattr(self, f.name)) for f in dataclasses.fields(cast(Any, self))
-        ]
+        names = (f.name for f in dataclasses.fields(cast(Any, self)))
+        return [(name, getattr(self, name)) for name in names]
 
     def _check_columns(self, X: jax.Array) -> None:
         """Raise if a hyperparameter does not fit the columns of ``X``."""
@@ -227,7 +223,7 @@ class Linear(Matrix):
 
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
         del same
-        product = matmul(X, jnp.swapaxes(Z, -1, -2))
+        product = matmul(X, Z.mT)
         return self._over_pairs("variance", X.dtype) * product
 
     def _diagonal(self, X: jax.Array) -> jax.Array:
@@ -261,21 +257,21 @@ class Constant(Matrix):
         return self._value("variance", X.dtype)[..., None]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Pair(_Algebra):
     left: Kernel
     right: Kernel
+    _join: ClassVar[Any]
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
         """``(C,)`` if either part has hyperparameters of C latents, else ``()``."""
-        return jnp.broadcast_shapes(
-            getattr(self.left, "batch_shape", ()),
-            getattr(self.right, "batch_shape", ()),
-        )
+        parts = self.left, self.right
+        return jnp.broadcast_shapes(*(getattr(k, "batch_shape", ()) for k in parts))
 
-    def _parts(self, X: Any, Z: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
         inputs = (X,) if Z is None else (X, Z)
-        return self.left(*inputs), self.right(*inputs)
+        return self._join(self.left(*inputs), self.right(*inputs))
 
 
 @pytree
@@ -296,12 +292,7 @@ class Sum(_Pair):
         ((4,), (4, 3))
     """
 
-    left: Kernel
-    right: Kernel
-
-    def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
-        left, right = self._parts(X, Z)
-        return left + right
+    _join = staticmethod(operator.add)
 
 
 @pytree
@@ -322,12 +313,7 @@ class Product(_Pair):
         [2. 2. 2.]
     """
 
-    left: Kernel
-    right: Kernel
-
-    def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
-        left, right = self._parts(X, Z)
-        return left * right
+    _join = staticmethod(operator.mul)
 
 
 def _combine(kind: type, *parts: Any) -> Any:

@@ -59,15 +59,8 @@ def matmul_form(
         weighted = Z * weights[..., None, :]
         X_norms = matmul(jnp.square(X), weights[..., None])
     Z_norms = jnp.sum(Z * weighted, -1)[..., None, :]
-    inner = matmul(X, jnp.swapaxes(weighted, -1, -2))
+    inner = matmul(X, weighted.mT)
     squared = jnp.maximum(X_norms + Z_norms - 2 * inner, 0)
     if same:
         squared = jnp.where(jnp.eye(X.shape[-2], dtype=bool), 0, squared)
     return squared
-
-
-def safe_sqrt(squared: jax.Array) -> jax.Array:
-    """Square root with derivative 0 at 0."""
-    # The inner where keeps an infinite derivative at 0 from turning into NaN.
-    positive = squared > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1)), 0)

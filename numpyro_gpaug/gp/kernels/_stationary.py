@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from numpyro_gpaug.math.linalg import safe_sqrt
+
 from ._base import Matrix, pytree
-from ._distances import PAIRWISE_COLUMNS, centre, matmul_form, pairwise_form, safe_sqrt
+from ._distances import PAIRWISE_COLUMNS, centre, matmul_form, pairwise_form
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
