@@ -136,12 +136,9 @@ def load_svmlight(
     name = fspath(path)
     try:
         X, rows = load_svmlight_file(
-            name,
-            n_features=num_features,
-            dtype=np.float32,
-            multilabel=True,
+            name, n_features=num_features, dtype=np.float32, multilabel=True,
             zero_based=zero_based,
-        )
+        )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     bad = np.flatnonzero(~np.isfinite(X.data))
@@ -158,9 +155,8 @@ def load_svmlight(
             f"{np.searchsorted(ends, bad[0], 'right') - 1} is not an integer from 0"
             + ("" if num_labels is None else f" below num_labels={num_labels}")
         )
-    if num_labels is None:
-        num_labels = int(labels.max(initial=-1)) + 1
-    Y = _labels(labels, ends, (len(rows), num_labels))
+    found = int(labels.max(initial=-1)) + 1
+    Y = _labels(labels, ends, (len(rows), found if num_labels is None else num_labels))
     X = _csr(X.data, X.indices, X.indptr, X.shape)
     return MultiLabelData(canonical(X), Y)
 

@@ -134,22 +134,16 @@ class LabelSampler:
         place = np.arange(self._counts.max())
         present = place < counts[:, None]
         positives = np.zeros(present.shape, np.int32)
-        positives[present] = self._labels[
-            (self._starts[rows][:, None] + place)[present]
-        ]
+        places = self._starts[rows][:, None] + place
+        positives[present] = self._labels[places[present]]
         absent = self._shape[1] - counts
         sampled = np.minimum(absent, self.num_negatives)
         real = np.arange(self.num_negatives) < sampled[:, None]
         ranks = distinct_integers(rng, absent, self.num_negatives)
         negatives = np.where(real, self._negatives(rows, ranks), 0)
         weights = np.where(real, (absent / np.maximum(sampled, 1))[:, None], 0)
-        return LabelBatch(
-            rows,
-            positives,
-            negatives.astype(np.int32),
-            present.astype(np.float32),
-            weights.astype(np.float32),
-        )
+        present, weights = present.astype(np.float32), weights.astype(np.float32)
+        return LabelBatch(rows, positives, negatives.astype(np.int32), present, weights)
 
     def _negatives(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """The labels of given ranks among the negative ones of each row, (B, L)."""
