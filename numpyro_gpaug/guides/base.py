@@ -139,8 +139,10 @@ class ProcessGuide:
         """
         if self._structure is None or not self._structure.observed:
             self._structure = self._inspect(*args, **kwargs)
-            self._sizes = {Arguments.split(args, kwargs).shapes: self._structure}
+            arguments = Arguments.split(args, kwargs)
+            self._sizes = {arguments.shapes: self._structure}
             if self._structure.others:
+                args, kwargs = arguments.merge()  # arrays of JAX's
                 self._other = self._build_other()
                 with handlers.block():
                     seeded = handlers.trace(handlers.seed(self._other, 0))
