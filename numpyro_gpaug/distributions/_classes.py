@@ -56,10 +56,7 @@ class Classes(Distribution):
         dtype = jnp.result_type(getattr(self, self.latent), 0.0)
         return jnp.full(self.batch_shape, jnp.nan, dtype)
 
-    @property
-    def variance(self) -> Array:
-        """NaN, as NumPyro's ``Categorical``: classes have no order."""
-        return self.mean
+    variance = mean
 
     def enumerate_support(self, expand: bool = True) -> Array:  # noqa: FBT002
         values = jnp.arange(self._num_classes)

@@ -23,19 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_gpaug.math.special import _series_terms, _tanh_taylor
+from numpyro_gpaug.math.special import horner, series_terms, tanh_taylor
 
 POLE = math.pi**2 / 4
 LOG2 = math.log(2.0)
 
 # w_y y^2 / (1 + 2y) as a polynomial in y / (1 + y); relative error 6e-3.
-_SADDLE_FIT = (
-    1.00038262,
-    -2.10773872,
-    5.94080879,
-    -5.94887077,
-    2.11569219,
-)
+_SADDLE_FIT = (1.00038262, -2.10773872, 5.94080879, -5.94887077, 2.11569219)
 
 
 def saddle_threshold(dtype: jnp.dtype) -> float:
@@ -83,9 +77,9 @@ def _scaled_tanh_derivatives(w: Array, order: int) -> list[Array]:
         conv = sum(math.comb(k, j) * t[j] * s[k - j] for j in range(k + 1))
         s.append(-w * conv)
 
-    num = _series_terms(w.dtype) + order
+    num = series_terms(w.dtype) + order
     coef = np.zeros((order + 1, num))
-    coef[0] = _tanh_taylor(num)
+    coef[0] = tanh_taylor(num)
     for k in range(order):
         coef[k + 1, :-1] = coef[k, 1:] * np.arange(1, num)
     table = jnp.asarray(coef, w.dtype)
@@ -130,11 +124,7 @@ def _log_cosh_sqrt_jvp(primals, tangents):
 
 
 def _saddle_guess(y: Array) -> Array:
-    u = y / (1 + y)
-    poly = jnp.full_like(y, _SADDLE_FIT[-1])
-    for a in _SADDLE_FIT[-2::-1]:
-        poly = poly * u + a
-    return poly * (1 / y + 2) / y
+    return horner(_SADDLE_FIT, y / (1 + y)) * (1 / y + 2) / y
 
 
 @jax.custom_jvp

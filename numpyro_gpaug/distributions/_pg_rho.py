@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.distributions._pg_density import _SADDLE_FIT
+from numpyro_gpaug.math.special import horner
 
 RATE = math.pi**2 / 8
 ALPHA = 0.7
@@ -130,13 +131,7 @@ def _in_u(h: Array) -> list[Array]:
         table = np.array([row + (0.0,) * (width - len(row)) for row in rows])
         powers = jnp.cumprod(jnp.full(width, share.reshape(())).at[0].set(1))
         return list(jnp.sum(jnp.asarray(table, h.dtype) * powers, axis=1))
-    coefs = []
-    for row in rows:
-        coef = jnp.full_like(h, row[-1])
-        for a in row[-2::-1]:
-            coef = coef * share + a
-        coefs.append(coef)
-    return coefs
+    return [horner(row, share) for row in rows]
 
 
 def tangent(h: Array, x0: Array) -> Tangent:

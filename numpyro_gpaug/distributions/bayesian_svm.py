@@ -14,6 +14,9 @@ from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 from numpyro.util import is_prng_key
 
+from numpyro_gpaug.math.concrete import floating
+from numpyro_gpaug.math.normal import density
+
 PREDICTIVE = ("probit", "normalized")
 
 
@@ -60,8 +63,6 @@ class BayesianSVM(dist.Distribution):
 
     arg_constraints = {"f": constraints.real}
     support = constraints.boolean
-    reparametrized_params: list[str] = []
-    pytree_data_fields = ("f",)
     pytree_aux_fields = ("predictive",)
 
     def __init__(
@@ -78,9 +79,6 @@ class BayesianSVM(dist.Distribution):
         self.f = f
         self.predictive = predictive
         super().__init__(jnp.shape(f), validate_args=validate_args)
-
-    def _f(self) -> Array:
-        return jnp.asarray(self.f, jnp.result_type(self.f, 0.0))
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Draws labels with the normalised probabilities.
@@ -100,7 +98,7 @@ class BayesianSVM(dist.Distribution):
 
         :param value: labels 0/1.
         """
-        f = self._f()
+        (f,) = floating(self.f)
         sign = 2 * jnp.asarray(value, f.dtype) - 1
         return -2 * jnp.maximum(1 - sign * f, 0)
 
@@ -109,26 +107,25 @@ class BayesianSVM(dist.Distribution):
 
         :param value: labels 0/1.
         """
-        log_odds = _log_odds(self._f())
+        log_odds = _log_odds(self.f)
         sign = 2 * jnp.asarray(value, log_odds.dtype) - 1
         return jax.nn.log_sigmoid(sign * log_odds)
 
     @property
     def probs(self) -> Array:
         """The normalised probability of label 1."""
-        return jax.nn.sigmoid(_log_odds(self._f()))
+        return jax.nn.sigmoid(_log_odds(self.f))
 
-    @property
-    def mean(self) -> Array:
-        return self.probs
+    mean = probs
 
     @property
     def variance(self) -> Array:
-        return self.probs * jax.nn.sigmoid(-_log_odds(self._f()))
+        return self.probs * jax.nn.sigmoid(-_log_odds(self.f))
 
 
-def _log_odds(f: Array) -> Array:
+def _log_odds(f: ArrayLike) -> Array:
     """``4 f`` between the margins, ``2 (f + sign f)`` beyond."""
+    (f,) = floating(f)
     return 2 * (f + jnp.clip(f, -1, 1))
 
 
@@ -162,11 +159,9 @@ def expected_ratio(mean: Array, variance: Array) -> Array:
     >>> [f"{p:.3f}" for p in expected_ratio(jnp.ones(2), jnp.array([0.0, 1.0]))]
     ['0.982', '0.818']
     """
-    dtype = jnp.result_type(mean, variance, 0.0)
+    mean, variance = floating(mean, variance)
+    dtype = mean.dtype
     num, far = (40, 19.0) if dtype == jnp.float64 else (32, 9.0)
-    mean, variance = jnp.broadcast_arrays(
-        jnp.asarray(mean, dtype), jnp.asarray(variance, dtype)
-    )
     scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(dtype).tiny))
     rule = np.polynomial.legendre.leggauss(num)
     shape = (num,) + (1,) * mean.ndim
@@ -176,8 +171,8 @@ def expected_ratio(mean: Array, variance: Array) -> Array:
         a, b = (jnp.clip((x - mean) / scale, -9, 9) for x in (low, high))
         half = 0.5 * (b - a)
         z = a + half * (1 + nodes)
-        density = jnp.exp(-0.5 * z * z) * np.asarray(1 / np.sqrt(2 * np.pi), dtype)
         # A rounded z must not leave its piece.
         f = jnp.clip(mean + scale * z, low, high)
-        total = total + half * (weights * density * jax.nn.sigmoid(_log_odds(f))).sum(0)
+        values = density(z) * jax.nn.sigmoid(_log_odds(f))
+        total = total + half * (weights * values).sum(0)
     return total

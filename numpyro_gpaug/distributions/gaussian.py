@@ -13,6 +13,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_gpaug.math.linalg import (
     Moments,
     NaturalGaussian,
+    diagonal,
     inverse_lower,
     kl_to_diagonal,
     moments,
@@ -38,7 +39,6 @@ class BlockGaussian(dist.Distribution):
 
     arg_constraints = {"loc": constraints.real_vector, "tril": constraints.real}
     reparametrized_params = ["loc", "tril"]
-    pytree_data_fields = ("loc", "tril")
     pytree_aux_fields = ("parameter",)
 
     def __init__(
@@ -55,9 +55,8 @@ class BlockGaussian(dist.Distribution):
     @classmethod
     def from_natural(cls, natural: NaturalGaussian) -> BlockGaussian:
         """From potential and precision: mean ``precision^-1 potential``."""
-        return cls(
-            moments(natural).mean, jnp.linalg.cholesky(natural.precision), "precision"
-        )
+        tril = jnp.linalg.cholesky(natural.precision)
+        return cls(moments(natural).mean, tril, "precision")
 
     @property
     def support(self) -> constraints.Constraint:
@@ -65,21 +64,20 @@ class BlockGaussian(dist.Distribution):
 
     def moments(self) -> Moments:
         """Mean, covariance factor and log-determinant."""
-        log_det = 2 * jnp.log(jnp.abs(_diagonal(self.tril))).sum(-1)
+        log_det = 2 * jnp.log(jnp.abs(diagonal(self.tril))).sum(-1)
         if self.parameter == "precision":
             return Moments(self.loc, inverse_lower(self.tril), -log_det)
-        return Moments(self.loc, jnp.swapaxes(self.tril, -1, -2), log_det)
+        return Moments(self.loc, self.tril.mT, log_det)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        shape = sample_shape + self.event_shape
-        eps = random.normal(key, shape, self.loc.dtype)
+        eps = random.normal(key, sample_shape + self.event_shape, self.loc.dtype)
         whitener = self.moments().whitener
-        return self.loc + jnp.einsum("...mn,...m->...n", whitener, eps)
+        return self.loc + jnp.vecmat(eps, whitener)
 
     def log_prob(self, value: Array) -> Array:
         deviation = (value - self.loc)[..., None]
         if self.parameter == "precision":
-            white = jnp.swapaxes(self.tril, -1, -2) @ deviation
+            white = self.tril.mT @ deviation
         else:
             white = solve_lower(self.tril, deviation)
         axes = tuple(range(-len(self.event_shape), 0))
@@ -109,7 +107,3 @@ def _kl_block_independent(p: BlockGaussian, q: dist.Independent) -> Array:
             f"{q.event_shape}"
         )
     return kl_to_diagonal(p.moments(), base.loc, base.scale).sum()
-
-
-def _diagonal(matrix: Array) -> Array:
-    return jnp.diagonal(matrix, axis1=-2, axis2=-1)

@@ -11,17 +11,18 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
-from numpyro.distributions.distribution import Distribution
 from numpyro.distributions.kl import kl_divergence
-from numpyro.distributions.util import not_jax_tracer, promote_shapes, validate_sample
+from numpyro.distributions.util import not_jax_tracer, validate_sample
 from numpyro.util import is_prng_key
 
+from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.distributions._gig_sampler import (
     sample_inverse_gaussian,
     sample_log,
     within_range,
 )
 from numpyro_gpaug.math.bessel import averages, energies, log_peak_integral, peak
+from numpyro_gpaug.math.concrete import floating
 
 __all__ = ["GeneralizedInverseGaussian"]
 
@@ -152,12 +153,9 @@ def _log_density(x: Array, p: Array, a: Array, b: Array) -> Array:
 def _draw(key: Array, p: Array, a: Array, b: Array, *, shape: tuple[int, ...]) -> Array:
     distribution = _shape(p, a, b)
     num = math.prod(shape[: len(shape) - p.ndim])
-    v = sample_log(
-        key, jnp.ravel(distribution.big), jnp.ravel(distribution.log_q), num=num
-    )
-    return within_range(
-        _place(v.reshape(shape), _sign(distribution), distribution.root)
-    )
+    big, log_q = jnp.ravel(distribution.big), jnp.ravel(distribution.log_q)
+    v = sample_log(key, big, log_q, num=num).reshape(shape)
+    return within_range(_place(v, _sign(distribution), distribution.root))
 
 
 @partial(jax.jit, static_argnames="shape")
@@ -187,19 +185,12 @@ def _divergence(q: tuple[Array, ...], r: tuple[Array, ...]) -> Array:
     sign_r = _sign(shape_r)
     sign = sign_r * _sign(shape_q)
     shift = sign_r * (_log_mode(shape_q) - _log_mode(shape_r))
-    log_q, extra = averages(
-        _divergence_terms,
-        shape_q.big,
-        shape_q.log_q,
-        shape_r.big,
-        shape_r.log_q,
-        shift,
-        sign,
-    )
-    return extra + log_peak_integral(shape_r.big, shape_r.log_q) - log_q
+    (big, log_q), reference = shape_q[1:3], shape_r[1:3]
+    total, extra = averages(_divergence_terms, big, log_q, *reference, shift, sign)
+    return extra + log_peak_integral(*reference) - total
 
 
-class GeneralizedInverseGaussian(Distribution):
+class GeneralizedInverseGaussian(Elementwise):
     r"""Generalised inverse Gaussian distribution :math:`GIG(p, a, b)` [1].
 
     .. math::
@@ -259,34 +250,10 @@ class GeneralizedInverseGaussian(Distribution):
         ['1.0000', '0.1000']
     """
 
-    arg_constraints = {
-        "p": constraints.real,
-        "a": constraints.positive,
-        "b": constraints.positive,
-    }
+    p: ArrayLike = parameter(constraints.real)
+    a: ArrayLike = parameter(constraints.positive)
+    b: ArrayLike = parameter(constraints.positive)
     support = constraints.positive
-    reparametrized_params: list[str] = []
-    pytree_data_fields = ("p", "a", "b")
-
-    def __init__(
-        self,
-        p: ArrayLike,
-        a: ArrayLike,
-        b: ArrayLike,
-        *,
-        validate_args: bool | None = None,
-    ) -> None:
-        self.p, self.a, self.b = promote_shapes(p, a, b)
-        batch_shape = jnp.broadcast_shapes(jnp.shape(p), jnp.shape(a), jnp.shape(b))
-        super().__init__(batch_shape, validate_args=validate_args)
-
-    def _arrays(self, *others: ArrayLike) -> tuple[Array, ...]:
-        """``p``, ``a``, ``b`` and ``others`` as floating arrays of one shape and
-        dtype."""
-        parts = (self.p, self.a, self.b, *others)
-        dtype = jnp.result_type(*parts, 0.0)
-        arrays = (jnp.asarray(part, dtype) for part in parts)
-        return tuple(jnp.broadcast_arrays(*arrays))
 
     def _is_inverse_gaussian(self) -> bool:
         if not not_jax_tracer(self.p):
@@ -349,7 +316,5 @@ class GeneralizedInverseGaussian(Distribution):
 @kl_divergence.register(GeneralizedInverseGaussian, GeneralizedInverseGaussian)
 def _kl_gig(q: GeneralizedInverseGaussian, r: GeneralizedInverseGaussian) -> Array:
     """``KL(q || r)``, of the broadcast batch shape."""
-    parts = (q.p, q.a, q.b, r.p, r.a, r.b)
-    dtype = jnp.result_type(*parts, 0.0)
-    arrays = jnp.broadcast_arrays(*(jnp.asarray(part, dtype) for part in parts))
-    return _divergence(tuple(arrays[:3]), tuple(arrays[3:]))
+    arrays = floating(*q._arrays(), *r._arrays())
+    return _divergence(arrays[:3], arrays[3:])

@@ -3,18 +3,46 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpyro.distributions as dist
 from jax import Array, random
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
-from numpyro.distributions.util import promote_shapes, validate_sample
+from numpyro.distributions.util import validate_sample
 from numpyro.util import is_prng_key
 
+from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
+from numpyro_gpaug.math.normal import LOG_2PI
 
-class HeteroscedasticNormal(dist.Distribution):
+
+class NormalOfPrecision(Elementwise):
+    """Normal observations of mean ``loc``, the first parameter."""
+
+    @abstractmethod
+    def _precision(self) -> tuple[Array, Array]:
+        """Logarithm of the precision, and the precision."""
+
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        assert is_prng_key(key)
+        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        loc = self.mean
+        noise = random.normal(key, (*sample_shape, *loc.shape), loc.dtype)
+        return loc + jnp.sqrt(self.variance) * noise
+
+    @validate_sample
+    def log_prob(self, value: ArrayLike) -> Array:
+        log_precision, precision = self._precision()
+        square = precision * jnp.square(value - self.mean)
+        return 0.5 * (log_precision - square - LOG_2PI)
+
+    @property
+    def mean(self) -> Array:
+        return self._arrays()[0]
+
+
+class HeteroscedasticNormal(NormalOfPrecision):
     r"""Normal distribution of precision ``max_precision * sigmoid(precision_logits)``.
 
     The noise has a floor: its variance is at least ``1 / max_precision``. Independent
@@ -43,55 +71,15 @@ class HeteroscedasticNormal(dist.Distribution):
     ['0.459', '0.141', '0.102']
     """
 
-    arg_constraints = {
-        "loc": constraints.real,
-        "precision_logits": constraints.real,
-        "max_precision": constraints.positive,
-    }
+    loc: ArrayLike = parameter(constraints.real)
+    precision_logits: ArrayLike = parameter(constraints.real)
+    max_precision: ArrayLike = parameter(constraints.positive)
     support = constraints.real
     reparametrized_params = ["loc", "precision_logits", "max_precision"]
-    pytree_data_fields = ("loc", "precision_logits", "max_precision")
 
-    def __init__(
-        self,
-        loc: ArrayLike,
-        precision_logits: ArrayLike,
-        max_precision: ArrayLike,
-        *,
-        validate_args: bool | None = None,
-    ) -> None:
-        parameters = (loc, precision_logits, max_precision)
-        self.loc, self.precision_logits, self.max_precision = promote_shapes(
-            *parameters
-        )
-        batch_shape = jnp.broadcast_shapes(*map(jnp.shape, parameters))
-        super().__init__(batch_shape, validate_args=validate_args)
-
-    def _arrays(self) -> tuple[Array, Array, Array]:
-        parameters = (self.loc, self.precision_logits, self.max_precision)
-        dtype = jnp.result_type(*parameters, 0.0)
-        loc, logits, top = jnp.broadcast_arrays(
-            *(jnp.asarray(x, dtype) for x in parameters)
-        )
-        return loc, logits, top
-
-    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        assert is_prng_key(key)
-        loc, _, _ = self._arrays()
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
-        noise = random.normal(key, (*sample_shape, *loc.shape), loc.dtype)
-        return loc + jnp.sqrt(self.variance) * noise
-
-    @validate_sample
-    def log_prob(self, value: ArrayLike) -> Array:
-        loc, logits, top = self._arrays()
-        log_precision = jnp.log(top) + jax.nn.log_sigmoid(logits)
-        square = top * jax.nn.sigmoid(logits) * jnp.square(value - loc)
-        return 0.5 * (log_precision - square - np.asarray(np.log(2 * np.pi), loc.dtype))
-
-    @property
-    def mean(self) -> Array:
-        return self._arrays()[0]
+    def _precision(self) -> tuple[Array, Array]:
+        _, logits, top = self._arrays()
+        return jnp.log(top) + jax.nn.log_sigmoid(logits), top * jax.nn.sigmoid(logits)
 
     @property
     def variance(self) -> Array:

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inverse Gaussian distribution."""
 
-import math
-
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
-from numpyro.distributions.distribution import Distribution
 from numpyro.distributions.kl import kl_divergence
-from numpyro.distributions.util import promote_shapes, validate_sample
+from numpyro.distributions.util import validate_sample
 from numpyro.util import is_prng_key
 
+from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.distributions._gig_sampler import sample_inverse_gaussian
 from numpyro_gpaug.distributions.generalized_inverse_gaussian import (
     GeneralizedInverseGaussian,
 )
 from numpyro_gpaug.math.bessel import e2
+from numpyro_gpaug.math.concrete import floating
+from numpyro_gpaug.math.normal import LOG_2PI
 
 __all__ = ["InverseGaussian"]
 
 
-class InverseGaussian(Distribution):
+class InverseGaussian(Elementwise):
     r"""Inverse Gaussian (Wald) distribution of mean :math:`\mu` and shape
     :math:`\lambda`.
 
@@ -61,32 +61,9 @@ class InverseGaussian(Distribution):
         ['-1.9587', '-1.2655']
     """
 
-    arg_constraints = {
-        "loc": constraints.positive,
-        "concentration": constraints.positive,
-    }
+    loc: ArrayLike = parameter(constraints.positive)
+    concentration: ArrayLike = parameter(constraints.positive)
     support = constraints.positive
-    reparametrized_params: list[str] = []
-    pytree_data_fields = ("loc", "concentration")
-
-    def __init__(
-        self,
-        loc: ArrayLike,
-        concentration: ArrayLike,
-        *,
-        validate_args: bool | None = None,
-    ) -> None:
-        self.loc, self.concentration = promote_shapes(loc, concentration)
-        batch_shape = jnp.broadcast_shapes(jnp.shape(loc), jnp.shape(concentration))
-        super().__init__(batch_shape, validate_args=validate_args)
-
-    def _arrays(self, *others: ArrayLike) -> tuple[Array, ...]:
-        """``loc``, ``concentration`` and ``others`` as floating arrays of one shape
-        and dtype."""
-        parts = (self.loc, self.concentration, *others)
-        dtype = jnp.result_type(*parts, 0.0)
-        arrays = (jnp.asarray(part, dtype) for part in parts)
-        return tuple(jnp.broadcast_arrays(*arrays))
 
     def to_gig(self) -> GeneralizedInverseGaussian:
         """The same distribution as a :class:`GeneralizedInverseGaussian`."""
@@ -120,7 +97,7 @@ class InverseGaussian(Distribution):
         x = jnp.where(positive, x, 1.0)
         # Not the square of the gap times a ratio: one may overflow, one underflow.
         gap = (x - loc) / loc * (jnp.sqrt(concentration) / jnp.sqrt(x))
-        log_scale = jnp.log(concentration) - 3 * jnp.log(x) - math.log(2 * math.pi)
+        log_scale = jnp.log(concentration) - 3 * jnp.log(x) - LOG_2PI
         out = 0.5 * (log_scale - jnp.square(gap))
         return jnp.where(positive, out, -jnp.inf)
 
@@ -156,19 +133,13 @@ class InverseGaussian(Distribution):
     def entropy(self) -> Array:
         """Differential entropy, of the batch shape."""
         _, concentration = self._arrays()
-        log_scale = math.log(2 * math.pi) + 1 - jnp.log(concentration)
+        log_scale = LOG_2PI + 1 - jnp.log(concentration)
         return 0.5 * log_scale + 1.5 * self.mean_log
 
 
 @kl_divergence.register(InverseGaussian, InverseGaussian)
 def _kl_inverse_gaussian(q: InverseGaussian, r: InverseGaussian) -> Array:
     """``KL(q || r)``, of the broadcast batch shape."""
-    dtype = jnp.result_type(q.loc, q.concentration, r.loc, r.concentration, 0.0)
-    m, k, loc, concentration = jnp.broadcast_arrays(
-        *(
-            jnp.asarray(part, dtype)
-            for part in (q.loc, q.concentration, r.loc, r.concentration)
-        )
-    )
+    m, k, loc, concentration = floating(*q._arrays(), *r._arrays())
     shape_part = e2(jnp.log(concentration / k))
     return 0.5 * (shape_part + concentration / m * jnp.square((m - loc) / loc))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -77,9 +78,8 @@ class Linked(Distribution):
         **parameters: ArrayLike,
     ) -> None:
         links = (link,) if isinstance(link, PiecewiseLink) else link
-        if not isinstance(links, tuple) or not all(
-            isinstance(x, PiecewiseLink) for x in links
-        ):
+        pieces = isinstance(links, tuple)
+        if not pieces or not all(isinstance(x, PiecewiseLink) for x in links):
             raise TypeError(
                 f"link is a {type(link).__name__}: pass a PiecewiseLink (or a tuple of "
                 "two), for a function PiecewiseLink.from_function(function, ...)"
@@ -151,26 +151,24 @@ class Linked(Distribution):
         :param mean: of f.
         :param variance: of f, of its shape.
         """
-        links = self.links()
-        if len(links) == 1:
-            return links[0].cell_probabilities(mean, variance)
-        first, second = (
-            x.cell_probabilities(mean[..., i], variance[..., i])
-            for i, x in enumerate(links)
-        )
-        pairs = first[..., :, None] * second[..., None, :]
-        return pairs.reshape(*pairs.shape[:-2], -1)
+        each = PiecewiseLink.cell_probabilities
+        return self._of_cells(each, operator.mul, mean, variance)
 
     def log_cell_probabilities(self, mean: Array, variance: Array) -> Array:
         """Their logarithms, at least -2e30."""
+        each = PiecewiseLink.log_cell_probabilities
+        return self._of_cells(each, operator.add, mean, variance)
+
+    def _of_cells(
+        self, each: Callable[..., Array], joined: Any, mean: Array, variance: Array
+    ) -> Array:
         links = self.links()
         if len(links) == 1:
-            return links[0].log_cell_probabilities(mean, variance)
+            return each(links[0], mean, variance)
         first, second = (
-            x.log_cell_probabilities(mean[..., i], variance[..., i])
-            for i, x in enumerate(links)
+            each(x, mean[..., i], variance[..., i]) for i, x in enumerate(links)
         )
-        pairs = first[..., :, None] + second[..., None, :]
+        pairs = joined(first[..., :, None], second[..., None, :])
         return pairs.reshape(*pairs.shape[:-2], -1)
 
     def components(self, batch_shape: tuple[int, ...] | None = None) -> Distribution:
@@ -182,15 +180,12 @@ class Linked(Distribution):
         heights = [x.heights for x in self.links()]
         if len(heights) == 2:
             first, second = heights
-            heights = [
-                jnp.repeat(first, second.shape[-1], -1),
-                jnp.tile(second, first.shape[-1]),
-            ]
+            pairs = jnp.repeat(first, second.shape[-1], -1)
+            heights = [pairs, jnp.tile(second, first.shape[-1])]
+        batches = [jnp.broadcast_shapes(shape, h.shape[:-1]) for h in heights]
         values = [
-            jnp.broadcast_to(
-                h, (*jnp.broadcast_shapes(shape, h.shape[:-1]), h.shape[-1])
-            )
-            for h in heights
+            jnp.broadcast_to(h, (*batch, h.shape[-1]))
+            for h, batch in zip(heights, batches, strict=True)
         ]
         parameters = {k: jnp.asarray(p)[..., None] for k, p in self.parameters.items()}
         return self.family(*values, **parameters)

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
-import numpyro.distributions as dist
-from jax import Array, random
+from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
-from numpyro.distributions.util import promote_shapes, validate_sample
-from numpyro.util import is_prng_key
+
+from numpyro_gpaug.distributions._elementwise import parameter
+from numpyro_gpaug.distributions.heteroscedastic_normal import NormalOfPrecision
 
 
-class LogVarianceNormal(dist.Distribution):
+class LogVarianceNormal(NormalOfPrecision):
     r"""Normal distribution of variance ``exp(log_variance)``.
 
     The heteroscedastic model of [1] and [2]. Independent Gaussian latents
@@ -39,45 +38,14 @@ class LogVarianceNormal(dist.Distribution):
     [0.14 1.   7.39]
     """
 
-    arg_constraints = {"loc": constraints.real, "log_variance": constraints.real}
+    loc: ArrayLike = parameter(constraints.real)
+    log_variance: ArrayLike = parameter(constraints.real)
     support = constraints.real
     reparametrized_params = ["loc", "log_variance"]
-    pytree_data_fields = ("loc", "log_variance")
 
-    def __init__(
-        self,
-        loc: ArrayLike,
-        log_variance: ArrayLike,
-        *,
-        validate_args: bool | None = None,
-    ) -> None:
-        self.loc, self.log_variance = promote_shapes(loc, log_variance)
-        batch_shape = jnp.broadcast_shapes(jnp.shape(loc), jnp.shape(log_variance))
-        super().__init__(batch_shape, validate_args=validate_args)
-
-    def _arrays(self) -> tuple[Array, Array]:
-        dtype = jnp.result_type(self.loc, self.log_variance, 0.0)
-        loc, log_variance = jnp.broadcast_arrays(
-            jnp.asarray(self.loc, dtype), jnp.asarray(self.log_variance, dtype)
-        )
-        return loc, log_variance
-
-    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        assert is_prng_key(key)
-        loc, log_variance = self._arrays()
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
-        noise = random.normal(key, (*sample_shape, *loc.shape), loc.dtype)
-        return loc + jnp.exp(0.5 * log_variance) * noise
-
-    @validate_sample
-    def log_prob(self, value: ArrayLike) -> Array:
-        loc, log_variance = self._arrays()
-        square = jnp.square(value - loc) * jnp.exp(-log_variance)
-        return -0.5 * (log_variance + square + np.asarray(np.log(2 * np.pi), loc.dtype))
-
-    @property
-    def mean(self) -> Array:
-        return self._arrays()[0]
+    def _precision(self) -> tuple[Array, Array]:
+        log_variance = self._arrays()[1]
+        return -log_variance, jnp.exp(-log_variance)
 
     @property
     def variance(self) -> Array:

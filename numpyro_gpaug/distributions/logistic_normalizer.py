@@ -47,10 +47,7 @@ class LogisticNormalizer(Distribution):
     -6.2146 -6.2146
     """
 
-    arg_constraints = {
-        "logits": constraints.real_vector,
-        "zeta": constraints.positive,
-    }
+    arg_constraints = {"logits": constraints.real_vector, "zeta": constraints.positive}
     support = constraints.real
     pytree_aux_fields = ("num_classes",)
 

@@ -10,11 +10,13 @@ from jax import Array
 from jax.scipy.special import gammaln
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
-from numpyro.distributions.util import promote_shapes, validate_sample
+from numpyro.distributions.util import validate_sample
 from numpyro.util import is_prng_key
 
+from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 
-class LogisticPoisson(dist.Distribution):
+
+class LogisticPoisson(Elementwise):
     r"""Poisson distribution of rate ``max_rate * sigmoid(logits)`` [1].
 
     The rate is bounded, and a Gaussian latent in ``logits`` has closed-form updates;
@@ -40,26 +42,15 @@ class LogisticPoisson(dist.Distribution):
     ['-1.08', '-1.31', '-1.63']
     """
 
-    arg_constraints = {"logits": constraints.real, "max_rate": constraints.positive}
+    logits: ArrayLike = parameter(constraints.real)
+    max_rate: ArrayLike = parameter(constraints.positive)
     support = constraints.nonnegative_integer
-    reparametrized_params: list[str] = []
-    pytree_data_fields = ("logits", "max_rate")
-
-    def __init__(
-        self,
-        logits: ArrayLike,
-        max_rate: ArrayLike,
-        *,
-        validate_args: bool | None = None,
-    ) -> None:
-        self.logits, self.max_rate = promote_shapes(logits, max_rate)
-        batch_shape = jnp.broadcast_shapes(jnp.shape(logits), jnp.shape(max_rate))
-        super().__init__(batch_shape, validate_args=validate_args)
 
     @property
     def rate(self) -> Array:
         """``max_rate * sigmoid(logits)``."""
-        return self.max_rate * jax.nn.sigmoid(jnp.asarray(self.logits))
+        logits, max_rate = self._arrays()
+        return max_rate * jax.nn.sigmoid(logits)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         assert is_prng_key(key)
@@ -68,16 +59,11 @@ class LogisticPoisson(dist.Distribution):
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
-        logits = jnp.asarray(self.logits)
-        y = jnp.asarray(value, jnp.result_type(logits, self.max_rate, 0.0))
+        logits, max_rate = self._arrays()
+        y = jnp.asarray(value, logits.dtype)
         # Not the logarithm of the rate, which underflows.
-        log_rate = jnp.log(self.max_rate) + jax.nn.log_sigmoid(logits)
+        log_rate = jnp.log(max_rate) + jax.nn.log_sigmoid(logits)
         return y * log_rate - self.rate - gammaln(y + 1)
 
-    @property
-    def mean(self) -> Array:
-        return self.rate
-
-    @property
-    def variance(self) -> Array:
-        return self.rate
+    mean = rate
+    variance = rate

@@ -16,6 +16,8 @@ from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 from numpyro.util import is_prng_key
 
+from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
+from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.quadrature import gaussian_nodes
 
 
@@ -24,79 +26,58 @@ def trailing(parameter: ArrayLike, like: Array) -> Array:
     return jnp.broadcast_to(parameter, jnp.shape(like))[..., None]
 
 
-class CountMixture(dist.Distribution):
+class CountMixture(Elementwise):
     """Counts with a latent log-odds ``f ~ N(loc, spread)`` integrated out.
 
     A finite mixture whose nodes are placed for each count, where its likelihood
     turns: fixed nodes resolve no peak of a large count. Draws draw the latent. A
     subclass says what the likelihood is.
 
-    :param parameter: the likelihood's other parameter.
+    :param other: the likelihood's other parameter.
     :param loc: mean of the latent.
     :param spread: its variance, >= 0. All have the batch shape.
     :param mean: of the counts.
     :param variance: of the counts.
     """
 
+    other: Array = parameter(constraints.nonnegative)
+    loc: Array = parameter(constraints.real)
+    spread: Array = parameter(constraints.nonnegative)
+    mean: Array = parameter(constraints.dependent)
+    variance: Array = parameter(constraints.dependent)
     support = constraints.nonnegative_integer
-    pytree_data_fields = ("_parameter", "_loc", "_spread", "_mean", "_variance")
 
-    def __init__(
-        self,
-        parameter: ArrayLike,
-        loc: Array,
-        spread: Array,
-        mean: Array,
-        variance: Array,
-        *,
-        validate_args: bool | None = None,
-    ) -> None:
-        self._parameter, self._loc, self._spread, self._mean, self._variance = (
-            jnp.broadcast_arrays(
-                jnp.asarray(parameter, loc.dtype), loc, spread, mean, variance
-            )
-        )
-        super().__init__(self._loc.shape, validate_args=validate_args)
-
-    @property
-    def mean(self) -> Array:
-        return self._mean
-
-    @property
-    def variance(self) -> Array:
-        return self._variance
-
-    def likelihood(self, parameter: Array, logits: Array) -> dist.Distribution:
+    def likelihood(self, other: Array, logits: Array) -> dist.Distribution:
         """The distribution of a count given its latent."""
         raise NotImplementedError
 
-    def turn(self, parameter: Array, y: Array) -> tuple[Array, Array, Array]:
+    def turn(self, other: Array, y: Array) -> tuple[Array, Array, Array]:
         """The log-odds that suit a count best, the width of the likelihood there, and
         the part of its logarithm without the latent."""
         raise NotImplementedError
 
-    def exponent(self, parameter: Array, y: Array, logits: Array) -> Array:
+    def exponent(self, other: Array, y: Array, logits: Array) -> Array:
         """The part of the log-likelihood with the latent."""
         raise NotImplementedError
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         assert is_prng_key(key)
         latent_key, key = random.split(key)
+        other, loc, spread, *_ = self._arrays()
         # Not batch_shape: under vmap over a distribution that still has the old axes.
-        shape, dtype = (*sample_shape, *self._loc.shape), self._loc.dtype
-        noise = random.normal(latent_key, shape, dtype)
-        logits = self._loc + jnp.sqrt(self._spread) * noise
+        noise = random.normal(latent_key, (*sample_shape, *loc.shape), loc.dtype)
         # NumPyro's negative binomial forms exp(-logits), which has to stay finite.
-        largest = -0.9 * math.log(jnp.finfo(dtype).tiny)
-        logits = jnp.clip(logits, -largest, largest)
-        return self.likelihood(self._parameter, logits).sample(key)
+        largest = -0.9 * math.log(jnp.finfo(loc.dtype).tiny)
+        logits = jnp.clip(loc + jnp.sqrt(spread) * noise, -largest, largest)
+        return self.likelihood(other, logits).sample(key)
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
-        y = jnp.asarray(value, self._loc.dtype)
-        centre, width, constant = self.turn(self._parameter, y)
-        nodes, log_weights = gaussian_nodes(self._loc, self._spread, centre, width)
-        exponent = self.exponent(self._parameter[..., None], y[..., None], nodes)
+        other, loc, spread, *_ = self._arrays()
+        y = jnp.asarray(value, loc.dtype)
+        centre, width, constant = self.turn(other, y)
+        nodes, log_weights = gaussian_nodes(loc, spread, centre, width)
+        exponent = self.exponent(other[..., None], y[..., None], nodes)
         return constant + jax.nn.logsumexp(log_weights + exponent, axis=-1)
 
 
@@ -122,7 +103,7 @@ def bisected_icdf(
     return 0.5 * (low + high)
 
 
-class NormalLaplace(dist.Distribution):
+class NormalLaplace(Elementwise):
     """The sum of a normal and a Laplace variable.
 
     :param loc: mean of both together.
@@ -137,45 +118,26 @@ class NormalLaplace(dist.Distribution):
     ['-2.000', '-1.459']
     """
 
-    arg_constraints = {
-        "loc": constraints.real,
-        "spread": constraints.nonnegative,
-        "scale": constraints.positive,
-    }
+    loc: Array = parameter(constraints.real)
+    spread: Array = parameter(constraints.nonnegative)
+    scale: Array = parameter(constraints.positive)
     support = constraints.real
-    pytree_data_fields = ("loc", "spread", "scale")
-
-    def __init__(
-        self,
-        loc: ArrayLike,
-        spread: ArrayLike,
-        scale: ArrayLike,
-        *,
-        validate_args: bool | None = None,
-    ) -> None:
-        dtype = jnp.result_type(loc, spread, scale, 0.0)
-        self.loc: Array
-        self.spread: Array
-        self.scale: Array
-        self.loc, self.spread, self.scale = jnp.broadcast_arrays(
-            *(jnp.asarray(x, dtype) for x in (loc, spread, scale))
-        )
-        super().__init__(self.loc.shape, validate_args=validate_args)
 
     @property
     def mean(self) -> Array:
-        return self.loc
+        return self._arrays()[0]
 
     @property
     def variance(self) -> Array:
-        return self.spread + 2 * jnp.square(self.scale)
+        _, spread, scale = self._arrays()
+        return spread + 2 * jnp.square(scale)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         assert is_prng_key(key)
-        keys = random.split(key)
-        shape, dtype = (*sample_shape, *self.loc.shape), self.loc.dtype
-        smooth = jnp.sqrt(self.spread) * random.normal(keys[0], shape, dtype)
-        return self.loc + smooth + self.scale * random.laplace(keys[1], shape, dtype)
+        keys, (loc, spread, scale) = random.split(key), self._arrays()
+        shape, dtype = (*sample_shape, *loc.shape), loc.dtype
+        smooth = jnp.sqrt(spread) * random.normal(keys[0], shape, dtype)
+        return loc + smooth + scale * random.laplace(keys[1], shape, dtype)
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
@@ -186,10 +148,10 @@ class NormalLaplace(dist.Distribution):
 
     def _in_units(self, value: ArrayLike) -> tuple[Array, Array]:
         """Distance and variance of the normal, in units of the scale."""
-        distance = jnp.asarray((value - self.loc) / self.scale)
-        floor = jnp.finfo(self.loc.dtype).eps ** 3
-        square = jnp.maximum(jnp.asarray(self.spread / jnp.square(self.scale)), floor)
-        return distance, square
+        loc, spread, scale = self._arrays()
+        square = spread / jnp.square(scale)
+        distance = (jnp.asarray(value) - loc) / scale
+        return distance, jnp.maximum(square, jnp.finfo(loc.dtype).eps ** 3)
 
     def cdf(self, value: ArrayLike) -> Array:
         distance, square = self._in_units(value)
@@ -197,12 +159,15 @@ class NormalLaplace(dist.Distribution):
         return ndtr(distance / jnp.sqrt(square)) - 0.5 * (right - left)
 
     def icdf(self, q: ArrayLike) -> Array:
-        q = jnp.asarray(q, self.loc.dtype)
-        deviation = jnp.sqrt(self.variance)
-        # Cantelli's inequality.
-        low = self.loc - deviation * jnp.sqrt((1 - q) / q)
-        high = self.loc + deviation * jnp.sqrt(q / (1 - q))
-        return bisected_icdf(self.cdf, q, low, high)
+        q = jnp.asarray(q, self.mean.dtype)
+        return bisected_icdf(self.cdf, q, *_around(self, q))
+
+
+def _around(d: dist.Distribution, q: Array) -> tuple[Array, Array]:
+    """Bounds of a quantile, by Cantelli's inequality."""
+    deviation = jnp.sqrt(d.variance)
+    low, high = deviation * jnp.sqrt((1 - q) / q), deviation * jnp.sqrt(q / (1 - q))
+    return d.mean - low, d.mean + high
 
 
 def _log_side(distance: Array, square: Array) -> Array:
@@ -215,7 +180,7 @@ def _log_side(distance: Array, square: Array) -> Array:
     z = jnp.where(far, x, -15.0)
     r = 1 / jnp.square(z)
     series = r * (-1 + r * (3 + r * (-15 + r * (105 - 945 * r))))
-    tail = jnp.log1p(series) - jnp.log(-z) - 0.5 * math.log(2 * math.pi)
+    tail = jnp.log1p(series) - jnp.log(-z) - 0.5 * LOG_2PI
     return jnp.where(far, tail - jnp.square(distance) / (2 * square), near)
 
 
@@ -230,7 +195,10 @@ class NodeMixture(dist.MixtureSameFamily):
     :param variance: of the batch shape.
     """
 
-    pytree_data_fields = ("_mean", "_variance")
+    # Fields, where NumPyro has properties.
+    mean: Array = None  # type: ignore[assignment]
+    variance: Array = None  # type: ignore[assignment]
+    pytree_data_fields = ("mean", "variance")
 
     def __init__(
         self,
@@ -245,19 +213,11 @@ class NodeMixture(dist.MixtureSameFamily):
         super().__init__(
             dist.CategoricalLogits(weights), component, validate_args=validate_args
         )
-        self._mean = jnp.broadcast_to(mean, self.batch_shape)
-        self._variance = jnp.broadcast_to(variance, self.batch_shape)
-
-    @property
-    def mean(self) -> Array:
-        return self._mean
-
-    @property
-    def variance(self) -> Array:
-        return self._variance
+        self.mean = jnp.broadcast_to(mean, self.batch_shape)
+        self.variance = jnp.broadcast_to(variance, self.batch_shape)
 
     def icdf(self, q: ArrayLike) -> Array:
-        q = jnp.asarray(q, self._mean.dtype)
+        q = jnp.asarray(q, self.mean.dtype)
         ends = self.component_distribution.icdf(q[..., None])
         shape = jnp.broadcast_shapes(q.shape, self.batch_shape)
         low, high = (jnp.broadcast_to(x, shape) for x in (ends.min(-1), ends.max(-1)))
@@ -284,21 +244,17 @@ class CellMixture(NodeMixture):
     none of its components; those of counts are whole numbers."""
 
     def icdf(self, q: ArrayLike) -> Array:
-        deviation, dtype = jnp.sqrt(self.variance), self.mean.dtype
-        q = jnp.asarray(q, dtype)
-        shape = jnp.broadcast_shapes(q.shape, self.batch_shape)
-        # Cantelli's inequality; a count may be a whole number away from it.
-        low = self.mean - deviation * jnp.sqrt((1 - q) / q) - 1
-        high = self.mean + deviation * jnp.sqrt(q / (1 - q)) + 1
+        q = jnp.asarray(q, self.mean.dtype)
+        low, high = _around(self, q)
         # Distribution functions may be NaN off the support.
-        least = jnp.where(self.support(-jnp.ones((), dtype)), -jnp.inf, 0)
-        low, high = (jnp.broadcast_to(x, shape) for x in (low, high))
+        least = jnp.where(self.support(-jnp.ones((), q.dtype)), -jnp.inf, 0)
 
         def cdf(y: Array) -> Array:
             at = jnp.floor(y) if self.is_discrete else y
             return jnp.where(at < least, 0, self.cdf(jnp.maximum(at, least)))
 
-        quantile = bisected_icdf(cdf, q, low, high)
+        # A count may be a whole number away from its bounds.
+        quantile = bisected_icdf(cdf, q, low - 1, high + 1)
         return jnp.round(quantile) if self.is_discrete else quantile
 
 

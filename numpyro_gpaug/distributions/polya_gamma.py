@@ -9,11 +9,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
-from numpyro.distributions.distribution import Distribution
 from numpyro.distributions.kl import kl_divergence
-from numpyro.distributions.util import not_jax_tracer, promote_shapes, validate_sample
+from numpyro.distributions.util import not_jax_tracer, validate_sample
 from numpyro.util import is_prng_key
 
+from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.distributions._pg_density import (
     POLE,
     bregman,
@@ -23,6 +23,7 @@ from numpyro_gpaug.distributions._pg_density import (
     with_tangent_of,
 )
 from numpyro_gpaug.distributions._pg_sampler import sample as _sample
+from numpyro_gpaug.math.concrete import floating
 from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
 
 __all__ = ["PolyaGamma"]
@@ -51,7 +52,7 @@ def _unit_divergence(c1: Array, c2: Array) -> Array:
     return with_tangent_of(value, surrogate)
 
 
-class PolyaGamma(Distribution):
+class PolyaGamma(Elementwise):
     r"""Polya-Gamma distribution :math:`PG(b, c)`, :math:`b>0`, :math:`c` real [1].
 
     The distribution of
@@ -119,27 +120,9 @@ class PolyaGamma(Distribution):
         ['0.2500', '0.1904']
     """
 
-    arg_constraints = {"b": constraints.positive, "c": constraints.real}
+    b: ArrayLike = parameter(constraints.positive)
+    c: ArrayLike = parameter(constraints.real)
     support = constraints.positive
-    reparametrized_params: list[str] = []
-    pytree_data_fields = ("b", "c")
-
-    def __init__(
-        self,
-        b: ArrayLike,
-        c: ArrayLike,
-        *,
-        validate_args: bool | None = None,
-    ) -> None:
-        self.b, self.c = promote_shapes(b, c)
-        batch_shape = jnp.broadcast_shapes(jnp.shape(b), jnp.shape(c))
-        super().__init__(batch_shape, validate_args=validate_args)
-
-    def _arrays(self, *others: ArrayLike) -> tuple[Array, ...]:
-        """``b``, ``c`` and ``others`` as floating arrays of one shape and dtype."""
-        dtype = jnp.result_type(self.b, self.c, *others, 0.0)
-        arrays = (jnp.asarray(a, dtype) for a in (self.b, self.c, *others))
-        return tuple(jnp.broadcast_arrays(*arrays))
 
     def _concrete_b(self, shape: tuple[int, ...]) -> np.ndarray | None:
         if not not_jax_tracer(self.b):
@@ -212,6 +195,5 @@ def _kl_polya_gamma(p: PolyaGamma, q: PolyaGamma) -> Array:
                 "KL between PolyaGamma distributions is available in closed form "
                 "only when they share the shape `b`."
             )
-    dtype = jnp.result_type(p.b, p.c, q.c, 0.0)
-    b, c1, c2 = jnp.broadcast_arrays(*(jnp.asarray(a, dtype) for a in (p.b, p.c, q.c)))
+    b, c1, c2 = floating(p.b, p.c, q.c)
     return b * _unit_divergence(c1, c2)

@@ -51,14 +51,9 @@ class RobustMax(Classes):
         "epsilon": constraints.open_interval(0.0, 1.0),
     }
     latent = "f"
-    pytree_data_fields = ("f", "epsilon")
 
     def __init__(
-        self,
-        f: Array,
-        epsilon: ArrayLike = 0.01,
-        *,
-        validate_args: bool | None = None,
+        self, f: Array, epsilon: ArrayLike = 0.01, *, validate_args: bool | None = None
     ) -> None:
         if not known_to(lambda e: (e > 0) & (e < 1), jnp.asarray(epsilon)):
             raise ValueError(f"epsilon is {epsilon}: it must be inside (0, 1)")

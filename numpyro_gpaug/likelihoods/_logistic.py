@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import jax
@@ -12,8 +13,11 @@ from jax.scipy.special import betaln, gammaln
 from numpyro.distributions import constraints
 
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
-from numpyro_gpaug.math.logistic import expected_log_sigmoid
+from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
+from numpyro_gpaug.math.quadrature import gaussian_nodes
 from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
+
+from .augmentation import Augmentation, Parameters
 
 
 @jax.custom_jvp
@@ -83,6 +87,47 @@ def log_beta(a: Array, b: Array) -> Array:
     if jnp.result_type(a, b) == jnp.float64:
         return gammaln(a) + gammaln(b) - gammaln(a + b)
     return betaln(a, b)
+
+
+class LogOdds(Augmentation):
+    """Densities ``C sigmoid(f)^ups sigmoid(-f)^downs``: Polya-Gamma augmentation."""
+
+    latents = ("logits",)
+
+    @abstractmethod
+    def counts(self, d: Any, y: Array, like: Array) -> tuple[Array, Array]:
+        """``ups`` and ``downs``, in the dtype of ``like``."""
+
+    @abstractmethod
+    def log_coefficient(self, ups: Array, downs: Array) -> Array:
+        """``log C``."""
+
+    def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
+        return self._with_coefficient(tilted_log_odds, d, y, means, variances)
+
+    def expected_log_prob(
+        self, d: Any, y: Array, means: Parameters, variances: Parameters
+    ) -> Array:
+        """The expected log-density."""
+        return self._with_coefficient(expected_log_odds, d, y, means, variances)
+
+    def _with_coefficient(self, log_odds, d, y, means, variances) -> Array:
+        m, v = means["logits"], variances["logits"]
+        counts = self.counts(d, y, m)
+        return self.log_coefficient(*counts) + log_odds(m, v, *counts)
+
+    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
+        ups, downs = self.counts(d, y, aux["omega"])
+        return {"logits": (0.5 * (ups - downs), aux["omega"])}
+
+
+def sigmoid_moments(mean: Array, variance: Array) -> tuple[Array, Array]:
+    """Mean and variance of ``sigmoid(f)``, ``f ~ N(mean, variance)``."""
+    expected = expected_sigmoid(mean, variance)
+    # The variance has no closed form.
+    nodes, log_weights = gaussian_nodes(mean, variance)
+    squares = jnp.square(jax.nn.sigmoid(nodes) - expected[..., None])
+    return expected, (jnp.exp(log_weights) * squares).sum(-1)
 
 
 class PolyaGammaOrZero(PolyaGamma):

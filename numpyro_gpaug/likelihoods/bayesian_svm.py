@@ -15,15 +15,10 @@ from jax import Array
 from numpyro_gpaug.distributions.bayesian_svm import BayesianSVM as Likelihood
 from numpyro_gpaug.distributions.bayesian_svm import expected_ratio, probit
 from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    label_sign,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
 from numpyro_gpaug.math.hinge import expected_ramp
+
+from .augmentation import label_sign
+from .contract import Augmentation, Conditionals, Parameters, register
 
 
 class BayesianSVM(Augmentation):
@@ -72,7 +67,6 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
     return dist.BernoulliProbs(rule(means["f"], variances["f"]))
 
 
-register_augmentation(Likelihood, BayesianSVM())
-register_expectation(
-    Likelihood, ("f",), _expected_log_prob, _predictive, log_concave=True
+register(
+    Likelihood, ("f",), _expected_log_prob, _predictive, BayesianSVM(), log_concave=True
 )

@@ -13,16 +13,11 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    label_sign,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
 from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 from numpyro_gpaug.math.special import log2cosh_half
+
+from .augmentation import label_sign
+from .contract import Augmentation, Conditionals, Parameters, register
 
 
 class BernoulliLogits(Augmentation):
@@ -55,7 +50,7 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
     return dist.BernoulliProbs(expected_sigmoid(means["logits"], variances["logits"]))
 
 
-register_augmentation(dist.BernoulliLogits, BernoulliLogits())
-register_expectation(
-    dist.BernoulliLogits, ("logits",), _expected_log_prob, _predictive, log_concave=True
-)
+register(
+    dist.BernoulliLogits, ("logits",), _expected_log_prob, _predictive,
+    BernoulliLogits(), log_concave=True,
+)  # fmt: skip

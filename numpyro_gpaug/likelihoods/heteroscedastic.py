@@ -12,41 +12,24 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_gpaug.distributions.heteroscedastic_normal import (
-    HeteroscedasticNormal as Likelihood,
-)
+from numpyro_gpaug.distributions import HeteroscedasticNormal as Likelihood
 from numpyro_gpaug.distributions.mixtures import NodeMixture, trailing
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
-from numpyro_gpaug.likelihoods._logistic import log_tilt
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
-from numpyro_gpaug.likelihoods.maximisers import (
-    MStep,
-    count_data,
-    power_maximiser,
-    register_m_step,
-)
 from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
+from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.quadrature import gaussian_nodes
+
+from ._logistic import log_tilt
+from .contract import Augmentation, Conditionals, Parameters, moments, power, register
 
 _LATENTS = ("loc", "precision_logits")
 
 
-def _moments(means: Parameters, variances: Parameters) -> tuple[Array, ...]:
-    return tuple(x[name] for name in _LATENTS for x in (means, variances))
-
-
 def _constant(top: Array) -> Array:
-    return 0.5 * (jnp.log(top) - np.asarray(np.log(2 * np.pi), top.dtype))
+    return 0.5 * (jnp.log(top) - LOG_2PI)
 
 
 class HeteroscedasticNormal(Augmentation):
@@ -66,7 +49,7 @@ class HeteroscedasticNormal(Augmentation):
     latents = _LATENTS
 
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
-        m, v, mg, vg = _moments(means, variances)
+        m, v, mg, vg = moments(_LATENTS, means, variances)
         top = jnp.asarray(d.max_precision, m.dtype)
         half_square = 0.5 * (jnp.square(y - m) + v)
         precision = -top * jnp.expm1(log_tilt(-mg, vg))
@@ -95,7 +78,7 @@ class HeteroscedasticNormal(Augmentation):
 
 
 def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v, mg, vg = _moments(means, variances)
+    m, v, mg, vg = moments(_LATENTS, means, variances)
     top = jnp.asarray(d.max_precision, m.dtype)
     half_square = 0.5 * (jnp.square(y - m) + v)
     precision = top * expected_sigmoid(mg, vg)
@@ -103,7 +86,7 @@ def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    m, v, mg, vg = _moments(means, variances)
+    m, v, mg, vg = moments(_LATENTS, means, variances)
     top = jnp.asarray(d.max_precision, m.dtype)
     nodes, log_weights = gaussian_nodes(mg, vg)
     noise = (1 + jnp.exp(-nodes)) / trailing(top, m)
@@ -113,12 +96,12 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
     return NodeMixture(log_weights, component, m, variance)
 
 
-register_augmentation(Likelihood, HeteroscedasticNormal())
-register_expectation(Likelihood, _LATENTS, _expected_log_prob, _predictive)
-
-
 def _half(d, y: Array, means: Parameters, variances: Parameters) -> Array:
-    return -0.5 * count_data(d, y, means, variances)
+    shape = jnp.broadcast_shapes(jnp.shape(y), d.batch_shape)
+    return jnp.full(shape, -0.5, means["loc"].dtype)
 
 
-register_m_step(Likelihood, "max_precision", MStep(_half, power_maximiser(-1)))
+register(
+    Likelihood, _LATENTS, _expected_log_prob, _predictive, HeteroscedasticNormal(),
+    max_precision=power(-1, _half),
+)  # fmt: skip

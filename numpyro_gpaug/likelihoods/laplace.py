@@ -12,20 +12,9 @@ from jax import Array
 
 from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
 from numpyro_gpaug.distributions.mixtures import NormalLaplace
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
-from numpyro_gpaug.likelihoods.maximisers import (
-    MStep,
-    count_data,
-    power_maximiser,
-    register_m_step,
-)
 from numpyro_gpaug.math.hinge import expected_absolute
+
+from .contract import Augmentation, Conditionals, Parameters, power, register
 
 
 class Laplace(Augmentation):
@@ -68,8 +57,7 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
     return NormalLaplace(means["loc"], variances["loc"], d.scale)
 
 
-register_augmentation(dist.Laplace, Laplace())
-register_expectation(
-    dist.Laplace, ("loc",), _expected_log_prob, _predictive, log_concave=True
-)
-register_m_step(dist.Laplace, "scale", MStep(count_data, power_maximiser(1)))
+register(
+    dist.Laplace, ("loc",), _expected_log_prob, _predictive, Laplace(),
+    log_concave=True, scale=power(1),
+)  # fmt: skip

@@ -4,34 +4,30 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions.log_variance_normal import LogVarianceNormal
 from numpyro_gpaug.distributions.mixtures import NodeMixture
-from numpyro_gpaug.likelihoods.augmentation import Parameters
-from numpyro_gpaug.likelihoods.expectations import register_expectation
+from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.quadrature import gaussian_nodes
 
-_LATENTS = ("loc", "log_variance")
+from .contract import Parameters, moments, register
 
-
-def _moments(means: Parameters, variances: Parameters) -> tuple[Array, ...]:
-    return tuple(x[name] for name in _LATENTS for x in (means, variances))
+LATENTS = ("loc", "log_variance")
 
 
 def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v, mg, vg = _moments(means, variances)
+    m, v, mg, vg = moments(LATENTS, means, variances)
     square = (jnp.square(y - m) + v) * jnp.exp(0.5 * vg - mg)
-    return -0.5 * (mg + square + np.asarray(np.log(2 * np.pi), m.dtype))
+    return -0.5 * (mg + square + LOG_2PI)
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    m, v, mg, vg = _moments(means, variances)
+    m, v, mg, vg = moments(LATENTS, means, variances)
     nodes, log_weights = gaussian_nodes(mg, vg)
     component = dist.Normal(m[..., None], jnp.sqrt(v[..., None] + jnp.exp(nodes)))
     return NodeMixture(log_weights, component, m, v + jnp.exp(mg + 0.5 * vg))
 
 
-register_expectation(LogVarianceNormal, _LATENTS, _expected_log_prob, _predictive)
+register(LogVarianceNormal, LATENTS, _expected_log_prob, _predictive)

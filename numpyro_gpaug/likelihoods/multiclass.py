@@ -16,16 +16,8 @@ import numpyro.distributions as dist
 from jax import Array, lax
 from jax.scipy.special import digamma, gammaln, polygamma
 
-from numpyro_gpaug.distributions import logistic_softmax
+from numpyro_gpaug import distributions
 from numpyro_gpaug.distributions._classes import chosen_class
-from numpyro_gpaug.likelihoods._logistic import PolyaGammaOrZero, log_tilt
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
 from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,
     LOGISTIC,
@@ -33,6 +25,9 @@ from numpyro_gpaug.math.log_sum import (
     expected_shares,
 )
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
+
+from ._logistic import PolyaGammaOrZero, log_tilt
+from .contract import Augmentation, Conditionals, Parameters, register
 
 NEWTON_STEPS = 4
 
@@ -140,14 +135,12 @@ def _logistic_predictive(d, means: Parameters, variances: Parameters):
     return dist.CategoricalProbs(shares)
 
 
-register_expectation(
-    dist.CategoricalLogits, ("logits",), _softmax_expectation, _softmax_predictive
-)
-register_augmentation(logistic_softmax.LogisticSoftmax, LogisticSoftmax())
-register_augmentation(
-    logistic_softmax.LogisticSoftmaxMeanField, LogisticSoftmaxMeanField()
-)
-register_expectation(
-    logistic_softmax.LogisticSoftmax, ("logits",), _logistic_expectation,
-    _logistic_predictive,
-)  # fmt: skip
+register(dist.CategoricalLogits, ("logits",), _softmax_expectation, _softmax_predictive)
+for likelihood, augmentation in (
+    (distributions.LogisticSoftmax, LogisticSoftmax()),
+    (distributions.LogisticSoftmaxMeanField, LogisticSoftmaxMeanField()),
+):
+    register(
+        likelihood, ("logits",), _logistic_expectation, _logistic_predictive,
+        augmentation,
+    )  # fmt: skip

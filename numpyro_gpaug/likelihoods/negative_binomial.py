@@ -7,6 +7,8 @@ Polya-Gamma latent variables.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
@@ -14,30 +16,12 @@ from jax.nn import log_sigmoid
 
 from numpyro_gpaug.distributions.mixtures import CountMixture
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
-from numpyro_gpaug.likelihoods._logistic import (
-    expected_log_odds,
-    log_beta,
-    tilted_log_odds,
-)
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
+
+from ._logistic import LogOdds, log_beta
+from .contract import Conditionals, Parameters, register
 
 
-def _counts(d, y: Array, like: Array) -> tuple[Array, Array]:
-    """What is counted, and the number of stops."""
-    return jnp.asarray(y, like.dtype), jnp.asarray(d.total_count, like.dtype)
-
-
-def _log_coefficient(y: Array, total: Array) -> Array:
-    return -log_beta(total, y + 1) - jnp.log(y + total)
-
-
-class NegativeBinomialLogits(Augmentation):
+class NegativeBinomialLogits(LogOdds):
     r"""``omega | f ~ PG(y + r, f)`` for ``r = total_count``, with potential
     ``(y - r) / 2`` and precision ``omega``.
 
@@ -45,39 +29,32 @@ class NegativeBinomialLogits(Augmentation):
     + (y - r) m / 2 - (y + r) log(2 cosh(c / 2))``, differentiable in ``r``.
     """
 
-    latents = ("logits",)
+    def counts(self, d: Any, y: Array, like: Array) -> tuple[Array, Array]:
+        return jnp.asarray(y, like.dtype), jnp.asarray(d.total_count, like.dtype)
 
-    def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
-        m, v = means["logits"], variances["logits"]
-        counts = _counts(d, y, m)
-        return _log_coefficient(*counts) + tilted_log_odds(m, v, *counts)
+    def log_coefficient(self, ups: Array, downs: Array) -> Array:
+        return -log_beta(downs, ups + 1) - jnp.log(ups + downs)
 
     def conditional(self, d, y, f: Parameters) -> Conditionals:
-        return {"omega": PolyaGamma(sum(_counts(d, y, f["logits"])), f["logits"])}
-
-    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
-        y, total = _counts(d, y, aux["omega"])
-        return {"logits": (0.5 * (y - total), aux["omega"])}
+        return {"omega": PolyaGamma(sum(self.counts(d, y, f["logits"])), f["logits"])}
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v = means["logits"], variances["logits"]
-    counts = _counts(d, y, m)
-    return _log_coefficient(*counts) + expected_log_odds(m, v, *counts)
+_AUGMENTATION = NegativeBinomialLogits()
 
 
 class NegativeBinomialMixture(CountMixture):
-    """The predictive distribution; ``parameter`` is the number of stops."""
+    """The predictive distribution; ``other`` is the number of stops."""
 
-    def likelihood(self, parameter: Array, logits: Array) -> dist.Distribution:
-        return dist.NegativeBinomialLogits(parameter, logits)
+    def likelihood(self, other: Array, logits: Array) -> dist.Distribution:
+        return dist.NegativeBinomialLogits(other, logits)
 
-    def turn(self, parameter: Array, y: Array) -> tuple[Array, Array, Array]:
-        width = jnp.sqrt(1 / (y + 0.5) + 1 / parameter)
-        return jnp.log((y + 0.5) / parameter), width, _log_coefficient(y, parameter)
+    def turn(self, other: Array, y: Array) -> tuple[Array, Array, Array]:
+        width = jnp.sqrt(1 / (y + 0.5) + 1 / other)
+        constant = _AUGMENTATION.log_coefficient(y, other)
+        return jnp.log((y + 0.5) / other), width, constant
 
-    def exponent(self, parameter: Array, y: Array, logits: Array) -> Array:
-        return y * log_sigmoid(logits) + parameter * log_sigmoid(-logits)
+    def exponent(self, other: Array, y: Array, logits: Array) -> Array:
+        return y * log_sigmoid(logits) + other * log_sigmoid(-logits)
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
@@ -90,11 +67,7 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
     return NegativeBinomialMixture(total, m, v, total * odds, variance)
 
 
-register_augmentation(dist.NegativeBinomialLogits, NegativeBinomialLogits())
-register_expectation(
-    dist.NegativeBinomialLogits,
-    ("logits",),
-    _expected_log_prob,
-    _predictive,
-    log_concave=True,
-)
+register(
+    dist.NegativeBinomialLogits, ("logits",), _AUGMENTATION.expected_log_prob,
+    _predictive, _AUGMENTATION, log_concave=True,
+)  # fmt: skip

@@ -7,19 +7,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
-from numpyro_gpaug.likelihoods.maximisers import (
-    MStep,
-    count_data,
-    power_maximiser,
-    register_m_step,
-)
+from .contract import Augmentation, Conditionals, Parameters, power, register
 
 
 def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
@@ -49,8 +37,7 @@ class Normal(Augmentation):
         return {"loc": (y * precision, precision)}
 
 
-register_augmentation(dist.Normal, Normal())
-register_expectation(
-    dist.Normal, ("loc",), _expected_log_prob, _predictive, log_concave=True
-)
-register_m_step(dist.Normal, "scale", MStep(count_data, power_maximiser(2)))
+register(
+    dist.Normal, ("loc",), _expected_log_prob, _predictive, Normal(),
+    log_concave=True, scale=power(2),
+)  # fmt: skip

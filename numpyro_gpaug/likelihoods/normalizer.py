@@ -8,16 +8,11 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_gpaug.distributions import logistic_normalizer
-from numpyro_gpaug.likelihoods._logistic import PolyaGammaOrZero, log_tilt
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
+from numpyro_gpaug.distributions import LogisticNormalizer as Likelihood
 from numpyro_gpaug.math.logistic import expected_sigmoid
+
+from ._logistic import PolyaGammaOrZero, log_tilt
+from .contract import Augmentation, Conditionals, Parameters, register
 
 
 class LogisticNormalizer(Augmentation):
@@ -62,7 +57,4 @@ def _predictive(d, means: Parameters, variances: Parameters):
     )
 
 
-register_augmentation(logistic_normalizer.LogisticNormalizer, LogisticNormalizer())
-register_expectation(
-    logistic_normalizer.LogisticNormalizer, ("logits",), _expected_log_prob, _predictive
-)
+register(Likelihood, ("logits",), _expected_log_prob, _predictive, LogisticNormalizer())

@@ -14,14 +14,8 @@ from numpyro_gpaug.distributions.linked import (
     PiecewiseNormal,
 )
 from numpyro_gpaug.distributions.mixtures import CellMixture, NodeMixture
-from numpyro_gpaug.likelihoods.augmentation import Parameters
-from numpyro_gpaug.likelihoods.expectations import register_expectation
-from numpyro_gpaug.likelihoods.maximisers import (
-    MStep,
-    count_data,
-    power_maximiser,
-    register_m_step,
-)
+
+from .contract import MStep, Parameters, power, register
 
 
 def _expected(d: Linked, y, means: Parameters, variances: Parameters) -> Array:
@@ -65,13 +59,9 @@ def _expected_normal(d, y, means: Parameters, variances: Parameters) -> Array:
 
 def _normal_predictive(d, means: Parameters, variances: Parameters) -> NodeMixture:
     heights, spread = means["heights"], variances["heights"]
-    shape = (*d.batch_shape, heights.shape[-1])
     scale = jnp.broadcast_to(jnp.asarray(d.scale, heights.dtype), d.batch_shape)
     noise = jnp.sqrt(jnp.square(scale)[..., None] + spread)
-    component = dist.Normal(
-        jnp.broadcast_to(heights, shape), jnp.broadcast_to(noise, shape)
-    )
-    return _mixture(d, component, means, variances)
+    return _mixture(d, _normals(d, heights, noise), means, variances)
 
 
 def _expected_heteroscedastic(d, y, means: Parameters, variances: Parameters) -> Array:
@@ -83,24 +73,15 @@ def _expected_heteroscedastic(d, y, means: Parameters, variances: Parameters) ->
 
 
 def _heteroscedastic_predictive(d, means: Parameters, variances: Parameters):
-    shape = (*d.batch_shape, d.heights.shape[-1])
     loc, spread = (x["loc"][..., None] for x in (means, variances))
-    component = dist.Normal(
-        jnp.broadcast_to(loc, shape),
-        jnp.broadcast_to(jnp.sqrt(spread + d.heights), shape),
-    )
-    return _mixture(d, component, means, variances)
+    components = _normals(d, loc, jnp.sqrt(spread + d.heights))
+    return _mixture(d, components, means, variances)
 
 
-register_expectation(Linked, ("f",), _expected, _predictive)
-register_expectation(PiecewiseBernoulli, ("f",), _expected, _bernoulli_predictive)
-register_expectation(
-    PiecewiseNormal, ("f", "heights"), _expected_normal, _normal_predictive
-)
-register_expectation(
-    PiecewiseHeteroscedasticNormal, ("loc", "f"), _expected_heteroscedastic,
-    _heteroscedastic_predictive,
-)  # fmt: skip
+def _normals(d: Linked, loc: Array, scale: Array) -> dist.Normal:
+    """One for every datum and cell."""
+    shape = (*d.batch_shape, d.heights.shape[-1])
+    return dist.Normal(jnp.broadcast_to(loc, shape), jnp.broadcast_to(scale, shape))
 
 
 def _cells(d, y: Array, means: Parameters, variances: Parameters) -> Array:
@@ -125,6 +106,16 @@ def _bernoulli(value: Array, slope: Array, mass: Array) -> Array:
     return jnp.clip(height, eps, 1 - eps)
 
 
-register_m_step(PiecewiseNormal, "scale", MStep(count_data, power_maximiser(2)))
-register_m_step(PiecewiseNormal, "heights", MStep(_cell_precisions, _newton))
-register_m_step(PiecewiseBernoulli, "heights", MStep(_cells, _bernoulli))
+register(Linked, ("f",), _expected, _predictive)
+register(
+    PiecewiseBernoulli, ("f",), _expected, _bernoulli_predictive,
+    heights=MStep(_cells, _bernoulli),
+)  # fmt: skip
+register(
+    PiecewiseNormal, ("f", "heights"), _expected_normal, _normal_predictive,
+    scale=power(2), heights=MStep(_cell_precisions, _newton),
+)  # fmt: skip
+register(
+    PiecewiseHeteroscedasticNormal, ("loc", "f"), _expected_heteroscedastic,
+    _heteroscedastic_predictive,
+)  # fmt: skip

@@ -15,17 +15,10 @@ from jax.scipy.special import gammaln
 
 from numpyro_gpaug.distributions.logistic_poisson import LogisticPoisson as Likelihood
 from numpyro_gpaug.distributions.mixtures import CountMixture
-from numpyro_gpaug.likelihoods._logistic import PolyaGammaOrZero, log_tilt
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
-from numpyro_gpaug.likelihoods.maximisers import MStep, power_maximiser, register_m_step
 from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
-from numpyro_gpaug.math.quadrature import gaussian_nodes
+
+from ._logistic import PolyaGammaOrZero, log_tilt, sigmoid_moments
+from .contract import Augmentation, Conditionals, Parameters, power, register
 
 
 def _constant(d, y: Array, like: Array) -> tuple[Array, Array, Array]:
@@ -73,39 +66,34 @@ def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
 
 
 class LogisticPoissonMixture(CountMixture):
-    """The predictive distribution; ``parameter`` is the largest rate."""
+    """The predictive distribution; ``other`` is the largest rate."""
 
-    def likelihood(self, parameter: Array, logits: Array) -> dist.Distribution:
-        return Likelihood(logits, parameter)
+    def likelihood(self, other: Array, logits: Array) -> dist.Distribution:
+        return Likelihood(logits, other)
 
-    def turn(self, parameter: Array, y: Array) -> tuple[Array, Array, Array]:
+    def turn(self, other: Array, y: Array) -> tuple[Array, Array, Array]:
         # The number of thinned events plays the failures of a binomial.
-        ups, downs = y + 0.5, jnp.maximum(parameter - y, 0) + 0.5
-        constant = y * jnp.log(parameter) - gammaln(y + 1)
+        ups, downs = y + 0.5, jnp.maximum(other - y, 0) + 0.5
+        constant = y * jnp.log(other) - gammaln(y + 1)
         return jnp.log(ups / downs), jnp.sqrt(1 / ups + 1 / downs), constant
 
-    def exponent(self, parameter: Array, y: Array, logits: Array) -> Array:
-        return y * jax.nn.log_sigmoid(logits) - parameter * jax.nn.sigmoid(logits)
+    def exponent(self, other: Array, y: Array, logits: Array) -> Array:
+        return y * jax.nn.log_sigmoid(logits) - other * jax.nn.sigmoid(logits)
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
     m, v = means["logits"], variances["logits"]
     rate = jnp.asarray(d.max_rate, m.dtype)
-    nodes, log_weights = gaussian_nodes(m, v)
-    kept = expected_sigmoid(m, v)
-    # The variance of the rate has no closed form.
-    weights = jnp.exp(log_weights)
-    spread = (weights * jnp.square(jax.nn.sigmoid(nodes) - kept[..., None])).sum(-1)
+    kept, spread = sigmoid_moments(m, v)
     variance = rate * kept + jnp.square(rate) * spread
     return LogisticPoissonMixture(rate, m, v, rate * kept, variance)
-
-
-register_augmentation(Likelihood, LogisticPoisson())
-register_expectation(Likelihood, ("logits",), _expected_log_prob, _predictive)
 
 
 def _counts(d, y: Array, means: Parameters, variances: Parameters) -> Array:
     return -jnp.asarray(y, means["logits"].dtype)
 
 
-register_m_step(Likelihood, "max_rate", MStep(_counts, power_maximiser(-1)))
+register(
+    Likelihood, ("logits",), _expected_log_prob, _predictive, LogisticPoisson(),
+    max_rate=power(-1, _counts),
+)  # fmt: skip

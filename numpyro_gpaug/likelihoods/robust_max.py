@@ -13,9 +13,9 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions.robust_max import RobustMax
-from numpyro_gpaug.likelihoods.augmentation import Parameters
-from numpyro_gpaug.likelihoods.expectations import register_expectation
 from numpyro_gpaug.math.argmax import argmax_probabilities, argmax_probability
+
+from .contract import Parameters, register
 
 
 def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
@@ -30,4 +30,4 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
     return dist.CategoricalProbs(wrong + (right - wrong) * largest)
 
 
-register_expectation(RobustMax, ("f",), _expected_log_prob, _predictive)
+register(RobustMax, ("f",), _expected_log_prob, _predictive)

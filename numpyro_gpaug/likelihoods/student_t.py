@@ -29,14 +29,9 @@ import numpyro.distributions as dist
 from jax import Array, lax
 
 from numpyro_gpaug.distributions.mixtures import NodeMixture
-from numpyro_gpaug.likelihoods.augmentation import (
-    Augmentation,
-    Conditionals,
-    Parameters,
-    register_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import register_expectation
 from numpyro_gpaug.math.quadrature import log_gamma_nodes
+
+from .contract import Augmentation, Conditionals, Parameters, register
 
 
 @jax.custom_jvp
@@ -147,5 +142,4 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
     return NodeMixture(log_weights, component, mean, variance)
 
 
-register_augmentation(dist.StudentT, _AUGMENTATION)
-register_expectation(dist.StudentT, ("loc",), _expected_log_prob, _predictive)
+register(dist.StudentT, ("loc",), _expected_log_prob, _predictive, _AUGMENTATION)

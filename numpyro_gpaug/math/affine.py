@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
+from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
 
 
@@ -56,10 +57,8 @@ class Prior(NamedTuple):
     def natural(self) -> NaturalGaussian:
         """Potential and precision."""
         precision = jnp.square(1 / self.scale)
-        diagonal = precision[..., None] * jnp.eye(
-            precision.shape[-1], dtype=precision.dtype
-        )
-        return NaturalGaussian(precision * self.loc, diagonal)
+        eye = jnp.eye(precision.shape[-1], dtype=precision.dtype)
+        return NaturalGaussian(precision * self.loc, precision[..., None] * eye)
 
 
 def gaussian_factors(
@@ -99,12 +98,7 @@ class AffineMap(NamedTuple):
 
     def shifts(self, z: Array) -> Array:
         """``A' z``: how predictors move as latents move by ``z``, (latents, n)."""
-        return jnp.einsum("...mn,...m->...n", self.projection, z)
-
-    def standardised(self, prior: Prior) -> AffineMap:
-        """The same predictors of latents that are standard normal instead."""
-        scaled = prior.scale[..., None] * self.projection
-        return AffineMap(self(prior.loc), scaled, self.residual)
+        return jnp.vecmat(z, self.projection)
 
     def marginals(self, q: Moments) -> Marginals:
         """Marginals of the predictors under a Gaussian on the latents.
@@ -122,10 +116,8 @@ class AffineMap(NamedTuple):
         """
         weighted = self.projection * factors.precision[..., None, :]
         centred = factors.potential - factors.precision * self.offset
-        return NaturalGaussian(
-            jnp.einsum("...mn,...n->...m", self.projection, centred),
-            weighted @ _transposed(self.projection),
-        )
+        potential = jnp.matvec(self.projection, centred)
+        return NaturalGaussian(potential, weighted @ self.projection.mT)
 
     def posterior(self, factors: GaussianFactors) -> Moments:
         """Standard normal latents given factors on their predictors."""
@@ -137,7 +129,7 @@ class AffineMap(NamedTuple):
         size, num = self.projection.shape[-2:]
         if num > size:
             return self
-        return self._replace(gram=_transposed(self.projection) @ self.projection)
+        return self._replace(gram=self.projection.mT @ self.projection)
 
     def draw(self, key: Array, factors: GaussianFactors) -> Array:
         """Draws standard normal latents given factors on their predictors, (latents,
@@ -151,7 +143,7 @@ class AffineMap(NamedTuple):
         noise = random.normal(key, shape, self.projection.dtype)
         if self.gram is None:
             potential, precision = self._posterior(factors)
-            factor = jnp.linalg.cholesky(precision, symmetrize_input=False)
+            factor = linalg.cholesky(precision)
             white = _solve(factor, potential) + noise
             return _solve(factor, white, transpose=True)
         # Matheron's rule: a draw from the prior, moved by what its predictors and their
@@ -164,9 +156,9 @@ class AffineMap(NamedTuple):
         lacking = scaled - root * self.shifts(noise) - error
         inner = root[..., :, None] * self.gram * root[..., None, :]
         eye = jnp.eye(inner.shape[-1], dtype=inner.dtype)
-        factor = jnp.linalg.cholesky(eye + inner, symmetrize_input=False)
+        factor = linalg.cholesky(eye + inner)
         weights = _solve(factor, _solve(factor, lacking), transpose=True)
-        return noise + jnp.einsum("...mn,...n->...m", self.projection, root * weights)
+        return noise + jnp.matvec(self.projection, root * weights)
 
     def log_evidence(self, factors: GaussianFactors) -> Array:
         """``log E exp(sum(h p - w p^2 / 2))`` over standard normal latents, summed over
@@ -177,10 +169,9 @@ class AffineMap(NamedTuple):
         h, w = factors
         fixed = h * self.offset - 0.5 * w * jnp.square(self.offset)
         potential, precision = self._posterior(factors)
-        factor = jnp.linalg.cholesky(precision, symmetrize_input=False)
+        factor = linalg.cholesky(precision)
         gain = 0.5 * jnp.square(_solve(factor, potential)).sum()
-        diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
-        return fixed.sum() + gain - jnp.log(diagonal).sum()
+        return fixed.sum() + gain - jnp.log(linalg.diagonal(factor)).sum()
 
     def _posterior(self, factors: GaussianFactors) -> NaturalGaussian:
         potential, precision = self.information(factors)
@@ -216,7 +207,3 @@ def _solve(factor: Array, vector: Array, *, transpose: bool = False) -> Array:
     return lax.linalg.triangular_solve(
         factor, vector[..., None], left_side=True, lower=True, transpose_a=transpose
     )[..., 0]
-
-
-def _transposed(matrix: Array) -> Array:
-    return jnp.swapaxes(matrix, -1, -2)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.scipy.special import erfc
+
+from numpyro_gpaug.math import normal
 
 # How many standardised distances are worked on at once: what fits into a fast cache.
 CHUNK = 8192
@@ -89,9 +89,8 @@ def argmax_probability(mean: Array, variance: Array, index: Array) -> Array:
     0.9736
     """
     mean, variance = jnp.broadcast_arrays(mean, variance)
-    chosen = jax.nn.one_hot(
-        jnp.asarray(index, jnp.int32), mean.shape[-1], dtype=mean.dtype
-    )
+    index = jnp.asarray(index, jnp.int32)
+    chosen = jax.nn.one_hot(index, mean.shape[-1], dtype=mean.dtype)
     mean, variance, chosen = jnp.broadcast_arrays(mean, variance, chosen)
     rows = (x.reshape(-1, x.shape[-1]) for x in (mean, _raised(variance), chosen))
     return _chosen_probability(*rows).reshape(mean.shape[:-1])
@@ -156,8 +155,8 @@ def _shares(
     def add(sums: Any, nodes: Any) -> tuple[Any, None]:
         distance, weights = nodes
         z = _standard(distance + offset, scale_inv)
-        cdf = _cdf(z)
-        hazard = _density(z) / cdf
+        cdf = normal.cdf(z)
+        hazard = normal.density(z) / cdf
         mass = weights * cdf.prod(-1, keepdims=True) * hazard
         # d log(F hazard) of the chosen one, in units of the standard deviations.
         others = by_chosen * hazard
@@ -169,9 +168,7 @@ def _shares(
 
     zeros = jnp.zeros_like(mean)
     steps = _num_steps(len(mesh.weights), mean.size)
-    nodes = tuple(
-        x.reshape(steps, -1, *x.shape[1:]) for x in (mesh.distance, mesh.weights)
-    )
+    nodes = [x.reshape(steps, -1, *x.shape[1:]) for x in mesh[:2]]
     (mass, by_mean, by_scale), _ = lax.scan(add, (zeros,) * 3, nodes)
     mass = mass * scale_inv
     total = mass.sum(-1, keepdims=True)
@@ -194,8 +191,8 @@ def _mesh(mean: Array, scale: Array) -> _Mesh:
 
     def log_cdf_and_slope(t: Array) -> tuple[Array, Array]:
         z = _standard(t - centred, rate)
-        cdf = _cdf(z)
-        slope = (_density(z) / cdf * rate).sum(-1, keepdims=True)
+        cdf = normal.cdf(z)
+        slope = (normal.density(z) / cdf * rate).sum(-1, keepdims=True)
         return jnp.log(cdf).sum(-1, keepdims=True), slope
 
     def newton(_: int, t: Array) -> Array:
@@ -228,11 +225,3 @@ def _standard(distance: Array, rate: Array) -> Array:
     """Standardised distances, within what has a cdf above and a square below infinity
     (rounding may leave a mean of hardly any variance too far above a node)."""
     return jnp.clip(distance * rate, -8.0, 30.0)
-
-
-def _cdf(z: Array) -> Array:
-    return 0.5 * erfc(z * np.asarray(-math.sqrt(0.5), z.dtype))
-
-
-def _density(z: Array) -> Array:
-    return jnp.exp(-0.5 * z * z) * np.asarray(1 / math.sqrt(2 * math.pi), z.dtype)

@@ -32,6 +32,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from numpyro_gpaug.math.concrete import floating
+from numpyro_gpaug.math.special import horner
+
 __all__ = ["log_bessel_k"]
 
 LOG2 = math.log(2.0)
@@ -52,11 +55,9 @@ def e2(u: Array) -> Array:
     small = jnp.abs(u) < 0.5
     x = jnp.where(small, u, 0.0)
     terms = 10 if jnp.finfo(u.dtype).bits <= 32 else 16
-    acc = jnp.full_like(x, 1 / math.factorial(terms))
-    for k in range(terms - 1, 1, -1):
-        acc = acc * x + 1 / math.factorial(k)
+    series = horner([1 / math.factorial(k) for k in range(2, terms + 1)], x)
     y = jnp.where(small, 1.0, u)
-    return jnp.where(small, acc * x * x, jnp.exp(y) - 1 - y)
+    return jnp.where(small, series * x * x, jnp.exp(y) - 1 - y)
 
 
 def _unstretch(t: Array, tau: Array) -> Array:
@@ -294,8 +295,7 @@ def log_bessel_k(nu: ArrayLike, x: ArrayLike) -> Array:
         >>> print(f"{jax.grad(log_bessel_k)(2.0, 0.5):.4f}")
         1.8571
     """
-    dtype = jnp.result_type(nu, x, 0.0)
-    nu, x = jnp.broadcast_arrays(jnp.asarray(nu, dtype), jnp.asarray(x, dtype))
+    nu, x = floating(nu, x)
     lam = jnp.where(nu < 0, -nu, nu)
     valid = x > 0
     out = _log_bessel_k(lam, jnp.where(valid, x, 1.0))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 
 def known_to(condition: Callable[[Array], Any], values: Array) -> bool:
@@ -18,3 +19,9 @@ def known_to(condition: Callable[[Array], Any], values: Array) -> bool:
     with jax.ensure_compile_time_eval():
         satisfied = jnp.all(condition(values))
     return isinstance(satisfied, jax.core.Tracer) or bool(satisfied)
+
+
+def floating(*values: ArrayLike) -> tuple[Array, ...]:
+    """Values as floating arrays of one shape and dtype."""
+    dtype = jnp.result_type(*values, 0.0)
+    return tuple(jnp.broadcast_arrays(*(jnp.asarray(x, dtype) for x in values)))

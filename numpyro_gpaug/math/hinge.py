@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.scipy.special import erfc
+
+from numpyro_gpaug.math import normal
 
 
 @jax.custom_jvp
@@ -61,8 +61,5 @@ def _terms(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
     floor = jnp.asarray(jnp.finfo(dtype).eps ** 3, dtype)
     scale_inv = jax.lax.rsqrt(jnp.maximum(variance, floor))
     z = mean * scale_inv
-    above = 0.5 * erfc(-z * np.asarray(np.sqrt(0.5), dtype))
-    density = (
-        scale_inv * jnp.exp(-0.5 * z * z) * np.asarray(1 / np.sqrt(2 * np.pi), dtype)
-    )
+    above, density = normal.cdf(z), scale_inv * normal.density(z)
     return mean * above + variance * density, above, density

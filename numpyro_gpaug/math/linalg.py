@@ -38,10 +38,8 @@ def cholesky_jitter(matrix: Array, jitter: float) -> Array:
 
 def with_jitter(matrix: Array, jitter: float) -> Array:
     """``matrix + jitter * mean(diag) * I``; see :func:`cholesky_jitter`."""
-    size = matrix.shape[-1]
-    eye = jnp.eye(size, dtype=matrix.dtype)
-    # A masked sum, not jnp.diagonal, whose derivative is a scatter.
-    mean = (matrix * eye).sum((-2, -1), keepdims=True) / size
+    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    mean = diagonal(matrix).mean(-1)[..., None, None]
     return matrix + jnp.asarray(jitter, matrix.dtype) * mean * eye
 
 
@@ -68,7 +66,7 @@ def _inverse_cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     inverse = inverse_cholesky(*primals)
     size, dtype = inverse.shape[-1], inverse.dtype
     half = jnp.asarray(np.tri(size) - 0.5 * np.eye(size), dtype)
-    turned = inverse @ tangent @ jnp.swapaxes(inverse, -1, -2)
+    turned = inverse @ tangent @ inverse.mT
     return inverse, -(half * turned) @ inverse
 
 
@@ -91,8 +89,7 @@ def solve_lower(factor: Array, rhs: Array) -> Array:
 
 def inverse_lower(factor: Array) -> Array:
     """Inverse of a lower triangular factor (..., M, M)."""
-    eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
-    return solve_lower(factor, eye)
+    return solve_lower(factor, jnp.eye(factor.shape[-1], dtype=factor.dtype))
 
 
 class NaturalGaussian(NamedTuple):
@@ -127,7 +124,7 @@ def moments(natural: NaturalGaussian) -> Moments:
     the covariance and the marginal variances all reuse it.
     """
     whitener = inverse_cholesky(natural.precision)
-    mean = _apply_transpose(whitener, _apply(whitener, natural.potential))
+    mean = jnp.vecmat(jnp.matvec(whitener, natural.potential), whitener)
     return Moments(mean, whitener, 2 * jnp.log(diagonal(whitener)).sum(-1))
 
 
@@ -145,17 +142,8 @@ def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
     :param scale: (..., M), prior standard deviations.
     """
     scale = jnp.broadcast_to(scale, q.mean.shape)
-    size = q.mean.shape[-1]
-    eye = jnp.eye(size, dtype=q.mean.dtype)
+    eye = jnp.eye(q.mean.shape[-1], dtype=q.mean.dtype)
     distances = jnp.square((q.mean - loc) / scale) + 2 * jnp.log(scale) - 1
     # Trace, distance and determinant of the prior in one sum.
     terms = jnp.square(q.whitener / scale[..., None, :]) + distances[..., None, :] * eye
     return 0.5 * (terms.sum((-2, -1)) - q.log_det)
-
-
-def _apply(matrix: Array, vector: Array) -> Array:
-    return jnp.einsum("...mn,...n->...m", matrix, vector)
-
-
-def _apply_transpose(matrix: Array, vector: Array) -> Array:
-    return jnp.einsum("...mn,...m->...n", matrix, vector)

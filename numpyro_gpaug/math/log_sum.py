@@ -34,6 +34,9 @@ from jax.scipy.special import logsumexp, ndtr
 from scipy.special import log_expit
 from scipy.special import ndtr as ndtr_numpy
 
+from numpyro_gpaug.math import normal
+from numpyro_gpaug.math.concrete import floating
+
 # Rows of latents that are worked on at once: bounds the memory of the lattice.
 BLOCK = 65536
 
@@ -138,8 +141,7 @@ def _basis(lattice: _Lattice, mean: Array, variance: Array) -> tuple[Array, Arra
     points = jnp.asarray(lattice.points, dtype)
     scale = lax.rsqrt(variance + np.asarray(lattice.width**2, dtype))
     z = (mean[..., None] - points) * scale[..., None]
-    constant = np.asarray(1 / np.sqrt(2 * np.pi), dtype)
-    densities = jnp.exp(-0.5 * z * z) * (scale * constant)[..., None]
+    densities = normal.density(z) * scale[..., None]
     centre, width = lattice.step
     plateau = (mean - centre) * lax.rsqrt(variance + np.asarray(width**2, dtype))
     return densities, ndtr(plateau)
@@ -211,7 +213,7 @@ def expected_log_sum(link: Link, mean: Array, variance: Array) -> Array:
     >>> print(f"{value:.4f}")  # log 3
     1.0986
     """
-    mean, variance = _same(mean, variance)
+    mean, variance = floating(mean, variance)
     lattice = _lattice(link, str(mean.dtype), mean.shape[-1])
     reference = jnp.asarray(lattice.reference, mean.dtype)
 
@@ -238,7 +240,7 @@ def expected_shares(link: Link, mean: Array, variance: Array) -> Array:
     >>> print(expected_shares(LOGISTIC, jnp.zeros(4), jnp.ones(4)).round(3))
     [0.25 0.25 0.25 0.25]
     """
-    mean, variance = _same(mean, variance)
+    mean, variance = floating(mean, variance)
     lattice = _lattice(link, str(mean.dtype), mean.shape[-1])
 
     def rows(mean: Array, variance: Array) -> Array:
@@ -250,10 +252,3 @@ def expected_shares(link: Link, mean: Array, variance: Array) -> Array:
 
     shares = _by_blocks(rows, _centred(link, mean)[1], variance)
     return shares / shares.sum(-1, keepdims=True)
-
-
-def _same(mean: Array, variance: Array) -> tuple[Array, Array]:
-    dtype = jnp.result_type(mean, variance, float)
-    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(variance))
-    mean, variance = (jnp.asarray(x, dtype) for x in (mean, variance))
-    return jnp.broadcast_to(mean, shape), jnp.broadcast_to(variance, shape)

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.scipy.special import erfc
+
+from numpyro_gpaug.math import normal
 
 
 @cache
@@ -97,11 +98,8 @@ def _terms(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
     tau, weights = (x.reshape(x.shape + (1,) * jnp.ndim(mean)) for x in (tau, weights))
     scale_inv = jax.lax.rsqrt(variance + tau * tau)
     z = mean * scale_inv
-    density = (
-        weights * jnp.exp(-0.5 * z * z) * np.asarray(1 / np.sqrt(2 * np.pi), dtype)
-    )
-    upper = weights * 0.5 * erfc(z * np.asarray(np.sqrt(0.5), dtype))
-    slope = upper.sum(0)
+    density = weights * normal.density(z)
+    slope = (weights * normal.cdf(-z)).sum(0)
     value = mean * slope - (density / scale_inv).sum(0)
     return value, slope, (density * scale_inv).sum(0)
 

@@ -6,6 +6,7 @@ written in ``q``: gradients stay finite where a mean and a variance are both zer
 """
 
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from jax.typing import ArrayLike
 __all__ = ["log2cosh_half", "pg_mean_unit"]
 
 
-def _tanh_taylor(num_terms: int) -> np.ndarray:
+def tanh_taylor(num_terms: int) -> np.ndarray:
     r"""Taylor coefficients of :math:`T(q)=\tanh(\sqrt q)/\sqrt q` about 0.
 
     From :math:`2qT' = 1 - T - qT^2`; the radius of convergence is
@@ -28,14 +29,15 @@ def _tanh_taylor(num_terms: int) -> np.ndarray:
     return np.array(coef)
 
 
-def _horner(coef: np.ndarray, x: Array) -> Array:
+def horner(coef: Sequence[float] | np.ndarray, x: Array) -> Array:
+    """The polynomial with these coefficients, the constant first."""
     out = jnp.full_like(x, float(coef[-1]))
     for a in coef[-2::-1]:
         out = out * x + float(a)
     return out
 
 
-def _series_terms(dtype: jnp.dtype) -> int:
+def series_terms(dtype: jnp.dtype) -> int:
     # |x| <= 1/4 against a radius of pi^2/4: a factor of ten per term, with two
     # terms in hand for the derivatives.
     return 10 if jnp.finfo(dtype).bits <= 32 else 19
@@ -56,9 +58,9 @@ def log2cosh_half(q: ArrayLike) -> Array:
     :return: An array of the shape of ``q``; differentiable to every order at 0.
     """
     near, x, r = _split(q)
-    a = _tanh_taylor(_series_terms(x.dtype))
+    a = tanh_taylor(series_terms(x.dtype))
     coef = a / (2.0 * np.arange(1, len(a) + 1))
-    small = math.log(2.0) + x * _horner(coef, x)
+    small = math.log(2.0) + x * horner(coef, x)
     return jnp.where(near, small, r + jnp.log1p(jnp.exp(-2 * r)))
 
 
@@ -70,5 +72,5 @@ def pg_mean_unit(q: ArrayLike) -> Array:
     :return: An array of the shape of ``q``; differentiable to every order at 0.
     """
     near, x, r = _split(q)
-    small = _horner(_tanh_taylor(_series_terms(x.dtype)), x) / 4
+    small = horner(tanh_taylor(series_terms(x.dtype)), x) / 4
     return jnp.where(near, small, jnp.tanh(r) / (4 * r))

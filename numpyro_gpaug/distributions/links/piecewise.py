@@ -9,15 +9,13 @@ probabilities, exactly; and the K heights can be learnt.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.scipy.special import erfc, log_ndtr
+from jax.scipy.special import log_ndtr
 from jax.typing import ArrayLike
 
 from numpyro_gpaug.distributions.links._cells import (
@@ -26,6 +24,7 @@ from numpyro_gpaug.distributions.links._cells import (
     knots,
     search,
 )
+from numpyro_gpaug.math import normal
 from numpyro_gpaug.math.concrete import known_to
 
 
@@ -266,19 +265,15 @@ class PiecewiseLink:
         p = self.cell_probabilities(mean, variance)
         z = self._standardised(mean, variance)
         scale = _scale(jnp.asarray(variance, p.dtype))[..., None]
-        density = jnp.exp(-0.5 * jnp.square(z) - _constant(0.5 * _LOG_2PI, z))
+        density = normal.density(z)
         zero = jnp.zeros_like(z[..., :1])
         first = _differences(zero, density, zero)
         second = _differences(zero, z * density, zero)
         # With x_k as the origin of cell k: nothing of the size of the range cancels.
-        away = jnp.asarray(mean, p.dtype)[..., None] - jnp.asarray(
-            knots(self.edges, rule), p.dtype
-        )
-        square = (
-            jnp.square(scale) * (p - second)
-            - 2 * scale * away * first
-            + jnp.square(away) * p
-        )
+        at = jnp.asarray(knots(self.edges, rule), p.dtype)
+        away = jnp.asarray(mean, p.dtype)[..., None] - at
+        square = jnp.square(scale) * (p - second) - 2 * scale * away * first
+        square += jnp.square(away) * p
         return jnp.square(jnp.asarray(lipschitz, p.dtype)) * square.sum(-1)
 
     def exp_mean_squared_error(self, mean: ArrayLike, variance: ArrayLike) -> Array:
@@ -334,18 +329,10 @@ class PiecewiseLink:
         return f"PiecewiseLink({self.num_pieces} pieces, edges {ends})"
 
 
-_LOG_2PI = math.log(2 * math.pi)
-
-
 def _smaller_tail(z: Array) -> Array:
     """Probability beyond z on its side of zero, differentiable as either tail."""
     # Not abs(z), whose derivative is zero at zero: a mean often sits on an edge.
-    distance = jnp.where(z < 0, -z, z)
-    return 0.5 * erfc(distance * _constant(math.sqrt(0.5), z))
-
-
-def _constant(value: float, like: Array) -> np.ndarray:
-    return np.asarray(value, like.dtype)
+    return normal.cdf(jnp.where(z < 0, z, -z))
 
 
 def _scale(variance: Array) -> Array:
