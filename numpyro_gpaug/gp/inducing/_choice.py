@@ -46,14 +46,10 @@ def kmeans(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
     from sklearn.cluster import KMeans
 
     rng = np.random.default_rng(seed)
-    subset = _subset(rng, len(rows), num_inducing)
+    subset = some_rows(rng, len(rows), rows_to_keep(num_inducing))
+    estimator = KMeans(num_inducing, n_init=1, **_settings(rng))
     with quiet_and_repeatable():
-        fit = KMeans(
-            num_inducing,
-            n_init=1,
-            max_iter=_MAX_ITERATIONS,
-            random_state=_state(rng),
-        ).fit(rows[subset], sample_weight=counts[subset])
+        fit = estimator.fit(rows[subset], sample_weight=counts[subset])
     return _complete(rng, fit.cluster_centers_, rows)
 
 
@@ -83,17 +79,13 @@ def gmm(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
 
     rng = np.random.default_rng(seed)
     data = np.repeat(rows, counts, axis=0)
-    data = data[_subset(rng, len(data), num_inducing)]
+    data = data[some_rows(rng, len(data), rows_to_keep(num_inducing))]
     # The mixture adds an absolute constant to its variances, which suits unit scale.
     shift, scale = data.mean(0), data.std(0)
     scale = np.where(scale > 0, scale, 1)
+    estimator = GaussianMixture(num_inducing, covariance_type="diag", **_settings(rng))
     with quiet_and_repeatable():
-        fit = GaussianMixture(
-            num_inducing,
-            covariance_type="diag",
-            max_iter=_MAX_ITERATIONS,
-            random_state=_state(rng),
-        ).fit(((data - shift) / scale).astype(np.float64))
+        fit = estimator.fit(((data - shift) / scale).astype(np.float64))
     return _complete(rng, fit.means_ * scale + shift, rows)
 
 
@@ -158,24 +150,13 @@ def greedy(X: ArrayLike, num_inducing: int, *, kernel: Any) -> jax.Array:
             factor[:, pivot], factor, precision=jax.lax.Precision.HIGHEST
         )
         row = covariance / jnp.sqrt(jnp.maximum(variance[pivot], floor[pivot]))
-        return (
-            factor.at[i].set(row),
-            jnp.maximum(variance - jnp.square(row), 0),
-            taken.at[pivot].set(True),
-            chosen.at[i].set(pivot),
-        )
+        variance = jnp.maximum(variance - jnp.square(row), 0)
+        taken, chosen = taken.at[pivot].set(True), chosen.at[i].set(pivot)
+        return factor.at[i].set(row), variance, taken, chosen
 
-    *_, chosen = jax.lax.fori_loop(
-        0,
-        num_inducing,
-        choose,
-        (
-            jnp.zeros((num_inducing, len(rows)), prior.dtype),
-            prior,
-            jnp.zeros(len(rows), bool),
-            jnp.zeros(num_inducing, int),
-        ),
-    )
+    factor = jnp.zeros((num_inducing, len(rows)), prior.dtype)
+    first = factor, prior, jnp.zeros(len(rows), bool), jnp.zeros(num_inducing, int)
+    *_, chosen = jax.lax.fori_loop(0, num_inducing, choose, first)
     return rows[chosen]
 
 
@@ -215,12 +196,12 @@ def held_dtype(dtype: Any) -> np.dtype:
 
 
 def rows_to_keep(num_inducing: int) -> int:
-    """The size of the subset from which so many centres are found."""
+    """How many rows that many centres are found from."""
     return max(_MAX_ROWS, 10 * num_inducing)
 
 
-def _subset(rng: np.random.Generator, size: int, num_inducing: int) -> Any:
-    keep = rows_to_keep(num_inducing)
+def some_rows(rng: np.random.Generator, size: int, keep: int) -> Any:
+    """Indices of as many rows, in order."""
     if size <= keep:
         return slice(None)
     return np.sort(rng.choice(size, keep, replace=False))
@@ -239,8 +220,8 @@ def _complete(
     return jnp.asarray(np.stack(list(seen.values())))
 
 
-def _state(rng: np.random.Generator) -> int:
-    return int(rng.integers(2**31))
+def _settings(rng: np.random.Generator) -> dict[str, int]:
+    return {"max_iter": _MAX_ITERATIONS, "random_state": int(rng.integers(2**31))}
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from scipy.linalg import lu
 
 from numpyro_gpaug.math.sparse import canonical
 
-from ._choice import held_dtype, kmeans, quiet_and_repeatable, rows_to_keep
+from ._choice import held_dtype, kmeans, quiet_and_repeatable, rows_to_keep, some_rows
 
 Method = Literal["svd", "clusters"]
 
@@ -220,11 +220,9 @@ class Subspace:
         :return: A, (M, R).
         """
         X = _as_rows(X)
-        keep = rows_to_keep(num_inducing)
-        if X.shape[0] > keep:
-            rng = np.random.default_rng(seed)
-            X = X[np.sort(rng.choice(X.shape[0], keep, replace=False))]
-        return kmeans(self.transform(X)[:, :-1], num_inducing, seed=seed)
+        rng, keep = np.random.default_rng(seed), rows_to_keep(num_inducing)
+        rows = some_rows(rng, X.shape[0], keep)
+        return kmeans(self.transform(X[rows])[:, :-1], num_inducing, seed=seed)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Saves the basis (``.npz``).
@@ -318,14 +316,12 @@ def _cluster_directions(X: Any, rank: int, seed: int) -> np.ndarray:
         X = _for_scikit_learn(canonical(X))
     for _ in _blocks(X, X.dtype):
         pass  # scikit-learn's error for NaN does not say where.
+    estimator = MiniBatchKMeans(
+        rank, batch_size=max(1024, rank), n_init=1, compute_labels=False,
+        random_state=seed,
+    )  # fmt: skip
     with quiet_and_repeatable():
-        fit = MiniBatchKMeans(
-            rank,
-            batch_size=max(1024, rank),
-            n_init=1,
-            compute_labels=False,
-            random_state=seed,
-        ).fit(X)
+        fit = estimator.fit(X)
     return np.linalg.qr(fit.cluster_centers_.T.astype(np.float64))[0]
 
 
@@ -356,9 +352,5 @@ def _residual_norms(block: Any, projected: np.ndarray) -> np.ndarray:
 
 def _squared_norms(rows: Any) -> np.ndarray:
     if sparse.issparse(rows):
-        squares = sparse.csr_array(
-            (np.square(rows.data, dtype=np.float64), rows.indices, rows.indptr),
-            shape=rows.shape,
-        )
-        return squares.sum(axis=1)
+        return sparse.csr_array(rows, dtype=np.float64).power(2).sum(axis=1)
     return np.einsum("ij,ij->i", rows, rows, dtype=np.float64)
