@@ -197,8 +197,7 @@ class GeneralizedInverseGaussian(Elementwise):
         f(x) = \frac{(a/b)^{p/2}}{2K_p(\sqrt{ab})}\, x^{p-1} e^{-(ax + b/x)/2},
         \qquad x > 0.
 
-    :math:`1/x` has the distribution :math:`GIG(-p, b, a)`, and :math:`sx` has the
-        distribution
+    :math:`1/x` has the distribution :math:`GIG(-p, b, a)`, and :math:`sx` has
     :math:`GIG(p, a/s, bs)`.  :math:`GIG(-1/2, a, b)` is the inverse Gaussian of mean
     :math:`\sqrt{b/a}` and shape :math:`b`.
 

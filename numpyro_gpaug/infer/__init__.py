@@ -1,34 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inference: closed-form updates, analytic bounds, and exact samplers."""
 
-from numpyro_gpaug.infer.mcmc import (
-    AugmentedGaussian,
-    CollapsedGaussian,
-    EllipticalSlice,
-)
-from numpyro_gpaug.infer.vi import (
-    Adaptive,
-    ConjugateResult,
-    ConjugateState,
-    ConjugateSVI,
-    Constant,
-    RobbinsMonro,
-    TraceAnalytic_ELBO,
-    TraceWasserstein_ELBO,
-    squared_wasserstein,
-)
+from numpyro_gpaug.infer import mcmc, vi
+from numpyro_gpaug.infer.mcmc import *  # noqa: F403
+from numpyro_gpaug.infer.vi import *  # noqa: F403
 
-__all__ = [
-    "Adaptive",
-    "AugmentedGaussian",
-    "CollapsedGaussian",
-    "ConjugateResult",
-    "ConjugateSVI",
-    "ConjugateState",
-    "Constant",
-    "EllipticalSlice",
-    "RobbinsMonro",
-    "TraceAnalytic_ELBO",
-    "TraceWasserstein_ELBO",
-    "squared_wasserstein",
-]
+__all__ = mcmc.__all__ + vi.__all__

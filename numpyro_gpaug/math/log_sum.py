@@ -33,6 +33,7 @@ from jax import Array, lax
 from jax.scipy.special import logsumexp, ndtr
 from scipy.special import log_expit
 from scipy.special import ndtr as ndtr_numpy
+from threadpoolctl import threadpool_limits
 
 from numpyro_gpaug.math import normal
 from numpyro_gpaug.math.concrete import floating
@@ -120,18 +121,20 @@ def _lattice(link: Link, dtype: str, num_classes: int) -> _Lattice:
     densities = np.exp(-0.5 * z * z) / (rule.width * np.sqrt(2 * np.pi))
     centre, scale = link.step
 
-    def fit(function: Callable[[np.ndarray], np.ndarray]) -> tuple:
-        def at(f: np.ndarray) -> np.ndarray:
-            log_x = s + link.log(np.minimum(f, right))[:, None]
-            return function(np.exp(np.minimum(log_x, 6.0)))
+    def x(f: np.ndarray) -> np.ndarray:
+        log_x = s + link.log(np.minimum(f, right))[:, None]
+        return np.exp(np.minimum(log_x, 6.0))
 
-        plateau = at(np.array([right]))[0]
-        rest = at(f) - plateau * ndtr_numpy((f - centre) / scale)[:, None]
-        return np.linalg.lstsq(densities, rest, rcond=1e-14)[0], plateau
-
+    steps = ndtr_numpy((f - centre) / scale)[:, None]
+    functions = (lambda x: -np.expm1(-x)), (lambda x: x * np.exp(-x))
+    plateaus = [function(x(np.array([right]))[0]) for function in functions]
+    rests = [fn(x(f)) - p * steps for fn, p in zip(functions, plateaus, strict=True)]
+    # BLAS's threads would wait for each other longer than they work.
+    with threadpool_limits(1, user_api="blas"):
+        both = np.linalg.lstsq(densities, np.hstack(rests), rcond=1e-14)[0]
     return _Lattice(
         points, rule.width, link.step, s, rule.outer_spacing, np.exp(-np.exp(s)),
-        fit(lambda x: -np.expm1(-x)), fit(lambda x: x * np.exp(-x)),
+        *zip(np.hsplit(both, 2), plateaus, strict=True),
     )  # fmt: skip
 
 
