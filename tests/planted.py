@@ -42,16 +42,16 @@ def planted() -> list[Planted]:
         ),
         Planted(
             "Binomial: factor 2 in the potential of a Gibbs draw",
-            "likelihoods/binomial.py",
+            "likelihoods/_logistic.py",
             "(0.5 * (ups - downs), ",
             "(ups - downs, ",
             ("test_augmentations",),
         ),
         Planted(
-            "Negative binomial: sign of the potential",
+            "Negative binomial: sign in the coefficient",
             "likelihoods/negative_binomial.py",
-            "0.5 * (y - total)",
-            "0.5 * (total - y)",
+            "return -log_beta(downs, ups + 1) - jnp.log(ups + downs)",
+            "return -log_beta(downs, ups + 1) + jnp.log(ups + downs)",
             ("test_augmentations",),
         ),
         Planted(
@@ -134,8 +134,8 @@ def planted() -> list[Planted]:
         Planted(
             "Affine map: sign of the offset",
             "math/affine.py",
-            "factors.potential - factors.precision * self.offset\n        return",
-            "factors.potential + factors.precision * self.offset\n        return",
+            "- factors.precision * self.offset\n        potential",
+            "+ factors.precision * self.offset\n        potential",
             (
                 "test_gibbs",
                 "test_conjugate",
