@@ -13,8 +13,10 @@ import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, Gibbs
+from scipy.stats import norm
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.mcmc.ellipses import minus_log_density
 from numpyro_gpaug.math.affine import AffineMap, GaussianFactors
 from tests.chains import assert_same_law, importance_draws, many_chains
 from tests.conftest import assert_close
@@ -492,3 +494,17 @@ def test_slices_learn_how_wide_the_posterior_is_in_warm_up() -> None:
     scale = np.asarray(learnt.get_extra_fields()["scale"])
     assert (scale == scale[0]).all()
     assert scale[0] > 1.05
+
+
+def test_slices_go_around_gaussians_of_their_scale() -> None:
+    """Differences of the log-density, of which constants are left out, by SciPy."""
+    rng, scale = np.random.default_rng(0), np.array([2.0, 0.5])
+    here, there = ([rng.normal(size=s) for s in ((2, 3), (1, 4))] for _ in range(2))
+
+    def density(white):
+        parts = zip(white, scale, strict=True)
+        return sum(norm(0, s).logpdf(u).sum() for u, s in parts)
+
+    ours = [minus_log_density(tuple(map(jnp.asarray, w)), scale) for w in (here, there)]
+    difference = density(there) - density(here)
+    np.testing.assert_allclose(ours[0] - ours[1], difference, rtol=1e-5)
