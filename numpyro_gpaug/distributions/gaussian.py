@@ -13,7 +13,6 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_gpaug.math.linalg import (
     Moments,
     NaturalGaussian,
-    diagonal,
     inverse_lower,
     kl_to_diagonal,
     moments,
@@ -63,11 +62,11 @@ class BlockGaussian(dist.Distribution):
         return constraints.independent(constraints.real, len(self.event_shape))
 
     def moments(self) -> Moments:
-        """Mean, covariance factor and log-determinant."""
-        log_det = 2 * jnp.log(jnp.abs(diagonal(self.tril))).sum(-1)
-        if self.parameter == "precision":
-            return Moments(self.loc, inverse_lower(self.tril), -log_det)
-        return Moments(self.loc, self.tril.mT, log_det)
+        """Mean and covariance factor."""
+        precision = self.parameter == "precision"
+        return Moments(
+            self.loc, inverse_lower(self.tril) if precision else self.tril.mT
+        )
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         eps = random.normal(key, sample_shape + self.event_shape, self.loc.dtype)

@@ -181,9 +181,8 @@ class AffineMap(NamedTuple):
 
 def unstandardised(q: Moments, prior: Prior) -> Moments:
     """Moments of latents from those of ``(z - loc) / scale``."""
-    log_det = q.log_det + 2 * jnp.log(prior.scale).sum(-1)
     whitener = q.whitener * prior.scale[..., None, :]
-    return Moments(prior.loc + prior.scale * q.mean, whitener, log_det)
+    return Moments(prior.loc + prior.scale * q.mean, whitener)
 
 
 def selected(tree: Any, latents: Array | None) -> Any:

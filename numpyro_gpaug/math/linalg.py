@@ -44,9 +44,10 @@ def with_jitter(matrix: Array, jitter: float) -> Array:
 
 
 def cholesky(matrix: Array) -> Array:
-    """Lower Cholesky factor of a matrix that is symmetric to rounding: its lower
+    """Lower Cholesky factor of a matrix that is symmetric to rounding: its upper
     triangle is what is read."""
-    return jnp.linalg.cholesky(matrix, symmetrize_input=False)
+    # LAPACK reads columns: the transpose of an array of rows needs no copy.
+    return jnp.linalg.cholesky(matrix.mT, symmetrize_input=False)
 
 
 @jax.custom_jvp
@@ -107,13 +108,16 @@ class Moments(NamedTuple):
     """What is needed of a Gaussian, computed from one Cholesky factor.
 
     :param mean: (..., M).
-    :param whitener: (..., M, M), lower, ``W`` with covariance ``W' W``.
-    :param log_det: (...), log-determinant of the covariance.
+    :param whitener: (..., M, M), triangular, ``W`` with covariance ``W' W``.
     """
 
     mean: Array
     whitener: Array
-    log_det: Array
+
+    @property
+    def log_det(self) -> Array:
+        """Log-determinant of the covariance, (...)."""
+        return 2 * jnp.log(jnp.abs(diagonal(self.whitener))).sum(-1)
 
 
 def moments(natural: NaturalGaussian) -> Moments:
@@ -124,8 +128,9 @@ def moments(natural: NaturalGaussian) -> Moments:
     the covariance and the marginal variances all reuse it.
     """
     whitener = inverse_cholesky(natural.precision)
-    mean = jnp.vecmat(jnp.matvec(whitener, natural.potential), whitener)
-    return Moments(mean, whitener, 2 * jnp.log(diagonal(whitener)).sum(-1))
+    # Sums of products: compiled faster than calls of products with a vector.
+    white = (whitener * natural.potential[..., None, :]).sum(-1)
+    return Moments((whitener * white[..., None]).sum(-2), whitener)
 
 
 def diagonal(matrix: Array) -> Array:
@@ -142,8 +147,10 @@ def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
     :param scale: (..., M), prior standard deviations.
     """
     scale = jnp.broadcast_to(scale, q.mean.shape)
-    eye = jnp.eye(q.mean.shape[-1], dtype=q.mean.dtype)
-    distances = jnp.square((q.mean - loc) / scale) + 2 * jnp.log(scale) - 1
-    # Trace, distance and determinant of the prior in one sum.
-    terms = jnp.square(q.whitener / scale[..., None, :]) + distances[..., None, :] * eye
-    return 0.5 * (terms.sum((-2, -1)) - q.log_det)
+    eye = np.eye(q.mean.shape[-1], dtype=bool)
+    distances = (jnp.square((q.mean - loc) / scale) - 1)[..., None, :]
+    whitener = q.whitener / scale[..., None, :]
+    determinant = 2 * jnp.log(jnp.where(eye, jnp.abs(whitener), 1))
+    # Trace, distance and determinant in one sum.
+    terms = jnp.square(whitener) + jnp.where(eye, distances, 0) - determinant
+    return 0.5 * terms.sum((-2, -1))

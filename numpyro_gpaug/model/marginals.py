@@ -55,7 +55,7 @@ def moments_of(fn: dist.Distribution) -> Moments:
         loc = jnp.broadcast_to(base.loc, fn.event_shape)
         scale = jnp.broadcast_to(base.scale, fn.event_shape)
         whitener = jax.vmap(jnp.diag) if scale.ndim > 1 else jnp.diag
-        return Moments(loc, whitener(scale), 2 * jnp.log(scale).sum(-1))
+        return Moments(loc, whitener(scale))
     if isinstance(base, dist.MultivariateNormal):
         return BlockGaussian(base.loc, base.scale_tril).moments()
     raise NotConjugateError(

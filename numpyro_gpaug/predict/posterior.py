@@ -133,7 +133,7 @@ class Posterior:
         """
         found = {}
         for block in self._predictor.structure.weights:
-            mean, whitener, _ = self._moments()[block.name]
+            mean, whitener = self._moments()[block.name]
             covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
             found[block.site] = dist.MultivariateNormal(
                 mean.reshape(block.shape), covariance.reshape(*block.shape, -1)

@@ -131,16 +131,23 @@ class LatentGaussian:
         return self._evaluation(q, at, kl)
 
     def unevaluated(self, natural: Natural) -> Evaluation:
-        """An evaluation of the right shapes, with a bound of minus infinity."""
+        """What an evaluation at ``natural`` is made from, with a bound of minus
+        infinity, but for the first block: as soon as one of its latents is evaluated,
+        all is."""
         shapes = jax.eval_shape(self.evaluate, natural)
         empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        # Any numbers will do, and these need no arrays of their own.
-        moments = {
-            k: empty.moments[k]._replace(mean=n.potential, whitener=n.precision)
-            for k, n in natural.items()
-        }
-        unknown = jnp.full_like(empty.bound, -jnp.inf)
-        return empty._replace(bound=unknown, moments=moments)
+        first, *others = natural
+        if first in self.coupled:
+            others = [first, *others]
+        # Any numbers will do for the rest, and these need no arrays of their own.
+        q = {k: Moments(n.potential, n.precision) for k, n in natural.items()}
+        q |= {k: moments(natural[k]) for k in others}
+        return empty._replace(
+            bound=jnp.full_like(empty.bound, -jnp.inf),
+            moments=q,
+            marginals=empty.marginals | {k: self._marginals(k, q[k]) for k in others},
+            divergences=empty.divergences | {k: self._kl(k, q[k]) for k in others},
+        )
 
     def reevaluate(
         self,

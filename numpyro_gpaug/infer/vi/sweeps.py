@@ -38,38 +38,27 @@ def backtracked_sweep(
     :param largest_step: bound of the step sizes tried next time.
     :param augmented: whether factors are those of the augmented bound; ``None`` if
         never.
-    :param fresh: whether ``evaluation`` is still to be computed; then a first pass
-        over the blocks moves nothing.
+    :param fresh: whether ``evaluation`` is an
+        :meth:`~LatentGaussian.unevaluated` one.
     :return: natural parameters, the evaluation there, and next step sizes.
     """
+    natural, steps = dict(natural), dict(steps)
 
-    def move(name: str, only_evaluate: Array, index: Array | None, carry: Any) -> Any:
-        natural, evaluation, step = carry
-        slopes = partial(slopes_at, problem, evaluation, name, augmented)
-        return backtracked_update(
-            problem, natural, evaluation, name, slopes, step, largest_step,
-            only_evaluate, index,
+    def move(name: str, index: Array | None, carry: Any) -> Any:
+        natural, evaluation, step, fresh = carry
+        moved = backtracked_update(
+            problem, natural, evaluation, name, augmented, step, largest_step, fresh,
+            index,
         )  # fmt: skip
+        return *moved, jnp.array(False)
 
-    def sweep(carry: Any) -> Any:
-        passes, natural, evaluation, steps = carry
-        natural, steps = dict(natural), dict(steps)
-        for name in natural:
-            move_block = _for_each_latent if name in problem.coupled else _at_once
-            natural, evaluation, steps[name] = move_block(
-                partial(move, name, passes == 0), len(natural[name].potential),
-                (natural, evaluation, steps[name]),
-            )  # fmt: skip
-        return passes + 1, natural, evaluation, steps
-
-    if problem.coupled:
-        # A pass would evaluate everything once per latent.
-        evaluation = lax.cond(
-            fresh, lambda: problem.evaluate(natural), lambda: evaluation
-        )
-        fresh = jnp.array(False)
-    start = jnp.where(fresh, 0, 1), dict(natural), evaluation, dict(steps)
-    return lax.while_loop(lambda carry: carry[0] < 2, sweep, start)[1:]
+    for name in natural:
+        move_block = _for_each_latent if name in problem.coupled else _at_once
+        natural, evaluation, steps[name], fresh = move_block(
+            partial(move, name), len(natural[name].potential),
+            (natural, evaluation, steps[name], fresh),
+        )  # fmt: skip
+    return natural, evaluation, steps
 
 
 def damped_sweep(
@@ -173,10 +162,10 @@ def backtracked_update(
     natural: Natural,
     evaluation: Evaluation,
     name: str,
-    slopes: Callable[[], Marginals],
+    augmented: Array | None,
     step: Array,
     largest_step: float,
-    only_evaluate: Array,
+    fresh: Array,
     index: Array | None = None,
 ) -> tuple[Natural, Evaluation, Array]:
     """Moves one block towards its target, halving the step while the bound falls.
@@ -185,44 +174,50 @@ def backtracked_update(
     :param natural: natural parameters of all blocks.
     :param evaluation: the evaluation there.
     :param name: the block to move.
-    :param slopes: gives the derivatives of the expected log-likelihood that define
-        the target of this block.
+    :param augmented: as for :func:`backtracked_sweep`.
     :param step: the first step size tried.
     :param largest_step: bound of the step size tried next time.
-    :param only_evaluate: take no step, but evaluate the block where it is. (The same
-        code does both: compiling the bound twice would double the compile time.)
+    :param fresh: whether ``evaluation`` is still to be computed: a first attempt then
+        moves nothing. (The same code does both: compiling the bound twice would double
+        the compile time.)
     :param index: the one latent to move, (1,); ``None`` for all.
     :return: natural parameters and evaluation after the move (unchanged if no step
         raised the bound), and the step size to try next time.
     """
     old = selected(natural[name], index)
-    target = lax.cond(
-        only_evaluate,
-        lambda: old,
-        lambda: problem.of_latent(name, index).target(
-            name, *selected((evaluation.marginals[name], slopes()), index)
-        ),
-    )
-    floor = evaluation.bound - slack(evaluation)
+
+    def towards(evaluation: Evaluation) -> tuple[NaturalGaussian, Array]:
+        slopes = slopes_at(problem, evaluation, name, augmented)
+        at, slopes = selected((evaluation.marginals[name], slopes), index)
+        target = problem.of_latent(name, index).target(name, at, slopes)
+        return target, evaluation.bound - slack(evaluation)
 
     def refused(search: _Search) -> Array:
         return ~search.accepted
 
     def attempt(search: _Search) -> _Search:
+        tries, latest = search.tries, search.evaluation
+        target, floor = lax.cond(
+            tries == 0, lambda: towards(latest), lambda: (search.target, search.floor)
+        )
         # The last attempt is no step at all, and is accepted.
-        last = only_evaluate | (search.tries == MAX_HALVINGS)
-        step = jnp.where(last, 0, search.step / 2)
-        candidate = mix(old, target, step)
+        last = tries == MAX_HALVINGS
+        size = jnp.where((tries < 0) | last, 0, search.step)
+        candidate = mix(old, target, size)
         # A precision that is not positive definite has a bound of NaN: refused.
-        outcome = problem.reevaluate(evaluation, name, candidate, index)
-        accepted = last | (outcome.bound >= floor)
-        return _Search(step, search.tries + 1, accepted, candidate, outcome)
+        outcome = problem.reevaluate(latest, name, candidate, index)
+        accepted = last | ((tries >= 0) & (outcome.bound >= floor))
+        halve = (tries >= 0) & ~accepted
+        step = jnp.where(halve, search.step / 2, search.step)
+        return _Search(step, tries + 1, accepted, target, floor, candidate, outcome)
 
-    start = _Search(2 * step, jnp.int32(0), jnp.array(False), old, evaluation)
+    start = _Search(
+        step, -fresh.astype(jnp.int32), jnp.array(False), old, evaluation.bound, old,
+        evaluation,
+    )  # fmt: skip
     found = lax.while_loop(refused, attempt, start)
     grown = jnp.where(found.tries == 1, 2 * found.step, found.step)
     next_step = jnp.clip(grown, 2.0**-MAX_HALVINGS, largest_step)
-    next_step = jnp.where(only_evaluate, step, next_step)
     moved = scatter(natural[name], index, found.natural)
     return {**natural, name: moved}, found.evaluation, next_step
 
@@ -231,5 +226,7 @@ class _Search(NamedTuple):
     step: Array
     tries: Array
     accepted: Array
+    target: NaturalGaussian
+    floor: Array
     natural: NaturalGaussian
     evaluation: Evaluation
