@@ -107,8 +107,11 @@ class AffineMap(NamedTuple):
 
         :param q: moments of the latents, with their leading axis.
         """
-        spread = jnp.square(q.whitener @ self.projection).sum(-2)
-        return Marginals(self(q.mean), self.residual + spread)
+        # Spread and shift in one product: two take longer to compile.
+        rows = jnp.concatenate([q.whitener, q.mean[..., None, :]], -2)
+        rows = rows @ self.projection
+        spread = jnp.square(rows[..., :-1, :]).sum(-2)
+        return Marginals(self.offset + rows[..., -1, :], self.residual + spread)
 
     def information(self, factors: GaussianFactors) -> NaturalGaussian:
         """What factors on the predictors say of the latents: potential
@@ -116,8 +119,9 @@ class AffineMap(NamedTuple):
         """
         weighted = self.projection * factors.precision[..., None, :]
         centred = factors.potential - factors.precision * self.offset
-        potential = jnp.matvec(self.projection, centred)
-        return NaturalGaussian(potential, weighted @ self.projection.mT)
+        rows = jnp.concatenate([weighted, centred[..., None, :]], -2)
+        rows = rows @ self.projection.mT
+        return NaturalGaussian(rows[..., -1, :], rows[..., :-1, :])
 
     def posterior(self, factors: GaussianFactors) -> Moments:
         """Standard normal latents given factors on their predictors."""
