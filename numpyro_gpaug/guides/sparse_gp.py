@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
@@ -24,7 +25,7 @@ from numpyro_gpaug.guides.preconditioned import (
     preconditioned_names,
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -94,7 +95,7 @@ class AutoSparseGP(ProcessGuide):
         self.function_posterior: InducingPosterior = InducingPosterior()
         if covariance == "preconditioned":
             self.function_posterior = PreconditionedPosterior()
-        self._starts: dict[str, tuple[Array, Array]] = {}
+        self._starts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
         structure = super()._inspect(*args, **kwargs)
@@ -102,12 +103,12 @@ class AutoSparseGP(ProcessGuide):
         self._starts = _prior_scales(self.model, structure, arguments)
         return structure
 
-    def start(self, block: Block) -> tuple[Array, Array]:
+    def start(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviations a block starts from: its prior's.
 
         :param block: one of ``structure.blocks``.
         """
-        zeros = jnp.zeros(block.shape, block.dtype)
+        zeros = np.zeros(block.shape, block.dtype)
         return self._starts.get(block.name, (zeros, zeros + 1))
 
     def start_natural(self, block: Block) -> NaturalGaussian:
@@ -115,9 +116,12 @@ class AutoSparseGP(ProcessGuide):
 
         :param block: one of ``structure.blocks``.
         """
+        eye = np.eye(block.shape[-1], dtype=block.dtype)
         loc, scale = self.start(block)
-        precision = 1 / jnp.square(scale)
-        eye = jnp.eye(block.shape[-1], dtype=block.dtype)
+        precision = 1 / (scale * scale)
+        if block.name not in self._starts:
+            whole = np.broadcast_to(eye, (*block.shape, block.shape[-1]))
+            return NaturalGaussian(loc, whole)  # type: ignore[arg-type]
         return NaturalGaussian(loc * precision, precision[..., None] * eye)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
@@ -185,6 +189,9 @@ class AutoSparseGP(ProcessGuide):
 
     def _moments(self, name: str, params: dict[str, Array]) -> Moments:
         (block,) = (b for b in self.structure.blocks if b.name == name)
+        if self.covariance == "natural":
+            natural = NaturalGaussian(*(params[n] for n in natural_names(block)))
+            return with_latent_axis(moments(natural))
         return with_latent_axis(moments_of(self.gaussian(block, params)))
 
     def own_params(self) -> tuple[str, ...]:
@@ -248,19 +255,26 @@ def natural_names(block: Block) -> tuple[str, str]:
 
 def _prior_scales(
     model: Callable[..., Any], structure: Structure, arguments: Arguments
-) -> dict[str, tuple[Array, Array]]:
+) -> dict[str, tuple[Any, Any]]:
     """Prior means and standard deviations of plain Gaussian weights, where their guide
     starts: from zero a symmetric likelihood might not move them."""
+
+    @jax.jit
+    def scales(arrays: tuple[Array, ...]) -> dict[str, tuple[Array, Array]]:
+        here, key = Arguments(arrays, arguments.static), jax.random.key(0)
+        trace = run_model(flat_functions(model), here, key, structure.zeros)
+        normals = {b: base_distribution(trace[b.site]["fn"]) for b in structure.weights}
+        return {
+            b.name: (_filled(normal.loc, b), _filled(normal.scale, b))
+            for b, normal in normals.items()
+        }
+
     if not structure.weights:
         return {}
-    key = jax.random.key(0)
-    trace = run_model(flat_functions(model), arguments, key, structure.zeros)
-    found = {}
-    for block in structure.weights:
-        normal = base_distribution(trace[block.site]["fn"])
-        loc, scale = (
-            jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)
-            for x in (normal.loc, normal.scale)
-        )
-        found[block.name] = loc, scale
-    return found
+    found = scales(arguments.arrays)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found))
+    return found if traced else jax.tree.map(np.asarray, found)
+
+
+def _filled(x: Any, block: Block) -> Array:
+    return jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)

@@ -27,8 +27,8 @@ from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.start import (
     check_start,
-    first_state,
-    initial_params,
+    initial_natural,
+    initial_state,
     read_params,
 )
 from numpyro_gpaug.infer.vi.stepper import ConjugateState
@@ -131,11 +131,9 @@ class ConjugateSVI:
         )
         # By the shapes of the arguments: what a fit at such arguments needs to know.
         self._plans: dict[Any, Plan] = {}
-        self._collect = jax.jit(
-            partial(initial_params, model, guide), static_argnames="static"
-        )
         self._begin = jax.jit(
-            partial(first_state, self.settings), static_argnames="plan"
+            partial(initial_state, self.settings, model, guide),
+            static_argnames="static",
         )
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
@@ -182,12 +180,13 @@ class ConjugateSVI:
         arguments = Arguments.split(args, kwargs)
         # Copied: the steps overwrite the state, and with it what it is made of.
         given = _copied(init_params or {})
-        params, valid = self._collect(
-            arguments.arrays, rng_key, given, static=arguments.static
-        )
+        state, params, valid = self._begin(
+            arguments.arrays, rng_key, given, initial_natural(self.guide, given),
+            static=arguments.static,
+        )  # fmt: skip
         check_start(self.model, self.guide, arguments, params, valid, given)
-        plan = self._plan(arguments, lambda: params)
-        return self._begin(rng_key, params, given, plan=plan)
+        self._plan(arguments, lambda: params)
+        return state
 
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
         """Constrained params of model and guide, the natural parameters among them."""

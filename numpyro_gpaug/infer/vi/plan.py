@@ -77,10 +77,6 @@ class Plan:
         """Constrained params from unconstrained ones."""
         return {k: jax.tree.map(self.transforms[k], v) for k, v in values.items()}
 
-    def unconstrain(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Unconstrained params from constrained ones."""
-        return {k: jax.tree.map(self.transforms[k].inv, v) for k, v in params.items()}
-
 
 def _is_optax(optim: Any) -> bool:
     """Told by its two functions: importing optax would cost every user its import."""

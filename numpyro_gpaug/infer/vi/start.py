@@ -15,11 +15,17 @@ from numpyro import handlers
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, natural_names
 from numpyro_gpaug.infer.vi.epochs import epoch_length, first_epochs
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.infer.vi.plan import Plan, Settings, transforms_of
+from numpyro_gpaug.infer.vi.plan import Settings, transforms_of
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.stepper import ConjugateState, Hyper
 from numpyro_gpaug.math.linalg import NaturalGaussian
-from numpyro_gpaug.model.structure import Arguments, Block, flat_functions, run_model
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Block,
+    Structure,
+    flat_functions,
+    run_model,
+)
 from numpyro_gpaug.model.validation import (
     check_param,
     invalid_error,
@@ -27,24 +33,30 @@ from numpyro_gpaug.model.validation import (
 )
 
 
-def initial_params(
+def initial_state(
+    settings: Settings,
     model: Callable[..., Any],
     guide: AutoSparseGP,
     arrays: tuple[Array, ...],
     key: Array,
     given: dict[str, Any],
+    natural: Natural,
     static: Any,
-) -> tuple[dict[str, Any], dict[tuple[str, str], Array]]:
-    """Constrained initial params, and whether what is observed is valid; pure.
+) -> tuple[ConjugateState, dict[str, Any], dict[tuple[str, str], Array]]:
+    """The initial state, the constrained params it was made from, and whether what is
+    observed is valid; pure, and one program.
 
+    :param settings: options of the fit.
     :param model: the model.
     :param guide: its guide, set up.
     :param arrays: array arguments of the model.
     :param key: random key.
     :param given: constrained values to start from instead, by param name.
+    :param natural: from :func:`initial_natural`.
     :param static: the model's other arguments.
     """
-    structure, arguments = guide.structure, Arguments(arrays, static)
+    arguments = Arguments(arrays, static)
+    structure = guide.structure_at(arguments)
     args, kwargs = arguments.merge()
     guide_key, model_key = random.split(key)
     others = handlers.seed(guide.draw_others, guide_key)
@@ -57,7 +69,29 @@ def initial_params(
         for site in (*guide_trace.values(), *trace.values())
         if site["type"] == "param"
     }
-    return params, valid_observations(trace)
+    key = random.fold_in(key, 1)
+    state = _state(settings, structure, guide, params, natural, key)
+    return state, params, valid_observations(trace)
+
+
+def initial_natural(guide: AutoSparseGP, given: dict[str, Any]) -> Natural:
+    """Natural parameters of every block, latent axis first, where it starts: its prior,
+    in NumPy, as JAX would compile a program for it.
+
+    :param guide: the guide, set up.
+    :param given: values to start from instead, by param name.
+    """
+
+    def start(block: Block) -> NaturalGaussian:
+        named = zip(natural_names(block), guide.start_natural(block), strict=True)
+        potential, precision = (given.get(name, prior) for name, prior in named)
+        size = block.shape[-1]
+        return NaturalGaussian(
+            potential.reshape(-1, size).astype(block.dtype),
+            precision.reshape(-1, size, size).astype(block.dtype),
+        )
+
+    return {block.name: start(block) for block in guide.structure.blocks}
 
 
 def check_start(
@@ -73,7 +107,7 @@ def check_start(
     :param model: the model.
     :param guide: its guide, set up.
     :param arguments: the model's arguments.
-    :param params: from :func:`initial_params`.
+    :param params: from :func:`initial_state`.
     :param valid: likewise.
     :param given: what the caller asked to start from.
     :raises ValueError: naming the param, or the site.
@@ -96,28 +130,20 @@ def check_start(
         )
 
 
-def first_state(
+def _state(
     settings: Settings,
-    key: Array,
+    structure: Structure,
+    guide: AutoSparseGP,
     params: dict[str, Any],
-    given: dict[str, Any],
-    plan: Plan,
+    natural: Natural,
+    key: Array,
 ) -> ConjugateState:
-    """The initial state; pure.
-
-    :param settings: options of the fit.
-    :param key: random key.
-    :param params: constrained params.
-    :param given: values of natural parameters to start from, by name, among others.
-    :param plan: of the fit.
-    """
-    structure, optim = plan.structure, settings.optim
-    noisy = bool(structure.subsampled) or plan.random_others
+    optim, transforms = settings.optim, transforms_of(guide)
+    noisy = bool(structure.subsampled) or guide.random_others
     batches = epoch_length(structure) if noisy else None
     schedule = as_schedule(settings.step_size, batches)
     dtype = jnp.result_type(*(b.dtype for b in structure.blocks))
-    values = plan.unconstrain(params)
-    natural = {b.name: _start(plan.guide, b, given) for b in structure.blocks}
+    values = {k: jax.tree.map(transforms[k].inv, v) for k, v in params.items()}
     step_size = jnp.asarray(getattr(schedule, "value", 1.0), dtype)
     return ConjugateState(
         hyper=Hyper(
@@ -134,7 +160,7 @@ def first_state(
         data=jnp.uint32(0),
         stalled=jnp.int32(0),
         step=jnp.int32(0),
-        rng_key=random.fold_in(key, 1),
+        rng_key=key,
     )
 
 
@@ -154,18 +180,6 @@ def read_params(
         named = zip(natural_names(block), natural[block.name], shapes, strict=True)
         params |= {name: x.reshape(shape) for name, x, shape in named}
     return params
-
-
-def _start(guide: AutoSparseGP, block: Block, given: dict[str, Any]) -> NaturalGaussian:
-    names, prior = natural_names(block), guide.start_natural(block)
-    potential, precision = (
-        jnp.asarray(given.get(n, x), block.dtype)
-        for n, x in zip(names, prior, strict=True)
-    )
-    size = block.shape[-1]
-    return NaturalGaussian(
-        potential.reshape(-1, size), precision.reshape(-1, size, size)
-    )
 
 
 def _strong(value: Any) -> jax.Array:
