@@ -18,7 +18,7 @@ def project(kernel: Any, inducing: Array, inverse_factor: Array, X: Array) -> Ar
     :param inverse_factor: ``L^-1``, (1 or C, M, M).
     """
     cross = lead(kernel(X, inducing), 2)
-    return inverse_factor @ jnp.swapaxes(cross, -1, -2)
+    return jnp.einsum("...ij,...nj->...in", inverse_factor, cross)
 
 
 def residual_variance(prior_variance: Array, projection: Array) -> Array:

@@ -120,7 +120,7 @@ class AffineMap(NamedTuple):
         weighted = self.projection * factors.precision[..., None, :]
         centred = factors.potential - factors.precision * self.offset
         rows = jnp.concatenate([weighted, centred[..., None, :]], -2)
-        rows = rows @ self.projection.mT
+        rows = jnp.einsum("...in,...jn->...ij", rows, self.projection)
         return NaturalGaussian(rows[..., -1, :], rows[..., :-1, :])
 
     def posterior(self, factors: GaussianFactors) -> Moments:

@@ -67,7 +67,7 @@ def _inverse_cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     inverse = inverse_cholesky(*primals)
     size, dtype = inverse.shape[-1], inverse.dtype
     half = jnp.asarray(np.tri(size) - 0.5 * np.eye(size), dtype)
-    turned = inverse @ tangent @ inverse.mT
+    turned = jnp.einsum("...ij,...kj->...ik", inverse @ tangent, inverse)
     return inverse, -(half * turned) @ inverse
 
 

@@ -54,8 +54,9 @@ def run_chunk(
         i, state, evaluation, losses = carry
         new, evaluation = stepper.step(state, Carry(first.problem, evaluation))
         # A refused update leaves the bound where it is: no sign of an optimum.
-        accepted = new.hyper.scale >= state.hyper.scale
-        still = accepted & (jnp.abs(new.bound - state.bound) < tol)
+        still = jnp.abs(new.bound - state.bound) < tol
+        if stepper.learns:
+            still &= new.hyper.scale >= state.hyper.scale
         stalled = jnp.where(still, state.stalled + 1, 0)
         new = new._replace(stalled=stalled, step=state.step + 1)
         return i + 1, new, evaluation, losses.at[i].set(-new.bound)

@@ -58,7 +58,8 @@ def initial_state(
     arguments = Arguments(arrays, static)
     structure = guide.structure_at(arguments)
     args, kwargs = arguments.merge()
-    guide_key, model_key = random.split(key)
+    # Steps fold in numbers from one.
+    guide_key, model_key = random.split(random.fold_in(key, 0))
     others = handlers.seed(guide.draw_others, guide_key)
     guide_trace = handlers.trace(others).get_trace(*args, **kwargs)
     drawn = {n: guide_trace[n]["value"] for n in structure.others}
@@ -69,7 +70,6 @@ def initial_state(
         for site in (*guide_trace.values(), *trace.values())
         if site["type"] == "param"
     }
-    key = random.fold_in(key, 1)
     state = _state(settings, structure, guide, params, natural, key)
     return state, params, valid_observations(trace)
 

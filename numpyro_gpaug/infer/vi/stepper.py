@@ -336,7 +336,7 @@ class Stepper:
         return vjp(lambda values: self._problem(values, key, indices), values)
 
     def _key(self, state: ConjugateState) -> Array:
-        return random.fold_in(state.rng_key, state.step)
+        return random.fold_in(state.rng_key, state.step + 1)
 
 
 def _flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:

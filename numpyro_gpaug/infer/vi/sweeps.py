@@ -202,28 +202,27 @@ def backtracked_update(
         )
         # The last attempt is no step at all, and is accepted.
         last = tries == MAX_HALVINGS
-        size = jnp.where((tries < 0) | last, 0, search.step)
+        size = jnp.where((tries < 0) | last, 0, step * halved(tries))
         candidate = mix(old, target, size)
         # A precision that is not positive definite has a bound of NaN: refused.
         outcome = problem.reevaluate(latest, name, candidate, index)
         accepted = last | ((tries >= 0) & (outcome.bound >= floor))
-        halve = (tries >= 0) & ~accepted
-        step = jnp.where(halve, search.step / 2, search.step)
-        return _Search(step, tries + 1, accepted, target, floor, candidate, outcome)
+        return _Search(tries + 1, accepted, target, floor, candidate, outcome)
 
-    start = _Search(
-        step, -fresh.astype(jnp.int32), jnp.array(False), old, evaluation.bound, old,
-        evaluation,
-    )  # fmt: skip
+    def halved(tries: Array) -> Array:
+        return jnp.exp2(jnp.asarray(-tries, step.dtype))
+
+    tries = -fresh.astype(jnp.int32)
+    start = _Search(tries, jnp.array(False), old, evaluation.bound, old, evaluation)
     found = lax.while_loop(refused, attempt, start)
-    grown = jnp.where(found.tries == 1, 2 * found.step, found.step)
+    # Twice the step if it was the first tried, else that of the last attempt.
+    grown = 2 * step * halved(jnp.where(found.tries == 1, 0, found.tries))
     next_step = jnp.clip(grown, 2.0**-MAX_HALVINGS, largest_step)
     moved = scatter(natural[name], index, found.natural)
     return {**natural, name: moved}, found.evaluation, next_step
 
 
 class _Search(NamedTuple):
-    step: Array
     tries: Array
     accepted: Array
     target: NaturalGaussian
