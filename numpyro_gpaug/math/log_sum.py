@@ -17,14 +17,18 @@ closed at every variance, and its coefficients depend on ``s`` only: they are
 constants, and all inner expectations are one matrix product. The derivatives that
 define Gaussian factors, and the predictive probabilities ``E g(f_k) / S``, are those of
 the same sums.
+
+The range of s is fixed, and with it how wide the latents may be. Where one is wider, a
+rule with nodes of its own for each datum takes over (``numpyro_gpaug.math.gumbel``):
+for the exponential everywhere, for the logistic below its lattice, where it is one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +41,15 @@ from threadpoolctl import threadpool_limits
 
 from numpyro_gpaug.math import normal
 from numpyro_gpaug.math.concrete import floating
+from numpyro_gpaug.math.gumbel import expected_log_sum_exp
 
 # Rows of latents that are worked on at once: bounds the memory of the lattice.
 BLOCK = 65536
+
+# The variance up to which log S stays in the range of the lattice; and the -s at which
+# a lattice of the logistic hands over, where it is an exponential to rounding.
+_WIDE = 16.0
+_CUTS = {"float32": -13.5, "float64": -18.0}
 
 
 class Link(NamedTuple):
@@ -109,7 +119,7 @@ class _Lattice(NamedTuple):
 def _lattice(link: Link, dtype: str, num_classes: int) -> _Lattice:
     rule = _RULES[link.name, dtype]
     low, high = rule.outer
-    if link is LOGISTIC:
+    if link == LOGISTIC:
         low -= np.log(num_classes)  # S reaches the number of classes
     s = np.arange(low, high, rule.outer_spacing)
     left, right = rule.ends
@@ -169,15 +179,15 @@ def _log_survival(lattice: _Lattice, basis: tuple[Array, Array]) -> Array:
 
 def _centred(link: Link, mean: Array) -> tuple[Array, Array]:
     """Where the outer sum is centred, and the means relative to it."""
-    if link is LOGISTIC:
+    if link == LOGISTIC:
         return jnp.zeros(mean.shape[:-1], mean.dtype), mean
     centre = lax.stop_gradient(logsumexp(mean, -1))
     return centre, mean - centre[..., None]
 
 
 def _by_blocks(
-    compute: Callable[[Array, Array], Array], mean: Array, variance: Array
-) -> Array:
+    compute: Callable[[Array, Array], tuple[Array, ...]], mean: Array, variance: Array
+) -> tuple[Array, ...]:
     """Applies a function of (n, C) arrays block by block along the leading axes."""
     shape, num_classes = mean.shape[:-1], mean.shape[-1]
     size, rows = math.prod(shape), max(1, BLOCK // num_classes)
@@ -190,19 +200,87 @@ def _by_blocks(
         x = jnp.pad(x, ((0, blocks * rows - size), (0, 0)), mode="edge")
         return x.reshape(blocks, rows, num_classes)
 
-    # Recomputed in the backward pass: the lattice of all rows would not fit.
+    # Recomputed in a backward pass: the lattice of all rows would not fit.
     step = jax.checkpoint(lambda x: compute(*x))
     found = lax.map(step, (padded(mean), padded(variance)))
-    found = found.reshape(blocks * rows, *found.shape[2:])[:size]
-    return found.reshape(shape + found.shape[1:])
+    found = [x.reshape(blocks * rows, *x.shape[2:])[:size] for x in found]
+    return tuple(x.reshape(shape + x.shape[1:]) for x in found)
+
+
+def _lattice_sum(
+    lattice: _Lattice, window: np.ndarray, mean: Array, variance: Array
+) -> Array:
+    """The outer sum, its nodes weighted by a window."""
+    reference = jnp.asarray(lattice.reference, mean.dtype)
+    survival = _log_survival(lattice, _basis(lattice, mean, variance))
+    terms = (reference - jnp.exp(survival.sum(-2))) * window.astype(mean.dtype)
+    return lattice.spacing * terms.sum(-1)
+
+
+def _lattice_slopes(*args: Any) -> tuple[Array, ...]:
+    """:func:`_lattice_sum`, and its slopes by mean and by variance."""
+    value, pull = jax.vjp(partial(_lattice_sum, *args[:2]), *args[2:])
+    return (value, *pull(jnp.ones_like(value)))
+
+
+def _lattice_shares(
+    lattice: _Lattice, window: np.ndarray, mean: Array, variance: Array
+) -> Array:
+    """The slopes by mean up to a factor, which are the shares."""
+    basis = _basis(lattice, mean, variance)
+    own = _log_survival(lattice, basis)
+    others = jnp.exp(own.sum(-2, keepdims=True) - own) * window.astype(mean.dtype)
+    slope = jnp.maximum(_expectation(basis, lattice.slope), 0)
+    return lattice.spacing * (others * slope).sum(-1)
+
+
+def _by_width(
+    link: Link, narrow: Callable[..., Any], wide: Callable[..., Any],
+    mean: Array, variance: Array,
+) -> Any:  # fmt: skip
+    """Rows by the lattice, unless one of them is too wide for it.
+
+    :param narrow: by the lattice, of ``(lattice, window, mean, variance)``.
+    :param wide: the same of exponentials, of ``(mean, variance, cut)``.
+    """
+    dtype = str(mean.dtype)
+    lattice, cut = _lattice(link, dtype, mean.shape[-1]), _CUTS[dtype]
+
+    def all_rows(mean: Array, variance: Array) -> Any:
+        if link == EXPONENTIAL:
+            return wide(mean, variance, None)
+        window = ndtr_numpy(-lattice.s - cut)
+        both = narrow(lattice, window, mean, variance), wide(mean, variance, cut)
+        return jax.tree.map(jnp.add, *both)
+
+    on_lattice = partial(narrow, lattice, np.ones_like(lattice.s))
+    return lax.cond((variance > _WIDE).any(), all_rows, on_lattice, mean, variance)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _expected(link: Link, mean: Array, variance: Array) -> Array:
+    def narrow(*args: Any) -> tuple[Array, ...]:
+        return (_lattice_sum(*args),)
+
+    rows = partial(_by_width, link, narrow, expected_log_sum_exp)
+    return _by_blocks(rows, mean, variance)[0]
+
+
+@_expected.defjvp
+def _expected_jvp(link, primals, tangents):
+    # Slopes with the value: no branch has to keep what a backward pass would need.
+    wide = partial(expected_log_sum_exp, slopes=True)
+    rows = partial(_by_width, link, _lattice_slopes, wide)
+    value, *slopes = _by_blocks(rows, *primals)
+    return value, sum((a * b).sum(-1) for a, b in zip(slopes, tangents, strict=True))
 
 
 def expected_log_sum(link: Link, mean: Array, variance: Array) -> Array:
     """``E log sum_c g(f_c)`` for independent ``f_c ~ N(mean_c, variance_c)``.
 
-    The absolute error is below 1e-9 in float64 and 5e-6 in float32 while standard
-    deviations stay below 4, and grows beyond (to a few hundredths at 10), as the log of
-    the sum then falls outside of the range of the integral with some probability.
+    The absolute error is below 1e-9 in float64 and 5e-6 in float32 while all standard
+    deviations of a call are below 4; beyond, up to 100, it is below 2e-8 and 5e-6 of
+    the largest standard deviation.
 
     :param link: the function g, :data:`EXPONENTIAL` or :data:`LOGISTIC`.
     :param mean: (..., C).
@@ -217,16 +295,8 @@ def expected_log_sum(link: Link, mean: Array, variance: Array) -> Array:
     1.0986
     """
     mean, variance = floating(mean, variance)
-    lattice = _lattice(link, str(mean.dtype), mean.shape[-1])
-    reference = jnp.asarray(lattice.reference, mean.dtype)
-
-    def rows(mean: Array, variance: Array) -> Array:
-        basis = _basis(lattice, mean, variance)
-        product = jnp.exp(_log_survival(lattice, basis).sum(-2))
-        return lattice.spacing * (reference - product).sum(-1)
-
     centre, mean = _centred(link, mean)
-    return centre + _by_blocks(rows, mean, variance)
+    return centre + _expected(link, mean, variance)
 
 
 def expected_shares(link: Link, mean: Array, variance: Array) -> Array:
@@ -244,14 +314,12 @@ def expected_shares(link: Link, mean: Array, variance: Array) -> Array:
     [0.25 0.25 0.25 0.25]
     """
     mean, variance = floating(mean, variance)
-    lattice = _lattice(link, str(mean.dtype), mean.shape[-1])
 
-    def rows(mean: Array, variance: Array) -> Array:
-        basis = _basis(lattice, mean, variance)
-        own = _log_survival(lattice, basis)
-        others = jnp.exp(own.sum(-2, keepdims=True) - own)
-        slope = jnp.maximum(_expectation(basis, lattice.slope), 0)
-        return (others * slope).sum(-1)
+    def wide(mean: Array, variance: Array, cut: float | None) -> Array:
+        return expected_log_sum_exp(mean, variance, cut, slopes=True)[1]
 
-    shares = _by_blocks(rows, _centred(link, mean)[1], variance)
+    def rows(mean: Array, variance: Array) -> tuple[Array, ...]:
+        return (_by_width(link, _lattice_shares, wide, mean, variance),)
+
+    (shares,) = _by_blocks(rows, _centred(link, mean)[1], variance)
     return shares / shares.sum(-1, keepdims=True)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that went wrong in silence: at large variances, in tails, without steps."""
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from scipy.special import log_expit, logsumexp, ndtr
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.math.log_sum import (
+    EXPONENTIAL,
+    LOGISTIC,
+    expected_log_sum,
+    expected_shares,
+)
+from numpyro_gpaug.math.logistic import expected_log_sigmoid
+
+KEY = jax.random.key(0)
+
+
+def wide_latents(classes: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Means and variances of latents of standard deviations .1 to 100, side by side."""
+    rng = np.random.default_rng(classes)
+    scales = 10 ** rng.uniform(-1, 2, (rows, classes))
+    scales[: rows // 2] = 10 ** rng.uniform(0.5, 2, (rows // 2, 1))
+    means = rng.normal(size=(rows, classes)) * 10 ** rng.uniform(0, 2, (rows, 1))
+    return means.astype("float32"), (scales**2).astype("float32")
+
+
+def test_softmax_of_two_wide_latents(dtype: str) -> None:
+    """Against the closed form of one difference: m_b - E log sigmoid(f_b - f_a)."""
+    m, v = (x.astype(dtype) for x in wide_latents(2, 60))
+
+    def closed(m, v):
+        return m[..., 1] - expected_log_sigmoid(m[..., 1] - m[..., 0], v.sum(-1))
+
+    @jax.jit
+    def both(m, v):
+        def each(value):
+            return jax.value_and_grad(lambda m, v: value(m, v).sum(), (0, 1))(m, v)
+
+        values = expected_log_sum(EXPONENTIAL, m, v), closed(m, v)
+        slopes = each(lambda *x: expected_log_sum(EXPONENTIAL, *x))[1], each(closed)[1]
+        return values, slopes
+
+    values, slopes = jax.tree.map(np.asarray, both(m, v))
+    tolerance = 1e-5 if dtype == "float32" else 2e-8
+    size = np.sqrt(v.max(-1)) + np.abs(m).max(-1)
+    assert np.max(np.abs(values[0] - values[1]) / size) < tolerance
+    (by_mean, by_variance), (expected, curvature) = slopes
+    np.testing.assert_allclose(by_mean, expected, atol=3 * tolerance)
+    spread = np.sqrt(v.sum(-1, keepdims=True))
+    np.testing.assert_allclose(
+        spread * by_variance, spread * curvature, atol=3 * tolerance
+    )
+
+
+@pytest.mark.parametrize("link", [EXPONENTIAL, LOGISTIC], ids=lambda link: link.name)
+def test_sums_of_wide_latents_against_draws(link) -> None:
+    """By NumPy: the largest latent by quadrature, what the sum adds to it by draws."""
+    m, v = wide_latents(7, 8)
+    values = jax.jit(lambda m, v: expected_log_sum(link, m, v))(m, v)
+    shares = jax.jit(lambda m, v: expected_shares(link, m, v))(m, v)
+    z = np.random.default_rng(0).standard_normal((60_000, 7))
+    for mean, scale, value, share in zip(m, np.sqrt(v), values, shares, strict=True):
+        f = mean + scale * z
+        top, low = (mean + 9 * scale).max(), (mean - 9 * scale).max()
+        t = np.linspace(low, top if link == EXPONENTIAL else max(low, 0), 40_001)
+        below = np.prod(ndtr((t[:, None] - mean) / scale), 1)
+        largest = t[-1] - np.trapezoid(below, t)
+        terms = f if link == EXPONENTIAL else log_expit(f)
+        log_sum = logsumexp(terms, axis=1)
+        control = f.max(1) if link == EXPONENTIAL else np.minimum(f.max(1), t[-1])
+        rest = log_sum - control
+        error = 5 * rest.std() / np.sqrt(len(z)) + 1e-5 * scale.max()
+        assert abs(value - (largest + rest.mean())) < error
+        drawn = np.exp(terms - log_sum[:, None])
+        error = 5 * drawn.std(0) / np.sqrt(len(z)) + 1e-5
+        assert np.all(np.abs(share - drawn.mean(0)) < error)
+
+
+def test_softmax_fits_at_a_large_prior_variance() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(100, 2)).astype("float32")
+    y = np.argmax(X @ rng.normal(size=(2, 3)) + 0.3 * rng.normal(size=(100, 3)), 1)
+    Z = X[:30]
+
+    def model(X, y=None):
+        kernel = gpaug.kernels.SquaredExponential(1.0, 1e4)
+        gp = gpaug.GaussianProcess("f", kernel, inducing=Z, num_latents=3)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
+    result = svi.run(KEY, 40, X, y, progress_bar=False)
+    assert result.losses[-1] < 0.3 * result.losses[0]
