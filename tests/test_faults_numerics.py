@@ -97,3 +97,20 @@ def test_softmax_fits_at_a_large_prior_variance() -> None:
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
     result = svi.run(KEY, 40, X, y, progress_bar=False)
     assert result.losses[-1] < 0.3 * result.losses[0]
+
+
+def test_a_schedule_that_ends_the_steps_is_no_convergence() -> None:
+    """A bound that rises with every length of step: it stops where the steps do."""
+    schedule = optax.cosine_decay_schedule(0.1, 400)
+    sizes = np.array([schedule(i) for i in range(500)])
+    stopped = 1000 - 0.5 * sizes.cumsum()
+    judged = gpaug.diagnostics.convergence
+    assert judged(stopped).converged
+    assert judged(stopped, 1e-4, step_sizes=sizes).verdict == "still improving"
+    assert judged(stopped, 1e-4, step_sizes=schedule).verdict == "still improving"
+    settled = 1000 + 50 * np.exp(-sizes.cumsum())
+    assert judged(settled, step_sizes=sizes).converged
+    assert judged(settled, step_sizes=np.full(500, 0.3)) == judged(settled)
+    assert judged(stopped, step_sizes=np.eye(500)[0]).verdict == "too short"
+    with pytest.raises(ValueError, match="one per loss"):
+        judged(stopped, step_sizes=sizes[1:])

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -41,7 +43,12 @@ class Convergence:
         return self.verdict == "converged"
 
 
-def convergence(losses: ArrayLike, tol: float = 1e-3) -> Convergence:
+def convergence(
+    losses: ArrayLike,
+    tol: float = 1e-3,
+    *,
+    step_sizes: ArrayLike | Callable[[int], Any] | None = None,
+) -> Convergence:
     """Whether a fit has converged, from its losses.
 
     The mean bound over the last tenth of the steps is compared with the mean over the
@@ -51,11 +58,18 @@ def convergence(losses: ArrayLike, tol: float = 1e-3) -> Convergence:
     in which it is flat, and a converged fit may be a bad one
     (:func:`~numpyro_gpaug.diagnostics.psis_khat`).
 
+    A schedule that shrinks the steps stops the bound, too, wherever it is. With
+    ``step_sizes``, the trace is read once per length of the largest step, and what
+    is compared is what steps of that size would have seen.
+
     :param losses: (steps,), as in ``result.losses``; minus the bound, on full data or
         noisy.
     :param tol: relative change below which the bound counts as still.
-    :return: a :class:`Convergence`.
-    :raises ValueError: for losses that are not a vector, or none.
+    :param step_sizes: of every step, (steps,), or the optax schedule, if they change.
+    :return: a :class:`Convergence`; with ``step_sizes``, its windows are in steps of
+        the largest size.
+    :raises ValueError: for losses that are not a vector, or none, or step sizes that
+        are not one nonnegative number each, or all zero.
 
     **Example**
 
@@ -64,6 +78,11 @@ def convergence(losses: ArrayLike, tol: float = 1e-3) -> Convergence:
     >>> convergence(100 + 50 * np.exp(-steps / 10)).verdict
     'converged'
     >>> convergence(100 + 50 * np.exp(-steps / 200)).verdict
+    'still improving'
+    >>> sizes = 0.95**steps
+    >>> convergence(300 - sizes.cumsum()).verdict
+    'converged'
+    >>> convergence(300 - sizes.cumsum(), step_sizes=sizes).verdict
     'still improving'
     >>> convergence([3.0, 2.0, np.nan]).suggestion[:33]
     'losses[2] of 3 is nan: see the da'
@@ -85,6 +104,9 @@ def convergence(losses: ArrayLike, tol: float = 1e-3) -> Convergence:
         )
         nothing = (float("nan"),) * 4
         return Convergence("not finite", suggestion, *nothing, window, first)
+    if step_sizes is not None:
+        trace = _by_distance(trace, step_sizes)
+        steps, window = trace.size, max(1, trace.size // 10)
     last, before = trace[-window:], trace[-2 * window : -window]
     change = float(before.mean() - last.mean()) if steps > 1 else float("nan")
     # Differences remove a trend; each holds the noise of two steps.
@@ -97,6 +119,24 @@ def convergence(losses: ArrayLike, tol: float = 1e-3) -> Convergence:
     return replace(found, verdict=verdict, suggestion=suggestion)
 
 
+def _by_distance(
+    trace: np.ndarray, step_sizes: ArrayLike | Callable[[int], Any]
+) -> np.ndarray:
+    """The losses at distances from the end that are multiples of the largest step."""
+    if callable(step_sizes):
+        step_sizes = [float(step_sizes(i)) for i in range(trace.size)]
+    sizes = np.asarray(step_sizes, float)
+    if sizes.shape != trace.shape or not (sizes >= 0).all() or not sizes.any():
+        raise ValueError(
+            f"step_sizes must be {trace.size} numbers >= 0, one per loss and not all "
+            f"zero; got shape {sizes.shape}"
+        )
+    back = np.cumsum(sizes[::-1]) / sizes.max()
+    # Rounding must not cost equal steps one of them.
+    strides = np.arange(1, int(back[-1] + 1e-6) + 1) - 1e-6
+    return trace[::-1][np.searchsorted(back, strides)][::-1]
+
+
 def _judged(found: Convergence, steps: int, tol: float) -> tuple[str, str]:
     """The verdict on a finite trace, and what to do about it."""
     change, error, window = found.change, found.error, found.window
@@ -104,7 +144,10 @@ def _judged(found: Convergence, steps: int, tol: float) -> tuple[str, str]:
         return "too short", f"{steps} steps tell nothing: run at least 5"
     if abs(found.relative_change) <= tol or abs(change) <= 3 * error:
         if 3 * error <= tol * max(1.0, abs(found.elbo)):
-            return "converged", "none: the bound is still"
+            return "converged", (
+                "none: the bound is still (if a schedule shrank the steps, pass "
+                "step_sizes)"
+            )
         return "converged", (
             f"changes below {3 * error:.3g} nats would not show in the noise: "
             "compare the bound of all data at two late states, or take a smaller "
