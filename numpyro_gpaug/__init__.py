@@ -30,6 +30,7 @@ from numpyro_gpaug.distributions import (
 )
 from numpyro_gpaug.distributions.links import PiecewiseLink, learned_link, link_penalty
 from numpyro_gpaug.errors import (
+    ArchiveError,
     CholeskyError,
     NotConjugateError,
     UnknownLikelihoodError,
@@ -57,6 +58,7 @@ from numpyro_gpaug.predict import FunctionValues, Posterior
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArchiveError",
     "Augmentation",
     "AugmentedGaussian",
     "AutoFunctionSpaceGP",

@@ -22,3 +22,8 @@ class UnknownLikelihoodError(NotConjugateError):
 
 class CholeskyError(FloatingPointError):
     """A Cholesky factorisation failed (NaN); the message names the likely cause."""
+
+
+class ArchiveError(ValueError):
+    """A file does not hold a posterior of the model given: it is foreign, truncated or
+    damaged, or was saved from a fit of another model."""

@@ -28,11 +28,14 @@ class FitArguments(NamedTuple):
     :param kwargs: keyword arguments of the fit, observations left out.
     :param observations: names of the arguments that hold observations.
     :param shared: names of those that have no row per datum.
+    :param data: positional arguments, and keyword arguments that hold observations,
+        every array by its shape.
     """
 
     kwargs: dict[str, Any]
     observations: tuple[str, ...]
     shared: tuple[str, ...]
+    data: tuple[tuple[Any, ...], dict[str, Any]]
 
     @classmethod
     def of_fit(
@@ -67,7 +70,8 @@ class FitArguments(NamedTuple):
             for k, v in named.items()
             if k in inducing or (rows and not _has_rows(v, rows))
         )
-        return cls(kept, observations, shared)
+        data = args, {k: v for k, v in kwargs.items() if k not in kept}
+        return cls(kept, observations, shared, jax.tree.map(_by_shape, data))
 
     def joined(
         self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -117,6 +121,10 @@ class FitArguments(NamedTuple):
             for p in parameters
             if p.name in self.observations and p.default is p.empty
         }
+
+
+def _by_shape(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
 
 
 def _has_rows(tree: Any, rows: set[int]) -> bool:

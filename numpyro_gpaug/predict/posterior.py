@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from os import PathLike
 from typing import Any
 
@@ -16,18 +16,25 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.errors import ArchiveError, CholeskyError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.predict.archive import (
+    Description,
+    check_model,
+    check_moments,
+    describe,
     pack,
     pack_structure,
     pack_values,
+    read,
+    refusing,
     unpack,
     unpack_structure,
+    write,
 )
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.predictor import (
@@ -300,13 +307,14 @@ class Posterior:
     def save(self, path: str | PathLike[str]) -> None:
         """Saves plain arrays (``.npz``): values of params and other latents, moments of
         the Gaussian blocks, remembered keyword arguments. No code, no pickle, and no
-        training data unless they were passed by keyword.
+        training data unless they were passed by keyword. A file that is there is
+        replaced at once or, should saving fail, not at all.
 
         :param path: the file.
         :raises ValueError: for a value that is not made of arrays and plain numbers.
         """
         arrays: dict[str, np.ndarray] = {}
-        kwargs, observations, shared = self._fit_arguments
+        kwargs, observations, shared, data = self._fit_arguments
         moments = {k: list(m) for k, m in self._moments().items()}
         meta = {
             "values": pack_values(self._fitted.values, arrays),
@@ -317,10 +325,17 @@ class Posterior:
             "structure": pack_structure(self._predictor.structure),
             "function_posterior": type(self._predictor.function_posterior).__name__,
         }
-        arrays["meta"] = np.array(json.dumps(meta))
-        # Through a handle: given a name, NumPy may append a suffix to it.
-        with open(path, "wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+        # What cannot be saved is code, which whoever loads this has to bring.
+        with suppress(ValueError):
+            meta["data"] = pack(data, "data", arrays)
+            meta["model"] = pack(self._description(), "model", arrays)
+        write(path, arrays, meta)
+
+    def _description(self) -> Description:
+        predictor, values = self._predictor, self._fitted.values
+        return describe(
+            predictor.model, predictor.structure, self._fit_arguments, values
+        )
 
     @classmethod
     def load(
@@ -332,34 +347,40 @@ class Posterior:
         """Loads what :meth:`save` wrote; nothing is unpickled.
 
         :param path: the file.
-        :param model: the model it was fitted with.
+        :param model: the model it was fitted with. Names of sites, likelihoods, shapes
+            and covariances of the inducing inputs are compared with those of the fit.
         :param guide: the guide it was fitted with, or a new one like it; may be left
             out for an :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned,
             but not for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is
             code.
-        :raises ValueError: for a guide of another kind than that of the fit.
+        :raises ArchiveError: for a file that is foreign, truncated or damaged, and for
+            another model, or a guide of another kind, than that of the fit.
         """
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {k: jnp.asarray(v) for k, v in archive.items() if k != "meta"}
-            meta = json.loads(str(archive["meta"]))
         guide = AutoSparseGP(model) if guide is None else guide
         kind = type(guide.function_posterior).__name__
-        if kind != meta["function_posterior"]:
-            raise ValueError(
-                f"{path} holds a fit read by {meta['function_posterior']}, but a "
-                f"{type(guide).__name__} brings {kind}: pass the guide of the fit, "
-                "load(path, model, guide)"
+        with refusing(f"{path} is foreign, truncated or damaged"):
+            meta, arrays = read(path)
+            structure = unpack_structure(meta["structure"])
+            values, kwargs, moments, data, saved = (
+                unpack(meta.get(k, {"plain": None}), arrays)
+                for k in ("values", "arguments", "moments", "data", "model")
             )
-        structure = unpack_structure(meta["structure"])
-        moments = unpack(meta["moments"], arrays)
-        own = {k: Moments(*m) for k, m in moments.items()}
-        arguments = FitArguments(
-            unpack(meta["arguments"], arrays),
-            tuple(meta["observations"]),
-            tuple(meta["shared"]),
-        )
+            own = {k: Moments(*m) for k, m in moments.items()}
+            check_moments(structure, own)
+            kept = tuple(meta["observations"]), tuple(meta["shared"])
+            if kind != meta["function_posterior"]:
+                raise ArchiveError(
+                    f"{path} holds a fit read by {meta['function_posterior']}, but a "
+                    f"{type(guide).__name__} brings {kind}: pass the guide of the fit, "
+                    "load(path, model, guide)"
+                )
+        arguments = FitArguments(kwargs, *kept, data)
         predictor = predictor_for(guide, model, structure)
-        return cls(predictor, Fitted(unpack(meta["values"], arrays), own), arguments)
+        loaded = cls(predictor, Fitted(values, own), arguments)
+        if saved is not None:
+            with refusing(f"{path} does not fit the model given"):
+                check_model(loaded._description(), saved)
+        return loaded
 
 
 def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:
