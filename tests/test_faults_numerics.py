@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that went wrong in silence: at large variances, in tails, without steps."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -10,6 +13,8 @@ import pytest
 from scipy.special import log_expit, logsumexp, ndtr
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.distributions.mixtures import NormalLaplace
+from numpyro_gpaug.likelihoods.expectations import predictive
 from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,
     LOGISTIC,
@@ -17,6 +22,7 @@ from numpyro_gpaug.math.log_sum import (
     expected_shares,
 )
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
+from tests.conftest import enable_x64
 
 KEY = jax.random.key(0)
 
@@ -114,3 +120,125 @@ def test_a_schedule_that_ends_the_steps_is_no_convergence() -> None:
     assert judged(stopped, step_sizes=np.eye(500)[0]).verdict == "too short"
     with pytest.raises(ValueError, match="one per loss"):
         judged(stopped, step_sizes=sizes[1:])
+
+
+ROWS = 1000
+
+
+def real(rng):
+    return rng.choice([-1, 1], ROWS) * 10 ** rng.uniform(-3, 3, ROWS)
+
+
+def positive(rng):
+    return 10 ** rng.uniform(-3, 3, ROWS)
+
+
+def count(rng):
+    return np.floor(10 ** rng.uniform(0, 3, ROWS)) - 1
+
+
+def label(rng):
+    return rng.integers(0, 2, ROWS)
+
+
+def classes(rng):
+    return np.stack([real(rng) for _ in range(3)], -1)
+
+
+LINK = gpaug.PiecewiseLink.from_function(lambda f: f, 20, -3.0, 3.0)
+DENSITIES = {
+    "heteroscedastic": (gpaug.HeteroscedasticNormal, real, [real, real, positive]),
+    "log-variance": (gpaug.LogVarianceNormal, real, [real, lambda r: real(r) / 20]),
+    "svm": (gpaug.BayesianSVM, label, [real]),
+    "poisson": (gpaug.LogisticPoisson, count, [real, positive]),
+    "logistic-softmax": (gpaug.LogisticSoftmax, label, [classes]),
+    "robust-max": (
+        gpaug.RobustMax, label, [classes, lambda r: r.uniform(0.001, 0.999, ROWS)]
+    ),
+    "inverse Gaussian": (gpaug.InverseGaussian, positive, [positive, positive]),
+    "generalised inverse Gaussian": (
+        gpaug.GeneralizedInverseGaussian, positive,
+        [lambda r: r.uniform(-5, 5, ROWS), positive, positive],
+    ),
+    "Polya-Gamma": (
+        gpaug.PolyaGamma, lambda r: 10 ** r.uniform(-3, 1, ROWS),
+        [lambda r: 10 ** r.uniform(-1, 2, ROWS), real],
+    ),
+    "normal + Laplace": (
+        NormalLaplace, real, [real, lambda r: positive(r) ** 2, positive]
+    ),
+    "piecewise normal": (
+        lambda f, scale: gpaug.PiecewiseNormal(f, LINK, scale), real, [real, positive]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_single_precision_sees_the_tails(name: str) -> None:
+    make, draw, parameters = DENSITIES[name]
+    rng = np.random.default_rng(0)
+    values = [np.asarray(p(rng), "float32") for p in (*parameters, draw)]
+    if draw is label:
+        values[-1] = values[-1].astype("int32")
+
+    def log_prob(*values):
+        return make(*values[:-1]).log_prob(values[-1])
+
+    single = np.asarray(jax.jit(log_prob)(*values))
+    with enable_x64(True):
+        doubled = [v.astype(float) if v.dtype.kind == "f" else v for v in values]
+        double = np.asarray(jax.jit(log_prob)(*doubled))
+    assert np.isfinite(double).all()
+    assert np.all(np.abs(single - double) < 1e-3 * np.maximum(1, np.abs(double)))
+
+
+PREDICTED = {
+    "heteroscedastic": (
+        lambda f, g, s: gpaug.HeteroscedasticNormal(f, g, s), real, 2, [positive],
+        ("loc", "precision_logits"),
+    ),
+    "log-variance": (
+        lambda f, g: gpaug.LogVarianceNormal(f, g), real, 2, [],
+        ("loc", "log_variance"),
+    ),
+    "softmax": (lambda f: dist.Categorical(logits=f), label, 1, [], ("logits",)),
+    "logistic-softmax": (gpaug.LogisticSoftmax, label, 1, [], ("logits",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_predictions_have_no_density_of_zero(name: str) -> None:
+    """Nor infinite slopes; and without variance they are the likelihood."""
+    make, draw, number, others, latents = PREDICTED[name]
+    rng = np.random.default_rng(0)
+    latent = real if draw is real else classes
+    means = {k: np.asarray(latent(rng), "float32") for k in latents}
+    spread = {k: np.abs(latent(rng)).astype("float32") for k in latents}
+    rest = [np.asarray(p(rng), "float32") for p in others]
+    y = draw(rng).astype("float32" if draw is real else "int32")
+
+    @jax.jit
+    def slopes(means, spread):
+        def total(means, spread):
+            found = predictive(make(*means.values(), *rest), means, spread)
+            log_prob = found.log_prob(y)
+            return log_prob.sum(), log_prob
+
+        return jax.grad(total, (0, 1), has_aux=True)(means, spread)
+
+    gradients, found = slopes(means, spread)
+    assert np.isfinite(found).all()
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients[0]))
+    fixed = slopes(means, {k: np.zeros_like(v) for k, v in spread.items()})[1]
+    exact = make(*means.values(), *rest).log_prob(y)
+    plain = np.abs(exact) < 12  # Probabilities are to a rounding of one.
+    np.testing.assert_allclose(fixed[plain], exact[plain], rtol=0.01, atol=1e-3)
+
+
+def test_logistic_softmax_of_latents_far_below_zero() -> None:
+    m = jnp.array([[-100.0, -101.0, -140.0], [-30.0, -30.0, -30.0]])
+    found, expected = (
+        jax.jit(partial(expected_log_sum, link))(m, jnp.ones_like(m))
+        for link in (LOGISTIC, EXPONENTIAL)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

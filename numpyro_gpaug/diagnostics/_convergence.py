@@ -123,9 +123,10 @@ def _by_distance(
     trace: np.ndarray, step_sizes: ArrayLike | Callable[[int], Any]
 ) -> np.ndarray:
     """The losses at distances from the end that are multiples of the largest step."""
-    if callable(step_sizes):
-        step_sizes = [float(step_sizes(i)) for i in range(trace.size)]
-    sizes = np.asarray(step_sizes, float)
+    given: Any = step_sizes
+    if callable(given):
+        given = [given(i) for i in range(trace.size)]
+    sizes = np.asarray(given, float)
     if sizes.shape != trace.shape or not (sizes >= 0).all() or not sizes.any():
         raise ValueError(
             f"step_sizes must be {trace.size} numbers >= 0, one per loss and not all "

@@ -26,6 +26,20 @@ def trailing(parameter: ArrayLike, like: Array) -> Array:
     return jnp.broadcast_to(parameter, jnp.shape(like))[..., None]
 
 
+def normal_of_noise(mean: Array, variance: Array, log_noise: Array) -> dist.Normal:
+    """Normals of a latent and noise, whose variance may be too large for its dtype.
+
+    :param mean: of the latent.
+    :param variance: of the latent.
+    :param log_noise: logarithms of the variances of the noise, with a last axis more.
+    """
+    tiny = jnp.finfo(log_noise.dtype).tiny
+    total = jnp.logaddexp(jnp.log(jnp.maximum(variance, tiny))[..., None], log_noise)
+    largest = 0.95 * math.log(float(jnp.finfo(total.dtype).max))
+    scale = jnp.exp(jnp.minimum(0.5 * total, largest))
+    return dist.Normal(mean[..., None], scale)
+
+
 class CountMixture(Elementwise):
     """Counts with a latent log-odds ``f ~ N(loc, spread)`` integrated out.
 

@@ -16,7 +16,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions import HeteroscedasticNormal as Likelihood
-from numpyro_gpaug.distributions.mixtures import NodeMixture, trailing
+from numpyro_gpaug.distributions.mixtures import NodeMixture, normal_of_noise, trailing
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
 from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 from numpyro_gpaug.math.normal import LOG_2PI
@@ -89,8 +89,8 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
     m, v, mg, vg = moments(_LATENTS, means, variances)
     top = jnp.asarray(d.max_precision, m.dtype)
     nodes, log_weights = gaussian_nodes(mg, vg)
-    noise = (1 + jnp.exp(-nodes)) / trailing(top, m)
-    component = dist.Normal(m[..., None], jnp.sqrt(v[..., None] + noise))
+    log_noise = jax.nn.softplus(-nodes) - jnp.log(trailing(top, m))
+    component = normal_of_noise(m, v, log_noise)
     # The noise variance is one plus a log-normal, whose mean lies above the nodes.
     variance = v + (1 + jnp.exp(0.5 * vg - mg)) / top
     return NodeMixture(log_weights, component, m, variance)

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions.log_variance_normal import LogVarianceNormal
-from numpyro_gpaug.distributions.mixtures import NodeMixture
+from numpyro_gpaug.distributions.mixtures import NodeMixture, normal_of_noise
 from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.quadrature import gaussian_nodes
 
@@ -26,7 +26,7 @@ def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
     m, v, mg, vg = moments(LATENTS, means, variances)
     nodes, log_weights = gaussian_nodes(mg, vg)
-    component = dist.Normal(m[..., None], jnp.sqrt(v[..., None] + jnp.exp(nodes)))
+    component = normal_of_noise(m, v, nodes)
     return NodeMixture(log_weights, component, m, v + jnp.exp(mg + 0.5 * vg))
 
 

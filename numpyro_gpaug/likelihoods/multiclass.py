@@ -119,9 +119,19 @@ def _softmax_expectation(d, y, means: Parameters, variances: Parameters) -> Arra
     return chosen_class(m, y) - expected_log_sum(EXPONENTIAL, m, v)
 
 
+def _classes(shares: Array, least: Array) -> dist.Distribution:
+    """Classes of given probabilities, where these are known to a rounding of one, and
+    of logarithms by Jensen's inequality below."""
+    tiny = jnp.finfo(shares.dtype).tiny
+    return dist.CategoricalLogits(
+        jnp.maximum(jnp.log(jnp.maximum(shares, tiny)), least)
+    )
+
+
 def _softmax_predictive(d, means: Parameters, variances: Parameters):
-    shares = expected_shares(EXPONENTIAL, means["logits"], variances["logits"])
-    return dist.CategoricalProbs(shares)
+    m, v = means["logits"], variances["logits"]
+    least = m - jax.nn.logsumexp(m + 0.5 * v, -1, keepdims=True)
+    return _classes(expected_shares(EXPONENTIAL, m, v), least)
 
 
 def _logistic_expectation(d, y, means: Parameters, variances: Parameters) -> Array:
@@ -131,8 +141,10 @@ def _logistic_expectation(d, y, means: Parameters, variances: Parameters) -> Arr
 
 
 def _logistic_predictive(d, means: Parameters, variances: Parameters):
-    shares = expected_shares(LOGISTIC, means["logits"], variances["logits"])
-    return dist.CategoricalProbs(shares)
+    m, v = means["logits"], variances["logits"]
+    most = jnp.minimum(m + 0.5 * v, 0)
+    least = expected_log_sigmoid(m, v) - jax.nn.logsumexp(most, -1, keepdims=True)
+    return _classes(expected_shares(LOGISTIC, m, v), least)
 
 
 register(dist.CategoricalLogits, ("logits",), _softmax_expectation, _softmax_predictive)

@@ -46,9 +46,10 @@ from numpyro_gpaug.math.gumbel import expected_log_sum_exp
 # Rows of latents that are worked on at once: bounds the memory of the lattice.
 BLOCK = 65536
 
-# The variance up to which log S stays in the range of the lattice; and the -s at which
-# a lattice of the logistic hands over, where it is an exponential to rounding.
-_WIDE = 16.0
+# The standard deviation up to which log S stays in the range of the lattice, four of
+# them below a mean of zero; and the -s at which a lattice of the logistic hands over,
+# where it is an exponential to rounding.
+_WIDE = 4.0
 _CUTS = {"float32": -13.5, "float64": -18.0}
 
 
@@ -234,11 +235,19 @@ def _lattice_shares(
     return lattice.spacing * (others * slope).sum(-1)
 
 
+def _outside(link: Link, mean: Array, variance: Array) -> Array:
+    """Whether some row has a log S outside of the range of the lattice."""
+    if link == EXPONENTIAL:
+        return (variance > _WIDE**2).any()
+    # What a logistic is at most is in range.
+    return ((mean - _WIDE * jnp.sqrt(variance)).max(-1) < -(_WIDE**2)).any()
+
+
 def _by_width(
     link: Link, narrow: Callable[..., Any], wide: Callable[..., Any],
     mean: Array, variance: Array,
 ) -> Any:  # fmt: skip
-    """Rows by the lattice, unless one of them is too wide for it.
+    """Rows by the lattice, unless one of them is outside of its range.
 
     :param narrow: by the lattice, of ``(lattice, window, mean, variance)``.
     :param wide: the same of exponentials, of ``(mean, variance, cut)``.
@@ -254,7 +263,9 @@ def _by_width(
         return jax.tree.map(jnp.add, *both)
 
     on_lattice = partial(narrow, lattice, np.ones_like(lattice.s))
-    return lax.cond((variance > _WIDE).any(), all_rows, on_lattice, mean, variance)
+    return lax.cond(
+        _outside(link, mean, variance), all_rows, on_lattice, mean, variance
+    )
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
