@@ -157,3 +157,27 @@ class whole_plates(Messenger):
             size = msg["args"][0]
             msg["args"] = (size, None)
             msg["value"] = jax.numpy.arange(size)
+
+
+class first_rows(Messenger):
+    """Gives observations weight in the first members of a plate alone.
+
+    :param fn: the model.
+    :param count: how many members count.
+    :param size: of the plate.
+    """
+
+    def __init__(self, fn: Callable, count: jax.Array, size: int) -> None:
+        self.count, self.size = count, size
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] != "sample" or not msg["is_observed"]:
+            return
+        for frame in msg["cond_indep_stack"]:
+            if frame.size == self.size:
+                members = jax.numpy.arange(self.size).reshape(
+                    -1, *[1] * (-1 - frame.dim)
+                )
+                counts, scale = members < self.count, msg["scale"]
+                msg["scale"] = counts if scale is None else counts * scale

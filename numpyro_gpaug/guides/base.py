@@ -111,11 +111,29 @@ class ProcessGuide:
 
         :param arguments: the model's arguments.
         """
-        whole = self.structure
+        whole, here = self.structure, arguments.counting_all()
         return remembered(
-            self._sizes, arguments.shapes,
-            lambda: structure_at(self.model, whole, arguments),
-        )  # fmt: skip
+            self._sizes, here.shapes, lambda: structure_at(self.model, whole, here)
+        )
+
+    def same_with_rows(
+        self, arguments: Arguments, more: Arguments, same: Callable[[], bool]
+    ) -> bool:
+        """Whether ``same``, which may take the model's structure at arguments with
+        added rows for that without: it is not found by another run of the model.
+
+        :param arguments: those without.
+        :param more: the same with added rows.
+        :param same: whether a fit to either is the same.
+        """
+        num, size = int(more.arrays[-1]), more.static[-1]
+        key = more.counting_all().shapes
+        guess = self.structure_at(arguments).with_rows(num, size or num)
+        guessed = remembered(self._sizes, key, lambda: guess) is guess
+        found = same()
+        if guessed and not found:
+            del self._sizes[key]
+        return found
 
     def check_params(self, params: dict[str, Any]) -> None:
         """Raises if params of the model or of the guide are missing.

@@ -15,7 +15,7 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import CategoricalLogits, CategoricalProbs
 
-from numpyro_gpaug._numpyro import residual_policy
+from numpyro_gpaug._numpyro import first_rows, residual_policy
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 
@@ -121,6 +121,19 @@ class Structure:
         are given constraints for."""
         return replace(self, plates={}, functions={}, constraints={})
 
+    def with_rows(self, num: int, size: int) -> Structure:
+        """This structure at arguments of ``size`` rows instead of ``num``."""
+
+        def resized(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(size if n == num else n for n in shape)
+
+        plates = {k: Plate(*resized(p)) for k, p in self.plates.items()}
+        functions = {
+            k: jax.ShapeDtypeStruct(resized(f.shape), f.dtype)
+            for k, f in self.functions.items()
+        }
+        return replace(self, plates=plates, functions=functions)
+
     @property
     def zeros(self) -> dict[str, Array]:
         """Zeros for the site of every block."""
@@ -133,10 +146,16 @@ class Structure:
 
 
 class Arguments(NamedTuple):
-    """Model arguments split for ``jax.jit``: arrays traced, the rest static."""
+    """Model arguments split for ``jax.jit``: arrays traced, the rest static.
+
+    :param arrays: the arrays; the last is the number of rows that count if there are
+        more (:meth:`with_rows`).
+    :param static: their tree, its other leaves, and the number of rows if not all
+        count.
+    """
 
     arrays: tuple[Array, ...]
-    static: tuple[Any, tuple[tuple[int, Hashable], ...]]
+    static: tuple[Any, tuple[tuple[int, Hashable], ...], int | None]
 
     @classmethod
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -145,7 +164,28 @@ class Arguments(NamedTuple):
         # NumPy arrays cannot be indexed by the traced indices of a plate.
         arrays = tuple(jnp.asarray(x) for x in leaves if is_array(x))
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
-        return cls(arrays, (treedef, static))
+        return cls(arrays, (treedef, static, None))
+
+    def with_rows(self, size: int) -> Arguments:
+        """The arguments with ``size`` rows, the added ones repeated and of no weight.
+
+        :param size: at least the length of the first array, which has a row per datum,
+            as all of its length have.
+        """
+        num = next(len(x) for x in self.arrays if x.ndim)
+        chosen = np.minimum(np.arange(size), num - 1)
+        arrays: list[Any] = [
+            np.asarray(x)[chosen] if x.ndim and len(x) == num else x
+            for x in self.arrays
+        ]
+        arrays.append(np.int32(num))
+        return Arguments(tuple(arrays), (*self.static[:2], size))
+
+    def counting_all(self) -> Arguments:
+        """The same in which all rows count."""
+        if self.static[-1] is None:
+            return self
+        return Arguments(self.arrays[:-1], (*self.static[:2], None))
 
     @property
     def shapes(self) -> Hashable:
@@ -160,7 +200,7 @@ class Arguments(NamedTuple):
 
     def merge(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments again."""
-        treedef, static = self.static
+        treedef, static, _ = self.static
         leaves, arrays = dict(static), iter(self.arrays)
         ordered = [
             leaves[i] if i in leaves else next(arrays)
@@ -233,6 +273,9 @@ def run_model(
         for whoever calls may be inside handlers of its own (a guide being traced).
     """
     args, kwargs = arguments.merge()
+    size = arguments.static[-1]
+    if size is not None:
+        model = first_rows(model, arguments.arrays[-1], size)
     filled = fill(handlers.seed(model, key), values)
     with handlers.block(expose_types=expose_types):
         policy = residual_policy(filled, "mean")

@@ -110,12 +110,12 @@ class Stepper:
         it cannot change."""
         if self.learns or not self._comparable:
             return Carry((), ())
-        problem = self._problem(state.hyper.values, self._key(state), {})
+        problem = self.problem(state.hyper.values, self._key(state), {})
         return Carry(problem, problem.unevaluated(state.natural))
 
     def evaluate(self, state: ConjugateState) -> Evaluation:
         """The bound at a state, on all of its arguments' data."""
-        problem = self._problem(state.hyper.values, self._key(state), {})
+        problem = self.problem(state.hyper.values, self._key(state), {})
         return problem.restrict().evaluate(problem.select(state.natural))
 
     def step(
@@ -302,7 +302,7 @@ class Stepper:
 
     # The problem at given hyperparameters.
 
-    def _problem(
+    def problem(
         self, values: dict[str, Any], key: Array, indices: dict[str, Array]
     ) -> LatentGaussian:
         """The model is run once, with the other guide's latents drawn with ``key``."""
@@ -332,8 +332,8 @@ class Stepper:
         self, values: dict[str, Any], key: Array, indices: dict[str, Array]
     ) -> tuple[LatentGaussian, Callable[[Any], Any]]:
         if not self.learns:
-            return self._problem(values, key, indices), lambda slopes: None
-        return vjp(lambda values: self._problem(values, key, indices), values)
+            return self.problem(values, key, indices), lambda slopes: None
+        return vjp(lambda values: self.problem(values, key, indices), values)
 
     def _key(self, state: ConjugateState) -> Array:
         return random.fold_in(state.rng_key, state.step + 1)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows added, of no weight, so that data of similar size share compiled programs: the
+folds of a cross-validation have 2691 rows, or 2692."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
+from numpyro_gpaug.model.rows import rows_apart
+from numpyro_gpaug.model.structure import Arguments
+
+# At most one row in as many is added.
+_GRAIN = 32
+# With more, compiling is a small part of a fit, and copies of the data are large.
+_MAX_ROWS = 2**17
+
+Shapes = dict[str, tuple[tuple[int, ...], ...]]
+
+
+def padded_size(arguments: Arguments) -> int | None:
+    """The number of rows that programs are compiled for; ``None`` for that of the
+    first array, the number of data.
+
+    :param arguments: of a model.
+    """
+    lengths = [len(x) for x in arguments.arrays if x.ndim]
+    traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
+    if traced or not lengths or not 0 < lengths[0] <= _MAX_ROWS:
+        return None
+    step = max(1, 2 ** (lengths[0].bit_length() - 1) // _GRAIN)
+    size = -(-lengths[0] // step) * step
+    return None if size == lengths[0] else size
+
+
+def same_with_rows(
+    begin: Callable[[Arguments], Any],
+    problem: Callable[[Arguments, Any], LatentGaussian],
+    arguments: Arguments,
+    size: int,
+) -> bool:
+    """Whether added rows change nothing: every number that is not of a row stays as it
+    is, and the likelihood gives no weight to what is added.
+
+    :param begin: traces the start of a fit, from arguments.
+    :param problem: the problem, from arguments and hyperparameters.
+    :param arguments: those without added rows.
+    :param size: the number of rows with.
+    """
+    (num, *_) = (len(x) for x in arguments.arrays if x.ndim)
+    shapes: list[Shapes] = []
+
+    def traced(at: Arguments, values: Any) -> Any:
+        def fn(arrays: Any, values: Any) -> LatentGaussian:
+            found = problem(at._replace(arrays=arrays), values)
+            shapes.append(_site_shapes(found))
+            return found
+
+        return jax.make_jaxpr(fn)(at.arrays, values)
+
+    few, many = (arguments.with_rows(n) for n in (num, size))
+    try:
+        starts = begin(few), begin(many)
+        values, others = (start.out_info[0].hyper.values for start in starts)
+        if values != others:
+            return False
+        problems = [traced(at, values) for at in (few, many)]
+    except (TypeError, ValueError):  # of shapes that do not fit
+        return False
+    return (
+        rows_apart(*(start.jaxpr for start in starts))
+        and rows_apart(*problems)
+        and all(_in_plates(shapes[0][site], shapes[1][site]) for site in shapes[0])
+    )
+
+
+def _site_shapes(problem: LatentGaussian) -> Shapes:
+    """Batch and event shapes of every observed site, and that of its weights."""
+    expected: Any = problem.likelihood
+    return {
+        name: (fn.batch_shape, fn.event_shape, getattr(scale, "shape", ()))
+        for name, (fn, _, scale) in expected.likelihoods.items()
+    }
+
+
+def _in_plates(few: tuple[Any, ...], many: tuple[Any, ...]) -> bool:
+    """Whether a site has rows along its plates alone, where they have weights."""
+    batch, event, weights = (_differing(*pair) for pair in zip(few, many, strict=True))
+    return not event and batch == weights
+
+
+def _differing(few: tuple[int, ...], many: tuple[int, ...]) -> set[int]:
+    """Axes, from the last, of which sizes differ."""
+    pairs = zip(reversed(few), reversed(many), strict=True)
+    return {-1 - i for i, (a, b) in enumerate(pairs) if a != b}

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof, from two jaxprs, that a function treats the rows of its arguments one by one.
+
+Repeated rows may then be added and given no weight, which changes nothing but the
+shapes that programs are compiled for. Traced with two numbers of rows, the function
+must give the same program but for that number (a ``1 / N`` written into it would
+differ), and no operation may let one row depend on another (a ``mean`` over them
+would).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from numpyro_gpaug.model.jaxpr import ELEMENTWISE, LINEAR
+
+_ROWWISE = ELEMENTWISE | LINEAR | {
+    "clamp", "convert_element_type", "div", "mul", "optimization_barrier",
+    "reduce_precision", "stop_gradient",
+}  # fmt: skip
+_REDUCTIONS = {"argmax", "argmin", "reduce_prod", "reduce_sum"}
+# Over rows, too, they see no more in rows that repeat others.
+_IDEMPOTENT = {"reduce_and", "reduce_max", "reduce_min", "reduce_or"}
+# Params that hold shapes, of operations that keep the number of rows.
+_SHAPES = {
+    "broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes",
+    "slice": "limit_indices",
+}  # fmt: skip
+
+
+class _MixedError(Exception):
+    """Rows depend on one another, or the programs differ."""
+
+
+def rows_apart(few: Any, many: Any) -> bool:
+    """Whether a function treats rows one by one, so that more of them change none.
+
+    :param few: its closed jaxpr at one number of rows.
+    :param many: at another.
+    """
+    try:
+        _Pair(_row_sizes(few.jaxpr, many.jaxpr)).closed(few, many)
+    except (_MixedError, ValueError):  # of tuples that differ in length
+        return False
+    return True
+
+
+def _row_sizes(first: Any, second: Any) -> set[tuple[int, int]]:
+    """Numbers of rows, as the shapes of what goes in differ by them."""
+    pairs = zip(first.invars, second.invars, strict=True)
+    return {
+        sizes
+        for a, b in pairs
+        for sizes in zip(a.aval.shape, b.aval.shape, strict=True)
+        if sizes[0] != sizes[1]
+    }
+
+
+class _Pair:
+    """Two jaxprs read side by side."""
+
+    def __init__(self, sizes: set[tuple[int, int]]) -> None:
+        self._sizes = sizes
+
+    def closed(self, first: Any, second: Any) -> None:
+        """Reads two closed jaxprs; constants must be the same."""
+        for a, b in zip(first.consts, second.consts, strict=True):
+            _demand(a is b or np.array_equal(np.asarray(a), np.asarray(b)))
+        self.open(first.jaxpr, second.jaxpr)
+
+    def open(self, first: Any, second: Any) -> None:
+        """Reads two jaxprs without constants."""
+        _demand(len(first.eqns) == len(second.eqns))
+        starts = zip(
+            (*first.constvars, *first.invars), (*second.constvars, *second.invars),
+            strict=True,
+        )  # fmt: skip
+        partner = dict(starts)
+        for a, b in zip(first.eqns, second.eqns, strict=True):
+            _demand(a.primitive is b.primitive)
+            for x, y in zip(a.invars, b.invars, strict=True):
+                if isinstance(x, Literal):
+                    _demand(isinstance(y, Literal) and bool(np.all(x.val == y.val)))
+                else:
+                    _demand(partner.get(x) is y)
+            partner |= zip(a.outvars, b.outvars, strict=True)
+            self._equation(a, b)
+        for x, y in zip(first.outvars, second.outvars, strict=True):
+            self._axis(x, y)
+            _demand(isinstance(x, Literal) or partner.get(x) is y)
+
+    def _axis(self, a: Any, b: Any) -> int | None:
+        """The axis over rows of a variable, if it has one."""
+        pairs = zip(a.aval.shape, b.aval.shape, strict=True)
+        found = [(i, sizes) for i, sizes in enumerate(pairs) if sizes[0] != sizes[1]]
+        _demand(a.aval.dtype == b.aval.dtype and len(found) <= 1)
+        _demand(all(sizes in self._sizes for _, sizes in found))
+        return found[0][0] if found else None
+
+    def _equation(self, a: Any, b: Any) -> None:
+        ins = [self._axis(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
+        outs = [self._axis(x, y) for x, y in zip(a.outvars, b.outvars, strict=True)]
+        touched = any(axis is not None for axis in (*ins, *outs))
+        shape = _SHAPES.get(a.primitive.name) if touched else None
+        _demand(a.params.keys() == b.params.keys())
+        inner = [self._param(a.params[k], b.params[k]) for k in a.params if k != shape]
+        if touched and not any(inner):
+            _demand(_keeps_rows(a, ins, outs[0]))
+
+    def _param(self, x: Any, y: Any) -> bool:
+        """Demands that two params are the same; whether they hold a jaxpr."""
+        if hasattr(x, "consts"):
+            self.closed(x, y)
+        elif hasattr(x, "eqns"):
+            self.open(x, y)
+        elif isinstance(x, tuple | list):
+            return any([self._param(*pair) for pair in zip(x, y, strict=True)])
+        else:
+            # Derivatives that come with a function are made for these very programs.
+            derivative = callable(x) or hasattr(x, "call_wrapped")
+            _demand(derivative or bool(np.all(x == y)))
+            return False
+        return True
+
+
+def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
+    """Whether an operation lets a row of its result depend on that row alone.
+
+    :param eqn: the equation.
+    :param ins: axes over rows of its operands, ``None`` without.
+    :param out: that of its result.
+    """
+    name, params, axis = eqn.primitive.name, eqn.params, ins[0] if ins else None
+    if name == "iota":
+        return True
+    if name == "gather":
+        offsets = params["dimension_numbers"].offset_dims
+        return axis is None and out is not None and out not in offsets
+    if name == "dot_general":
+        contracted, _ = params["dimension_numbers"]
+        sides = zip(ins, contracted, strict=True)
+        return all(axis not in axes for axis, axes in sides)
+    if name in _ROWWISE or name == "concatenate":
+        return params.get("dimension") != out and all(a in (None, out) for a in ins)
+    if axis is None:
+        return name == "broadcast_in_dim"
+    if name in _IDEMPOTENT:
+        return True
+    if name in _REDUCTIONS:
+        return axis not in params["axes"]
+    if name == "broadcast_in_dim":
+        return params["broadcast_dimensions"][axis] == out
+    if name == "transpose":
+        return out is not None and params["permutation"][out] == axis
+    if name == "squeeze":
+        return axis not in params["dimensions"]
+    if name == "reshape":
+        # The same number of entries before a row, and hence within one.
+        before = eqn.invars[0].aval.shape[:axis], eqn.outvars[0].aval.shape[:out]
+        return out is not None and prod(before[0]) == prod(before[1])
+    if name == "slice":
+        whole = eqn.invars[0].aval.shape[axis]
+        return (params["start_indices"][axis], params["limit_indices"][axis]) == (
+            0, whole
+        )  # fmt: skip
+    return False
+
+
+def _demand(true: bool) -> None:
+    if not true:
+        raise _MixedError
