@@ -182,7 +182,7 @@ def spoilt(value, row=3):
         ({"X": spoilt(np.nan)}, ValueError, r"X has shape \(20, 2\) and 1 NaN"),
         ({"X": spoilt(np.inf)}, ValueError, r"X .* infinite"),
         ({"X": jnp.asarray(spoilt(np.nan))}, ValueError, r"X .* NaN"),
-        ({"y": np.full(20, np.nan)}, ValueError, r"y has shape \(20,\)"),
+        ({"y": np.full(20, np.nan)}, ValueError, r"'y'.* \(20,\) take values 20 NaN"),
         ({"y": np.array([-1, 1] * 10)}, ValueError, r"\(y \+ 1\) // 2"),
         ({"y": np.array([0, 2] * 10)}, ValueError, "outside the support"),
         ({"y": np.array(["a", "b"] * 10)}, ValueError, "y .*Encode labels"),

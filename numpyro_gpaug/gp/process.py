@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -251,7 +251,9 @@ class GaussianProcess:
         self.jitter = jitter
         shape = (num_inducing,) if num_latents is None else (num_latents, num_inducing)
         standard = dist.Normal(jnp.zeros(shape, self.inducing.dtype), 1)
-        self.v = numpyro.sample(f"{name}.v", standard.to_event(len(shape)))
+        self.v = numpyro.sample(
+            f"{name}.v", standard.to_event(len(shape)), infer={"process": name}
+        )
         if not isinstance(self.v, FunctionDraw) and self.v.shape != shape:
             raise ValueError(
                 f'GaussianProcess("{name}"): its inducing values have shape '
@@ -277,6 +279,12 @@ class GaussianProcess:
     def _gram(self) -> Array:
         gram = lead(self.kernel(self.inducing, self.inducing), 2)
         return with_jitter(gram, self.jitter)
+
+    def __jax_array__(self) -> NoReturn:
+        raise TypeError(
+            f'GaussianProcess("{self.name}") is used as an array: its values at the '
+            "inputs are gp(X)"
+        )
 
     def __call__(self, X: Array, latents: Array | None = None) -> Array:
         """Function values at ``X``.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
-from numpyro.distributions import constraints
+from numpyro.distributions import biject_to, constraints
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
@@ -235,7 +235,10 @@ class AutoSparseGP(ProcessGuide):
         if self.covariance == "natural":
             names = self.param_names(block)
             initial = self.start_natural(block)
-            params = [numpyro.param(n, x) for n, x in zip(names, initial, strict=True)]
+            params = [
+                numpyro.param(n, x, constraint=_NATURAL)
+                for n, x in zip(names, initial, strict=True)
+            ]
             return BlockGaussian.from_natural(NaturalGaussian(*params))
         loc_name, spread_name = self.param_names(block)
         start, spread = self.start(block)
@@ -246,6 +249,28 @@ class AutoSparseGP(ProcessGuide):
             return BlockGaussian(loc, jnp.tril(factor))
         scale = numpyro.param(spread_name, spread, constraint=constraints.positive)
         return dist.Normal(loc, scale).to_event(len(block.shape))
+
+
+class _Natural(constraints.Constraint):
+    """Of natural parameters, which no gradient step keeps in the positive definite
+    cone: what asks for unconstrained ones, as optimisers do first, is refused."""
+
+    def __call__(self, x: Array) -> Array:
+        return jnp.isfinite(x)
+
+    def tree_flatten(self) -> Any:
+        return (), ((), {})
+
+
+_NATURAL = _Natural()
+
+
+@biject_to.register(_Natural)
+def _refuse(constraint: Any) -> NoReturn:
+    raise ValueError(
+        "natural parameters are not for gradient optimisers: fit AutoSparseGP(model, "
+        'covariance="dense") by numpyro.infer.SVI, or this guide by ConjugateSVI'
+    )
 
 
 def natural_names(block: Block) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
@@ -107,10 +108,9 @@ def structure_at(
     :param arguments: its arguments.
     :raises ValueError: if it is the structure of another model.
     """
-    plates: dict[str, Plate] = {}
     functions: dict[str, jax.ShapeDtypeStruct] = {}
 
-    def abstract(arrays: tuple[Array, ...]) -> None:
+    def abstract(arrays: tuple[Array, ...]) -> Trace:
         given = arguments._replace(arrays=arrays)
         flat, key = flat_functions(model), jax.random.key(0)
         trace = run_model(flat, given, key, structure.zeros)
@@ -124,27 +124,13 @@ def structure_at(
                     f"{'missing' if found is None else type(found).__name__}. A guide "
                     "belongs to one model: make a new one"
                 )
-        plates.update(_plates(trace))
         for block in structure.processes:
             f = conditional_of(trace, block)
             functions[block.name] = jax.ShapeDtypeStruct(f.shape, f.dtype)
+        return trace
 
-    jax.eval_shape(abstract, arguments.arrays)
+    plates = trace_plates(abstract, arguments)
     return replace(structure, plates=plates, functions=functions)
-
-
-def _plates(trace: Trace) -> dict[str, Plate]:
-    plates = {}
-    for name, site in trace.items():
-        if site["type"] == "plate":
-            size, declared = site["args"]
-            if declared is not None and declared > size:
-                raise ValueError(
-                    f"plate {name!r} has subsample_size {declared}, more than its size "
-                    f"{size}"
-                )
-            plates[name] = Plate(size, site["value"].shape[0])
-    return plates
 
 
 _INSTEAD = {
@@ -175,10 +161,8 @@ def _survey(
     latent: list[str] = []
     discrete: list[str] = []
     observed: list[str] = []
-    plates: dict[str, Plate] = {}
 
     def visit(trace: Trace) -> None:
-        plates.update(_plates(trace))
         process_sites = set()
         for name, site in trace.items():
             if isinstance(site.get("fn"), Conditional):
@@ -195,17 +179,25 @@ def _survey(
                 latent.append(name)
                 if site["fn"].is_discrete:
                     discrete.append(name)
+                if "process" in site["infer"] and name not in process_sites:
+                    process = site["infer"]["process"]
+                    raise ValueError(
+                        f'GaussianProcess("{process}") is never called: its values at '
+                        "the inputs are gp(X)"
+                    )
                 if name not in process_sites and _is_vector_normal(site):
                     candidates.append(_block(name, name, site))
         for name in (n for b in candidates for n in (b.name, b.site)):
             value = trace[name]["value"]
             inputs[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
 
-    def abstract(arrays: tuple[Array, ...]) -> None:
+    def abstract(arrays: tuple[Array, ...]) -> Trace:
         given = arguments._replace(arrays=arrays)
-        visit(run_model(model, given, jax.random.key(0), {}))
+        trace = run_model(with_whole_sizes(model), given, jax.random.key(0), {})
+        visit(trace)
+        return trace
 
-    jax.eval_shape(abstract, arguments.arrays)
+    plates = trace_plates(abstract, arguments)
     return candidates, _Sites(
         tuple(latent), tuple(discrete), tuple(observed), plates, constraints_, inputs
     )
@@ -312,6 +304,11 @@ class Dependencies:
         for prior in priors:
             leaves = jax.tree.leaves(self.states["rest"].get(prior, []))
             sources = {n for leaf in leaves for n in leaf.state} & self.processes
+            if sources and prior.endswith("_unobserved"):
+                raise NotConjugateError(
+                    f"obs_mask makes {prior!r} a latent: leave out what is missing by "
+                    "numpyro.handlers.mask(mask=obs_mask) around the site instead"
+                )
             if sources:
                 raise NotConjugateError(
                     f"the distribution of {prior!r} depends on the process "

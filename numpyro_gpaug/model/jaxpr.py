@@ -37,13 +37,13 @@ class Dependence(NamedTuple):
         return self.nonlinear is None
 
 
-_LINEAR = {"add", "sub", "neg", "add_any", "copy", "copy_p", "real", "select_n"}
+LINEAR = {"add", "sub", "neg", "add_any", "copy", "copy_p", "real", "select_n"}
 _MOVES = {
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
     "rev", "gather", "dynamic_slice", "pad", "split", "concatenate", "stack",
 }  # fmt: skip
 _SUMS = {"reduce_sum", "cumsum", "dot_general"}
-_ELEMENTWISE = {
+ELEMENTWISE = {
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
     "clamp", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2",
     "expm1", "floor", "integer_pow", "is_finite", "lgamma", "log", "log1p", "logistic",
@@ -125,7 +125,7 @@ class _Reader:
         return [read(var) for var in jaxpr.outvars]
 
     def _equation(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
-        inner = _inner_jaxpr(eqn)
+        inner = inner_jaxpr(eqn)
         states = [value.state for value in operands]
         if inner is not None:
             results = self.interpret(inner, operands)
@@ -164,9 +164,9 @@ class _Reader:
             return joined if kept else _nonlinear(joined, name)
         if name == "select_n" and states[0]:
             return _nonlinear(joined, "where")
-        if name in _LINEAR or (name == "integer_pow" and eqn.params["y"] == 1):
+        if name in LINEAR or (name == "integer_pow" and eqn.params["y"] == 1):
             return joined
-        if name in _ELEMENTWISE:
+        if name in ELEMENTWISE:
             return _nonlinear(joined, name)
         return _mixed(_nonlinear(joined, name), name)
 
@@ -196,7 +196,8 @@ class _Reader:
         return joined
 
 
-def _inner_jaxpr(eqn: Any) -> Any:
+def inner_jaxpr(eqn: Any) -> Any:
+    """The jaxpr that an equation calls with its own operands, or ``None``."""
     if eqn.primitive.name in ("while", "scan", "cond"):
         return None
     for value in eqn.params.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import jax
@@ -18,6 +19,7 @@ from numpyro.distributions import constraints
 from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
@@ -26,52 +28,85 @@ from numpyro_gpaug.model.structure import (
     check_shape,
     conditional_of,
     flat_functions,
+    is_array,
+    remembered,
     run_model,
 )
 
 
 def check_arguments(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    uses: Callable[[], Sources] | None = None,
 ) -> None:
     """Raises for arrays a fit could only turn into NaN.
 
     :param model: the model, for the names of its arguments.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
-    :raises ValueError: for arrays that are empty, not numeric, NaN or infinite.
-    :raises TypeError: for lists of numbers and data frames.
+    :param uses: what the model computes from which argument, found only if need be.
+    :raises ValueError: for arrays that are empty, not numeric, NaN or infinite, and for
+        numbers that would be rounded to other ones. Observations may be NaN: those that
+        are not masked are outside of the support, which is checked elsewhere.
+    :raises TypeError: for lists of numbers or strings, data frames, sparse matrices,
+        and arguments that the model does not take.
     """
-    for name, value in _named(model, args, kwargs).items():
-        _check_kind(name, value)
+    named = _named(model, args, kwargs)
+    uses = cache(uses or partial(sources, model, args, kwargs, {}))
+    rows = next((len(x) for x in named.values() if is_array(x) and x.ndim), 0)
+    for name, value in named.items():
+        _check_kind(name, value, rows)
         for leaf in jax.tree.leaves(value):
             traced = isinstance(leaf, jax.core.Tracer)
             if isinstance(leaf, np.ndarray | jax.Array) and not traced:
-                _check_array(name, leaf)
+                _check_array(name, leaf, uses)
 
 
 def _named(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     try:
-        bound = inspect.signature(model).bind_partial(*args, **kwargs)
-        return dict(bound.arguments)
+        signature = inspect.signature(model)
     except ValueError:
         return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+    try:
+        return dict(signature.bind_partial(*args, **kwargs).arguments)
+    except TypeError as error:
+        shapes = [np.shape(x) for x in args]
+        raise TypeError(
+            f"{error}: the model takes {signature}, and was given arguments of shapes "
+            f"{shapes} and {sorted(kwargs)}"
+        ) from None
 
 
-def _check_kind(name: str, value: Any) -> None:
+def _check_kind(name: str, value: Any, rows: int) -> None:
     if hasattr(value, "to_numpy"):
         raise TypeError(
             f"{name} is a {type(value).__name__}: pass an array ({name}.to_numpy())"
+        )
+    if hasattr(value, "tocsr"):
+        raise TypeError(
+            f"{name} is a SciPy sparse matrix of shape {value.shape}: pass an array "
+            f"({name}.toarray(), or few columns by numpyro_gpaug.inducing.Subspace)"
         )
     leaves = jax.tree.leaves(value) if isinstance(value, list) else []
     if leaves and all(isinstance(x, int | float) for x in leaves):
         raise TypeError(
             f"{name} is a list of {len(value)}: pass an array (numpy.asarray({name}))"
         )
+    # Shorter ones may be names of something.
+    if len(leaves) == rows and leaves and all(isinstance(x, str) for x in leaves):
+        raise TypeError(f"{name} is a list of {len(value)} strings. {_ENCODE}")
 
 
-def _check_array(name: str, value: Any) -> None:
+_ENCODE = (
+    "Encode labels as 0/1 or 0..C-1, for example with numpy.unique(y, "
+    "return_inverse=True)[1]"
+)
+
+
+def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
     shape = np.shape(value)
     if 0 in shape:
         raise ValueError(f"{name} has shape {shape}: it is empty")
@@ -79,16 +114,34 @@ def _check_array(name: str, value: Any) -> None:
     if kind in "OUS":
         raise ValueError(
             f"{name} has shape {shape} and dtype {value.dtype}; expected numbers. "
-            "Encode labels as 0/1 or 0..C-1, for example with numpy.unique(y, "
-            "return_inverse=True)[1]"
+            f"{_ENCODE}"
+        )
+    if np.iscomplexobj(value):
+        raise ValueError(
+            f"{name} has shape {shape} and dtype {value.dtype}; expected real numbers: "
+            f"pass {name}.real, or real and imaginary parts as columns"
         )
     if jax.dtypes.issubdtype(value.dtype, np.floating):
         bad = int(np.size(value) - np.isfinite(np.asarray(value)).sum())
-        if bad:
+        if bad and name not in set(uses().observed) - set(uses().inputs):
             raise ValueError(
                 f"{name} has shape {shape} and {bad} NaN or infinite entries; remove "
-                "or impute them first"
+                "or impute them first. (Missing observations may be NaN under a mask.)"
             )
+    elif kind not in "b" and _is_rounded(value) and name in uses().inputs:
+        raise ValueError(
+            f"{name} has shape {shape} and integers above 2**24, which float32 rounds: "
+            "number them from 0 (numpy.unique), or enable 64-bit floats"
+        )
+
+
+def _is_rounded(value: Any) -> bool:
+    """Whether integers do not fit the default float."""
+    if not jax.dtypes.issubdtype(value.dtype, np.integer):
+        return False
+    whole = np.asarray(value)
+    limit = 2 / jnp.finfo(jnp.result_type(float)).eps
+    return bool(max(abs(int(whole.max())), abs(int(whole.min()))) > limit)
 
 
 def check_param(name: str, value: Any, constraint: constraints.Constraint) -> None:
@@ -166,7 +219,10 @@ def cholesky_message(gp: Any) -> str:
 
 
 def check_observations(
-    model: Callable[..., Any], structure: Structure, arguments: Arguments
+    model: Callable[..., Any],
+    structure: Structure,
+    arguments: Arguments,
+    programs: dict[Any, Any] | None = None,
 ) -> None:
     """Raises for observations outside the support of their likelihood, or parameters
     of it that break their constraints, at initial params; traced ones are not looked
@@ -175,6 +231,7 @@ def check_observations(
     :param model: the model.
     :param structure: what it is made of.
     :param arguments: its arguments.
+    :param programs: those compiled before, by shapes of arguments.
     :raises ValueError: naming the site and what was expected.
     """
     if any(isinstance(x, jax.core.Tracer) for x in arguments.arrays):
@@ -185,16 +242,20 @@ def check_observations(
         given = arguments._replace(arrays=arrays)
         return run_model(flat, given, jax.random.key(0), structure.zeros)
 
-    names: list[tuple[str, str]] = []
+    def compiled_flags() -> tuple[list[tuple[str, str]], Any]:
+        names: list[tuple[str, str]] = []
 
-    def flags(arrays: tuple[Array, ...]) -> list[Array]:
-        found = valid_observations(run(arrays))
-        names[:] = found
-        return list(found.values())
+        def flags(arrays: tuple[Array, ...]) -> list[Array]:
+            found = valid_observations(run(arrays))
+            names[:] = found
+            return list(found.values())
+
+        return names, jax.jit(flags).lower(arguments.arrays).compile()
 
     # A guide may be called in a trace that does not concern its arguments. Compiled
     # outside of that context: within it JAX runs constants operation by operation.
-    compiled = jax.jit(flags).lower(arguments.arrays).compile()
+    cached = {} if programs is None else programs
+    names, compiled = remembered(cached, arguments.shapes, compiled_flags)
     with jax.ensure_compile_time_eval():
         inside_all = compiled(arguments.arrays)
     for (name, parameter), inside in zip(names, inside_all, strict=True):
@@ -259,8 +320,14 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
             f"takes values {np.unique(value)[:5]}, which do not satisfy {wanted}"
         )
     value = np.asarray(site["value"])
-    hint = ""
-    if base.support is constraints.nonnegative_integer:
+    hint, shown = "", str(np.unique(value)[:5])
+    if np.isnan(value).any():
+        shown = f"{np.isnan(value).sum()} NaN"
+        hint = (
+            ". Leave out what is missing by numpyro.handlers.mask(mask=...) around the "
+            "site"
+        )
+    elif base.support is constraints.nonnegative_integer:
         hint = ". Counts are whole numbers, 0 or more"
     elif hasattr(base, "total_count"):
         hint = ". Counts are whole numbers from 0 to total_count"
@@ -273,5 +340,5 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
         )
     return ValueError(
         f"site {name!r}: observations of shape {value.shape} take values "
-        f"{np.unique(value)[:5]}, outside the support of {cls}{hint}"
+        f"{shown}, outside the support of {cls}{hint}"
     )

@@ -8,17 +8,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array, random
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
 
-from numpyro_gpaug.model.jaxpr import dependence_tree
-from numpyro_gpaug.model.structure import (
-    Arguments,
-    Structure,
-    conditional_of,
-    flat_functions,
-    is_array,
-    run_model,
-)
+from numpyro_gpaug.model.sources import Sources, sources
+from numpyro_gpaug.model.structure import Arguments, Structure, is_array
 from numpyro_gpaug.model.validation import check_arguments
 
 
@@ -51,7 +46,8 @@ class FitArguments(NamedTuple):
         :raises ValueError: if inducing inputs or hyperparameters are computed from a
             positional argument, which changes at prediction.
         """
-        observations, inducing = _sources(model, structure, values, args, kwargs)
+        filled = {**structure.zeros, **values}
+        observations, inducing, _ = sources(model, args, kwargs, filled)
         parameters = list(inspect.signature(model).parameters)
         if lost := [name for name in inducing if name in parameters[: len(args)]]:
             raise ValueError(
@@ -78,7 +74,8 @@ class FitArguments(NamedTuple):
     ) -> tuple[Arguments, tuple[bool, ...]]:
         """The model's arguments, and which of their arrays run over rows: those just
         passed in whose leading axis is that of the first."""
-        check_arguments(model, args, kwargs)
+        # Observations that are not finite have no density, unless they are masked.
+        check_arguments(model, args, kwargs, lambda: Sources(self.observations, (), ()))
         merged = {**self.kwargs, **kwargs}
         arguments = Arguments.split(args, merged)
         parameters = list(inspect.signature(model).parameters)
@@ -132,40 +129,18 @@ def _has_rows(tree: Any, rows: set[int]) -> bool:
     return any(x.ndim and x.shape[0] in rows for x in arrays)
 
 
-def _sources(
-    model: Callable[..., Any],
-    structure: Structure,
-    values: dict[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the arguments that observed values, and inducing matrices, are computed
-    from."""
-    arguments = Arguments.split(args, kwargs)
-    inputs = {str(i): a for i, a in enumerate(arguments.arrays)}
-
-    def parts(inputs: dict[str, Array]) -> tuple[list[Any], list[Any]]:
-        given = arguments._replace(
-            arrays=tuple(inputs[str(i)] for i in range(len(inputs)))
+def joined_rows(shape: tuple[int, ...], parts: list[Array]) -> Array:
+    """Parts along the axis over rows: the one whose size is not that of a block."""
+    sizes = zip(parts[0].shape, shape, strict=True)
+    axes = [i for i, (block, whole) in enumerate(sizes) if block != whole]
+    if not axes:
+        return parts[0]
+    if len(axes) > 1:
+        raise ValueError(
+            f"predictions have shape {shape}: an argument without a row per datum "
+            f"has as many entries as there are rows, {shape[axes[0]]}, and was taken "
+            "for one; predict at another number of rows"
         )
-        filled = {**structure.zeros, **values}
-        trace = run_model(flat_functions(model), given, random.key(0), filled)
-        factors = [conditional_of(trace, b).gp.cholesky for b in structure.processes]
-        return [trace[site.name]["value"] for site in structure.observed], factors
-
-    found = dependence_tree(parts, inputs)
-    positional = list(inspect.signature(model).parameters)
-    paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-    names = Arguments.select_arrays(
-        (args, kwargs),
-        [
-            positional[path[1].idx] if path[0].idx == 0 else path[1].key
-            for path, _ in paths
-        ],
-    )
-    sources = []
-    for group in found:
-        states = [leaf.state for leaf in jax.tree.leaves(group)]
-        indices = sorted({int(key) for state in states for key in state})
-        sources.append(tuple(dict.fromkeys(names[i] for i in indices)))
-    return sources[0], sources[1]
+    # In NumPy: JAX would compile a program for each number of rows.
+    whole = np.concatenate([np.asarray(part) for part in parts], axes[0])
+    return jnp.asarray(np.take(whole, range(shape[axes[0]]), axes[0]))

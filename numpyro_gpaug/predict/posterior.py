@@ -16,12 +16,15 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.errors import ArchiveError, CholeskyError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.validation import check_observations
 from numpyro_gpaug.predict.archive import (
     Description,
     check_model,
@@ -36,7 +39,7 @@ from numpyro_gpaug.predict.archive import (
     unpack_structure,
     write,
 )
-from numpyro_gpaug.predict.arguments import FitArguments
+from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
 from numpyro_gpaug.predict.predictor import (
     Fitted,
     FunctionValues,
@@ -213,8 +216,12 @@ class Posterior:
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
         observed = self._predictor.observed(site)
-        called = self._fit_arguments.joined(self._predictor.model, args, kwargs)
-        return self._stream("log_prob", called, observed.name, batch_size)
+        model, structure = self._predictor.model, self._predictor.structure
+        called = self._fit_arguments.joined(model, args, kwargs)
+        found = self._stream("log_prob", called, observed.name, batch_size)
+        if not is_traced(called[0]) and np.isnan(found).any():
+            check_observations(whole_plates(model), structure, called[0])
+        return found
 
     def sample(
         self,
@@ -233,6 +240,7 @@ class Posterior:
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         :return: ``sample_shape + (N,)`` or ``sample_shape + (N, C)``.
         """
+        check_key(key)
         block = self._predictor.block(site)
         arguments, _ = self._arguments(args, kwargs)
         num = math.prod(sample_shape)
@@ -271,6 +279,7 @@ class Posterior:
         batch_size: int,
     ) -> Any:
         """Blocks of rows, the last one padded, put together again."""
+        check_count("batch_size", batch_size)
         arguments, by_row = called
         rows = arguments.arrays[by_row.index(True)].shape[0]
         size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
@@ -289,7 +298,7 @@ class Posterior:
             block = arguments._replace(arrays=arrays)
             blocks.append(self._call(what, block, site, like=like))
         leaves = [
-            _joined(leaf.shape, parts)
+            joined_rows(leaf.shape, parts)
             for leaf, *parts in zip(
                 jax.tree.leaves(whole), *map(jax.tree.leaves, blocks), strict=True
             )
@@ -307,8 +316,7 @@ class Posterior:
     def save(self, path: str | PathLike[str]) -> None:
         """Saves plain arrays (``.npz``): values of params and other latents, moments of
         the Gaussian blocks, remembered keyword arguments. No code, no pickle, and no
-        training data unless they were passed by keyword. A file that is there is
-        replaced at once or, should saving fail, not at all.
+        training data unless they were passed by keyword. Replaces a file at once.
 
         :param path: the file.
         :raises ValueError: for a value that is not made of arrays and plain numbers.
@@ -332,10 +340,9 @@ class Posterior:
         write(path, arrays, meta)
 
     def _description(self) -> Description:
-        predictor, values = self._predictor, self._fitted.values
-        return describe(
-            predictor.model, predictor.structure, self._fit_arguments, values
-        )
+        made = self._predictor
+        args = self._fit_arguments, self._fitted.values
+        return describe(made.model, made.structure, *args)
 
     @classmethod
     def load(
@@ -347,8 +354,7 @@ class Posterior:
         """Loads what :meth:`save` wrote; nothing is unpickled.
 
         :param path: the file.
-        :param model: the model it was fitted with. Names of sites, likelihoods, shapes
-            and covariances of the inducing inputs are compared with those of the fit.
+        :param model: the model it was fitted with, which is compared with it.
         :param guide: the guide it was fitted with, or a new one like it; may be left
             out for an :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned,
             but not for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is
@@ -381,20 +387,3 @@ class Posterior:
             with refusing(f"{path} does not fit the model given"):
                 check_model(loaded._description(), saved)
         return loaded
-
-
-def _joined(shape: tuple[int, ...], parts: list[Array]) -> Array:
-    """Parts along the axis over rows: the one whose size is not that of a block."""
-    sizes = zip(parts[0].shape, shape, strict=True)
-    axes = [i for i, (block, whole) in enumerate(sizes) if block != whole]
-    if not axes:
-        return parts[0]
-    if len(axes) > 1:
-        raise ValueError(
-            f"predictions have shape {shape}: an argument without a row per datum "
-            f"has as many entries as there are rows, {shape[axes[0]]}, and was taken "
-            "for one; predict at another number of rows"
-        )
-    # In NumPy: JAX would compile a program for each number of rows.
-    whole = np.concatenate([np.asarray(part) for part in parts], axes[0])
-    return jnp.asarray(np.take(whole, range(shape[axes[0]]), axes[0]))

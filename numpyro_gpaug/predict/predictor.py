@@ -253,7 +253,11 @@ class Predictor:
                 f"log_prob needs the observations of site {site!r}: log_prob(X, y)"
             )
         check_shape(site, message)
-        return through_wrappers(message["fn"], lambda _: fn.log_prob(message["value"]))
+        value = message["value"]
+        # Wrong labels would have a density of zero, or that of others.
+        inside = base_distribution(message["fn"]).support(value)
+        density = jnp.where(inside, fn.log_prob(value), jnp.nan)
+        return through_wrappers(message["fn"], lambda _: density)
 
     def _predictive(
         self, view: ModelView, fit: Fit, site: str

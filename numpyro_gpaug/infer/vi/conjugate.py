@@ -14,6 +14,7 @@ from jax import Array
 from tqdm.auto import tqdm
 
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
 from numpyro_gpaug.infer.vi.epochs import epoch_length
 from numpyro_gpaug.infer.vi.loop import CHUNK, evaluate, run_chunk
 from numpyro_gpaug.infer.vi.plan import (
@@ -32,9 +33,10 @@ from numpyro_gpaug.infer.vi.start import (
     read_params,
 )
 from numpyro_gpaug.infer.vi.stepper import ConjugateState
-from numpyro_gpaug.model.inspect import require_conjugate, structure_at
+from numpyro_gpaug.model.calls import check_count, check_given, check_key
+from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import Arguments, remembered
-from numpyro_gpaug.model.validation import check_arguments, explain_failure
+from numpyro_gpaug.model.validation import explain_failure
 from numpyro_gpaug.predict.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -131,6 +133,7 @@ class ConjugateSVI:
         )
         # By the shapes of the arguments: what a fit at such arguments needs to know.
         self._plans: dict[Any, Plan] = {}
+        self._checked = CheckedData(model, guide)
         self._begin = jax.jit(
             partial(initial_state, self.settings, model, guide),
             static_argnames="static",
@@ -165,21 +168,13 @@ class ConjugateSVI:
         :raises ValueError: for data that are not finite, of the wrong shape, or outside
             the likelihood's support.
         """
-        check_arguments(self.model, args, kwargs)
-        structure = self.guide.setup(*args, **kwargs).structure
-        if not structure.blocks:
-            raise ValueError(
-                "the model has no Gaussian process and no Gaussian weights"
-            )
-        if not structure.observed:
-            raise ValueError(
-                "the model has no observed site: pass the observations (y) to init "
-                "or run"
-            )
-        require_conjugate(structure, self.settings.updates)
+        check_key(rng_key)
+        check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
         arguments = Arguments.split(args, kwargs)
         # Copied: the steps overwrite the state, and with it what it is made of.
         given = _copied(init_params or {})
+        if given:
+            check_given(given, self._declared(arguments, rng_key), self.guide.structure)
         state, params, valid = self._begin(
             arguments.arrays, rng_key, given, initial_natural(self.guide, given),
             static=arguments.static,
@@ -198,19 +193,19 @@ class ConjugateSVI:
         """One step.
 
         :return: the new state and the loss (minus the bound).
+        :raises ValueError: as :meth:`init` does, unless state or data are traced.
         """
-        arguments = Arguments.split(args, kwargs)
+        arguments, data = self._checked(state, args, kwargs)
         plan = self._plan_at(arguments, state)
         state, losses, _ = self._advance(
             _copied(state), np.int32(1), np.zeros((), state.bound.dtype),
-            fingerprint(arguments.arrays), arguments.arrays, plan=plan,
-            static=arguments.static,
+            data, arguments.arrays, plan=plan, static=arguments.static,
         )  # fmt: skip
         return state, losses[0]
 
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
         """The loss (minus the bound) of a state on these data."""
-        arguments = Arguments.split(args, kwargs)
+        arguments, _ = self._checked(state, args, kwargs)
         plan = self._plan_at(arguments, state)
         return self._loss(state, arguments.arrays, plan=plan, static=arguments.static)
 
@@ -241,13 +236,14 @@ class ConjugateSVI:
             for :meth:`posterior`.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
-        if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+        check_key(rng_key)
+        check_count("num_steps", num_steps)
+        if tol is not None and not 0 <= tol < np.inf:
+            raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
         if init_state is None:
             state = self.init(rng_key, *args, init_params=init_params, **kwargs)
         else:
-            check_arguments(self.model, args, kwargs)
-            self.guide.setup(*args, **kwargs)
+            check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
             state = _copied(init_state)
         arguments = Arguments.split(args, kwargs)
         plan = self._plan_at(arguments, state)
@@ -310,6 +306,14 @@ class ConjugateSVI:
         return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
 
     # -- plans and params -------------------------------------------------------------
+
+    def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
+        """Shapes of the params as model and guide declare them."""
+        natural = initial_natural(self.guide, {})
+        begun = self._begin.eval_shape(
+            arguments.arrays, key, {}, natural, static=arguments.static
+        )
+        return begun[1]
 
     def _plan_at(self, arguments: Arguments, state: ConjugateState) -> Plan:
         return self._plan(arguments, lambda: self._constrain(state.hyper.values))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ConjugateSVI checks of arguments: all before a fit, new data before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.infer.vi.plan import fingerprint
+from numpyro_gpaug.model.calls import check_by_name, check_processes
+from numpyro_gpaug.model.inspect import require_conjugate
+from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.validation import check_arguments, check_observations
+
+
+def check_fit(
+    model: Callable[..., Any],
+    guide: AutoSparseGP,
+    updates: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Sets up a guide, and raises for a model or arguments that cannot be fitted.
+
+    :param model: the model.
+    :param guide: its guide.
+    :param updates: see :class:`~numpyro_gpaug.ConjugateSVI`.
+    :param args: the model's arguments.
+    :param kwargs: its keyword arguments.
+    :raises ValueError: naming the argument or the site.
+    """
+    check_arguments(model, args, kwargs)
+    structure = guide.setup(*args, **kwargs).structure
+    if not structure.blocks:
+        raise ValueError("the model has no Gaussian process and no Gaussian weights")
+    if not structure.observed:
+        raise ValueError(
+            "the model has no observed site: pass the observations (y) to init or run"
+        )
+    require_conjugate(structure, updates)
+    check_processes(structure)
+    check_by_name(model, args, kwargs)
+
+
+class CheckedData:
+    """Arguments of single steps, checked unless they are those of the last step; of
+    traced ones no values.
+
+    :param model: the model.
+    :param guide: its guide.
+    """
+
+    def __init__(self, model: Callable[..., Any], guide: AutoSparseGP) -> None:
+        self._model, self._guide = model, guide
+        self._programs: dict[Any, Any] = {}
+        self._seen: Any = None
+
+    def __call__(
+        self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Arguments, np.uint32]:
+        """The arguments, and the fingerprint of their arrays.
+
+        :param state: of the fit.
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        :raises ValueError: for data a fit could only turn into NaN, and for
+            observations outside the support of their likelihood.
+        """
+        arguments = Arguments.split(args, kwargs)
+        data = fingerprint(arguments.arrays)
+        leaves = jax.tree.leaves((state, arguments.arrays))
+        traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        seen = arguments.shapes, int(data)
+        if traced or seen != self._seen:
+            check_arguments(self._model, args, kwargs)
+        if not traced and seen != self._seen:
+            structure = self._guide.setup(*args, **kwargs).structure
+            check_observations(self._model, structure, arguments, self._programs)
+            self._seen = seen
+        return arguments, data

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of how fits and predictions are called: keys, counts, values to start from."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from numpyro_gpaug.model.sources import sources
+from numpyro_gpaug.model.structure import Structure, is_array
+
+
+def check_key(key: Any) -> None:
+    """Raises for what is not a random key.
+
+    :param key: the first argument of whatever draws.
+    :raises TypeError: saying what it is.
+    """
+    dtype, ndim = getattr(key, "dtype", None), np.ndim(key)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and ndim == 0) and not (dtype == np.uint32 and ndim == 1):
+        what = f"shape {np.shape(key)} and dtype {dtype}" if dtype else repr(key)
+        raise TypeError(
+            f"the first argument is a random key, jax.random.key(0): got {what}"
+        )
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises unless a value is a whole number, at least 1.
+
+    :param name: what it is called.
+    :param value: the value.
+    :raises ValueError: naming it.
+    """
+    try:
+        whole = value >= 1 and value == int(value)
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+def check_by_name(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises for inducing inputs passed by position, which no prediction could leave
+    out.
+
+    :param model: the model.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    :raises ValueError: naming the argument.
+    """
+    if sum(is_array(x) for x in jax.tree.leaves(args)) < 3:
+        return
+    observed, inducing, inputs = sources(model, args, kwargs, {})
+    positional = list(inspect.signature(model).parameters)[: len(args)]
+    for name in set(positional) & set(inducing) - set(inputs) - set(observed):
+        shape = np.shape(args[positional.index(name)])
+        raise ValueError(
+            f"{name} of shape {shape} holds inducing inputs or hyperparameters, and is "
+            f"passed by position: predictions could not remember it. Pass {name}=..."
+        )
+
+
+def check_given(
+    given: dict[str, Any], declared: dict[str, Any], structure: Structure
+) -> None:
+    """Raises for values to start from that have another shape than what they replace,
+    and for precisions that are not positive definite.
+
+    :param given: values by name of a param.
+    :param declared: shapes of the model's and guide's params.
+    :param structure: what the model is made of.
+    :raises ValueError: naming the param.
+    """
+    expected = {k: [x.shape for x in jax.tree.leaves(v)] for k, v in declared.items()}
+    for block in structure.blocks:
+        expected[f"{block.site}_auto_potential"] = [block.shape]
+        expected[f"{block.site}_auto_precision"] = [block.shape + block.shape[-1:]]
+    for name, value in given.items():
+        shapes = [x.shape for x in jax.tree.leaves(value)]
+        if name in expected and shapes != expected[name]:
+            raise ValueError(
+                f"init_params[{name!r}] has shape {shapes}, expected {expected[name]}"
+            )
+    for block in structure.blocks:
+        name = f"{block.site}_auto_precision"
+        matrix = np.asarray(given.get(name, np.eye(1)), float)
+        turned = np.swapaxes(matrix, -1, -2)
+        error = np.abs(matrix - turned).max()
+        symmetric = error <= 1e-4 * np.abs(matrix).max()  # not so if NaN
+        if not symmetric or np.linalg.eigvalsh(matrix).min() <= 0:
+            raise ValueError(
+                f"init_params[{name!r}] of shape {matrix.shape} is not symmetric and "
+                "positive definite: it is the inverse of a covariance"
+            )
+
+
+def check_processes(structure: Structure) -> None:
+    """Raises for inputs of more digits than the inducing inputs, in which the state of
+    a fit is.
+
+    :param structure: of the model at its arguments.
+    :raises ValueError: naming the process and both dtypes.
+    """
+    for block in structure.processes:
+        dtype = structure.functions[block.name].dtype
+        if dtype != block.dtype:
+            raise ValueError(
+                f'GaussianProcess("{block.name}") has inputs of {dtype} and inducing '
+                f"inputs of {block.dtype}: pass both in one dtype, Z.astype(X.dtype)"
+            )

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fit is given: bad data, labels, plates, keys and starts raise early and by
+name; nothing ends in NaN or in a fit of something else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro import handlers
+from scipy import sparse
+
+import numpyro_gpaug as gpaug
+from tests.conftest import compilations
+from tests.problems import classifier, learnt, regression, toy
+
+KEY = jax.random.key(0)
+X, Y = toy(16)
+Z = X[:4]
+KERNEL = gpaug.kernels.Matern52
+
+
+def bad(X, row=0):
+    X = np.array(X, float)
+    X[row] = np.nan
+    return X
+
+
+def init(model, *args, **kwargs):
+    kwargs.setdefault("inducing", Z)
+    return gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model)).init(
+        KEY, *args, **kwargs
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    """A fit of the classifier, once for all tests."""
+    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
+    return svi, svi.run(KEY, 2, X, Y, inducing=Z, progress_bar=False)
+
+
+# -- single steps ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["update", "evaluate"])
+def test_a_step_refuses_what_a_fit_refuses(fitted, step) -> None:
+    svi, result = fitted
+    call = getattr(svi, step)
+    with pytest.raises(ValueError, match=r"X has shape \(16, 2\) and 2 NaN"):
+        call(result.state, bad(X), Y, inducing=Z)
+    with pytest.raises(ValueError, match=r"convert -1/\+1 labels with \(y \+ 1\) // 2"):
+        call(result.state, X, 2 * Y - 1, inducing=Z)
+
+
+def test_checks_of_steps_cost_one_compilation_and_none_under_jit(fitted) -> None:
+    svi, result = fitted
+    state, expected = svi.update(result.state, X, Y, inducing=Z)
+    before = compilations("flags")
+    for labels in (1 - Y, Y, 1 - Y):
+        svi.update(state, X, labels, inducing=Z)
+    assert compilations("flags") == before
+
+    @jax.jit
+    def steps(state, X, y):
+        return jax.lax.scan(
+            lambda s, _: svi.update(s, X, y, inducing=Z), state, length=2
+        )
+
+    losses = steps(result.state, X, Y)[1]
+    np.testing.assert_allclose(losses[0], expected, rtol=1e-4)
+    assert np.isnan(steps(result.state, bad(X), Y)[1]).all()
+
+
+# -- plates ---------------------------------------------------------------------------
+
+
+def plated(X, y=None, *, inducing, size, batch=None, take=False, doubled=False):
+    gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
+    with numpyro.plate("data", size, subsample_size=batch) as i:
+        rows = i // 2 if doubled else i
+        inputs = jnp.take(X, rows, axis=0) if take else X[rows]
+        obs = None if y is None else y[i]
+        numpyro.sample("y", dist.Bernoulli(logits=gp(inputs)), obs=obs)
+
+
+@pytest.mark.parametrize("take", [False, True])
+@pytest.mark.parametrize("batch", [None, 4, 16])
+def test_a_plate_larger_than_its_data(batch, take) -> None:
+    with pytest.raises(ValueError, match=r"'data' has size 400.*shape \(16, 2\)"):
+        init(plated, X, Y, size=400, batch=batch, take=take)
+
+
+def test_plates_that_fit_their_data() -> None:
+    guide = gpaug.AutoSparseGP(plated)
+    guide.setup(X, Y, inducing=Z, size=16, batch=4)
+    guide.setup(X[:8], Y, inducing=Z, size=16, doubled=True)
+
+    def batched(X, y=None, *, inducing):
+        """Rows passed in: the plate only says how many there are."""
+        gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
+        with numpyro.plate("data", 400, subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    found = gpaug.AutoSparseGP(batched).setup(X, Y, inducing=Z).structure
+    assert found.subsampled["data"] == (400, 16)
+
+
+def test_a_later_plate_larger_than_its_data(fitted) -> None:
+    svi = gpaug.ConjugateSVI(plated, gpaug.AutoSparseGP(plated))
+    state = svi.init(KEY, X, Y, inducing=Z, size=16, batch=4)
+    with pytest.raises(ValueError, match="'data' has size 40,"):
+        svi.update(state, X, Y, inducing=Z, size=40, batch=4)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "message"),
+    [
+        (16, -5, "subsample_size of plate 'data' must be a whole number >= 1, got -5"),
+        (16, 0, "subsample_size of plate 'data'"),
+        (16, 2.5, "subsample_size of plate 'data'"),
+        (2.5, None, "size of plate 'data' must be a whole number"),
+        (16, 50, "subsample_size 50, more than its size 16"),
+    ],
+)
+def test_sizes_of_plates(size, batch, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        init(plated, X, Y, size=size, batch=batch)
+
+
+def test_a_plate_of_another_size_than_its_data() -> None:
+    def model(X, y=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
+        with numpyro.plate("data", 25):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    with pytest.raises(
+        ValueError, match=r"a plate .* have shapes \[\(16, 2\), \(16,\)"
+    ):
+        init(model, X, Y)
+
+
+# -- observations ---------------------------------------------------------------------
+
+
+def test_labels_of_held_out_data(fitted) -> None:
+    svi, result = fitted
+    posterior = svi.posterior(result)
+    with pytest.raises(ValueError, match=r"'y'.*convert -1/\+1 labels"):
+        posterior.log_prob(X, 2 * Y - 1)
+    with pytest.raises(ValueError, match="16 NaN, outside the support"):
+        posterior.log_prob(X, np.full(16, np.nan))
+    traced = jax.jit(posterior.log_prob)(X, 2 * Y - 1)
+    np.testing.assert_array_equal(np.isnan(traced), Y == 0)
+
+
+def masked(X, y=None, mask=None, *, inducing):
+    gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
+    with numpyro.plate("data", X.shape[0]), handlers.mask(mask=mask):
+        numpyro.sample("y", dist.Normal(gp(X), 0.5), obs=y)
+
+
+def test_missing_observations_under_a_mask() -> None:
+    values, known = X[:, 0], np.arange(16) > 2
+    svi = gpaug.ConjugateSVI(masked, gpaug.AutoSparseGP(masked), optax.adam(0.1))
+    losses, means = [], []
+    for missing in (np.nan, 0.0):
+        y = np.where(known, values, missing).astype(values.dtype)
+        fit = svi.run(KEY, 2, X, y, known, inducing=Z, progress_bar=False)
+        posterior = svi.posterior(fit)
+        losses.append(svi.update(fit.state, X, y, known, inducing=Z)[1])
+        means.append(posterior.log_prob(X, y, known))
+    np.testing.assert_array_equal(losses[0], losses[1])
+    np.testing.assert_array_equal(means[0], means[1])
+    with pytest.raises(ValueError, match=r"13 NaN.*handlers\.mask"):
+        svi.init(KEY, X, np.where(known, np.nan, values), known, inducing=Z)
+    with pytest.raises(ValueError, match=r"X has shape .* 2 NaN.*under a mask"):
+        svi.init(KEY, bad(X), values, known, inducing=Z)
+
+
+def test_missing_observations_without_a_mask() -> None:
+    with pytest.raises(ValueError, match=r"'y'.*1 NaN.*handlers\.mask"):
+        init(regression, X, bad(X[:, 0]))
+
+
+def test_obs_mask_is_told_what_to_do() -> None:
+    def model(X, y=None, mask=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(gp(X), 0.5), obs=y, obs_mask=mask)
+
+    known = np.arange(16) > 2
+    with pytest.raises(gpaug.NotConjugateError, match=r"handlers\.mask\(mask=obs_mask"):
+        init(model, X, X[:, 0], known)
+
+
+# -- arguments ------------------------------------------------------------------------
+
+
+def positional(X, y=None, inducing=None):
+    return classifier(X, y, inducing=inducing)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "args"),
+    [
+        (ValueError, r"inducing of shape \(4, 2\).*Pass inducing=", (X, Y, Z)),
+        (TypeError, "y is a list of 16 strings. Encode", (X, ["a", "b"] * 8)),
+        (TypeError, r"X is a SciPy sparse.*toarray", (sparse.csr_array(X), Y)),
+        (ValueError, "X has shape .*complex.*expected real", (X + 1j, Y)),
+        (ValueError, r"X has shape .*integers above 2\*\*24",
+         (2**24 + np.arange(32).reshape(16, 2), Y)),
+        (TypeError, r"too many .*takes \(X, .*\(16,\), \(4, 2\), \(\)", (X, Y, Z, 1)),
+    ],
+)  # fmt: skip
+def test_arguments(error, message, args) -> None:
+    kwargs = {} if len(args) > 2 else {"inducing": Z}
+    svi = gpaug.ConjugateSVI(positional, gpaug.AutoSparseGP(positional))
+    with pytest.raises(error, match=message):
+        svi.run(KEY, 1, *args, **kwargs)
+
+
+def test_large_counts_are_no_inputs() -> None:
+    guide = gpaug.AutoSparseGP(classifier)
+    svi = gpaug.ConjugateSVI(classifier, guide)
+    with pytest.raises(ValueError, match="outside the support"):
+        svi.init(KEY, X, Y + 2**25, inducing=Z)
+
+
+def test_inputs_of_more_digits_than_the_inducing_inputs(x64) -> None:
+    message = r'"f"\) has inputs of float64 and inducing inputs of float32'
+    with pytest.raises(ValueError, match=message):
+        init(classifier, np.asarray(X, float), Y, inducing=np.float32(Z))
+
+
+@pytest.mark.parametrize("key", [X, 0, None])
+def test_a_key_that_is_none(fitted, key) -> None:
+    svi, result = fitted
+    calls = (
+        lambda: svi.init(key, X, Y, inducing=Z),
+        lambda: svi.run(key, 3, X, Y, inducing=Z),
+        lambda: svi.posterior(result).sample(key, X),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match="the first argument is a random key"):
+            call()
+
+
+def test_keys_of_either_kind(fitted) -> None:
+    svi, result = fitted
+    posterior = svi.posterior(result)
+    for key in (KEY, jax.random.PRNGKey(0)):
+        assert posterior.sample(key, X[:3]).shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_steps": 10.5}, "num_steps must be a whole number >= 1, got 10.5"),
+        ({"num_steps": np.nan}, "num_steps must be a whole number"),
+        ({"num_steps": "3"}, "num_steps must be a whole number >= 1, got '3'"),
+        ({"tol": np.nan}, "tol must be a number >= 0 or None, got nan"),
+        ({"tol": -1.0}, "tol must be a number"),
+    ],
+)
+def test_numbers_of_steps(fitted, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        fitted[0].run(KEY, options.pop("num_steps", 3), X, Y, inducing=Z, **options)
+
+
+@pytest.mark.parametrize("batch_size", [-5, 0, 2.5, "all"])
+def test_rows_per_block(fitted, batch_size) -> None:
+    svi, result = fitted
+    with pytest.raises(ValueError, match="batch_size must be a whole number >= 1"):
+        svi.posterior(result).predict_y(X, batch_size=batch_size)
+
+
+# -- processes and starts -------------------------------------------------------------
+
+
+def test_a_process_that_is_never_called() -> None:
+    def model(X, y=None, *, inducing, itself=False):
+        gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
+        other = gpaug.GaussianProcess("g", KERNEL(), inducing)
+        with numpyro.plate("data", X.shape[0]):
+            logits = other if itself else gp(X)
+            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    with pytest.raises(ValueError, match=r'"g"\) is never called'):
+        init(model, X, Y)
+    with pytest.raises(TypeError, match=r'"g"\) is used as an array.*gp\(X\)'):
+        init(model, X, Y, itself=True)
+
+
+TURNED = np.eye(4) + np.triu(np.ones((4, 4)), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lengthscale", np.ones(3), r"has shape \[\(3,\)\], expected \[\(\)\]"),
+        ("f.v_auto_potential", np.ones(3), r"\[\(3,\)\], expected \[\(4,\)\]"),
+        ("f.v_auto_precision", np.ones(16), r"\[\(16,\)\], expected \[\(4, 4\)\]"),
+        ("f.v_auto_precision", -np.eye(4), "not symmetric and positive definite"),
+        ("f.v_auto_precision", TURNED, "not symmetric and positive definite"),
+        ("f.v_auto_precision", np.nan * TURNED, "not symmetric and positive definite"),
+    ],
+)
+def test_values_to_start_from(name, value, message) -> None:
+    with pytest.raises(ValueError, match=rf"init_params\['{name}'\].*{message}"):
+        init(learnt, X, Y, init_params={name: jnp.asarray(value)})
+
+
+def test_natural_parameters_are_not_for_gradients() -> None:
+    guide = gpaug.AutoSparseGP(classifier)
+    svi = numpyro.infer.SVI(
+        classifier, guide, optax.adam(0.1), gpaug.TraceAnalytic_ELBO()
+    )
+    message = 'AutoSparseGP.*covariance="dense".*or this guide by ConjugateSVI'
+    with pytest.raises(ValueError, match=message):
+        svi.init(KEY, X, Y, inducing=Z)
