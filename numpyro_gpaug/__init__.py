@@ -27,6 +27,7 @@ from numpyro_gpaug.distributions import (
     PiecewiseNormal,
     PolyaGamma,
     RobustMax,
+    SampledLogisticSoftmax,
 )
 from numpyro_gpaug.distributions.links import PiecewiseLink, learned_link, link_penalty
 from numpyro_gpaug.errors import (
@@ -87,6 +88,7 @@ __all__ = [
     "PolyaGamma",
     "Posterior",
     "RobustMax",
+    "SampledLogisticSoftmax",
     "Route",
     "TraceAnalytic_ELBO",
     "TraceWasserstein_ELBO",

@@ -2,6 +2,7 @@
 """Numbers that went wrong in silence: at large variances, in tails, without steps."""
 
 from functools import partial
+from itertools import combinations
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,11 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from scipy.special import log_expit, logsumexp, ndtr
+from sklearn.datasets import load_digits
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.mixtures import NormalLaplace
-from numpyro_gpaug.likelihoods.expectations import predictive
+from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
 from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,
     LOGISTIC,
@@ -22,6 +24,7 @@ from numpyro_gpaug.math.log_sum import (
     expected_shares,
 )
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
+from numpyro_gpaug.multilabel import ClassMembers
 from tests.conftest import enable_x64
 
 KEY = jax.random.key(0)
@@ -242,3 +245,83 @@ def test_logistic_softmax_of_latents_far_below_zero() -> None:
         for link in (LOGISTIC, EXPONENTIAL)
     )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+CLASSES = 6
+
+
+def test_drawn_classes_bound_the_logistic_softmax_on_average() -> None:
+    """Over all subsets that hold the datum's class; and with all classes it is that."""
+    rng = np.random.default_rng(0)
+    f = 2 * rng.normal(size=CLASSES).astype("float32")
+    whole = gpaug.LogisticSoftmax(f).log_prob(2)
+    others = [c for c in range(CLASSES) if c != 2]
+    subsets = np.array([[2, *found] for found in combinations(others, 3)])
+    d = gpaug.SampledLogisticSoftmax(f[subsets], CLASSES)
+    zeros = np.zeros(len(subsets), int)
+    mean = d.log_prob(zeros).mean()
+    assert whole - 1 < mean < whole
+    still = {"logits": d.logits}, {"logits": jnp.zeros_like(d.logits)}
+    np.testing.assert_allclose(expected_log_prob(d, zeros, *still).mean(), mean, 1e-5)
+    same = gpaug.SampledLogisticSoftmax(f, CLASSES).log_prob(2)
+    np.testing.assert_allclose(same, whole, rtol=1e-5)
+    with pytest.raises(ValueError, match="3 or more"):
+        gpaug.SampledLogisticSoftmax(f[:2], CLASSES)
+    with pytest.raises(NotImplementedError, match="LogisticSoftmax"):
+        d.sample(KEY)
+
+
+def test_members_of_classes_stand_for_all_data() -> None:
+    labels = np.array([0, 3, 3, 1, 3, 0, 3, 3])
+    members = ClassMembers.of(labels, 5)
+    total = np.bincount(members.rows.ravel(), members.weights.ravel(), 8)
+    np.testing.assert_allclose(total, 1)
+
+    def draw(key):
+        with numpyro.handlers.seed(rng_seed=key):
+            return members.draw(3, 2)
+
+    drawn = jax.jit(jax.vmap(draw))(jax.random.split(KEY, 1000))
+    batch = jax.tree.map(np.asarray, drawn)
+    used = batch.scale > 0
+    classes = np.take_along_axis(batch.classes, batch.own, 1)
+    assert np.all(labels[batch.rows][used] == classes[used])
+    scales = np.bincount(batch.rows.ravel(), batch.scale.ravel() / 1000, 8)
+    np.testing.assert_allclose(scales, 1, atol=0.2)
+    with pytest.raises(ValueError, match="0 .. 2"):
+        ClassMembers.of(labels, 3)
+
+
+@pytest.mark.slow
+def test_drawn_classes_predict_as_all_classes_do() -> None:
+    X, y = load_digits(return_X_y=True)
+    X, order = (X / 16).astype("float32"), np.random.default_rng(0).permutation(len(X))
+    (X, X_test), (y, y_test) = (np.split(x[order], [1000]) for x in (X, y))
+    members, Z = ClassMembers.of(y, 10), X[:60]
+
+    kernel = gpaug.kernels.SquaredExponential(3.0, 4.0)
+
+    def latents(inducing):
+        return gpaug.GaussianProcess("f", kernel, inducing, num_latents=10)
+
+    def whole(X, y=None, *, inducing):
+        f = latents(inducing)(X)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", gpaug.LogisticSoftmax(f), obs=y)
+
+    def drawn(X, members, *, inducing):
+        batch = members.draw(5, 10)
+        f = latents(inducing)(X[batch.rows], latents=batch.classes)
+        with numpyro.handlers.scale(scale=batch.scale):
+            d = gpaug.SampledLogisticSoftmax(f, 10)
+            numpyro.sample("y", d, obs=batch.own)
+
+    full = gpaug.ConjugateSVI(whole, gpaug.AutoSparseGP(whole))
+    all_of_them = full.run(KEY, 30, X, y, inducing=Z, progress_bar=False)
+    svi = gpaug.ConjugateSVI(drawn, gpaug.AutoSparseGP(drawn))
+    some = svi.run(KEY, 600, X, members, inducing=Z, progress_bar=False)
+    scores = [
+        full.posterior(r.params, X, y, inducing=Z).log_prob(X_test, y_test).mean()
+        for r in (all_of_them, some)
+    ]
+    assert abs(scores[0] - scores[1]) < 0.05

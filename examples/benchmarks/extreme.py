@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extreme classification: what a step costs as the number of classes grows.
 
-A step draws K classes, p members of each, and a background batch for the normaliser;
-the posterior of all C classes (M means and an M x M precision each) stays in memory.
+A step draws K classes and all data of each; the posterior of all C classes (M means and
+an M x M precision each) stays in memory.
 Each number of classes runs in a process of its own. The cost of a step is the slope
 between a short and a long run, so that what a run does once does not count::
 
@@ -25,64 +25,46 @@ PER_CLASS = 4
 
 
 def make_data(num_classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs in two columns, a cluster per class, and the rows of each class."""
+    """Inputs in two columns, a cluster per class, and their classes."""
     rng = np.random.default_rng(seed)
     centres = 3 * rng.normal(size=(num_classes, 1, 2))
     X = centres + 0.4 * rng.normal(size=(num_classes, PER_CLASS, 2))
-    members = np.arange(num_classes * PER_CLASS).reshape(num_classes, PER_CLASS)
-    return X.reshape(-1, 2).astype("float32"), members
+    return X.reshape(-1, 2).astype("float32"), np.arange(num_classes).repeat(PER_CLASS)
 
 
-def model(X, members, *, inducing, num_drawn, num_rows):
-    """The logistic-softmax by its normaliser and the classes' own terms."""
-    import jax.numpy as jnp
+def model(X, members, *, inducing, num_drawn):
+    """The logistic-softmax by classes drawn, and by data of theirs."""
     import numpyro
-    import numpyro.distributions as dist
 
     import numpyro_gpaug as gpaug
 
-    N, C = X.shape[0], members.shape[0]
+    num_classes = len(members.rows)
     kernel = gpaug.kernels.SquaredExponential(1.0, 4.0)
-    gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=C)
-    positive = dist.constraints.positive
-    zeta = numpyro.param("zeta", jnp.full(N, C / 2), constraint=positive)
-    with numpyro.plate("classes", C, subsample_size=num_drawn) as drawn:
-        pass
-    data = numpyro.plate("data", N, subsample_size=num_rows)
-    with data as rows:
-        pass
-    own = members[drawn]
-    f = gp(jnp.concatenate([X[rows], X[own.ravel()]]), latents=drawn)
-    background, f_own = f[: len(rows)], f[len(rows) :]
-    f_own = f_own.reshape(*own.shape, len(drawn))
-    f_own = jnp.take_along_axis(f_own, jnp.arange(len(drawn))[:, None, None], 2)[..., 0]
-    with data:
-        rest = gpaug.LogisticNormalizer(background, C, zeta[rows])
-        numpyro.sample("rest", rest, obs=jnp.zeros(len(rows)))
-    with numpyro.handlers.scale(scale=C / len(drawn)):
-        likelihood = dist.Bernoulli(logits=f_own).to_event(2)
-        numpyro.sample("own", likelihood, obs=jnp.ones(own.shape, int))
+    gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=num_classes)
+    batch = members.draw(num_drawn)
+    f = gp(X[batch.rows], latents=batch.classes)
+    with numpyro.handlers.scale(scale=batch.scale):
+        likelihood = gpaug.SampledLogisticSoftmax(f, num_classes)
+        numpyro.sample("y", likelihood, obs=batch.own)
 
 
 def run_one(options: argparse.Namespace, num_classes: int) -> dict[str, float]:
     """Steps at one number of classes, in this process."""
     import jax
-    import optax
 
     import numpyro_gpaug as gpaug
+    from numpyro_gpaug.multilabel import ClassMembers
 
-    X, members = make_data(num_classes)
+    X, y = make_data(num_classes)
+    members = ClassMembers.of(y, num_classes)
     arguments = {
         "inducing": X[:: max(1, len(X) // options.num_inducing)][
             : options.num_inducing
         ],
         "num_drawn": options.drawn,
-        "num_rows": options.rows,
         "progress_bar": False,
     }
-    svi = gpaug.ConjugateSVI(
-        model, gpaug.AutoSparseGP(model), optax.adam(0.05), updates="augmented"
-    )
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
 
     def run(num_steps, state=None):
         start = time.process_time()
@@ -110,7 +92,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--classes", type=int, nargs="+", default=[1000, 10000])
     parser.add_argument("--drawn", type=int, default=100, help="classes per step")
-    parser.add_argument("--rows", type=int, default=256, help="background rows")
     parser.add_argument("--num-inducing", type=int, default=50)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)

@@ -23,6 +23,7 @@ from numpyro_gpaug.distributions.logistic_softmax import (
 )
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
 from numpyro_gpaug.distributions.robust_max import RobustMax
+from numpyro_gpaug.distributions.sampled_softmax import SampledLogisticSoftmax
 
 __all__ = [
     "BayesianSVM",
@@ -41,4 +42,5 @@ __all__ = [
     "PiecewiseNormal",
     "PolyaGamma",
     "RobustMax",
+    "SampledLogisticSoftmax",
 ]

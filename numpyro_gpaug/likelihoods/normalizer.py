@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The normaliser factor of the logistic-softmax with sampled classes."""
+"""The logistic-softmax with sampled classes, and its normaliser as a factor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions import LogisticNormalizer as Likelihood
-from numpyro_gpaug.math.logistic import expected_sigmoid
+from numpyro_gpaug.distributions import SampledLogisticSoftmax
+from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 
 from ._logistic import PolyaGammaOrZero, log_tilt
 from .contract import Augmentation, Conditionals, Parameters, register
@@ -52,9 +53,15 @@ def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
 
 def _predictive(d, means: Parameters, variances: Parameters):
     raise NotImplementedError(
-        "LogisticNormalizer has no observations to predict: predict the latents and "
-        "pass them to LogisticSoftmax"
+        f"{type(d).__name__} has no observations to predict: predict the latents "
+        "and pass them to LogisticSoftmax"
     )
 
 
+def _sampled(d, y, means: Parameters, variances: Parameters) -> Array:
+    moments = means["logits"], variances["logits"]
+    return d.bound(expected_log_sigmoid(*moments), expected_sigmoid(*moments), y)
+
+
+register(SampledLogisticSoftmax, ("logits",), _sampled, _predictive)
 register(Likelihood, ("logits",), _expected_log_prob, _predictive, LogisticNormalizer())

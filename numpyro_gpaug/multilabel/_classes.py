@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes, and data of theirs, drawn inside a model."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jax import Array
+from jax.typing import ArrayLike
+
+
+class ClassBatch(NamedTuple):
+    """Some classes, and data of theirs.
+
+    :param classes: the K classes drawn.
+    :param rows: indices of the data, (B,).
+    :param own: the position of the class of each among those drawn, (B,).
+    :param scale: how many data each stands for, (B,): for ``numpyro.handlers.scale``.
+    """
+
+    classes: Array
+    rows: Array
+    own: Array
+    scale: Array
+
+
+class ClassMembers(NamedTuple):
+    """The data of every class, for models of very many classes.
+
+    A batch holds data of the classes drawn and of no others, so that each datum meets
+    its own class and a uniform sample of the rest.
+
+    :param rows: of each class, in random order and repeated up to the size of the
+        largest, (C, P).
+    :param weights: one over how often the row is repeated; 0 if a class has none.
+
+    **Example**
+
+    >>> import jax, numpyro
+    >>> members = ClassMembers.of([0, 1, 2, 2, 1, 2], num_classes=3)
+    >>> with numpyro.handlers.seed(rng_seed=0):
+    ...     batch = members.draw(2, 2)
+    >>> batch.rows.shape, batch.own.tolist()
+    ((4,), [0, 0, 1, 1])
+    """
+
+    rows: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, labels: ArrayLike, num_classes: int, seed: int = 0) -> ClassMembers:
+        """From labels.
+
+        :param labels: classes of the data, (N,), 0 .. C - 1.
+        :param num_classes: C.
+        :param seed: of the order within a class.
+        :raises ValueError: for labels outside that range.
+        """
+        found: Any = np.asarray(labels)
+        if found.ndim != 1 or not found.size or not 0 <= found.min() <= found.max() < (
+            num_classes
+        ):  # fmt: skip
+            raise ValueError(
+                f"labels of shape {found.shape} must be a vector of classes "
+                f"0 .. {num_classes - 1}"
+            )
+        order = np.random.default_rng(seed).permutation(found.size)
+        order = order[np.argsort(found[order], kind="stable")]
+        counts = np.bincount(found, minlength=num_classes)[:, None]
+        place = np.arange(counts.max()) % np.maximum(counts, 1)
+        starts = np.cumsum(counts)[:, None] - counts
+        rows = order[np.minimum(starts + place, found.size - 1)]
+        repeats = (counts.max() - place - 1) // np.maximum(counts, 1) + 1
+        return cls(rows, ((counts > 0) / repeats).astype(np.float32))
+
+    def draw(
+        self, num_drawn: int | None = None, num_members: int | None = None
+    ) -> ClassBatch:
+        """A batch, inside a model: by its plates ``"classes"`` and ``"members"``.
+
+        :param num_drawn: number K of classes; all by default.
+        :param num_members: of each; all by default.
+        """
+        num_classes, size = np.shape(self.rows)
+        with numpyro.plate("classes", num_classes, subsample_size=num_drawn) as drawn:
+            pass
+        with numpyro.plate("members", size, subsample_size=num_members) as some:
+            pass
+        rows = jnp.asarray(self.rows)[drawn][:, some]
+        scale = jnp.asarray(self.weights)[drawn][:, some] * (
+            num_classes * size / rows.size
+        )
+        own = jnp.repeat(jnp.arange(len(drawn)), len(some))
+        return ClassBatch(drawn, rows.ravel(), own, scale.ravel())
