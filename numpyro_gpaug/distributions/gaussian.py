@@ -13,6 +13,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_gpaug.math.linalg import (
     Moments,
     NaturalGaussian,
+    cholesky,
     inverse_lower,
     kl_to_diagonal,
     moments,
@@ -54,7 +55,7 @@ class BlockGaussian(dist.Distribution):
     @classmethod
     def from_natural(cls, natural: NaturalGaussian) -> BlockGaussian:
         """From potential and precision: mean ``precision^-1 potential``."""
-        tril = jnp.linalg.cholesky(natural.precision)
+        tril = cholesky(natural.precision)
         return cls(moments(natural).mean, tril, "precision")
 
     @property

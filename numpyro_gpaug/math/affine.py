@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax, random
+from jax import Array, random
 
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
@@ -207,6 +207,4 @@ def scatter(tree: Any, latents: Array | None, part: Any) -> Any:
 
 
 def _solve(factor: Array, vector: Array, *, transpose: bool = False) -> Array:
-    return lax.linalg.triangular_solve(
-        factor, vector[..., None], left_side=True, lower=True, transpose_a=transpose
-    )[..., 0]
+    return linalg.solve_lower(factor, vector[..., None], transpose=transpose)[..., 0]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,11 +45,49 @@ def with_jitter(matrix: Array, jitter: float) -> Array:
     return matrix + jnp.asarray(jitter, matrix.dtype) * mean * eye
 
 
+@jax.custom_jvp
 def cholesky(matrix: Array) -> Array:
     """Lower Cholesky factor of a matrix that is symmetric to rounding: its upper
-    triangle is what is read."""
+    triangle is what is read.
+
+    :param matrix: (..., M, M).
+    :return: (..., M, M); NaN where the matrix is not positive definite.
+    """
     # LAPACK reads columns: the transpose of an array of rows needs no copy.
-    return jnp.linalg.cholesky(matrix.mT, symmetrize_input=False)
+    return one_by_one(partial(jnp.linalg.cholesky, symmetrize_input=False))(matrix.mT)
+
+
+@cholesky.defjvp
+def _cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (tangent,) = tangents
+    factor = cholesky(*primals)
+    return factor, factor @ _half(inverse_lower(factor), tangent)
+
+
+def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of matrices that calls LAPACK, for stacks of them (..., M, N).
+
+    On a CPU they are taken one after the other, under ``vmap`` too: jaxlib makes tasks
+    of its thread pool of the matrices of one call, and two programs at once that wait
+    for theirs (chains in parallel, threads of a server) wait for ever.
+
+    :param function: of one matrix or several; not differentiated.
+    """
+    if jax.default_backend() != "cpu":
+        return function
+    # A function of arguments alone: the keywords of a partial would be traced.
+    single = jax.custom_batching.sequential_vmap(lambda *each: function(*each))
+
+    def of_each(*stacks: Array) -> Any:
+        leading = stacks[0].shape[:-2]
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
+        if len(flat[0]) == 1:
+            found = jax.tree.map(lambda x: x[None], single(*(x[0] for x in flat)))
+        else:
+            found = lax.map(lambda each: single(*each), tuple(flat))
+        return jax.tree.map(lambda x: x.reshape(leading + x.shape[1:]), found)
+
+    return of_each
 
 
 @jax.custom_jvp
@@ -55,8 +95,8 @@ def inverse_cholesky(matrix: Array) -> Array:
     """``L^-1`` of the lower Cholesky factor L of ``matrix``, (..., M, M); NaN where it
     is not positive definite.
 
-    With ``W = L^-1`` its derivative is ``-half(W dK W') W``, where ``half`` keeps the
-    lower triangle and half the diagonal: products only, no triangular solves.
+    With ``W = L^-1`` its derivative is ``-half(W dK W') W``: products only, no
+    triangular solves.
     """
     return inverse_lower(cholesky(matrix))
 
@@ -65,10 +105,15 @@ def inverse_cholesky(matrix: Array) -> Array:
 def _inverse_cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (tangent,) = tangents
     inverse = inverse_cholesky(*primals)
+    return inverse, -_half(inverse, tangent) @ inverse
+
+
+def _half(inverse: Array, tangent: Array) -> Array:
+    """``half(W dK W')``: how, in its own coordinates, a factor moves with its matrix;
+    ``half`` keeps the lower triangle and half the diagonal."""
     size, dtype = inverse.shape[-1], inverse.dtype
     half = jnp.asarray(np.tri(size) - 0.5 * np.eye(size), dtype)
-    turned = jnp.einsum("...ij,...kj->...ik", inverse @ tangent, inverse)
-    return inverse, -(half * turned) @ inverse
+    return half * jnp.einsum("...ij,...kj->...ik", inverse @ tangent, inverse)
 
 
 def safe_sqrt(x: Array) -> Array:
@@ -77,20 +122,48 @@ def safe_sqrt(x: Array) -> Array:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
-def solve_lower(factor: Array, rhs: Array) -> Array:
-    """``factor^-1 rhs`` for a lower factor; leading axes broadcast."""
+def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
+    """``factor^-1 rhs``, or ``factor'^-1 rhs``, for a lower factor.
+
+    :param factor: (..., M, M).
+    :param rhs: (..., M, n); leading axes broadcast.
+    :param transpose: whether the factor is transposed.
+    """
     batch = jnp.broadcast_shapes(factor.shape[:-2], rhs.shape[:-2])
-    return lax.linalg.triangular_solve(
-        jnp.broadcast_to(factor, batch + factor.shape[-2:]),
-        jnp.broadcast_to(rhs, batch + rhs.shape[-2:]),
-        left_side=True,
-        lower=True,
-    )
+    factor, rhs = (jnp.broadcast_to(x, batch + x.shape[-2:]) for x in (factor, rhs))
+    return _solved(transpose, factor, rhs)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _solved(transpose: bool, factor: Array, rhs: Array) -> Array:
+    return one_by_one(
+        partial(
+            lax.linalg.triangular_solve, left_side=True, lower=True,
+            transpose_a=transpose,
+        )
+    )(factor, rhs)  # fmt: skip
+
+
+@_solved.defjvp
+def _solved_jvp(transpose: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (factor, rhs), (factor_dot, rhs_dot) = primals, tangents
+    solution, inverse = _solved(transpose, factor, rhs), inverse_lower(factor)
+    if transpose:
+        inverse, factor_dot = inverse.mT, factor_dot.mT
+    return solution, inverse @ (rhs_dot - factor_dot @ solution)
+
+
+@jax.custom_jvp
 def inverse_lower(factor: Array) -> Array:
     """Inverse of a lower triangular factor (..., M, M)."""
-    return solve_lower(factor, jnp.eye(factor.shape[-1], dtype=factor.dtype))
+    eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
+    return solve_lower(factor, eye)
+
+
+@inverse_lower.defjvp
+def _inverse_lower_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    inverse = inverse_lower(*primals)
+    return inverse, -inverse @ tangents[0] @ inverse
 
 
 class NaturalGaussian(NamedTuple):

@@ -20,7 +20,7 @@ from numpyro_gpaug.math.affine import (
     selected,
     unstandardised,
 )
-from numpyro_gpaug.math.linalg import Moments, moments
+from numpyro_gpaug.math.linalg import Moments, moments, solve_lower
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
@@ -92,9 +92,7 @@ class Part(NamedTuple):
         q = ellipse.moments
         flat = self.group.join({b.name: x[b.site] for b in self.blocks})
         centred = flat.reshape(q.mean.shape) - q.mean
-        return lax.linalg.triangular_solve(
-            q.whitener, centred[..., None], left_side=True, lower=True, transpose_a=True
-        )[..., 0]
+        return solve_lower(q.whitener, centred[..., None], transpose=True)[..., 0]
 
     def moved(
         self, ellipse: Ellipse, white: Array, shift: Values, view: ModelView

@@ -16,7 +16,9 @@ from tqdm.auto import tqdm
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
 from numpyro_gpaug.infer.vi.epochs import epoch_length
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.loop import CHUNK, evaluate, run_chunk
+from numpyro_gpaug.infer.vi.padding import padded_size, same_with_rows
 from numpyro_gpaug.infer.vi.plan import (
     Plan,
     Settings,
@@ -32,7 +34,7 @@ from numpyro_gpaug.infer.vi.start import (
     initial_state,
     read_params,
 )
-from numpyro_gpaug.infer.vi.stepper import ConjugateState
+from numpyro_gpaug.infer.vi.stepper import ConjugateState, Stepper
 from numpyro_gpaug.model.calls import check_count, check_given, check_key
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import Arguments, remembered
@@ -134,6 +136,8 @@ class ConjugateSVI:
         # By the shapes of the arguments: what a fit at such arguments needs to know.
         self._plans: dict[Any, Plan] = {}
         self._checked = CheckedData(model, guide)
+        # Likewise: whether added rows change nothing.
+        self._apart: dict[Any, bool] = {}
         self._begin = jax.jit(
             partial(initial_state, self.settings, model, guide),
             static_argnames="static",
@@ -171,17 +175,7 @@ class ConjugateSVI:
         check_key(rng_key)
         check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
         arguments = Arguments.split(args, kwargs)
-        # Copied: the steps overwrite the state, and with it what it is made of.
-        given = _copied(init_params or {})
-        if given:
-            check_given(given, self._declared(arguments, rng_key), self.guide.structure)
-        state, params, valid = self._begin(
-            arguments.arrays, rng_key, given, initial_natural(self.guide, given),
-            static=arguments.static,
-        )  # fmt: skip
-        check_start(self.model, self.guide, arguments, params, valid, given)
-        self._plan(arguments, lambda: params)
-        return state
+        return self._start(arguments, arguments, rng_key, init_params)
 
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
         """Constrained params of model and guide, the natural parameters among them."""
@@ -240,18 +234,19 @@ class ConjugateSVI:
         check_count("num_steps", num_steps)
         if tol is not None and not 0 <= tol < np.inf:
             raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
+        check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
+        given = Arguments.split(args, kwargs)
+        arguments = self._with_rows(given, rng_key)
         if init_state is None:
-            state = self.init(rng_key, *args, init_params=init_params, **kwargs)
+            state = self._start(arguments, given, rng_key, init_params)
         else:
-            check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
             state = _copied(init_state)
-        arguments = Arguments.split(args, kwargs)
         plan = self._plan_at(arguments, state)
         _check_plates(plan, state)
         noisy = bool(plan.structure.subsampled) or plan.random_others
         epoch = _steps_compared(plan) if noisy else 0
         limit = 0.0 if tol is None or noisy else tol
-        data = fingerprint(arguments.arrays)
+        data = fingerprint(given.arrays)
         losses: list[np.ndarray] = []
         taken = 0
         with tqdm(total=num_steps, disable=not progress_bar) as bar:
@@ -307,6 +302,30 @@ class ConjugateSVI:
 
     # -- plans and params -------------------------------------------------------------
 
+    def _start(
+        self,
+        arguments: Arguments,
+        given: Arguments,
+        key: Array,
+        init_params: dict[str, Any] | None,
+    ) -> ConjugateState:
+        """The initial state, checked.
+
+        :param arguments: with rows that do not count, perhaps.
+        :param given: without.
+        """
+        # Copied: the steps overwrite the state, and with it what it is made of.
+        values = _copied(init_params or {})
+        if values:
+            check_given(values, self._declared(given, key), self.guide.structure)
+        state, params, valid = self._begin(
+            arguments.arrays, key, values, initial_natural(self.guide, values),
+            static=arguments.static,
+        )  # fmt: skip
+        check_start(self.model, self.guide, given, params, valid, values)
+        self._plan(arguments, lambda: params)
+        return state
+
     def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
         """Shapes of the params as model and guide declare them."""
         natural = initial_natural(self.guide, {})
@@ -314,6 +333,31 @@ class ConjugateSVI:
             arguments.arrays, key, {}, natural, static=arguments.static
         )
         return begun[1]
+
+    def _with_rows(self, arguments: Arguments, key: Array) -> Arguments:
+        """The arguments with rows that do not count, if a fit to them is proved to be
+        the same: programs are then shared by data of similar size."""
+        size = padded_size(arguments)
+        if size is None or self.settings.m_step:
+            return arguments
+
+        def begin(at: Arguments) -> Any:
+            natural = initial_natural(self.guide, {})
+            return self._begin.trace(at.arrays, key, {}, natural, static=at.static)
+
+        def problem(at: Arguments, values: Any) -> LatentGaussian:
+            stepper = Stepper(self._plan(at, dict), self.settings, at)
+            return stepper.problem(values, key, {})
+
+        def same() -> bool:
+            structure = self.guide.structure_at(arguments)
+            noisy = structure.subsampled or self.guide.random_others
+            check = partial(same_with_rows, begin, problem, arguments, size)
+            more = arguments.with_rows(size)
+            return not noisy and self.guide.same_with_rows(arguments, more, check)
+
+        apart = remembered(self._apart, arguments.shapes, same)
+        return arguments.with_rows(size) if apart else arguments
 
     def _plan_at(self, arguments: Arguments, state: ConjugateState) -> Plan:
         return self._plan(arguments, lambda: self._constrain(state.hyper.values))

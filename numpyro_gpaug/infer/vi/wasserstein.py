@@ -20,7 +20,7 @@ from numpyro_gpaug.infer.vi.elbo import (
     trace_guide,
     view_at,
 )
-from numpyro_gpaug.math.linalg import default_jitter
+from numpyro_gpaug.math.linalg import default_jitter, one_by_one
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.view import ModelView
@@ -250,7 +250,7 @@ def _bures(K: Array, R: Array, floor: Array) -> Array:
     """
     A, inverse_A = _root(lax.stop_gradient(K), floor)
     B, inverse_B = _root(lax.stop_gradient(R), floor)
-    left, _, right = jnp.linalg.svd(_transposed(B) @ A)
+    left, _, right = one_by_one(jnp.linalg.svd)(_transposed(B) @ A)
     turn = left @ right
     value = jnp.square(A - B @ turn).sum((-2, -1))
     # At a minimum the derivative of U does not count.
@@ -265,7 +265,7 @@ def _bures(K: Array, R: Array, floor: Array) -> Array:
 
 def _root(covariance: Array, floor: Array) -> tuple[Array, Array]:
     """A factor and its (pseudo-)inverse; what rounding made negative counts as 0."""
-    values, vectors = jnp.linalg.eigh(covariance)
+    values, vectors = one_by_one(jnp.linalg.eigh)(covariance)
     roots = jnp.sqrt(jnp.maximum(values, 0) + floor[..., None])
     positive = roots > 0
     inverse = jnp.where(positive, 1 / jnp.where(positive, roots, 1), 0)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows added, of no weight: the same fits, from programs that similar data share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax import lax
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.rows import rows_apart
+
+KEY = jax.random.key(0)
+GROUPS = np.arange(5.0)
+CALLS = []
+
+
+def binary(X, y=None, *, inducing):
+    """Hyperparameters of both kinds."""
+    CALLS.append(1)
+    lengthscale = numpyro.param("lengthscale", jnp.ones(2))
+    variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
+    kernel = gpaug.kernels.Matern52(lengthscale, variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+def of_gp(X, y=None, *, inducing):
+    """At fixed hyperparameters, for the variants below."""
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.SquaredExponential(1.0), inducing)
+    return gp(X)
+
+
+def classes(X, y=None, *, inducing):
+    kernel = gpaug.kernels.SquaredExponential(1.0)
+    gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)
+    with numpyro.plate("data", X.shape[0]):
+        likelihood = gpaug.distributions.LogisticSoftmax(gp(X))
+        numpyro.sample("y", likelihood, obs=None if y is None else 2 * y)
+
+
+def weights(X, y=None, *, inducing):
+    beta = numpyro.sample("beta", dist.Normal(0.0, jnp.ones(2)).to_event(1))
+    f = of_gp(X, inducing=inducing)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=f + X @ beta), obs=y)
+
+
+def centred_outside(X, y=None, *, inducing):
+    # The largest of repeated rows is the largest; and data may be looked up by row.
+    X = X / jnp.abs(X).max(0)
+    offset = jnp.asarray(GROUPS)[jnp.clip(jnp.int32(X[:, 0] * 5), 0, 4)]
+    f = of_gp(X, inducing=inducing) + offset
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def mean_of_rows(X, y=None, *, inducing):
+    f = of_gp(X - X.mean(0), inducing=inducing)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def number_of_rows(X, y=None, *, inducing):
+    f = of_gp(X, inducing=inducing) + 1 / len(X)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def param_from_rows(X, y=None, *, inducing):
+    shift = numpyro.param("shift", X.sum())
+    f = of_gp(X, inducing=inducing) + shift
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def param_by_row(X, y=None, *, inducing):
+    shift = numpyro.param("shift", lambda key: jnp.zeros(len(X)))
+    f = of_gp(X, inducing=inducing) + shift
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def no_plate(X, y=None, *, inducing):
+    numpyro.sample("y", dist.Bernoulli(logits=of_gp(X, inducing=inducing)), obs=y)
+
+
+def rows_in_an_event(X, y=None, *, inducing):
+    f = of_gp(X, inducing=inducing)
+    numpyro.sample("y", dist.Bernoulli(logits=f).to_event(1), obs=y)
+
+
+def inducing_at_rows(X, y=None, *, inducing):
+    f = of_gp(X, inducing=X)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def data(num):
+    rng = np.random.default_rng(num)
+    X = rng.normal(size=(num, 2)).astype(np.float32)
+    return X, (X[:, 0] * X[:, 1] > 0).astype(np.int32)
+
+
+def fitted(svi, num, **options):
+    X, y = data(num)
+    inducing = np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
+    options = {"inducing": inducing, "progress_bar": False, **options}
+    return svi.run(KEY, 6, X, y, **options)
+
+
+def alone(svi, num):
+    """The same fit without added rows: by steps one at a time, which add none."""
+    X, y = data(num)
+    inducing = np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
+    state, losses = svi.init(KEY, X, y, inducing=inducing), []
+    for _ in range(6):
+        state, loss = svi.update(state, X, y, inducing=inducing)
+        losses.append(loss)
+    return svi.get_params(state), np.array(losses)
+
+
+@pytest.mark.parametrize(
+    ("model", "optim"),
+    [(binary, optax.adam(0.05)), (classes, None), (weights, None),
+     (centred_outside, None)],
+)  # fmt: skip
+def test_folds_share_programs_and_give_what_each_gives_alone(model, optim) -> None:
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
+    CALLS.clear()
+    found = fitted(svi, 133)
+    assert len(CALLS) <= 8
+    params, losses = alone(svi, 133)
+    np.testing.assert_allclose(found.losses, losses, rtol=2e-5)
+    for name, value in params.items():
+        np.testing.assert_allclose(found.params[name], value, rtol=2e-3, atol=2e-3)
+    before = svi._advance._cache_size(), svi._begin._cache_size()
+    other = fitted(svi, 134)
+    assert (svi._advance._cache_size(), svi._begin._cache_size()) == before
+    np.testing.assert_allclose(other.losses, alone(svi, 134)[1], rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [mean_of_rows, number_of_rows, param_from_rows, param_by_row, no_plate,
+     rows_in_an_event, inducing_at_rows],
+)  # fmt: skip
+def test_no_rows_are_added_where_they_could_change_a_fit(model) -> None:
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    found = fitted(svi, 133)
+    np.testing.assert_allclose(found.losses, alone(svi, 133)[1], rtol=1e-6)
+    assert svi._apart == {next(iter(svi._apart)): False}
+
+
+ROWWISE = {
+    "elementwise": lambda x: jnp.exp(x) * x[:, :1] + 1,
+    "sum of columns": lambda x: x.sum(1),
+    "product": lambda x: x @ jnp.ones((2, 3)),
+    "largest row": lambda x: x - x.max(0),
+    "turned": lambda x: x.T[None].reshape(1, 1, 2, -1),
+    "looked up": lambda x: jnp.arange(4.0)[jnp.int32(x[:, 0])],
+    "constant": lambda x: jnp.zeros(len(x)) + jnp.arange(2.0)[:, None],
+    "inner function": lambda x: jax.jit(jax.nn.softplus)(x)[:, 1],
+    "branch": lambda x: lax.cond(True, lambda: x, lambda: 2 * x),
+    "loop": lambda x: lax.fori_loop(0, 3, lambda i, y: y + x, x),
+}
+MIXED = {
+    "mean": lambda x: x - x.mean(0),
+    "running sum": lambda x: jnp.cumsum(x, 0),
+    "order": lambda x: jnp.sort(x, 0),
+    "mirrored": lambda x: x[::-1],
+    "shifted": lambda x: jnp.roll(x, 1, 0),
+    "without the first": lambda x: x[1:],
+    "first": lambda x: x[0],
+    "raveled": lambda x: x.ravel(),
+    "products of rows": lambda x: x @ x.T,
+    "over rows": lambda x: x.T @ x,
+    "side by side": lambda x: jnp.concatenate([x, x]),
+    "number": lambda x: x / len(x),
+    "constant of rows": lambda x: x[:, 0] + np.linspace(0, 1, len(x)),
+    "draws": lambda x: x[:, 0] + jax.random.normal(KEY, (len(x),)),
+    "branches by number": lambda x: x if len(x) > 6 else 2 * x,
+    "in a loop": lambda x: lax.fori_loop(0, 3, lambda i, y: y - y.mean(0), x),
+    "scan": lambda x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(2), x)[1],
+    "turned by name": lambda x: x.reshape(2, -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ROWWISE, *MIXED])
+def test_the_proof(name) -> None:
+    function = (ROWWISE | MIXED)[name]
+    few, many = (jax.make_jaxpr(function)(jnp.zeros((num, 2))) for num in (6, 9))
+    assert rows_apart(few, many) is (name in ROWWISE)
