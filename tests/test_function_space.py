@@ -251,7 +251,8 @@ def test_posteriors_of_one_guide_share_what_is_compiled() -> None:
     part = posterior.predict_y(X, batch_size=16).probs
     before = compilations("_answer")
     assert before == none + 1
-    np.testing.assert_allclose(part, whole, rtol=2e-5)
+    # Products of other shapes round otherwise.
+    np.testing.assert_allclose(part, whole, atol=2e-4)
     for scale in (1.0, 1.1):
         params = {**result.params, "W": scale * result.params["W"]}
         again = gpaug.Posterior.from_guide(three, guide, params, X, y, **given)
