@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any, Self
+from functools import wraps
+from typing import Any, ParamSpec, Self, TypeVar
 
 import jax
 import numpyro
@@ -14,6 +16,27 @@ from numpyro.handlers import block, mask, replay, seed, substitute
 from numpyro.handlers import trace as handlers_trace
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.primitives import _PYRO_STACK, Messenger, apply_stack
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_RUNS = threading.RLock()
+
+
+def one_thread(function: Callable[P, T]) -> Callable[P, T]:
+    """``function`` for one thread at a time, of all functions so marked.
+
+    NumPyro's stack of handlers is one for all threads: two that run models, as JAX
+    traces them, would find each other's handlers on it. What is compiled needs no lock,
+    and JAX does not wait for it: a locked call takes long only where it compiles.
+    """
+
+    @wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _RUNS:
+            return function(*args, **kwargs)
+
+    return locked
 
 
 class residual_policy(Messenger):

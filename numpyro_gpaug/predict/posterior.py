@@ -16,7 +16,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug._numpyro import one_thread, whole_plates
 from numpyro_gpaug.errors import ArchiveError, CholeskyError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
@@ -81,6 +81,7 @@ class Posterior:
         self._prepared: Prepared | None = None
 
     @classmethod
+    @one_thread
     def from_guide(
         cls,
         model: Callable[..., Any],

@@ -13,7 +13,7 @@ from jax import Array, lax, random
 from numpyro import handlers
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug._numpyro import Ordered, whole_plates
+from numpyro_gpaug._numpyro import Ordered, one_thread, whole_plates
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.guides.base import ProcessGuide
@@ -98,6 +98,7 @@ class Predictor:
         self._shapes: dict[Any, Any] = {}
         self._structures: dict[Any, Structure] = {}
 
+    @one_thread
     def __call__(
         self,
         what: str,
@@ -137,6 +138,7 @@ class Predictor:
                     )
         return ordered.tree, prepared
 
+    @one_thread
     def shapes(
         self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
     ) -> Any:
@@ -155,6 +157,7 @@ class Predictor:
             lambda: jax.eval_shape(run, arguments.arrays, fitted),
         )  # fmt: skip
 
+    @one_thread
     def moments(self, fitted: Fitted) -> dict[str, Moments]:
         """Moments of the Gaussian blocks, latent axis first."""
         return jax.jit(self._moments)(fitted.own)

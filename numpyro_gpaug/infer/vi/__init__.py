@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variational inference: closed-form updates, and losses for NumPyro's ``SVI``."""
 
+from numpyro_gpaug.infer.vi.checkpoints import load_state, save_state
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.elbo import TraceAnalytic_ELBO
 from numpyro_gpaug.infer.vi.result import ConjugateResult
@@ -20,5 +21,7 @@ __all__ = [
     "RobbinsMonro",
     "TraceAnalytic_ELBO",
     "TraceWasserstein_ELBO",
+    "load_state",
+    "save_state",
     "squared_wasserstein",
 ]

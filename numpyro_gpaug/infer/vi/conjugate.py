@@ -11,14 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from tqdm.auto import tqdm
 
+from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
-from numpyro_gpaug.infer.vi.epochs import epoch_length
-from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
-from numpyro_gpaug.infer.vi.loop import CHUNK, evaluate, run_chunk
-from numpyro_gpaug.infer.vi.padding import padded_size, same_with_rows
+from numpyro_gpaug.infer.vi.loop import evaluate, run_chunk
+from numpyro_gpaug.infer.vi.padding import SharedRows
 from numpyro_gpaug.infer.vi.plan import (
     Plan,
     Settings,
@@ -26,6 +24,7 @@ from numpyro_gpaug.infer.vi.plan import (
     fingerprint,
     transforms_of,
 )
+from numpyro_gpaug.infer.vi.progress import Progress, settled, steps_compared
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.start import (
@@ -34,7 +33,7 @@ from numpyro_gpaug.infer.vi.start import (
     initial_state,
     read_params,
 )
-from numpyro_gpaug.infer.vi.stepper import ConjugateState, Stepper
+from numpyro_gpaug.infer.vi.stepper import ConjugateState
 from numpyro_gpaug.model.calls import check_count, check_given, check_key
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import Arguments, remembered
@@ -136,12 +135,11 @@ class ConjugateSVI:
         # By the shapes of the arguments: what a fit at such arguments needs to know.
         self._plans: dict[Any, Plan] = {}
         self._checked = CheckedData(model, guide)
-        # Likewise: whether added rows change nothing.
-        self._apart: dict[Any, bool] = {}
         self._begin = jax.jit(
             partial(initial_state, self.settings, model, guide),
             static_argnames="static",
         )
+        self._shared = SharedRows(guide, self.settings, self._begin, self._plan)
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
         self._advance = jax.jit(
@@ -155,6 +153,7 @@ class ConjugateSVI:
 
     # -- the interface of SVI ---------------------------------------------------------
 
+    @one_thread
     def init(
         self,
         rng_key: Array,
@@ -177,10 +176,12 @@ class ConjugateSVI:
         arguments = Arguments.split(args, kwargs)
         return self._start(arguments, arguments, rng_key, init_params)
 
+    @one_thread
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
         """Constrained params of model and guide, the natural parameters among them."""
         return self._read(state.hyper.values, state.natural)
 
+    @one_thread
     def update(
         self, state: ConjugateState, *args: Any, **kwargs: Any
     ) -> tuple[ConjugateState, Array]:
@@ -190,13 +191,11 @@ class ConjugateSVI:
         :raises ValueError: as :meth:`init` does, unless state or data are traced.
         """
         arguments, data = self._checked(state, args, kwargs)
-        plan = self._plan_at(arguments, state)
-        state, losses, _ = self._advance(
-            _copied(state), np.int32(1), np.zeros((), state.bound.dtype),
-            data, arguments.arrays, plan=plan, static=arguments.static,
-        )  # fmt: skip
+        plan, never = self._plan_at(arguments, state), np.zeros((), state.bound.dtype)
+        state, losses, _ = self._steps(_copied(state), 1, never, data, arguments, plan)
         return state, losses[0]
 
+    @one_thread
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
         """The loss (minus the bound) of a state on these data."""
         arguments, _ = self._checked(state, args, kwargs)
@@ -212,6 +211,7 @@ class ConjugateSVI:
         tol: float | None = None,
         init_state: ConjugateState | None = None,
         init_params: dict[str, Any] | None = None,
+        callback: Callable[[ConjugateState, np.ndarray], None] | None = None,
         **kwargs: Any,
     ) -> ConjugateResult:
         """Runs ``num_steps`` steps, or fewer if ``tol`` is met.
@@ -219,51 +219,43 @@ class ConjugateSVI:
         :param rng_key: random key.
         :param num_steps: number of steps.
         :param args: the model's arguments.
-        :param progress_bar: whether to show one; it is redrawn every 100 steps at most.
+        :param progress_bar: whether to show one.
         :param tol: stop once the bound moves by less than ``tol`` nats: for three steps
             in a row (three times ``hyper_every``) on full data, from one epoch's mean
             to the next on minibatches.
         :param init_state: a state to continue from.
         :param init_params: constrained values to start from, by param name.
+        :param callback: called about once a second, every 100 steps at least, with the
+            state there and the losses so far: see
+            :func:`~numpyro_gpaug.infer.save_state`.
         :param kwargs: the model's keyword arguments.
         :return: params, state and the losses of the steps taken; with the arguments,
-            for :meth:`posterior`.
+            for :meth:`posterior`. After Ctrl-C they are those so far, with a warning; a
+            second one raises.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
-        check_key(rng_key)
         check_count("num_steps", num_steps)
         if tol is not None and not 0 <= tol < np.inf:
             raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
-        check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
-        given = Arguments.split(args, kwargs)
-        arguments = self._with_rows(given, rng_key)
-        if init_state is None:
-            state = self._start(arguments, given, rng_key, init_params)
-        else:
-            state = _copied(init_state)
-        plan = self._plan_at(arguments, state)
-        _check_plates(plan, state)
+        begun = self._begin_run(rng_key, init_state, init_params, args, kwargs)
+        state, plan, arguments, data = begun
         noisy = bool(plan.structure.subsampled) or plan.random_others
-        epoch = _steps_compared(plan) if noisy else 0
-        limit = 0.0 if tol is None or noisy else tol
-        data = fingerprint(given.arrays)
+        epoch = steps_compared(plan.structure) if noisy else 0
+        limit = np.asarray(0 if tol is None or noisy else tol, state.bound.dtype)
         losses: list[np.ndarray] = []
-        taken = 0
-        with tqdm(total=num_steps, disable=not progress_bar) as bar:
-            while taken < num_steps:
-                wanted = min(CHUNK, num_steps - taken)
-                state, chunk, steps = self._advance(
-                    state, np.int32(wanted), np.asarray(limit, state.bound.dtype),
-                    data, arguments.arrays, plan=plan, static=arguments.static,
-                )  # fmt: skip
-                chunk = np.asarray(chunk)[: int(steps)]
-                losses.append(chunk)
-                taken += len(chunk)
-                if not np.isfinite(chunk).all():
+        size = sum(x.size for x in arguments.arrays)
+        with Progress(num_steps, size, progress_bar) as progress:
+            while wanted := progress.next():
+                state, chunk, steps = self._steps(
+                    state, wanted, limit, data, arguments, plan
+                )
+                losses.append(np.asarray(chunk)[: int(steps)])
+                if not np.isfinite(losses[-1]).all():
                     self._explain(state, args, kwargs)
-                bar.update(len(chunk))
-                bar.set_postfix_str(f"loss {chunk[-1]:.4f}", refresh=False)
-                if len(chunk) < wanted or _settled(losses, epoch, tol):
+                progress.took(losses[-1])
+                if callback is not None:
+                    callback(_copied(state), np.concatenate(losses))
+                if len(losses[-1]) < wanted or settled(losses, epoch, tol):
                     break
         params, losses_ = self.get_params(state), np.concatenate(losses)
         return ConjugateResult(params, state, losses_, args, kwargs)
@@ -302,6 +294,44 @@ class ConjugateSVI:
 
     # -- plans and params -------------------------------------------------------------
 
+    @one_thread
+    def _begin_run(
+        self,
+        key: Array,
+        state: ConjugateState | None,
+        init_params: dict[str, Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[ConjugateState, Plan, Arguments, np.uint32]:
+        """Where a run starts, its plan, its arguments and their fingerprint."""
+        check_key(key)
+        check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
+        given = Arguments.split(args, kwargs)
+        arguments = self._shared(given, key)
+        if state is None:
+            state = self._start(arguments, given, key, init_params)
+        else:
+            state = _copied(state)
+        plan = self._plan_at(arguments, state)
+        _check_plates(plan, state)
+        state = state._replace(stalled=jnp.zeros_like(state.stalled))
+        return state, plan, arguments, fingerprint(given.arrays)
+
+    @one_thread
+    def _steps(
+        self,
+        state: ConjugateState,
+        number: int,
+        tol: np.ndarray,
+        data: np.uint32,
+        arguments: Arguments,
+        plan: Plan,
+    ) -> tuple[ConjugateState, Array, Array]:
+        return self._advance(
+            state, np.int32(number), tol, data, arguments.arrays, plan=plan,
+            static=arguments.static,
+        )  # fmt: skip
+
     def _start(
         self,
         arguments: Arguments,
@@ -333,31 +363,6 @@ class ConjugateSVI:
             arguments.arrays, key, {}, natural, static=arguments.static
         )
         return begun[1]
-
-    def _with_rows(self, arguments: Arguments, key: Array) -> Arguments:
-        """The arguments with rows that do not count, if a fit to them is proved to be
-        the same: programs are then shared by data of similar size."""
-        size = padded_size(arguments)
-        if size is None or self.settings.m_step:
-            return arguments
-
-        def begin(at: Arguments) -> Any:
-            natural = initial_natural(self.guide, {})
-            return self._begin.trace(at.arrays, key, {}, natural, static=at.static)
-
-        def problem(at: Arguments, values: Any) -> LatentGaussian:
-            stepper = Stepper(self._plan(at, dict), self.settings, at)
-            return stepper.problem(values, key, {})
-
-        def same() -> bool:
-            structure = self.guide.structure_at(arguments)
-            noisy = structure.subsampled or self.guide.random_others
-            check = partial(same_with_rows, begin, problem, arguments, size)
-            more = arguments.with_rows(size)
-            return not noisy and self.guide.same_with_rows(arguments, more, check)
-
-        apart = remembered(self._apart, arguments.shapes, same)
-        return arguments.with_rows(size) if apart else arguments
 
     def _plan_at(self, arguments: Arguments, state: ConjugateState) -> Plan:
         return self._plan(arguments, lambda: self._constrain(state.hyper.values))
@@ -406,21 +411,3 @@ def _check_plates(plan: Plan, state: ConjugateState) -> None:
             f"the state was made for subsampled plates {sorted(state.epochs)}, but "
             f"the arguments subsample {sorted(subsampled)}: start a new run"
         )
-
-
-def _steps_compared(plan: Plan) -> int:
-    """Steps whose mean loss is compared with that of as many before: an epoch."""
-    if not plan.structure.subsampled:
-        return CHUNK
-    return epoch_length(plan.structure)
-
-
-def _settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:
-    """Whether the mean loss of the last whole epoch moved by less than ``tol``."""
-    if tol is None or epoch == 0:
-        return False
-    taken = np.concatenate(losses)
-    if len(taken) < 2 * epoch:
-        return False
-    last, before = taken[-epoch:].mean(), taken[-2 * epoch : -epoch].mean()
-    return bool(abs(last - before) < tol)

@@ -41,7 +41,7 @@ def run_chunk(
     stepper = Stepper(plan, settings, Arguments(arrays, static))
     losses = jnp.full((CHUNK,), jnp.nan, state.bound.dtype)
     bound = jnp.where(state.data == data, state.bound, -jnp.inf)
-    state = state._replace(stalled=jnp.int32(0), bound=bound, data=data)
+    state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
     # The bound rests between two updates of the hyperparameters.
     patience = 3 * settings.hyper_every if stepper.learns else 3

@@ -5,13 +5,19 @@ folds of a cross-validation have 2691 rows, or 2692."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+from jax import Array
 
+from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
+from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.start import initial_natural
+from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.model.rows import rows_apart
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.structure import Arguments, remembered
 
 # At most one row in as many is added.
 _GRAIN = 32
@@ -19,6 +25,57 @@ _GRAIN = 32
 _MAX_ROWS = 2**17
 
 Shapes = dict[str, tuple[tuple[int, ...], ...]]
+
+
+class SharedRows:
+    """Arguments with rows that do not count, where a fit to them is proved to be the
+    same: programs are then shared by data of similar size.
+
+    :param guide: the guide.
+    :param settings: options of the fit.
+    :param begin: the compiled start of a fit.
+    :param plan: makes the plan of a fit at given arguments.
+    """
+
+    def __init__(
+        self,
+        guide: AutoSparseGP,
+        settings: Settings,
+        begin: Any,
+        plan: Callable[[Arguments, Callable[[], dict[str, Any]]], Plan],
+    ) -> None:
+        self._guide, self._settings = guide, settings
+        self._begin, self._plan = begin, plan
+        # By the shapes of the arguments: whether a fit is the same.
+        self.same: dict[Any, bool] = {}
+
+    def __call__(self, arguments: Arguments, key: Array) -> Arguments:
+        """The arguments, with added rows or without.
+
+        :param arguments: of the model.
+        :param key: random key of the fit.
+        """
+        size = padded_size(arguments)
+        if size is None or self._settings.m_step:
+            return arguments
+
+        def begin(at: Arguments) -> Any:
+            natural = initial_natural(self._guide, {})
+            return self._begin.trace(at.arrays, key, {}, natural, static=at.static)
+
+        def problem(at: Arguments, values: Any) -> LatentGaussian:
+            stepper = Stepper(self._plan(at, dict), self._settings, at)
+            return stepper.problem(values, key, {})
+
+        def same() -> bool:
+            structure = self._guide.structure_at(arguments)
+            check = partial(same_with_rows, begin, problem, arguments, size)
+            noisy = structure.subsampled or self._guide.random_others
+            return not noisy and self._guide.same_with_rows(arguments, more, check)
+
+        more = arguments.with_rows(size)
+        proved = remembered(self.same, arguments.shapes, same)
+        return more if proved else arguments
 
 
 def padded_size(arguments: Arguments) -> int | None:

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of :class:`~numpyro_gpaug.ConjugateSVI` in files."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_gpaug.errors import ArchiveError
+from numpyro_gpaug.infer.vi.stepper import ConjugateState
+from numpyro_gpaug.predict.archive import read, refusing, write
+
+
+def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
+    """Writes a state to a file of plain arrays, replaced at once: there is always a
+    whole one.
+
+    :param path: the file, ``.npz``.
+    :param state: of a fit.
+
+    **Example** A checkpoint about every second, and how to go on from it::
+
+        def checkpoint(state, losses):
+            gpaug.infer.save_state("fit.npz", state)
+
+        result = svi.run(key, 10_000, X, y, inducing=Z, callback=checkpoint)
+        # in another process, with the same model, guide and data
+        like = svi.init(key, X, y, inducing=Z)
+        state = gpaug.infer.load_state("fit.npz", like)
+        left = 10_000 - int(state.step)
+        result = svi.run(key, left, X, y, inducing=Z, init_state=state)
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    arrays = {f"leaf{i}": _plain(x) for i, (_, x) in enumerate(leaves)}
+    write(path, arrays, {"state": names})
+
+
+def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateState:
+    """The state in a file; a run goes on from it as if it had not ended, bit for bit.
+
+    :param path: from :func:`save_state`.
+    :param like: a state of the same model, guide and data, from ``svi.init``.
+    :raises ArchiveError: if the file is damaged, or holds no state of that kind.
+    """
+    with refusing(f"{path} is no file of a state, or damaged"):
+        meta, arrays = read(path)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
+    names = [jax.tree_util.keystr(name) for name, _ in leaves]
+    if meta.get("state") != names:
+        raise ArchiveError(
+            f"{path} holds no state of such a fit: its arrays are {meta.get('state')}, "
+            f"and those of this one {names}"
+        )
+    found = []
+    for i, (name, (_, x)) in enumerate(zip(names, leaves, strict=True)):
+        array, plain = arrays.get(f"leaf{i}"), _plain(x)
+        if array is None or (array.shape, array.dtype) != (plain.shape, plain.dtype):
+            raise ArchiveError(
+                f"{path}: {name} has shape {getattr(array, 'shape', None)}, but that "
+                f"of this model and data has {plain.shape}, {plain.dtype}"
+            )
+        found.append(_as_key(array) if _is_key(x) else jnp.asarray(array))
+    return jax.tree.unflatten(treedef, found)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _as_key(data: Any) -> Any:
+    return jax.random.wrap_key_data(data)
+
+
+def _plain(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as it goes: the length of its loops, its progress bar, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import warnings
+from types import FrameType
+from typing import Any, Self
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from numpyro_gpaug.infer.vi.epochs import epoch_length
+from numpyro_gpaug.infer.vi.loop import CHUNK
+from numpyro_gpaug.model.structure import Structure
+
+# Entries of the data up to which the first loop is a whole one.
+_SMALL = 10**6
+_SECONDS = 1.0
+
+
+class Progress:
+    """Divides a run into compiled loops of about a second, between which it can be
+    shown, looked at and interrupted. Where it is divided changes no result.
+
+    The first Ctrl-C ends the run after the present loop; a second one at once.
+
+    :param num_steps: steps of the run.
+    :param size: number of entries of its data.
+    :param bar: whether to show a progress bar.
+    """
+
+    def __init__(self, num_steps: int, size: int, bar: bool) -> None:
+        self._num_steps, self._taken = num_steps, 0
+        self._length = CHUNK if size <= _SMALL else 1
+        self._bar = tqdm(total=num_steps, disable=not bar, desc="compiling")
+        self._since = time.perf_counter()
+        self._interrupted = False
+        self._handler: Any = None
+
+    def __enter__(self) -> Self:
+        ours = threading.current_thread() is threading.main_thread()
+        if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._handler = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.close()
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+        if self._interrupted and error[0] is None:
+            warnings.warn(
+                f"interrupted after {self._taken} of {self._num_steps} steps: this is "
+                "the fit so far; go on with run(..., init_state=result.state)",
+                stacklevel=3,
+            )
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = True
+
+    def next(self) -> int:
+        """Steps of the next loop: none after the last, or after Ctrl-C."""
+        left = self._num_steps - self._taken
+        return 0 if self._interrupted else min(self._length, left)
+
+    def took(self, losses: np.ndarray) -> None:
+        """Notes a loop that has ended.
+
+        :param losses: those of its steps.
+        """
+        now = time.perf_counter()
+        first, self._taken = self._taken == 0, self._taken + len(losses)
+        if first:  # what was compiled is no part of the time left
+            self._bar.set_description_str("", refresh=False)
+            self._bar.reset(self._num_steps)
+            self._bar.initial = self._bar.n = self._taken
+        else:
+            speed = len(losses) / max(now - self._since, 1e-9)
+            self._length = int(np.clip(speed * _SECONDS, 1, CHUNK))
+            self._bar.update(len(losses))
+        if first and self._length < CHUNK:
+            self._length = 2
+        self._bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
+        self._since = now
+
+
+def steps_compared(structure: Structure) -> int:
+    """Steps whose mean loss is compared with that of as many before: an epoch."""
+    if not structure.subsampled:
+        return CHUNK
+    return epoch_length(structure)
+
+
+def settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:
+    """Whether the mean loss of the last whole epoch moved by less than ``tol``."""
+    if tol is None or epoch == 0:
+        return False
+    taken = np.concatenate(losses)
+    if len(taken) < 2 * epoch:
+        return False
+    last, before = taken[-epoch:].mean(), taken[-2 * epoch : -epoch].mean()
+    return bool(abs(last - before) < tol)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are interrupted, watched, saved, or several at once."""
+
+import io
+import os
+import re
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.errors import ArchiveError
+from numpyro_gpaug.infer import load_state, save_state
+from numpyro_gpaug.math.linalg import (
+    cholesky,
+    inverse_cholesky,
+    one_by_one,
+    solve_lower,
+)
+
+KEY = jax.random.key(0)
+rng = np.random.default_rng(0)
+X = rng.normal(size=(64, 2)).astype(np.float32)
+Y = (X[:, 0] * X[:, 1] > 0).astype(int)
+Z = X[:7]
+
+
+def model(X, y=None, *, inducing):
+    lengthscale = numpyro.param("lengthscale", 1.0)
+    kernel = gpaug.kernels.SquaredExponential(lengthscale)
+    gp = gpaug.GaussianProcess("f", kernel, inducing)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+def batched(X, y=None, *, inducing):
+    kernel = gpaug.kernels.SquaredExponential(1.0)
+    gp = gpaug.GaussianProcess("f", kernel, inducing)
+    with numpyro.plate("data", X.shape[0], subsample_size=16) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X[i])), obs=y[i])
+
+
+def make(model=model, optim=None):
+    return gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
+
+
+def run(svi, num_steps, **options):
+    options = {"progress_bar": False, **options}
+    return svi.run(KEY, num_steps, X, Y, inducing=Z, **options)
+
+
+def equal(a, b) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(x, y)
+
+
+# -- interruption and checkpoints ------------------------------------------------------
+
+
+def test_one_interrupt_ends_a_run_with_what_was_fitted() -> None:
+    svi = make()
+    whole = run(svi, 300)
+
+    def interrupt(state, losses):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.warns(UserWarning, match="interrupted after 100 of 300"):
+        part = run(svi, 300, callback=interrupt)
+    np.testing.assert_array_equal(part.losses, whole.losses[:100])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    rest = run(svi, 200, init_state=part.state)
+    np.testing.assert_array_equal(rest.losses, whole.losses[100:])
+    equal(rest.state, whole.state)
+
+
+def test_two_interrupts_end_it_at_once() -> None:
+    def interrupt(state, losses):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make(), 300, callback=interrupt)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("model", "optim"), [(model, optax.adam(0.05)), (batched, None)]
+)
+def test_a_run_goes_on_from_a_file_bit_for_bit(tmp_path, model, optim) -> None:
+    path = tmp_path / "state.npz"
+    states = []
+
+    def checkpoint(state, losses):
+        states.append(int(state.step))
+        if len(states) == 2:
+            save_state(path, state)
+
+    whole = run(make(model, optim), 350, callback=checkpoint)
+    assert states[-1] == 350
+    fresh = make(model, optim)
+    state = load_state(path, fresh.init(KEY, X, Y, inducing=Z))
+    assert int(state.step) == states[1]
+    rest = run(fresh, 350 - int(state.step), init_state=state)
+    equal(rest.state, whole.state)
+    np.testing.assert_array_equal(rest.losses, whole.losses[states[1] :])
+
+
+def test_files_that_hold_another_state_are_refused(tmp_path) -> None:
+    path, svi = tmp_path / "state.npz", make()
+    state = svi.init(KEY, X, Y, inducing=Z)
+    save_state(path, state)
+    equal(load_state(path, state), state)
+    with pytest.raises(ArchiveError, match="no state of such a fit"):
+        load_state(path, make(model, optax.adam(0.1)).init(KEY, X, Y, inducing=Z))
+    with pytest.raises(ArchiveError, match=r"has shape \(1, 7, 7\)|has shape \(1, 7\)"):
+        load_state(path, make().init(KEY, X, Y, inducing=X[:8]))
+    path.write_bytes(b"nothing")
+    with pytest.raises(ArchiveError):
+        load_state(path, state)
+
+
+def test_the_bar_says_that_it_compiles_first(monkeypatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    run(make(), 250, progress_bar=True)
+    lines = [line.strip() for line in re.split("[\r\n]+", shown.getvalue()) if line]
+    assert lines[0].startswith("compiling:   0%")
+    assert "compiling" not in lines[-1]
+    assert "250/250" in lines[-1]
+
+
+# -- threads ---------------------------------------------------------------------------
+
+
+def together(function, count=4):
+    """The function in several threads that start at once."""
+    barrier = threading.Barrier(count)
+
+    def one(i):
+        barrier.wait()
+        return function(i)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def test_predictions_in_threads_are_those_of_one() -> None:
+    svi = make()
+    result = run(svi, 5)
+    new = rng.normal(size=(4, 300, 2)).astype(np.float32)
+    alone = [svi.posterior(result).predict_y(x).probs for x in new]
+    fresh = make()
+    posterior = fresh.posterior(run(fresh, 5))
+    for found in (
+        together(lambda i: posterior.predict_y(new[i]).probs),
+        together(lambda i: posterior.predict_y(new[i][: 20 + i]).probs),
+        together(lambda i: fresh.posterior(result).predict_y(new[i]).probs),
+    ):
+        for probs, expected in zip(found, alone, strict=True):
+            np.testing.assert_allclose(probs, expected[: len(probs)], atol=1e-6)
+
+
+def test_first_fits_in_threads_are_those_of_one() -> None:
+    alone = run(make(), 5).losses
+    for svi in (make(), None):
+        for result in together(lambda i, svi=svi: run(svi or make(), 5)):
+            np.testing.assert_allclose(result.losses, alone, rtol=1e-6)
+
+
+# -- stacks of matrices ----------------------------------------------------------------
+
+
+def stacks_of_lapack(text: str) -> list[str]:
+    """Results of LAPACK calls in a compiled program that are stacks of matrices."""
+    calls = re.findall(r"= \(?\w+\[([\d,]*)\][^\n]*custom-call[^\n]*lapack", text)
+    return [s for s in calls if s.count(",") > 1 and not s.startswith("1,")]
+
+
+STACK = jnp.eye(4) + jnp.ones((3, 4, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [cholesky, inverse_cholesky, lambda K: solve_lower(K, K),
+     lambda K: solve_lower(K, K, transpose=True), one_by_one(jnp.linalg.eigh)],
+)  # fmt: skip
+def test_matrices_go_to_lapack_one_by_one(function) -> None:
+    both = {"stack": function, "vmap": jax.vmap(function)}
+    for each in both.values():
+        text = jax.jit(each).lower(STACK).compile().as_text()
+        assert "lapack" in text
+        assert not stacks_of_lapack(text)
+    expected = [function(K) for K in STACK]
+    for each in both.values():
+        for i, one in enumerate(expected):
+            jax.tree.map(
+                lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5),
+                each(STACK), one,
+            )  # fmt: skip
+    # The reading finds stacks where there are some.
+    bare = jax.jit(jnp.linalg.cholesky).lower(STACK).compile().as_text()
+    assert stacks_of_lapack(bare)
+
+
+def three(X, y=None, *, inducing):
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    kernel = gpaug.kernels.SquaredExponential(jnp.array([[0.5], [1.0], [2.0]]), scale)
+    gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)
+    with numpyro.plate("data", X.shape[0]):
+        likelihood = gpaug.distributions.LogisticSoftmax(gp(X))
+        numpyro.sample("y", likelihood, obs=y)
+
+
+def test_no_engine_calls_lapack_for_stacks() -> None:
+    texts = []
+
+    def watched(function):
+        def compiled(*args):
+            program = jax.jit(function).lower(*args).compile()
+            texts.append(program.as_text())
+            return program(*args)
+
+        return compiled
+
+    for optim in (None, optax.adam(0.05)):
+        svi = make(three, optim)
+        state = svi.init(KEY, X, Y, inducing=Z)
+        state = watched(lambda s, svi=svi: svi.update(s, X, Y, inducing=Z)[0])(state)
+        params = svi.get_params(state)
+        watched(
+            lambda new, p=params, svi=svi: (
+                svi.posterior(p, X, Y, inducing=Z).predict_y(new).probs
+            )
+        )(X[:5])
+    fixed = numpyro.handlers.condition(three, {"scale": 1.0})
+    for kernel in (
+        gpaug.EllipticalSlice(fixed),
+        gpaug.AugmentedGaussian(fixed),
+        gpaug.CollapsedGaussian(three),
+    ):
+        given = (X, Y), {"inducing": Z}
+        state = kernel.init(KEY, 0, None, *given)
+        watched(lambda s, k=kernel, given=given: k.sample(s, *given))(state)
+    elbo = gpaug.TraceAnalytic_ELBO()
+    guide = gpaug.AutoSparseGP(three, covariance="dense")
+    svi = numpyro.infer.SVI(three, guide, numpyro.optim.Adam(0.1), elbo)
+    state = svi.init(KEY, X, Y, inducing=Z)
+    watched(lambda s: svi.update(s, X, Y, inducing=Z)[1])(state)
+    assert len(texts) == 8
+    assert all("lapack" in text for text in texts)
+    assert not [stack for text in texts for stack in stacks_of_lapack(text)]
