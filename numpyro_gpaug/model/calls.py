@@ -57,7 +57,7 @@ def check_by_name(
     """
     if sum(is_array(x) for x in jax.tree.leaves(args)) < 3:
         return
-    observed, inducing, inputs = sources(model, args, kwargs, {})
+    observed, inducing, inputs = sources(model, args, kwargs)
     positional = list(inspect.signature(model).parameters)[: len(args)]
     for name in set(positional) & set(inducing) - set(inputs) - set(observed):
         shape = np.shape(args[positional.index(name)])

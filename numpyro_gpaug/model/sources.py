@@ -13,7 +13,12 @@ from jax import Array, random
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.jaxpr import dependence_tree
-from numpyro_gpaug.model.structure import Arguments, flat_functions, run_model
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Structure,
+    flat_functions,
+    run_model,
+)
 
 
 class Sources(NamedTuple):
@@ -33,14 +38,16 @@ def sources(
     model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    values: dict[str, Any],
+    structure: Structure | None = None,
+    values: dict[str, Any] | None = None,
 ) -> Sources:
     """What is computed from which argument; the model is traced without arithmetic.
 
     :param model: the model.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
-    :param values: of params and latents, where they are known.
+    :param structure: of the model, if known; its blocks are then at zero.
+    :param values: of params and other latents, where they are known.
     """
     arguments = Arguments.split(args, kwargs)
     inputs = {str(i): a for i, a in enumerate(arguments.arrays)}
@@ -49,7 +56,9 @@ def sources(
         given = arguments._replace(
             arrays=tuple(inputs[str(i)] for i in range(len(inputs)))
         )
-        trace = run_model(flat_functions(model), given, random.key(0), values)
+        zeros = {} if structure is None else structure.zeros
+        filled = {**zeros, **(values or {})}
+        trace = run_model(flat_functions(model), given, random.key(0), filled)
         messages = list(trace.values())
         observed = [m for m in messages if m["type"] == "sample" and m["is_observed"]]
         processes = [m["fn"] for m in messages if isinstance(m.get("fn"), Conditional)]

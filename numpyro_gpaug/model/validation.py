@@ -53,7 +53,7 @@ def check_arguments(
         and arguments that the model does not take.
     """
     named = _named(model, args, kwargs)
-    uses = cache(uses or partial(sources, model, args, kwargs, {}))
+    uses = cache(uses or partial(sources, model, args, kwargs))
     rows = next((len(x) for x in named.values() if is_array(x) and x.ndim), 0)
     for name, value in named.items():
         _check_kind(name, value, rows)

@@ -46,8 +46,7 @@ class FitArguments(NamedTuple):
         :raises ValueError: if inducing inputs or hyperparameters are computed from a
             positional argument, which changes at prediction.
         """
-        filled = {**structure.zeros, **values}
-        observations, inducing, _ = sources(model, args, kwargs, filled)
+        observations, inducing, _ = sources(model, args, kwargs, structure, values)
         parameters = list(inspect.signature(model).parameters)
         if lost := [name for name in inducing if name in parameters[: len(args)]]:
             raise ValueError(
