@@ -163,8 +163,8 @@ def planted() -> list[Planted]:
         Planted(
             "Affine map: sign of the offset",
             "math/affine.py",
-            "- factors.precision * self.offset\n        potential",
-            "+ factors.precision * self.offset\n        potential",
+            "- factors.precision * self.offset\n        rows",
+            "+ factors.precision * self.offset\n        rows",
             (
                 "test_conjugate",
                 "test_gibbs",
@@ -198,19 +198,40 @@ def planted() -> list[Planted]:
         Planted(
             "KL: off by one per dimension",
             "math/linalg.py",
-            "+ 2 * jnp.log(scale) - 1",
-            "+ 2 * jnp.log(scale)",
+            "(jnp.square((q.mean - loc) / scale) - 1)",
+            "jnp.square((q.mean - loc) / scale)",
             ("test_gaussian",),
         ),
         Planted(
             "Inverse factor: derivative transposed",
             "math/linalg.py",
-            "-(half * turned) @ inverse",
-            "-(half * turned).mT @ inverse",
+            "-_half(inverse, tangent) @ inverse",
+            "-_half(inverse, tangent).mT @ inverse",
             (
                 "test_conjugate",
                 "test_linalg",
             ),
+        ),
+        Planted(
+            "Added rows: one of them counts",
+            "_numpyro.py",
+            "counts, scale = members < self.count",
+            "counts, scale = members <= self.count",
+            ("test_padding",),
+        ),
+        Planted(
+            "Triangular solves: sign of the factor's part in the derivative",
+            "math/linalg.py",
+            "rhs_dot - factor_dot @ solution",
+            "rhs_dot + factor_dot @ solution",
+            ("test_linalg",),
+        ),
+        Planted(
+            "Cholesky factors: derivative transposed",
+            "math/linalg.py",
+            "factor @ _half(inverse_lower(factor), tangent)",
+            "factor @ _half(inverse_lower(factor), tangent).mT",
+            ("test_linalg",),
         ),
         Planted(
             "Epochs: a row drawn twice",

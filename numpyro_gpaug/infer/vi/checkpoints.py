@@ -22,17 +22,27 @@ def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
     :param path: the file, ``.npz``.
     :param state: of a fit.
 
-    **Example** A checkpoint about every second, and how to go on from it::
+    **Example** Checkpoints of a run, and how to go on from the last:
 
-        def checkpoint(state, losses):
-            gpaug.infer.save_state("fit.npz", state)
-
-        result = svi.run(key, 10_000, X, y, inducing=Z, callback=checkpoint)
-        # in another process, with the same model, guide and data
-        like = svi.init(key, X, y, inducing=Z)
-        state = gpaug.infer.load_state("fit.npz", like)
-        left = 10_000 - int(state.step)
-        result = svi.run(key, left, X, y, inducing=Z, init_state=state)
+    >>> import os, tempfile, jax, jax.numpy as jnp, numpyro
+    >>> import numpyro.distributions as dist, numpyro_gpaug as gpaug
+    >>> from numpyro_gpaug.infer import load_state, save_state
+    >>> def model(X, y=None, *, inducing):
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), inducing)
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+    >>> X = jnp.linspace(-3, 3, 20)[:, None]
+    >>> data = dict(X=X, y=(X[:, 0] > 0).astype(int), inducing=X[::2])
+    >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    >>> path = os.path.join(tempfile.mkdtemp(), "fit.npz")
+    >>> def checkpoint(state, losses):
+    ...     save_state(path, state)
+    >>> key, options = jax.random.key(0), dict(progress_bar=False)
+    >>> _ = svi.run(key, 4, **data, **options, callback=checkpoint)
+    >>> state = load_state(path, like=svi.init(key, **data))
+    >>> result = svi.run(key, 10 - int(state.step), **data, **options, init_state=state)
+    >>> int(result.state.step), len(result.losses)
+    (10, 6)
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
