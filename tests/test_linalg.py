@@ -7,14 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from numpyro_gpaug import kernels
 from numpyro_gpaug.math.linalg import (
     NaturalGaussian,
+    cholesky,
     cholesky_jitter,
     default_jitter,
+    inverse_cholesky,
+    inverse_lower,
     kl_to_diagonal,
     moments,
+    solve_lower,
 )
 
 
@@ -106,3 +111,51 @@ def test_gradients_reach_the_natural_parameters() -> None:
     # d/dP of (tr P^-1 + log det P) / 2, at P = 2 I, is (I / 2 - I / 4) / 2.
     elsewhere = gradient(2 * np.eye(3, dtype="float32")[None])
     np.testing.assert_allclose(elsewhere[0], np.eye(3) / 8, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["cholesky", "inverse_lower", "inverse_cholesky", "solve", "transposed"]
+)
+def test_derivatives_are_those_of_jax(name, x64) -> None:
+    rng = np.random.default_rng(0)
+    root, rhs = rng.normal(size=(2, 3, 4, 4)), rng.normal(size=(2, 3, 4, 2))
+    matrices = jnp.asarray(root[0] @ root[0].mT + np.eye(4))
+    lower = jnp.tril(jnp.asarray(root[1])) + 3 * jnp.eye(4)
+    solve = lax.linalg.triangular_solve
+    ours, theirs, at = {
+        "cholesky": (cholesky, jnp.linalg.cholesky, (matrices,)),
+        "inverse_lower": (inverse_lower, jnp.linalg.inv, (lower,)),
+        "inverse_cholesky": (
+            inverse_cholesky,
+            lambda K: jnp.linalg.inv(jnp.linalg.cholesky(K)),
+            (matrices,),
+        ),
+        "solve": (
+            solve_lower,
+            partial(solve, left_side=True, lower=True),
+            (lower, jnp.asarray(rhs[0])),
+        ),
+        "transposed": (
+            partial(solve_lower, transpose=True),
+            partial(solve, left_side=True, lower=True, transpose_a=True),
+            (lower, jnp.asarray(rhs[0])),
+        ),
+    }[name]
+
+    def slopes(function, vectorised):
+        of_each = jax.vmap(function) if vectorised else function
+
+        def value(*at):
+            found = of_each(*at)
+            return (jnp.sin(found) * jnp.arange(found.size).reshape(found.shape)).sum()
+
+        symmetric = "cholesky" in name
+        gradient = jax.grad(value, tuple(range(len(at))))(*at)
+        return [g + g.mT if symmetric else g for g in gradient]
+
+    expected = slopes(theirs, False)
+    for vectorised in (False, True):
+        for found, right in zip(slopes(ours, vectorised), expected, strict=True):
+            if found.shape[-1] == 4:
+                found, right = jnp.tril(found), jnp.tril(right)
+            np.testing.assert_allclose(found, right, rtol=1e-8, atol=1e-10)

@@ -355,7 +355,9 @@ class Posterior:
         """Loads what :meth:`save` wrote; nothing is unpickled.
 
         :param path: the file.
-        :param model: the model it was fitted with, which is compared with it.
+        :param model: the model it was fitted with. Classes of its kernel and of its
+            likelihood, sites, shapes and the covariance of its inducing inputs are
+            compared; constants of the likelihood (a fixed noise scale) cannot be.
         :param guide: the guide it was fitted with, or a new one like it; may be left
             out for an :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned,
             but not for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is

@@ -21,6 +21,7 @@ def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
 
     :param path: the file, ``.npz``.
     :param state: of a fit.
+    :raises TypeError: for anything else.
 
     **Example** Checkpoints of a run, and how to go on from the last:
 
@@ -44,6 +45,7 @@ def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
     >>> int(result.state.step), len(result.losses)
     (10, 6)
     """
+    check_state(state, "state")
     leaves = jax.tree_util.tree_leaves_with_path(state)
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     arrays = {f"leaf{i}": _plain(x) for i, (_, x) in enumerate(leaves)}
@@ -57,6 +59,7 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
     :param like: a state of the same model, guide and data, from ``svi.init``.
     :raises ArchiveError: if the file is damaged, or holds no state of that kind.
     """
+    check_state(like, "like")
     with refusing(f"{path} is no file of a state, or damaged"):
         meta, arrays = read(path)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
@@ -76,6 +79,19 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
             )
         found.append(_as_key(array) if _is_key(x) else jnp.asarray(array))
     return jax.tree.unflatten(treedef, found)
+
+
+def check_state(state: Any, name: str) -> None:
+    """Raises for what is no state, such as a result.
+
+    :param name: of the argument.
+    :raises TypeError: naming it.
+    """
+    if not isinstance(state, ConjugateState):
+        raise TypeError(
+            f"{name} must be a state: that of a callback, result.state, or what "
+            f"svi.init returned; got a {type(state).__name__}"
+        )
 
 
 def _is_key(x: Any) -> bool:

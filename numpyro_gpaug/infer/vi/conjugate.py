@@ -14,6 +14,7 @@ from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.infer.vi.checkpoints import check_state
 from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
 from numpyro_gpaug.infer.vi.loop import evaluate, run_chunk
 from numpyro_gpaug.infer.vi.padding import SharedRows
@@ -220,9 +221,11 @@ class ConjugateSVI:
         :param num_steps: number of steps.
         :param args: the model's arguments.
         :param progress_bar: whether to show one.
-        :param tol: stop once the bound moves by less than ``tol`` nats: for three steps
-            in a row (three times ``hyper_every``) on full data, from one epoch's mean
-            to the next on minibatches.
+        :param tol: stop once the bound has not risen by ``tol`` nats. On full data:
+            within three steps; where hyperparameters are learnt, within 40
+            (times ``hyper_every``), or a fifth of those taken if that is more, as slow
+            progress is progress; steps that were undone do not count. On minibatches:
+            from one epoch's mean to the next.
         :param init_state: a state to continue from.
         :param init_params: constrained values to start from, by param name.
         :param callback: called about once a second, every 100 steps at least, with the
@@ -234,6 +237,7 @@ class ConjugateSVI:
             second one raises.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
+        check_key(rng_key)
         check_count("num_steps", num_steps)
         if tol is not None and not 0 <= tol < np.inf:
             raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
@@ -304,17 +308,20 @@ class ConjugateSVI:
         kwargs: dict[str, Any],
     ) -> tuple[ConjugateState, Plan, Arguments, np.uint32]:
         """Where a run starts, its plan, its arguments and their fingerprint."""
-        check_key(key)
         check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
         given = Arguments.split(args, kwargs)
         arguments = self._shared(given, key)
         if state is None:
             state = self._start(arguments, given, key, init_params)
         else:
+            check_state(state, "init_state")
             state = _copied(state)
         plan = self._plan_at(arguments, state)
         _check_plates(plan, state)
-        state = state._replace(stalled=jnp.zeros_like(state.stalled))
+        state = state._replace(
+            mark=jnp.full_like(state.mark, -jnp.inf),
+            stalled=jnp.zeros_like(state.stalled),
+        )
         return state, plan, arguments, fingerprint(given.arrays)
 
     @one_thread

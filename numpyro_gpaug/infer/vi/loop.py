@@ -31,7 +31,8 @@ def run_chunk(
     :param settings: options of the fit.
     :param state: where to start.
     :param num_steps: number of steps.
-    :param tol: stop once the bound moves by less; 0 for never.
+    :param tol: stop once the bound has not risen by as much for some steps; 0 for
+        never.
     :param data: fingerprint of the data.
     :param arrays: array arguments of the model.
     :param plan: of the fit.
@@ -43,22 +44,24 @@ def run_chunk(
     bound = jnp.where(state.data == data, state.bound, -jnp.inf)
     state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
-    # The bound rests between two updates of the hyperparameters.
-    patience = 3 * settings.hyper_every if stepper.learns else 3
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
+        patience: Any = 3
+        if stepper.learns:
+            patience = jnp.maximum(40 * settings.hyper_every, state.step // 5)
         return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
 
     def body(carry: Any) -> Any:
         i, state, evaluation, losses = carry
         new, evaluation = stepper.step(state, Carry(first.problem, evaluation))
-        # A refused update leaves the bound where it is: no sign of an optimum.
-        still = jnp.abs(new.bound - state.bound) < tol
-        if stepper.learns:
-            still &= new.hyper.scale >= state.hyper.scale
-        stalled = jnp.where(still, state.stalled + 1, 0)
-        new = new._replace(stalled=stalled, step=state.step + 1)
+        rose = new.bound >= state.mark + tol
+        # A refused update says nothing: less of it follows, or another.
+        tried = jnp.int32(new.hyper.scale >= state.hyper.scale)
+        new = new._replace(
+            mark=jnp.where(rose, new.bound, state.mark),
+            stalled=jnp.where(rose, 0, state.stalled + tried), step=state.step + 1,
+        )  # fmt: skip
         return i + 1, new, evaluation, losses.at[i].set(-new.bound)
 
     start = jnp.int32(0), state, first.evaluation, losses

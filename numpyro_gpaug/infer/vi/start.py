@@ -158,6 +158,7 @@ def _state(
         epochs=first_epochs(structure),
         bound=jnp.asarray(-jnp.inf, dtype),
         data=jnp.uint32(0),
+        mark=jnp.asarray(-jnp.inf, dtype),
         stalled=jnp.int32(0),
         step=jnp.int32(0),
         rng_key=key,

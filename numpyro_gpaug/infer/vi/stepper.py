@@ -22,13 +22,17 @@ from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep, slack
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.view import ModelView
 
+LEAST_SCALE = 0.1
+
 
 class Hyper(NamedTuple):
     """Hyperparameters and their optimiser.
 
     :param values: unconstrained params of the model and of the other guide.
     :param update: the pending update, applied at the start of the next step.
-    :param scale: fraction of it to apply; halved when it made the bound fall.
+    :param scale: fraction of it to apply; halved when it made the bound fall. An update
+        of which less than a tenth is left is dropped for one from a new gradient: what
+        momentum proposes need not ascend, however little of it is applied.
     :param optim_state: the optax state.
     """
 
@@ -48,7 +52,8 @@ class ConjugateState(NamedTuple):
     :param epochs: by subsampled plate, a permutation and the position in it.
     :param bound: the bound at this state (full data) or of the last batch before it.
     :param data: fingerprint of the data that it is the bound of.
-    :param stalled: steps in a row that moved the bound by less than ``tol``.
+    :param mark: the bound when it last rose by ``tol``.
+    :param stalled: steps since.
     :param step: steps taken.
     :param rng_key: random key.
     """
@@ -60,6 +65,7 @@ class ConjugateState(NamedTuple):
     epochs: dict[str, tuple[Array, Array]]
     bound: Array
     data: Array
+    mark: Array
     stalled: Array
     step: Array
     rng_key: Array
@@ -170,8 +176,7 @@ class Stepper:
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound
         )
         fell = ~(evaluation.bound >= state.bound - slack(evaluation))
-        halved = state.hyper._replace(scale=state.hyper.scale / 2)
-        refused = state._replace(hyper=halved)
+        refused = state._replace(hyper=_refused(state.hyper))
         return lax.cond(fell, lambda: refused, lambda: _flagged(new, hyper))
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
@@ -278,7 +283,7 @@ class Stepper:
             if self._settings.hyper_steps > 1:
                 carry = lax.fori_loop(1, self._settings.hyper_steps, one_more, carry)
             update, optim_state = carry
-            return Hyper(values, update, jnp.minimum(1, 2 * hyper.scale), optim_state)
+            return Hyper(values, update, jnp.ones_like(hyper.scale), optim_state)
 
         if self._settings.hyper_every == 1:
             return moved()
@@ -347,6 +352,14 @@ def _flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
         return state
     good = jnp.stack(finite).all()
     return state._replace(bound=jnp.where(good, state.bound, jnp.nan))
+
+
+def _refused(hyper: Hyper) -> Hyper:
+    """Less of a pending update that made the bound fall, or none of it."""
+    dropped = hyper.scale < 2 * LEAST_SCALE
+    update = jax.tree.map(lambda u: jnp.where(dropped, 0, u), hyper.update)
+    scale = jnp.where(dropped, 1, hyper.scale / 2)
+    return hyper._replace(update=update, scale=scale)
 
 
 def _moved(hyper: Hyper) -> dict[str, Any]:
