@@ -321,3 +321,23 @@ def test_natural_parameters_are_not_for_gradients() -> None:
     message = 'AutoSparseGP.*covariance="dense".*or this guide by ConjugateSVI'
     with pytest.raises(ValueError, match=message):
         svi.init(KEY, X, Y, inducing=Z)
+
+
+def test_quantiles_of_counts_say_where_to_take_them() -> None:
+    ones = jnp.ones(3)
+    counts = dist.NegativeBinomialLogits(2.0, ones)
+    law = gpaug.likelihoods.expectations.predictive(
+        counts, {"logits": ones}, {"logits": ones}
+    )
+    with pytest.raises(NotImplementedError, match="take those of draws"):
+        law.icdf(0.5)
+
+
+def test_inducing_inputs_by_position_are_told_their_name() -> None:
+    def keyword(X, y=None, *, inducing):
+        raise AssertionError("not run")
+
+    X = np.zeros((5, 2), np.float32)
+    svi = gpaug.ConjugateSVI(keyword, gpaug.AutoSparseGP(keyword))
+    with pytest.raises(TypeError, match="pass inducing=... by name"):
+        svi.init(jax.random.key(0), X, np.zeros(5, int), X)

@@ -127,6 +127,14 @@ def test_files_that_hold_another_state_are_refused(tmp_path) -> None:
         load_state(path, make(model, optax.adam(0.1)).init(KEY, X, Y, inducing=Z))
     with pytest.raises(ArchiveError, match=r"has shape \(1, 7, 7\)|has shape \(1, 7\)"):
         load_state(path, make().init(KEY, X, Y, inducing=X[:8]))
+    svi.posterior(svi.get_params(state), X, Y, inducing=Z).save(path)
+    with pytest.raises(ArchiveError, match=r"holds no state, but a posterior"):
+        load_state(path, state)
+    save_state(path, state)
+    with pytest.raises(ArchiveError, match="holds a state of a fit, which load_state"):
+        gpaug.Posterior.load(path, model)
+    with pytest.raises(FileNotFoundError, match="there is no folder .*missing"):
+        save_state(tmp_path / "missing" / "state.npz", state)
     path.write_bytes(b"nothing")
     with pytest.raises(ArchiveError):
         load_state(path, state)
@@ -305,3 +313,11 @@ def test_what_is_no_state_is_refused(tmp_path) -> None:
         save_state(tmp_path / "state.npz", result)
     with pytest.raises(TypeError, match="init_state must be a state"):
         run(svi, 2, init_state=result)
+
+
+def test_programs_for_many_shapes_are_not_kept_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr("numpyro_gpaug.infer.vi.conjugate.MAX_SHAPES", 2)
+    svi = make()
+    for num in (64, 60, 56, 52):
+        svi.run(KEY, 2, X[:num], Y[:num], inducing=Z, progress_bar=False)
+        assert svi._advance._cache_size() <= 2

@@ -21,7 +21,8 @@ CALLS = []
 def binary(X, y=None, *, inducing):
     """Hyperparameters of both kinds."""
     CALLS.append(1)
-    lengthscale = numpyro.param("lengthscale", jnp.ones(2))
+    between = dist.constraints.interval(0.1, 10.0)
+    lengthscale = numpyro.param("lengthscale", jnp.ones(2), constraint=between)
     variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
     kernel = gpaug.kernels.Matern52(lengthscale, variance)
     gp = gpaug.GaussianProcess("f", kernel, inducing)

@@ -74,6 +74,12 @@ class CountMixture(Elementwise):
         """The part of the log-likelihood with the latent."""
         raise NotImplementedError
 
+    def icdf(self, q: ArrayLike) -> Array:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no quantiles in closed form: take those of "
+            "draws, jnp.quantile(d.sample(key, (1000,)), q, axis=0)"
+        )
+
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         assert is_prng_key(key)
         latent_key, key = random.split(key)

@@ -74,9 +74,16 @@ def _named(
         return dict(signature.bind_partial(*args, **kwargs).arguments)
     except TypeError as error:
         shapes = [np.shape(x) for x in args]
+        names = f" and {sorted(kwargs)} by name" if kwargs else ""
+        lacking = [
+            f"{p.name}=..."
+            for p in signature.parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name not in kwargs
+        ]
+        cure = f": pass {', '.join(lacking)} by name" if lacking else ""
         raise TypeError(
             f"{error}: the model takes {signature}, and was given arguments of shapes "
-            f"{shapes} and {sorted(kwargs)}"
+            f"{shapes}{names}{cure}"
         ) from None
 
 

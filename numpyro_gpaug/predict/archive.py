@@ -50,6 +50,8 @@ def write(
     """
     # The file a link leads to is replaced, not the link.
     target = Path(path).resolve()
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {target.parent}")
     temporary = target.with_name(f".{uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:

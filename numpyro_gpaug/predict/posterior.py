@@ -369,6 +369,10 @@ class Posterior:
         kind = type(guide.function_posterior).__name__
         with refusing(f"{path} is foreign, truncated or damaged"):
             meta, arrays = read(path)
+            if "state" in meta:
+                raise ArchiveError(
+                    f"{path} holds a state of a fit, which load_state reads"
+                )
             structure = unpack_structure(meta["structure"])
             values, kwargs, moments, data, saved = (
                 unpack(meta.get(k, {"plain": None}), arrays)

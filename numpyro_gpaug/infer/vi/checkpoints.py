@@ -64,10 +64,12 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
         meta, arrays = read(path)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     names = [jax.tree_util.keystr(name) for name, _ in leaves]
-    if meta.get("state") != names:
+    if "state" not in meta:
+        raise ArchiveError(f"{path} holds no state, but a posterior (Posterior.load)")
+    if meta["state"] != names:
+        only = sorted({*meta["state"]} ^ {*names})
         raise ArchiveError(
-            f"{path} holds no state of such a fit: its arrays are {meta.get('state')}, "
-            f"and those of this one {names}"
+            f"{path} holds no state of such a fit: {only} are in one of the two alone"
         )
     found = []
     for i, (name, (_, x)) in enumerate(zip(names, leaves, strict=True)):

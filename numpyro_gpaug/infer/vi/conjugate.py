@@ -37,7 +37,7 @@ from numpyro_gpaug.infer.vi.start import (
 from numpyro_gpaug.infer.vi.stepper import ConjugateState
 from numpyro_gpaug.model.calls import check_count, check_given, check_key
 from numpyro_gpaug.model.inspect import structure_at
-from numpyro_gpaug.model.structure import Arguments, remembered
+from numpyro_gpaug.model.structure import MAX_SHAPES, Arguments, remembered
 from numpyro_gpaug.model.validation import explain_failure
 from numpyro_gpaug.predict.posterior import Posterior
 
@@ -140,7 +140,9 @@ class ConjugateSVI:
             partial(initial_state, self.settings, model, guide),
             static_argnames="static",
         )
-        self._shared = SharedRows(guide, self.settings, self._begin, self._plan)
+        self._shared = SharedRows(
+            guide, self.settings, self._begin, self._plan, self._plans
+        )
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
         self._advance = jax.jit(
@@ -393,6 +395,12 @@ class ConjugateSVI:
             )
             return Plan(model, guide, structure, transforms_of(guide), closed)
 
+        if len(self._plans) >= MAX_SHAPES and arguments.shapes not in self._plans:
+            # JAX would keep what it compiled for every one of them.
+            self._plans.clear()
+            programs: tuple[Any, ...] = self._begin, self._advance, self._loss
+            for program in programs:
+                program.clear_cache()
         return remembered(self._plans, arguments.shapes, made)
 
     def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:

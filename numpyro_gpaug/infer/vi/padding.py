@@ -35,6 +35,7 @@ class SharedRows:
     :param settings: options of the fit.
     :param begin: the compiled start of a fit.
     :param plan: makes the plan of a fit at given arguments.
+    :param plans: where it keeps them.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class SharedRows:
         settings: Settings,
         begin: Any,
         plan: Callable[[Arguments, Callable[[], dict[str, Any]]], Plan],
+        plans: dict[Any, Plan],
     ) -> None:
         self._guide, self._settings = guide, settings
-        self._begin, self._plan = begin, plan
+        self._begin, self._plan, self._plans = begin, plan, plans
         # By the shapes of the arguments: whether a fit is the same.
         self.same: dict[Any, bool] = {}
 
@@ -60,6 +62,8 @@ class SharedRows:
             return arguments
 
         def begin(at: Arguments) -> Any:
+            # Not made in a trace: transforms have constants of their own.
+            self._plan(at, dict)
             natural = initial_natural(self._guide, {})
             return self._begin.trace(at.arrays, key, {}, natural, static=at.static)
 
@@ -71,7 +75,10 @@ class SharedRows:
             structure = self._guide.structure_at(arguments)
             check = partial(same_with_rows, begin, problem, arguments, size)
             noisy = structure.subsampled or self._guide.random_others
-            return not noisy and self._guide.same_with_rows(arguments, more, check)
+            if not noisy and self._guide.same_with_rows(arguments, more, check):
+                return True
+            self._plans.pop(more.shapes, None)
+            return False
 
         more = arguments.with_rows(size)
         proved = remembered(self.same, arguments.shapes, same)
