@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -232,44 +233,61 @@ def three(X, y=None, *, inducing):
         numpyro.sample("y", likelihood, obs=y)
 
 
-def test_no_engine_calls_lapack_for_stacks() -> None:
-    texts = []
+class Programs:
+    """Runs functions compiled, and keeps the texts of their programs."""
 
-    def watched(function):
-        def compiled(*args):
-            program = jax.jit(function).lower(*args).compile()
-            texts.append(program.as_text())
-            return program(*args)
+    def __init__(self):
+        self.texts = []
 
-        return compiled
+    def __call__(self, function, *args):
+        program = jax.jit(function).lower(*args).compile()
+        self.texts.append(program.as_text())
+        return program(*args)
 
-    for optim in (None, optax.adam(0.05)):
-        svi = make(three, optim)
-        state = svi.init(KEY, X, Y, inducing=Z)
-        state = watched(lambda s, svi=svi: svi.update(s, X, Y, inducing=Z)[0])(state)
-        params = svi.get_params(state)
-        watched(
-            lambda new, p=params, svi=svi: (
-                svi.posterior(p, X, Y, inducing=Z).predict_y(new).probs
-            )
-        )(X[:5])
-    fixed = numpyro.handlers.condition(three, {"scale": 1.0})
-    for kernel in (
-        gpaug.EllipticalSlice(fixed),
-        gpaug.AugmentedGaussian(fixed),
-        gpaug.CollapsedGaussian(three),
-    ):
-        given = (X, Y), {"inducing": Z}
-        state = kernel.init(KEY, 0, None, *given)
-        watched(lambda s, k=kernel, given=given: k.sample(s, *given))(state)
-    elbo = gpaug.TraceAnalytic_ELBO()
-    guide = gpaug.AutoSparseGP(three, covariance="dense")
-    svi = numpyro.infer.SVI(three, guide, numpyro.optim.Adam(0.1), elbo)
+
+def conjugate(run, optim=None) -> None:
+    svi = make(three, optim)
     state = svi.init(KEY, X, Y, inducing=Z)
-    watched(lambda s: svi.update(s, X, Y, inducing=Z)[1])(state)
-    assert len(texts) == 8
-    assert all("lapack" in text for text in texts)
-    assert not [stack for text in texts for stack in stacks_of_lapack(text)]
+    state = run(lambda s: svi.update(s, X, Y, inducing=Z)[0], state)
+    posterior = svi.posterior(svi.get_params(state), X, Y, inducing=Z)
+    run(lambda new: posterior.predict_y(new).probs, X[:5])
+
+
+def sampled(run, kernel) -> None:
+    given = (X, Y), {"inducing": Z}
+    state = kernel.init(KEY, 0, None, *given)
+    run(lambda s: kernel.sample(s, *given), state)
+
+
+def stock(run) -> None:
+    guide = gpaug.AutoSparseGP(three, covariance="dense")
+    loss = gpaug.TraceAnalytic_ELBO()
+    svi = numpyro.infer.SVI(three, guide, numpyro.optim.Adam(0.1), loss)
+    state = svi.init(KEY, X, Y, inducing=Z)
+    run(lambda s: svi.update(s, X, Y, inducing=Z)[1], state)
+
+
+FIXED = numpyro.handlers.condition(three, {"scale": 1.0})
+ENGINES = {
+    "learning": partial(conjugate, optim=optax.adam(0.05)),
+    "Gibbs": lambda run: sampled(run, gpaug.AugmentedGaussian(FIXED)),
+    "fixed": conjugate,
+    "stock": stock,
+    "ellipses": lambda run: sampled(run, gpaug.EllipticalSlice(FIXED)),
+    "collapsed": lambda run: sampled(run, gpaug.CollapsedGaussian(three)),
+}
+QUICK = "learning", "Gibbs"
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in ENGINES],
+)
+def test_no_engine_calls_lapack_for_stacks(engine) -> None:
+    run = Programs()
+    ENGINES[engine](run)
+    assert all("lapack" in text for text in run.texts)
+    assert not [stack for text in run.texts for stack in stacks_of_lapack(text)]
 
 
 # -- learning that neither stalls nor stops early --------------------------------------
