@@ -65,7 +65,8 @@ class Progress:
 
     def next(self) -> int:
         """Steps of the next loop: none after the last, or after Ctrl-C."""
-        left = self._num_steps - self._taken
+        # Minibatches are judged at whole loops, wherever the clock divides the run.
+        left = min(self._num_steps - self._taken, CHUNK - self._taken % CHUNK)
         return 0 if self._interrupted else min(self._length, left)
 
     def took(self, losses: np.ndarray) -> None:
@@ -101,7 +102,7 @@ def settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:
     if tol is None or epoch == 0:
         return False
     taken = np.concatenate(losses)
-    if len(taken) < 2 * epoch:
+    if len(taken) < 2 * epoch or len(taken) % CHUNK:
         return False
     last, before = taken[-epoch:].mean(), taken[-2 * epoch : -epoch].mean()
     return bool(abs(last - before) < tol)
