@@ -19,6 +19,8 @@ from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
 from numpyro_gpaug.infer.vi.loop import evaluate, run_chunk
 from numpyro_gpaug.infer.vi.padding import SharedRows
 from numpyro_gpaug.infer.vi.plan import (
+    LBFGS,
+    LEAST_RISE,
     Plan,
     Settings,
     closed_params_of,
@@ -47,16 +49,17 @@ if TYPE_CHECKING:
 
 class ConjugateSVI:
     r"""Variational inference with closed-form (natural-gradient) updates of every
-    Gaussian block, and gradient steps for hyperparameters on the same bound.
+    Gaussian block; hyperparameters are learnt from the same bound.
 
     Mirrors :class:`numpyro.infer.SVI`: ``init``, ``update``, ``run``, ``evaluate``,
-    ``get_params``. One step moves each Gaussian block once, one block at a time, then
-    computes an optax update of everything else.
+    ``get_params``.
 
-    *Full data*: whole steps, halved while the bound falls. An update of the
-    hyperparameters that makes the bound fall is undone and halved too, so that a step
-    never lowers the bound by more than rounding (unless ``other`` draws latents at
-    random). Near an optimum the rounding of many steps may add up.
+    *Full data*: one step evaluates the collapsed bound at hyperparameters that L-BFGS
+    proposes: the Gaussian blocks are taken to their optimum, one block at a time, by
+    whole steps that are halved while the bound falls. Without hyperparameters, or with
+    an optax transformation, a step moves each block once. No step lowers the bound by
+    more than rounding (unless ``other`` draws latents at random): an update of the
+    hyperparameters that would is undone, and less of it tried.
 
     *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step.
     Batches may also be passed in, ``update(state, X[idx], y[idx])`` inside
@@ -64,8 +67,10 @@ class ConjugateSVI:
 
     :param model: a NumPyro model.
     :param guide: an :class:`~numpyro_gpaug.AutoSparseGP` with ``covariance="natural"``.
-    :param optim: an optax transformation for hyperparameters, inducing inputs and the
-        other guide's params; ``None`` keeps them fixed.
+    :param optim: how params of the model and of the other guide (hyperparameters,
+        inducing inputs) are learnt: ``"lbfgs"`` on full data, which needs no learning
+        rate; an optax transformation, which minibatches need; ``None`` keeps them as
+        they are.
     :param updates: ``"augmented"`` (monotone whatever happens, looser bound),
         ``"exact"`` (conjugate-computation VI, tighter), or ``"auto"``: one augmented
         step where the likelihood has one and is not log-concave, then exact.
@@ -74,8 +79,8 @@ class ConjugateSVI:
         :class:`~numpyro_gpaug.infer.RobbinsMonro`, or ``None``: 1 on full data,
         ``RobbinsMonro(delay)`` on minibatches, the delay one epoch, within
         20 and 100 steps.
-    :param hyper_steps: gradient steps after each closed-form step.
-    :param hyper_every: closed-form steps between gradient steps: with more than one the
+    :param hyper_steps: optax updates after each closed-form step.
+    :param hyper_every: closed-form steps between optax updates: with more than one the
         posterior settles before hyperparameters move, and the steps between cost no
         gradient.
     :param m_step: names of params to set, instead, to the closed-form maximiser of the
@@ -88,7 +93,7 @@ class ConjugateSVI:
 
     **Example**
 
-    >>> import jax, numpyro, optax, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
     >>> import numpyro_gpaug as gpaug
     >>> def model(X, y=None, *, inducing):
     ...     ls = numpyro.param("ls", 1.0, constraint=dist.constraints.positive)
@@ -97,7 +102,7 @@ class ConjugateSVI:
     ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
     >>> X = jnp.linspace(-3, 3, 20)[:, None]
     >>> y = (X[:, 0] > 0).astype(int)
-    >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
+    >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
     >>> result = svi.run(
     ...     jax.random.key(0), 50, X, y, inducing=X[::2], progress_bar=False
     ... )
@@ -106,14 +111,14 @@ class ConjugateSVI:
 
     References: Wenzel et al. (2019), Efficient Gaussian process classification using
     Polya-Gamma data augmentation; Khan and Lin (2017), Conjugate-computation
-    variational inference.
+    variational inference; Nocedal and Wright (2006), Numerical Optimization, chapter 7.
     """
 
     def __init__(
         self,
         model: Callable[..., Any],
         guide: AutoSparseGP,
-        optim: optax.GradientTransformation | None = None,
+        optim: optax.GradientTransformation | str | None = LBFGS,
         updates: str = "auto",
         step_size: float | str | Schedule | None = None,
         hyper_steps: int = 1,
@@ -220,14 +225,16 @@ class ConjugateSVI:
         """Runs ``num_steps`` steps, or fewer if ``tol`` is met.
 
         :param rng_key: random key.
-        :param num_steps: number of steps.
+        :param num_steps: number of steps, at most. L-BFGS wants 20 to 60 for a dozen
+            params; each is an evaluation of the collapsed bound.
         :param args: the model's arguments.
         :param progress_bar: whether to show one.
         :param tol: stop once the bound has not risen by ``tol`` nats. On full data:
-            within three steps; where hyperparameters are learnt, within 40
-            (times ``hyper_every``), or a fifth of those taken if that is more, as slow
-            progress is progress; steps that were undone do not count. On minibatches:
-            from one epoch's mean to the next.
+            within three steps; with L-BFGS, within five that were not undone (1e-3 if
+            ``tol`` is not given); with optax, within 40 (times ``hyper_every``), or a
+            fifth of those taken if that is more, as slow progress is progress; steps
+            that were undone do not count. On minibatches: from one epoch's mean to the
+            next. ``None`` or 0: never.
         :param init_state: a state to continue from.
         :param init_params: constrained values to start from, by param name.
         :param callback: called about once a second, every 100 steps at least, with the
@@ -247,6 +254,8 @@ class ConjugateSVI:
         state, plan, arguments, data = begun
         noisy = bool(plan.structure.subsampled) or plan.random_others
         epoch = steps_compared(plan.structure) if noisy else 0
+        if tol is None and self.settings.optim == LBFGS and plan.transforms:
+            tol = LEAST_RISE
         limit = np.asarray(0 if tol is None or noisy else tol, state.bound.dtype)
         losses: list[np.ndarray] = []
         size = sum(x.size for x in arguments.arrays)

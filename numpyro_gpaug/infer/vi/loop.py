@@ -48,7 +48,10 @@ def run_chunk(
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
         patience: Any = 3
-        if stepper.learns:
+        if stepper.searches:
+            over = state.hyper.optim_state.exhausted & (i > 0)
+            patience = jnp.where(over, 0, 5)
+        elif stepper.learns:
             patience = jnp.maximum(40 * settings.hyper_every, state.step // 5)
         return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
 

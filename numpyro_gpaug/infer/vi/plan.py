@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 
 
 UPDATES = ("auto", "augmented", "exact")
+LBFGS = "lbfgs"
+# Nats by which the bound must go on rising, if no tol is given to a search.
+LEAST_RISE = 1e-3
 
 
 @dataclass(frozen=True)
 class Settings:
     """Options of :class:`~numpyro_gpaug.ConjugateSVI`; see there."""
 
-    optim: optax.GradientTransformation | None
+    optim: optax.GradientTransformation | str | None
     updates: str
     step_size: float | str | Schedule | None
     hyper_steps: int
@@ -39,15 +42,22 @@ class Settings:
     def __post_init__(self) -> None:
         if self.updates not in UPDATES:
             raise ValueError(f"updates must be one of {UPDATES}, got {self.updates!r}")
-        if self.optim is not None and not _is_optax(self.optim):
+        searches = isinstance(self.optim, str) and self.optim == LBFGS
+        if not (self.optim is None or searches or _is_optax(self.optim)):
+            got = self.optim if isinstance(self.optim, str) else type(self.optim)
             raise ValueError(
-                "optim must be an optax GradientTransformation (such as "
-                f"optax.adam(1e-2)) or None, got {type(self.optim).__name__}"
+                f"optim must be {LBFGS!r}, an optax GradientTransformation (such as "
+                f"optax.adam(1e-2)) or None, got {got!r}"
             )
         for name in ("hyper_steps", "hyper_every"):
             count = getattr(self, name)
             if count < 1 or count != int(count):
                 raise ValueError(f"{name} must be a whole number >= 1, got {count}")
+            if count > 1 and searches:
+                raise ValueError(
+                    f"{name} is for optax transformations: {LBFGS!r} takes the "
+                    "Gaussian blocks to their optimum before every gradient"
+                )
         as_schedule(self.step_size, batches=1.0)
 
 

@@ -13,11 +13,13 @@ from jax import Array, random
 from numpyro import handlers
 
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, natural_names
+from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import epoch_length, first_epochs
+from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.infer.vi.plan import Settings, transforms_of
+from numpyro_gpaug.infer.vi.plan import LBFGS, Settings, transforms_of
 from numpyro_gpaug.infer.vi.schedules import as_schedule
-from numpyro_gpaug.infer.vi.stepper import ConjugateState, Hyper
+from numpyro_gpaug.infer.vi.stepper import ConjugateState
 from numpyro_gpaug.math.linalg import NaturalGaussian
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -150,7 +152,7 @@ def _state(
             values,
             jax.tree.map(jnp.zeros_like, values),
             jnp.ones((), dtype),
-            () if optim is None else optim.init(values),
+            _first(optim, values, noisy),
         ),
         natural=natural,
         step_sizes={name: step_size for name in natural},
@@ -163,6 +165,22 @@ def _state(
         step=jnp.int32(0),
         rng_key=key,
     )
+
+
+def _first(optim: Any, values: dict[str, Any], noisy: bool) -> Any:
+    """The optimiser's first state."""
+    if optim is None or not values:
+        return ()
+    if optim != LBFGS:
+        return optim.init(values)
+    if noisy:
+        raise ValueError(
+            f"optim={LBFGS!r}, the default, compares bounds, which minibatches and "
+            f"latents drawn at random make noisy: to learn {sorted(values)}, give an "
+            "optax transformation, optim=optax.adam(0.01); to keep them fixed, "
+            "optim=None"
+        )
+    return quasi_newton.start(values)
 
 
 def read_params(

@@ -12,34 +12,20 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 from numpyro import handlers
 
+from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.elbo import other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
+from numpyro_gpaug.infer.vi.hyper import Hyper, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
-from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep, slack
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.view import ModelView
 
-LEAST_SCALE = 0.1
-
-
-class Hyper(NamedTuple):
-    """Hyperparameters and their optimiser.
-
-    :param values: unconstrained params of the model and of the other guide.
-    :param update: the pending update, applied at the start of the next step.
-    :param scale: fraction of it to apply; halved when it made the bound fall. An update
-        of which less than a tenth is left is dropped for one from a new gradient: what
-        momentum proposes need not ascend, however little of it is applied.
-    :param optim_state: the optax state.
-    """
-
-    values: dict[str, Any]
-    update: dict[str, Any]
-    scale: Array
-    optim_state: Any
+# Sweeps of the blocks to their optimum, at most, and the rise in nats that ends them.
+MAX_SWEEPS, SETTLED = 50, 1e-4
 
 
 class ConjugateState(NamedTuple):
@@ -93,7 +79,8 @@ class Stepper:
     def __init__(self, plan: Plan, settings: Settings, arguments: Arguments) -> None:
         self._plan, self._settings, self._arguments = plan, settings, arguments
         self._structure = plan.structure
-        self._optim = settings.optim if plan.transforms else None
+        self._optim: Any = settings.optim if plan.transforms else None
+        self.searches = self._optim == LBFGS
         self.learns = self._optim is not None or bool(plan.closed)
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
@@ -137,9 +124,11 @@ class Stepper:
             return self._fixed_step(state, problem, evaluation)
         if not self._comparable:
             return self._batch_step(state), ()
+        if self.searches:
+            return self._search_step(state), ()
         return self._joint_step(state), ()
 
-    # The three kinds of step.
+    # The kinds of step.
 
     def _fixed_step(
         self, state: ConjugateState, problem: LatentGaussian, evaluation: Evaluation
@@ -155,7 +144,7 @@ class Stepper:
     def _joint_step(self, state: ConjugateState) -> ConjugateState:
         """Full data: the pending hyperparameter update, a sweep, a new gradient."""
         key = self._key(state)
-        values = _moved(state.hyper)
+        values = moved(state.hyper)
         problem, pullback = self._problem_and_pullback(values, key, {})
         start = problem.unevaluated(state.natural)
         fresh = jnp.array(True)
@@ -176,15 +165,40 @@ class Stepper:
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound
         )
         fell = ~(evaluation.bound >= state.bound - slack(evaluation))
-        refused = state._replace(hyper=_refused(state.hyper))
-        return lax.cond(fell, lambda: refused, lambda: _flagged(new, hyper))
+        same = state._replace(hyper=refused(state.hyper))
+        return lax.cond(fell, lambda: same, lambda: _flagged(new, hyper))
+
+    def _search_step(self, state: ConjugateState) -> ConjugateState:
+        """Full data: the collapsed bound at the pending update's end."""
+        values = moved(state.hyper)
+        problem, pullback = self._problem_and_pullback(values, self._key(state), {})
+        natural, evaluation, steps = self._settled(problem, state)
+        rise = evaluation.bound - state.bound
+        required = quasi_newton.required(state.hyper) - slack(evaluation)
+
+        def on() -> ConjugateState:
+            ascent = pullback(problem.gradient(evaluation))
+            first = jnp.isinf(state.bound)
+            hyper = quasi_newton.accepted(state.hyper, values, ascent, first)
+            if self._plan.closed:
+                best = self._maximised(problem, evaluation, values, ascent)
+                hyper = hyper._replace(update=hyper.update | best)
+            new = state._replace(
+                hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound
+            )
+            return _flagged(new, hyper)
+
+        def back() -> ConjugateState:
+            return state._replace(hyper=quasi_newton.refused(state.hyper, rise))
+
+        return lax.cond(rise >= required, on, back)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """A minibatch, or other latents drawn at random: no bound to compare with, so a
         decaying step instead."""
         key = self._key(state)
         indices, epochs = next_batch(self._structure, state.epochs, key)
-        values = _moved(state.hyper)
+        values = moved(state.hyper)
         whole, pullback = self._problem_and_pullback(values, key, indices)
         self._refuse_adaptive(whole)
         natural, schedules, evaluation, bound = damped_sweep(
@@ -232,6 +246,32 @@ class Stepper:
             problem, state.natural, evaluation, state.step_sizes,
             getattr(self._schedule, "value", 1.0), self._augmented(state), fresh,
         )  # fmt: skip
+
+    def _settled(
+        self, problem: LatentGaussian, state: ConjugateState
+    ) -> tuple[Natural, Evaluation, dict[str, Array]]:
+        """Sweeps until the bound rises no more."""
+
+        def going(carry: Any) -> Array:
+            sweeps, _, evaluation, _, rise = carry
+            least = jnp.maximum(slack(evaluation), SETTLED)
+            return (sweeps < MAX_SWEEPS) & (rise > least)
+
+        def sweep(carry: Any) -> Any:
+            sweeps, natural, evaluation, steps, _ = carry
+            here = state._replace(
+                natural=natural, step_sizes=steps, step=state.step + sweeps
+            )
+            natural, new, steps = self._sweep(problem, here, evaluation, sweeps == 0)
+            return sweeps + 1, natural, new, steps, new.bound - evaluation.bound
+
+        first = problem.unevaluated(state.natural)
+        start = (
+            jnp.int32(0), state.natural, first, state.step_sizes,
+            jnp.full_like(first.bound, jnp.inf),
+        )  # fmt: skip
+        _, natural, evaluation, steps, _ = lax.while_loop(going, sweep, start)
+        return natural, evaluation, steps
 
     def _augmented(self, state: ConjugateState) -> Array | None:
         """Whether a step takes its factors from the augmented bound, to start safely;
@@ -352,16 +392,3 @@ def _flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
         return state
     good = jnp.stack(finite).all()
     return state._replace(bound=jnp.where(good, state.bound, jnp.nan))
-
-
-def _refused(hyper: Hyper) -> Hyper:
-    """Less of a pending update that made the bound fall, or none of it."""
-    dropped = hyper.scale < 2 * LEAST_SCALE
-    update = jax.tree.map(lambda u: jnp.where(dropped, 0, u), hyper.update)
-    scale = jnp.where(dropped, 1, hyper.scale / 2)
-    return hyper._replace(update=update, scale=scale)
-
-
-def _moved(hyper: Hyper) -> dict[str, Any]:
-    """Hyperparameters after their pending update."""
-    return jax.tree.map(lambda v, u: v + hyper.scale * u, hyper.values, hyper.update)

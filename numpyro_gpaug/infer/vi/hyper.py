@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyperparameters as a fit moves them: a pending update, and less of it if the bound
+fell."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+LEAST_SCALE = 0.1
+
+
+class Hyper(NamedTuple):
+    """Hyperparameters and their optimiser.
+
+    :param values: unconstrained params of the model and of the other guide.
+    :param update: the pending update, applied at the start of the next step.
+    :param scale: fraction of it to apply; less when it made the bound fall.
+    :param optim_state: the optax state, or a
+        :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
+    """
+
+    values: dict[str, Any]
+    update: dict[str, Any]
+    scale: Array
+    optim_state: Any
+
+
+def moved(hyper: Hyper) -> dict[str, Any]:
+    """Hyperparameters after their pending update."""
+    return jax.tree.map(lambda v, u: v + hyper.scale * u, hyper.values, hyper.update)
+
+
+def refused(hyper: Hyper) -> Hyper:
+    """Half of a pending update that made the bound fall. One of which less than a tenth
+    is left is dropped for one from a new gradient: what momentum proposes need not
+    ascend, however little of it is applied.
+
+    :param hyper: before the update.
+    """
+    dropped = hyper.scale < 2 * LEAST_SCALE
+    update = jax.tree.map(lambda u: jnp.where(dropped, 0, u), hyper.update)
+    scale = jnp.where(dropped, 1, hyper.scale / 2)
+    return hyper._replace(update=update, scale=scale)
