@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thousand random problems in float32; see :mod:`tests.random_problems`.
+
+What float64 predicts is read from a file. Where the problems change, write it again::
+
+    python -m tests.test_random_problems
+"""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from tests.random_problems import (
+    FIRST,
+    Outcome,
+    Problem,
+    Reference,
+    Tally,
+    computed,
+    tally,
+    the_case,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "random_problems.npz"
+
+
+def checksum(problem: Problem) -> int:
+    """Of the data: other versions of NumPy may draw others."""
+    return zlib.crc32(b"".join(np.ascontiguousarray(x).tobytes() for x in problem))
+
+
+def write_golden() -> None:
+    """Writes what float64 predicts for the first problems."""
+    rows = []
+    for case in range(FIRST):
+        problem = the_case(case, 0)
+        reference = computed(*problem)
+        _, mean, scale = reference.outcome()
+        rows.append((checksum(problem[2]), reference.ill(), mean, scale))
+    sums, ill, means, scales = zip(*rows, strict=True)
+    np.savez_compressed(
+        GOLDEN, sums=np.array(sums), ill=np.array(ill), sizes=[len(m) for m in means],
+        means=np.concatenate(means).astype("float32"),
+        scales=np.concatenate(scales).astype("float32"),
+    )  # fmt: skip
+
+
+def run_golden() -> dict[str, Tally]:
+    """Tallies by likelihood."""
+    golden = np.load(GOLDEN)
+    ends = golden["sizes"].cumsum()[:-1]
+    means, scales = (np.split(golden[k], ends) for k in ("means", "scales"))
+    found: dict[str, Tally] = {}
+    for case in range(FIRST):
+        name, shape, problem = the_case(case, 0)
+        if checksum(problem) != golden["sums"][case]:
+            raise ValueError("problems differ from those of the file: write it again")
+        double, ill = Outcome(True, means[case], scales[case]), golden["ill"][case]
+        reference = Reference(lambda double=double: double, lambda ill=ill: ill)
+        counts = tally(name, shape, problem, reference)
+        found[name] = found.get(name, Tally()) + counts
+    return found
+
+
+def test_random_problems_in_float32() -> None:
+    found = run_golden()
+    total = sum(found.values(), Tally())
+    assert total.number == FIRST
+    assert total.errors == 0, found
+    assert total.not_finite == 0, found
+    assert total.off - total.ill <= 4 * FIRST // 100, found
+
+
+if __name__ == "__main__":
+    write_golden()
