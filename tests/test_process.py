@@ -92,7 +92,7 @@ def test_the_conditional_exposes_projection_and_residual():
     assert_close(law.projection, A[None], 10)
     assert_close(law.residual, brute(V[0])[1][None], 10)
     assert_close(law.prior_variance, np.full((1, 7), 1.5))
-    assert_close(law.gp.cholesky, factor[None], 10)
+    assert_close(law.gp.factor, factor[None], 10)
 
 
 @pytest.mark.usefixtures("x64")

@@ -25,11 +25,11 @@ from numpyro_gpaug.gp.projection import latent_first, lead, project, residual_va
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import (
     cholesky,
-    default_jitter,
     inverse_cholesky,
     safe_sqrt,
     with_jitter,
 )
+from numpyro_gpaug.math.whitening import inverse_root
 
 _POLICIES = ("mean", "noise", "site")
 
@@ -169,7 +169,7 @@ class GaussianProcess:
     Construct it in a model, outside data plates; call it at inputs, inside them. The
     constructor makes one stock sample site ``"{name}.v"``, a standard normal of event
     shape (M,) or (C, M), and the inducing values are :math:`u = L v` with
-    :math:`L L^\top = K_{ZZ} + \text{jitter}`. A call makes a deterministic site
+    :math:`L L^\top = K_{ZZ}`, to rounding, or :math:`K_{ZZ} + \text{jitter}`. A call makes a deterministic site
     ``name``, :math:`f = m(x) + A^\top v + \sqrt{r}\,\epsilon`, with
     :math:`A = L^{-1} K_{ZX}` and :math:`r_i = k(x_i, x_i) - |A_i|^2`.
 
@@ -194,8 +194,10 @@ class GaussianProcess:
         output at a time: outputs of one input are correlated, which the bound does not
         need to know, and densities of predictions (a sum over outputs) leave out.
     :param bias: b, (K,), with ``loadings``; zero by default.
-    :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; default
-        ``2e-7 M`` in float32 and 1e-10 in float64; 0 is allowed.
+    :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; 0 is
+        allowed. By default the smallest that factorises, of those that double from
+        ``2.4e-7 sqrt(M)`` in float32 and 1e-10 in float64, and L is corrected for
+        nearly all that it changes (:mod:`numpyro_gpaug.math.whitening`).
     :raises ValueError: inside a plate, for inducing inputs that are not two- or
         three-dimensional (one-dimensional for scalar inputs) or are empty, and for
         loadings or a bias of another shape.
@@ -246,8 +248,6 @@ class GaussianProcess:
                 f"num_latents is {num_latents}"
             )
         num_inducing = self.inducing.shape[-2 if self.inducing.ndim > 1 else 0]
-        if jitter is None:
-            jitter = default_jitter(num_inducing, self.inducing.dtype)
         self.jitter = jitter
         shape = (num_inducing,) if num_latents is None else (num_latents, num_inducing)
         standard = dist.Normal(jnp.zeros(shape, self.inducing.dtype), 1)
@@ -266,19 +266,24 @@ class GaussianProcess:
             )
 
     @cached_property
-    def cholesky(self) -> Array:
-        """Lower factor of ``K_ZZ`` with jitter, (1 or C, M, M)."""
-        return cholesky(self._gram)
+    def factor(self) -> Array:
+        """L, with inducing values ``u = L v``, (1 or C, M, M): lower triangular if a
+        jitter was given."""
+        if self.jitter is None:
+            return self._gram @ self.inverse_factor.mT
+        return cholesky(with_jitter(self._gram, self.jitter))
 
     @cached_property
     def inverse_factor(self) -> Array:
-        """``L^-1`` of the lower factor L of ``K_ZZ`` with jitter, (1 or C, M, M)."""
-        return inverse_cholesky(self._gram)
+        """What whitens ``K_ZZ``, (1 or C, M, M): ``L^-1`` of its lower factor if a
+        jitter was given."""
+        if self.jitter is None:
+            return inverse_root(self._gram)
+        return inverse_cholesky(with_jitter(self._gram, self.jitter))
 
-    @property
+    @cached_property
     def _gram(self) -> Array:
-        gram = lead(self.kernel(self.inducing, self.inducing), 2)
-        return with_jitter(gram, self.jitter)
+        return lead(self.kernel(self.inducing, self.inducing), 2)
 
     def __jax_array__(self) -> NoReturn:
         raise TypeError(

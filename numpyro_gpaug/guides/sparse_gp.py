@@ -152,7 +152,7 @@ class AutoSparseGP(ProcessGuide):
         if not processes:
             return {}
         trace = self.flat_trace(values, args, kwargs)
-        return {b.name: conditional_of(trace, b).gp.cholesky for b in processes}
+        return {b.name: conditional_of(trace, b).gp.factor for b in processes}
 
     def _is_preconditioned(self, block: Block) -> bool:
         return self.covariance == "preconditioned" and block.is_process

@@ -16,8 +16,8 @@ from jax import Array, lax
 def default_jitter(size: int, dtype: np.dtype | type) -> float:
     """The default jitter, relative to the mean of the diagonal.
 
-    The rounding error of a Cholesky factorisation grows with the size of the matrix; a
-    larger jitter than needed blurs the process where smooth kernels extrapolate.
+    For covariances of function values, which were computed from others; inducing
+    matrices take a smaller one (:mod:`numpyro_gpaug.math.whitening`).
 
     :param size: number of rows M.
     :param dtype: float dtype of the matrix.
@@ -61,7 +61,7 @@ def cholesky(matrix: Array) -> Array:
 def _cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (tangent,) = tangents
     factor = cholesky(*primals)
-    return factor, factor @ _half(inverse_lower(factor), tangent)
+    return factor, factor @ lower_half(inverse_lower(factor), tangent)
 
 
 def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,10 +105,10 @@ def inverse_cholesky(matrix: Array) -> Array:
 def _inverse_cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (tangent,) = tangents
     inverse = inverse_cholesky(*primals)
-    return inverse, -_half(inverse, tangent) @ inverse
+    return inverse, -lower_half(inverse, tangent) @ inverse
 
 
-def _half(inverse: Array, tangent: Array) -> Array:
+def lower_half(inverse: Array, tangent: Array) -> Array:
     """``half(W dK W')``: how, in its own coordinates, a factor moves with its matrix;
     ``half`` keeps the lower triangle and half the diagonal."""
     size, dtype = inverse.shape[-1], inverse.dtype

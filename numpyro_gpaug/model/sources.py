@@ -69,7 +69,7 @@ def sources(
         ]
         return (
             [m["value"] for m in observed],
-            [f.gp.cholesky for f in processes],
+            [f.gp.factor for f in processes],
             [*(f.X for f in processes), *parameters],
         )
 

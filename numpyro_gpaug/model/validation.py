@@ -196,7 +196,7 @@ def explain_failure(
         for block in blocks:
             if block.is_process:
                 gp = conditional_of(trace, block).gp
-                if not np.isfinite(np.asarray(gp.cholesky)).all():
+                if not np.isfinite(np.asarray(gp.factor)).all():
                     raise CholeskyError(cholesky_message(gp))
     raise CholeskyError(
         "the evidence lower bound is not finite"
@@ -217,9 +217,10 @@ def cholesky_message(gp: Any) -> str:
     if Z.ndim == 2 and len(rows) < len(Z):
         causes.append(f"{len(Z) - len(rows)} inducing inputs are duplicates")
     causes.append("the lengthscale is long against the spacing of the inducing inputs")
+    jitter = "every jitter" if gp.jitter is None else f"relative jitter {gp.jitter:g}"
     return (
         f'GaussianProcess("{gp.name}"): the Cholesky factorisation of the {gram.shape} '
-        f"kernel matrix failed with relative jitter {gp.jitter:g} in {gram.dtype}. "
+        f"kernel matrix failed with {jitter} in {gram.dtype}. "
         f"Likely cause: {'; or '.join(causes)}. Use distinct inducing inputs "
         "(numpyro_gpaug.inducing.kmeans), a larger jitter=, or float64"
     )

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inverse roots of kernel matrices: what float32 loses against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug import kernels
+from numpyro_gpaug.inducing import kmeans
+from numpyro_gpaug.math.linalg import inverse_cholesky
+from numpyro_gpaug.math.whitening import inverse_root, least_jitter
+from tests.conftest import enable_x64
+
+NOISE = 0.05
+SMOOTH, ROUGH = kernels.SquaredExponential, kernels.Matern52
+
+
+@pytest.fixture(scope="module")
+def problems():
+    """A few columns, a smooth function, noise of standard deviation .05."""
+
+    def make(seed: int, num: int, dim: int):
+        rng = np.random.default_rng(seed)
+        X = rng.normal(size=(num, dim)).astype(np.float32)
+        waves = rng.normal(size=(dim, 5)) / 3
+        f = np.sin(X @ waves + rng.uniform(0, 6, 5)).sum(1)
+        y = (f - f.mean()) / f.std() + NOISE * rng.normal(size=num)
+        return X, y.astype(np.float32), np.asarray(kmeans(X, 200))
+
+    return {2: make(0, 400, 2), 4: make(1, 600, 4), 6: make(2, 500, 6)}
+
+
+def regression(X, y=None, *, inducing, kernel, lengthscale, variance):
+    gp = gpaug.GaussianProcess("f", kernel(lengthscale, variance), inducing)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(gp(X), NOISE), obs=y)
+
+
+@pytest.fixture(scope="module")
+def fitters():
+    """One per dtype: it keeps what it found of the model's shapes and dtypes."""
+    return {
+        dtype: gpaug.ConjugateSVI(regression, gpaug.AutoSparseGP(regression))
+        for dtype in ("float32", "float64")
+    }
+
+
+def bound(fitters, problem, dtype, **hyper) -> float:
+    with enable_x64(dtype == "float64"):
+        X, y, Z = (x.astype(dtype) for x in problem)
+        hyper = {
+            k: v if callable(v) else np.asarray(v, dtype) for k, v in hyper.items()
+        }
+        run = fitters[dtype].run(
+            jax.random.key(0), 2, X, y, inducing=Z, progress_bar=False, **hyper
+        )
+        return -float(run.losses[-1])
+
+
+@pytest.mark.parametrize("dim", [2, 4, 6])
+@pytest.mark.parametrize("kernel", [SMOOTH, ROUGH])
+def test_float32_loses_at_most_two_nats(dim, kernel, problems, fitters) -> None:
+    for lengthscale, variance in ((2.0, 3.0), (3.0, 10.0)):
+        hyper = {"kernel": kernel, "lengthscale": lengthscale, "variance": variance}
+        single, double = (
+            bound(fitters, problems[dim], dtype, **hyper)
+            for dtype in ("float32", "float64")
+        )
+        # Above as well: rounding may not pass for evidence.
+        assert abs(single - double) < 2, (lengthscale, single, double)
+
+
+@pytest.mark.parametrize("size", [20, 200, 500])
+def test_hard_matrices_are_whitened(size) -> None:
+    """Twice the same inducing inputs, and lengthscales up to a constant kernel."""
+    root = jax.jit(inverse_root)
+    Z = np.random.default_rng(size).normal(size=(size, 2)).astype(np.float32)
+    Z[size // 2 :] = Z[: size - size // 2]
+    for kernel in (SMOOTH, ROUGH, kernels.Periodic):
+        for lengthscale in np.array([1, 100, 1e4], np.float32):
+            gram = np.asarray(kernel(lengthscale, np.float32(10))(Z, Z))
+            whitener = np.asarray(root(gram), float)
+            assert np.isfinite(whitener).all()
+            # What inducing inputs see of themselves is not more than there is.
+            explained = np.square(whitener @ gram).sum(0)
+            tolerance = 2e-6 * size
+            assert (explained < gram.diagonal() * (1 + tolerance)).all()
+            # Little is left out, either.
+            assert (explained > gram.diagonal() * (1 - tolerance)).all()
+
+
+def test_a_fit_on_duplicates_with_a_long_lengthscale(problems, fitters) -> None:
+    X, y, Z = problems[2]
+    twice = X, y, np.concatenate([Z[:100], Z[:100]])
+    for lengthscale in (2.0, 1e3):
+        hyper = {"kernel": SMOOTH, "lengthscale": lengthscale, "variance": 10.0}
+        assert np.isfinite(bound(fitters, twice, "float32", **hyper))
+
+
+def test_well_conditioned_matrices_lose_nothing(dtype) -> None:
+    Z = np.arange(12.0).astype(dtype)[:, None]
+    grams = jnp.stack([ROUGH(np.asarray(s, dtype))(Z, Z) for s in (0.5, 2.0)])
+    root = jax.jit(inverse_root)(grams)
+    assert root.dtype == dtype
+    eye = np.broadcast_to(np.eye(12), grams.shape)
+    tolerance = 1e-4 if dtype == "float32" else 1e-10
+    np.testing.assert_allclose(root @ grams @ root.mT, eye, atol=tolerance)
+
+
+def test_matrices_choose_their_jitter_apart() -> None:
+    """In a stack, and mapped over: what one needs is not added to another."""
+    Z = np.random.default_rng(0).normal(size=(60, 1)).astype(np.float32)
+    grams = jnp.stack([SMOOTH(np.float32(s))(Z, Z) for s in (30.0, 0.01)])
+    alone = jax.jit(inverse_root)
+    each = np.stack([alone(gram) for gram in grams])
+    np.testing.assert_allclose(alone(grams), each, rtol=1e-5, atol=1e-4)
+    mapped = jax.jit(jax.vmap(inverse_root))(grams)
+    np.testing.assert_allclose(mapped, each, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("vectorised", [False, True])
+def test_derivatives_of_what_a_root_is_used_for(vectorised, x64) -> None:
+    Z = np.random.default_rng(0).normal(size=(8, 2))
+    X = np.random.default_rng(1).normal(size=(5, 2))
+
+    def explained(root, log_scale):
+        kernel = ROUGH(jnp.exp(log_scale))
+        projection = root(kernel(Z, Z)) @ kernel(Z, X)
+        return jnp.sin(projection.T @ projection).sum()
+
+    def slope(root, at):
+        gradient = jax.grad(partial(explained, root))
+        return jax.vmap(gradient)(at) if vectorised else gradient(at[0])
+
+    at = jnp.array([0.3, -0.5])
+    np.testing.assert_allclose(
+        slope(inverse_root, at), slope(inverse_cholesky, at), rtol=1e-8
+    )
+
+
+def test_what_is_not_positive_definite_is_nan() -> None:
+    assert np.isnan(jax.jit(inverse_root)(np.diag([1, -1]).astype(np.float32))).all()
+    assert np.isnan(jax.jit(inverse_root)(np.full((2, 2), np.nan, np.float32))).any()
+
+
+def test_the_least_jitter() -> None:
+    assert least_jitter(400, jnp.float64) == 1e-10
+    np.testing.assert_allclose(least_jitter(400, jnp.float32), 4.77e-6, rtol=1e-3)
