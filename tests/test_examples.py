@@ -2,6 +2,7 @@
 """Every example runs, on small data and for few steps, and draws its picture."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -32,8 +33,9 @@ REDUCED = {
 QUICK = {"classify", "learned_link"}
 
 
-def run(script: str, folder: Path, *options: str) -> None:
-    """Runs the script in ``folder``, where it also keeps what it compiles."""
+def run(script: str, folder: Path, *options: str) -> str:
+    """What the script prints, run in ``folder``, where it also keeps what it
+    compiles."""
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
     environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
     done = subprocess.run(
@@ -41,6 +43,7 @@ def run(script: str, folder: Path, *options: str) -> None:
         cwd=folder, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -68,6 +71,25 @@ def test_example_runs_and_draws(script: str, folder: Path) -> None:
     picture = imread(folder / f"{script}.png")
     inked = np.mean(picture[..., :3].min(-1) < 0.9)
     assert inked > 0.01, "the picture is blank"
+
+
+@pytest.mark.slow
+def test_neither_chains_nor_threads_hang(tmp_path: Path) -> None:
+    found = json.loads(run("benchmarks/threads", tmp_path, "--runs", "1"))
+    assert {kind: counts["hangs"] for kind, counts in found.items()} == {
+        "chains": 0, "fits": 0
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_drawn_classes_err_as_all_classes_do(tmp_path: Path) -> None:
+    steps = ["--drawn", "3", "--steps", "10", "--drawn-steps", "200"]
+    size = ["--train", "500", "--inducing", "40", "--json", "found.json"]
+    run("benchmarks/class_subsampling", tmp_path, *steps, *size)
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    errors = {row["way"]: row["error"] for row in found}
+    assert set(errors) == {"whole", "sampled", "normalised"}
+    assert max(errors.values()) < errors["whole"] + 0.05
 
 
 @pytest.mark.parametrize("writable", [True, False])
