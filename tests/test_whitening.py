@@ -78,6 +78,19 @@ def test_float32_loses_at_most_two_nats(dim, kernel, problems, fitters) -> None:
         assert abs(single - double) < 2, (lengthscale, single, double)
 
 
+def test_draws_where_the_posterior_is_narrow(problems, fitters) -> None:
+    """At the inducing inputs, of a covariance far below that of the prior."""
+    X, y, Z = problems[2]
+    hyper = {"lengthscale": np.float32(3), "variance": np.float32(10), "kernel": SMOOTH}
+    svi = fitters["float32"]
+    run = svi.run(jax.random.key(0), 2, X, y, inducing=Z, progress_bar=False, **hyper)
+    posterior = svi.posterior(run)
+    draws = posterior.sample(jax.random.key(1), Z, sample_shape=(500,))
+    f = posterior.predict_f(Z)
+    np.testing.assert_allclose(draws.mean(0), f.mean, atol=0.02)
+    assert draws.std(0).max() < 3 * np.sqrt(f.variance).max() + 0.02
+
+
 @pytest.mark.parametrize("size", [20, 200, 500])
 def test_hard_matrices_are_whitened(size) -> None:
     """Twice the same inducing inputs, and lengthscales up to a constant kernel."""

@@ -169,8 +169,9 @@ class GaussianProcess:
     Construct it in a model, outside data plates; call it at inputs, inside them. The
     constructor makes one stock sample site ``"{name}.v"``, a standard normal of event
     shape (M,) or (C, M), and the inducing values are :math:`u = L v` with
-    :math:`L L^\top = K_{ZZ}`, to rounding, or :math:`K_{ZZ} + \text{jitter}`. A call makes a deterministic site
-    ``name``, :math:`f = m(x) + A^\top v + \sqrt{r}\,\epsilon`, with
+    :math:`L L^\top = K_{ZZ}`, to rounding, or :math:`K_{ZZ} + \text{jitter}`. A call
+    makes a deterministic site ``name``,
+    :math:`f = m(x) + A^\top v + \sqrt{r}\,\epsilon`, with
     :math:`A = L^{-1} K_{ZX}` and :math:`r_i = k(x_i, x_i) - |A_i|^2`.
 
     The residual noise is added only in prediction and inside stock evidence lower

@@ -27,13 +27,8 @@ from numpyro_gpaug.guides.function_posterior import (
     inverse_factor_of,
 )
 from numpyro_gpaug.math.affine import Marginals
-from numpyro_gpaug.math.linalg import (
-    Moments,
-    cholesky_jitter,
-    default_jitter,
-    safe_sqrt,
-    solve_lower,
-)
+from numpyro_gpaug.math.linalg import Moments, safe_sqrt, solve_lower
+from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.structure import Block, Structure, conditional_of, fill
 from numpyro_gpaug.model.view import ModelView
 
@@ -312,8 +307,8 @@ def _draw(conditional: Conditional, measure: GaussianMeasure) -> Array:
     Z = conditional.gp.inducing
     if Z.ndim == 3:
         Z = Z.reshape(-1, Z.shape[-1])
-    jitter = default_jitter(Z.shape[0], conditional.dtype)
-    factor = cholesky_jitter(measure.kernel(Z, Z), jitter)
+    scale = lead(conditional.gp.kernel(Z), 1).mean(-1)
+    factor = cholesky_of_sums(measure.kernel(Z, Z), scale)
     projection = solve_lower(factor, measure.kernel(Z, conditional.X))
     residual = residual_variance(measure.kernel(conditional.X), projection)
     mean = measure.mean(conditional.X)

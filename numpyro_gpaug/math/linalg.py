@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cholesky factors with a relative jitter, whitened solves, natural parameters."""
+"""Cholesky factors, whitened solves, natural parameters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jax import Array, lax
 def default_jitter(size: int, dtype: np.dtype | type) -> float:
     """The default jitter, relative to the mean of the diagonal.
 
-    For covariances of function values, which were computed from others; inducing
-    matrices take a smaller one (:mod:`numpyro_gpaug.math.whitening`).
+    Of factors that are not corrected for it; inducing matrices take a smaller one
+    (:mod:`numpyro_gpaug.math.whitening`).
 
     :param size: number of rows M.
     :param dtype: float dtype of the matrix.
@@ -28,18 +28,12 @@ def default_jitter(size: int, dtype: np.dtype | type) -> float:
     return 1e-10 if jnp.dtype(dtype) == jnp.float64 else 2e-7 * size
 
 
-def cholesky_jitter(matrix: Array, jitter: float) -> Array:
-    """Lower Cholesky factor of ``matrix + jitter * mean(diag) * I``.
-
-    :param matrix: (..., M, M), symmetric.
-    :param jitter: relative to the mean of the diagonal; 0 adds nothing.
-    :return: (..., M, M); NaN where the matrix is not positive definite.
-    """
-    return cholesky(with_jitter(matrix, jitter))
-
-
 def with_jitter(matrix: Array, jitter: float) -> Array:
-    """``matrix + jitter * mean(diag) * I``; see :func:`cholesky_jitter`."""
+    """``matrix + jitter * mean(diag) * I``.
+
+    :param matrix: (..., M, M).
+    :param jitter: relative to the mean of the diagonal; 0 adds nothing.
+    """
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
     mean = diagonal(matrix).mean(-1)[..., None, None]
     return matrix + jnp.asarray(jitter, matrix.dtype) * mean * eye

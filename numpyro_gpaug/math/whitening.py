@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.math.linalg import (
+    cholesky,
     diagonal,
     inverse_lower,
     lower_half,
@@ -32,7 +33,7 @@ from numpyro_gpaug.math.linalg import (
 # In exact arithmetic every pivot of K + j I is at least j. Pivots below are rounding
 # errors of the size of j, which the inverse would amplify.
 _LEAST_PIVOT = 0.95
-_RUNGS = 14
+_MOST = 2.0**13
 # Eigenvalues of R are at most 1. Sums of rounding errors that all point one way escape
 # the pivots and make them larger: the series may grow as it would at this one.
 _LARGEST = 3.0
@@ -63,9 +64,10 @@ def inverse_root(matrix: Array) -> Array:
     :param matrix: K, (..., M, M), symmetric to rounding and positive semi-definite.
     :return: (..., M, M), not triangular; NaN where no jitter makes K positive definite.
     """
-    factor, jitter = one_by_one(_factorised)(matrix)
-    inverse = inverse_lower(factor)
-    lost = jitter[..., None, None] * _matmul(inverse, inverse.mT)
+    factor, jitter = _factorised(matrix, diagonal(matrix).mean(-1))
+    root = jnp.sqrt(jitter)
+    inverse = root * inverse_lower(factor)
+    lost = _matmul(inverse, inverse.mT)
     squared = _matmul(lost, lost)
     # An eigenvalue r of R has r (r - 1) <= |R^2 - R|.
     excess = jnp.sqrt(jnp.square(squared - lost).sum((-2, -1), keepdims=True))
@@ -73,7 +75,19 @@ def inverse_root(matrix: Array) -> Array:
     share = jnp.minimum(
         1, _series(_LARGEST, _LARGEST**2) / _series(largest, largest**2)
     )
-    return inverse + _matmul(share * _series(lost, squared), inverse)
+    return (inverse + _matmul(share * _series(lost, squared), inverse)) / root
+
+
+def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
+    """Lower factor of a covariance that was made of larger ones by sums and
+    differences, with the smallest jitter for which :func:`inverse_root` would take it.
+
+    :param matrix: (..., M, M), symmetric to rounding.
+    :param scale: (...), of what it was made of: rounding errors are relative to it.
+    :return: (..., M, M); NaN where no jitter makes it positive definite.
+    """
+    _, jitter = _factorised(*map(lax.stop_gradient, (matrix, scale)))
+    return cholesky(matrix + jitter * jnp.eye(matrix.shape[-1], dtype=matrix.dtype))
 
 
 def _series(first: Any, second: Any) -> Any:
@@ -88,27 +102,29 @@ def _inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return inverse, -lower_half(inverse, tangent) @ inverse
 
 
-def _factorised(matrix: Array) -> tuple[Array, Array]:
-    """The lower factor of ``K + j I`` and j, (...), found by trial."""
-    size, dtype = matrix.shape[-1], matrix.dtype
-    eye = jnp.eye(size, dtype=dtype)
-    least = jnp.asarray(least_jitter(size, dtype), dtype) * diagonal(matrix).mean(-1)
+def _factorised(matrix: Array, scale: Array) -> tuple[Array, Array]:
+    """The lower factor of ``K + j I`` and j, (..., 1, 1), relative to a scale (...)."""
+    least = least_jitter(matrix.shape[-1], matrix.dtype)
+    start = jnp.asarray(least, matrix.dtype) * scale[..., None, None]
+    start = jnp.broadcast_to(start, (*matrix.shape[:-2], 1, 1))
+    single = jnp.vectorize(_first_unspoilt, signature="(m,m),(k,k)->(m,m),(k,k)")
+    return one_by_one(single)(matrix, start)
 
-    def unfinished(trial: tuple[Any, ...]) -> Array:
-        rung, _, _, done = trial
-        return (rung < _RUNGS) & ~done.all()
 
-    def attempt(trial: tuple[Any, ...]) -> tuple[Any, ...]:
-        rung, jitter, _, done = trial
-        jitter = jnp.where(done, jitter, 2 * jitter)
+def _first_unspoilt(matrix: Array, least: Array) -> tuple[Array, Array]:
+    # A literal: made on the device it is several programs more to compile.
+    eye = np.eye(matrix.shape[-1], dtype=matrix.dtype)
+
+    def spoilt(trial: tuple[Array, Array]) -> Array:
+        factor, jitter = trial
+        # Of a matrix that is not positive definite pivots are NaN.
+        kept = (jnp.square(factor) >= _LEAST_PIVOT * jitter * eye).all()
+        return ~kept & (jitter < _MOST * least)[0, 0]
+
+    def attempt(trial: tuple[Array, Array]) -> tuple[Array, Array]:
+        jitter = 2 * trial[1]
         # LAPACK reads columns: the transpose of an array of rows needs no copy.
-        raised = (matrix + jitter[..., None, None] * eye).mT
-        factor = jnp.linalg.cholesky(raised, symmetrize_input=False)
-        pivots = jnp.square(diagonal(factor)) / jitter[..., None]
-        # Of a matrix that is not positive definite they are NaN.
-        return rung + 1, jitter, factor, (pivots >= _LEAST_PIVOT).all(-1)
+        raised = (matrix + jitter * eye).mT
+        return jnp.linalg.cholesky(raised, symmetrize_input=False), jitter
 
-    done = jnp.zeros(matrix.shape[:-2], bool)
-    start = jnp.zeros((), int), least / 2, jnp.zeros_like(matrix), done
-    _, jitter, factor, _ = lax.while_loop(unfinished, attempt, start)
-    return factor, jitter
+    return lax.while_loop(spoilt, attempt, (jnp.zeros_like(matrix), least / 2))

@@ -24,7 +24,8 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.math.linalg import Moments, cholesky_jitter, default_jitter
+from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import (
@@ -231,8 +232,7 @@ class Predictor:
     ) -> tuple[Array, Array]:
         """Joint draws, and whether the covariance factorised."""
         f, (mean, covariance) = self._latents(view, fit, site)
-        jitter = default_jitter(covariance.shape[-1], covariance.dtype)
-        factor = cholesky_jitter(covariance, jitter)
+        factor = cholesky_of_sums(covariance, f.prior_variance.mean(-1))
         noise = random.normal(key, (num, *mean.shape), mean.dtype)
         latents = mean + jnp.einsum("...ij,s...j->s...i", factor, noise)
         return jax.vmap(f.outputs)(latents), jnp.isfinite(factor).all()
