@@ -46,9 +46,11 @@ def problem(num_latents, **options):
     return (X, y), {"inducing": Z, "num_latents": num_latents, **options}
 
 
-def conjugate(args, kwargs, steps=40, model=classifier, updates="auto", **options):
+def conjugate(
+    args, kwargs, steps=40, model=classifier, updates="auto", optim=None, **options
+):
     svi = gpaug.ConjugateSVI(
-        model, gpaug.AutoSparseGP(model), updates=updates, **options
+        model, gpaug.AutoSparseGP(model), optim, updates, **options
     )
     return svi, rerun(svi, args, kwargs, steps)
 

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -71,6 +72,15 @@ def equal(a, b) -> None:
 # -- interruption and checkpoints ------------------------------------------------------
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal: what runs in the background may be set to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_one_interrupt_ends_a_run_with_what_was_fitted() -> None:
     svi = make()
     whole = run(svi, 300)
@@ -87,6 +97,7 @@ def test_one_interrupt_ends_a_run_with_what_was_fitted() -> None:
     equal(rest.state, whole.state)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_two_interrupts_end_it_at_once() -> None:
     def interrupt(state, losses):
         os.kill(os.getpid(), signal.SIGINT)

@@ -56,7 +56,7 @@ def test_scale_of_the_model_multiplies_every_term(num_latents):
 
 @cache
 def weighted(num_latents):
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
+    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None)
 
     def run(X, y, weights=None, mask=None):
         weights = np.ones(len(X)) if weights is None else weights

@@ -341,7 +341,7 @@ def run(svi, X, y, num_steps, likelihood, **kwargs):
 def test_exact_sites_rise_to_a_stationary_point(x64, likelihood) -> None:
     X, y = (np.asarray(a) for a in blobs(30))
     X = X.astype("float64")
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
+    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None)
     result = run(svi, X, y, 150, likelihood)
     assert np.diff(result.losses[1:]).max() < 1e-8
     # At the optimum the mean of v is the pull of the likelihood's slopes: compare with

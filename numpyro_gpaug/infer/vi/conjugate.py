@@ -16,7 +16,8 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.infer.vi.checkpoints import check_state
 from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
-from numpyro_gpaug.infer.vi.loop import evaluate, run_chunk
+from numpyro_gpaug.infer.vi.guard import Guard
+from numpyro_gpaug.infer.vi.loop import CHUNK, bounds_of_batches, evaluate, run_chunk
 from numpyro_gpaug.infer.vi.padding import SharedRows
 from numpyro_gpaug.infer.vi.plan import (
     LBFGS,
@@ -63,7 +64,9 @@ class ConjugateSVI:
 
     *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step.
     Batches may also be passed in, ``update(state, X[idx], y[idx])`` inside
-    ``plate(name, N, subsample_size=len(idx))``.
+    ``plate(name, N, subsample_size=len(idx))``. In a run, the bound is evaluated every
+    100 steps on batches that stay the same: when learning has made it fall for 200, the
+    run goes back to the best state, and on at half the rate, with a warning.
 
     :param model: a NumPyro model.
     :param guide: an :class:`~numpyro_gpaug.AutoSparseGP` with ``covariance="natural"``.
@@ -80,9 +83,10 @@ class ConjugateSVI:
         ``RobbinsMonro(delay)`` on minibatches, the delay one epoch, within
         20 and 100 steps.
     :param hyper_steps: optax updates after each closed-form step.
-    :param hyper_every: closed-form steps between optax updates: with more than one the
-        posterior settles before hyperparameters move, and the steps between cost no
-        gradient.
+    :param hyper_every: closed-form steps between optax updates, in which the posterior
+        settles, and which cost no gradient; by default 1 on full data, 5 on
+        minibatches, where the gradient at a posterior that lags behind can drive
+        hyperparameters away from all sense.
     :param m_step: names of params to set, instead, to the closed-form maximiser of the
         bound: one number that is (up to a factor) the ``scale`` of a ``Normal``,
         ``Laplace`` or ``PiecewiseNormal``, the ``max_rate`` of a ``LogisticPoisson``,
@@ -122,7 +126,7 @@ class ConjugateSVI:
         updates: str = "auto",
         step_size: float | str | Schedule | None = None,
         hyper_steps: int = 1,
-        hyper_every: int = 1,
+        hyper_every: int | None = None,
         m_step: str | Sequence[str] = (),
     ) -> None:
         if not isinstance(guide, AutoSparseGP) or guide.covariance != "natural":
@@ -155,8 +159,9 @@ class ConjugateSVI:
             static_argnames=("plan", "static"), donate_argnames="state",
         )  # fmt: skip
         self._read = jax.jit(partial(read_params, guide))
-        self._loss = jax.jit(
-            partial(evaluate, self.settings), static_argnames=("plan", "static")
+        self._loss, self._bounds = (
+            jax.jit(partial(fn, self.settings), static_argnames=("plan", "static"))
+            for fn in (evaluate, bounds_of_batches)
         )
 
     # -- the interface of SVI ---------------------------------------------------------
@@ -252,11 +257,11 @@ class ConjugateSVI:
             raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
         begun = self._begin_run(rng_key, init_state, init_params, args, kwargs)
         state, plan, arguments, data = begun
-        noisy = bool(plan.structure.subsampled) or plan.random_others
-        epoch = steps_compared(plan.structure) if noisy else 0
+        epoch = steps_compared(plan.structure) if plan.noisy else 0
         if tol is None and self.settings.optim == LBFGS and plan.transforms:
             tol = LEAST_RISE
-        limit = np.asarray(0 if tol is None or noisy else tol, state.bound.dtype)
+        limit = np.asarray(0 if tol is None or plan.noisy else tol, state.bound.dtype)
+        guard = self._guard(num_steps, arguments, plan)
         losses: list[np.ndarray] = []
         size = sum(x.size for x in arguments.arrays)
         with Progress(num_steps, size, progress_bar) as progress:
@@ -268,12 +273,16 @@ class ConjugateSVI:
                 if not np.isfinite(losses[-1]).all():
                     self._explain(state, args, kwargs)
                 progress.took(losses[-1])
+                over = len(losses[-1]) < wanted or settled(losses, epoch, tol)
+                state = guard(
+                    state, progress, np.concatenate(losses)[-CHUNK:], last=over
+                )
                 if callback is not None:
                     callback(_copied(state), np.concatenate(losses))
-                if len(losses[-1]) < wanted or settled(losses, epoch, tol):
+                if over:
                     break
         params, losses_ = self.get_params(state), np.concatenate(losses)
-        return ConjugateResult(params, state, losses_, args, kwargs)
+        return ConjugateResult(params, state, losses_, args, kwargs, guard.restored)
 
     # -- states and params ------------------------------------------------------------
 
@@ -334,6 +343,19 @@ class ConjugateSVI:
             stalled=jnp.zeros_like(state.stalled),
         )
         return state, plan, arguments, fingerprint(given.arrays)
+
+    def _guard(self, num_steps: int, arguments: Arguments, plan: Plan) -> Guard:
+        learns = (
+            plan.noisy and bool(plan.transforms) and self.settings.optim is not None
+        )
+
+        @one_thread
+        def bounds(state: ConjugateState) -> Array:
+            return self._bounds(
+                state, arguments.arrays, plan=plan, static=arguments.static
+            )
+
+        return Guard(bounds, num_steps if learns else 0)
 
     @one_thread
     def _steps(
@@ -408,7 +430,7 @@ class ConjugateSVI:
             # JAX would keep what it compiled for every one of them.
             self._plans.clear()
             programs: tuple[Any, ...] = self._begin, self._advance, self._loss
-            for program in programs:
+            for program in (*programs, self._bounds):
                 program.clear_cache()
         return remembered(self._plans, arguments.shapes, made)
 

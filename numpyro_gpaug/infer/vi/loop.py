@@ -6,14 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, lax, random
 
+from numpyro_gpaug.infer.vi.epochs import first_epochs, next_batch
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.stepper import Carry, ConjugateState, Stepper
 from numpyro_gpaug.model.structure import Arguments
 
 # Steps of one compiled loop.
 CHUNK = 100
+# Minibatches on which two states are compared.
+BATCHES = 16
 
 
 def run_chunk(
@@ -52,7 +55,7 @@ def run_chunk(
             over = state.hyper.optim_state.exhausted & (i > 0)
             patience = jnp.where(over, 0, 5)
         elif stepper.learns:
-            patience = jnp.maximum(40 * settings.hyper_every, state.step // 5)
+            patience = jnp.maximum(40 * stepper.every, state.step // 5)
         return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
 
     def body(carry: Any) -> Any:
@@ -80,4 +83,24 @@ def evaluate(
     static: Any,
 ) -> Array:
     """The loss of a state on the data in ``arrays``."""
-    return -Stepper(plan, settings, Arguments(arrays, static)).evaluate(state).bound
+    stepper = Stepper(plan, settings, Arguments(arrays, static))
+    return -stepper.evaluate(state, stepper.key(state), {}).bound
+
+
+def bounds_of_batches(
+    settings: Settings,
+    state: ConjugateState,
+    arrays: tuple[Array, ...],
+    plan: Plan,
+    static: Any,
+) -> Array:
+    """The bound of a state on minibatches that are the same for every state, with the
+    same draws of other latents, (BATCHES,)."""
+    stepper = Stepper(plan, settings, Arguments(arrays, static))
+
+    def one(epochs: Any, key: Array) -> tuple[Any, Array]:
+        indices, epochs = next_batch(plan.structure, epochs, key)
+        return epochs, stepper.evaluate(state, key, indices).bound
+
+    keys = random.split(random.key(0), BATCHES)
+    return lax.scan(one, first_epochs(plan.structure), keys)[1]

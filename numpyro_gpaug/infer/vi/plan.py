@@ -36,7 +36,7 @@ class Settings:
     updates: str
     step_size: float | str | Schedule | None
     hyper_steps: int
-    hyper_every: int
+    hyper_every: int | None
     m_step: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -51,6 +51,8 @@ class Settings:
             )
         for name in ("hyper_steps", "hyper_every"):
             count = getattr(self, name)
+            if count is None and name == "hyper_every":
+                continue
             if count < 1 or count != int(count):
                 raise ValueError(f"{name} must be a whole number >= 1, got {count}")
             if count > 1 and searches:
@@ -77,6 +79,11 @@ class Plan:
     structure: Structure
     transforms: dict[str, Any]
     closed: tuple[ClosedParam, ...]
+
+    @property
+    def noisy(self) -> bool:
+        """Whether bounds of one step cannot be compared with those of the next."""
+        return bool(self.structure.subsampled) or self.random_others
 
     @property
     def random_others(self) -> bool:

@@ -31,10 +31,11 @@ class Progress:
     :param num_steps: steps of the run.
     :param size: number of entries of its data.
     :param bar: whether to show a progress bar.
+    :ivar taken: steps so far.
     """
 
     def __init__(self, num_steps: int, size: int, bar: bool) -> None:
-        self._num_steps, self._taken = num_steps, 0
+        self._num_steps, self.taken = num_steps, 0
         self._length = CHUNK if size <= _SMALL else 1
         self._bar = tqdm(total=num_steps, disable=not bar, desc="compiling")
         self._since = time.perf_counter()
@@ -53,7 +54,7 @@ class Progress:
             signal.signal(signal.SIGINT, self._handler)
         if self._interrupted and error[0] is None:
             warnings.warn(
-                f"interrupted after {self._taken} of {self._num_steps} steps: this is "
+                f"interrupted after {self.taken} of {self._num_steps} steps: this is "
                 "the fit so far; go on with run(..., init_state=result.state)",
                 stacklevel=3,
             )
@@ -63,10 +64,15 @@ class Progress:
             raise KeyboardInterrupt
         self._interrupted = True
 
+    @property
+    def over(self) -> bool:
+        """Whether all steps are taken, or the run was interrupted."""
+        return self._interrupted or self.taken >= self._num_steps
+
     def next(self) -> int:
         """Steps of the next loop: none after the last, or after Ctrl-C."""
         # Minibatches are judged at whole loops, wherever the clock divides the run.
-        left = min(self._num_steps - self._taken, CHUNK - self._taken % CHUNK)
+        left = min(self._num_steps - self.taken, CHUNK - self.taken % CHUNK)
         return 0 if self._interrupted else min(self._length, left)
 
     def took(self, losses: np.ndarray) -> None:
@@ -75,11 +81,11 @@ class Progress:
         :param losses: those of its steps.
         """
         now = time.perf_counter()
-        first, self._taken = self._taken == 0, self._taken + len(losses)
+        first, self.taken = self.taken == 0, self.taken + len(losses)
         if first:  # what was compiled is no part of the time left
             self._bar.set_description_str("", refresh=False)
             self._bar.reset(self._num_steps)
-            self._bar.initial = self._bar.n = self._taken
+            self._bar.initial = self._bar.n = self.taken
         else:
             speed = len(losses) / max(now - self._since, 1e-9)
             self._length = int(np.clip(speed * _SECONDS, 1, CHUNK))

@@ -96,12 +96,16 @@ def accepted(
     return Hyper(values, unravel(update), jnp.ones_like(hyper.scale), search)
 
 
-def refused(hyper: Hyper, rise: Array) -> Hyper:
+def refused(hyper: Hyper, rise: Array, noise: Array) -> tuple[Hyper, Array]:
     """Less of an update that did not make the bound rise enough; steepest ascent, once
     too little of it is left; then nothing.
 
     :param hyper: before the update.
     :param rise: of the bound, NaN or minus infinity if there is none.
+    :param noise: rounding of the bound. A promise of less is none.
+    :return: hyperparameters, and whether the present direction was given up: the bound
+        just seen is then that of the present values as much as the one it was compared
+        with.
     """
     search: Search = hyper.optim_state
     slope = hyper.scale * _slope(hyper)
@@ -110,18 +114,19 @@ def refused(hyper: Hyper, rise: Array) -> Hyper:
     scale = jnp.asarray(hyper.scale * factor, hyper.scale.dtype)
     here, unravel = ravel_pytree(hyper.values)
     steepest, again = _direction(search.gradient, _lbfgs().init(here), here)
-    over = scale < LEAST
+    over = (scale < LEAST) | (slope * factor < noise)
     none = over & search.steepest
     update = jnp.where(over, steepest, ravel_pytree(hyper.update)[0])
     memory = jax.tree.map(
         lambda new, old: jnp.where(over, new, old), again, search.memory
     )
-    return Hyper(
+    less = Hyper(
         hyper.values,
         unravel(jnp.where(none, 0, update)),
         jnp.where(over, 1, scale),
         Search(memory, search.gradient, search.steepest | over, none),
     )
+    return less, over
 
 
 def _direction(gradient: Array, memory: Any, here: Array) -> tuple[Array, Any]:

@@ -20,10 +20,13 @@ class ConjugateResult(SVIRunResult):
     :param losses: minus the bound, of the steps taken.
     :param args: the model's arguments.
     :param kwargs: its keyword arguments.
+    :param restored: where learning on minibatches had made the bound fall, the steps at
+        which the run went back, each with the step whose state it went back to.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    restored: tuple[tuple[int, int], ...]
 
     def __new__(
         cls,
@@ -32,7 +35,9 @@ class ConjugateResult(SVIRunResult):
         losses: np.ndarray,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
+        restored: tuple[tuple[int, int], ...] = (),
     ) -> Self:
         result = super().__new__(cls, params, state, losses)
         result.args, result.kwargs = args, kwargs or {}
+        result.restored = restored
         return result

@@ -26,6 +26,11 @@ from numpyro_gpaug.model.view import ModelView
 
 # Sweeps of the blocks to their optimum, at most, and the rise in nats that ends them.
 MAX_SWEEPS, SETTLED = 50, 1e-4
+# Steps on minibatches from one update of hyperparameters to the next, by default. With
+# a posterior that has not settled their gradient is wrong, and can lead far away.
+BETWEEN = 5
+# Nats by which bounds of one fit at the same hyperparameters may differ.
+LARGEST_NOISE = 1.0
 
 
 class ConjugateState(NamedTuple):
@@ -84,7 +89,9 @@ class Stepper:
         self.learns = self._optim is not None or bool(plan.closed)
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
-        self._comparable = not self._structure.subsampled and not plan.random_others
+        self._comparable = not plan.noisy
+        default = 1 if self._comparable else BETWEEN
+        self.every = settings.hyper_every or default
         sites = [site for site in self._structure.observed if site.latents]
         self._starts_augmented = (
             settings.updates == "auto"
@@ -103,12 +110,19 @@ class Stepper:
         it cannot change."""
         if self.learns or not self._comparable:
             return Carry((), ())
-        problem = self.problem(state.hyper.values, self._key(state), {})
+        problem = self.problem(state.hyper.values, self.key(state), {})
         return Carry(problem, problem.unevaluated(state.natural))
 
-    def evaluate(self, state: ConjugateState) -> Evaluation:
-        """The bound at a state, on all of its arguments' data."""
-        problem = self.problem(state.hyper.values, self._key(state), {})
+    def evaluate(
+        self, state: ConjugateState, key: Array, indices: dict[str, Array]
+    ) -> Evaluation:
+        """The bound at a state, on all of its arguments' data or on one minibatch.
+
+        :param state: the state.
+        :param key: for the other guide's latents.
+        :param indices: of the minibatch, by plate.
+        """
+        problem = self.problem(state.hyper.values, key, indices)
         return problem.restrict().evaluate(problem.select(state.natural))
 
     def step(
@@ -143,7 +157,7 @@ class Stepper:
 
     def _joint_step(self, state: ConjugateState) -> ConjugateState:
         """Full data: the pending hyperparameter update, a sweep, a new gradient."""
-        key = self._key(state)
+        key = self.key(state)
         values = moved(state.hyper)
         problem, pullback = self._problem_and_pullback(values, key, {})
         start = problem.unevaluated(state.natural)
@@ -171,10 +185,12 @@ class Stepper:
     def _search_step(self, state: ConjugateState) -> ConjugateState:
         """Full data: the collapsed bound at the pending update's end."""
         values = moved(state.hyper)
-        problem, pullback = self._problem_and_pullback(values, self._key(state), {})
+        problem, pullback = self._problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
         rise = evaluation.bound - state.bound
-        required = quasi_newton.required(state.hyper) - slack(evaluation)
+        noise = slack(evaluation)
+        required = quasi_newton.required(state.hyper) - noise
+        here = state._replace(natural=natural, step_sizes=steps, bound=evaluation.bound)
 
         def on() -> ConjugateState:
             ascent = pullback(problem.gradient(evaluation))
@@ -183,20 +199,24 @@ class Stepper:
             if self._plan.closed:
                 best = self._maximised(problem, evaluation, values, ascent)
                 hyper = hyper._replace(update=hyper.update | best)
-            new = state._replace(
-                hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound
-            )
-            return _flagged(new, hyper)
+            return _flagged(here._replace(hyper=hyper), hyper)
 
         def back() -> ConjugateState:
-            return state._replace(hyper=quasi_newton.refused(state.hyper, rise))
+            hyper, over = quasi_newton.refused(state.hyper, rise, noise)
+            # In float32 an ill-conditioned kernel makes bounds noisier than their sum
+            # is: nothing may be compared with one that came out too high for ever.
+            again = over & (rise > -LARGEST_NOISE)
+            return lax.cond(
+                again, lambda: here._replace(hyper=hyper),
+                lambda: state._replace(hyper=hyper),
+            )  # fmt: skip
 
         return lax.cond(rise >= required, on, back)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """A minibatch, or other latents drawn at random: no bound to compare with, so a
         decaying step instead."""
-        key = self._key(state)
+        key = self.key(state)
         indices, epochs = next_batch(self._structure, state.epochs, key)
         values = moved(state.hyper)
         whole, pullback = self._problem_and_pullback(values, key, indices)
@@ -298,7 +318,7 @@ class Stepper:
         hyper = state.hyper
         if not self.learns:
             return hyper
-        due = (state.step + 1) % self._settings.hyper_every == 0
+        due = (state.step + 1) % self.every == 0
 
         def next_update(
             values: Any, optim_state: Any, at: tuple[Any, Any, Any]
@@ -323,9 +343,11 @@ class Stepper:
             if self._settings.hyper_steps > 1:
                 carry = lax.fori_loop(1, self._settings.hyper_steps, one_more, carry)
             update, optim_state = carry
-            return Hyper(values, update, jnp.ones_like(hyper.scale), optim_state)
+            # On minibatches it is the rate, which only a guard lowers.
+            scale = jnp.ones_like(hyper.scale) if self._comparable else hyper.scale
+            return Hyper(values, update, scale, optim_state)
 
-        if self._settings.hyper_every == 1:
+        if self.every == 1:
             return moved()
         still = jax.tree.map(jnp.zeros_like, hyper.update)
         return lax.cond(due, moved, lambda: hyper._replace(values=values, update=still))
@@ -380,7 +402,8 @@ class Stepper:
             return self.problem(values, key, indices), lambda slopes: None
         return vjp(lambda values: self.problem(values, key, indices), values)
 
-    def _key(self, state: ConjugateState) -> Array:
+    def key(self, state: ConjugateState) -> Array:
+        """The random key of the next step."""
         return random.fold_in(state.rng_key, state.step + 1)
 
 

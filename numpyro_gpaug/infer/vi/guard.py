@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether learning on minibatches has made the bound fall.
+
+No step on a batch is undone, and the losses of two batches are hard to compare. Every
+100 steps the bound is therefore evaluated on batches that stay the same. As a freak
+among their rows could make it fall alone, the mean loss of the last 100 steps has to
+agree."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug.infer.vi.loop import CHUNK
+from numpyro_gpaug.infer.vi.progress import Progress
+from numpyro_gpaug.infer.vi.stepper import ConjugateState
+
+# The part of the bound by which both must have fallen, in how many windows in turn.
+_LEAST_FALL, _PATIENCE = 0.05, 2
+
+
+class _Best(NamedTuple):
+    step: int
+    bound: float
+    loss: float
+    state: ConjugateState
+
+
+class Guard:
+    """Goes back to the state of highest bound when the bound has fallen for 200 steps,
+    and on from there at half the rate.
+
+    :param evaluate: the bounds of a state on the same batches every time. States are
+        its only argument; see :func:`~numpyro_gpaug.infer.vi.loop.bounds_of_batches`.
+    :param num_steps: of the run. In fewer than 300 nothing could be said.
+    """
+
+    def __init__(
+        self, evaluate: Callable[[ConjugateState], Array], num_steps: int
+    ) -> None:
+        self._evaluate = evaluate
+        self._active = num_steps > _PATIENCE * CHUNK
+        self._best: _Best | None = None
+        self._worse = 0
+        self.restored: tuple[tuple[int, int], ...] = ()
+
+    def __call__(
+        self,
+        state: ConjugateState,
+        progress: Progress,
+        recent: np.ndarray,
+        *,
+        last: bool,
+    ) -> ConjugateState:
+        """The state to go on from, mostly the one given.
+
+        :param state: after a loop of steps.
+        :param progress: of the run.
+        :param recent: losses of the last 100 steps.
+        :param last: whether the run ends here, whatever steps are left.
+        """
+        last = last or progress.over
+        if not self._active or (progress.taken % CHUNK and not last):
+            return state
+        bound, loss = float(self._evaluate(state).mean()), float(recent.mean())
+        if self._best is None or bound >= self._best.bound:
+            self._best = _Best(int(state.step), bound, loss, _copied(state))
+            self._worse = 0
+            return state
+        best = self._best
+        least = _LEAST_FALL * abs(best.bound)
+        fell = not (bound >= best.bound - least or loss <= best.loss + least)
+        self._worse = self._worse + 1 if fell else 0
+        if self._worse == 0 or (self._worse < _PATIENCE and not last):
+            return state
+        return self._restore(state, best, bound)
+
+    def _restore(
+        self, state: ConjugateState, best: _Best, bound: float
+    ) -> ConjugateState:
+        warnings.warn(
+            f"learning on minibatches made the bound fall: at step {int(state.step)} "
+            f"it is {bound:.6g}, at step {best.step} it was {best.bound:.6g}, of the "
+            "same rows. The run went back to that state, and on at half the rate of optim. "
+            "If this comes again, give optim a lower rate, or raise hyper_every",
+            stacklevel=4,
+        )
+        self.restored += ((int(state.step), best.step),)
+        self._worse, again = 0, _copied(best.state)
+        hyper = again.hyper._replace(scale=state.hyper.scale / 2)
+        return again._replace(hyper=hyper, step=state.step, epochs=state.epochs)
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)

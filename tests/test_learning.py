@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyperparameters: L-BFGS on the collapsed bound, and minibatches that run away."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+import scipy.optimize
+import scipy.stats
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.vi import quasi_newton
+from numpyro_gpaug.infer.vi.hyper import Hyper
+
+KEY = jax.random.key(0)
+positive = dist.constraints.positive
+
+
+def data(num=60, columns=2, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(num, columns))
+    f = np.sin(2 * X[:, 0]) + 0.3 * X[:, -1]
+    return X, f + 0.2 * rng.normal(size=num), (f + rng.logistic(size=num) / 3) > 0
+
+
+def regression(X, y=None, *, batch_size=None):
+    lengthscales = numpyro.param("lengthscales", jnp.ones(2), constraint=positive)
+    variance = numpyro.param("variance", 1.0, constraint=positive)
+    scale = numpyro.param("scale", 0.5, constraint=positive)
+    kernel = gpaug.kernels.SquaredExponential(lengthscales, variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=jnp.asarray(X)[:40])
+    with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as idx:
+        obs = None if y is None else y[idx]
+        numpyro.sample("y", dist.Normal(gp(X[idx]), scale), obs=obs)
+
+
+def classifier(X, y=None, *, lengthscale=None, variance=None):
+    if lengthscale is None:
+        lengthscale = numpyro.param("lengthscale", 1.0, constraint=positive)
+        variance = numpyro.param("variance", 1.0, constraint=positive)
+    kernel = gpaug.kernels.Matern52(lengthscale, variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=jnp.asarray(X)[:15])
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+def fitter(model, *options, **more):
+    return gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), *options, **more)
+
+
+def run(svi, *args, steps=100, **kwargs):
+    return svi.run(KEY, steps, *args, progress_bar=False, **kwargs)
+
+
+# -- the search, on functions ----------------------------------------------------------
+
+
+def rosenbrock(z):
+    return -(100 * (z[1:] - z[:-1] ** 2) ** 2 + (1 - z[:-1]) ** 2).sum()
+
+
+def walled(z):
+    """A quadratic of condition 1e4 beside a region where there is no number."""
+    curvature = jnp.geomspace(1.0, 1e4, len(z))
+    value = -0.5 * (curvature * (z - 0.4) ** 2).sum()
+    return jnp.where(z.sum() > 5, jnp.nan, value)
+
+
+def flat(z):
+    """Rises for ever, ever less."""
+    return -jnp.exp(-0.1 * z.sum())
+
+
+def climb(fn, start, evaluations):
+    """The values at every evaluation, and the last state."""
+    differentiate = jax.jit(jax.value_and_grad(lambda values: fn(values["z"])))
+    accept, refuse = map(jax.jit, (quasi_newton.accepted, quasi_newton.refused))
+    values = {"z": jnp.asarray(start)}
+    zero = jax.tree.map(jnp.zeros_like, values)
+    hyper = Hyper(values, zero, jnp.ones(()), quasi_newton.start(values))
+    bound, bounds = -jnp.inf, []
+    for _ in range(evaluations):
+        step = jax.tree.map(lambda u: hyper.scale * u, hyper.update)  # noqa: B023
+        here = jax.tree.map(jnp.add, hyper.values, step)
+        value, ascent = differentiate(here)
+        if value - bound >= quasi_newton.required(hyper):
+            hyper, bound = accept(hyper, here, ascent, jnp.isinf(bound)), value
+        else:
+            hyper, _ = refuse(hyper, value - bound, jnp.zeros(()))
+        bounds.append(float(bound))
+        if hyper.optim_state.exhausted:
+            break
+    return np.array(bounds), hyper
+
+
+@pytest.mark.parametrize(
+    ("fn", "start", "evaluations"),
+    [
+        (rosenbrock, [-1.2, 1.0], 70),
+        (rosenbrock, [-1.2, 1.0, 0.3, -0.7, 2.0], 120),
+        (walled, [-3.0, 2.0, -1.0, 0.0, 1.0, 3.0], 60),
+    ],
+)
+def test_a_search_finds_the_maximum(x64, fn, start, evaluations) -> None:
+    bounds, hyper = climb(fn, start, evaluations)
+    assert (np.diff(bounds) >= 0).all()
+    assert bounds[-1] > -1e-8
+    size = len(start)
+    best = np.ones(size) if fn is rosenbrock else np.full(size, 0.4)
+    np.testing.assert_allclose(hyper.values["z"], best, atol=1e-3)
+
+
+def test_steps_double_where_the_slope_stays(x64) -> None:
+    bounds, hyper = climb(flat, [0.0, 0.0], 12)
+    assert (np.diff(bounds) > 0).all()
+    assert float(hyper.values["z"].sum()) > 30
+
+
+def test_a_search_that_cannot_rise_says_so(x64) -> None:
+    def kink(z):
+        return -jnp.abs(z).sum()
+
+    _, hyper = climb(kink, [1e-9, 0.0], 60)
+    assert bool(hyper.optim_state.exhausted)
+    assert not np.any(hyper.update["z"])
+
+
+# -- fits ------------------------------------------------------------------------------
+
+
+def test_regression_reaches_the_marginal_likelihoods_maximum(x64) -> None:
+    X, y, _ = data(40)
+
+    def loss(z):
+        *ls, variance, scale = np.exp(z)
+        difference = (X[:, None] - X[None]) / np.array(ls)
+        gram = variance * np.exp(-0.5 * (difference**2).sum(-1))
+        cov = gram + (scale**2 + 1e-10) * np.eye(40)
+        return -scipy.stats.multivariate_normal(np.zeros(40), cov).logpdf(y)
+
+    reference = scipy.optimize.minimize(loss, np.log([1, 1, 1, 0.5]), method="BFGS")
+    result = run(fitter(regression), X, y)
+    assert len(result.losses) < 40
+    assert abs(result.losses[-1] - reference.fun) < 1e-3
+    found = [
+        *result.params["lengthscales"],
+        *map(result.params.get, ("variance", "scale")),
+    ]
+    np.testing.assert_allclose(np.log(found), reference.x, atol=0.05)
+
+
+@pytest.fixture(scope="module")
+def learnt():
+    X, _, y = data(80)
+    X, y = X.astype("float32"), y.astype("int32")
+    svi = fitter(classifier)
+    return svi, (X, y), run(svi, X, y)
+
+
+def test_a_fit_ends_where_the_collapsed_bound_is_highest(learnt) -> None:
+    _, (X, y), result = learnt
+    assert len(result.losses) < 60
+    assert (np.diff(result.losses) < 1e-3).all()
+    fixed = fitter(classifier, None)
+    here = {k: np.float32(result.params[k]) for k in ("lengthscale", "variance")}
+    at = run(fixed, X, y, tol=1e-5, **here).losses[-1]
+    assert abs(at - result.losses[-1]) < 5e-3
+    for name, value in here.items():
+        for factor in (0.8, 1.25):
+            other = {**here, name: np.float32(factor * value)}
+            assert run(fixed, X, y, tol=1e-5, **other).losses[-1] > at - 5e-3
+
+
+def test_tol_zero_goes_on(learnt) -> None:
+    svi, data, result = learnt
+    longer = run(svi, *data, steps=len(result.losses) + 30, tol=0.0)
+    assert len(longer.losses) == len(result.losses) + 30
+    assert result.losses[-1] - longer.losses[-1] < 0.1
+
+
+def test_steps_one_by_one_and_from_a_state_are_those_of_a_run(learnt) -> None:
+    svi, data, result = learnt
+    state = svi.init(KEY, *data)
+    for _ in range(4):
+        state, loss = svi.update(state, *data)
+    np.testing.assert_allclose(float(loss), result.losses[3], rtol=1e-5)
+    first = run(svi, *data, steps=7, tol=0.0)
+    rest = run(svi, *data, steps=5, tol=0.0, init_state=first.state)
+    whole = run(svi, *data, steps=12, tol=0.0)
+    np.testing.assert_array_equal(rest.losses, whole.losses[7:])
+
+
+def test_other_data_are_learnt_from_anew(learnt) -> None:
+    svi, (X, y), result = learnt
+    there = run(svi, -X, y)
+    moved = run(svi, -X, y, init_state=result.state)
+    assert abs(moved.losses[-1] - there.losses[-1]) < 0.05
+
+
+def test_nothing_is_learnt_if_none_is_said(learnt) -> None:
+    _, data, _ = learnt
+    params = run(fitter(classifier, None), *data, steps=3).params
+    assert params["lengthscale"] == params["variance"] == 1.0
+
+
+def test_searches_are_refused_where_bounds_are_noisy() -> None:
+    X, y, _ = data()
+    with pytest.raises(ValueError, match=r"optax\.adam.*optim=None"):
+        run(fitter(regression), X, y, batch_size=10)
+    with pytest.raises(ValueError, match="hyper_every is for optax"):
+        fitter(regression, hyper_every=3)
+    with pytest.raises(ValueError, match="got 'adam'"):
+        fitter(regression, "adam")
+
+
+# -- minibatches -----------------------------------------------------------------------
+
+
+def test_a_bound_that_falls_on_minibatches_is_seen_and_undone() -> None:
+    X, y, _ = data(200)
+    downhill = optax.sgd(-1e-4)  # what runs away: descent on the bound
+    svi = fitter(regression, downhill)
+    with pytest.warns(UserWarning, match="made the bound fall: at step"):
+        result = run(svi, X, y, batch_size=20, steps=800)
+    step, best = result.restored[0]
+    assert 0 < best < step <= 800
+    assert result.state.hyper.scale < 1
+    assert result.state.step == 800
+    # The same without a guard: as many steps, in runs too short for one.
+    state, losses = None, []
+    for _ in range(8):
+        part = run(svi, X, y, batch_size=20, steps=100, init_state=state)
+        assert part.restored == ()
+        state = part.state
+        losses.append(svi.evaluate(state, X, y))
+    kept = svi.evaluate(result.state, X, y)
+    assert kept < min(losses) + 0.5 * (losses[-1] - min(losses))
+    assert losses[-1] > 1.5 * min(losses)
+
+
+def test_sound_learning_on_minibatches_is_left_alone(recwarn) -> None:
+    X, y, _ = data(200)
+    result = run(fitter(regression, optax.adam(0.05)), X, y, batch_size=20, steps=800)
+    assert result.restored == ()
+    assert not [w for w in recwarn if "bound fall" in str(w.message)]
+    assert result.params["scale"] < 0.3
