@@ -87,7 +87,7 @@ class Guard:
         warnings.warn(
             f"learning on minibatches made the bound fall: at step {int(state.step)} "
             f"it is {bound:.6g}, at step {best.step} it was {best.bound:.6g}, of the "
-            "same rows. The run went back to that state, and on at half the rate of optim. "
+            "same rows. The run went back to it, and on at half the rate of optim. "
             "If this comes again, give optim a lower rate, or raise hyper_every",
             stacklevel=4,
         )
