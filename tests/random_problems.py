@@ -339,11 +339,11 @@ def computed(name: str, shape: Shape, problem: Problem) -> Reference:
 def tally(name: str, shape: Shape, problem: Problem, reference: Reference) -> Tally:
     """What became of one problem."""
     try:
-        single = fit(name, shape, problem, "float32")
+        single, double = fit(name, shape, problem, "float32"), reference.outcome()
     except Exception as error:
         print(f"{name}, {shape}: {error!r}", file=sys.stderr)
         return Tally(1, errors=1)
-    error = difference(single, reference.outcome())
+    error = difference(single, double)
     if not single.finite or error == np.inf:
         return Tally(1, not_finite=1)
     off = error > OFF

@@ -11,7 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from scipy.special import log_expit, logsumexp, ndtr
+from scipy.special import gammaln, log_expit, logsumexp, ndtr
 from sklearn.datasets import load_digits
 
 import numpyro_gpaug as gpaug
@@ -236,6 +236,52 @@ def test_predictions_have_no_density_of_zero(name: str) -> None:
     exact = make(*means.values(), *rest).log_prob(y)
     plain = np.abs(exact) < 12  # Probabilities are to a rounding of one.
     np.testing.assert_allclose(fixed[plain], exact[plain], rtol=0.01, atol=1e-3)
+
+
+def far_out(rng):
+    """Means and variances of two latents, and observations in their tails."""
+    mean, latent = (rng.normal(size=60) * 10 ** rng.uniform(-1, 1, 60) for _ in "fg")
+    variances = 10 ** rng.uniform(-2, 1, (2, 60))
+    y = mean + rng.choice([-1, 1], 60) * 10 ** rng.uniform(0, 2, 60)
+    return [x.astype("float32") for x in (mean, latent, *variances, y)]
+
+
+@pytest.mark.parametrize("name", ["heteroscedastic", "log-variance"])
+def test_outliers_have_the_density_of_noise_beyond_the_nodes(name: str) -> None:
+    """By NumPy; noise that rare is beyond 5.5 standard deviations of its latent."""
+    make, _, _, _, names = PREDICTED[name]
+    mean, latent, v, vg, y = far_out(np.random.default_rng(0))
+    top = [2.0] if name == "heteroscedastic" else []
+
+    @jax.jit
+    def found():
+        means, spread = (
+            dict(zip(names, x, strict=True)) for x in ((mean, latent), (v, vg))
+        )
+        return predictive(make(*means.values(), *top), means, spread).log_prob(y)
+
+    z = np.linspace(-60, 60, 100_001)[:, None]
+    g = latent + np.sqrt(vg) * z
+    total = v + np.exp(np.logaddexp(0, -g) - np.log(2.0) if top else g)
+    terms = -0.5 * (np.log(2 * np.pi * total) + (y - mean) ** 2 / total + z**2)
+    expected = logsumexp(terms, 0) + np.log(z[1] - z[0]) - 0.5 * np.log(2 * np.pi)
+    seen = expected > -1000
+    assert np.sum(seen & (expected < -30)) > 5
+    np.testing.assert_allclose(found()[seen], expected[seen], rtol=1e-3, atol=1e-3)
+
+
+def test_counts_far_from_their_latents() -> None:
+    """By NumPy: sixty events where odds of a millionth were expected, and so on."""
+    m, v = np.float32([-14, -5, 0, 30]), np.float32([1, 0.25, 0.01, 4])
+    y, total = np.float32([60, 40, 90, 3]), np.int32([100, 50, 100, 70])
+    d = dist.BinomialLogits(m, total)
+    found = predictive(d, {"logits": m}, {"logits": v}).log_prob(y)
+    z = np.linspace(-60, 60, 100_001)[:, None]
+    f = m + np.sqrt(v) * z
+    terms = y * log_expit(f) + (total - y) * log_expit(-f) - z**2 / 2
+    expected = logsumexp(terms, 0) + np.log(z[1] - z[0]) - 0.5 * np.log(2 * np.pi)
+    expected += gammaln(total + 1) - gammaln(y + 1) - gammaln(total - y + 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 def test_logistic_softmax_of_latents_far_below_zero() -> None:

@@ -16,11 +16,10 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions import HeteroscedasticNormal as Likelihood
-from numpyro_gpaug.distributions.mixtures import NodeMixture, normal_of_noise, trailing
+from numpyro_gpaug.distributions.mixtures import NoiseMixture
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
 from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 from numpyro_gpaug.math.normal import LOG_2PI
-from numpyro_gpaug.math.quadrature import gaussian_nodes
 
 from ._logistic import log_tilt
 from .contract import Augmentation, Conditionals, Parameters, moments, power, register
@@ -88,12 +87,14 @@ def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
     m, v, mg, vg = moments(_LATENTS, means, variances)
     top = jnp.asarray(d.max_precision, m.dtype)
-    nodes, log_weights = gaussian_nodes(mg, vg)
-    log_noise = jax.nn.softplus(-nodes) - jnp.log(trailing(top, m))
-    component = normal_of_noise(m, v, log_noise)
     # The noise variance is one plus a log-normal, whose mean lies above the nodes.
     variance = v + (1 + jnp.exp(0.5 * vg - mg)) / top
-    return NodeMixture(log_weights, component, m, variance)
+    latent = tuple(jnp.broadcast_arrays(m, v, mg, vg, jnp.log(top)))
+    return NoiseMixture(_log_noise, latent, m, variance)
+
+
+def _log_noise(precision_logits: Array, log_top: Array) -> Array:
+    return jax.nn.softplus(-precision_logits) - log_top
 
 
 def _half(d, y: Array, means: Parameters, variances: Parameters) -> Array:

@@ -8,9 +8,8 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions.log_variance_normal import LogVarianceNormal
-from numpyro_gpaug.distributions.mixtures import NodeMixture, normal_of_noise
+from numpyro_gpaug.distributions.mixtures import NoiseMixture
 from numpyro_gpaug.math.normal import LOG_2PI
-from numpyro_gpaug.math.quadrature import gaussian_nodes
 
 from .contract import Parameters, moments, register
 
@@ -25,9 +24,12 @@ def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
     m, v, mg, vg = moments(LATENTS, means, variances)
-    nodes, log_weights = gaussian_nodes(mg, vg)
-    component = normal_of_noise(m, v, nodes)
-    return NodeMixture(log_weights, component, m, v + jnp.exp(mg + 0.5 * vg))
+    latent = tuple(jnp.broadcast_arrays(m, v, mg, vg, jnp.zeros_like(m)))
+    return NoiseMixture(_log_noise, latent, m, v + jnp.exp(mg + 0.5 * vg))
+
+
+def _log_noise(log_variance: Array, _: Array) -> Array:
+    return log_variance
 
 
 register(LogVarianceNormal, LATENTS, _expected_log_prob, _predictive)

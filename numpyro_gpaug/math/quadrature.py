@@ -8,6 +8,7 @@ rule).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,9 @@ from jax.typing import ArrayLike
 # 1 / s + BUNCHING / sqrt(TURN^2 + f^2), up to the step.
 _TURN = 2.0
 _BUNCHING = 2.0
+# In standard deviations: up to where a peak is well within the nodes about the mean,
+# and how far one is looked for.
+_NEAR, _FAR = 2.5, 64.0
 
 
 def gaussian_nodes(
@@ -46,12 +50,67 @@ def gaussian_nodes(
     >>> print(f"{(jnp.exp(log_weights) * jax.nn.sigmoid(f)).sum():.3f}")
     0.841
     """
-    dtype = jnp.result_type(mean, variance)
+    mean, variance = jnp.broadcast_arrays(mean, variance)
+    scale = _scale(variance)
+    z, log_weights = _standard_nodes(mean, scale, centre, width)
+    return mean[..., None] + scale[..., None] * z, log_weights
+
+
+def _scale(variance: Array) -> Array:
+    return jnp.sqrt(jnp.maximum(variance, jnp.finfo(variance.dtype).tiny))
+
+
+def peaked_nodes(
+    log_g: Callable[[Array], Array],
+    mean: Array,
+    variance: Array,
+    centre: ArrayLike = 0.0,
+    width: ArrayLike = 1.0,
+) -> tuple[Array, Array]:
+    r"""Nodes and log-weights of :func:`gaussian_nodes`, moved to where ``g(f)`` times
+    the density of ``f ~ N(mean, variance)`` peaks, if that is so many standard
+    deviations from the mean that its nodes would miss it.
+
+    :param log_g: elementwise, of the broadcast shape; with the density, unimodal.
+    :param mean: any shape.
+    :param variance: of that shape, >= 0.
+    :param centre: where ``g`` turns, for means near the peak.
+    :param width: over which distance.
+    :return: nodes and log-weights, each with a trailing axis over nodes.
+
+    **Example**
+
+    >>> import jax.numpy as jnp
+    >>> f, log_weights = peaked_nodes(
+    ...     lambda f: 9 * f, jnp.array(0.0), jnp.array(1.0)
+    ... )
+    >>> print(f"{jax.nn.logsumexp(log_weights + 9 * f):.2f}")  # 9^2 / 2
+    40.50
+    """
+    scale = _scale(variance)
+    fixed = lax.stop_gradient((mean, scale))
+    peak = lax.stop_gradient(_peak(log_g, *fixed))
+    shift = jnp.where(jnp.abs(peak) > _NEAR, peak, 0)
+    here = fixed[0] + shift * fixed[1]
+    centre = jnp.where(shift == 0, centre, here)
+    mean, scale, here, shift = jnp.broadcast_arrays(mean, scale, here, shift)
+    z, log_weights = _standard_nodes(here, scale, centre, width)
+    mean, scale, shift = (x[..., None] for x in (mean, scale, shift))
+    # The ratio of the normal densities about the mean and about the peak.
+    log_weights = log_weights - shift * (z + 0.5 * shift)
+    return mean + scale * (z + shift), log_weights
+
+
+def _standard_nodes(
+    mean: Array, scale: Array, centre: ArrayLike, width: ArrayLike
+) -> tuple[Array, Array]:
+    """Nodes of :func:`gaussian_nodes` in standard deviations from the mean, and their
+    log-weights."""
+    dtype = jnp.result_type(mean, scale)
     num, reach = (96, 7.5) if dtype == jnp.float64 else (64, 5.5)
-    mean, variance, centre, width = jnp.broadcast_arrays(
-        mean, variance, jnp.asarray(centre, dtype), jnp.asarray(width, dtype)
+    mean, scale, centre, width = jnp.broadcast_arrays(
+        mean, scale, jnp.asarray(centre, dtype), jnp.asarray(width, dtype)
     )
-    scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(dtype).tiny))
     grid = jnp.linspace(0, 1, num, dtype=dtype)
     away = mean - centre
     # Otherwise either the step is small anyway or the turn is out of reach.
@@ -69,8 +128,30 @@ def gaussian_nodes(
     z = jnp.where(wide[..., None], t - _BUNCHING * u - shift, (2 * grid - 1) * reach)
     log_weights = jnp.where(wide[..., None], jnp.log(slope), 0.0) - 0.5 * z * z
     # The rule holds for any nodes: derivatives go through the integrand alone.
-    z, log_weights = lax.stop_gradient((z, jax.nn.log_softmax(log_weights)))
-    return mean[..., None] + scale[..., None] * z, log_weights
+    return lax.stop_gradient((z, jax.nn.log_softmax(log_weights)))
+
+
+def _peak(log_g: Callable[[Array], Array], mean: Array, scale: Array) -> Array:
+    """Where ``log_g(mean + scale z) - z^2 / 2`` peaks, by bisection."""
+
+    def falls(z: Array) -> Array:
+        f, rate = jnp.broadcast_arrays(mean + scale * z, scale)
+        slope = jax.jvp(log_g, (f,), (rate,))[1]
+        # Out of the range of the dtype: the peak is nearer to the mean.
+        return jnp.where(jnp.isnan(slope), z > 0, slope < z)
+
+    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = 0.5 * (low + high)
+        left = falls(middle)
+        return jnp.where(left, low, middle), jnp.where(left, middle, high)
+
+    shape = jnp.broadcast_shapes(
+        jax.eval_shape(log_g, mean).shape, mean.shape, scale.shape
+    )
+    far = jnp.full(shape, _FAR, mean.dtype)
+    low, high = lax.fori_loop(0, 16, halve, (-far, far))
+    return 0.5 * (low + high)
 
 
 def _unstretch(t: Array, s: Array) -> Array:
