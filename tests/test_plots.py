@@ -107,6 +107,14 @@ def test_elbo_with_noise_has_a_running_mean():
     assert lines(ax)["bound"].get_alpha() < 1
 
 
+def test_elbo_of_steps_that_end_has_not_converged():
+    sizes = 0.95 ** np.arange(200)
+    losses = 300 - sizes.cumsum()
+    assert plots.plot_elbo(losses).get_title() == "converged"
+    ax = plots.plot_elbo(losses, step_sizes=sizes)
+    assert ax.get_title() == "still improving"
+
+
 def test_elbo_marks_where_it_is_lost():
     ax = plots.plot_elbo([3.0, 2.0, np.nan, np.nan])
     assert ax.get_title() == "not finite"

@@ -69,7 +69,7 @@ def test_random_problems_in_float32() -> None:
     assert total.number == FIRST
     assert total.errors == 0, found
     assert total.not_finite == 0, found
-    assert total.off - total.ill <= 4 * FIRST // 100, found
+    assert total.off - total.ill <= 2 * FIRST // 100, found
 
 
 if __name__ == "__main__":

@@ -187,6 +187,11 @@ def spoilt(value, row=3):
         ({"y": np.array([0, 2] * 10)}, ValueError, "outside the support"),
         ({"y": np.array(["a", "b"] * 10)}, ValueError, "y .*Encode labels"),
         ({"y": np.array(["a", "b"] * 10, object)}, ValueError, "y .*Encode labels"),
+        (
+            {"X": np.full((20, 2), "a")},
+            ValueError,
+            "X .*Encode categories as columns",
+        ),
         ({"y": np.zeros(19, int)}, ValueError, r"\(19,\).*\(20,\)"),
         ({"y": np.zeros((20, 1), int)}, ValueError, r"\(20, 1\).*\(20,\)"),
         ({"X": np.zeros((0, 2))}, ValueError, r"X has shape \(0, 2\): it is empty"),
@@ -204,6 +209,27 @@ def spoilt(value, row=3):
 def test_bad_input_is_named(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         start(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("num_latents", "labels", "message"),
+    [
+        (2, [0, 1, 2], r"2 classes: for 3, numbered 0\.\.2, .*num_latents=3$"),
+        (3, [0, 1, 3], r"Labels are 0\.\.2: numpy.unique"),
+        (None, [0, 1, 2], r"for 3, .*num_latents=3 and observe dist.Categorical"),
+    ],
+)
+def test_labels_the_model_does_not_know(num_latents, labels, message) -> None:
+    def model(X, y=None, *, inducing):
+        kernel = gpaug.kernels.Matern52()
+        f = gpaug.GaussianProcess("f", kernel, inducing, num_latents=num_latents)(X)
+        with numpyro.plate("data", X.shape[0]):
+            several = num_latents is not None
+            d = dist.Categorical(logits=f) if several else dist.Bernoulli(logits=f)
+            numpyro.sample("y", d, obs=y)
+
+    with pytest.raises(ValueError, match=message):
+        start(model, y=np.resize(labels, 20))
 
 
 def test_a_param_that_starts_outside_its_constraint() -> None:

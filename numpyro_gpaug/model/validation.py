@@ -111,6 +111,7 @@ _ENCODE = (
     "Encode labels as 0/1 or 0..C-1, for example with numpy.unique(y, "
     "return_inverse=True)[1]"
 )
+_COLUMNS = "Encode categories as columns of 0 and 1, one of each"
 
 
 def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
@@ -121,7 +122,7 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
     if kind in "OUS":
         raise ValueError(
             f"{name} has shape {shape} and dtype {value.dtype}; expected numbers. "
-            f"{_ENCODE}"
+            f"{_ENCODE if len(shape) == 1 else _COLUMNS}"
         )
     if np.iscomplexobj(value):
         raise ValueError(
@@ -342,11 +343,23 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
     elif base.is_discrete and value.min() < 0:
         hint = ". Labels are 0/1 (or 0..C-1): convert -1/+1 labels with (y + 1) // 2"
     elif base.is_discrete:
-        hint = (
-            ". Labels are 0/1, or 0..C-1 with C the num_latents of the process: "
-            "numpy.unique(y, return_inverse=True)[1] numbers them"
-        )
+        hint = _hint_of_labels(base, value)
     return ValueError(
         f"site {name!r}: observations of shape {value.shape} take values "
         f"{shown}, outside the support of {cls}{hint}"
+    )
+
+
+def _hint_of_labels(base: dist.Distribution, value: np.ndarray) -> str:
+    bound = getattr(base.support, "upper_bound", None)
+    known, found = 1 + int(1 if bound is None else bound), len(np.unique(value))
+    if found <= known:
+        return (
+            f". Labels are 0..{known - 1}: numpy.unique(y, return_inverse=True)[1] "
+            "numbers them"
+        )
+    observed = "" if bound is not None else " and observe dist.Categorical(logits=f)"
+    return (
+        f". The model knows {known} classes: for {found}, numbered 0..{found - 1}, "
+        f"give the process num_latents={found}{observed}"
     )

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -21,6 +21,7 @@ def plot_elbo(
     losses: ArrayLike,
     *,
     tol: float = 1e-3,
+    step_sizes: ArrayLike | Callable[[int], Any] | None = None,
     label: str = "bound",
     ax: Axes | None = None,
 ) -> Axes:
@@ -32,6 +33,8 @@ def plot_elbo(
 
     :param losses: (steps,), as in ``result.losses``; minus the bound, in nats.
     :param tol: relative change below which the bound counts as still.
+    :param step_sizes: of every step, (steps,), or the optax schedule, if they change: a
+        bound that stands still because the steps ended has not converged.
     :param label: in the legend.
     :param ax: where to draw; a new figure by default.
 
@@ -43,7 +46,7 @@ def plot_elbo(
     ('converged', 'step')
     """
     ax = axes_or_new(ax)
-    found = convergence(losses, tol)
+    found = convergence(losses, tol, step_sizes=step_sizes)
     bound = -np.asarray(losses, float)
     steps = np.arange(1, len(bound) + 1)
     window = max(1, len(bound) // 20)
