@@ -22,6 +22,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.infer import load_state, save_state
+from numpyro_gpaug.infer.vi.progress import Progress
 from numpyro_gpaug.math.linalg import (
     cholesky,
     inverse_cholesky,
@@ -70,6 +71,15 @@ def equal(a, b) -> None:
 
 
 # -- interruption and checkpoints ------------------------------------------------------
+
+
+def test_a_loop_without_steps_ends_a_run() -> None:
+    # What stops a run may come true at the end of a compiled loop.
+    with Progress(300, 1, bar=True) as progress:
+        progress.took(np.ones(progress.next()))
+        progress.took(np.ones(0))
+        assert progress.taken == 100
+        assert not progress.over
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from numpyro_gpaug.infer.vi.start import (
     initial_state,
     read_params,
 )
-from numpyro_gpaug.infer.vi.stepper import ConjugateState
+from numpyro_gpaug.infer.vi.stepper import ConjugateState, unknown_bound
 from numpyro_gpaug.model.calls import check_count, check_given, check_key
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import MAX_SHAPES, Arguments, remembered
@@ -339,7 +339,7 @@ class ConjugateSVI:
         plan = self._plan_at(arguments, state)
         _check_plates(plan, state)
         state = state._replace(
-            mark=jnp.full_like(state.mark, -jnp.inf),
+            mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
             stalled=jnp.zeros_like(state.stalled),
         )
         return state, plan, arguments, fingerprint(given.arrays)

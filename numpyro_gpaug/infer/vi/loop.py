@@ -10,7 +10,12 @@ from jax import Array, lax, random
 
 from numpyro_gpaug.infer.vi.epochs import first_epochs, next_batch
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
-from numpyro_gpaug.infer.vi.stepper import Carry, ConjugateState, Stepper
+from numpyro_gpaug.infer.vi.stepper import (
+    Carry,
+    ConjugateState,
+    Stepper,
+    unknown_bound,
+)
 from numpyro_gpaug.model.structure import Arguments
 
 # Steps of one compiled loop.
@@ -43,8 +48,9 @@ def run_chunk(
     :return: the state, losses (CHUNK,) and the number of steps taken.
     """
     stepper = Stepper(plan, settings, Arguments(arrays, static))
-    losses = jnp.full((CHUNK,), jnp.nan, state.bound.dtype)
-    bound = jnp.where(state.data == data, state.bound, -jnp.inf)
+    losses = jnp.zeros((CHUNK,), state.bound.dtype)
+    unknown = unknown_bound(state.bound.dtype)
+    bound = jnp.where(state.data == data, state.bound, unknown)
     state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
 

@@ -78,8 +78,11 @@ class Progress:
     def took(self, losses: np.ndarray) -> None:
         """Notes a loop that has ended.
 
-        :param losses: those of its steps.
+        :param losses: those of its steps; none, if the last loop ended at its limit
+            for another reason.
         """
+        if len(losses) == 0:
+            return
         now = time.perf_counter()
         first, self.taken = self.taken == 0, self.taken + len(losses)
         if first:  # what was compiled is no part of the time left

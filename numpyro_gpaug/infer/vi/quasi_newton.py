@@ -30,8 +30,8 @@ MEMORY = 20
 # Of the rise that the slope promises: what must be had, and how much steeper than the
 # end of a step its start must have been.
 SUFFICIENT, CURVATURE = 1e-4, 0.9
-# A direction of which less is left is given up.
-LEAST = 1e-5
+# Of an update, to see the noise of the bound: the least that moves anything.
+PROBE = 1e-6
 # No coordinate is moved further by one new direction (e-folds of a positive param):
 # beyond lies another basin, or nothing. Repeated, updates double.
 LARGEST = 2.0
@@ -44,12 +44,14 @@ class Search(NamedTuple):
         and minus the gradient there.
     :param gradient: of the bound at the present values, flat.
     :param steepest: whether the pending update is along it.
+    :param noise: of the bound: what it was seen to fall by where it should not.
     :param exhausted: whether no update makes the bound rise any more.
     """
 
     memory: Any
     gradient: Array
     steepest: Array
+    noise: Array
     exhausted: Array
 
 
@@ -60,12 +62,19 @@ def start(values: dict[str, Any]) -> Search:
     """
     flat, _ = ravel_pytree(values)
     memory, no = _lbfgs().init(flat), jnp.array(False)
-    return Search(memory, jnp.zeros_like(flat), no, no)
+    return Search(memory, jnp.zeros_like(flat), no, jnp.zeros((), flat.dtype), no)
 
 
-def required(hyper: Hyper) -> Array:
-    """The least rise at which the pending update is accepted."""
-    return SUFFICIENT * hyper.scale * jnp.maximum(_slope(hyper), 0)
+def accepts(hyper: Hyper, rise: Array, rounding: Array) -> Array:
+    """Whether the bound has risen enough by the pending update.
+
+    :param hyper: before the update.
+    :param rise: of the bound.
+    :param rounding: of the bound.
+    """
+    least = SUFFICIENT * hyper.scale * jnp.maximum(_slope(hyper), 0)
+    allowed = jnp.maximum(rounding, 2 * hyper.optim_state.noise)
+    return (rise >= least - allowed) & (hyper.scale > PROBE)
 
 
 def accepted(
@@ -79,10 +88,10 @@ def accepted(
     :param first: whether nothing that is remembered concerns these data.
     """
     (here, unravel), (gradient, _) = ravel_pytree(values), ravel_pytree(ascent)
-    memory = jax.tree.map(
-        lambda new, old: jnp.where(first, new, old),
-        _lbfgs().init(here), hyper.optim_state.memory,
-    )  # fmt: skip
+    search: Search = jax.tree.map(
+        lambda new, old: jnp.where(first, new, old), start(values), hyper.optim_state
+    )
+    memory = search.memory
     last = hyper.scale * ravel_pytree(hyper.update)[0]
     rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)
     steepest = memory.count == 0
@@ -92,41 +101,54 @@ def accepted(
         lambda a, b: jnp.where(further, a, b),
         (2 * last, memory), (direction, next_memory),
     )  # fmt: skip
-    search = Search(memory, gradient, steepest, jnp.array(False))
+    search = Search(memory, gradient, steepest, search.noise, jnp.array(False))
     return Hyper(values, unravel(update), jnp.ones_like(hyper.scale), search)
 
 
-def refused(hyper: Hyper, rise: Array, noise: Array) -> tuple[Hyper, Array]:
+def refused(
+    hyper: Hyper, rise: Array, rounding: Array, largest_noise: Array
+) -> tuple[Hyper, Array]:
     """Less of an update that did not make the bound rise enough; steepest ascent, once
     too little of it is left; then nothing.
 
+    In float32 an ill-conditioned kernel makes a bound noisier than its sum is. Where
+    nothing is left to gain by less of an update, next to nothing of it is tried: by
+    what the bound falls there is noise, and is allowed for from there on: Xie, Byrd and
+    Nocedal (2020), Analysis of the BFGS method with errors.
+
     :param hyper: before the update.
     :param rise: of the bound, NaN or minus infinity if there is none.
-    :param noise: rounding of the bound. A promise of less is none.
-    :return: hyperparameters, and whether the present direction was given up: the bound
-        just seen is then that of the present values as much as the one it was compared
-        with.
+    :param rounding: of the bound. A gain of less is none.
+    :param largest_noise: a larger fall is none of noise.
+    :return: hyperparameters, and whether noise was found: the bound just seen is then
+        that of the present values as much as the one it was compared with.
     """
     search: Search = hyper.optim_state
+    probing = hyper.scale <= PROBE
     slope = hyper.scale * _slope(hyper)
     best = slope / (2 * (slope - rise))
     factor = jnp.where(best > 0.1, jnp.minimum(best, 0.5), 0.1)
-    scale = jnp.asarray(hyper.scale * factor, hyper.scale.dtype)
+    less = hyper.scale * factor
+    hopeless = slope * factor / 2 < jnp.maximum(rounding, search.noise)
+    noisy = probing & (-rise > jnp.maximum(rounding, search.noise))
+    noisy = noisy & (-rise < largest_noise)
+    over = probing & ~noisy
+    none = over & search.steepest
     here, unravel = ravel_pytree(hyper.values)
     steepest, again = _direction(search.gradient, _lbfgs().init(here), here)
-    over = (scale < LEAST) | (slope * factor < noise)
-    none = over & search.steepest
     update = jnp.where(over, steepest, ravel_pytree(hyper.update)[0])
+    scale = jnp.where(hopeless | (less < PROBE), PROBE, less)
+    noise = jnp.where(noisy, -rise, search.noise)
     memory = jax.tree.map(
         lambda new, old: jnp.where(over, new, old), again, search.memory
     )
-    less = Hyper(
+    hyper = Hyper(
         hyper.values,
         unravel(jnp.where(none, 0, update)),
-        jnp.where(over, 1, scale),
-        Search(memory, search.gradient, search.steepest | over, none),
+        jnp.asarray(jnp.where(probing, 1, scale), hyper.scale.dtype),
+        Search(memory, search.gradient, search.steepest | over, noise, none),
     )
-    return less, over
+    return hyper, noisy
 
 
 def _direction(gradient: Array, memory: Any, here: Array) -> tuple[Array, Any]:

@@ -19,7 +19,7 @@ from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Settings, transforms_of
 from numpyro_gpaug.infer.vi.schedules import as_schedule
-from numpyro_gpaug.infer.vi.stepper import ConjugateState
+from numpyro_gpaug.infer.vi.stepper import ConjugateState, unknown_bound
 from numpyro_gpaug.math.linalg import NaturalGaussian
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -158,9 +158,9 @@ def _state(
         step_sizes={name: step_size for name in natural},
         schedule={k: schedule.init(n) for k, n in natural.items()},
         epochs=first_epochs(structure),
-        bound=jnp.asarray(-jnp.inf, dtype),
+        bound=jnp.asarray(unknown_bound(dtype)),
         data=jnp.uint32(0),
-        mark=jnp.asarray(-jnp.inf, dtype),
+        mark=jnp.asarray(unknown_bound(dtype)),
         stalled=jnp.int32(0),
         step=jnp.int32(0),
         rng_key=key,

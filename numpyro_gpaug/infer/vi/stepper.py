@@ -29,8 +29,8 @@ MAX_SWEEPS, SETTLED = 50, 1e-4
 # Steps on minibatches from one update of hyperparameters to the next, by default. With
 # a posterior that has not settled their gradient is wrong, and can lead far away.
 BETWEEN = 5
-# Nats by which bounds of one fit at the same hyperparameters may differ.
-LARGEST_NOISE = 1.0
+# The part of a bound by which two of one fit, at the same hyperparameters, may differ.
+LARGEST_NOISE = 0.01
 
 
 class ConjugateState(NamedTuple):
@@ -60,6 +60,12 @@ class ConjugateState(NamedTuple):
     stalled: Array
     step: Array
     rng_key: Array
+
+
+def unknown_bound(dtype: Any) -> Any:
+    """What any bound is larger than. No infinity: ``jax_debug_infs`` looks at what
+    compiled functions return."""
+    return jnp.finfo(dtype).min
 
 
 class Carry(NamedTuple):
@@ -188,13 +194,12 @@ class Stepper:
         problem, pullback = self._problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
         rise = evaluation.bound - state.bound
-        noise = slack(evaluation)
-        required = quasi_newton.required(state.hyper) - noise
+        rounding = slack(evaluation)
         here = state._replace(natural=natural, step_sizes=steps, bound=evaluation.bound)
 
         def on() -> ConjugateState:
             ascent = pullback(problem.gradient(evaluation))
-            first = jnp.isinf(state.bound)
+            first = state.bound <= unknown_bound(state.bound.dtype)
             hyper = quasi_newton.accepted(state.hyper, values, ascent, first)
             if self._plan.closed:
                 best = self._maximised(problem, evaluation, values, ascent)
@@ -202,16 +207,14 @@ class Stepper:
             return _flagged(here._replace(hyper=hyper), hyper)
 
         def back() -> ConjugateState:
-            hyper, over = quasi_newton.refused(state.hyper, rise, noise)
-            # In float32 an ill-conditioned kernel makes bounds noisier than their sum
-            # is: nothing may be compared with one that came out too high for ever.
-            again = over & (rise > -LARGEST_NOISE)
+            largest = LARGEST_NOISE * evaluation.magnitude
+            hyper, noisy = quasi_newton.refused(state.hyper, rise, rounding, largest)
             return lax.cond(
-                again, lambda: here._replace(hyper=hyper),
+                noisy, lambda: here._replace(hyper=hyper),
                 lambda: state._replace(hyper=hyper),
             )  # fmt: skip
 
-        return lax.cond(rise >= required, on, back)
+        return lax.cond(quasi_newton.accepts(state.hyper, rise, rounding), on, back)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """A minibatch, or other latents drawn at random: no bound to compare with, so a

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Learning hyperparameters from their default start: how near to the best optimum that
+is known, in how many evaluations, in how many seconds.
+
+One squared-exponential kernel with a lengthscale for each column (one for all above 30
+columns), a variance and a constant mean; regression with Normal noise, two classes
+through the logit, several through softmax; at most 100 k-means inducing inputs. The
+best known is the best of ``--restarts`` starts, drawn around the default one, by each
+method::
+
+    python examples/benchmarks/learning.py --json learning.json \
+        --peers gpflow=/path/to/python
+
+Seconds are of a second run, without compilation. Sets other than scikit-learn's are
+read from the folder ``GPAUG_DATA``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from common import data_folder, machine, print_table, versions
+
+import numpyro_gpaug as gpaug
+
+HERE = Path(__file__).resolve()
+SHIPPED = ("diabetes", "friedman", "breast_cancer", "iris", "wine")
+OTHERS = (
+    "hl_yacht", "hl_energy", "seitz_boston", "ratsch_breast_cancer", "ratsch_diabetis",
+    "ratsch_heart", "ratsch_waveform", "seitz_banana", "usps_3v5", "glass", "vehicle",
+)  # fmt: skip
+OPTIMISERS = {
+    "lbfgs": "lbfgs",
+    "adam .05": optax.adam(0.05),
+    "adam .3": optax.adam(0.3),
+}
+ADAM_STEPS, EVALUATIONS = 500, 60
+SHARED_ABOVE = 30
+
+
+class Task(NamedTuple):
+    """A data set, standardised.
+
+    :param kind: ``"regression"``, ``"binary"`` or ``"classes"``.
+    """
+
+    kind: str
+    X: np.ndarray
+    y: np.ndarray
+    Z: np.ndarray
+
+    @property
+    def start(self) -> dict[str, np.ndarray]:
+        """The default start of the positive params."""
+        columns = self.X.shape[1]
+        shape = columns if columns <= SHARED_ABOVE else ()
+        params = {
+            "lengthscale": np.full(shape, math.sqrt(columns)),
+            "variance": np.array(1.0),
+        }
+        return params | ({"noise": np.array(0.3)} if self.kind == "regression" else {})
+
+
+def load(name: str, rows: int, inducing: int) -> Task:
+    """Reads a data set; at most ``rows`` of its rows, at random."""
+    from sklearn import datasets
+
+    if name == "friedman":
+        X, y = datasets.make_friedman1(500, noise=0.5, random_state=0)
+    elif name in SHIPPED:
+        X, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+    else:
+        folder = data_folder()
+        assert folder is not None
+        with np.load(folder / f"{name}.npz") as file:
+            part = "" if "X" in file else "_train"
+            X, y = file[f"X{part}"], file[f"y{part}"].ravel()
+    chosen = np.random.default_rng(0).permutation(len(X))[:rows]
+    X, y = X[chosen].astype(float), y[chosen]
+    X = (X - X.mean(0)) / np.where(X.std(0) > 0, X.std(0), 1)
+    values = np.unique(y)
+    if len(values) > 20:
+        kind, y = "regression", (y - y.mean()) / y.std()
+    else:
+        kind, y = (
+            "binary" if len(values) == 2 else "classes",
+            np.searchsorted(values, y),
+        )
+    Z = gpaug.inducing.kmeans(X, min(inducing, len(X) // 2))
+    return Task(kind, X, y, np.asarray(Z))
+
+
+def model_of(task: Task) -> Any:
+    """The model of a data set."""
+    positive = dist.constraints.positive
+
+    def model(X: Any, y: Any = None, *, inducing: Any) -> None:
+        params = {
+            name: numpyro.param(name, jnp.asarray(value, X.dtype), constraint=positive)
+            for name, value in task.start.items()
+        }
+        kernel = gpaug.kernels.SquaredExponential(
+            params["lengthscale"], params["variance"]
+        )
+        if task.kind == "classes":
+            latents = int(task.y.max()) + 1
+            gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=latents)
+        else:
+            mean = numpyro.param("mean", jnp.zeros((), X.dtype))
+            gp = gpaug.GaussianProcess("f", kernel, inducing, mean=mean)
+        with numpyro.plate("data", X.shape[0]):
+            f = gp(X)
+            if task.kind == "regression":
+                numpyro.sample("y", dist.Normal(f, params["noise"]), obs=y)
+            elif task.kind == "binary":
+                numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+            else:
+                numpyro.sample("y", dist.Categorical(logits=f), obs=y)
+
+    return model
+
+
+def starts(task: Task, number: int) -> list[dict[str, np.ndarray]]:
+    """The default start, and others drawn around it, about a factor 3 away."""
+    rng = np.random.default_rng(1)
+    drawn = [
+        {k: v * np.exp(rng.normal(size=v.shape)) for k, v in task.start.items()}
+        for _ in range(number - 1)
+    ]
+    return [task.start, *drawn]
+
+
+def ours(task: Task, restarts: int) -> dict[str, dict[str, Any]]:
+    """By optimiser: losses of every restart, and the seconds of the default start."""
+    dtype = jnp.result_type(float)
+    X, Z = jnp.asarray(task.X, dtype), jnp.asarray(task.Z, dtype)
+    y = jnp.asarray(task.y, dtype if task.kind == "regression" else int)
+    model = model_of(task)
+    found = {}
+    for name, optim in OPTIMISERS.items():
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
+        steps = 300 if name == "lbfgs" else ADAM_STEPS
+        losses: list[np.ndarray] = []
+        seconds = math.nan
+        for start in starts(task, restarts if name == "lbfgs" else 1):
+            for _ in range(1 if losses else 2):
+                began = time.perf_counter()
+                result = svi.run(
+                    jax.random.key(0), steps, X, y, inducing=Z, progress_bar=False,
+                    init_params={k: jnp.asarray(v, dtype) for k, v in start.items()},
+                )  # fmt: skip
+                took = time.perf_counter() - began
+            seconds = seconds if losses else took
+            losses.append(np.asarray(result.losses, float))
+        found[name] = {"losses": losses, "seconds": seconds}
+    return found
+
+
+def gpflow(task: Task, python: str) -> dict[str, Any]:
+    """L-BFGS on all params together, in another interpreter, float64."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "task.npz")
+        np.savez(path, **task._asdict(), **task.start)
+        done = subprocess.run(
+            [python, str(HERE.parent / "peers_learning.py"), path],
+            capture_output=True, text=True, check=False,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )  # fmt: skip
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def row(name: str, task: Task, restarts: int, peer: str | None) -> dict[str, Any]:
+    """What is shown of one data set."""
+    found = ours(task, restarts)
+    ends = [losses[-1] for f in found.values() for losses in f["losses"]]
+    out: dict[str, Any] = {
+        "set": name, "rows": len(task.X), "columns": task.X.shape[1], "best": min(ends)
+    }  # fmt: skip
+    if peer is not None:
+        rival = gpflow(task, peer)
+        out |= {f"gpflow {k}": v for k, v in rival.items()}
+    for optimiser, f in found.items():
+        losses = f["losses"][0]
+        out[f"{optimiser} gap"] = float(losses[-1] - out["best"])
+        out[f"{optimiser} steps"] = len(losses)
+        out[f"{optimiser} s"] = f["seconds"]
+    first = found["lbfgs"]["losses"][0][:EVALUATIONS]
+    out["gap in 60"] = float(first[-1] - out["best"])
+    near = np.flatnonzero(first <= out["best"] + 0.1)
+    out["to .1 nat"] = int(near[0]) + 1 if near.size else None
+    if "gpflow loss" in out:
+        out["gpflow gap"] = out.pop("gpflow loss") - out["best"]
+    return out
+
+
+def main() -> None:
+    """Runs the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    there = data_folder() is not None
+    parser.add_argument("--sets", nargs="+", default=SHIPPED + OTHERS * there)
+    parser.add_argument("--restarts", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=1500)
+    parser.add_argument("--inducing", type=int, default=100)
+    parser.add_argument("--peers", default="", help="gpflow=/path/to/python")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    peer = dict(x.split("=") for x in args.peers.split(",") if x).get("gpflow")
+    rows = []
+    for name in args.sets:
+        task = load(name, args.rows, args.inducing)
+        rows.append(row(name, task, args.restarts, peer))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    columns = dict.fromkeys(("set", "rows", "columns"), "") | {"best": ".2f"}
+    columns |= {"gap in 60": ".3f", "to .1 nat": ""}
+    for optimiser in (*OPTIMISERS, *(["gpflow"] if peer else [])):
+        columns |= {f"{optimiser} gap": ".3f", f"{optimiser} steps": ""}
+        columns |= {f"{optimiser} s": ".2f"}
+    print_table(rows, columns)
+    within = sum(r["gap in 60"] <= 0.1 for r in rows)
+    print(f"within .1 nat in {EVALUATIONS} evaluations: {within} of {len(rows)}")
+    if args.json:
+        info = {"machine": machine(), "versions": versions("jax", "numpyro", "optax")}
+        info |= {"dtype": str(jnp.result_type(float)), "rows": rows}
+        Path(args.json).write_text(json.dumps(info, indent=1))
+
+
+if __name__ == "__main__":
+    main()
