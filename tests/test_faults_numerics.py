@@ -391,22 +391,23 @@ def test_debug_flags_give_no_false_alarm(likelihood, num_latents) -> None:
     X = np.random.default_rng(0).normal(size=(30, 2)).astype("float32")
     y = (X.sum(1) > 0).astype("int32")
 
-    def model(X, y=None):
+    def model(X, y=None, *, inducing):
         constraint = dist.constraints.positive
         lengthscale = numpyro.param("lengthscale", 1.0, constraint=constraint)
         kernel = gpaug.kernels.Matern52(lengthscale)
-        gp = gpaug.GaussianProcess("f", kernel, X[:6], num_latents=num_latents)
+        gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=num_latents)
         with numpyro.plate("data", X.shape[0]):
             numpyro.sample("y", likelihood(gp(X)), obs=y)
 
     with jax.debug_nans(True), jax.debug_infs(True):
         svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-        result = svi.run(jax.random.key(0), 3, X, y, progress_bar=False)
+        Z = X[:6]
+        result = svi.run(jax.random.key(0), 3, X, y, inducing=Z, progress_bar=False)
         posterior = svi.posterior(result)
         assert np.isfinite(posterior.log_prob(X[:4], y[:4])).all()
         mcmc = numpyro.infer.MCMC(
             gpaug.EllipticalSlice(model), num_warmup=2, num_samples=3,
             progress_bar=False,
         )  # fmt: skip
-        mcmc.run(jax.random.key(1), X, y)
+        mcmc.run(jax.random.key(1), X, y, inducing=Z)
         assert np.isfinite(mcmc.get_samples()["f.v"]).all()
