@@ -74,22 +74,23 @@ def flat(z):
     return -jnp.exp(-0.1 * z.sum())
 
 
-def climb(fn, start, evaluations):
+def climb(fn, start, evaluations, rounding=0.0):
     """The values at every evaluation, and the last state."""
     differentiate = jax.jit(jax.value_and_grad(lambda values: fn(values["z"])))
     accept, refuse = map(jax.jit, (quasi_newton.accepted, quasi_newton.refused))
     values = {"z": jnp.asarray(start)}
-    zero, nothing = jax.tree.map(jnp.zeros_like, values), jnp.zeros(())
+    zero = jax.tree.map(jnp.zeros_like, values)
     hyper = Hyper(values, zero, jnp.ones(()), quasi_newton.start(values))
     bound, bounds = -jnp.inf, []
     for _ in range(evaluations):
         step = jax.tree.map(lambda u: hyper.scale * u, hyper.update)  # noqa: B023
         here = jax.tree.map(jnp.add, hyper.values, step)
         value, ascent = differentiate(here)
-        if quasi_newton.accepts(hyper, value - bound, nothing):
-            hyper, bound = accept(hyper, here, ascent, jnp.isinf(bound)), value
+        first = jnp.isinf(bound)
+        if first or quasi_newton.accepts(hyper, value, rounding):
+            hyper, bound = accept(hyper, here, value, ascent, first), value
         else:
-            hyper, _ = refuse(hyper, value - bound, nothing, nothing)
+            hyper, _ = refuse(hyper, value, rounding, 1.0)
         bounds.append(float(bound))
         if hyper.optim_state.exhausted:
             break
@@ -113,6 +114,24 @@ def test_a_search_finds_the_maximum(x64, fn, start, evaluations) -> None:
     np.testing.assert_allclose(hyper.values["z"], best, atol=1e-3)
 
 
+def test_noise_is_told_from_curvature(x64) -> None:
+    @jax.custom_jvp
+    def noisy(z):  # known to .1 only; its slopes are known better
+        return rosenbrock(z) + 0.05 * jnp.sin(1e9 * z.sum())
+
+    @noisy.defjvp
+    def _(primals, tangents):
+        return noisy(*primals), jax.jvp(rosenbrock, primals, tangents)[1]
+
+    bounds, hyper = climb(noisy, [-1.2, 1.0, 0.3, -0.7, 2.0], 200)
+    assert 1e-3 < hyper.optim_state.noise < 0.2
+    assert float(rosenbrock(hyper.values["z"])) > -0.5
+    exact, _ = climb(rosenbrock, [-1.2, 1.0, 0.3, -0.7, 2.0], 200)
+    assert exact[-1] > -1e-6
+    with pytest.warns(UserWarning, match="uncertain by about 3 nats"):
+        quasi_newton.warn_of_noise(hyper.optim_state._replace(noise=jnp.asarray(3.0)))
+
+
 def test_steps_double_where_the_slope_stays(x64) -> None:
     bounds, hyper = climb(flat, [0.0, 0.0], 12)
     assert (np.diff(bounds) > 0).all()
@@ -123,7 +142,7 @@ def test_a_search_that_cannot_rise_says_so(x64) -> None:
     def kink(z):
         return -jnp.abs(z).sum()
 
-    _, hyper = climb(kink, [1e-9, 0.0], 60)
+    _, hyper = climb(kink, [1e-9, 0.0], 60, rounding=1e-5)
     assert bool(hyper.optim_state.exhausted)
     assert not np.any(hyper.update["z"])
 

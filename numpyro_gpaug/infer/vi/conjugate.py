@@ -29,6 +29,7 @@ from numpyro_gpaug.infer.vi.plan import (
     transforms_of,
 )
 from numpyro_gpaug.infer.vi.progress import Progress, settled, steps_compared
+from numpyro_gpaug.infer.vi.quasi_newton import warn_of_noise
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.start import (
@@ -258,7 +259,8 @@ class ConjugateSVI:
         begun = self._begin_run(rng_key, init_state, init_params, args, kwargs)
         state, plan, arguments, data = begun
         epoch = steps_compared(plan.structure) if plan.noisy else 0
-        if tol is None and self.settings.optim == LBFGS and plan.transforms:
+        searches = self.settings.optim == LBFGS and bool(plan.transforms)
+        if tol is None and searches:
             tol = LEAST_RISE
         limit = np.asarray(0 if tol is None or plan.noisy else tol, state.bound.dtype)
         guard = self._guard(num_steps, arguments, plan)
@@ -281,6 +283,8 @@ class ConjugateSVI:
                     callback(_copied(state), np.concatenate(losses))
                 if over:
                     break
+        if searches:
+            warn_of_noise(state.hyper.optim_state)
         params, losses_ = self.get_params(state), np.concatenate(losses)
         return ConjugateResult(params, state, losses_, args, kwargs, guard.restored)
 

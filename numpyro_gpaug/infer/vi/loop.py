@@ -58,8 +58,9 @@ def run_chunk(
         i, state, _, _ = carry
         patience: Any = 3
         if stepper.searches:
-            over = state.hyper.optim_state.exhausted & (i > 0)
-            patience = jnp.where(over, 0, 5)
+            search = state.hyper.optim_state
+            patience = jnp.where(search.noise > tol, 15, 5)
+            patience = jnp.where(search.exhausted & (i > 0), 0, patience)
         elif stepper.learns:
             patience = jnp.maximum(40 * stepper.every, state.step // 5)
         return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))

@@ -17,6 +17,7 @@ Reference: Nocedal and Wright (2006), Numerical Optimization, sections 3.1, 3.5,
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,8 @@ PROBE = 1e-6
 # No coordinate is moved further by one new direction (e-folds of a positive param):
 # beyond lies another basin, or nothing. Repeated, updates double.
 LARGEST = 2.0
+# Nats of noise that a user should know of.
+NOISY = 0.5
 
 
 class Search(NamedTuple):
@@ -44,6 +47,8 @@ class Search(NamedTuple):
         and minus the gradient there.
     :param gradient: of the bound at the present values, flat.
     :param steepest: whether the pending update is along it.
+    :param best: the highest bound accepted, which falls within noise are measured from:
+        one after the other they would add up.
     :param noise: of the bound: what it was seen to fall by where it should not.
     :param exhausted: whether no update makes the bound rise any more.
     """
@@ -51,6 +56,7 @@ class Search(NamedTuple):
     memory: Any
     gradient: Array
     steepest: Array
+    best: Array
     noise: Array
     exhausted: Array
 
@@ -62,29 +68,36 @@ def start(values: dict[str, Any]) -> Search:
     """
     flat, _ = ravel_pytree(values)
     memory, no = _lbfgs().init(flat), jnp.array(False)
-    return Search(memory, jnp.zeros_like(flat), no, jnp.zeros((), flat.dtype), no)
+    zero = jnp.zeros((), flat.dtype)
+    return Search(memory, jnp.zeros_like(flat), no, zero, zero, no)
 
 
-def accepts(hyper: Hyper, rise: Array, rounding: Array) -> Array:
+def accepts(hyper: Hyper, bound: Array, rounding: Array) -> Array:
     """Whether the bound has risen enough by the pending update.
 
     :param hyper: before the update.
-    :param rise: of the bound.
+    :param bound: after it.
     :param rounding: of the bound.
     """
+    rise = bound - hyper.optim_state.best
     least = SUFFICIENT * hyper.scale * jnp.maximum(_slope(hyper), 0)
-    allowed = jnp.maximum(rounding, 2 * hyper.optim_state.noise)
+    allowed = jnp.maximum(rounding, hyper.optim_state.noise)
     return (rise >= least - allowed) & (hyper.scale > PROBE)
 
 
 def accepted(
-    hyper: Hyper, values: dict[str, Any], ascent: dict[str, Any], first: Array
+    hyper: Hyper,
+    values: dict[str, Any],
+    bound: Array,
+    ascent: dict[str, Any],
+    first: Array,
 ) -> Hyper:
     """The next update.
 
     :param hyper: before the update that is accepted.
     :param values: unconstrained params after it.
-    :param ascent: the gradient there.
+    :param bound: there.
+    :param ascent: its gradient.
     :param first: whether nothing that is remembered concerns these data.
     """
     (here, unravel), (gradient, _) = ravel_pytree(values), ravel_pytree(ascent)
@@ -101,44 +114,49 @@ def accepted(
         lambda a, b: jnp.where(further, a, b),
         (2 * last, memory), (direction, next_memory),
     )  # fmt: skip
-    search = Search(memory, gradient, steepest, search.noise, jnp.array(False))
+    best = jnp.where(first, bound, jnp.maximum(search.best, bound))
+    search = Search(memory, gradient, steepest, best, search.noise, jnp.array(False))
     return Hyper(values, unravel(update), jnp.ones_like(hyper.scale), search)
 
 
 def refused(
-    hyper: Hyper, rise: Array, rounding: Array, largest_noise: Array
+    hyper: Hyper, bound: Array, rounding: Array, largest_noise: Array
 ) -> tuple[Hyper, Array]:
     """Less of an update that did not make the bound rise enough; steepest ascent, once
     too little of it is left; then nothing.
 
     In float32 an ill-conditioned kernel makes a bound noisier than its sum is. Where
     nothing is left to gain by less of an update, next to nothing of it is tried: by
-    what the bound falls there is noise, and is allowed for from there on: Xie, Byrd and
-    Nocedal (2020), Analysis of the BFGS method with errors.
+    what the bound changes there is noise, and is allowed for from there on: Xie, Byrd
+    and Nocedal (2020), Analysis of the BFGS method with errors.
 
     :param hyper: before the update.
-    :param rise: of the bound, NaN or minus infinity if there is none.
+    :param bound: after it, NaN or minus infinity if there is none.
     :param rounding: of the bound. A gain of less is none.
     :param largest_noise: a larger fall is none of noise.
-    :return: hyperparameters, and whether noise was found: the bound just seen is then
-        that of the present values as much as the one it was compared with.
+    :return: hyperparameters, and whether noise made the bound fall: the one just seen
+        is then that of the present values as much as the one it was compared with.
     """
     search: Search = hyper.optim_state
+    rise = bound - search.best
     probing = hyper.scale <= PROBE
     slope = hyper.scale * _slope(hyper)
     best = slope / (2 * (slope - rise))
     factor = jnp.where(best > 0.1, jnp.minimum(best, 0.5), 0.1)
     less = hyper.scale * factor
-    hopeless = slope * factor / 2 < jnp.maximum(rounding, search.noise)
-    noisy = probing & (-rise > jnp.maximum(rounding, search.noise))
-    noisy = noisy & (-rise < largest_noise)
+    hopeless = slope * factor / 2 < rounding
+    change = jnp.abs(rise)
+    noisy = probing & (change > jnp.maximum(rounding, search.noise))
+    noisy = noisy & (change < largest_noise)
     over = probing & ~noisy
     none = over & search.steepest
     here, unravel = ravel_pytree(hyper.values)
     steepest, again = _direction(search.gradient, _lbfgs().init(here), here)
     update = jnp.where(over, steepest, ravel_pytree(hyper.update)[0])
     scale = jnp.where(hopeless | (less < PROBE), PROBE, less)
-    noise = jnp.where(noisy, -rise, search.noise)
+    noise = jnp.where(noisy, change, search.noise)
+    fell = noisy & (rise < 0)
+    best = jnp.where(fell, bound, search.best)
     memory = jax.tree.map(
         lambda new, old: jnp.where(over, new, old), again, search.memory
     )
@@ -146,9 +164,23 @@ def refused(
         hyper.values,
         unravel(jnp.where(none, 0, update)),
         jnp.asarray(jnp.where(probing, 1, scale), hyper.scale.dtype),
-        Search(memory, search.gradient, search.steepest | over, noise, none),
+        Search(memory, search.gradient, search.steepest | over, best, noise, none),
     )
-    return hyper, noisy
+    return hyper, fell
+
+
+def warn_of_noise(search: Search) -> None:
+    """Warns where differences of a nat are not resolved: near an optimum, L-BFGS then
+    cannot tell where to go."""
+    noise = float(search.noise)
+    if noise > NOISY:
+        warnings.warn(
+            f"rounding makes the bound uncertain by about {noise:.2g} nats (an "
+            "ill-conditioned kernel matrix: smooth functions, little noise); learning "
+            "may have ended as many below the optimum. Use float64, "
+            "jax.config.update('jax_enable_x64', True), or a rougher kernel",
+            stacklevel=3,
+        )
 
 
 def _direction(gradient: Array, memory: Any, here: Array) -> tuple[Array, Any]:

@@ -193,14 +193,13 @@ class Stepper:
         values = moved(state.hyper)
         problem, pullback = self._problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
-        rise = evaluation.bound - state.bound
-        rounding = slack(evaluation)
+        bound, rounding = evaluation.bound, slack(evaluation)
+        first = state.bound <= unknown_bound(state.bound.dtype)
         here = state._replace(natural=natural, step_sizes=steps, bound=evaluation.bound)
 
         def on() -> ConjugateState:
             ascent = pullback(problem.gradient(evaluation))
-            first = state.bound <= unknown_bound(state.bound.dtype)
-            hyper = quasi_newton.accepted(state.hyper, values, ascent, first)
+            hyper = quasi_newton.accepted(state.hyper, values, bound, ascent, first)
             if self._plan.closed:
                 best = self._maximised(problem, evaluation, values, ascent)
                 hyper = hyper._replace(update=hyper.update | best)
@@ -208,13 +207,15 @@ class Stepper:
 
         def back() -> ConjugateState:
             largest = LARGEST_NOISE * evaluation.magnitude
-            hyper, noisy = quasi_newton.refused(state.hyper, rise, rounding, largest)
+            hyper, noisy = quasi_newton.refused(state.hyper, bound, rounding, largest)
             return lax.cond(
                 noisy, lambda: here._replace(hyper=hyper),
                 lambda: state._replace(hyper=hyper),
             )  # fmt: skip
 
-        return lax.cond(quasi_newton.accepts(state.hyper, rise, rounding), on, back)
+        return lax.cond(
+            first | quasi_newton.accepts(state.hyper, bound, rounding), on, back
+        )
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """A minibatch, or other latents drawn at random: no bound to compare with, so a
