@@ -92,6 +92,16 @@ def test_drawn_classes_err_as_all_classes_do(tmp_path: Path) -> None:
     assert max(errors.values()) < errors["whole"] + 0.05
 
 
+@pytest.mark.slow
+def test_recipe_is_not_worse_than_logistic_regression(tmp_path: Path) -> None:
+    size = ["--sets", "breast_cancer", "--splits", "1", "--inducing", "50"]
+    run("benchmarks/recipe", tmp_path, *size, "--json", "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    nll = {row["method"]: row["nll"] for row in found}
+    assert set(nll) == {"logistic", "now", "before"}
+    assert nll["now"] < nll["logistic"] + 0.03
+
+
 @pytest.mark.parametrize("writable", [True, False])
 def test_compiled_programs_are_kept_where_a_folder_can_be_written(
     writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -219,6 +219,16 @@ def test_other_data_are_learnt_from_anew(learnt) -> None:
     assert abs(moved.losses[-1] - there.losses[-1]) < 0.05
 
 
+@pytest.mark.parametrize(("of_data", "of_params"), [(32, 64), (64, 32)])
+def test_data_and_params_may_differ_in_dtype(x64, of_data, of_params) -> None:
+    X, _, y = data(30)
+    X, y = X.astype(f"float{of_data}"), y.astype("int32")
+    start = {k: np.array(1.0, f"float{of_params}") for k in ("lengthscale", "variance")}
+    result = run(fitter(classifier), X, y, steps=8, init_params=start)
+    assert result.params["variance"].dtype == f"float{of_params}"
+    assert result.losses[-1] < result.losses[0]
+
+
 def test_nothing_is_learnt_if_none_is_said(learnt) -> None:
     _, data, _ = learnt
     params = run(fitter(classifier, None), *data, steps=3).params

@@ -31,7 +31,11 @@ class Hyper(NamedTuple):
 
 def moved(hyper: Hyper) -> dict[str, Any]:
     """Hyperparameters after their pending update."""
-    return jax.tree.map(lambda v, u: v + hyper.scale * u, hyper.values, hyper.update)
+
+    def after(value: Array, update: Array) -> Array:
+        return value + jnp.asarray(hyper.scale * update, value.dtype)
+
+    return jax.tree.map(after, hyper.values, hyper.update)
 
 
 def refused(hyper: Hyper) -> Hyper:

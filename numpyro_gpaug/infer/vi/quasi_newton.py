@@ -105,7 +105,7 @@ def accepted(
         lambda new, old: jnp.where(first, new, old), start(values), hyper.optim_state
     )
     memory = search.memory
-    last = hyper.scale * ravel_pytree(hyper.update)[0]
+    last = jnp.asarray(hyper.scale * ravel_pytree(hyper.update)[0], here.dtype)
     rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)
     steepest = memory.count == 0
     further = ~steepest & rises
@@ -114,6 +114,7 @@ def accepted(
         lambda a, b: jnp.where(further, a, b),
         (2 * last, memory), (direction, next_memory),
     )  # fmt: skip
+    bound = jnp.asarray(bound, search.best.dtype)
     best = jnp.where(first, bound, jnp.maximum(search.best, bound))
     search = Search(memory, gradient, steepest, best, search.noise, jnp.array(False))
     return Hyper(values, unravel(update), jnp.ones_like(hyper.scale), search)
@@ -138,6 +139,7 @@ def refused(
         is then that of the present values as much as the one it was compared with.
     """
     search: Search = hyper.optim_state
+    bound = jnp.asarray(bound, search.best.dtype)
     rise = bound - search.best
     probing = hyper.scale <= PROBE
     slope = hyper.scale * _slope(hyper)
