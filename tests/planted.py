@@ -282,6 +282,34 @@ def planted() -> list[Planted]:
             "ascent",
             ("test_conjugate",),
         ),
+        Planted(
+            "L-BFGS: on, twice as far, where the slope has changed sign",
+            "infer/vi/quasi_newton.py",
+            "rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)",
+            "rises = (last @ gradient) > CURVATURE * (last @ memory.updates)",
+            ("test_learning",),
+        ),
+        Planted(
+            "L-BFGS: sign of the parabola of a refused update",
+            "infer/vi/quasi_newton.py",
+            "    best = slope / (2 * (slope - rise))",
+            "    best = slope / (-2 * (slope - rise))",
+            ("test_learning",),
+        ),
+        Planted(
+            "Minibatches: the guard goes back to what is worst",
+            "infer/vi/guard.py",
+            "bound >= self._best.bound:",
+            "bound <= self._best.bound:",
+            ("test_learning",),
+        ),
+        Planted(
+            "Whitening: sign of the second-order correction",
+            "math/whitening.py",
+            "return 0.5 * first + 0.375 * second",
+            "return 0.5 * first - 0.375 * second",
+            ("test_whitening",),
+        ),
     ]
 
 
