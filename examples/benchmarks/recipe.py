@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel and the learning of ``classify.py`` on data that nobody tuned them for, two
+classes or several, beside logistic regression and what they replace.
+
+Stratified random splits, a fifth of the rows for testing; columns standardised on the
+training part, pixels all alike; at most ``--inducing`` k-means inducing inputs. The
+penalty of logistic regression is chosen by cross-validated NLL. Before, there was one
+lengthscale for all columns, no linear term, and adam for 200 steps. Scores are means
+over splits, ``worse`` is the NLL less that of logistic regression, ``se`` the standard
+error of that::
+
+    GPAUG_DATA=/path/to/data python examples/benchmarks/recipe.py --json recipe.json
+
+Sets other than scikit-learn's are read from the folder ``GPAUG_DATA``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from common import data_folder, machine, print_table, versions
+from sklearn import datasets
+from sklearn.linear_model import LogisticRegressionCV
+from sklearn.metrics import log_loss
+from sklearn.model_selection import StratifiedShuffleSplit
+
+import numpyro_gpaug as gpaug
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from support import recipe  # noqa: E402
+from support.compilation import keep_compiled_programs  # noqa: E402
+
+SHIPPED = ("breast_cancer", "digits", "iris", "wine")
+OTHERS = (
+    "ratsch_breast_cancer", "ratsch_diabetis", "ratsch_heart", "usps_3v5", "glass",
+    "vehicle", "seitz_banana", "ratsch_waveform", "segment",
+)  # fmt: skip
+IMAGES = ("digits", "usps", "usps_3v5")
+COLUMNS = {"data": "", "method": "", "nll": ".4f", "error": ".4f", "worse": "+.4f"}
+COLUMNS |= {"se": ".4f", "seconds": ".2f"}
+
+
+def before(columns: int) -> Any:
+    lengthscale = dist.LogNormal(0.5 * np.log(columns), 1)
+    return gpaug.kernels.Matern52(
+        numpyro.sample("lengthscale", lengthscale),
+        numpyro.sample("variance", dist.LogNormal(1, 1)),
+    )
+
+
+METHODS: dict[str, tuple[Callable[[int], Any], Any]] = {
+    "now": (recipe.kernel, {}),
+    "before": (before, {"tol": 1e-3, "optim": optax.adam(0.1)}),
+}
+
+
+def load(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels 0 .. C-1."""
+    if name in SHIPPED:
+        X, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+    else:
+        folder = data_folder()
+        if folder is None:
+            raise SystemExit(f"no {name}.npz: set GPAUG_DATA to the data folder")
+        with np.load(folder / f"{name}.npz", allow_pickle=False) as file:
+            parts = ("",) if "X" in file else ("_train", "_test")
+            X = np.concatenate([file[f"X{part}"] for part in parts])
+            y = np.concatenate([file[f"y{part}"].ravel() for part in parts])
+    return X.astype(float), np.unique(y, return_inverse=True)[1]
+
+
+def splits(name: str, num: int, rows: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Training inputs and labels, test inputs and labels."""
+    X, y = load(name)
+    cut = StratifiedShuffleSplit(num, test_size=0.2, random_state=0)
+    for train, test in cut.split(X, y):
+        chosen = train[:rows]
+        scale = X[chosen].std(None if name in IMAGES else 0)
+        scaled = (X - X[chosen].mean(0)) / np.where(scale > 0, scale, 1)
+        scaled = scaled.astype(np.float32)
+        yield scaled[chosen], y[chosen], scaled[test], y[test]
+
+
+def model(X, y=None, *, Z, kernel, classes):
+    """Bernoulli or softmax of one process, or of one per class."""
+    several = {"num_latents": classes} if classes > 2 else {}
+    shape = (classes,) if classes > 2 else ()
+    prior = dist.Normal(0, 2).expand(shape).to_event(len(shape))
+    mean = numpyro.sample("mean", prior)
+    gp = gpaug.GaussianProcess("f", kernel(X.shape[1]), Z, mean=mean, **several)
+    with numpyro.plate("data", X.shape[0]):
+        f = gp(X)
+        label = dist.Categorical(logits=f) if several else dist.Bernoulli(logits=f)
+        numpyro.sample("y", label, obs=y)
+
+
+def by_process(name: str, steps: int, inducing: int) -> Callable:
+    """A method of ``METHODS``, as a function of the parts of a split."""
+    kernel, options = METHODS[name]
+    options = dict(options)
+    optim = options.pop("optim", "lbfgs")
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
+
+    def probabilities(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
+        Z = gpaug.inducing.kmeans(X, min(inducing, len(np.unique(X, axis=0))))
+        given = {"Z": Z, "kernel": kernel, "classes": int(y.max()) + 1}
+        key = jax.random.key(0)
+        fit = svi.run(key, steps, X, y, progress_bar=False, **given, **options)
+        p = np.asarray(svi.posterior(fit).predict_y(X_test).probs, float)
+        return np.stack([1 - p, p], 1) if p.ndim == 1 else p / p.sum(1, keepdims=True)
+
+    return probabilities
+
+
+def logistic(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
+    """Logistic regression."""
+    estimator = LogisticRegressionCV(
+        Cs=np.logspace(-4, 3, 8), cv=5, scoring="neg_log_loss", max_iter=2000
+    )
+    with warnings.catch_warnings():
+        # Of convergence, at penalties that are not chosen, and of future defaults.
+        warnings.simplefilter("ignore")
+        return estimator.fit(X, y).predict_proba(X_test)
+
+
+def compared(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each method; the seconds, of the last split, hold no compilation."""
+    methods = {"logistic": logistic}
+    # Not shared between sets: a guide keeps the shapes of what it learnt first.
+    methods |= {m: by_process(m, args.steps, args.inducing) for m in METHODS}
+    scores: dict[str, list[tuple[float, float, float]]] = {m: [] for m in methods}
+    for X, y, X_test, y_test in splits(name, args.splits, args.rows):
+        for method, probabilities in methods.items():
+            start = time.perf_counter()
+            p = np.clip(probabilities(X, y, X_test), 1e-12, 1)
+            seconds = time.perf_counter() - start
+            nll = log_loss(y_test, p / p.sum(1, keepdims=True), labels=range(len(p[0])))
+            scores[method].append((nll, np.mean(p.argmax(1) != y_test), seconds))
+    rows = []
+    for method, found in scores.items():
+        nll, error, seconds = np.transpose(found)
+        worse = nll - np.transpose(scores["logistic"])[0]
+        se = worse.std() / np.sqrt(max(len(worse) - 1, 1))
+        row = {"data": name, "method": method, "nll": nll.mean(), "error": error.mean()}
+        rows.append(row | {"worse": worse.mean(), "se": se, "seconds": seconds[-1]})
+    return rows
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    every = SHIPPED + (OTHERS if data_folder() else ())
+    parser.add_argument("--sets", nargs="+", default=list(every))
+    parser.add_argument("--splits", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=5000, help="to train on, at most")
+    parser.add_argument("--inducing", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=200, help="at most")
+    parser.add_argument("--json", help="where results are written")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs every method on every set."""
+    args = parse(argv)
+    keep_compiled_programs()
+    results = []
+    for name in args.sets:
+        rows = compared(name, args)
+        print_table(rows, COLUMNS)
+        results += rows
+        if args.json:
+            found = {"machine": machine(), "versions": versions("jax", "numpyro")}
+            found |= {"options": vars(args), "results": results}
+            Path(args.json).write_text(json.dumps(found, indent=1, default=float))
+
+
+if __name__ == "__main__":
+    main()
