@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel and the learning of ``classify.py`` on data that nobody tuned them for, two
-classes or several, beside logistic regression and what they replace.
+"""The kernel and the learning of ``classify.py`` on data that nobody tuned them for,
+two classes or several, beside logistic regression and what they replace.
 
 Stratified random splits, a fifth of the rows for testing; columns standardised on the
 training part, pixels all alike; at most ``--inducing`` k-means inducing inputs. The

@@ -9,13 +9,15 @@ import numpyro.distributions as dist
 
 from numpyro_gpaug import kernels
 
-# With more columns than this, few rows cannot tell which of them matter.
-MOST_LENGTHSCALES = 30
+# With more columns than this, few rows cannot tell which of them matter, and a linear
+# function takes more inducing inputs than there are.
+FEW = 30
 
 
 def kernel(columns: int) -> kernels.Kernel:
-    """A smooth function plus a linear one, so that where the truth is linear nothing is
-    lost to logistic regression. The values are point estimates under weak priors.
+    """A smooth function; of few columns, plus a linear one, so that where the truth is
+    linear little is lost to logistic regression. The values are point estimates under
+    weak priors.
 
     Columns share a lengthscale, from which each departs as far as the data insist: free
     lengthscales overfit a few hundred rows.
@@ -24,10 +26,11 @@ def kernel(columns: int) -> kernels.Kernel:
     """
     lengthscale = dist.LogNormal(0.5 * np.log(columns), 1)
     lengthscale = numpyro.sample("lengthscale", lengthscale)
-    if columns <= MOST_LENGTHSCALES:
-        relative = dist.LogNormal(0, 0.5).expand([columns]).to_event(1)
-        lengthscale = lengthscale * numpyro.sample("relative", relative)
     variance = numpyro.sample("variance", dist.LogNormal(1, 1))
+    if columns > FEW:
+        return kernels.Matern52(lengthscale, variance)
+    relative = dist.LogNormal(0, 0.5).expand([columns]).to_event(1)
+    lengthscale = lengthscale * numpyro.sample("relative", relative)
     slopes = numpyro.sample("slopes", dist.LogNormal(-np.log(columns), 1.5))
     smooth = kernels.Matern52(lengthscale, variance)
     return smooth + kernels.Linear(variance=slopes)
