@@ -270,7 +270,7 @@ def test_epsilon_with_a_prior() -> None:
 @pytest.mark.parametrize(
     ("labels", "epsilon", "message"),
     [
-        ([0, 1, 3], 0.1, r"0\.\.C-1"),
+        ([0, 1, 3], 0.1, r"0\.\.2"),
         ([-1, 1, 1], 0.1, "support of RobustMax"),
         ([0, 1, 2], 1.5, "RobustMax .* invalid epsilon"),
     ],

@@ -167,3 +167,13 @@ def test_what_is_not_positive_definite_is_nan() -> None:
 def test_the_least_jitter() -> None:
     assert least_jitter(400, jnp.float64) == 1e-10
     np.testing.assert_allclose(least_jitter(400, jnp.float32), 4.77e-6, rtol=1e-3)
+
+
+def test_chains_under_vmap_may_scan() -> None:
+    def step(scale, _):
+        root = inverse_root(scale * jnp.eye(3))
+        return scale * 1.1, root[0, 0]
+
+    roots = jax.vmap(lambda s: jax.lax.scan(step, s, None, 4)[1])(jnp.arange(1.0, 3.0))
+    expected = (np.arange(1.0, 3.0)[:, None] * 1.1 ** np.arange(4)) ** -0.5
+    np.testing.assert_allclose(roots, expected, rtol=1e-5)

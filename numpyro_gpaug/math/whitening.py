@@ -112,8 +112,9 @@ def _factorised(matrix: Array, scale: Array) -> tuple[Array, Array]:
 
 
 def _first_unspoilt(matrix: Array, least: Array) -> tuple[Array, Array]:
-    # A literal: made on the device it is several programs more to compile.
-    eye = np.eye(matrix.shape[-1], dtype=matrix.dtype)
+    # Made here: a literal becomes a constant of the loop, and JAX's custom batching
+    # does not take constants that a scan under vmap carries along.
+    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
 
     def spoilt(trial: tuple[Array, Array]) -> Array:
         factor, jitter = trial
