@@ -6,6 +6,8 @@ What float64 predicts is read from a file. Where the problems change, write it a
     python -m tests.test_random_problems
 """
 
+import json
+import math
 import zlib
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from tests.random_problems import (
     the_case,
 )
 
-GOLDEN = Path(__file__).parent / "golden" / "random_problems.npz"
+GOLDEN = Path(__file__).parent / "golden" / "random_problems.json"
 
 
 def checksum(problem: Problem) -> int:
@@ -39,18 +41,26 @@ def write_golden() -> None:
         _, mean, scale = reference.outcome()
         rows.append((checksum(problem[2]), reference.ill(), mean, scale))
     sums, ill, means, scales = zip(*rows, strict=True)
-    np.savez_compressed(
-        GOLDEN, sums=np.array(sums), ill=np.array(ill), sizes=[len(m) for m in means],
-        means=np.concatenate(means).astype("float32"),
-        scales=np.concatenate(scales).astype("float32"),
-    )  # fmt: skip
+    golden = {"sums": sums, "ill": [int(x) for x in ill]}
+    golden["means"] = [
+        [round(float(m), digits(s)) for m, s in zip(*row, strict=True)]
+        for row in zip(means, scales, strict=True)
+    ]
+    golden["scales"] = [[float(f"{s:.3g}") for s in row] for row in scales]
+    GOLDEN.write_text(json.dumps(golden))
+
+
+def digits(scale: float) -> int:
+    """Decimals that give a mean to a thousandth of its scale, which may be infinite."""
+    return 3 - math.floor(math.log10(scale)) if math.isfinite(scale) else 3
 
 
 def run_golden() -> dict[str, Tally]:
     """Tallies by likelihood."""
-    golden = np.load(GOLDEN)
-    ends = golden["sizes"].cumsum()[:-1]
-    means, scales = (np.split(golden[k], ends) for k in ("means", "scales"))
+    golden = json.loads(GOLDEN.read_text())
+    means, scales = (
+        [np.array(row, "float32") for row in golden[k]] for k in ("means", "scales")
+    )
     found: dict[str, Tally] = {}
     for case in range(FIRST):
         name, shape, problem = the_case(case, 0)

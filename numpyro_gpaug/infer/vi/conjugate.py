@@ -17,7 +17,13 @@ from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.infer.vi.checkpoints import check_state
 from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
 from numpyro_gpaug.infer.vi.guard import Guard
-from numpyro_gpaug.infer.vi.loop import CHUNK, bounds_of_batches, evaluate, run_chunk
+from numpyro_gpaug.infer.vi.loop import (
+    CHUNK,
+    bounds_of_batches,
+    copied,
+    evaluate,
+    run_chunk,
+)
 from numpyro_gpaug.infer.vi.padding import SharedRows
 from numpyro_gpaug.infer.vi.plan import (
     LBFGS,
@@ -61,7 +67,8 @@ class ConjugateSVI:
     whole steps that are halved while the bound falls. Without hyperparameters, or with
     an optax transformation, a step moves each block once. No step lowers the bound by
     more than rounding (unless ``other`` draws latents at random): an update of the
-    hyperparameters that would is undone, and less of it tried.
+    hyperparameters that would is undone, and less of it tried. (Where a kernel matrix
+    is ill-conditioned, rounding in float32 can be nats: a run then warns.)
 
     *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step.
     Batches may also be passed in, ``update(state, X[idx], y[idx])`` inside
@@ -206,7 +213,7 @@ class ConjugateSVI:
         """
         arguments, data = self._checked(state, args, kwargs)
         plan, never = self._plan_at(arguments, state), np.zeros((), state.bound.dtype)
-        state, losses, _ = self._steps(_copied(state), 1, never, data, arguments, plan)
+        state, losses, _ = self._steps(copied(state), 1, never, data, arguments, plan)
         return state, losses[0]
 
     @one_thread
@@ -231,7 +238,7 @@ class ConjugateSVI:
         """Runs ``num_steps`` steps, or fewer if ``tol`` is met.
 
         :param rng_key: random key.
-        :param num_steps: number of steps, at most. L-BFGS wants 20 to 60 for a dozen
+        :param num_steps: number of steps, at most. L-BFGS wants 20 to 90 for a dozen
             params; each is an evaluation of the collapsed bound.
         :param args: the model's arguments.
         :param progress_bar: whether to show one.
@@ -280,7 +287,7 @@ class ConjugateSVI:
                     state, progress, np.concatenate(losses)[-CHUNK:], last=over
                 )
                 if callback is not None:
-                    callback(_copied(state), np.concatenate(losses))
+                    callback(copied(state), np.concatenate(losses))
                 if over:
                     break
         if searches:
@@ -339,7 +346,7 @@ class ConjugateSVI:
             state = self._start(arguments, given, key, init_params)
         else:
             check_state(state, "init_state")
-            state = _copied(state)
+            state = copied(state)
         plan = self._plan_at(arguments, state)
         _check_plates(plan, state)
         state = state._replace(
@@ -389,7 +396,7 @@ class ConjugateSVI:
         :param given: without.
         """
         # Copied: the steps overwrite the state, and with it what it is made of.
-        values = _copied(init_params or {})
+        values = copied(init_params or {})
         if values:
             check_given(values, self._declared(given, key), self.guide.structure)
         state, params, valid = self._begin(
@@ -448,10 +455,6 @@ class ConjugateSVI:
     def _constrain(self, values: dict[str, Any]) -> dict[str, Any]:
         transforms = transforms_of(self.guide)
         return {k: jax.tree.map(transforms[k], v) for k, v in values.items()}
-
-
-def _copied(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
 
 
 def _check_plates(plan: Plan, state: ConjugateState) -> None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.infer.vi.loop import CHUNK
+from numpyro_gpaug.infer.vi.loop import CHUNK, copied
 from numpyro_gpaug.infer.vi.progress import Progress
 from numpyro_gpaug.infer.vi.stepper import ConjugateState
 
@@ -70,7 +68,7 @@ class Guard:
             return state
         bound, loss = float(self._evaluate(state).mean()), float(recent.mean())
         if self._best is None or bound >= self._best.bound:
-            self._best = _Best(int(state.step), bound, loss, _copied(state))
+            self._best = _Best(int(state.step), bound, loss, copied(state))
             self._worse = 0
             return state
         best = self._best
@@ -92,10 +90,6 @@ class Guard:
             stacklevel=4,
         )
         self.restored += ((int(state.step), best.step),)
-        self._worse, again = 0, _copied(best.state)
+        self._worse, again = 0, copied(best.state)
         hyper = again.hyper._replace(scale=state.hyper.scale / 2)
         return again._replace(hyper=hyper, step=state.step, epochs=state.epochs)
-
-
-def _copied(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)

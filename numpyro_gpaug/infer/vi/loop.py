@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
@@ -22,6 +23,11 @@ from numpyro_gpaug.model.structure import Arguments
 CHUNK = 100
 # Minibatches on which two states are compared.
 BATCHES = 16
+
+
+def copied(tree: Any) -> Any:
+    """A copy, for whoever keeps a state: steps overwrite what they start from."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def run_chunk(
