@@ -37,7 +37,11 @@ from numpyro_gpaug.errors import (
     UnknownLikelihoodError,
 )
 from numpyro_gpaug.gp import GaussianProcess, with_residual
-from numpyro_gpaug.guides import AutoFunctionSpaceGP, AutoSparseGP
+from numpyro_gpaug.guides import (
+    AutoFunctionSpaceGP,
+    AutoLatentGaussian,
+    AutoSparseGP,
+)
 from numpyro_gpaug.infer import (
     AugmentedGaussian,
     CollapsedGaussian,
@@ -63,6 +67,7 @@ __all__ = [
     "Augmentation",
     "AugmentedGaussian",
     "AutoFunctionSpaceGP",
+    "AutoLatentGaussian",
     "AutoSparseGP",
     "BayesianSVM",
     "CholeskyError",

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guides: families of posteriors of the Gaussian latents of a model."""
+"""Guides: the variational families of Gaussian latents."""
 
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
+from numpyro_gpaug.guides.latent_gaussian import AutoLatentGaussian
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 
-__all__ = ["AutoFunctionSpaceGP", "AutoSparseGP"]
+# Those whose Gaussians are moved in closed form.
+ConjugateGuide = AutoSparseGP | AutoLatentGaussian
+
+__all__ = [
+    "AutoFunctionSpaceGP", "AutoLatentGaussian", "AutoSparseGP", "ConjugateGuide",
+]  # fmt: skip

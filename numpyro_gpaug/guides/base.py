@@ -28,6 +28,7 @@ from numpyro_gpaug.model.structure import (
     run_model,
 )
 from numpyro_gpaug.model.validation import check_observations
+from numpyro_gpaug.model.view import ModelView
 
 
 class ProcessGuide:
@@ -96,6 +97,23 @@ class ProcessGuide:
         return self._structure
 
     @property
+    def conjugate(self) -> bool:
+        """Whether closed-form updates can move its params."""
+        return False
+
+    def view(
+        self,
+        structure: Structure,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        values: dict[str, Any],
+        key: Array,
+    ) -> Any:
+        """The model as this guide sees it; see
+        :class:`~numpyro_gpaug.model.view.ModelView`."""
+        return ModelView(structure, model, arguments, values, key)
+
+    @property
     def random_others(self) -> bool:
         """Whether the other autoguide draws at random (``AutoDelta`` does not)."""
         return self._other is not None and not isinstance(self._other, AutoDelta)
@@ -113,8 +131,11 @@ class ProcessGuide:
         """
         whole, here = self.structure, arguments.counting_all()
         return remembered(
-            self._sizes, here.shapes, lambda: structure_at(self.model, whole, here)
+            self._sizes, here.shapes, lambda: self._structure_at(whole, here)
         )
+
+    def _structure_at(self, structure: Any, arguments: Arguments) -> Structure:
+        return structure_at(self.model, structure, arguments)
 
     def same_with_rows(
         self, arguments: Arguments, more: Arguments, same: Callable[[], bool]

@@ -124,6 +124,41 @@ class AutoSparseGP(ProcessGuide):
             return NaturalGaussian(loc, whole)  # type: ignore[arg-type]
         return NaturalGaussian(loc * precision, precision[..., None] * eye)
 
+    @property
+    def conjugate(self) -> bool:
+        """Whether closed-form updates can move its params."""
+        return self.covariance == "natural"
+
+    def initial_natural(self, given: dict[str, Any]) -> dict[str, NaturalGaussian]:
+        """Natural parameters of every block, latent axis first, where it starts: its
+        prior, in NumPy, as JAX would compile a program for it.
+
+        :param given: values to start from instead, by param name.
+        """
+
+        def start(block: Block) -> NaturalGaussian:
+            named = zip(natural_names(block), self.start_natural(block), strict=True)
+            potential, precision = (given.get(name, prior) for name, prior in named)
+            size = block.shape[-1]
+            return NaturalGaussian(
+                potential.reshape(-1, size).astype(block.dtype),
+                precision.reshape(-1, size, size).astype(block.dtype),
+            )
+
+        return {block.name: start(block) for block in self.structure.blocks}
+
+    def natural_params(self, natural: dict[str, NaturalGaussian]) -> dict[str, Array]:
+        """Natural parameters as params by name.
+
+        :param natural: by block, latent axis first.
+        """
+        params: dict[str, Array] = {}
+        for block in self.structure.blocks:
+            shapes = block.shape, block.shape + block.shape[-1:]
+            named = zip(natural_names(block), natural[block.name], shapes, strict=True)
+            params |= {name: x.reshape(shape) for name, x, shape in named}
+        return params
+
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draws every latent.
 
@@ -236,7 +271,7 @@ class AutoSparseGP(ProcessGuide):
             names = self.param_names(block)
             initial = self.start_natural(block)
             params = [
-                numpyro.param(n, x, constraint=_NATURAL)
+                numpyro.param(n, x, constraint=NATURAL)
                 for n, x in zip(names, initial, strict=True)
             ]
             return BlockGaussian.from_natural(NaturalGaussian(*params))
@@ -262,7 +297,8 @@ class _Natural(constraints.Constraint):
         return (), ((), {})
 
 
-_NATURAL = _Natural()
+NATURAL = _Natural()
+"""Of params that closed-form updates move, and no gradient."""
 
 
 @biject_to.register(_Natural)

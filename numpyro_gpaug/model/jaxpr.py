@@ -42,7 +42,11 @@ _MOVES = {
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
     "rev", "gather", "dynamic_slice", "pad", "split", "concatenate", "stack",
 }  # fmt: skip
-_SUMS = {"reduce_sum", "cumsum", "dot_general"}
+_SUMS = {"reduce_sum", "cumsum", "dot_general", "reduce_window_sum"}
+# Operations that are linear in these operands, the others held fixed.
+_LINEAR_IN = {
+    "triangular_solve": (1,), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1),
+}  # fmt: skip
 ELEMENTWISE = {
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
     "clamp", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2",
@@ -79,17 +83,14 @@ def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any])
 
     trace = jax.make_jaxpr(positional, return_shape=True)
     closed, shapes = trace(*(inputs[name] for name in names))
-    reader = _Reader()
-    starts = [
-        _Value({name: Dependence(reader.token("input"), None)}, reader.token(name))
-        for name in names
-    ]
+    reader = Reader()
+    starts = [reader.input(name) for name in names]
     values = reader.interpret(closed.jaxpr, starts)
     leaves = [Leaf(value.state) for value in values]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-class _Value(NamedTuple):
+class Value(NamedTuple):
     """What is known of a variable: how it depends on the inputs, and a token that two
     variables share only if they are computed alike from the same things."""
 
@@ -97,7 +98,7 @@ class _Value(NamedTuple):
     token: int
 
 
-class _Reader:
+class Reader:
     """Interprets a jaxpr; tokens are interned, so that they stay small and comparable
     across calls of one inner jaxpr (jit caches them) with different operands."""
 
@@ -108,23 +109,36 @@ class _Reader:
         """The token of a structural key."""
         return self._tokens.setdefault(key, len(self._tokens))
 
-    def interpret(self, jaxpr: Any, starts: list[_Value]) -> list[_Value]:
-        """Values of the outputs of ``jaxpr`` from those of its inputs."""
-        env: dict[Any, _Value] = dict(zip(jaxpr.invars, starts, strict=True))
-        for var in jaxpr.constvars:
-            env[var] = _Value({}, self.token("constant", id(jaxpr), id(var)))
+    def input(self, name: str) -> Value:
+        """An input."""
+        return Value({name: Dependence(self.token("input"), None)}, self.token(name))
 
-        def read(var: Any) -> _Value:
+    def constant(self, var: Any) -> Value:
+        """A constant, the same as no other."""
+        return Value({}, self.token("constant", id(var)))
+
+    def literal(self, var: Any) -> Value:
+        """A number written into the program."""
+        return Value({}, self.token("literal", str(var.val), str(var.aval)))
+
+    def interpret(self, jaxpr: Any, starts: list[Value]) -> list[Value]:
+        """Values of the outputs of ``jaxpr`` from those of its inputs."""
+        env: dict[Any, Value] = dict(zip(jaxpr.invars, starts, strict=True))
+        for var in jaxpr.constvars:
+            env[var] = self.constant(var)
+
+        def read(var: Any) -> Value:
             if isinstance(var, Literal):
-                return _Value({}, self.token("literal", str(var.val), str(var.aval)))
+                return self.literal(var)
             return env[var]
 
         for eqn in jaxpr.eqns:
             operands = [read(var) for var in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, operands), strict=True))
+            env.update(zip(eqn.outvars, self.equation(eqn, operands), strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
+    def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        """Values of the results of one equation."""
         inner = inner_jaxpr(eqn)
         states = [value.state for value in operands]
         if inner is not None:
@@ -139,12 +153,12 @@ class _Reader:
         state = self._primitive(eqn, operands) if any(states) else {}
         several = len(eqn.outvars) > 1
         return [
-            _Value(self._moved(state, ("output", k)) if several else state,
+            Value(self._moved(state, ("output", k)) if several else state,
                    self.token(*key, k))
             for k in range(len(eqn.outvars))
         ]  # fmt: skip
 
-    def _primitive(self, eqn: Any, operands: list[_Value]) -> State:
+    def _primitive(self, eqn: Any, operands: list[Value]) -> State:
         name = eqn.primitive.name
         states = [value.state for value in operands]
         joined = _join(states)
@@ -154,6 +168,10 @@ class _Reader:
             indices = tuple(value.token for value in operands[1:])
             return self._moved(joined, (name, _static(eqn), indices))
         if name in _SUMS and sum(bool(state) for state in states) == 1:
+            return _mixed(joined, None)
+        if name in _LINEAR_IN and not any(
+            state for k, state in enumerate(states) if k not in _LINEAR_IN[name]
+        ):
             return _mixed(joined, None)
         if name in ("mul", "div"):
             product = bool(states[0]) and bool(states[1])
@@ -179,7 +197,7 @@ class _Reader:
             for key, d in state.items()
         }
 
-    def _side_by_side(self, eqn: Any, operands: list[_Value]) -> State:
+    def _side_by_side(self, eqn: Any, operands: list[Value]) -> State:
         """Pieces side by side keep each output element on one input element."""
         joined = _join([value.state for value in operands])
         for key, d in joined.items():

@@ -187,7 +187,7 @@ class ExpectedLogLikelihood:
             if site.route is Route.CONSTANT:
                 term = fn.log_prob(value)
             else:
-                term = _closed_form(site, fn, value, carried, bound)
+                term = closed_form(site, fn, value, carried, bound)
             total = total + scaled_sum(term, scale)
         return total
 
@@ -201,7 +201,7 @@ def of_site(
     return means, {k: marginal.variance for k, marginal in found.items()}
 
 
-def _closed_form(
+def closed_form(
     site: Observed, fn: Any, value: Any, carried: dict[str, Marginals], bound: str
 ) -> Array:
     """The expected log-density of each datum of a site."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.plan import fingerprint
 from numpyro_gpaug.model.calls import check_by_name, check_processes
 from numpyro_gpaug.model.inspect import require_conjugate
@@ -19,7 +19,7 @@ from numpyro_gpaug.model.validation import check_arguments, check_observations
 
 def check_fit(
     model: Callable[..., Any],
-    guide: AutoSparseGP,
+    guide: ConjugateGuide,
     updates: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -54,7 +54,7 @@ class CheckedData:
     :param guide: its guide.
     """
 
-    def __init__(self, model: Callable[..., Any], guide: AutoSparseGP) -> None:
+    def __init__(self, model: Callable[..., Any], guide: ConjugateGuide) -> None:
         self._model, self._guide = model, guide
         self._programs: dict[Any, Any] = {}
         self._seen: Any = None

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checkpoints import check_state
 from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
 from numpyro_gpaug.infer.vi.guard import Guard
@@ -40,7 +40,6 @@ from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.start import (
     check_start,
-    initial_natural,
     initial_state,
     read_params,
 )
@@ -77,7 +76,9 @@ class ConjugateSVI:
     run goes back to the best state, and on at half the rate, with a warning.
 
     :param model: a NumPyro model.
-    :param guide: an :class:`~numpyro_gpaug.AutoSparseGP` with ``covariance="natural"``.
+    :param guide: an :class:`~numpyro_gpaug.AutoLatentGaussian`, which holds all
+        Gaussian latents jointly; or an :class:`~numpyro_gpaug.AutoSparseGP` with
+        ``covariance="natural"``, of many independent processes.
     :param optim: how params of the model and of the other guide (hyperparameters,
         inducing inputs) are learnt: ``"lbfgs"`` on full data, which needs no learning
         rate; an optax transformation, which minibatches need; ``None`` keeps them as
@@ -129,7 +130,7 @@ class ConjugateSVI:
     def __init__(
         self,
         model: Callable[..., Any],
-        guide: AutoSparseGP,
+        guide: ConjugateGuide,
         optim: optax.GradientTransformation | str | None = LBFGS,
         updates: str = "auto",
         step_size: float | str | Schedule | None = None,
@@ -137,10 +138,11 @@ class ConjugateSVI:
         hyper_every: int | None = None,
         m_step: str | Sequence[str] = (),
     ) -> None:
-        if not isinstance(guide, AutoSparseGP) or guide.covariance != "natural":
+        if not getattr(guide, "conjugate", False):
             raise ValueError(
                 "ConjugateSVI moves natural parameters: it needs "
-                "AutoSparseGP(model, covariance='natural'); other guides are fitted by "
+                "AutoSparseGP(model, covariance='natural') or "
+                "AutoLatentGaussian(model); other guides are fitted by "
                 "numpyro.infer.SVI, with TraceAnalytic_ELBO() or, for an "
                 "AutoFunctionSpaceGP, TraceWasserstein_ELBO()"
             )
@@ -400,7 +402,7 @@ class ConjugateSVI:
         if values:
             check_given(values, self._declared(given, key), self.guide.structure)
         state, params, valid = self._begin(
-            arguments.arrays, key, values, initial_natural(self.guide, values),
+            arguments.arrays, key, values, self.guide.initial_natural(values),
             static=arguments.static,
         )  # fmt: skip
         check_start(self.model, self.guide, given, params, valid, values)
@@ -409,7 +411,7 @@ class ConjugateSVI:
 
     def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
         """Shapes of the params as model and guide declare them."""
-        natural = initial_natural(self.guide, {})
+        natural = self.guide.initial_natural({})
         begun = self._begin.eval_shape(
             arguments.arrays, key, {}, natural, static=arguments.static
         )

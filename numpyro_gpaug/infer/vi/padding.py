@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from jax import Array
 
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
-from numpyro_gpaug.infer.vi.start import initial_natural
 from numpyro_gpaug.infer.vi.stepper import Stepper
+from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.rows import rows_apart
 from numpyro_gpaug.model.structure import Arguments, remembered
 
@@ -40,7 +40,7 @@ class SharedRows:
 
     def __init__(
         self,
-        guide: AutoSparseGP,
+        guide: ConjugateGuide,
         settings: Settings,
         begin: Any,
         plan: Callable[[Arguments, Callable[[], dict[str, Any]]], Plan],
@@ -58,13 +58,14 @@ class SharedRows:
         :param key: random key of the fit.
         """
         size = padded_size(arguments)
-        if size is None or self._settings.m_step:
+        joint = isinstance(self._guide.structure, JointStructure)
+        if size is None or joint or self._settings.m_step:
             return arguments
 
         def begin(at: Arguments) -> Any:
             # Not made in a trace: transforms have constants of their own.
             self._plan(at, dict)
-            natural = initial_natural(self._guide, {})
+            natural = self._guide.initial_natural({})
             return self._begin.trace(at.arrays, key, {}, natural, static=at.static)
 
         def problem(at: Arguments, values: Any) -> LatentGaussian:

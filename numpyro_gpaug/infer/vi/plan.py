@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from numpyro.distributions import biject_to
 
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.closed_params import ClosedParam, closed_params
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
 from numpyro_gpaug.model.structure import Arguments, Structure
@@ -75,7 +75,7 @@ class Plan:
     """
 
     model: Callable[..., Any]
-    guide: AutoSparseGP
+    guide: ConjugateGuide
     structure: Structure
     transforms: dict[str, Any]
     closed: tuple[ClosedParam, ...]
@@ -104,7 +104,7 @@ def _is_optax(optim: Any) -> bool:
     )
 
 
-def transforms_of(guide: AutoSparseGP) -> dict[str, Any]:
+def transforms_of(guide: ConjugateGuide) -> dict[str, Any]:
     """From unconstrained to constrained params, of the model and of the guide's other
     latents, by name."""
     return {name: biject_to(c) for name, c in guide.constraints.items()}
@@ -113,7 +113,7 @@ def transforms_of(guide: AutoSparseGP) -> dict[str, Any]:
 def closed_params_of(
     names: tuple[str, ...],
     model: Callable[..., Any],
-    guide: AutoSparseGP,
+    guide: ConjugateGuide,
     structure: Structure,
     arguments: Arguments,
     params: dict[str, Any],

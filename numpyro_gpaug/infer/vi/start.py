@@ -12,7 +12,7 @@ import numpyro
 from jax import Array, random
 from numpyro import handlers
 
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, natural_names
+from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import epoch_length, first_epochs
 from numpyro_gpaug.infer.vi.hyper import Hyper
@@ -20,10 +20,8 @@ from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Settings, transforms_of
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.stepper import ConjugateState, unknown_bound
-from numpyro_gpaug.math.linalg import NaturalGaussian
 from numpyro_gpaug.model.structure import (
     Arguments,
-    Block,
     Structure,
     flat_functions,
     run_model,
@@ -38,7 +36,7 @@ from numpyro_gpaug.model.validation import (
 def initial_state(
     settings: Settings,
     model: Callable[..., Any],
-    guide: AutoSparseGP,
+    guide: ConjugateGuide,
     arrays: tuple[Array, ...],
     key: Array,
     given: dict[str, Any],
@@ -54,7 +52,7 @@ def initial_state(
     :param arrays: array arguments of the model.
     :param key: random key.
     :param given: constrained values to start from instead, by param name.
-    :param natural: from :func:`initial_natural`.
+    :param natural: where the guide starts.
     :param static: the model's other arguments.
     """
     arguments = Arguments(arrays, static)
@@ -76,29 +74,9 @@ def initial_state(
     return state, params, valid_observations(trace)
 
 
-def initial_natural(guide: AutoSparseGP, given: dict[str, Any]) -> Natural:
-    """Natural parameters of every block, latent axis first, where it starts: its prior,
-    in NumPy, as JAX would compile a program for it.
-
-    :param guide: the guide, set up.
-    :param given: values to start from instead, by param name.
-    """
-
-    def start(block: Block) -> NaturalGaussian:
-        named = zip(natural_names(block), guide.start_natural(block), strict=True)
-        potential, precision = (given.get(name, prior) for name, prior in named)
-        size = block.shape[-1]
-        return NaturalGaussian(
-            potential.reshape(-1, size).astype(block.dtype),
-            precision.reshape(-1, size, size).astype(block.dtype),
-        )
-
-    return {block.name: start(block) for block in guide.structure.blocks}
-
-
 def check_start(
     model: Callable[..., Any],
-    guide: AutoSparseGP,
+    guide: ConjugateGuide,
     arguments: Arguments,
     params: dict[str, Any],
     valid: dict[tuple[str, str], Array],
@@ -124,18 +102,18 @@ def check_start(
             with numpyro.validation_enabled(False):
                 trace = run_model(flat, arguments, key, values)
             raise invalid_error(name, parameter, trace[name])
-    blocks = [n for b in structure.blocks for n in natural_names(b)]
-    if unknown := set(given) - set(params) - set(blocks):
+    own = guide.own_params()
+    if unknown := set(given) - set(params) - set(own):
         raise ValueError(
             f"init_params names {sorted(unknown)}, but the params are "
-            f"{sorted([*params, *blocks])}"
+            f"{sorted([*params, *own])}"
         )
 
 
 def _state(
     settings: Settings,
     structure: Structure,
-    guide: AutoSparseGP,
+    guide: ConjugateGuide,
     params: dict[str, Any],
     natural: Natural,
     key: Array,
@@ -184,7 +162,7 @@ def _first(optim: Any, values: dict[str, Any], noisy: bool) -> Any:
 
 
 def read_params(
-    guide: AutoSparseGP, values: dict[str, Any], natural: Natural
+    guide: ConjugateGuide, values: dict[str, Any], natural: Natural
 ) -> dict[str, Any]:
     """Constrained params, the natural parameters among them, from a state; pure.
 
@@ -194,11 +172,7 @@ def read_params(
     """
     transforms = transforms_of(guide)
     params = {k: jax.tree.map(transforms[k], v) for k, v in values.items()}
-    for block in guide.structure.blocks:
-        shapes = block.shape, block.shape + block.shape[-1:]
-        named = zip(natural_names(block), natural[block.name], shapes, strict=True)
-        params |= {name: x.reshape(shape) for name, x, shape in named}
-    return params
+    return params | guide.natural_params(natural)
 
 
 def _strong(value: Any) -> jax.Array:

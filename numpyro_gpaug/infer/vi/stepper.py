@@ -22,7 +22,6 @@ from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep, slack
 from numpyro_gpaug.model.structure import Arguments
-from numpyro_gpaug.model.view import ModelView
 
 # Sweeps of the blocks to their optimum, at most, and the rise in nats that ends them.
 MAX_SWEEPS, SETTLED = 50, 1e-4
@@ -384,8 +383,9 @@ class Stepper:
         trace = handlers.trace(drawn).get_trace(*args, **kwargs)
         others = {n: trace[n]["value"] for n in self._structure.others}
         filled = {**params, **others, **indices}
-        view = ModelView(
-            self._structure, self._plan.model, self._arguments, filled, key
+        plan = self._plan
+        view: Any = plan.guide.view(
+            self._structure, plan.model, self._arguments, filled, key
         )
         augmented = self._settings.updates == "augmented"
         return LatentGaussian(

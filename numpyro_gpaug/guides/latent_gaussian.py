@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guide of latent Gaussian models: one Gaussian on all Gaussian latents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+from numpyro import handlers
+from numpyro.infer.autoguide import AutoDelta
+
+from numpyro_gpaug.distributions.gaussian import BlockGaussian
+from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.guides.function_posterior import InducingPosterior
+from numpyro_gpaug.guides.sparse_gp import NATURAL
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
+from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
+from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.latents import JOINT, JointStructure, whitened
+from numpyro_gpaug.model.structure import Arguments
+
+_NAMES = f"{JOINT}_auto_potential", f"{JOINT}_auto_precision"
+
+
+class AutoLatentGaussian(ProcessGuide):
+    """One Gaussian on all Gaussian latents of a model together (random effects,
+    weights, random walks, processes at inducing inputs), whatever the likelihood, and a
+    NumPyro autoguide on all other latents, the hyperparameters.
+
+    The model is an ordinary one. Every latent whose law is Gaussian given the
+    hyperparameters, of any shape, in plates or not, and that reaches the data through
+    affine predictors, is part of the Gaussian; this is proved by reading the traced
+    program. Gaussian latents that are not (they are in the scale of another, or a
+    datum depends on more than two predictors with them) go to the other guide, and
+    setting the guide up says so. ``print(guide)`` tells what is what.
+
+    A likelihood is anything whose log-density is a sum over data of functions of one or
+    two affine predictors: in closed form where registered, by Gauss-Hermite quadrature
+    otherwise.
+
+    :param model: a NumPyro model.
+    :param other: class of the autoguide for all other latents, built as
+        ``other(model)``; the default ``AutoDelta`` gives their posterior mode.
+    :raises NotConjugateError: when it is set up, for a model with discrete latents, or
+        with a likelihood that is not of this form.
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(group, y=None):
+    ...     intercept = numpyro.sample("intercept", dist.Normal(0, 5))
+    ...     tau = numpyro.sample("tau", dist.HalfNormal(1))
+    ...     with numpyro.plate("groups", 3):
+    ...         effect = numpyro.sample("effect", dist.Normal(0, tau))
+    ...     with numpyro.plate("data", len(group)):
+    ...         rate = jnp.exp(intercept + effect[group])
+    ...         numpyro.sample("y", dist.Poisson(rate), obs=y)
+    >>> group, y = jnp.array([0, 0, 1, 1, 2, 2]), jnp.array([3, 5, 9, 6, 4, 4])
+    >>> guide = gpaug.AutoLatentGaussian(model)
+    >>> svi = gpaug.ConjugateSVI(model, guide)
+    >>> fit = svi.run(jax.random.key(0), 50, group, y, progress_bar=False)
+    >>> print(guide)
+    AutoLatentGaussian, 4 Gaussian latents, dense
+      intercept  ()    Gaussian
+      effect     (3,)  Gaussian
+      tau        ()    hyperparameter, a point (AutoDelta)
+      y          (6,)  observed, by quadrature
+
+    References: Rue, Martino and Chopin (2009), Approximate Bayesian inference for
+    latent Gaussian models; Khan and Lin (2017), Conjugate-computation variational
+    inference; Opper and Archambeau (2009), The variational Gaussian approximation
+    revisited.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], other: Callable[..., Any] = AutoDelta
+    ) -> None:
+        super().__init__(model, other)
+        self.function_posterior = InducingPosterior()
+
+    @property
+    def conjugate(self) -> bool:
+        return True
+
+    @property
+    def structure(self) -> JointStructure:
+        found = super().structure
+        assert isinstance(found, JointStructure)
+        return found
+
+    def _inspect(self, *args: Any, **kwargs: Any) -> JointStructure:
+        return inspect_joint(self.model, *args, **kwargs)
+
+    def _structure_at(self, structure: Any, arguments: Arguments) -> JointStructure:
+        return joint_structure_at(self.model, structure, arguments)
+
+    def view(
+        self,
+        structure: Any,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        values: dict[str, Any],
+        key: Array,
+    ) -> JointView:
+        return JointView(structure, model, arguments, values, key)
+
+    # Natural parameters.
+
+    def initial_natural(self, given: dict[str, Any]) -> dict[str, NaturalGaussian]:
+        """Where it starts: the prior.
+
+        :param given: values to start from instead, by param name.
+        """
+        (block,) = self.structure.blocks
+        (size,) = block.shape
+        potential = given.get(_NAMES[0], np.zeros(size))
+        precision = given.get(_NAMES[1], np.eye(size))
+        natural = NaturalGaussian(
+            potential[None].astype(block.dtype), precision[None].astype(block.dtype)
+        )
+        return {JOINT: natural}
+
+    def natural_params(self, natural: dict[str, NaturalGaussian]) -> dict[str, Array]:
+        """Natural parameters as params by name."""
+        named = zip(_NAMES, natural[JOINT], strict=True)
+        return {name: x[0] for name, x in named}
+
+    def own_params(self) -> tuple[str, ...]:
+        return _NAMES
+
+    def split_params(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
+        own = {name: params[name] for name in _NAMES}
+        return {k: x for k, x in params.items() if k not in own}, {JOINT: own}
+
+    def moments(
+        self, own: Mapping[str, dict[str, Array] | Moments]
+    ) -> dict[str, Moments]:
+        given = own[JOINT]
+        if isinstance(given, Moments):
+            return {JOINT: given}
+        natural = NaturalGaussian(*(given[name][None] for name in _NAMES))
+        return {JOINT: moments(natural)}
+
+    # Draws.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Draws every latent.
+
+        :return: values by site name.
+        """
+        self.begin(*args, **kwargs)
+        structure: Any = self.structure_at(Arguments.split(args, kwargs))
+        values = self.draw_others(*args, **kwargs)
+        start = self.initial_natural({})[JOINT]
+        params = [
+            numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
+            for name, x in zip(_NAMES, start, strict=True)
+        ]
+        fn = BlockGaussian.from_natural(NaturalGaussian(*params))
+        auxiliary = {"is_auxiliary": True}
+        flat = numpyro.sample(f"_{JOINT}", fn, infer=auxiliary)
+        model = whitened(self.model, structure.split(flat))
+        filled = handlers.substitute(model, data=values)
+        with handlers.block():
+            trace = handlers.trace(handlers.seed(filled, 0)).get_trace(*args, **kwargs)
+        for site in structure.sites:
+            value = trace[site.name]["value"]
+            delta = dist.Delta(value, event_dim=jnp.ndim(value))
+            values[site.name] = numpyro.sample(site.name, delta)
+        return values
+
+    # What is what.
+
+    def __repr__(self) -> str:
+        if self._structure is None:
+            return "AutoLatentGaussian, not set up: it has seen no arguments yet"
+        structure = self.structure
+        held = dict(structure.held)
+        shapes = {name: str(shape) for name, shape in structure.shapes}
+        kind = self._other_class.__name__
+        point = "a point " if kind == "AutoDelta" else ""
+        rows = [(s.name, str(s.value_shape), "Gaussian") for s in structure.sites]
+        for name in structure.others:
+            what = f"hyperparameter, {point}({kind})"
+            if name in held:
+                what = f"held apart, {point}({kind}): {held[name]}"
+            rows.append((name, shapes[name], what))
+        for site in structure.observed:
+            route = _ROUTES[site.route.name]
+            rows.append((site.name, shapes[site.name], route))
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        lines = [
+            f"  {name:{widths[0]}}  {shape:{widths[1]}}  {what}"
+            for name, shape, what in rows
+        ]
+        head = f"AutoLatentGaussian, {structure.size} Gaussian latents, dense"
+        return "\n".join([head, *lines])
+
+
+_ROUTES = {
+    "CLOSED_FORM": "observed, in closed form",
+    "GAUSS_HERMITE": "observed, by quadrature",
+    "CONSTANT": "observed, without latents",
+}

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Predictors that likelihoods look at in pairs, affine in one Gaussian.
+
+A datum whose likelihood depends on two predictors (a location and a logarithm of a
+scale) needs their covariance, and its Gaussian factor is of both:
+
+.. math:: \exp(h_1 p_1 + h_2 p_2 - w_1 p_1^2 / 2 - w_2 p_2^2 / 2 - c\, p_1 p_2).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.math.affine import AffineMap, GaussianFactors, gaussian_factors
+from numpyro_gpaug.math.affine import Marginals as _Marginals
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
+
+
+class PairMarginals(NamedTuple):
+    """Means, variances and covariances of predictors.
+
+    :param mean: (1, n).
+    :param variance: (1, n).
+    :param covariance: of the pairs, (1, P).
+    """
+
+    mean: Array
+    variance: Array
+    covariance: Array
+
+
+class PairFactors(NamedTuple):
+    """Gaussian factors on predictors and on pairs of them.
+
+    :param potential: h, (1, n).
+    :param precision: w, (1, n).
+    :param cross: c, (1, P).
+    """
+
+    potential: Array
+    precision: Array
+    cross: Array
+
+
+class PairedMap(NamedTuple):
+    """An :class:`~numpyro_gpaug.math.affine.AffineMap` with pairs of predictors.
+
+    :param single: the map.
+    :param left: one predictor of each pair, (P,).
+    :param right: the other.
+    """
+
+    single: AffineMap
+    left: Array
+    right: Array
+
+    def marginals(self, q: Moments) -> PairMarginals:
+        """Marginals of the predictors, and covariances of the pairs.
+
+        :param q: moments of the latents, with a leading axis of 1.
+        """
+        mean, variance = self.single.marginals(q)
+        spread = q.whitener @ self.single.projection
+        pairs = (spread[..., self.left] * spread[..., self.right]).sum(-2)
+        return PairMarginals(mean, variance, pairs)
+
+    @staticmethod
+    def _swapped(x: Array, pairs: Array, left: Array, right: Array) -> Array:
+        """``C x`` of the symmetric matrix C with the pairs for entries."""
+        moved = jnp.zeros_like(x).at[..., left].add(pairs * x[..., right])
+        return moved.at[..., right].add(pairs * x[..., left])
+
+    def factors(
+        self,
+        at: PairMarginals,
+        slopes: PairMarginals,
+        least_precision: float = -jnp.inf,
+    ) -> PairFactors:
+        """As :func:`~numpyro_gpaug.math.affine.gaussian_factors`; with E the expected
+        log-likelihood of a datum, ``c = -dE/dcovariance``."""
+        means, spreads = (_Marginals(x.mean, x.variance) for x in (at, slopes))
+        potential, precision = gaussian_factors(means, spreads, least_precision)
+        cross = -slopes.covariance
+        lean = self._swapped(at.mean, cross, self.left, self.right)
+        return PairFactors(potential + lean, precision, cross)
+
+    def information(self, factors: PairFactors) -> NaturalGaussian:
+        """What factors say of the latents, to be added to the prior's."""
+        offset, projection = self.single.offset, self.single.projection
+        lean = self._swapped(offset, factors.cross, self.left, self.right)
+        own = GaussianFactors(factors.potential - lean, factors.precision)
+        potential, precision = self.single.information(own)
+        weighted = projection[..., self.left] * factors.cross[..., None, :]
+        cross = jnp.einsum("...in,...jn->...ij", weighted, projection[..., self.right])
+        return NaturalGaussian(potential, precision + cross + cross.mT)

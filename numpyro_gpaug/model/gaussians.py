@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussian sample sites, as affine functions of independent standard normal numbers.
+
+A site filled in as ``loc + factor z``, with ``z ~ N(0, I)``, has its own law given all
+that ``loc`` and ``factor`` are made of. Locations may be other Gaussian sites: every
+value is then affine in the flat ``z`` of all, whose prior is ``N(0, I)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import singledispatch
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import transforms
+
+from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math import linalg
+
+_AFFINE = (
+    transforms.AffineTransform,
+    transforms.IdentityTransform,
+    transforms.LowerCholeskyAffine,
+    transforms.PermuteTransform,
+    transforms.ReshapeTransform,
+    transforms.ZeroSumTransform,
+)
+
+
+class Whitening(NamedTuple):
+    """A Gaussian as an affine function of standard normal numbers.
+
+    :param shape: of these.
+    :param value: gives a value of the site from them.
+    :param spread: what must not depend on other Gaussian latents: scales, factors.
+    """
+
+    shape: tuple[int, ...]
+    value: Callable[[Array], Array]
+    spread: Any
+
+
+def whitening(fn: dist.Distribution) -> Whitening | None:
+    """That of a site's distribution; ``None`` if it is not Gaussian.
+
+    :param fn: as in the message of the site, wrapped in plates or not.
+    """
+    if isinstance(fn, dist.MaskedDistribution):
+        return None
+    return _whitening(base_distribution(fn), tuple(fn.shape()))
+
+
+@singledispatch
+def _whitening(base: Any, shape: tuple[int, ...]) -> Whitening | None:
+    return None
+
+
+@_whitening.register
+def _(base: dist.Normal, shape: tuple[int, ...]) -> Whitening:
+    return Whitening(shape, lambda z: base.loc + base.scale * z, base.scale)
+
+
+@_whitening.register
+def _(base: dist.MultivariateNormal, shape: tuple[int, ...]) -> Whitening:
+    factor = base.scale_tril
+    return Whitening(
+        shape, lambda z: base.loc + (factor @ z[..., None])[..., 0], factor
+    )
+
+
+@_whitening.register
+def _(base: dist.LowRankMultivariateNormal, shape: tuple[int, ...]) -> Whitening:
+    factor, diagonal = base.cov_factor, base.cov_diag
+    rank = factor.shape[-1]
+
+    def value(z: Array) -> Array:
+        shared = (factor @ z[..., :rank, None])[..., 0]
+        return base.loc + shared + jnp.sqrt(diagonal) * z[..., rank:]
+
+    whole = (*shape[:-1], rank + shape[-1])
+    return Whitening(whole, value, (factor, diagonal))
+
+
+@_whitening.register
+def _(base: dist.GaussianRandomWalk, shape: tuple[int, ...]) -> Whitening:
+    scale = jnp.asarray(base.scale)[..., None]
+    return Whitening(shape, lambda z: jnp.cumsum(scale * z, -1), scale)
+
+
+@_whitening.register
+def _(base: dist.MatrixNormal, shape: tuple[int, ...]) -> Whitening:
+    rows, columns = base.scale_tril_row, base.scale_tril_column
+    return Whitening(
+        shape, lambda z: base.loc + rows @ z @ jnp.swapaxes(columns, -1, -2),
+        (rows, columns),
+    )  # fmt: skip
+
+
+@_whitening.register
+def _(base: dist.CAR, shape: tuple[int, ...]) -> Whitening:
+    adjacency = base.adj_matrix
+    adjacency = adjacency.toarray() if base.is_sparse else adjacency
+    correlation = jnp.asarray(base.correlation)[..., None, None]
+    precision = jnp.asarray(base.conditional_precision)[..., None, None]
+    neighbours = jnp.asarray(adjacency, jnp.result_type(correlation, precision))
+    degrees = jnp.eye(shape[-1], dtype=neighbours.dtype) * neighbours.sum(-1)[..., None]
+    whole = precision * (degrees - correlation * neighbours)
+    inverse = linalg.inverse_cholesky(whole)
+
+    def value(z: Array) -> Array:
+        return base.loc + (jnp.swapaxes(inverse, -1, -2) @ z[..., None])[..., 0]
+
+    return Whitening(shape, value, inverse)
+
+
+@_whitening.register
+def _(base: dist.TransformedDistribution, shape: tuple[int, ...]) -> Whitening | None:
+    if not all(isinstance(t, _AFFINE) for t in base.transforms):
+        return None
+    batch = shape[: len(shape) - base.event_dim]
+    inner = base.base_dist
+    # Expanded over a plate, each member has numbers of its own.
+    found = whitening(inner if inner.batch_shape == batch else inner.expand(batch))
+    if found is None:
+        return None
+
+    def value(z: Array) -> Array:
+        x = found.value(z)
+        for transform in base.transforms:
+            x = transform(x)
+        return x
+
+    made = [vars(t) for t in base.transforms]
+    factors = [v.get("scale", v.get("scale_tril")) for v in made]
+    return Whitening(found.shape, value, (found.spread, factors))

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which latents of a model are Gaussian and reach its data affinely, and how each
+observed site depends on them; found by reading the traced model, not by probing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro.distributions import constraints
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    lookup_expectation,
+)
+from numpyro_gpaug.model.frontier import frontier
+from numpyro_gpaug.model.gaussians import whitening
+from numpyro_gpaug.model.latents import (
+    GaussianSite,
+    JointStructure,
+    Parts,
+    joint_block,
+    parts_of,
+    whitened,
+)
+from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
+from numpyro_gpaug.model.program import Program
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Observed,
+    Plate,
+    Trace,
+    run_model,
+)
+
+# Predictors of one datum whose expectation is by quadrature.
+_MOST = 2
+
+
+class _Survey(NamedTuple):
+    candidates: tuple[GaussianSite, ...]
+    latent: tuple[str, ...]
+    observed: tuple[str, ...]
+    plates: dict[str, Plate]
+    constraints: dict[str, Any]
+    dtype: Any
+    shapes: dict[str, tuple[int, ...]]
+
+
+def inspect_joint(
+    model: Callable[..., Any], *args: Any, **kwargs: Any
+) -> JointStructure:
+    """The structure of a model whose Gaussian latents are held jointly.
+
+    :param model: a NumPyro model.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    :raises NotConjugateError: for discrete latents, and for a site whose log-density is
+        no sum over data of functions of one or two affine predictors each, whichever
+        latent is held fixed.
+    """
+    arguments = Arguments.split(args, kwargs)
+    survey = _surveyed(model, arguments)
+    sites, held = survey.candidates, []
+    while True:
+        found = _Read(model, arguments, sites, survey)
+        if not (blamed := found.blamed()):
+            break
+        name, reason = _chosen(model, arguments, sites, survey, blamed)
+        held.append((name, reason))
+        sites = tuple(s for s in sites if s.name != name)
+    names = {s.name for s in sites}
+    return JointStructure(
+        blocks=(joint_block(sites, survey.dtype),) if sites else (),
+        others=tuple(n for n in survey.latent if n not in names),
+        observed=tuple(found.observed(n) for n in survey.observed),
+        plates=survey.plates,
+        functions={},
+        constraints=survey.constraints,
+        sites=sites,
+        dtype=survey.dtype,
+        held=tuple(held),
+        shapes=tuple(survey.shapes.items()),
+    )
+
+
+def _chosen(
+    model: Callable[..., Any],
+    arguments: Arguments,
+    sites: tuple[GaussianSite, ...],
+    survey: _Survey,
+    blamed: dict[str, str],
+) -> tuple[str, str]:
+    """The site to hold fixed: one without which all the others pass, of the smallest;
+    otherwise the smallest.
+
+    :param blamed: sites that may be at fault, with what they do.
+    """
+    sizes = {s.name: jnp.prod(jnp.array(s.shape, int)).item() for s in sites}
+    ordered = sorted(blamed, key=lambda name: sizes[name])
+    for name in ordered:
+        rest = tuple(s for s in sites if s.name != name)
+        if not _Read(model, arguments, rest, survey).blamed():
+            return name, blamed[name]
+    return ordered[0], blamed[ordered[0]]
+
+
+def _surveyed(model: Callable[..., Any], arguments: Arguments) -> _Survey:
+    """Sites and shapes."""
+    candidates: list[GaussianSite] = []
+    latent: list[str] = []
+    observed: list[str] = []
+    constraints_: dict[str, Any] = {}
+    dtypes: list[Any] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def visit(trace: Trace) -> None:
+        for name, site in trace.items():
+            if site["type"] == "sample":
+                shapes[name] = jnp.shape(site["value"])
+            if site["type"] == "param":
+                constraints_[name] = site["kwargs"].get("constraint", constraints.real)
+            elif site["type"] == "sample" and site["is_observed"]:
+                observed.append(name)
+            elif site["type"] == "sample":
+                latent.append(name)
+                if site["fn"].is_discrete:
+                    raise NotConjugateError(
+                        f"the latent site {name!r} is discrete: sum it out (a mixture "
+                        "likelihood), observe it, or sample the model by MCMC"
+                    )
+                found = whitening(site["fn"])
+                if found is not None and site["scale"] is None:
+                    site_ = GaussianSite(name, tuple(found.shape), shapes[name])
+                    candidates.append(site_)
+                    dtypes.append(jnp.result_type(site["value"]))
+
+    def abstract(arrays: tuple[Array, ...]) -> Trace:
+        given = arguments._replace(arrays=arrays)
+        trace = run_model(with_whole_sizes(model), given, jax.random.key(0), {})
+        visit(trace)
+        return trace
+
+    plates = trace_plates(abstract, arguments)
+    dtype = jnp.result_type(*dtypes) if dtypes else jnp.result_type(float)
+    names = tuple(latent), tuple(observed)
+    return _Survey(tuple(candidates), *names, plates, constraints_, dtype, shapes)
+
+
+def joint_structure_at(
+    model: Callable[..., Any], structure: JointStructure, arguments: Arguments
+) -> JointStructure:
+    """``structure`` with the plates and shapes that these arguments give the model.
+
+    :param model: the model.
+    :param structure: what it is made of, from other arguments.
+    :param arguments: its arguments.
+    """
+    survey = _surveyed(model, arguments)
+    names = {s.name for s in structure.sites}
+    sites = tuple(s for s in survey.candidates if s.name in names)
+    return replace(structure.with_sites(sites), plates=survey.plates)
+
+
+class _Read:
+    """A model read as a function of some of its Gaussian sites."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        sites: tuple[GaussianSite, ...],
+        survey: _Survey,
+    ) -> None:
+        self._survey = survey
+        self._classes: dict[str, type] = {}
+        shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
+
+        def parts(z: dict[str, Array]) -> Parts:
+            seeded = whitened(model, z)
+            trace = run_model(seeded, arguments, jax.random.key(0), {})
+            for name in survey.observed:
+                self._classes[name] = type(base_distribution(trace[name]["fn"]))
+            return parts_of(trace, tuple(z))
+
+        self.program = Program(parts, shapes)
+        self.parts: Parts = self.program.outputs
+
+    def _sources(self, tree: Any) -> set[str]:
+        leaves = jax.tree.leaves(tree)
+        return {k for x in leaves for k in self.program.value(x.variable).state}
+
+    def blamed(self) -> dict[str, str]:
+        """Sites that cannot all be part of a joint Gaussian, and what each does."""
+        for name, spread in self.parts.spreads.items():
+            if sources := self._sources(spread):
+                return {s: f"it is in the scale of {name!r}" for s in sources}
+        for name, law in self.parts.others.items():
+            if sources := self._sources(law.tree[0]):
+                return {s: f"the prior of {name!r} depends on it" for s in sources}
+        for name in self._survey.observed:
+            if reason := self._why_not(name):
+                density = self.parts.densities[name].variable
+                sources = set(self.program.value(density).state)
+                if len(sources) < 2:
+                    raise NotConjugateError(
+                        f"site {name!r}: its log-density is no sum over data of "
+                        f"functions of one or two affine predictors: {reason}. "
+                        "Categorical likelihoods of Gaussian processes are for "
+                        "AutoSparseGP; MCMC(NUTS(model)) samples any model"
+                    )
+                return {s: f"in the density of {name!r}, {reason}" for s in sources}
+        return {}
+
+    def _why_not(self, name: str) -> str | None:
+        if not self.program.depends(self.parts.densities[name].variable):
+            return None
+        if self._closed(name):
+            return None
+        found = frontier(self.program, [self.parts.densities[name].variable])
+        if found.reason is not None:
+            return found.reason
+        if len(found.roots) > _MOST:
+            return f"there are {len(found.roots)} predictors"
+        return None
+
+    def _closed(self, name: str) -> bool:
+        """Whether all that depends on latents is the parameter of a registered
+        likelihood, and it affinely."""
+        if name not in self.parts.parameters:
+            return False
+        parameter = self.parts.parameters[name].variable
+        if not self.program.affine(parameter):
+            return False
+        token = self.program.value(parameter).token
+        leaves = jax.tree.leaves(self.parts.likelihoods[name])
+        values = [self.program.value(leaf.variable) for leaf in leaves]
+        return all(v.token == token for v in values if v.state)
+
+    def observed(self, name: str) -> Observed:
+        """The route of an observed site."""
+        cls = self._classes[name]
+        augmented = lookup_augmentation(cls) is not None
+        variable = self.parts.densities[name].variable
+        if not self.program.depends(variable):
+            return Observed(
+                name, (), (), Route.CONSTANT, (), augmented, log_concave=False,
+                reason=None,
+            )  # fmt: skip
+        if self._closed(name):
+            expectation = lookup_expectation(cls)
+            assert expectation is not None
+            return Observed(
+                name, expectation.latents, ((),), Route.CLOSED_FORM, (), augmented,
+                expectation.log_concave, None,
+            )  # fmt: skip
+        num = len(frontier(self.program, [variable]).roots)
+        return Observed(
+            name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
+            Route.GAUSS_HERMITE, (), augmented=False, log_concave=False, reason=None,
+        )  # fmt: skip

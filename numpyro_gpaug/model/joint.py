@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model at fixed params, seen from all of its Gaussian latents together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior
+from numpyro_gpaug.math.expectation import PredictorMoments, expected_sum
+from numpyro_gpaug.math.pairs import PairedMap
+from numpyro_gpaug.model.frontier import Frontier, frontier
+from numpyro_gpaug.model.latents import JOINT, JointStructure, Parts, parts_of, whitened
+from numpyro_gpaug.model.predictors import Likelihood, closed_form, scaled_sum
+from numpyro_gpaug.model.program import Program
+from numpyro_gpaug.model.structure import Arguments, Block, Observed, Trace, run_model
+
+
+class JointView:
+    """A model at fixed params and other latents: the affine map from its joint Gaussian
+    to the predictors of its likelihoods, and their expectation.
+
+    :param structure: what the model is made of, at these arguments.
+    :param model: the model.
+    :param arguments: its arguments.
+    :param values: params, other latents and plate indices by name.
+    :param key: seed for whatever is not in ``values``.
+    """
+
+    def __init__(
+        self,
+        structure: JointStructure,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        values: dict[str, Any],
+        key: Array,
+    ) -> None:
+        self.structure = structure
+        self._model, self.arguments = model, arguments
+        self.values, self._key = values, key
+
+    @cached_property
+    def _program(self) -> Program:
+        structure = self.structure
+
+        def parts(z: dict[str, Array]) -> Parts:
+            model = whitened(self._model, z)
+            trace = run_model(model, self.arguments, self._key, self.values)
+            return parts_of(trace, tuple(z))
+
+        shapes = {
+            s.name: jax.ShapeDtypeStruct(s.shape, structure.dtype)
+            for s in structure.sites
+        }
+        return Program(parts, shapes)
+
+    def _at_zero(self, tree: Any) -> Any:
+        """A part of what the run left, at latents of zero."""
+        program = self._program
+        leaves, treedef = jax.tree.flatten(tree)
+        zeros = {
+            program.inputs[s.name]: jnp.zeros(s.shape, self.structure.dtype)
+            for s in self.structure.sites
+        }
+        wanted = [leaf.variable for leaf in leaves]
+        return jax.tree.unflatten(treedef, program.run(wanted, zeros))
+
+    @cached_property
+    def frontiers(self) -> dict[str, Frontier]:
+        """By observed site that depends on latents, where its density is no longer
+        affine in them; of a registered likelihood, its parameter."""
+        found = {}
+        parts = self._program.outputs
+        for site in self.structure.observed:
+            if site.route is Route.CONSTANT:
+                continue
+            closed = site.route is Route.CLOSED_FORM
+            kind = parts.parameters if closed else parts.densities
+            found[site.name] = frontier(self._program, [kind[site.name].variable])
+        return found
+
+    @cached_property
+    def _roots(self) -> list[Any]:
+        """Variables of all predictors: of registered likelihoods the parameter itself,
+        not what it was computed from."""
+        parts, found = self._program.outputs, []
+        for site in self.structure.observed:
+            if site.route is Route.CLOSED_FORM:
+                found.append(parts.parameters[site.name].variable)
+            elif site.route is not Route.CONSTANT:
+                found += _ordered(self._program, self.frontiers[site.name])
+        return found
+
+    @cached_property
+    def _linear(self) -> tuple[list[Array], Callable[[Array], list[Array]]]:
+        """Predictors at latents of zero, and how they move with the flat latents."""
+        program, structure = self._program, self.structure
+
+        def predictors(flat: Array) -> list[Array]:
+            z = structure.split(flat)
+            known = {program.inputs[k]: x for k, x in z.items()}
+            return program.run(self._roots, known)
+
+        zeros = jnp.zeros(structure.size, structure.dtype)
+        return jax.linearize(predictors, zeros)
+
+    # What a fit is made of.
+
+    def maps(self) -> dict[str, Any]:
+        """The affine map from the joint Gaussian to all predictors, side by side."""
+        values, push = self._linear
+        eye = jnp.eye(self.structure.size, dtype=self.structure.dtype)
+        moved = jax.vmap(push)(eye)
+        offset = jnp.concatenate([v.ravel() for v in values])[None]
+        size = len(eye)
+        projection = jnp.concatenate([m.reshape(size, -1) for m in moved], -1)[None]
+        single = AffineMap(offset, projection, jnp.zeros_like(offset))
+        pairs = self._pairs()
+        return {JOINT: single if pairs is None else PairedMap(single, *pairs)}
+
+    def _pairs(self) -> tuple[Array, Array] | None:
+        left, right, begin = [], [], 0
+        sizes = iter([v.size for v in self._linear[0]])
+        for site in self.structure.observed:
+            count = _num_roots(site)
+            places = []
+            for _ in range(count):
+                size = next(sizes)
+                places.append(jnp.arange(begin, begin + size))
+                begin += size
+            if count == 2:
+                both = jnp.broadcast_arrays(*places)
+                left.append(both[0])
+                right.append(both[1])
+        if not left:
+            return None
+        return jnp.concatenate(left), jnp.concatenate(right)
+
+    def priors(self) -> dict[str, Prior]:
+        """Standard normal."""
+        zeros = jnp.zeros((1, self.structure.size), self.structure.dtype)
+        return {JOINT: Prior(zeros, zeros + 1)}
+
+    def block_scale(self, block: Block) -> Any:
+        """The factor of the KL: none is supported but one."""
+        return 1
+
+    def selected(self) -> dict[str, None]:
+        """No process is called for some of its latents."""
+        return {}
+
+    def coupled(self) -> tuple[str, ...]:
+        """Nothing is moved in parts."""
+        return ()
+
+    def other_sites(self) -> Trace:
+        """The sample sites of all other latents."""
+        found = self._at_zero(self._program.outputs.others)
+        return {
+            name: dict(zip(("fn", "value", "scale"), likelihood, strict=True))
+            for name, likelihood in found.items()
+        }
+
+    def expected(self, bound: str) -> JointExpectation:
+        """The expected log-likelihood.
+
+        :param bound: ``"exact"`` or ``"augmented"``, of registered likelihoods.
+        """
+        parts, program = self._program.outputs, self._program
+        shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self._linear[0]]
+        quadrature = Route.GAUSS_HERMITE
+        closed = [s for s in self.structure.observed if s.route is not quadrature]
+        likelihoods = self._at_zero({s.name: parts.likelihoods[s.name] for s in closed})
+        fixed = {
+            s.name: tuple(program.run(list(self.frontiers[s.name].fixed), {}))
+            for s in self.structure.observed
+            if s not in closed
+        }
+        return JointExpectation(
+            likelihoods, fixed, self.structure.observed,
+            tuple((s.shape, str(s.dtype)) for s in shapes),
+            tuple((k, _Frozen(program, f)) for k, f in self.frontiers.items()),
+            bound,
+        )  # fmt: skip
+
+
+class _Frozen:
+    """A frontier, compared by identity."""
+
+    def __init__(self, program: Program, found: Frontier) -> None:
+        self.frontier = found
+        ordered = _ordered(program, found)
+        self.order = tuple(ordered.index(r) for r in found.roots)
+        self.shapes = tuple(program.avals[r].shape for r in found.roots)
+
+    def total(self, numbers: Any, predictors: tuple[Array, ...]) -> Array:
+        """The sum of the densities.
+
+        :param numbers: values of what depends on no latent.
+        :param predictors: flat, shared ones first.
+        """
+        roots = [
+            predictors[i].reshape(shape)
+            for i, shape in zip(self.order, self.shapes, strict=True)
+        ]
+        found = self.frontier.density(numbers, roots)
+        return sum((jnp.sum(x) for x in found), start=jnp.zeros((), found[0].dtype))
+
+
+def _ordered(program: Program, found: Frontier) -> list[int]:
+    """Roots with those that all data share first."""
+    return sorted(found.roots, key=lambda r: program.avals[r].size)
+
+
+def _num_roots(site: Observed) -> int:
+    return len(site.latents)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("likelihoods", "fixed"),
+    meta_fields=("sites", "shapes", "frontiers", "bound"),
+)
+@dataclass(frozen=True)
+class JointExpectation:
+    """The expected log-likelihood as a function of the predictors' marginals.
+
+    :param likelihoods: of sites in closed form, and of those without latents.
+    :param fixed: numbers that the others' densities are made of.
+    :param sites: observed sites.
+    :param shapes: of the predictors.
+    :param frontiers: of sites that depend on latents.
+    :param bound: ``"exact"`` or ``"augmented"``.
+    """
+
+    likelihoods: dict[str, Likelihood]
+    fixed: dict[str, tuple[Array, ...]]
+    sites: tuple[Observed, ...]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    frontiers: tuple[tuple[str, Any], ...]
+    bound: str
+
+    def __call__(self, at: dict[str, Any], bound: str | None = None) -> Array:
+        """The sum over sites of their expectations.
+
+        :param at: marginals by block.
+        :param bound: another one.
+        """
+        joint = at[JOINT]
+        carried = self.split(joint)
+        frontiers = dict(self.frontiers)
+        begin = 0
+        total = jnp.zeros((), joint.mean.dtype)
+        for site in self.sites:
+            moments = [carried[p] for p in site.predictors]
+            if site.name in self.fixed:
+                covariance = None
+                if len(moments) == 2:
+                    size = max(m.size for m, _ in moments)
+                    covariance = joint.covariance[0, begin : begin + size]
+                    begin += size
+                means, variances = zip(*moments, strict=True)
+                flat = PredictorMoments(
+                    tuple(m.ravel() for m in means),
+                    tuple(v.ravel() for v in variances),
+                    covariance,
+                )
+                density = frontiers[site.name].total
+                term = expected_sum(density, self.fixed[site.name], flat)
+            else:
+                fn, value, scale = self.likelihoods[site.name]
+                if site.route is Route.CONSTANT:
+                    term = scaled_sum(fn.log_prob(value), scale)
+                else:
+                    found = closed_form(site, fn, value, carried, bound or self.bound)
+                    term = scaled_sum(found, scale)
+            total = total + term
+        return total
+
+    def split(self, joint: Any) -> dict[str, Marginals]:
+        """Means and variances of every predictor, in its shape."""
+        names = [p for site in self.sites for p in site.predictors]
+        found, begin = {}, 0
+        for name, (shape, _) in zip(names, self.shapes, strict=True):
+            size = 1
+            for n in shape:
+                size *= n
+            part = slice(begin, begin + size)
+            found[name] = Marginals(
+                joint.mean[0, part].reshape(shape),
+                joint.variance[0, part].reshape(shape),
+            )
+            begin += size
+        return found

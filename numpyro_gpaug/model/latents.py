@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model with jointly Gaussian latents is made of, and what a run leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from numpyro import handlers
+
+from numpyro_gpaug.likelihoods.expectations import (
+    Expectation,
+    base_distribution,
+    lookup_expectation,
+)
+from numpyro_gpaug.model.gaussians import whitening
+from numpyro_gpaug.model.predictors import Likelihood
+from numpyro_gpaug.model.structure import Block, Structure, Trace, check_shape
+
+
+class GaussianSite(NamedTuple):
+    """A sample site that is part of the joint Gaussian.
+
+    :param name: of the site.
+    :param shape: of the standard normal numbers that it is made of.
+    :param value_shape: of its values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class JointStructure(Structure):
+    """The parts of a model whose Gaussian latents are held jointly.
+
+    :param sites: Gaussian sample sites, in the order of the model.
+    :param dtype: of the joint Gaussian.
+    :param held: Gaussian sites that are not among them, and why.
+    :param shapes: of the values of all sites.
+    """
+
+    sites: tuple[GaussianSite, ...] = ()
+    dtype: Any = None
+    held: tuple[tuple[str, str], ...] = ()
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def zeros(self) -> dict[str, Array]:
+        return {s.name: jnp.zeros(s.value_shape, self.dtype) for s in self.sites}
+
+    @property
+    def size(self) -> int:
+        """Of the joint Gaussian."""
+        return self.blocks[0].shape[0]
+
+    def with_sites(self, sites: tuple[GaussianSite, ...]) -> JointStructure:
+        """This structure with sites of other shapes."""
+        return replace(self, sites=sites, blocks=(joint_block(sites, self.dtype),))
+
+    def split(self, flat: Array) -> dict[str, Array]:
+        """Numbers (..., size) by site, in the shapes of :class:`GaussianSite`."""
+        found, begin = {}, 0
+        for site in self.sites:
+            size = prod(site.shape)
+            part = flat[..., begin : begin + size]
+            found[site.name] = part.reshape(*flat.shape[:-1], *site.shape)
+            begin += size
+        return found
+
+
+JOINT = "latents"
+
+
+def joint_block(sites: tuple[GaussianSite, ...], dtype: Any) -> Block:
+    """The one Gaussian block of a joint structure."""
+    return Block(JOINT, JOINT, (sum(prod(s.shape) for s in sites),), dtype)
+
+
+class Parts(NamedTuple):
+    """What a run of the model leaves, as outputs of a :class:`Program`.
+
+    :param densities: scaled log-densities of observed sites.
+    :param parameters: of observed sites with a registered likelihood, the parameter
+        that may carry latents.
+    :param likelihoods: of observed sites.
+    :param others: the laws of all other latents.
+    :param spreads: of Gaussian sites, what must not depend on latents.
+    :param values: of Gaussian sites and of deterministic ones.
+    """
+
+    densities: dict[str, Any]
+    parameters: dict[str, Any]
+    likelihoods: dict[str, Likelihood]
+    others: dict[str, Likelihood]
+    spreads: dict[str, Any]
+    values: dict[str, Any]
+
+
+def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]:
+    """``model`` with Gaussian sites filled in from standard normal numbers.
+
+    :param z: by site.
+    """
+
+    def filled(message: dict[str, Any]) -> Array | None:
+        if message["type"] != "sample" or message["name"] not in z:
+            return None
+        found = whitening(message["fn"])
+        return None if found is None else found.value(z[message["name"]])
+
+    return handlers.substitute(model, substitute_fn=filled)
+
+
+def parts_of(trace: Trace, sites: tuple[str, ...]) -> Parts:
+    """What a trace of a :func:`whitened` model leaves.
+
+    :param trace: of the model.
+    :param sites: names of Gaussian sites.
+    """
+    parts = Parts({}, {}, {}, {}, {}, {})
+    for name, site in trace.items():
+        if site["type"] == "deterministic":
+            parts.values[name] = site["value"]
+        if site["type"] != "sample":
+            continue
+        fn, value, scale = site["fn"], site["value"], site["scale"]
+        if site["is_observed"]:
+            check_shape(name, site)
+            density = fn.log_prob(value)
+            parts.densities[name] = density if scale is None else density * scale
+            expectation = elementwise_expectation(fn)
+            if expectation is not None:
+                (latent,) = expectation.latents
+                parts.parameters[name] = getattr(base_distribution(fn), latent)
+            parts.likelihoods[name] = Likelihood((fn, value, scale))
+        elif name in sites:
+            found = whitening(fn)
+            assert found is not None
+            parts.spreads[name] = found.spread
+            parts.values[name] = value
+        else:
+            parts.others[name] = Likelihood((fn, value, scale))
+    return parts
+
+
+def elementwise_expectation(fn: Any) -> Expectation | None:
+    """The registered expectation of a likelihood, if it has one and looks at one
+    predictor for each datum."""
+    base = base_distribution(fn)
+    found = lookup_expectation(type(base))
+    if found is None or len(found.latents) != 1:
+        return None
+    rank = jnp.ndim(getattr(base, found.latents[0]))
+    # One and the same law for several data is a sum over them of functions of one
+    # number: for quadrature.
+    shared = base.batch_shape == () and fn.batch_shape != ()
+    return None if shared or rank > len(base.batch_shape) else found
