@@ -112,8 +112,17 @@ def _chosen(
     return ordered[0], blamed[ordered[0]]
 
 
-def _surveyed(model: Callable[..., Any], arguments: Arguments) -> _Survey:
-    """Sites and shapes."""
+def _surveyed(
+    model: Callable[..., Any], arguments: Arguments, data: tuple[str, ...] = ()
+) -> _Survey:
+    """Sites and shapes.
+
+    :param data: names of observed sites, where they are not observed.
+    """
+
+    def is_data(site: dict[str, Any]) -> bool:
+        return site["is_observed"] or site["name"] in data
+
     candidates: list[GaussianSite] = []
     latent: list[str] = []
     observed: list[str] = []
@@ -122,12 +131,18 @@ def _surveyed(model: Callable[..., Any], arguments: Arguments) -> _Survey:
     shapes: dict[str, tuple[int, ...]] = {}
 
     def visit(trace: Trace) -> None:
+        rows = {
+            frame.name
+            for site in trace.values()
+            if site["type"] == "sample" and is_data(site)
+            for frame in site["cond_indep_stack"]
+        }
         for name, site in trace.items():
             if site["type"] == "sample":
                 shapes[name] = jnp.shape(site["value"])
             if site["type"] == "param":
                 constraints_[name] = site["kwargs"].get("constraint", constraints.real)
-            elif site["type"] == "sample" and site["is_observed"]:
+            elif site["type"] == "sample" and is_data(site):
                 observed.append(name)
             elif site["type"] == "sample":
                 latent.append(name)
@@ -138,8 +153,9 @@ def _surveyed(model: Callable[..., Any], arguments: Arguments) -> _Survey:
                     )
                 found = whitening(site["fn"])
                 if found is not None and site["scale"] is None:
-                    site_ = GaussianSite(name, tuple(found.shape), shapes[name])
-                    candidates.append(site_)
+                    local = any(f.name in rows for f in site["cond_indep_stack"])
+                    known = tuple(found.shape), shapes[name]
+                    candidates.append(GaussianSite(name, *known, local))
                     dtypes.append(jnp.result_type(site["value"]))
 
     def abstract(arrays: tuple[Array, ...]) -> Trace:
@@ -163,7 +179,8 @@ def joint_structure_at(
     :param structure: what it is made of, from other arguments.
     :param arguments: its arguments.
     """
-    survey = _surveyed(model, arguments)
+    data = tuple(site.name for site in structure.observed)
+    survey = _surveyed(model, arguments, data)
     names = {s.name for s in structure.sites}
     sites = tuple(s for s in survey.candidates if s.name in names)
     return replace(structure.with_sites(sites), plates=survey.plates)
@@ -188,7 +205,7 @@ class _Read:
             trace = run_model(seeded, arguments, jax.random.key(0), {})
             for name in survey.observed:
                 self._classes[name] = type(base_distribution(trace[name]["fn"]))
-            return parts_of(trace, tuple(z))
+            return parts_of(trace, tuple(z), survey.observed)
 
         self.program = Program(parts, shapes)
         self.parts: Parts = self.program.outputs

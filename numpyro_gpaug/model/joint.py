@@ -11,10 +11,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from numpyro.distributions import Distribution
 
-from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    predictive,
+)
 from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior
-from numpyro_gpaug.math.expectation import PredictorMoments, expected_sum
+from numpyro_gpaug.math.expectation import (
+    PredictorMoments,
+    expected_sum,
+    nodes,
+    placed,
+)
+from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.frontier import Frontier, frontier
 from numpyro_gpaug.model.latents import JOINT, JointStructure, Parts, parts_of, whitened
@@ -45,15 +58,18 @@ class JointView:
         self.structure = structure
         self._model, self.arguments = model, arguments
         self.values, self._key = values, key
+        self._shown: set[str] = set()
 
     @cached_property
     def _program(self) -> Program:
         structure = self.structure
+        observed = tuple(site.name for site in structure.observed)
 
         def parts(z: dict[str, Array]) -> Parts:
             model = whitened(self._model, z)
             trace = run_model(model, self.arguments, self._key, self.values)
-            return parts_of(trace, tuple(z))
+            self._shown = {k for k in observed if trace[k]["is_observed"]}
+            return parts_of(trace, tuple(z), observed)
 
         shapes = {
             s.name: jax.ShapeDtypeStruct(s.shape, structure.dtype)
@@ -101,15 +117,18 @@ class JointView:
     @cached_property
     def _linear(self) -> tuple[list[Array], Callable[[Array], list[Array]]]:
         """Predictors at latents of zero, and how they move with the flat latents."""
+        return self._linearised(self._roots)
+
+    def _linearised(
+        self, variables: list[Any]
+    ) -> tuple[list[Array], Callable[[Array], list[Array]]]:
         program, structure = self._program, self.structure
 
-        def predictors(flat: Array) -> list[Array]:
+        def values(flat: Array) -> list[Array]:
             z = structure.split(flat)
-            known = {program.inputs[k]: x for k, x in z.items()}
-            return program.run(self._roots, known)
+            return program.run(variables, {program.inputs[k]: x for k, x in z.items()})
 
-        zeros = jnp.zeros(structure.size, structure.dtype)
-        return jax.linearize(predictors, zeros)
+        return jax.linearize(values, jnp.zeros(structure.size, structure.dtype))
 
     # What a fit is made of.
 
@@ -168,6 +187,12 @@ class JointView:
             for name, likelihood in found.items()
         }
 
+    def message(self, site: str) -> dict[str, Any]:
+        """The message of an observed site, at latents of zero."""
+        law = self._at_zero(self._program.outputs.likelihoods[site])
+        named = dict(zip(("fn", "value", "scale"), law, strict=True))
+        return {"is_observed": site in self._shown, **named}
+
     def expected(self, bound: str) -> JointExpectation:
         """The expected log-likelihood.
 
@@ -190,6 +215,80 @@ class JointView:
             bound,
         )  # fmt: skip
 
+    # What predictions are made of.
+
+    def spread(self, name: str, q: Moments) -> tuple[Array, Array]:
+        """Mean of a Gaussian or deterministic site, and the rows of its spread: the
+        sum of their squares is the variance.
+
+        :param name: of the site.
+        :param q: moments of the latents, without a leading axis.
+        :raises NotConjugateError: if it is not affine in the latents.
+        """
+        variable = self._program.outputs.values[name].variable
+        state = self._program.value(variable).state
+        for source, dependence in state.items():
+            if dependence.nonlinear:
+                raise NotConjugateError(
+                    f"{name!r} is not affine in {source!r} ({dependence.nonlinear}): "
+                    "draw from it with numpyro.infer.Predictive(model, guide=guide, "
+                    "params=fit.params, num_samples=...)"
+                )
+        (mean,), (rows,) = self._spread([variable], q)
+        return mean, rows
+
+    def _spread(self, variables: list[Any], q: Moments) -> Any:
+        values, push = self._linearised(variables)
+        shifts, rows = push(q.mean), jax.vmap(push)(q.whitener)
+        return [v + s for v, s in zip(values, shifts, strict=True)], rows
+
+    def predictive(self, site: Observed, q: Moments) -> Distribution:
+        """The distribution of new observations, the latents integrated out.
+
+        :param site: the observed site.
+        :param q: moments of the latents, without a leading axis.
+        """
+        parts, program = self._program.outputs, self._program
+        if site.route is Route.CLOSED_FORM:
+            (mean,), (rows,) = self._spread([parts.parameters[site.name].variable], q)
+            (law,) = self._at_zero([parts.likelihoods[site.name]])
+            (latent,) = site.latents
+            spread = {latent: jnp.square(rows).sum(0)}
+            return predictive(law.fn, {latent: mean}, spread)
+        fn = base_distribution(parts.likelihoods[site.name].fn)
+        leaves, treedef = jax.tree.flatten(fn)
+        variables = [leaf.variable for leaf in leaves]
+        varies = tuple(program.depends(v) for v in variables)
+        moving = [v for v, moves in zip(variables, varies, strict=True) if moves]
+        found = frontier(program, moving)
+        if found.reason is not None or len(found.roots) > 2:
+            raise NotConjugateError(
+                f"the parameters of {site.name!r} are no functions of one or two "
+                f"predictors for each datum: {found.reason}"
+            )
+        means, rows = self._spread(_ordered(program, found), q)
+        at = _moments_of(means, rows)
+        frozen = _Frozen(program, found)
+        numbers = program.run(list(found.fixed), {})
+        x, weights = nodes(len(means), means[0].dtype)
+        place = partial(frozen.outputs, numbers)
+        moved = iter(jax.vmap(lambda node: place(placed(at, node)))(x))
+        still = iter(self._at_zero([
+            leaf for leaf, moves in zip(leaves, varies, strict=True) if not moves
+        ]))  # fmt: skip
+        given = tuple(next(moved) if moves else next(still) for moves in varies)
+        return PredictorMixture(
+            given, weights, treedef, varies, fn.batch_shape, fn.event_shape
+        )
+
+
+def _moments_of(means: list[Array], rows: list[Array]) -> PredictorMoments:
+    """Moments of one or two predictors, flat."""
+    flat = [r.reshape(len(r), -1) for r in rows]
+    variances = tuple(jnp.square(r).sum(0) for r in flat)
+    covariance = (flat[0] * flat[1]).sum(0) if len(flat) == 2 else None
+    return PredictorMoments(tuple(m.ravel() for m in means), variances, covariance)
+
 
 class _Frozen:
     """A frontier, compared by identity."""
@@ -200,8 +299,8 @@ class _Frozen:
         self.order = tuple(ordered.index(r) for r in found.roots)
         self.shapes = tuple(program.avals[r].shape for r in found.roots)
 
-    def total(self, numbers: Any, predictors: tuple[Array, ...]) -> Array:
-        """The sum of the densities.
+    def outputs(self, numbers: Any, predictors: tuple[Array, ...]) -> list[Array]:
+        """What is computed from the roots.
 
         :param numbers: values of what depends on no latent.
         :param predictors: flat, shared ones first.
@@ -210,7 +309,15 @@ class _Frozen:
             predictors[i].reshape(shape)
             for i, shape in zip(self.order, self.shapes, strict=True)
         ]
-        found = self.frontier.density(numbers, roots)
+        return self.frontier.density(numbers, roots)
+
+    def total(self, numbers: Any, predictors: tuple[Array, ...]) -> Array:
+        """The sum of the densities.
+
+        :param numbers: values of what depends on no latent.
+        :param predictors: flat, shared ones first.
+        """
+        found = self.outputs(numbers, predictors)
         return sum((jnp.sum(x) for x in found), start=jnp.zeros((), found[0].dtype))
 
 

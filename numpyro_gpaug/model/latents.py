@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from numpyro import handlers
 
@@ -28,11 +29,14 @@ class GaussianSite(NamedTuple):
     :param name: of the site.
     :param shape: of the standard normal numbers that it is made of.
     :param value_shape: of its values.
+    :param local: whether it has members for every datum: in a prediction these are
+        others.
     """
 
     name: str
     shape: tuple[int, ...]
     value_shape: tuple[int, ...]
+    local: bool
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,38 @@ class JointStructure(Structure):
         """Of the joint Gaussian."""
         return self.blocks[0].shape[0]
 
+    def sizeless(self) -> JointStructure:
+        return replace(self, plates={}, constraints={}, shapes=())
+
+    def places(self, here: JointStructure) -> np.ndarray:
+        """Where the numbers of another structure of the same model are among those of
+        this one; -1 for new members.
+
+        :param here: the model at other arguments.
+        """
+        own = self.split(np.arange(self.size))
+        found = []
+        for site in here.sites:
+            known = own[site.name]
+            place = np.full(site.shape, -1)
+            if not site.local:
+                both = tuple(map(min, known.shape, site.shape))
+                part = tuple(slice(n) for n in both)
+                place[part] = known[part]
+            found.append(place.ravel())
+        return np.concatenate(found)
+
     def with_sites(self, sites: tuple[GaussianSite, ...]) -> JointStructure:
         """This structure with sites of other shapes."""
         return replace(self, sites=sites, blocks=(joint_block(sites, self.dtype),))
 
-    def split(self, flat: Array) -> dict[str, Array]:
+    def split(self, flat: Any) -> dict[str, Any]:
         """Numbers (..., size) by site, in the shapes of :class:`GaussianSite`."""
         found, begin = {}, 0
         for site in self.sites:
             size = prod(site.shape)
             part = flat[..., begin : begin + size]
-            found[site.name] = part.reshape(*flat.shape[:-1], *site.shape)
+            found[site.name] = part.reshape((*flat.shape[:-1], *site.shape))
             begin += size
         return found
 
@@ -117,11 +142,12 @@ def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]
     return handlers.substitute(model, substitute_fn=filled)
 
 
-def parts_of(trace: Trace, sites: tuple[str, ...]) -> Parts:
+def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) -> Parts:
     """What a trace of a :func:`whitened` model leaves.
 
     :param trace: of the model.
     :param sites: names of Gaussian sites.
+    :param observed: of observed sites, which need not be so in a prediction.
     """
     parts = Parts({}, {}, {}, {}, {}, {})
     for name, site in trace.items():
@@ -130,8 +156,9 @@ def parts_of(trace: Trace, sites: tuple[str, ...]) -> Parts:
         if site["type"] != "sample":
             continue
         fn, value, scale = site["fn"], site["value"], site["scale"]
-        if site["is_observed"]:
-            check_shape(name, site)
+        if name in observed:
+            if site["is_observed"]:
+                check_shape(name, site)
             density = fn.log_prob(value)
             parts.densities[name] = density if scale is None else density * scale
             expectation = elementwise_expectation(fn)

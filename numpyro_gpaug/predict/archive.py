@@ -9,6 +9,7 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.latents import GaussianSite, JointStructure
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
@@ -274,7 +276,10 @@ def _is_plain(tree: Any) -> bool:
 
 def pack_structure(structure: Structure) -> dict[str, Any]:
     """A structure as JSON, without what depends on arguments."""
-    return {
+    joint = {}
+    if isinstance(structure, JointStructure):
+        joint = {"sites": structure.sites, "held": structure.held}
+    return joint | {
         "blocks": [[b.name, b.site, b.shape, str(b.dtype)] for b in structure.blocks],
         "others": structure.others,
         "observed": [[*o[:3], o.route.value, *o[4:]] for o in structure.observed],
@@ -283,7 +288,7 @@ def pack_structure(structure: Structure) -> dict[str, Any]:
 
 def unpack_structure(packed: dict[str, Any]) -> Structure:
     """The structure :func:`pack_structure` described."""
-    return Structure(
+    structure = Structure(
         blocks=tuple(
             Block(name, site, tuple(shape), jnp.dtype(dtype))
             for name, site, shape, dtype in packed["blocks"]
@@ -303,4 +308,16 @@ def unpack_structure(packed: dict[str, Any]) -> Structure:
         plates={},
         functions={},
         constraints={},
+    )
+    if "sites" not in packed:
+        return structure
+    kept = {field.name: getattr(structure, field.name) for field in fields(structure)}
+    return JointStructure(
+        **kept,
+        sites=tuple(
+            GaussianSite(name, tuple(shape), tuple(value_shape), local)
+            for name, shape, value_shape, local in packed["sites"]
+        ),
+        dtype=structure.blocks[0].dtype,
+        held=tuple(map(tuple, packed["held"])),
     )

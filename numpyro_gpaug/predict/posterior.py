@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,13 @@ from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import one_thread, whole_plates
 from numpyro_gpaug.errors import ArchiveError, CholeskyError
+from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.calls import check_count, check_key
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.structure import Arguments, is_array
 from numpyro_gpaug.model.validation import check_observations
 from numpyro_gpaug.predict.archive import (
     Description,
@@ -40,14 +41,18 @@ from numpyro_gpaug.predict.archive import (
     write,
 )
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
+from numpyro_gpaug.predict.joint import JointPredictor, predictor_for
 from numpyro_gpaug.predict.predictor import (
     Fitted,
     FunctionValues,
     Predictor,
     Prepared,
     is_traced,
-    predictor_for,
 )
+from numpyro_gpaug.predict.summary import SiteMoments, table
+
+if TYPE_CHECKING:
+    import pandas
 
 BATCH_SIZE = 1024
 SMALL_BATCH = 128
@@ -79,6 +84,7 @@ class Posterior:
         self._fitted = fitted
         self._fit_arguments = arguments
         self._prepared: Prepared | None = None
+        self._sites: dict[str, SiteMoments] = {}
 
     @classmethod
     @one_thread
@@ -108,7 +114,11 @@ class Posterior:
         values = {**values, **guide.other_median(params)}
         given = FitArguments.of_fit(model, structure, values, args, kwargs)
         predictor = predictor_for(guide, model, structure)
-        return cls(predictor, Fitted(values, own), given)
+        made = cls(predictor, Fitted(values, own), given)
+        if isinstance(predictor, JointPredictor):
+            found = predictor.sites(arguments, made._fitted)
+            made._sites = {k: SiteMoments(*moments) for k, moments in found.items()}
+        return made
 
     @property
     def processes(self) -> tuple[str, ...]:
@@ -143,13 +153,44 @@ class Posterior:
         ['0.9', '-0.1']
         """
         found = {}
-        for block in self._predictor.structure.weights:
+        structure = self._predictor.structure
+        joint = isinstance(structure, JointStructure)
+        for block in () if joint else structure.weights:
             mean, whitener = self._moments()[block.name]
             covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
             found[block.site] = dist.MultivariateNormal(
                 mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
             )
         return found
+
+    def __getitem__(self, site: str) -> Distribution:
+        """The posterior of a Gaussian latent: a normal, or a multivariate normal of a
+        vector (its marginals, from 2000 entries on).
+
+        :param site: name of the sample site.
+        :raises KeyError: if it is not one of those that were fitted jointly, or a
+            weight vector.
+        """
+        if site in self._sites:
+            return self._sites[site].distribution
+        weights = self.weights
+        if site not in weights:
+            known = [*self._sites, *weights]
+            raise KeyError(f"{site!r} is not among the Gaussian latents {known}")
+        return weights[site]
+
+    def summary(self) -> pandas.DataFrame:
+        """Mean, standard deviation and the 5, 50 and 95% quantiles of every latent, in
+        the rows and columns of ArviZ's; what is held at a value has a deviation of 0.
+
+        :return: a data frame, ``summary.loc["effect[2]", "mean"]``.
+        """
+        sites = dict(self._sites)
+        for name, normal in self.weights.items():
+            sites[name] = SiteMoments(normal.mean, normal.scale_tril.mT)
+        values = {k: v for k, v in self._fitted.values.items() if is_array(v)}
+        shown = {k: v for k, v in values.items() if not k.endswith("_auto_loc")}
+        return table(sites, shown)
 
     def _moments(self) -> dict[str, Moments]:
         if self._prepared is not None:
@@ -325,10 +366,12 @@ class Posterior:
         arrays: dict[str, np.ndarray] = {}
         kwargs, observations, shared, data = self._fit_arguments
         moments = {k: list(m) for k, m in self._moments().items()}
+        sites = {k: list(m) for k, m in self._sites.items()}
         meta = {
             "values": pack_values(self._fitted.values, arrays),
             "arguments": pack(kwargs, "arguments", arrays),
             "moments": pack(moments, "moments", arrays),
+            "sites": pack(sites, "sites", arrays),
             "observations": list(observations),
             "shared": list(shared),
             "structure": pack_structure(self._predictor.structure),
@@ -365,8 +408,6 @@ class Posterior:
         :raises ArchiveError: for a file that is foreign, truncated or damaged, and for
             another model, or a guide of another kind, than that of the fit.
         """
-        guide = AutoSparseGP(model) if guide is None else guide
-        kind = type(guide.function_posterior).__name__
         with refusing(f"{path} is foreign, truncated or damaged"):
             meta, arrays = read(path)
             if "state" in meta:
@@ -374,14 +415,20 @@ class Posterior:
                     f"{path} holds a state of a fit, which load_state reads"
                 )
             structure = unpack_structure(meta["structure"])
-            values, kwargs, moments, data, saved = (
+            joint = isinstance(structure, JointStructure)
+            if guide is None:
+                guide = (AutoLatentGaussian if joint else AutoSparseGP)(model)
+            kind = type(guide.function_posterior).__name__
+            values, kwargs, moments, sites, data, saved = (
                 unpack(meta.get(k, {"plain": None}), arrays)
-                for k in ("values", "arguments", "moments", "data", "model")
+                for k in ("values", "arguments", "moments", "sites", "data", "model")
             )
             own = {k: Moments(*m) for k, m in moments.items()}
             check_moments(structure, own)
             kept = tuple(meta["observations"]), tuple(meta["shared"])
-            if kind != meta["function_posterior"]:
+            if kind != meta["function_posterior"] or joint != isinstance(
+                guide, AutoLatentGaussian
+            ):
                 raise ArchiveError(
                     f"{path} holds a fit read by {meta['function_posterior']}, but a "
                     f"{type(guide).__name__} brings {kind}: pass the guide of the fit, "
@@ -390,6 +437,7 @@ class Posterior:
         arguments = FitArguments(kwargs, *kept, data)
         predictor = predictor_for(guide, model, structure)
         loaded = cls(predictor, Fitted(values, own), arguments)
+        loaded._sites = {k: SiteMoments(*m) for k, m in (sites or {}).items()}
         if saved is not None:
             with refusing(f"{path} does not fit the model given"):
                 check_model(loaded._description(), saved)

@@ -278,21 +278,6 @@ class Predictor:
         return predictive(base_distribution(message["fn"]), *moments), message
 
 
-def predictor_for(
-    guide: ProcessGuide, model: Callable[..., Any], structure: Structure
-) -> Predictor:
-    """The predictor of a model and its guide, made once and kept on the guide.
-
-    :param structure: of the model, at any arguments.
-    """
-    structure = structure.sizeless()
-    found = guide.predictors.get(id(model))
-    if found is None or found.structure != structure:
-        # It holds the model, whose id is thus not given away.
-        found = guide.predictors[id(model)] = Predictor(model, structure, guide)
-    return found
-
-
 def is_traced(arguments: Arguments) -> bool:
     """Whether a caller differentiates, vectorises or compiles the prediction."""
     return any(isinstance(a, jax.core.Tracer) for a in arguments.arrays)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of latent Gaussian models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+from numpyro import handlers
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.guides.function_posterior import Fit
+from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.inspect_joint import joint_structure_at
+from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.structure import Arguments, Block, Structure, remembered
+from numpyro_gpaug.predict.predictor import Fitted, FunctionValues, Predictor
+
+
+class JointPredictor(Predictor):
+    """Predictions of a model whose Gaussian latents were fitted jointly: of any
+    deterministic or Gaussian site that is affine in them, and of observations.
+
+    :param model: the model.
+    :param structure: what it is made of.
+    :param guide: its guide.
+    """
+
+    structure: JointStructure
+
+    def __init__(
+        self, model: Any, structure: JointStructure, guide: ProcessGuide
+    ) -> None:
+        super().__init__(model, structure, guide)
+
+    def block(self, site: str | None) -> Block:
+        """The site to predict by name: a process, a deterministic or a Gaussian one;
+        for ``None`` the predictor of the only observed site."""
+        return Block(site or self.observed(None).name, "", (), None)
+
+    def sites(self, arguments: Arguments, fitted: Fitted) -> Any:
+        """Means of all Gaussian sites, and rows of their spread, at the arguments of
+        the fit.
+
+        :param arguments: of the model.
+        :param fitted: what was fitted.
+        """
+
+        @jax.jit
+        def found(arrays: Any, fitted: Fitted) -> Any:
+            view = self._view(arrays, arguments.static, fitted)
+            q = _flat(self._moments(fitted.own)[JOINT])
+            return {s.name: view.spread(s.name, q) for s in view.structure.sites}
+
+        return found(arguments.arrays, fitted)
+
+    def _view(self, arrays: Any, static: Any, fitted: Fitted) -> Any:
+        names = {site.name for site in self.structure.observed}
+
+        def unobserved(message: dict[str, Any]) -> Array | None:
+            drawn = message["type"] == "sample" and not message["is_observed"]
+            if drawn and message["name"] in names:
+                return message["fn"].support.feasible_like(
+                    jnp.zeros(message["fn"].shape())
+                )
+            return None
+
+        whole = whole_plates(self.model)
+        model = handlers.substitute(whole, substitute_fn=unobserved)
+        arguments = Arguments(arrays, static)
+        here: Any = remembered(
+            self._structures, arguments.shapes,
+            lambda: joint_structure_at(model, self.structure, arguments),
+        )  # fmt: skip
+        return JointView(here, model, arguments, fitted.values, random.key(0))
+
+    def _extended(self, view: JointView, fit: Fit) -> Moments:
+        """Moments of the latents that the model has at these arguments: new members of
+        a plate are at their prior."""
+        mean, whitener = _flat(fit.moments[JOINT])
+        places = self.structure.places(view.structure)
+        known = places >= 0
+        columns = jnp.where(known, whitener[:, places], 0)
+        fresh = jnp.asarray((~known).nonzero()[0])
+        own = jax.nn.one_hot(fresh, len(places), dtype=mean.dtype)
+        return Moments(
+            jnp.where(known, mean[places], 0), jnp.concatenate([columns, own])
+        )
+
+    def _f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
+        mean, rows = view.spread(site, self._extended(view, fit))
+        return FunctionValues(mean, jnp.square(rows).sum(0))
+
+    def _joint(self, view: Any, fit: Fit, site: str) -> FunctionValues:
+        mean, rows = view.spread(site, self._extended(view, fit))
+        flat = rows.reshape(len(rows), -1)
+        return FunctionValues(mean, flat.T @ flat)
+
+    def _draws(
+        self, view: Any, fit: Fit, site: str, key: Array, num: int
+    ) -> tuple[Array, Array]:
+        mean, rows = view.spread(site, self._extended(view, fit))
+        noise = random.normal(key, (num, len(rows)), mean.dtype)
+        return mean + jnp.tensordot(noise, rows, 1), jnp.array(True)
+
+    def _predictive(
+        self, view: Any, fit: Fit, site: str
+    ) -> tuple[Distribution, dict[str, Any]]:
+        observed = self.observed(site)
+        q = self._extended(view, fit)
+        return view.predictive(observed, q), view.message(site)
+
+
+def _flat(q: Moments) -> Moments:
+    return Moments(q.mean[0], q.whitener[0])
+
+
+def predictor_for(
+    guide: ProcessGuide, model: Callable[..., Any], structure: Structure
+) -> Predictor:
+    """The predictor of a model and its guide, made once and kept on the guide.
+
+    :param structure: of the model, at any arguments.
+    """
+    structure = structure.sizeless()
+    found = guide.predictors.get(id(model))
+    if found is None or found.structure != structure:
+        # It holds the model, whose id is thus not given away.
+        joint = isinstance(structure, JointStructure)
+        kind: Any = JointPredictor if joint else Predictor
+        found = guide.predictors[id(model)] = kind(model, structure, guide)
+    return found

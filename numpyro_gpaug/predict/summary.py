@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Posteriors of the latents themselves, and a table of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+
+if TYPE_CHECKING:
+    import pandas
+
+# Of larger ones only the marginals are given: the covariance would have as many rows.
+_MAX_JOINT = 2000
+
+
+class SiteMoments(NamedTuple):
+    """A Gaussian latent.
+
+    :param mean: in the shape of the site.
+    :param rows: (latents, *shape of the site): the covariance is the sum over them of
+        products.
+    """
+
+    mean: Array
+    rows: Array
+
+    @property
+    def distribution(self) -> dist.Distribution:
+        """The posterior: normal of a scalar, multivariate normal of a flat vector; of
+        what has more axes, or more than 2000 entries, its marginals."""
+        mean, rows = self
+        if mean.ndim == 1 and mean.size <= _MAX_JOINT:
+            covariance = rows.T @ rows
+            # A constraint (a sum of zero) leaves it singular.
+            least = 10 * jnp.finfo(mean.dtype).eps * jnp.trace(covariance) / len(mean)
+            eye = jnp.eye(len(mean), dtype=mean.dtype)
+            return dist.MultivariateNormal(mean, covariance + least * eye)
+        return dist.Normal(mean, jnp.sqrt(jnp.square(rows).sum(0)))
+
+
+def table(sites: dict[str, SiteMoments], points: dict[str, Any]) -> pandas.DataFrame:
+    """Mean, standard deviation and quantiles of every entry of every site.
+
+    :param sites: Gaussian latents.
+    :param points: latents and params held at a value.
+    """
+    import pandas
+
+    rows: dict[str, list[float]] = {}
+    for name, (mean, spread) in sites.items():
+        deviation = np.sqrt(np.square(np.asarray(spread)).sum(0))
+        for label, m, s in _entries(name, np.asarray(mean), deviation):
+            tail = 1.6448536 * s  # of a normal, to 5 and 95%
+            rows[label] = [m, s, m - tail, m, m + tail]
+    for name, value in points.items():
+        value = np.asarray(value)
+        for label, m, s in _entries(name, value, np.zeros(value.shape)):
+            rows[label] = [m, s, m, m, m]
+    columns = ["mean", "sd", "5%", "50%", "95%"]
+    return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
+
+
+def _entries(name: str, mean: np.ndarray, spread: np.ndarray) -> Any:
+    for place in np.ndindex(mean.shape):
+        label = f"{name}[{', '.join(map(str, place))}]" if place else name
+        yield label, float(mean[place]), float(spread[place])
