@@ -14,6 +14,7 @@ from jax import Array
 from numpyro.distributions import constraints
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
@@ -52,6 +53,7 @@ class _Survey(NamedTuple):
     constraints: dict[str, Any]
     dtype: Any
     shapes: dict[str, tuple[int, ...]]
+    functions: dict[str, jax.ShapeDtypeStruct]
 
 
 def inspect_joint(
@@ -82,7 +84,7 @@ def inspect_joint(
         others=tuple(n for n in survey.latent if n not in names),
         observed=tuple(found.observed(n) for n in survey.observed),
         plates=survey.plates,
-        functions={},
+        functions=survey.functions,
         constraints=survey.constraints,
         sites=sites,
         dtype=survey.dtype,
@@ -129,6 +131,7 @@ def _surveyed(
     constraints_: dict[str, Any] = {}
     dtypes: list[Any] = []
     shapes: dict[str, tuple[int, ...]] = {}
+    functions: dict[str, jax.ShapeDtypeStruct] = {}
 
     def visit(trace: Trace) -> None:
         rows = {
@@ -140,6 +143,9 @@ def _surveyed(
         for name, site in trace.items():
             if site["type"] == "sample":
                 shapes[name] = jnp.shape(site["value"])
+            elif isinstance(site.get("fn"), Conditional):
+                f = site["fn"]
+                functions[name] = jax.ShapeDtypeStruct(f.shape, f.dtype)
             if site["type"] == "param":
                 constraints_[name] = site["kwargs"].get("constraint", constraints.real)
             elif site["type"] == "sample" and is_data(site):
@@ -167,7 +173,9 @@ def _surveyed(
     plates = trace_plates(abstract, arguments)
     dtype = jnp.result_type(*dtypes) if dtypes else jnp.result_type(float)
     names = tuple(latent), tuple(observed)
-    return _Survey(tuple(candidates), *names, plates, constraints_, dtype, shapes)
+    return _Survey(
+        tuple(candidates), *names, plates, constraints_, dtype, shapes, functions
+    )
 
 
 def joint_structure_at(
@@ -183,7 +191,8 @@ def joint_structure_at(
     survey = _surveyed(model, arguments, data)
     names = {s.name for s in structure.sites}
     sites = tuple(s for s in survey.candidates if s.name in names)
-    return replace(structure.with_sites(sites), plates=survey.plates)
+    here = structure.with_sites(sites)
+    return replace(here, plates=survey.plates, functions=survey.functions)
 
 
 class _Read:
@@ -199,6 +208,7 @@ class _Read:
         self._survey = survey
         self._classes: dict[str, type] = {}
         shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
+        self._processes = set(survey.functions)
 
         def parts(z: dict[str, Array]) -> Parts:
             seeded = whitened(model, z)
@@ -207,12 +217,13 @@ class _Read:
                 self._classes[name] = type(base_distribution(trace[name]["fn"]))
             return parts_of(trace, tuple(z), survey.observed)
 
-        self.program = Program(parts, shapes)
+        self.program = Program(parts, shapes | survey.functions)
         self.parts: Parts = self.program.outputs
 
     def _sources(self, tree: Any) -> set[str]:
         leaves = jax.tree.leaves(tree)
-        return {k for x in leaves for k in self.program.value(x.variable).state}
+        found = {k for x in leaves for k in self.program.value(x.variable).state}
+        return found - self._processes
 
     def blamed(self) -> dict[str, str]:
         """Sites that cannot all be part of a joint Gaussian, and what each does."""
@@ -225,7 +236,7 @@ class _Read:
         for name in self._survey.observed:
             if reason := self._why_not(name):
                 density = self.parts.densities[name].variable
-                sources = set(self.program.value(density).state)
+                sources = set(self.program.value(density).state) - self._processes
                 if len(sources) < 2:
                     raise NotConjugateError(
                         f"site {name!r}: its log-density is no sum over data of "
@@ -240,12 +251,26 @@ class _Read:
         if not self.program.depends(self.parts.densities[name].variable):
             return None
         if self._closed(name):
-            return None
+            return self._mixed_residual((self.parts.parameters[name].variable,))
         found = frontier(self.program, [self.parts.densities[name].variable])
         if found.reason is not None:
             return found.reason
         if len(found.roots) > _MOST:
             return f"there are {len(found.roots)} predictors"
+        return self._mixed_residual(found.roots)
+
+    def _mixed_residual(self, roots: tuple[int, ...]) -> str | None:
+        """Function values of a sparse process have a variance of their own given the
+        inducing values, which each datum can count for one value only."""
+        for process in self._processes:
+            states = [self.program.value(r).state.get(process) for r in roots]
+            reached = [s for s in states if s is not None]
+            if len(reached) > 1 or any(not s.elementwise for s in reached):
+                return (
+                    f"several function values of the sparse process {process!r} reach "
+                    "one datum: write it without inducing inputs, numpyro.sample("
+                    f'"{process}", dist.MultivariateNormal(mean, kernel(X, X)))'
+                )
         return None
 
     def _closed(self, name: str) -> bool:

@@ -71,20 +71,19 @@ class JointView:
             self._shown = {k for k in observed if trace[k]["is_observed"]}
             return parts_of(trace, tuple(z), observed)
 
-        shapes = {
-            s.name: jax.ShapeDtypeStruct(s.shape, structure.dtype)
-            for s in structure.sites
-        }
-        return Program(parts, shapes)
+        return Program(parts, self._shapes | structure.functions)
+
+    @property
+    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        dtype = self.structure.dtype
+        sites = self.structure.sites
+        return {s.name: jax.ShapeDtypeStruct(s.shape, dtype) for s in sites}
 
     def _at_zero(self, tree: Any) -> Any:
         """A part of what the run left, at latents of zero."""
         program = self._program
         leaves, treedef = jax.tree.flatten(tree)
-        zeros = {
-            program.inputs[s.name]: jnp.zeros(s.shape, self.structure.dtype)
-            for s in self.structure.sites
-        }
+        zeros = self._at(self._shapes | self.structure.functions)
         wanted = [leaf.variable for leaf in leaves]
         return jax.tree.unflatten(treedef, program.run(wanted, zeros))
 
@@ -123,12 +122,42 @@ class JointView:
         self, variables: list[Any]
     ) -> tuple[list[Array], Callable[[Array], list[Array]]]:
         program, structure = self._program, self.structure
+        rest = self._at(structure.functions)
 
         def values(flat: Array) -> list[Array]:
             z = structure.split(flat)
-            return program.run(variables, {program.inputs[k]: x for k, x in z.items()})
+            known = {program.inputs[k]: x for k, x in z.items()}
+            return program.run(variables, rest | known)
 
         return jax.linearize(values, jnp.zeros(structure.size, structure.dtype))
+
+    def _at(self, moved: dict[str, Any]) -> dict[int, Array]:
+        """Inputs of the program: zero, or what they are moved by."""
+        return {
+            self._program.inputs[k]: x
+            if isinstance(x, Array)
+            else jnp.zeros(x.shape, x.dtype)
+            for k, x in moved.items()
+        }
+
+    def _residuals(self, variables: list[Any]) -> list[Array]:
+        """Variances of predictors given the latents: slope times slope times that of
+        the function value that each depends on."""
+        program, functions = self._program, self.structure.functions
+        zeros = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
+        latents = self._at(self._shapes)
+
+        def values(moved: dict[str, Array]) -> list[Array]:
+            return program.run(variables, latents | self._at(moved))
+
+        found, push = jax.linearize(values, zeros)
+        total = [jnp.zeros_like(x) for x in found]
+        residuals = self._at_zero(program.outputs.residuals)
+        for name, variance in residuals.items():
+            slope = push(zeros | {name: jnp.ones_like(zeros[name])})
+            carried = push(zeros | {name: variance.astype(zeros[name].dtype)})
+            total = [t + s * c for t, s, c in zip(total, slope, carried, strict=True)]
+        return total
 
     # What a fit is made of.
 
@@ -140,7 +169,8 @@ class JointView:
         offset = jnp.concatenate([v.ravel() for v in values])[None]
         size = len(eye)
         projection = jnp.concatenate([m.reshape(size, -1) for m in moved], -1)[None]
-        single = AffineMap(offset, projection, jnp.zeros_like(offset))
+        residuals = [r.ravel() for r in self._residuals(self._roots)]
+        single = AffineMap(offset, projection, jnp.concatenate(residuals)[None])
         pairs = self._pairs()
         return {JOINT: single if pairs is None else PairedMap(single, *pairs)}
 
@@ -217,9 +247,9 @@ class JointView:
 
     # What predictions are made of.
 
-    def spread(self, name: str, q: Moments) -> tuple[Array, Array]:
-        """Mean of a Gaussian or deterministic site, and the rows of its spread: the
-        sum of their squares is the variance.
+    def spread(self, name: str, q: Moments) -> tuple[Array, Array, Array]:
+        """Mean of a Gaussian or deterministic site, the rows of its spread, and the
+        variance it has given the latents: to be added to the sum of their squares.
 
         :param name: of the site.
         :param q: moments of the latents, without a leading axis.
@@ -235,7 +265,7 @@ class JointView:
                     "params=fit.params, num_samples=...)"
                 )
         (mean,), (rows,) = self._spread([variable], q)
-        return mean, rows
+        return mean, rows, self._residuals([variable])[0]
 
     def _spread(self, variables: list[Any], q: Moments) -> Any:
         values, push = self._linearised(variables)
@@ -250,10 +280,12 @@ class JointView:
         """
         parts, program = self._program.outputs, self._program
         if site.route is Route.CLOSED_FORM:
-            (mean,), (rows,) = self._spread([parts.parameters[site.name].variable], q)
+            parameter = parts.parameters[site.name].variable
+            (mean,), (rows,) = self._spread([parameter], q)
+            (residual,) = self._residuals([parameter])
             (law,) = self._at_zero([parts.likelihoods[site.name]])
             (latent,) = site.latents
-            spread = {latent: jnp.square(rows).sum(0)}
+            spread = {latent: jnp.square(rows).sum(0) + residual}
             return predictive(law.fn, {latent: mean}, spread)
         fn = base_distribution(parts.likelihoods[site.name].fn)
         leaves, treedef = jax.tree.flatten(fn)
@@ -266,8 +298,9 @@ class JointView:
                 f"the parameters of {site.name!r} are no functions of one or two "
                 f"predictors for each datum: {found.reason}"
             )
-        means, rows = self._spread(_ordered(program, found), q)
-        at = _moments_of(means, rows)
+        roots = _ordered(program, found)
+        means, rows = self._spread(roots, q)
+        at = _moments_of(means, rows, self._residuals(roots))
         frozen = _Frozen(program, found)
         numbers = program.run(list(found.fixed), {})
         x, weights = nodes(len(means), means[0].dtype)
@@ -282,10 +315,14 @@ class JointView:
         )
 
 
-def _moments_of(means: list[Array], rows: list[Array]) -> PredictorMoments:
+def _moments_of(
+    means: list[Array], rows: list[Array], residuals: list[Array]
+) -> PredictorMoments:
     """Moments of one or two predictors, flat."""
     flat = [r.reshape(len(r), -1) for r in rows]
-    variances = tuple(jnp.square(r).sum(0) for r in flat)
+    variances = tuple(
+        jnp.square(r).sum(0) + v.ravel() for r, v in zip(flat, residuals, strict=True)
+    )
     covariance = (flat[0] * flat[1]).sum(0) if len(flat) == 2 else None
     return PredictorMoments(tuple(m.ravel() for m in means), variances, covariance)
 

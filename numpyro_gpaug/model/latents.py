@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
+from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
     base_distribution,
@@ -117,6 +118,7 @@ class Parts(NamedTuple):
     :param others: the laws of all other latents.
     :param spreads: of Gaussian sites, what must not depend on latents.
     :param values: of Gaussian sites and of deterministic ones.
+    :param residuals: variances of function values given inducing values, by process.
     """
 
     densities: dict[str, Any]
@@ -125,15 +127,18 @@ class Parts(NamedTuple):
     others: dict[str, Likelihood]
     spreads: dict[str, Any]
     values: dict[str, Any]
+    residuals: dict[str, Any]
 
 
 def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]:
     """``model`` with Gaussian sites filled in from standard normal numbers.
 
-    :param z: by site.
+    :param z: by site; by process, what is added to its function values.
     """
 
     def filled(message: dict[str, Any]) -> Array | None:
+        if isinstance(message.get("fn"), Conditional) and message["name"] in z:
+            return message["fn"]() + z[message["name"]]
         if message["type"] != "sample" or message["name"] not in z:
             return None
         found = whitening(message["fn"])
@@ -149,10 +154,13 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
     :param sites: names of Gaussian sites.
     :param observed: of observed sites, which need not be so in a prediction.
     """
-    parts = Parts({}, {}, {}, {}, {}, {})
+    parts = Parts({}, {}, {}, {}, {}, {}, {})
     for name, site in trace.items():
         if site["type"] == "deterministic":
             parts.values[name] = site["value"]
+            if isinstance(site.get("fn"), Conditional):
+                outputs = site["fn"].outputs
+                parts.residuals[name] = outputs.variances(site["fn"].residual)
         if site["type"] != "sample":
             continue
         fn, value, scale = site["fn"], site["value"], site["scale"]

@@ -13,6 +13,7 @@ from numpyro import handlers
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.math.linalg import Moments
@@ -56,7 +57,7 @@ class JointPredictor(Predictor):
         def found(arrays: Any, fitted: Fitted) -> Any:
             view = self._view(arrays, arguments.static, fitted)
             q = _flat(self._moments(fitted.own)[JOINT])
-            return {s.name: view.spread(s.name, q) for s in view.structure.sites}
+            return {s.name: view.spread(s.name, q)[:2] for s in view.structure.sites}
 
         return found(arguments.arrays, fitted)
 
@@ -94,20 +95,29 @@ class JointPredictor(Predictor):
         )
 
     def _f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
-        mean, rows = view.spread(site, self._extended(view, fit))
-        return FunctionValues(mean, jnp.square(rows).sum(0))
+        mean, rows, residual = view.spread(site, self._extended(view, fit))
+        return FunctionValues(mean, jnp.square(rows).sum(0) + residual)
 
     def _joint(self, view: Any, fit: Fit, site: str) -> FunctionValues:
-        mean, rows = view.spread(site, self._extended(view, fit))
+        mean, rows = self._without_residual(view, fit, site)
         flat = rows.reshape(len(rows), -1)
         return FunctionValues(mean, flat.T @ flat)
 
     def _draws(
         self, view: Any, fit: Fit, site: str, key: Array, num: int
     ) -> tuple[Array, Array]:
-        mean, rows = view.spread(site, self._extended(view, fit))
+        mean, rows = self._without_residual(view, fit, site)
         noise = random.normal(key, (num, len(rows)), mean.dtype)
         return mean + jnp.tensordot(noise, rows, 1), jnp.array(True)
+
+    def _without_residual(self, view: Any, fit: Fit, site: str) -> tuple[Array, Array]:
+        if view.structure.functions:
+            raise NotConjugateError(
+                "joint draws and covariances of a model with sparse processes are not "
+                "available from AutoLatentGaussian: use AutoSparseGP, or predict_f "
+                "without full_covariance"
+            )
+        return view.spread(site, self._extended(view, fit))[:2]
 
     def _predictive(
         self, view: Any, fit: Fit, site: str
