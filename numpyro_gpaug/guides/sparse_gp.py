@@ -26,6 +26,7 @@ from numpyro_gpaug.guides.preconditioned import (
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
+from numpyro_gpaug.model.inspect_joint import warn_of_points
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -100,6 +101,8 @@ class AutoSparseGP(ProcessGuide):
     def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
         structure = super()._inspect(*args, **kwargs)
         arguments = Arguments.split(args, kwargs)
+        if self._other_class is AutoDelta:
+            warn_of_points(self.model, structure, args, kwargs)
         self._starts = _prior_scales(self.model, structure, arguments)
         return structure
 

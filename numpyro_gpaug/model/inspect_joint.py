@@ -4,6 +4,7 @@ observed site depends on them; found by reading the traced model, not by probing
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from numpyro_gpaug.model.structure import (
     Arguments,
     Observed,
     Plate,
+    Structure,
     Trace,
     run_model,
 )
@@ -308,3 +310,38 @@ class _Read:
             name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
             Route.GAUSS_HERMITE, (), augmented=False, log_concave=False, reason=None,
         )  # fmt: skip
+
+
+def warn_of_points(
+    model: Callable[..., Any],
+    structure: Structure,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Says which latents get point estimates though they could be Gaussian jointly with
+    all others: random effects in plates, scalar weights.
+
+    :param model: the model.
+    :param structure: its blocks, which are held independent, and all other latents.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    """
+    if not structure.others or not structure.observed:
+        return
+    try:
+        joint = inspect_joint(model, *args, **kwargs)
+    except (NotConjugateError, ValueError):
+        return
+    closed = all(site.route is not Route.GAUSS_HERMITE for site in joint.observed)
+    points = [
+        s.name
+        for s in joint.sites
+        if s.name in structure.others and (closed or s.shape not in ((), (1,)))
+    ]
+    if points:
+        warnings.warn(
+            f"{points} are Gaussian and reach the data affinely, but AutoSparseGP gives "
+            "them point estimates: AutoLatentGaussian(model) holds them and all "
+            "processes jointly; other=AutoNormal gives them normals of their own",
+            stacklevel=2,
+        )

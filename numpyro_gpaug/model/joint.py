@@ -144,6 +144,9 @@ class JointView:
         """Variances of predictors given the latents: slope times slope times that of
         the function value that each depends on."""
         program, functions = self._program, self.structure.functions
+        if not functions:
+            shapes = [program.avals[v].shape for v in variables]
+            return [jnp.zeros(shape, self.structure.dtype) for shape in shapes]
         zeros = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
         latents = self._at(self._shapes)
 

@@ -117,7 +117,8 @@ class Posterior:
         made = cls(predictor, Fitted(values, own), given)
         if isinstance(predictor, JointPredictor):
             found = predictor.sites(arguments, made._fitted)
-            made._sites = {k: SiteMoments(*moments) for k, moments in found.items()}
+            names = [site.name for site in predictor.structure.sites]
+            made._sites = {name: SiteMoments(*found[name]) for name in names}
         return made
 
     @property

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expectations by Gauss-Hermite rules: values against integrals, and derivatives
+against those of the rule itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import integrate
+
+from numpyro_gpaug.math.expectation import (
+    PredictorMoments,
+    expected_sum,
+    nodes,
+    placed,
+)
+
+
+def logistic(numbers, predictors):
+    (y,) = numbers
+    (f,) = predictors
+    return jax.nn.log_sigmoid((2 * y - 1) * f).sum()
+
+
+def exponential(numbers, predictors):
+    (y,) = numbers
+    (f,) = predictors
+    return (y * f - jnp.exp(f)).sum()
+
+
+@pytest.mark.parametrize("deviation", [0.01, 0.5, 2.0, 4.0])
+@pytest.mark.parametrize("total", [logistic, exponential])
+def test_one_predictor_against_an_integral(x64, total, deviation):
+    mean = 0.7
+
+    def integrand(z):
+        value = total((1.0,), (jnp.array([mean + deviation * z]),))
+        return float(value) * np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
+
+    exact = integrate.quad(integrand, -12, 12, limit=400, epsabs=1e-12)[0]
+    at = PredictorMoments((jnp.array([mean]),), (jnp.array([deviation**2]),))
+    found = expected_sum(total, (jnp.array([1.0]),), at)
+    # The logarithm of the logistic function turns within a standard deviation of 4.
+    turns = total is logistic and deviation > 2
+    np.testing.assert_allclose(found, exact, rtol=1e-4 if turns else 1e-6)
+
+
+def normal(numbers, predictors):
+    """Of a location and the logarithm of a scale."""
+    y, shift = numbers
+    f, g = predictors[::-1] if predictors[0].shape != y.shape else predictors
+    return (-g - 0.5 * jnp.square((y - f - shift) * jnp.exp(-g))).sum()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_predictors_against_their_closed_form(x64, shared):
+    """``E (y - f)^2 exp(-2 g)`` under a correlated pair is known."""
+    y = jnp.array([0.3, -1.0, 2.0])
+    f, vf = jnp.array([0.1, 0.2, 0.9]), jnp.array([0.5, 0.2, 0.4])
+    g, vg = (jnp.array([0.3]), jnp.array([0.2])) if shared else (
+        jnp.array([0.3, -0.1, 0.2]), jnp.array([0.2, 0.3, 0.1])
+    )  # fmt: skip
+    c = jnp.array([0.1, -0.2, 0.15])
+    pair = ((g, f), (vg, vf)) if shared else ((f, g), (vf, vg))
+    at = PredictorMoments(*pair, c)
+    found = expected_sum(normal, (y, jnp.zeros(())), at)
+    moved = y - f + 2 * c
+    exact = (-g - 0.5 * jnp.exp(-2 * g + 2 * vg) * (jnp.square(moved) + vf)).sum()
+    np.testing.assert_allclose(found, exact, rtol=1e-8)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_derivatives_are_those_of_the_rule(x64, shared):
+    rng = np.random.default_rng(0)
+    y = jnp.asarray(rng.normal(size=4))
+    g = jnp.asarray(rng.normal(size=1 if shared else 4))
+    vg = jnp.asarray(rng.uniform(0.1, 0.4, size=g.shape))
+    f, vf = jnp.asarray(rng.normal(size=4)), jnp.asarray(rng.uniform(0.1, 0.4, 4))
+    c = 0.3 * jnp.sqrt(vg * vf)
+    pair = ((g, f), (vg, vf)) if shared else ((f, g), (vf, vg))
+    at, numbers = PredictorMoments(*pair, c), (y, jnp.array(0.2))
+
+    def direct(numbers, at):
+        x, weights = nodes(2, jnp.float64)
+        values = jax.vmap(lambda node: normal(numbers, placed(at, node)))(x)
+        return (weights * values).sum()
+
+    ours = jax.grad(lambda *a: expected_sum(normal, *a), (0, 1))(numbers, at)
+    theirs = jax.grad(direct, (0, 1))(numbers, at)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7), ours, theirs)
+
+
+def test_a_predictor_without_variance_has_finite_derivatives():
+    at = PredictorMoments((jnp.array([0.5, 1.0]),), (jnp.array([0.0, 1.0]),))
+    value, slopes = jax.value_and_grad(
+        lambda at: expected_sum(logistic, (jnp.array([1.0, 0.0]),), at)
+    )(at)
+    assert np.isfinite(value)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))

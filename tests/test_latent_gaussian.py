@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent Gaussian models, written as users write them: fits against brute force,
+against exact evidence, and what guides say of models."""
+
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy import stats
+
+import numpyro_gpaug as gpaug
+
+N = 25
+RNG = np.random.default_rng(3)
+T = np.linspace(-1, 1, N)
+ETA = 0.4 + 0.9 * T
+COUNTS = RNG.poisson(np.exp(ETA))
+POSITIVE = RNG.gamma(2, np.exp(ETA) / 2)
+SHARES = RNG.beta(8 / (1 + np.exp(-ETA)), 8 / (1 + np.exp(ETA)))
+BINARY = RNG.binomial(1, 1 / (1 + np.exp(-ETA)))
+TOTALS = RNG.integers(1, 6, N)
+SUCCESSES = RNG.binomial(TOTALS, 1 / (1 + np.exp(-ETA)))
+CLASSES = RNG.integers(0, 4, N)
+REAL = ETA + 0.5 * RNG.standard_t(4, N)
+CUTS = jnp.array([-1.0, 0.0, 1.0])
+LEFT, RIGHT = (RNG.integers(0, N, 40) for _ in range(2))
+
+
+def beta(eta):
+    mean = jax.nn.sigmoid(eta)
+    return dist.Beta(8 * mean, 8 * (1 - mean))
+
+
+def zero_inflated(eta):
+    return dist.ZeroInflatedPoisson(0.2, jnp.exp(eta))
+
+
+def tobit(eta, y):
+    """Observations above 1.5 are known to be so, no more."""
+    known = dist.Normal(eta, 0.5).log_prob(jnp.minimum(y, 1.5))
+    above = jax.scipy.special.log_ndtr((eta - 1.5) / 0.5)
+    numpyro.factor("y", jnp.where(y < 1.5, known, above).sum())
+
+
+def preferred(eta, y):
+    difference = eta[LEFT] - eta[RIGHT]
+    numpyro.sample("y", dist.Bernoulli(jax.nn.sigmoid(3 * difference)), obs=y)
+
+
+LAWS = {
+    "poisson": (lambda e: dist.Poisson(jnp.exp(e)), COUNTS),
+    "negative binomial": (lambda e: dist.NegativeBinomial2(jnp.exp(e), 3.0), COUNTS),
+    "zero-inflated": (zero_inflated, COUNTS),
+    "gamma": (lambda e: dist.Gamma(2.0, 2 * jnp.exp(-e)), POSITIVE),
+    "exponential": (lambda e: dist.Exponential(jnp.exp(-e)), POSITIVE),
+    "log-normal": (lambda e: dist.LogNormal(e, 0.5), POSITIVE),
+    "beta": (beta, SHARES),
+    "ordinal": (lambda e: dist.OrderedLogistic(e, CUTS), CLASSES),
+    "binomial": (lambda e: dist.Binomial(TOTALS, logits=e), SUCCESSES),
+    "probit": (lambda e: dist.Bernoulli(jax.scipy.stats.norm.cdf(e)), BINARY),
+    "student": (lambda e: dist.StudentT(4.0, e, 0.5), REAL),
+    "two predictors": (lambda e: dist.Normal(e, jnp.exp(-1 + e / 4)), REAL),
+}
+
+
+def regression(t, y=None, *, law):
+    """Two scalar Gaussians, so that their posterior can be summed over a grid."""
+    a = numpyro.sample("a", dist.Normal(0, 1.5))
+    b = numpyro.sample("b", dist.Normal(0, 1.5))
+    eta = numpyro.deterministic("eta", a + b * t)
+    if callable(getattr(law, "direct", None)):
+        law.direct(eta, y)
+    else:
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", law(eta), obs=y)
+
+
+def grid_moments(density):
+    """Means and standard deviations of two numbers, by a sum over a grid."""
+    axes = jnp.meshgrid(*[jnp.linspace(-6, 6, 601)] * 2, indexing="ij")
+    points = jnp.stack(axes, -1).reshape(-1, 2)
+    prior = dist.Normal(0, 1.5).log_prob(points).sum(-1)
+    logs = prior + jax.lax.map(density, points, batch_size=5000)
+    weights = jax.nn.softmax(logs)
+    mean = weights @ points
+    return mean, jnp.sqrt(weights @ jnp.square(points - mean))
+
+
+def fitted(model, *args, optim=None, steps=60, guide=None, **kwargs):
+    guide = gpaug.AutoLatentGaussian(model) if guide is None else guide
+    svi = gpaug.ConjugateSVI(model, guide, optim)
+    run = partial(svi.run, jax.random.key(0), steps, progress_bar=False, tol=1e-7)
+    result = run(*args, **kwargs)
+    return svi.posterior(result), result, guide
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_any_likelihood_against_a_grid(x64, name):
+    law, y = LAWS[name]
+    posterior, _, _ = fitted(partial(regression, law=law), T, y)
+    mean, deviation = grid_moments(lambda p: law(p[0] + p[1] * T).log_prob(y).sum())
+    found = [posterior["a"], posterior["b"]]
+    np.testing.assert_allclose(
+        [q.mean for q in found], mean, atol=0.07 * float(deviation.max())
+    )
+    # The Gaussian nearest in KL is a little narrow where the posterior is skewed.
+    ratio = np.array([jnp.sqrt(q.variance) for q in found]) / deviation
+    np.testing.assert_allclose(ratio, 1, atol=0.06)
+
+
+@pytest.mark.parametrize(("written", "y"), [(tobit, REAL), (preferred, None)])
+def test_factors_and_pairs_against_a_grid(x64, written, y):
+    def model(t, y=None):
+        a = numpyro.sample("a", dist.Normal(0, 1.5))
+        b = numpyro.sample("b", dist.Normal(0, 1.5))
+        written(a + b * t, y)
+
+    y = RNG.integers(0, 2, 40) if y is None else y
+    posterior, _, _ = fitted(model, T, y)
+
+    def density(p):
+        with numpyro.handlers.block():
+            return (
+                numpyro.infer.util.log_density(
+                    model, (T, y), {}, {"a": p[0], "b": p[1]}
+                )[0]
+                - dist.Normal(0, 1.5).log_prob(p).sum()
+            )
+
+    mean, deviation = grid_moments(density)
+    found = [posterior["a"], posterior["b"]]
+    np.testing.assert_allclose([q.mean for q in found], mean, atol=0.05)
+    ratio = np.array([jnp.sqrt(q.variance) for q in found]) / deviation
+    np.testing.assert_allclose(ratio, 1, atol=0.06)
+
+
+# -- exact where everything is normal ----------------------------------------------
+
+GROUP = RNG.integers(0, 4, N)
+
+
+def varying(t, group, y=None):
+    """Intercepts and slopes that vary about means, in a plate."""
+    a0 = numpyro.sample("a0", dist.Normal(1, 2))
+    b0 = numpyro.sample("b0", dist.Normal(0, 1))
+    noise = numpyro.param("noise", 0.5, constraint=dist.constraints.positive)
+    with numpyro.plate("groups", 4):
+        a = numpyro.sample("a", dist.Normal(a0, 0.7))
+        b = numpyro.sample("b", dist.Normal(b0, 0.3))
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(a[group] + b[group] * t, noise), obs=y)
+
+
+def of_one_vector(t, group, y=None):
+    """The same model, all in one vector."""
+    Z = jnp.eye(4)[group]
+    X = jnp.column_stack([jnp.ones_like(t), t])
+    design = jnp.concatenate([X, 0.7 * Z, 0.3 * Z * t[:, None]], 1)
+    scale = jnp.array([2.0, 1.0] + 8 * [1.0])
+    w = numpyro.sample("w", dist.Normal(0, scale).to_event(1))
+    noise = numpyro.param("noise", 0.5, constraint=dist.constraints.positive)
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(1 + design @ w, noise), obs=y)
+
+
+def covariance():
+    Z = np.eye(4)[GROUP]
+    same = Z @ Z.T
+    mean = 4 + np.outer(T, T)
+    return mean + same * (0.49 + 0.09 * np.outer(T, T)) + 0.25 * np.eye(N)
+
+
+def test_normal_models_have_the_exact_evidence(x64):
+    _, result, guide = fitted(varying, T, GROUP, REAL)
+    exact = stats.multivariate_normal(np.ones(N), covariance()).logpdf(REAL)
+    np.testing.assert_allclose(-result.losses[-1], exact, rtol=1e-9)
+    assert guide.structure.size == 10
+
+
+def test_normal_models_have_the_exact_posterior(x64):
+    posterior, _, _ = fitted(varying, T, GROUP, REAL)
+    Z = np.eye(4)[GROUP]
+    cross = 4 * np.ones((4, N)) + 0.49 * Z.T
+    gain = np.linalg.solve(covariance(), cross.T).T
+    mean = 1 + gain @ (REAL - 1)
+    spread = 4 * np.ones((4, 4)) + 0.49 * np.eye(4) - gain @ cross.T
+    np.testing.assert_allclose(posterior["a"].mean, mean, rtol=1e-8)
+    np.testing.assert_allclose(
+        posterior["a"].covariance_matrix, spread, rtol=1e-6, atol=1e-8
+    )
+
+
+def test_written_naturally_or_as_one_vector_is_the_same(x64):
+    _, natural, _ = fitted(varying, T, GROUP, REAL, optim="lbfgs")
+    _, vector, _ = fitted(of_one_vector, T, GROUP, REAL, optim="lbfgs")
+    np.testing.assert_allclose(natural.losses[-1], vector.losses[-1], rtol=1e-8)
+    found = [r.params["noise"] for r in (natural, vector)]
+    np.testing.assert_allclose(*found, rtol=1e-3)
+
+
+def test_minibatches_reach_the_full_data_fit():
+    def model(t, group, y=None):
+        a0 = numpyro.sample("a0", dist.Normal(1, 2))
+        with numpyro.plate("groups", 4):
+            a = numpyro.sample("a", dist.Normal(a0, 0.7))
+        with numpyro.plate("data", N, subsample_size=5) as i:
+            law = dist.Poisson(jnp.exp(a[group[i]] + 0.5 * t[i]))
+            numpyro.sample("y", law, obs=y[i])
+
+    def full(t, group, y=None):
+        a0 = numpyro.sample("a0", dist.Normal(1, 2))
+        with numpyro.plate("groups", 4):
+            a = numpyro.sample("a", dist.Normal(a0, 0.7))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(a[group] + 0.5 * t)), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    data = T, GROUP, COUNTS
+    batch = svi.run(jax.random.key(0), 1000, *data, progress_bar=False)
+    whole = fitted(full, *data)[1]
+    name = "latents_auto_precision"
+    inverse = [np.linalg.inv(r.params[name]) for r in (batch, whole)]
+    np.testing.assert_allclose(*inverse, atol=0.03 * np.abs(inverse[1]).max())
+
+
+def test_one_process_is_that_of_the_sparse_guide():
+    def model(X, y=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0, 2.0), inducing)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    X, Z = T[:, None], np.linspace(-1, 1, 6)[:, None]
+    answers = []
+    for guide in (gpaug.AutoLatentGaussian(model), gpaug.AutoSparseGP(model)):
+        posterior, result, _ = fitted(model, X, BINARY, inducing=Z, guide=guide)
+        f = posterior.predict_f(X[:3] + 0.1, site="f")
+        answers.append((result.losses[-1], *f, posterior.predict_y(X[:3]).probs))
+    for ours, theirs in zip(*answers, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+
+
+# -- predictions ---------------------------------------------------------------------
+
+
+def plain_groups(t, group, y=None, *, members=4):
+    a0 = numpyro.sample("a0", dist.Normal(1, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    with numpyro.plate("groups", members):
+        a = numpyro.sample("a", dist.Normal(a0, tau))
+    mu = numpyro.deterministic("mu", a[group] + 0.5 * t)
+    numpyro.deterministic("rate", jnp.exp(mu))
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(mu)), obs=y)
+
+
+@pytest.fixture(scope="module")
+def counts():
+    return fitted(plain_groups, T, GROUP, COUNTS, optim="lbfgs")
+
+
+def test_predictions_are_those_of_draws(counts):
+    posterior, _, _ = counts
+    mu = posterior.predict_f(T[:5], GROUP[:5], site="mu")
+    predicted = posterior.predict_y(T[:5], GROUP[:5])
+    rng = np.random.default_rng(0)
+    normal = rng.normal(size=(400_000, 5)) * np.sqrt(mu.variance) + np.asarray(mu.mean)
+    rate = np.exp(normal)
+    np.testing.assert_allclose(predicted.mean, rate.mean(0), rtol=0.01)
+    np.testing.assert_allclose(
+        predicted.variance, rate.mean(0) + rate.var(0), rtol=0.03
+    )
+    y = np.arange(5)
+    density = stats.poisson(rate).pmf(y).mean(0)
+    np.testing.assert_allclose(predicted.log_prob(y), np.log(density), atol=0.01)
+    np.testing.assert_allclose(
+        posterior.log_prob(T[:5], GROUP[:5], y), np.log(density), atol=0.01
+    )
+    draws = predicted.sample(jax.random.key(0), (100_000,))
+    np.testing.assert_allclose(draws.mean(0), predicted.mean, rtol=0.02)
+    np.testing.assert_allclose(draws.var(0), predicted.variance, rtol=0.06)
+
+
+def test_new_groups_are_draws_from_their_prior(counts):
+    posterior, result, _ = counts
+    known = posterior.predict_f(T[:1], np.array([2]), site="mu", members=5)
+    same = posterior.predict_f(T[:1], np.array([2]), site="mu")
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), known, same)
+    new = posterior.predict_f(np.zeros(1), np.array([4]), site="mu", members=5)
+    tau = float(result.params["tau_auto_loc"])
+    a0 = posterior["a0"]
+    np.testing.assert_allclose(new.mean[0], a0.mean, rtol=1e-5)
+    np.testing.assert_allclose(new.variance[0], a0.variance + tau**2, rtol=1e-4)
+
+
+def test_what_is_not_affine_is_refused_by_name(counts):
+    with pytest.raises(gpaug.NotConjugateError, match="'rate' is not affine in 'a0'"):
+        counts[0].predict_f(T[:5], GROUP[:5], site="rate")
+
+
+def test_the_table_has_a_row_for_every_entry(counts):
+    table = counts[0].summary()
+    assert list(table.columns) == ["mean", "sd", "5%", "50%", "95%"]
+    assert [*table.index] == ["a0", *(f"a[{i}]" for i in range(4)), "tau"]
+    a = counts[0]["a"]
+    np.testing.assert_allclose(table["mean"][1:5], a.mean, rtol=1e-5)
+    np.testing.assert_allclose(table["sd"][1:5], jnp.sqrt(a.variance), rtol=1e-4)
+    np.testing.assert_allclose(
+        table["95%"][1:5], a.mean + 1.645 * jnp.sqrt(a.variance), rtol=1e-3
+    )
+    assert table.loc["tau", "sd"] == 0
+    with pytest.raises(KeyError, match="not among the Gaussian latents"):
+        counts[0]["tau"]
+
+
+def test_files_keep_all_of_it(counts, tmp_path):
+    posterior, _, _ = counts
+    posterior.save(tmp_path / "fit.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "fit.npz", plain_groups)
+    args = T[:5], GROUP[:5]
+    np.testing.assert_allclose(
+        loaded.predict_y(*args).mean, posterior.predict_y(*args).mean, rtol=1e-6
+    )
+    assert loaded.summary().equals(posterior.summary())
+    guide = gpaug.AutoSparseGP(plain_groups)
+    with pytest.raises(gpaug.ArchiveError, match="AutoSparseGP"):
+        gpaug.Posterior.load(tmp_path / "fit.npz", plain_groups, guide)
+
+
+def test_overdispersed_data_are_predicted_by_new_members():
+    """A latent in the plate of the data belongs to them: other data have others."""
+
+    def model(t, y=None):
+        a = numpyro.sample("a", dist.Normal(0, 2))
+        with numpyro.plate("data", len(t)):
+            e = numpyro.sample("e", dist.Normal(0, 0.8))
+            eta = numpyro.deterministic("eta", a + e)
+            numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
+
+    posterior, _, _ = fitted(model, T, COUNTS)
+    found = posterior.predict_f(T, site="eta")
+    a = posterior["a"]
+    np.testing.assert_allclose(found.mean, np.full(N, a.mean), rtol=1e-5)
+    np.testing.assert_allclose(found.variance, np.full(N, a.variance + 0.64), rtol=1e-4)
+
+
+def test_predictive_of_numpyro_draws_from_the_guide(counts):
+    posterior, result, guide = counts
+    predictive = numpyro.infer.Predictive(
+        plain_groups, guide=guide, params=result.params, num_samples=4000
+    )
+    draws = predictive(jax.random.key(0), T[:5], GROUP[:5])
+    predicted = posterior.predict_y(T[:5], GROUP[:5])
+    np.testing.assert_allclose(draws["y"].mean(0), predicted.mean, rtol=0.1)
+
+
+# -- what is Gaussian, and what is said of the rest ----------------------------------
+
+
+def structure_of(model, *args):
+    return gpaug.AutoLatentGaussian(model).setup(*args)
+
+
+def test_guides_introduce_themselves(counts):
+    assert str(counts[2]) == (
+        "AutoLatentGaussian, 5 Gaussian latents, dense\n"
+        "  a0   ()     Gaussian\n"
+        "  a    (4,)   Gaussian\n"
+        "  tau  ()     hyperparameter, a point (AutoDelta)\n"
+        "  y    (25,)  observed, by quadrature"
+    )
+
+
+def test_a_gaussian_in_a_scale_is_a_hyperparameter():
+    def model(t, y=None):
+        s = numpyro.sample("log_scale", dist.Normal(0, 1))
+        b = numpyro.sample("b", dist.Normal(0, jnp.exp(s)).expand([3]))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(b[GROUP % 3])), obs=y)
+
+    guide = structure_of(model, T, COUNTS)
+    assert guide.structure.others == ("log_scale",)
+    assert (
+        "log_scale  ()     held apart, a point (AutoDelta): it is in the scale of 'b'"
+        in str(guide)
+    )
+
+
+def test_a_kernel_parameter_with_a_normal_prior_is_a_hyperparameter():
+    def model(t, y=None):
+        log_ls = numpyro.sample("log_ls", dist.Normal(0, 1))
+        K = gpaug.kernels.Matern52(jnp.exp(log_ls))(t[:, None], t[:, None])
+        law = dist.MultivariateNormal(jnp.zeros(N), K + 1e-4 * jnp.eye(N))
+        f = numpyro.sample("f", law)
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    assert structure_of(model, T, BINARY).structure.others == ("log_ls",)
+
+
+def test_discrete_latents_and_softmax_are_refused():
+    def discrete(y=None):
+        z = numpyro.sample("z", dist.Bernoulli(0.5))
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(b + z, 1), obs=y)
+
+    with pytest.raises(gpaug.NotConjugateError, match="'z' is discrete"):
+        structure_of(discrete, 1.0)
+
+    def softmax(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2, 3]).to_event(2))
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Categorical(logits=X @ w), obs=y)
+
+    X = np.column_stack([np.ones(N), T])
+    with pytest.raises(gpaug.NotConjugateError, match="site 'y'.*reduce_max mixes"):
+        structure_of(softmax, X, CLASSES % 3)
+
+
+def test_no_warning_of_a_fit():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fitted(plain_groups, T, GROUP, COUNTS, steps=3)
