@@ -425,3 +425,61 @@ def test_no_warning_of_a_fit():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fitted(plain_groups, T, GROUP, COUNTS, steps=3)
+
+
+# -- bad input ------------------------------------------------------------------------
+
+
+def test_codes_of_no_group_are_refused(counts):
+    with pytest.raises(ValueError, match="'a' has 3 members.*from 0 to 3"):
+        structure_of(partial(plain_groups, members=3), T, GROUP, COUNTS)
+    with pytest.raises(ValueError, match="'a' has 4 members.*from 7 to 7"):
+        counts[0].predict_y(T[:2], np.array([7, 7]))
+
+
+def test_too_many_latents_are_refused_with_their_size():
+    def model(t, y=None):
+        f = numpyro.sample("f", dist.Normal(0, 1).expand([6000]).to_event(1))
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(f[: len(t)], 1.0), obs=y)
+
+    with pytest.raises(gpaug.NotConjugateError, match="6000 latents.*'f' of shape"):
+        structure_of(model, T, REAL)
+
+
+@pytest.mark.parametrize(
+    ("group", "effects"), [(np.zeros(N, int), 1), (GROUP, 6), (GROUP * 0 + 2, 4)]
+)
+def test_plates_of_one_and_groups_without_rows(group, effects):
+    posterior, result, _ = fitted(
+        partial(plain_groups, members=effects), T, group, COUNTS, optim="lbfgs"
+    )
+    assert np.isfinite(result.losses).all()
+    tau = float(result.params["tau_auto_loc"])
+    a0 = posterior["a0"].variance
+    empty = [g for g in range(effects) if g not in group]
+    for g in empty:
+        np.testing.assert_allclose(
+            posterior["a"].variance[g], a0 + tau**2, rtol=1e-3, atol=1e-5
+        )
+
+
+def test_collinear_columns_and_wide_priors():
+    """Two columns that are the same under a prior of 1000: their sum is known."""
+
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1000.0).expand([3]).to_event(1))
+        eta = numpyro.deterministic("eta", X @ w)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
+
+    X = np.column_stack([np.ones(N), T, T])
+    posterior, result, _ = fitted(model, X, COUNTS)
+    assert np.isfinite(result.losses).all()
+    single = X * np.array([1, 1, 0])
+    other, _, _ = fitted(model, single, COUNTS)
+    ours, theirs = (
+        p.predict_f(x, site="eta") for p, x in ((posterior, X), (other, single))
+    )
+    np.testing.assert_allclose(ours.mean, theirs.mean, atol=0.02)
+    np.testing.assert_allclose(ours.variance, theirs.variance, rtol=0.1, atol=2e-3)

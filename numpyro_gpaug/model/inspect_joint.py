@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from numpyro_gpaug.model.latents import (
     GaussianSite,
     JointStructure,
     Parts,
+    check_indices,
     joint_block,
     parts_of,
     whitened,
@@ -45,6 +47,8 @@ from numpyro_gpaug.model.structure import (
 
 # Predictors of one datum whose expectation is by quadrature.
 _MOST = 2
+# Gaussian latents that are held by one dense matrix.
+MAX_DENSE = 5000
 
 
 class _Survey(NamedTuple):
@@ -80,7 +84,17 @@ def inspect_joint(
         name, reason = _chosen(model, arguments, sites, survey, blamed)
         held.append((name, reason))
         sites = tuple(s for s in sites if s.name != name)
+    check_indices(found.program)
     names = {s.name for s in sites}
+    size = sum(prod(s.shape) for s in sites)
+    if size > MAX_DENSE:
+        largest = max(sites, key=lambda s: prod(s.shape))
+        raise NotConjugateError(
+            f"the joint Gaussian of {size} latents would be a dense matrix of "
+            f"{4 * size**2 / 2**30:.0f} GiB in float32; at most {MAX_DENSE} are held "
+            f"jointly. The largest site is {largest.name!r} of shape "
+            f"{largest.value_shape}; MCMC(NUTS(model)) samples any model"
+        )
     return JointStructure(
         blocks=(joint_block(sites, survey.dtype),) if sites else (),
         others=tuple(n for n in survey.latent if n not in names),
@@ -107,7 +121,7 @@ def _chosen(
 
     :param blamed: sites that may be at fault, with what they do.
     """
-    sizes = {s.name: jnp.prod(jnp.array(s.shape, int)).item() for s in sites}
+    sizes = {s.name: prod(s.shape) for s in sites}
     ordered = sorted(blamed, key=lambda name: sizes[name])
     for name in ordered:
         rest = tuple(s for s in sites if s.name != name)
@@ -340,7 +354,7 @@ def warn_of_points(
     ]
     if points:
         warnings.warn(
-            f"{points} are Gaussian and reach the data affinely, but AutoSparseGP gives "
+            f"{points} are Gaussian and reach data affinely, but AutoSparseGP gives "
             "them point estimates: AutoLatentGaussian(model) holds them and all "
             "processes jointly; other=AutoNormal gives them normals of their own",
             stacklevel=2,

@@ -250,6 +250,13 @@ class JointView:
 
     # What predictions are made of.
 
+    def gathers(self) -> list[tuple[str, int, Array]]:
+        """Sites that are indexed, their numbers of members, and the indices."""
+        found = list(self._program.gathers())
+        values = self._program.run([index for _, _, index in found], {})
+        pairs = zip(found, values, strict=True)
+        return [(names[-1], size, index) for (names, size, _), index in pairs]
+
     def spread(self, name: str, q: Moments) -> tuple[Array, Array, Array]:
         """Mean of a Gaussian or deterministic site, the rows of its spread, and the
         variance it has given the latents: to be added to the sum of their squares.

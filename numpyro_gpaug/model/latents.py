@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from numpyro import handlers
 
 from numpyro_gpaug.gp.process import Conditional
@@ -21,6 +22,7 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.predictors import Likelihood
+from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import Block, Structure, Trace, check_shape
 
 
@@ -182,6 +184,27 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
         else:
             parts.others[name] = Likelihood((fn, value, scale))
     return parts
+
+
+def check_indices(program: Program) -> None:
+    """Raises for codes that no member of a plate has: JAX would take the last one.
+
+    :param program: of a model, with its arguments for constants.
+    :raises ValueError: naming the site.
+    """
+    found = list(program.gathers())
+    if not found or any(isinstance(x, Tracer) for x in program.constants.values()):
+        return
+    values = program.run([index for _, _, index in found], {})
+    for (names, size, _), index in zip(found, values, strict=True):
+        low, high = int(np.min(index)), int(np.max(index))
+        if low < 0 or high >= size:
+            raise ValueError(
+                f"{names[-1]!r} has {size} members, codes 0 to {size - 1}, but is "
+                f"indexed by numbers from {low} to {high}: give its plate the number "
+                "of groups, and encode them as 0, 1, ... (numpy.unique(group, "
+                "return_inverse=True)[1])"
+            )
 
 
 def elementwise_expectation(fn: Any) -> Expectation | None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -144,6 +144,17 @@ class Program:
             chosen.append(operation)
             needed |= {x for x in operation.operands if not isinstance(x, Literal)}
         return chosen[::-1]
+
+    def gathers(self) -> Iterator[tuple[tuple[str, ...], int, Any]]:
+        """Where inputs are indexed by numbers that depend on none: names of the inputs,
+        the size of the indexed axis, and the variable that holds the indices."""
+        for eqn, operands, _ in self.operations:
+            if eqn.primitive.name != "gather" or self.depends(operands[1]):
+                continue
+            axes = eqn.params["dimension_numbers"].start_index_map
+            names = tuple(self.value(operands[0]).state)
+            if names and len(axes) == 1:
+                yield names, eqn.invars[0].aval.shape[axes[0]], operands[1]
 
     def run(self, wanted: list[Any], known: dict[int, Any]) -> list[Any]:
         """Values of variables, given those of some others.

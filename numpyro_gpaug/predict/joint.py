@@ -12,7 +12,7 @@ from jax import Array, random
 from numpyro import handlers
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug._numpyro import one_thread, whole_plates
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
@@ -21,7 +21,13 @@ from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import Arguments, Block, Structure, remembered
-from numpyro_gpaug.predict.predictor import Fitted, FunctionValues, Predictor
+from numpyro_gpaug.predict.predictor import (
+    Fitted,
+    FunctionValues,
+    Predictor,
+    Prepared,
+    is_traced,
+)
 
 
 class JointPredictor(Predictor):
@@ -39,6 +45,47 @@ class JointPredictor(Predictor):
         self, model: Any, structure: JointStructure, guide: ProcessGuide
     ) -> None:
         super().__init__(model, structure, guide)
+        self._indices: dict[Any, Any] = {}
+
+    @one_thread
+    def __call__(
+        self,
+        what: str,
+        arguments: Arguments,
+        fitted: Fitted,
+        prepared: Prepared | None,
+        site: str,
+        like: Any = None,
+        **how: Any,
+    ) -> tuple[Any, Prepared]:
+        if not is_traced(arguments):
+            self._check_indices(arguments, fitted)
+        return super().__call__(
+            what, arguments, fitted, prepared, site, like=like, **how
+        )
+
+    def _check_indices(self, arguments: Arguments, fitted: Fitted) -> None:
+        """Raises for groups that the model has not, of which JAX would take the last
+        for each."""
+
+        def extremes(arrays: Any, fitted: Fitted) -> list[Any]:
+            found = self._view(arrays, arguments.static, fitted).gathers()
+            names[:] = [(name, size) for name, size, _ in found]
+            return [(index.min(), index.max()) for _, _, index in found]
+
+        names: list[Any] = []
+        program = remembered(
+            self._indices, arguments.shapes, lambda: (jax.jit(extremes), names)
+        )
+        found = program[0](arguments.arrays, fitted)
+        for (name, size), (low, high) in zip(program[1], found, strict=True):
+            if low < 0 or high >= size:
+                raise ValueError(
+                    f"{name!r} has {size} members, codes 0 to {size - 1}, but is "
+                    f"indexed by numbers from {low} to {high}: a group that was not "
+                    "seen needs a plate of more members, whose size is a keyword "
+                    "argument of the model, say"
+                )
 
     def block(self, site: str | None) -> Block:
         """The site to predict by name: a process, a deterministic or a Gaussian one;
