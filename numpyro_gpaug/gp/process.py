@@ -23,7 +23,8 @@ from numpyro_gpaug.gp.kernels import as_kernel
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.gp.projection import latent_first, lead, project, residual_variance
 from numpyro_gpaug.math.affine import AffineMap
-from numpyro_gpaug.math.blocks import AffineBlocks, affine_blocks, rows_of_blocks
+from numpyro_gpaug.math.affine_blocks import AffineBlocks, affine_blocks
+from numpyro_gpaug.math.blocks import rows_of_blocks
 from numpyro_gpaug.math.linalg import (
     cholesky,
     inverse_cholesky,
@@ -121,8 +122,9 @@ class Conditional:
 
     def map_through(self, inverse_factor: Array) -> AffineMap | AffineBlocks:
         """:meth:`affine_map_through`, of very many rows in blocks."""
-        gp, mean, inducing = self.gp, self.mean, inverse_factor.shape[-1]
-        size = rows_of_blocks(len(self.X), len(mean), inducing, self.dtype)
+        gp, mean, num = self.gp, self.mean, inverse_factor.shape[-1]
+        # Matrices of the inducing inputs are whole, and these may be all of the data.
+        size = rows_of_blocks(len(self.X), len(mean) * num, self.dtype, least=num)
         if size is None:
             return self.affine_map_through(inverse_factor)
 

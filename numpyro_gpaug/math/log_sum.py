@@ -40,6 +40,7 @@ from scipy.special import ndtr as ndtr_numpy
 from threadpoolctl import threadpool_limits
 
 from numpyro_gpaug.math import normal
+from numpyro_gpaug.math.blocks import cut_rows, over_blocks
 from numpyro_gpaug.math.concrete import floating
 from numpyro_gpaug.math.gumbel import expected_log_sum_exp
 
@@ -194,17 +195,8 @@ def _by_blocks(
     size, rows = math.prod(shape), max(1, BLOCK // num_classes)
     if size <= rows:
         return compute(mean, variance)
-    blocks = -(-size // rows)
-
-    def padded(x: Array) -> Array:
-        x = x.reshape(size, num_classes)
-        x = jnp.pad(x, ((0, blocks * rows - size), (0, 0)), mode="edge")
-        return x.reshape(blocks, rows, num_classes)
-
-    # Recomputed in a backward pass: the lattice of all rows would not fit.
-    step = jax.checkpoint(lambda x: compute(*x))
-    found = lax.map(step, (padded(mean), padded(variance)))
-    found = [x.reshape(blocks * rows, *x.shape[2:])[:size] for x in found]
+    cut = [cut_rows(x.reshape(size, num_classes), rows) for x in (mean, variance)]
+    found = over_blocks(lambda block: compute(*block), cut, size)
     return tuple(x.reshape(shape + x.shape[1:]) for x in found)
 
 

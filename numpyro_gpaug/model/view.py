@@ -14,7 +14,7 @@ from jax import Array, random
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior
-from numpyro_gpaug.math.blocks import AffineBlocks
+from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
 from numpyro_gpaug.model.predictors import (

@@ -28,7 +28,7 @@ from numpyro_gpaug.math.affine import (
     scatter,
     selected,
 )
-from numpyro_gpaug.math.blocks import AffineBlocks
+from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
 
 Natural = dict[str, NaturalGaussian]
