@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Very many rows in blocks: the same numbers, of which few exist at once."""
 
-from contextlib import contextmanager
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,20 +16,11 @@ from numpyro_gpaug.math import blocks
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
 from numpyro_gpaug.model.structure import Arguments
-from tests.conftest import assert_close
+from tests.conftest import assert_close, small_blocks
 from tests.problems import toy
 
 KEY = jax.random.key(0)
 ROWS, INDUCING = 203, 6
-
-
-@contextmanager
-def small_blocks(monkeypatch, size=2**11):
-    """As if the data were large: blocks of ``size`` bytes."""
-    with monkeypatch.context() as patch:
-        for name in ("WHOLE", "BLOCK", "BLOCK_OF_ACCELERATORS"):
-            patch.setattr(blocks, name, size)
-        yield
 
 
 def model(X, y=None, *, Z, latents=None, likelihood="bernoulli"):
@@ -105,10 +94,10 @@ def everything(problem, values, natural):
 
 
 @pytest.mark.parametrize(("fn", "given"), CASES)
-def test_blocks_give_the_same_numbers(fn, given, dtype, monkeypatch) -> None:
+def test_blocks_give_the_same_numbers(fn, given, dtype) -> None:
     problem, values, natural = problem_of(fn, dtype, given)
     whole = jax.jit(lambda values: everything(problem, values, natural))(values)
-    with small_blocks(monkeypatch):
+    with small_blocks(2**11):
         map_ = problem(values).maps["f"]
         assert isinstance(map_, AffineBlocks)
         count, size = map_.rows[0].shape[:2]
@@ -120,7 +109,7 @@ def test_blocks_give_the_same_numbers(fn, given, dtype, monkeypatch) -> None:
         assert_close(a, b, 20 * max(1, float(jnp.abs(b).max())))
 
 
-def test_blocks_under_vmap(monkeypatch) -> None:
+def test_blocks_under_vmap() -> None:
     problem, values, natural = problem_of(factors, "float32", {})
     several = jax.tree.map(lambda x: jnp.stack([x, x + 0.3]), values)
 
@@ -128,14 +117,14 @@ def test_blocks_under_vmap(monkeypatch) -> None:
         return everything(problem, values, natural)
 
     one_by_one = [jax.tree.map(lambda x, i=i: x[i], several) for i in range(2)]
-    with small_blocks(monkeypatch):
+    with small_blocks(2**11):
         batched = jax.jit(jax.vmap(run))(several)
     for i, values in enumerate(one_by_one):
         for a, b in zip(*map(jax.tree.leaves, (batched, run(values))), strict=True):
             assert_close(a[i], b, 20 * max(1, float(jnp.abs(b).max())))
 
 
-def test_fits_and_predictions_in_blocks(monkeypatch) -> None:
+def test_fits_and_predictions_in_blocks() -> None:
     X, y = toy(ROWS)
     given = {"likelihood": "bernoulli", "Z": X[:INDUCING]}
 
@@ -145,7 +134,7 @@ def test_fits_and_predictions_in_blocks(monkeypatch) -> None:
         return result.losses, svi.posterior(result).predict_y(X).probs
 
     whole = run()
-    with small_blocks(monkeypatch):
+    with small_blocks(2**11):
         in_blocks = run()
     for a, b in zip(in_blocks, whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4)
@@ -154,14 +143,14 @@ def test_fits_and_predictions_in_blocks(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("likelihood", "optim"), [("bernoulli", "lbfgs"), ("student", None)]
 )
-def test_nothing_but_the_projection_is_whole(likelihood, optim, monkeypatch) -> None:
+def test_nothing_but_the_projection_is_whole(likelihood, optim) -> None:
     X, y = toy(4000)
     given = {"Z": X[:100], "likelihood": likelihood}
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
     state = svi.init(KEY, X, y, **given)
     arguments = Arguments.split((X, y), given)
     plan = svi._plan_at(arguments, state)
-    with small_blocks(monkeypatch, 2**16):
+    with small_blocks(2**16):
         program = svi._advance.lower(
             state, np.int32(1), np.float32(0), np.uint32(0), arguments.arrays,
             plan=plan, static=arguments.static,
@@ -172,7 +161,7 @@ def test_nothing_but_the_projection_is_whole(likelihood, optim, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("function", [expected_log_sigmoid, jensen_gap])
-def test_elements_in_blocks(function, dtype, monkeypatch) -> None:
+def test_elements_in_blocks(function, dtype) -> None:
     mean = jnp.linspace(0, 9, 3 * 67, dtype=dtype).reshape(3, 67)
     variance = jnp.linspace(0.1, 4, 67, dtype=dtype)
 
@@ -181,14 +170,14 @@ def test_elements_in_blocks(function, dtype, monkeypatch) -> None:
         return value, *pull(jnp.cos(value))
 
     whole = run(mean, variance)
-    with small_blocks(monkeypatch):
+    with small_blocks(2**11):
         for a, b in zip(jax.jit(run)(mean, variance), whole, strict=True):
             assert a.dtype == b.dtype
             assert_close(a, b, 10)
 
 
-def test_the_full_process_is_whole(monkeypatch) -> None:
+def test_the_full_process_is_whole() -> None:
     # Its inducing matrix is of that size anyway, and kernels see that X is Z.
-    with small_blocks(monkeypatch, 100):
+    with small_blocks(100):
         assert blocks.rows_of_blocks(500, 500, "float32", least=500) is None
         assert blocks.rows_of_blocks(501, 500, "float32", least=500) == 500
