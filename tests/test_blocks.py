@@ -79,7 +79,8 @@ def problem_of(fn, dtype, given):
 
 
 def everything(problem, values, natural):
-    """Bound, its gradient in the params, and where a whole step takes a block."""
+    """Bound, its gradient in the params, where a whole step takes a block and one of
+    its latents, and marginals given all of them."""
     at, pull = vjp(problem, values)
     # Not the prior, under which spread and residual add up to the same everywhere.
     natural = jax.tree.map(lambda x: 1.3 * x + 0.1 * (x > 0), natural)
@@ -90,7 +91,8 @@ def everything(problem, values, natural):
         "f", *(jax.tree.map(lambda x: x[:1], part["f"])
         for part in (evaluation.marginals, evaluation.slopes)),
     )  # fmt: skip
-    return evaluation.bound, slopes, target, one
+    given = at.maps["f"].given(natural["f"].potential)
+    return evaluation.bound, slopes, target, one, given
 
 
 @pytest.mark.parametrize(("fn", "given"), CASES)
@@ -171,6 +173,7 @@ def test_elements_in_blocks(function, dtype) -> None:
 
     whole = run(mean, variance)
     with small_blocks(2**11):
+        assert "scan" in str(jax.make_jaxpr(run)(mean, variance))
         for a, b in zip(jax.jit(run)(mean, variance), whole, strict=True):
             assert a.dtype == b.dtype
             assert_close(a, b, 10)

@@ -167,7 +167,7 @@ def main() -> None:
     print(f"{machine()}\n{args.rows} rows, {batches}, M {args.inducing}")
     print(
         "seconds: of the steps, compiled before; each: of one; total: with k-means and "
-        "compilation; cpu: processor seconds of that; peak: MiB, with data and libraries"
+        "compilation; cpu: processor seconds of that; peak: MiB with data and libraries"
     )
     _, y, p = draw(args.test_rows, args.columns, 2)
     rows.append({"likelihood": "the truth", **judge(p, y)})

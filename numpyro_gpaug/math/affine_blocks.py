@@ -51,7 +51,7 @@ class AffineBlocks:
 
     def keep(self) -> AffineBlocks:
         """The same map, made once."""
-        still = jax.tree.map(lax.stop_gradient, self)
+        still = jax.tree.map(lax.stop_gradient, replace(self, latents=None))
         return replace(self, kept=lax.map(still._block, self.rows))
 
     def afresh(self) -> AffineBlocks:
@@ -59,7 +59,7 @@ class AffineBlocks:
         return replace(self, kept=None)
 
     def select(self, latents: Array | None) -> AffineBlocks:
-        """The map of some latents, all for ``None``; of a map of all."""
+        """The map of some of all latents, or of all for ``None``."""
         return replace(self, latents=latents)
 
     def marginals(self, q: Moments) -> Marginals:
