@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -69,6 +70,20 @@ def compilations(name: str) -> int:
     """How often a function of this name has been compiled so far. (JAX's own count of
     what a jitted function holds forgets: the cache is shared.)"""
     return _COMPILED.count(f"jit({name})")
+
+
+@contextmanager
+def small_blocks(size: int) -> Iterator[None]:
+    """As if data were large: whatever can be is computed in blocks.
+
+    :param size: of them, in bytes.
+    """
+    from numpyro_gpaug.math import blocks
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WHOLE", "BLOCK", "BLOCK_OF_ACCELERATORS"):
+            patch.setattr(blocks, name, size)
+        yield
 
 
 TOLERANCES = {"float32": 1e-5, "float64": 1e-11}

@@ -16,7 +16,6 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.likelihoods.augmentation import draw_auxiliaries, lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
-from numpyro_gpaug.math import log_sum
 from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,
     LOGISTIC,
@@ -25,6 +24,7 @@ from numpyro_gpaug.math.log_sum import (
 )
 from numpyro_gpaug.testing import check_augmentation
 from tests.augmented import left_over
+from tests.conftest import small_blocks
 from tests.models import covariance
 
 GOLDEN = json.loads(
@@ -124,7 +124,7 @@ def test_softmax_identities() -> None:
     np.testing.assert_allclose(shifted, value + 50, rtol=1e-6)
 
 
-def test_blocks_of_rows_change_nothing(monkeypatch) -> None:
+def test_blocks_of_rows_change_nothing() -> None:
     rng = np.random.default_rng(3)
     m = rng.normal(size=(11, 2, 3)).astype("float32")
     v = np.ones_like(m)
@@ -138,8 +138,8 @@ def test_blocks_of_rows_change_nothing(monkeypatch) -> None:
         for block in (None, 15)
     )
     whole = whole(m)
-    monkeypatch.setattr(log_sum, "BLOCK", 15)
-    parts = parts(m)
+    with small_blocks(2**13):
+        parts = parts(m)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

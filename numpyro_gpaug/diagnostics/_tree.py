@@ -29,7 +29,6 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.affine import selected as _selected
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.predictors import of_site
@@ -308,10 +307,9 @@ def _log_likelihoods(view: ModelView, latents: Any) -> dict[str, Array]:
     """Per observed site, the log density of each observation given the draw."""
     at, maps, selected = {}, view.maps(), view.selected()
     for block in view.structure.blocks:
-        map_, v = maps[block.name], latents[block.site]
+        v = latents[block.site]
         v = _selected(v if v.ndim > 1 else v[None], selected[block.name])
-        mean = map_(v)
-        at[block.name] = Marginals(mean, jnp.broadcast_to(map_.residual, mean.shape))
+        at[block.name] = maps[block.name].given(v)
     means, spreads = view.predictors.moments(at)
     carried = view.predictors.marginals(at)
 

@@ -23,6 +23,8 @@ from numpyro_gpaug.gp.kernels import as_kernel
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.gp.projection import latent_first, lead, project, residual_variance
 from numpyro_gpaug.math.affine import AffineMap
+from numpyro_gpaug.math.affine_blocks import AffineBlocks, affine_blocks
+from numpyro_gpaug.math.blocks import rows_of_blocks
 from numpyro_gpaug.math.linalg import (
     cholesky,
     inverse_cholesky,
@@ -117,6 +119,22 @@ class Conditional:
         projection = self.projection_through(inverse_factor)
         residual = residual_variance(self.prior_variance, projection)
         return AffineMap(self.mean, projection, residual)
+
+    def map_through(self, inverse_factor: Array) -> AffineMap | AffineBlocks:
+        """:meth:`affine_map_through`, of very many rows in blocks."""
+        gp, mean, num = self.gp, self.mean, inverse_factor.shape[-1]
+        # Matrices of the inducing inputs are whole, and these may be all of the data.
+        size = rows_of_blocks(len(self.X), len(mean) * num, self.dtype, least=num)
+        if size is None:
+            return self.affine_map_through(inverse_factor)
+
+        def of_rows(rows: tuple[Array, ...]) -> AffineMap:
+            X, mean, variance = rows
+            projection = self.select(project(gp.kernel, gp.inducing, inverse_factor, X))
+            residual = residual_variance(variance.T, projection)
+            return AffineMap(mean.T, projection, residual)
+
+        return affine_blocks(of_rows, (self.X, mean.T, self.prior_variance.T), size)
 
     def moved(self, v: Array) -> Array:
         """How function values move, of :attr:`shape`, as inducing values move.

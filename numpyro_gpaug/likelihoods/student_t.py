@@ -21,6 +21,7 @@ The first term is the augmented bound, and the integrand of the gap is positive,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ import numpyro.distributions as dist
 from jax import Array, lax
 
 from numpyro_gpaug.distributions.mixtures import NodeMixture
+from numpyro_gpaug.math.blocks import by_elements
 from numpyro_gpaug.math.quadrature import log_gamma_nodes
 
 from .contract import Augmentation, Conditionals, Parameters, register
@@ -62,8 +64,18 @@ def _jensen_gap_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 def _gap_terms(square: Array, variance: Array) -> tuple[Array, Array, Array]:
     """The gap and its two derivatives."""
     dtype = jnp.result_type(square, variance)
+    double = dtype == jnp.float64
+    rule: tuple[int, float, float] = (88, 1e-4, 34.0) if double else (44, 1e-2, 17.0)
+    terms = partial(_gap_terms_by, rule)
+    return by_elements(terms, square, variance, each=rule[0], dtype=dtype)
+
+
+def _gap_terms_by(
+    rule: tuple[int, float, float], square: Array, variance: Array
+) -> tuple[Array, Array, Array]:
+    """By a trapezoid rule: number of its nodes, and where they start and stop."""
+    (num, start, stop), dtype = rule, jnp.result_type(square, variance)
     square, variance = jnp.broadcast_arrays(square, variance)
-    num, start, stop = (88, 1e-4, 34.0) if dtype == jnp.float64 else (44, 1e-2, 17.0)
     low = lax.stop_gradient(jnp.log(start / (1 + square + variance)))
     step = (jnp.log(stop) - low) / (num - 1)
     # Nodes run along the leading axis: the data axis stays contiguous.

@@ -113,6 +113,11 @@ class AffineMap(NamedTuple):
         spread = jnp.square(rows[..., :-1, :]).sum(-2)
         return Marginals(self.offset + rows[..., -1, :], self.residual + spread)
 
+    def given(self, z: Array) -> Marginals:
+        """Marginals of the predictors given latents (latents, M)."""
+        mean = self(z)
+        return Marginals(mean, jnp.broadcast_to(self.residual, mean.shape))
+
     def information(self, factors: GaussianFactors) -> NaturalGaussian:
         """What factors on the predictors say of the latents: potential
         ``A (h - w offset)`` and precision ``A diag(w) A'``, to be added to the prior's.
@@ -122,6 +127,18 @@ class AffineMap(NamedTuple):
         rows = jnp.concatenate([weighted, centred[..., None, :]], -2)
         rows = jnp.einsum("...in,...jn->...ij", rows, self.projection)
         return NaturalGaussian(rows[..., -1, :], rows[..., :-1, :])
+
+    def select(self, latents: Array | None) -> AffineMap:
+        """The map of some latents, all for ``None``."""
+        return selected(self, latents)
+
+    def keep(self) -> AffineMap:
+        """Itself; maps in blocks (:mod:`numpyro_gpaug.math.blocks`) are made lazily."""
+        return self
+
+    def afresh(self) -> AffineMap:
+        """Itself, which has derivatives."""
+        return self
 
     def posterior(self, factors: GaussianFactors) -> Moments:
         """Standard normal latents given factors on their predictors."""

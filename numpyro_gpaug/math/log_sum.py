@@ -40,11 +40,9 @@ from scipy.special import ndtr as ndtr_numpy
 from threadpoolctl import threadpool_limits
 
 from numpyro_gpaug.math import normal
+from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
 from numpyro_gpaug.math.concrete import floating
 from numpyro_gpaug.math.gumbel import expected_log_sum_exp
-
-# Rows of latents that are worked on at once: bounds the memory of the lattice.
-BLOCK = 65536
 
 # The standard deviation up to which log S stays in the range of the lattice, four of
 # them below a mean of zero; and the -s at which a lattice of the logistic hands over,
@@ -187,24 +185,20 @@ def _centred(link: Link, mean: Array) -> tuple[Array, Array]:
 
 
 def _by_blocks(
-    compute: Callable[[Array, Array], tuple[Array, ...]], mean: Array, variance: Array
+    compute: Callable[[Array, Array], tuple[Array, ...]],
+    link: Link,
+    mean: Array,
+    variance: Array,
 ) -> tuple[Array, ...]:
     """Applies a function of (n, C) arrays block by block along the leading axes."""
     shape, num_classes = mean.shape[:-1], mean.shape[-1]
-    size, rows = math.prod(shape), max(1, BLOCK // num_classes)
-    if size <= rows:
+    points = _lattice(link, str(mean.dtype), num_classes).points
+    size = math.prod(shape)
+    rows = rows_of_blocks(size, num_classes * len(points), mean.dtype)
+    if rows is None:
         return compute(mean, variance)
-    blocks = -(-size // rows)
-
-    def padded(x: Array) -> Array:
-        x = x.reshape(size, num_classes)
-        x = jnp.pad(x, ((0, blocks * rows - size), (0, 0)), mode="edge")
-        return x.reshape(blocks, rows, num_classes)
-
-    # Recomputed in a backward pass: the lattice of all rows would not fit.
-    step = jax.checkpoint(lambda x: compute(*x))
-    found = lax.map(step, (padded(mean), padded(variance)))
-    found = [x.reshape(blocks * rows, *x.shape[2:])[:size] for x in found]
+    cut = [cut_rows(x.reshape(size, num_classes), rows) for x in (mean, variance)]
+    found = over_blocks(lambda block: compute(*block), cut, size)
     return tuple(x.reshape(shape + x.shape[1:]) for x in found)
 
 
@@ -274,7 +268,7 @@ def _expected(link: Link, mean: Array, variance: Array) -> Array:
         return (_lattice_sum(*args),)
 
     rows = partial(_by_width, link, narrow, expected_log_sum_exp)
-    return _by_blocks(rows, mean, variance)[0]
+    return _by_blocks(rows, link, mean, variance)[0]
 
 
 @_expected.defjvp
@@ -282,7 +276,7 @@ def _expected_jvp(link, primals, tangents):
     # Slopes with the value: no branch has to keep what a backward pass would need.
     wide = partial(expected_log_sum_exp, slopes=True)
     rows = partial(_by_width, link, _lattice_slopes, wide)
-    value, *slopes = _by_blocks(rows, *primals)
+    value, *slopes = _by_blocks(rows, link, *primals)
     return value, sum((a * b).sum(-1) for a, b in zip(slopes, tangents, strict=True))
 
 
@@ -332,5 +326,5 @@ def expected_shares(link: Link, mean: Array, variance: Array) -> Array:
     def rows(mean: Array, variance: Array) -> tuple[Array, ...]:
         return (_by_width(link, _lattice_shares, wide, mean, variance),)
 
-    (shares,) = _by_blocks(rows, _centred(link, mean)[1], variance)
+    (shares,) = _by_blocks(rows, link, _centred(link, mean)[1], variance)
     return shares / shares.sum(-1, keepdims=True)

@@ -16,7 +16,7 @@ expectation of log-sigmoid is concave in the mean and its site precision positiv
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.math import normal
+from numpyro_gpaug.math.blocks import by_elements
 
 
 @cache
@@ -94,6 +95,13 @@ def _terms(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
     """E log sigmoid(f), E sigmoid(-f) and E sigmoid'(f)."""
     dtype = jnp.result_type(mean, variance)
     tau, weights = logistic_mixture(dtype)
+    terms = partial(_terms_of, tau, weights)
+    return by_elements(terms, mean, variance, each=len(tau), dtype=dtype)
+
+
+def _terms_of(
+    tau: Array, weights: Array, mean: Array, variance: Array
+) -> tuple[Array, Array, Array]:
     # The mixture runs along the leading axis: the data axis stays contiguous.
     tau, weights = (x.reshape(x.shape + (1,) * jnp.ndim(mean)) for x in (tau, weights))
     scale_inv = jax.lax.rsqrt(variance + tau * tau)

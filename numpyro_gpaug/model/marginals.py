@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
@@ -10,12 +12,15 @@ import numpyro.distributions as dist
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.math.affine import AffineMap, Marginals, selected
+from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.view import ModelView
 
 
 def block_marginals(
-    view: ModelView, maps: dict[str, AffineMap], moments: dict[str, Moments]
+    view: ModelView,
+    maps: Mapping[str, AffineMap | AffineBlocks],
+    moments: dict[str, Moments],
 ) -> dict[str, Marginals]:
     """Marginals of blocks under independent Gaussians on them.
 

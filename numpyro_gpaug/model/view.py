@@ -14,6 +14,7 @@ from jax import Array, random
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior
+from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
 from numpyro_gpaug.model.predictors import (
@@ -151,18 +152,20 @@ class ModelView:
 
     # Geometry: what can be kept while hyperparameters rest.
 
-    def maps(self, factors: dict[str, Array] | None = None) -> dict[str, AffineMap]:
+    def maps(
+        self, factors: dict[str, Array] | None = None
+    ) -> dict[str, AffineMap | AffineBlocks]:
         """The affine map of every block: of a process to its latents' values at the
         data, of a weight vector to the predictors that depend on it, side by side.
 
         :param factors: inverse Cholesky factors of the inducing matrices, if computed
             before.
         """
-        found = {}
+        found: dict[str, AffineMap | AffineBlocks] = {}
         for block in self.structure.processes:
             f = self.conditional(block)
             factor = f.gp.inverse_factor if factors is None else factors[block.name]
-            found[block.name] = f.affine_map_through(factor)
+            found[block.name] = f.map_through(factor)
         return {**found, **self.weight_maps()}
 
     def weight_maps(self) -> dict[str, AffineMap]:

@@ -10,7 +10,7 @@ for log-concave likelihoods, and a step is a convex combination of natural param
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from numpyro_gpaug.math.affine import (
     scatter,
     selected,
 )
+from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
 
 Natural = dict[str, NaturalGaussian]
@@ -76,7 +77,7 @@ class LatentGaussian:
     :param learns: whether evaluations keep what :meth:`gradient` needs.
     """
 
-    maps: dict[str, AffineMap]
+    maps: Mapping[str, AffineMap | AffineBlocks]
     priors: dict[str, Prior]
     scales: dict[str, Any]
     latents: dict[str, Array | None]
@@ -114,10 +115,10 @@ class LatentGaussian:
         """
         if index is None:
             return self
-        map_, prior = selected((self.maps[name], self.priors[name]), index)
+        part, prior = self.maps[name].select(index), selected(self.priors[name], index)
         return replace(
             self,
-            maps={**self.maps, name: map_},
+            maps={**self.maps, name: part},
             priors={**self.priors, name: prior},
         )
 
@@ -217,6 +218,8 @@ class LatentGaussian:
         def linearised(floats: tuple[Array, ...]) -> Array:
             whole = rebuild(floats)
             problem = whole.restrict() if restricted else whole
+            maps = {name: map_.afresh() for name, map_ in problem.maps.items()}
+            problem = replace(problem, maps=maps)
             at = {name: problem._marginals(name, q[name]) for name in q}
             numbers, _ = split_floats(problem.likelihood)
             products = jax.tree.map(

@@ -389,7 +389,7 @@ class Stepper:
         )
         augmented = self._settings.updates == "augmented"
         return LatentGaussian(
-            maps=view.maps(),
+            maps={name: map_.keep() for name, map_ in view.maps().items()},
             priors=view.priors(),
             scales={b.name: view.block_scale(b) for b in self._structure.blocks},
             latents=view.selected(),

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Very many rows in blocks: the same numbers, of which few exist at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.vi.differentiation import vjp
+from numpyro_gpaug.infer.vi.stepper import Stepper
+from numpyro_gpaug.likelihoods.student_t import jensen_gap
+from numpyro_gpaug.math import blocks
+from numpyro_gpaug.math.affine_blocks import AffineBlocks
+from numpyro_gpaug.math.logistic import expected_log_sigmoid
+from numpyro_gpaug.model.structure import Arguments
+from tests.conftest import assert_close, small_blocks
+from tests.problems import toy
+
+KEY = jax.random.key(0)
+ROWS, INDUCING = 203, 6
+
+
+def model(X, y=None, *, Z, latents=None, likelihood="bernoulli"):
+    positive = dist.constraints.positive
+    lengthscale = numpyro.param(
+        "lengthscale", jnp.ones(2, X.dtype), constraint=positive
+    )
+    kernel = gpaug.kernels.Matern52(lengthscale)
+    if latents:
+        start = jnp.linspace(0.5, 1.5, latents, dtype=X.dtype)
+        kernel = numpyro.param("variance", start, constraint=positive) * kernel
+    gp = gpaug.GaussianProcess(
+        "f", kernel, numpyro.param("Z", Z), lambda X: X[:, 0], latents
+    )
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", LIKELIHOODS[likelihood](gp(X)), obs=y)
+
+
+def factors(X, y=None, *, Z):
+    """Two outputs of two latents, which are moved one at a time."""
+    loadings = numpyro.param("loadings", jnp.array([[1.0, 0.3], [-0.5, 1.0]], X.dtype))
+    gp = gpaug.GaussianProcess(
+        "f", gpaug.kernels.SquaredExponential(1.3), Z, loadings=loadings
+    )
+    with numpyro.plate("data", len(X)):
+        y = None if y is None else jnp.stack([y, 1 - y], 1)
+        law = dist.Bernoulli(logits=gp(X)).to_event(1)
+        numpyro.sample("y", law, obs=y)
+
+
+LIKELIHOODS = {
+    "student": lambda f: dist.StudentT(4.0, f, 0.5),
+    "bernoulli": lambda f: dist.Bernoulli(logits=f),
+    "softmax": lambda f: dist.Categorical(logits=f),
+}
+CASES = [
+    (model, {"likelihood": "bernoulli"}),
+    (model, {"likelihood": "softmax", "latents": 3}),
+    (factors, {}),
+]
+
+
+def problem_of(fn, dtype, given):
+    """A fit's problem as a function of unconstrained params, these, and its start."""
+    X, y = toy(ROWS, dtype=dtype)
+    given = given | {"Z": X[:INDUCING]}
+    svi = gpaug.ConjugateSVI(fn, gpaug.AutoSparseGP(fn))
+    state = svi.init(KEY, X, y, **given)
+    arguments = Arguments.split((X, y), given)
+    stepper = Stepper(svi._plan_at(arguments, state), svi.settings, arguments)
+
+    def problem(values):
+        return stepper.problem(values, KEY, {})
+
+    return problem, state.hyper.values, state.natural
+
+
+def everything(problem, values, natural):
+    """Bound, its gradient in the params, where a whole step takes a block and one of
+    its latents, and marginals given all of them."""
+    at, pull = vjp(problem, values)
+    # Not the prior, under which spread and residual add up to the same everywhere.
+    natural = jax.tree.map(lambda x: 1.3 * x + 0.1 * (x > 0), natural)
+    evaluation = at.evaluate(natural)
+    slopes = pull(at.gradient(evaluation))
+    target = at.target("f", evaluation.marginals["f"], evaluation.slopes["f"])
+    one = at.of_latent("f", jnp.array([0])).target(
+        "f", *(jax.tree.map(lambda x: x[:1], part["f"])
+        for part in (evaluation.marginals, evaluation.slopes)),
+    )  # fmt: skip
+    given = at.maps["f"].given(natural["f"].potential)
+    return evaluation.bound, slopes, target, one, given
+
+
+@pytest.mark.parametrize(("fn", "given"), CASES)
+def test_blocks_give_the_same_numbers(fn, given, dtype) -> None:
+    problem, values, natural = problem_of(fn, dtype, given)
+    whole = jax.jit(lambda values: everything(problem, values, natural))(values)
+    with small_blocks(2**11):
+        map_ = problem(values).maps["f"]
+        assert isinstance(map_, AffineBlocks)
+        count, size = map_.rows[0].shape[:2]
+        assert count > 2
+        assert count * size > ROWS
+        found = jax.jit(lambda values: everything(problem, values, natural))(values)
+    for a, b in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b, 20 * max(1, float(jnp.abs(b).max())))
+
+
+def test_blocks_under_vmap() -> None:
+    problem, values, natural = problem_of(factors, "float32", {})
+    several = jax.tree.map(lambda x: jnp.stack([x, x + 0.3]), values)
+
+    def run(values):
+        return everything(problem, values, natural)
+
+    one_by_one = [jax.tree.map(lambda x, i=i: x[i], several) for i in range(2)]
+    with small_blocks(2**11):
+        batched = jax.jit(jax.vmap(run))(several)
+    for i, values in enumerate(one_by_one):
+        for a, b in zip(*map(jax.tree.leaves, (batched, run(values))), strict=True):
+            assert_close(a[i], b, 20 * max(1, float(jnp.abs(b).max())))
+
+
+def test_fits_and_predictions_in_blocks() -> None:
+    X, y = toy(ROWS)
+    given = {"likelihood": "bernoulli", "Z": X[:INDUCING]}
+
+    def run():
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
+        result = svi.run(KEY, 10, X, y, progress_bar=False, **given)
+        return result.losses, svi.posterior(result).predict_y(X).probs
+
+    whole = run()
+    with small_blocks(2**11):
+        in_blocks = run()
+    for a, b in zip(in_blocks, whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "optim"), [("bernoulli", "lbfgs"), ("student", None)]
+)
+def test_nothing_but_the_projection_is_whole(likelihood, optim) -> None:
+    X, y = toy(4000)
+    given = {"Z": X[:100], "likelihood": likelihood}
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
+    state = svi.init(KEY, X, y, **given)
+    arguments = Arguments.split((X, y), given)
+    plan = svi._plan_at(arguments, state)
+    with small_blocks(2**16):
+        program = svi._advance.lower(
+            state, np.int32(1), np.float32(0), np.uint32(0), arguments.arrays,
+            plan=plan, static=arguments.static,
+        )  # fmt: skip
+        temporary = program.compile().memory_analysis().temp_size_in_bytes
+    projection = 4 * X.shape[0] * 100
+    assert projection < temporary < 2 * projection
+
+
+@pytest.mark.parametrize("function", [expected_log_sigmoid, jensen_gap])
+def test_elements_in_blocks(function, dtype) -> None:
+    mean = jnp.linspace(0, 9, 3 * 67, dtype=dtype).reshape(3, 67)
+    variance = jnp.linspace(0.1, 4, 67, dtype=dtype)
+
+    def run(mean, variance):
+        value, pull = jax.vjp(function, mean, variance)
+        return value, *pull(jnp.cos(value))
+
+    whole = run(mean, variance)
+    with small_blocks(2**11):
+        assert "scan" in str(jax.make_jaxpr(run)(mean, variance))
+        for a, b in zip(jax.jit(run)(mean, variance), whole, strict=True):
+            assert a.dtype == b.dtype
+            assert_close(a, b, 10)
+
+
+def test_the_full_process_is_whole() -> None:
+    # Its inducing matrix is of that size anyway, and kernels see that X is Z.
+    with small_blocks(100):
+        assert blocks.rows_of_blocks(500, 500, "float32", least=500) is None
+        assert blocks.rows_of_blocks(501, 500, "float32", least=500) == 500
