@@ -233,7 +233,8 @@ def test_names_that_share_a_prefix_survive() -> None:
             numpyro.sample("y", dist.Normal(X @ w + w_0, 0.1 * w_scale), obs=y)
 
     X, _ = toy(40)
-    svi, result = run(model, X, X @ np.array([1.0, -1.0], np.float32) + 5)
+    with pytest.warns(UserWarning, match="'w_0'.* point estimates"):
+        svi, result = run(model, X, X @ np.array([1.0, -1.0], np.float32) + 5)
     predicted = svi.posterior(result).predict_y(X[:3]).mean
     np.testing.assert_allclose(predicted, X[:3, 0] - X[:3, 1] + 5.0, atol=0.1)
 

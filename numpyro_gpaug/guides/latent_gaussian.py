@@ -19,6 +19,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
+from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure, whitened
@@ -125,6 +126,24 @@ class AutoLatentGaussian(ProcessGuide):
             potential[None].astype(block.dtype), precision[None].astype(block.dtype)
         )
         return {JOINT: natural}
+
+    def start_at(
+        self, natural: dict[str, NaturalGaussian], given: dict[str, Any], view: Any
+    ) -> dict[str, NaturalGaussian]:
+        """Where a fit starts: as if every predictor had been observed with a variance
+        of one at its prior mean. At a wide prior a likelihood may have no expectation:
+        that of ``exp(f)`` overflows at a standard deviation of 14.
+
+        :param natural: from :meth:`initial_natural`.
+        :param given: values to start from instead, by param name.
+        :param view: the model at initial params.
+        """
+        if not set(_NAMES).isdisjoint(given):
+            return natural
+        (potential, precision), map_ = natural[JOINT], view.maps()[JOINT]
+        single = map_.single if isinstance(map_, PairedMap) else map_
+        seen = single.projection @ single.projection.mT
+        return {JOINT: NaturalGaussian(potential, precision + seen)}
 
     def natural_params(self, natural: dict[str, NaturalGaussian]) -> dict[str, Array]:
         """Natural parameters as params by name."""

@@ -150,6 +150,12 @@ class AutoSparseGP(ProcessGuide):
 
         return {block.name: start(block) for block in self.structure.blocks}
 
+    def start_at(
+        self, natural: dict[str, NaturalGaussian], given: dict[str, Any], view: Any
+    ) -> dict[str, NaturalGaussian]:
+        """Where a fit starts: the prior, of which processes have known scales."""
+        return natural
+
     def natural_params(self, natural: dict[str, NaturalGaussian]) -> dict[str, Array]:
         """Natural parameters as params by name.
 

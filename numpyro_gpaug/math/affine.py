@@ -118,6 +118,13 @@ class AffineMap(NamedTuple):
         mean = self(z)
         return Marginals(mean, jnp.broadcast_to(self.residual, mean.shape))
 
+    def factors(
+        self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
+    ) -> GaussianFactors:
+        """:func:`gaussian_factors`; of predictors that are looked at in pairs there are
+        others."""
+        return gaussian_factors(at, slopes, least_precision)
+
     def information(self, factors: GaussianFactors) -> NaturalGaussian:
         """What factors on the predictors say of the latents: potential
         ``A (h - w offset)`` and precision ``A diag(w) A'``, to be added to the prior's.

@@ -19,7 +19,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from numpyro_gpaug.math.affine import AffineMap, GaussianFactors, Marginals
+from numpyro_gpaug.math.affine import (
+    AffineMap,
+    GaussianFactors,
+    Marginals,
+    gaussian_factors,
+)
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks, remade
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 
@@ -72,6 +77,12 @@ class AffineBlocks:
     def given(self, z: Array) -> Marginals:
         """Marginals of the predictors given latents (latents, M)."""
         return self._of_rows(lambda map_: map_.given(z))
+
+    def factors(
+        self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
+    ) -> GaussianFactors:
+        """:func:`~numpyro_gpaug.math.affine.gaussian_factors`."""
+        return gaussian_factors(at, slopes, least_precision)
 
     def information(self, factors: GaussianFactors) -> NaturalGaussian:
         """What factors on the predictors say of the latents: a sum over blocks."""

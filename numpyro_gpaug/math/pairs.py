@@ -67,6 +67,18 @@ class PairedMap(NamedTuple):
         pairs = (spread[..., self.left] * spread[..., self.right]).sum(-2)
         return PairMarginals(mean, variance, pairs)
 
+    def select(self, latents: Array | None) -> PairedMap:
+        """Itself: there is one set of latents."""
+        return self
+
+    def keep(self) -> PairedMap:
+        """Itself; see :meth:`~numpyro_gpaug.math.affine.AffineMap.keep`."""
+        return self
+
+    def afresh(self) -> PairedMap:
+        """Itself, which has derivatives."""
+        return self
+
     @staticmethod
     def _swapped(x: Array, pairs: Array, left: Array, right: Array) -> Array:
         """``C x`` of the symmetric matrix C with the pairs for entries."""

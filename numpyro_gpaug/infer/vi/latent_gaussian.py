@@ -24,12 +24,12 @@ from numpyro_gpaug.math.affine import (
     AffineMap,
     Marginals,
     Prior,
-    gaussian_factors,
     scatter,
     selected,
 )
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
+from numpyro_gpaug.math.pairs import PairedMap
 
 Natural = dict[str, NaturalGaussian]
 
@@ -77,7 +77,7 @@ class LatentGaussian:
     :param learns: whether evaluations keep what :meth:`gradient` needs.
     """
 
-    maps: Mapping[str, AffineMap | AffineBlocks]
+    maps: Mapping[str, AffineMap | AffineBlocks | PairedMap]
     priors: dict[str, Prior]
     scales: dict[str, Any]
     latents: dict[str, Array | None]
@@ -173,7 +173,7 @@ class LatentGaussian:
         """Derivatives of the augmented bound in the marginals."""
         return jax.grad(lambda at: self.likelihood(at, bound="augmented"))(at)
 
-    def _marginals(self, name: str, q: Moments) -> Marginals:
+    def _marginals(self, name: str, q: Moments) -> Any:
         return self.maps[name].marginals(selected(q, self.latents.get(name)))
 
     def _kl(self, name: str, q: Moments) -> Array:
@@ -234,8 +234,8 @@ class LatentGaussian:
     def target(
         self,
         name: str,
-        at: Marginals,
-        slopes: Marginals,
+        at: Any,
+        slopes: Any,
         least_precision: float = -jnp.inf,
     ) -> NaturalGaussian:
         """Where a whole step takes a block: prior times Gaussian factors.
@@ -246,7 +246,7 @@ class LatentGaussian:
         :param least_precision: of the factors, see
             :func:`~numpyro_gpaug.math.affine.gaussian_factors`.
         """
-        factors = gaussian_factors(at, slopes, least_precision)
+        factors = self.maps[name].factors(at, slopes, least_precision)
         # A scale on the whole model multiplies likelihood and prior alike.
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled)

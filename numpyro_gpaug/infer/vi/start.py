@@ -70,6 +70,8 @@ def initial_state(
         for site in (*guide_trace.values(), *trace.values())
         if site["type"] == "param"
     }
+    view = guide.view(structure, model, arguments, {**params, **drawn}, model_key)
+    natural = guide.start_at(natural, given, view)
     state = _state(settings, structure, guide, params, natural, key)
     return state, params, valid_observations(trace)
 
