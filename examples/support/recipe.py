@@ -21,7 +21,8 @@ def kernel(columns: int) -> kernels.Kernel:
 
     Columns share a lengthscale, from which each departs as far as the data insist: free
     lengthscales overfit a few hundred rows. Weaker priors gain .004 nats where classes
-    separate (wine, iris) and lose .013 where labels are noisy (Raetsch's breast cancer).
+    separate (wine, iris) and lose .013 where labels are noisy (breast cancer of the
+    Raetsch sets).
 
     :param columns: number of them, standardised.
     """
