@@ -283,6 +283,13 @@ def planted() -> list[Planted]:
             ("test_conjugate",),
         ),
         Planted(
+            "Several latents: targets mixed away from where residuals cancel",
+            "infer/vi/settling.py",
+            "weights = -jnp.linalg.solve(gram",
+            "weights = jnp.linalg.solve(gram",
+            ("test_learning",),
+        ),
+        Planted(
             "L-BFGS: on, twice as far, where the slope has changed sign",
             "infer/vi/quasi_newton.py",
             "rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)",

@@ -20,7 +20,9 @@ def kernel(columns: int) -> kernels.Kernel:
     weak priors.
 
     Columns share a lengthscale, from which each departs as far as the data insist: free
-    lengthscales overfit a few hundred rows.
+    lengthscales overfit a few hundred rows. Weaker priors gain .004 nats where classes
+    separate (wine, iris) and lose .013 where labels are noisy (breast cancer of the
+    Raetsch sets).
 
     :param columns: number of them, standardised.
     """

@@ -6,7 +6,7 @@ from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.elbo import TraceAnalytic_ELBO
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Constant, RobbinsMonro
-from numpyro_gpaug.infer.vi.stepper import ConjugateState
+from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.infer.vi.wasserstein import (
     TraceWasserstein_ELBO,
     squared_wasserstein,

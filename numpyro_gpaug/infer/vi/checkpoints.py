@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_gpaug.errors import ArchiveError
-from numpyro_gpaug.infer.vi.stepper import ConjugateState
+from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.predict.archive import read, refusing, write
 
 

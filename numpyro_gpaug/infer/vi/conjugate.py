@@ -43,7 +43,7 @@ from numpyro_gpaug.infer.vi.start import (
     initial_state,
     read_params,
 )
-from numpyro_gpaug.infer.vi.stepper import ConjugateState, unknown_bound
+from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.model.calls import check_count, check_given, check_key
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import MAX_SHAPES, Arguments, remembered
@@ -63,11 +63,13 @@ class ConjugateSVI:
 
     *Full data*: one step evaluates the collapsed bound at hyperparameters that L-BFGS
     proposes: the Gaussian blocks are taken to their optimum, one block at a time, by
-    whole steps that are halved while the bound falls. Without hyperparameters, or with
-    an optax transformation, a step moves each block once. No step lowers the bound by
-    more than rounding (unless ``other`` draws latents at random): an update of the
-    hyperparameters that would is undone, and less of it tried. (Where a kernel matrix
-    is ill-conditioned, rounding in float32 can be nats: a run then warns.)
+    whole steps that are halved while the bound falls; with several latents, all
+    together by Anderson acceleration, as long as the bound rises. Without
+    hyperparameters, or with an optax transformation, a step moves each block once. No
+    step lowers the bound by more than rounding (unless ``other`` draws latents at
+    random): an update of the hyperparameters that would is undone, and less of it
+    tried. (Where a kernel matrix is ill-conditioned, rounding in float32 can be nats: a
+    run then warns.)
 
     *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step.
     Batches may also be passed in, ``update(state, X[idx], y[idx])`` inside

@@ -17,7 +17,7 @@ from jax import Array
 
 from numpyro_gpaug.infer.vi.loop import CHUNK, copied
 from numpyro_gpaug.infer.vi.progress import Progress
-from numpyro_gpaug.infer.vi.stepper import ConjugateState
+from numpyro_gpaug.infer.vi.state import ConjugateState
 
 # The part of the bound by which both must have fallen, in how many windows in turn.
 _LEAST_FALL, _PATIENCE = 0.05, 2

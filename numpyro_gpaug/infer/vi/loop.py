@@ -11,12 +11,8 @@ from jax import Array, lax, random
 
 from numpyro_gpaug.infer.vi.epochs import first_epochs, next_batch
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
-from numpyro_gpaug.infer.vi.stepper import (
-    Carry,
-    ConjugateState,
-    Stepper,
-    unknown_bound,
-)
+from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
 from numpyro_gpaug.model.structure import Arguments
 
 # Steps of one compiled loop.

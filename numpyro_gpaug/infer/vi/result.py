@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpyro.infer.svi import SVIRunResult
 
-from numpyro_gpaug.infer.vi.stepper import ConjugateState
+from numpyro_gpaug.infer.vi.state import ConjugateState
 
 
 class ConjugateResult(SVIRunResult):

@@ -19,7 +19,7 @@ from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Settings, transforms_of
 from numpyro_gpaug.infer.vi.schedules import as_schedule
-from numpyro_gpaug.infer.vi.stepper import ConjugateState, unknown_bound
+from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,

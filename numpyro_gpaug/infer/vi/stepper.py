@@ -20,51 +20,16 @@ from numpyro_gpaug.infer.vi.hyper import Hyper, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
+from numpyro_gpaug.infer.vi.settling import settled
+from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep, slack
 from numpyro_gpaug.model.structure import Arguments
 
-# Sweeps of the blocks to their optimum, at most, and the rise in nats that ends them.
-MAX_SWEEPS, SETTLED = 50, 1e-4
 # Steps on minibatches from one update of hyperparameters to the next, by default. With
 # a posterior that has not settled their gradient is wrong, and can lead far away.
 BETWEEN = 5
 # The part of a bound by which two of one fit, at the same hyperparameters, may differ.
 LARGEST_NOISE = 0.01
-
-
-class ConjugateState(NamedTuple):
-    """State of :class:`~numpyro_gpaug.ConjugateSVI`, a pytree of arrays.
-
-    :param hyper: hyperparameters.
-    :param natural: natural parameters of every Gaussian block, latent axis first.
-    :param step_sizes: next step size to try, by block (full data).
-    :param schedule: state of the step-size schedule (minibatches).
-    :param epochs: by subsampled plate, a permutation and the position in it.
-    :param bound: the bound at this state (full data) or of the last batch before it.
-    :param data: fingerprint of the data that it is the bound of.
-    :param mark: the bound when it last rose by ``tol``.
-    :param stalled: steps since.
-    :param step: steps taken.
-    :param rng_key: random key.
-    """
-
-    hyper: Hyper
-    natural: Natural
-    step_sizes: dict[str, Array]
-    schedule: Any
-    epochs: dict[str, tuple[Array, Array]]
-    bound: Array
-    data: Array
-    mark: Array
-    stalled: Array
-    step: Array
-    rng_key: Array
-
-
-def unknown_bound(dtype: Any) -> Any:
-    """What any bound is larger than. No infinity: ``jax_debug_infs`` looks at what
-    compiled functions return."""
-    return jnp.finfo(dtype).min
 
 
 class Carry(NamedTuple):
@@ -273,28 +238,20 @@ class Stepper:
     def _settled(
         self, problem: LatentGaussian, state: ConjugateState
     ) -> tuple[Natural, Evaluation, dict[str, Array]]:
-        """Sweeps until the bound rises no more."""
+        def after(moves: Array) -> ConjugateState:
+            return state._replace(step=state.step + moves)
 
-        def going(carry: Any) -> Array:
-            sweeps, _, evaluation, _, rise = carry
-            least = jnp.maximum(slack(evaluation), SETTLED)
-            return (sweeps < MAX_SWEEPS) & (rise > least)
+        def sweep(
+            natural: Natural, evaluation: Evaluation, steps: Any, moves: Array,
+            fresh: Array,
+        ) -> tuple[Natural, Evaluation, dict[str, Array]]:  # fmt: skip
+            here = after(moves)._replace(natural=natural, step_sizes=steps)
+            return self._sweep(problem, here, evaluation, fresh)
 
-        def sweep(carry: Any) -> Any:
-            sweeps, natural, evaluation, steps, _ = carry
-            here = state._replace(
-                natural=natural, step_sizes=steps, step=state.step + sweeps
-            )
-            natural, new, steps = self._sweep(problem, here, evaluation, sweeps == 0)
-            return sweeps + 1, natural, new, steps, new.bound - evaluation.bound
-
-        first = problem.unevaluated(state.natural)
-        start = (
-            jnp.int32(0), state.natural, first, state.step_sizes,
-            jnp.full_like(first.bound, jnp.inf),
+        return settled(
+            problem, state.natural, state.step_sizes, sweep,
+            lambda moves: self._augmented(after(moves)),
         )  # fmt: skip
-        _, natural, evaluation, steps, _ = lax.while_loop(going, sweep, start)
-        return natural, evaluation, steps
 
     def _augmented(self, state: ConjugateState) -> Array | None:
         """Whether a step takes its factors from the augmented bound, to start safely;

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Gaussian blocks at their optimum, for given hyperparameters.
+
+Sweeps alone are slow with several latents: each is moved as if the others stood still,
+by too much where the likelihood ties them to each other (softmax: two classes that
+compete) and by too little where it does not see them (the sum of all). Anderson's
+mixing of the last targets sees both, and costs one evaluation; where it would make the
+bound fall, a sweep is taken instead.
+
+Reference: Walker and Ni (2011), Anderson acceleration for fixed-point iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.flatten_util import ravel_pytree
+
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
+from numpyro_gpaug.infer.vi.sweeps import slack, slopes_at
+
+# Moves of the blocks, at most, and the rise in nats that ends them.
+MAX_MOVES, SETTLED = 50, 1e-4
+# Targets that are mixed, and of how much of their residuals' size differences may be
+# rounding.
+MEMORY, RIDGE = 6, 1e-5
+
+Place = tuple[Natural, Evaluation, dict[str, Array]]
+
+
+def settled(
+    problem: LatentGaussian,
+    natural: Natural,
+    steps: dict[str, Array],
+    sweep: Callable[..., Place],
+    augmented: Callable[[Array], Array | None],
+) -> Place:
+    """Moves the blocks until the bound rises no more.
+
+    :param problem: the problem.
+    :param natural: natural parameters of all blocks.
+    :param steps: the first step size that a sweep tries, by block.
+    :param sweep: one pass over the blocks: from natural parameters, the evaluation
+        there, step sizes, the number of moves before, and whether the evaluation is an
+        :meth:`~LatentGaussian.unevaluated` one.
+    :param augmented: from the number of moves before: as for
+        :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
+    :return: natural parameters, the evaluation there, and next step sizes.
+    """
+    several = sum(len(block.potential) for block in natural.values()) > 1
+
+    def going(carry: Any) -> Array:
+        moves, (_, evaluation, _), rise, _ = carry
+        least = jnp.maximum(slack(evaluation), SETTLED)
+        return (moves < MAX_MOVES) & (rise > least)
+
+    def move(carry: Any) -> Any:
+        moves, place, _, memory = carry
+        first, before = moves == 0, place[1].bound
+        if several:
+            place, memory = _mixed_or_swept(
+                problem, place, memory, moves, sweep, augmented
+            )
+        else:
+            place = sweep(*place, moves, first)
+        return moves + 1, place, place[1].bound - before, memory
+
+    unevaluated = problem.unevaluated(natural)
+    start = (
+        jnp.int32(0), (natural, unevaluated, steps),
+        jnp.full_like(unevaluated.bound, jnp.inf),
+        _nothing(natural) if several else (),
+    )  # fmt: skip
+    return lax.while_loop(going, move, start)[1]
+
+
+class _Memory(NamedTuple):
+    """What is mixed, in a ring.
+
+    :param targets: of all blocks, with a leading axis (MEMORY,).
+    :param residuals: how far the potentials were from them, (MEMORY, numbers).
+    :param known: which of them hold anything, (MEMORY,).
+    """
+
+    targets: Natural
+    residuals: Array
+    known: Array
+
+
+def _nothing(natural: Natural) -> _Memory:
+    targets = jax.tree.map(lambda x: jnp.zeros((MEMORY, *x.shape), x.dtype), natural)
+    residual = _potentials(natural)
+    residuals = jnp.zeros((MEMORY, *residual.shape), residual.dtype)
+    return _Memory(targets, residuals, jnp.zeros(MEMORY, bool))
+
+
+def _mixed_or_swept(
+    problem: LatentGaussian,
+    place: Place,
+    memory: _Memory,
+    moves: Array,
+    sweep: Callable[..., Place],
+    augmented: Callable[[Array], Array | None],
+) -> tuple[Place, _Memory]:
+    """One move. The first only evaluates."""
+    natural, evaluation, steps = place
+    before = jnp.maximum(moves - 1, 0)
+
+    def mix() -> tuple[Natural, _Memory]:
+        kind = augmented(before)
+        targets = {
+            name: problem.target(name, at, slopes_at(problem, evaluation, name, kind))
+            for name, at in evaluation.marginals.items()
+        }
+        return _mixed(memory, moves % MEMORY, targets, natural)
+
+    proposal, memory = lax.cond(moves == 0, lambda: (natural, memory), mix)
+    outcome = problem.evaluate(proposal)
+    # False for a bound of NaN.
+    rose = outcome.bound >= evaluation.bound - slack(evaluation)
+    place = lax.cond(
+        rose, lambda: (proposal, outcome, steps),
+        lambda: sweep(natural, evaluation, steps, before, moves == 0),
+    )  # fmt: skip
+    # Where mixing has failed only the last target is a guide.
+    last = jnp.arange(MEMORY) == moves % MEMORY
+    return place, memory._replace(known=memory.known & (rose | last))
+
+
+def _mixed(
+    memory: _Memory, slot: Array, targets: Natural, natural: Natural
+) -> tuple[Natural, _Memory]:
+    """The combination of targets whose residuals cancel as far as they can, and the
+    memory with the present one.
+
+    :param memory: of what came before.
+    :param slot: where the present one is kept.
+    :param targets: of all blocks.
+    :param natural: where they were computed.
+    """
+    residual = _potentials(jax.tree.map(jnp.subtract, targets, natural))
+    changes = memory.residuals - residual
+    sizes = jnp.linalg.norm(changes, axis=-1)
+    used = memory.known & (sizes > 0)
+    unit = jnp.where(used[:, None], changes / jnp.where(used, sizes, 1)[:, None], 0)
+    gram = unit @ unit.T + jnp.diag(jnp.where(used, RIDGE, 1))
+    weights = -jnp.linalg.solve(gram, unit @ residual) / jnp.where(used, sizes, 1)
+
+    def combined(kept: Array, target: Array) -> Array:
+        shares = jnp.asarray(weights, target.dtype)
+        return target + jnp.tensordot(shares, kept - target, 1)
+
+    mixed = jax.tree.map(combined, memory.targets, targets)
+    kept = jax.tree.map(lambda k, t: k.at[slot].set(t), memory.targets, targets)
+    residuals = memory.residuals.at[slot].set(residual)
+    return mixed, _Memory(kept, residuals, memory.known.at[slot].set(True))
+
+
+def _potentials(natural: Natural) -> Array:
+    """Flat. What precisions lack is what potentials lack, and there are many more."""
+    return ravel_pytree([block.potential for block in natural.values()])[0]

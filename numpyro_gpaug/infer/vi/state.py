@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps hand from one to the next."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.infer.vi.hyper import Hyper
+from numpyro_gpaug.infer.vi.latent_gaussian import Natural
+
+
+class ConjugateState(NamedTuple):
+    """State of :class:`~numpyro_gpaug.ConjugateSVI`, a pytree of arrays.
+
+    :param hyper: hyperparameters.
+    :param natural: natural parameters of every Gaussian block, latent axis first.
+    :param step_sizes: next step size to try, by block (full data).
+    :param schedule: state of the step-size schedule (minibatches).
+    :param epochs: by subsampled plate, a permutation and the position in it.
+    :param bound: the bound at this state (full data) or of the last batch before it.
+    :param data: fingerprint of the data that it is the bound of.
+    :param mark: the bound when it last rose by ``tol``.
+    :param stalled: steps since.
+    :param step: steps taken.
+    :param rng_key: random key.
+    """
+
+    hyper: Hyper
+    natural: Natural
+    step_sizes: dict[str, Array]
+    schedule: Any
+    epochs: dict[str, tuple[Array, Array]]
+    bound: Array
+    data: Array
+    mark: Array
+    stalled: Array
+    step: Array
+    rng_key: Array
+
+
+def unknown_bound(dtype: Any) -> Any:
+    """What any bound is larger than. No infinity: ``jax_debug_infs`` looks at what
+    compiled functions return."""
+    return jnp.finfo(dtype).min
