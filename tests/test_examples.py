@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 from numpyro import handlers
 from scipy import sparse
@@ -25,6 +26,7 @@ REDUCED = {
     "function_space_images": ["--data", "images.npz", "--width", "8", *FEW],
     "heteroscedastic": ["--num", "40", "--steps", "2"],
     "learned_link": ["--data", "binary.npz", *FEW],
+    "mixed_model": ["--draws", "20", "--steps", "2"],
     "multiclass": ["--data", "classes.npz", *FEW],
     "multilabel": ["--epochs", "2", "--rank", "8", "--latents", "2", *FEW],
 }
@@ -140,6 +142,27 @@ def test_multilabel_takes_data_with_few_rows_and_labels(
         predict_f=lambda X, labels, size: SimpleNamespace(mean=Y.toarray())
     )
     assert len(script.precisions(scores, problem)) == 2  # at 1 and 3, not at 5
+
+
+def test_mixed_model_reads_tables_as_r_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    script = importlib.import_module("mixed_model")
+    rows = '"1","10",2,14,"1"', '"2","9",3,12,"1"', '"3","9",0,9,"2"'
+    text = "\n".join(['"","herd","incidence","size","period"', *rows])
+    (tmp_path / "cbpp.csv").write_text(text)
+    table = pd.read_csv(tmp_path / "cbpp.csv")
+    data = script.encode(table, script.parse([]))
+    assert [*data.herds] == [9, 10]
+    np.testing.assert_array_equal(data.herd, [1, 0, 0])
+    np.testing.assert_array_equal(data.X, [[1, 0], [1, 0], [1, 1]])
+    np.testing.assert_array_equal([data.y, data.total], [[2, 3, 0], [14, 12, 9]])
+    assert data.effects == ["intercept", "period 2"]
+    with pytest.raises(SystemExit, match="no whole successes.*'incidence': 10"):
+        script.encode(table.assign(incidence=10), script.parse([]))
+    with pytest.raises(SystemExit, match="no column.*'farm'"):
+        script.encode(table, script.parse(["--group", "farm"]))
 
 
 def test_table_of_links_takes_folds_with_fewer_rows_than_a_batch(

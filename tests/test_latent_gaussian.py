@@ -494,6 +494,24 @@ def test_codes_of_no_group_are_refused(counts):
         counts[0].predict_y(T[:2], np.array([7, 7]))
 
 
+def test_values_elsewhere_of_a_multivariate_normal_are_refused():
+    def model(x, y=None):
+        K = gpaug.kernels.Matern52(1.0)(x, x) + 1e-4 * jnp.eye(len(x))
+        f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(x)), K))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+    x = T[:, None]
+    posterior, _, _ = fitted(model, x, COUNTS)
+    here = posterior.predict_f(x, site="f")
+    np.testing.assert_allclose(here.mean, posterior["f"].mean, rtol=1e-4, atol=1e-5)
+    for elsewhere in (x + 0.3, x[:10]):
+        with pytest.raises(
+            gpaug.NotConjugateError, match="covariance of 'f'.*inducing"
+        ):
+            posterior.predict_y(elsewhere)
+
+
 def test_too_many_latents_are_refused_with_their_size():
     def model(t, y=None):
         f = numpyro.sample("f", dist.Normal(0, 1).expand([6000]).to_event(1))

@@ -35,11 +35,14 @@ class Whitening(NamedTuple):
     :param shape: of these.
     :param value: gives a value of the site from them.
     :param spread: what must not depend on other Gaussian latents: scales, factors.
+    :param mixes: whether a value is made of several of the numbers by a factor: the
+        same numbers then mean something else where the factor is another.
     """
 
     shape: tuple[int, ...]
     value: Callable[[Array], Array]
     spread: Any
+    mixes: bool = False
 
 
 def whitening(fn: dist.Distribution) -> Whitening | None:
@@ -66,7 +69,7 @@ def _(base: dist.Normal, shape: tuple[int, ...]) -> Whitening:
 def _(base: dist.MultivariateNormal, shape: tuple[int, ...]) -> Whitening:
     factor = base.scale_tril
     return Whitening(
-        shape, lambda z: base.loc + (factor @ z[..., None])[..., 0], factor
+        shape, lambda z: base.loc + (factor @ z[..., None])[..., 0], factor, mixes=True
     )
 
 
@@ -80,7 +83,7 @@ def _(base: dist.LowRankMultivariateNormal, shape: tuple[int, ...]) -> Whitening
         return base.loc + shared + jnp.sqrt(diagonal) * z[..., rank:]
 
     whole = (*shape[:-1], rank + shape[-1])
-    return Whitening(whole, value, (factor, diagonal))
+    return Whitening(whole, value, (factor, diagonal), mixes=True)
 
 
 @_whitening.register
@@ -94,7 +97,7 @@ def _(base: dist.MatrixNormal, shape: tuple[int, ...]) -> Whitening:
     rows, columns = base.scale_tril_row, base.scale_tril_column
     return Whitening(
         shape, lambda z: base.loc + rows @ z @ jnp.swapaxes(columns, -1, -2),
-        (rows, columns),
+        (rows, columns), mixes=True,
     )  # fmt: skip
 
 
@@ -112,7 +115,7 @@ def _(base: dist.CAR, shape: tuple[int, ...]) -> Whitening:
     def value(z: Array) -> Array:
         return base.loc + (jnp.swapaxes(inverse, -1, -2) @ z[..., None])[..., 0]
 
-    return Whitening(shape, value, inverse)
+    return Whitening(shape, value, inverse, mixes=True)
 
 
 @_whitening.register
@@ -134,4 +137,4 @@ def _(base: dist.TransformedDistribution, shape: tuple[int, ...]) -> Whitening |
 
     made = [vars(t) for t in base.transforms]
     factors = [v.get("scale", v.get("scale_tril")) for v in made]
-    return Whitening(found.shape, value, (found.spread, factors))
+    return Whitening(found.shape, value, (found.spread, factors), found.mixes)

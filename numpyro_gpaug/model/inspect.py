@@ -450,6 +450,8 @@ def require_conjugate(structure: Structure, updates: str) -> None:
         if site.reason is not None:
             raise NotConjugateError(
                 f"site {site.name!r} has no closed-form update: {site.reason}. "
+                "AutoLatentGaussian(model) fits it by quadrature, if each datum "
+                "depends on one or two predictors; "
                 "numpyro.infer.SVI with numpyro_gpaug.TraceAnalytic_ELBO() and "
                 "AutoSparseGP(model, covariance='dense') fits this model "
                 f"({site.route.value}); MCMC(NUTS(model)) samples it."

@@ -250,6 +250,18 @@ class JointView:
 
     # What predictions are made of.
 
+    def marks(self) -> dict[str, Array]:
+        """Numbers that tell the factors of sites whose values are mixed by them."""
+        found = self._at_zero(self._program.outputs.factors)
+
+        def mark(tree: Any) -> Array:
+            leaves = [jnp.ravel(x) for x in jax.tree.leaves(tree)]
+            flat = jnp.concatenate(leaves)
+            waves = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
+            return jnp.stack([flat.sum(), (flat * waves).sum()])
+
+        return {name: mark(tree) for name, tree in found.items()}
+
     def gathers(self) -> list[tuple[str, int, Array]]:
         """Sites that are indexed, their numbers of members, and the indices."""
         found = list(self._program.gathers())

@@ -120,6 +120,7 @@ class Parts(NamedTuple):
     :param others: the laws of all other latents.
     :param spreads: of Gaussian sites, what must not depend on latents.
     :param values: of Gaussian sites and of deterministic ones.
+    :param factors: of Gaussian sites whose values mix numbers by them.
     :param residuals: variances of function values given inducing values, by process.
     """
 
@@ -130,6 +131,7 @@ class Parts(NamedTuple):
     spreads: dict[str, Any]
     values: dict[str, Any]
     residuals: dict[str, Any]
+    factors: dict[str, Any]
 
 
 def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]:
@@ -156,7 +158,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
     :param sites: names of Gaussian sites.
     :param observed: of observed sites, which need not be so in a prediction.
     """
-    parts = Parts({}, {}, {}, {}, {}, {}, {})
+    parts = Parts({}, {}, {}, {}, {}, {}, {}, {})
     for name, site in trace.items():
         if site["type"] == "deterministic":
             parts.values[name] = site["value"]
@@ -180,6 +182,8 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
             found = whitening(fn)
             assert found is not None
             parts.spreads[name] = found.spread
+            if found.mixes:
+                parts.factors[name] = found.spread
             parts.values[name] = value
         else:
             parts.others[name] = Likelihood((fn, value, scale))

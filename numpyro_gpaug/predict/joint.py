@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 from numpyro import handlers
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug._numpyro import one_thread, whole_plates
+from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
@@ -25,8 +26,6 @@ from numpyro_gpaug.predict.predictor import (
     Fitted,
     FunctionValues,
     Predictor,
-    Prepared,
-    is_traced,
 )
 
 
@@ -45,46 +44,44 @@ class JointPredictor(Predictor):
         self, model: Any, structure: JointStructure, guide: ProcessGuide
     ) -> None:
         super().__init__(model, structure, guide)
-        self._indices: dict[Any, Any] = {}
+        self._checks: dict[Any, Any] = {}
 
-    @one_thread
-    def __call__(
-        self,
-        what: str,
-        arguments: Arguments,
-        fitted: Fitted,
-        prepared: Prepared | None,
-        site: str,
-        like: Any = None,
-        **how: Any,
-    ) -> tuple[Any, Prepared]:
-        if not is_traced(arguments):
-            self._check_indices(arguments, fitted)
-        return super().__call__(
-            what, arguments, fitted, prepared, site, like=like, **how
-        )
-
-    def _check_indices(self, arguments: Arguments, fitted: Fitted) -> None:
+    def check(
+        self, arguments: Arguments, fitted: Fitted, marks: dict[str, Array]
+    ) -> None:
         """Raises for groups that the model has not, of which JAX would take the last
-        for each."""
+        for each, and for values of a latent that are not those of the fit.
 
-        def extremes(arrays: Any, fitted: Fitted) -> list[Any]:
-            found = self._view(arrays, arguments.static, fitted).gathers()
+        :param arguments: of the model.
+        :param fitted: what was fitted.
+        :param marks: what tells the factors of the fit, from :meth:`sites`.
+        """
+
+        def checks(arrays: Any, fitted: Fitted) -> Any:
+            view = self._view(arrays, arguments.static, fitted)
+            found = view.gathers()
             names[:] = [(name, size) for name, size, _ in found]
-            return [(index.min(), index.max()) for _, _, index in found]
+            return [(index.min(), index.max()) for _, _, index in found], view.marks()
 
         names: list[Any] = []
         program = remembered(
-            self._indices, arguments.shapes, lambda: (jax.jit(extremes), names)
+            self._checks, arguments.shapes, lambda: (jax.jit(checks), names)
         )
-        found = program[0](arguments.arrays, fitted)
-        for (name, size), (low, high) in zip(program[1], found, strict=True):
+        extremes, here = program[0](arguments.arrays, fitted)
+        for (name, size), (low, high) in zip(program[1], extremes, strict=True):
             if low < 0 or high >= size:
                 raise ValueError(
                     f"{name!r} has {size} members, codes 0 to {size - 1}, but is "
                     f"indexed by numbers from {low} to {high}: a group that was not "
                     "seen needs a plate of more members, whose size is a keyword "
                     "argument of the model, say"
+                )
+        for name, mark in here.items():
+            if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):
+                raise NotConjugateError(
+                    f"the covariance of {name!r} is not that of the fit, which says "
+                    "nothing of its values elsewhere: gpaug.GaussianProcess("
+                    f'"{name}", kernel, inducing)(X) is predicted at any X'
                 )
 
     def block(self, site: str | None) -> Block:
@@ -93,8 +90,8 @@ class JointPredictor(Predictor):
         return Block(site or self.observed(None).name, "", (), None)
 
     def sites(self, arguments: Arguments, fitted: Fitted) -> Any:
-        """Means of all Gaussian sites, and rows of their spread, at the arguments of
-        the fit.
+        """Means of all Gaussian sites and rows of their spread, at the arguments of
+        the fit; and what tells their factors.
 
         :param arguments: of the model.
         :param fitted: what was fitted.
@@ -104,7 +101,8 @@ class JointPredictor(Predictor):
         def found(arrays: Any, fitted: Fitted) -> Any:
             view = self._view(arrays, arguments.static, fitted)
             q = _flat(self._moments(fitted.own)[JOINT])
-            return {s.name: view.spread(s.name, q)[:2] for s in view.structure.sites}
+            sites = {s.name: view.spread(s.name, q)[:2] for s in view.structure.sites}
+            return sites, view.marks()
 
         return found(arguments.arrays, fitted)
 

@@ -23,6 +23,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.inspect_joint import MAX_DENSE
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Arguments, is_array
 from numpyro_gpaug.model.validation import check_observations
@@ -85,6 +86,7 @@ class Posterior:
         self._fit_arguments = arguments
         self._prepared: Prepared | None = None
         self._sites: dict[str, SiteMoments] = {}
+        self._marks: dict[str, Array] = {}
 
     @classmethod
     @one_thread
@@ -116,7 +118,7 @@ class Posterior:
         predictor = predictor_for(guide, model, structure)
         made = cls(predictor, Fitted(values, own), given)
         if isinstance(predictor, JointPredictor):
-            found = predictor.sites(arguments, made._fitted)
+            found, made._marks = predictor.sites(arguments, made._fitted)
             names = [site.name for site in predictor.structure.sites]
             made._sites = {name: SiteMoments(*found[name]) for name in names}
         return made
@@ -305,6 +307,8 @@ class Posterior:
         return fit.joined(model, args, {**absent, **kwargs})
 
     def _call(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
+        if isinstance(self._predictor, JointPredictor) and not is_traced(arguments):
+            self._predictor.check(arguments, self._fitted, self._marks)
         answer, prepared = self._predictor(
             what, arguments, self._fitted, self._prepared, site, **how
         )
@@ -326,7 +330,9 @@ class Posterior:
         arguments, by_row = called
         rows = arguments.arrays[by_row.index(True)].shape[0]
         size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
-        if is_traced(arguments) or rows == size:
+        joint = isinstance(self._predictor, JointPredictor)
+        if is_traced(arguments) or rows == size or (joint and rows <= MAX_DENSE):
+            # Rows may be members of a latent, which then are no others.
             return self._call(what, arguments, site)
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
@@ -373,6 +379,7 @@ class Posterior:
             "arguments": pack(kwargs, "arguments", arrays),
             "moments": pack(moments, "moments", arrays),
             "sites": pack(sites, "sites", arrays),
+            "marks": pack(self._marks, "marks", arrays),
             "observations": list(observations),
             "shared": list(shared),
             "structure": pack_structure(self._predictor.structure),
@@ -420,9 +427,17 @@ class Posterior:
             if guide is None:
                 guide = (AutoLatentGaussian if joint else AutoSparseGP)(model)
             kind = type(guide.function_posterior).__name__
-            values, kwargs, moments, sites, data, saved = (
+            values, kwargs, moments, sites, marks, data, saved = (
                 unpack(meta.get(k, {"plain": None}), arrays)
-                for k in ("values", "arguments", "moments", "sites", "data", "model")
+                for k in (
+                    "values",
+                    "arguments",
+                    "moments",
+                    "sites",
+                    "marks",
+                    "data",
+                    "model",
+                )
             )
             own = {k: Moments(*m) for k, m in moments.items()}
             check_moments(structure, own)
@@ -439,6 +454,7 @@ class Posterior:
         predictor = predictor_for(guide, model, structure)
         loaded = cls(predictor, Fitted(values, own), arguments)
         loaded._sites = {k: SiteMoments(*m) for k, m in (sites or {}).items()}
+        loaded._marks = marks or {}
         if saved is not None:
             with refusing(f"{path} does not fit the model given"):
                 check_model(loaded._description(), saved)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A binomial mixed model, from a table to intervals and a picture, beside NUTS.
+
+Intercepts that vary between groups and a factor with fixed effects, written as for any
+other inference; fitted by ``AutoLatentGaussian``, which holds all effects jointly. The
+posterior is saved, loaded again, and predicts a group it has not seen::
+
+    python examples/mixed_model.py
+    python examples/mixed_model.py --csv cbpp.csv --plot mine.png
+    python examples/mixed_model.py --csv mine.csv --successes ill --total n --group farm
+
+Without ``--csv``, data are simulated: 15 herds in 4 periods, 5 to 25 animals each, an
+intercept of -1.4, periods that differ from the first by -1, -1.1 and -1.6, and herds
+with a standard deviation of 0.65. They resemble ``cbpp`` of R's lme4, whose columns
+(incidence, size, herd, period) are the defaults of the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pandas as pd
+from numpyro.handlers import reparam
+from numpyro.infer import MCMC, NUTS
+from numpyro.infer.reparam import LocScaleReparam
+from support.compilation import keep_compiled_programs
+
+import numpyro_gpaug as gpaug
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+B, TAU = np.array([-1.4, -1.0, -1.1, -1.6]), 0.65
+OURS = "#d95f02"
+
+
+class Data(NamedTuple):
+    """Arguments of the model, and names of herds and of columns of X."""
+
+    X: np.ndarray
+    herd: np.ndarray
+    total: np.ndarray
+    y: np.ndarray
+    herds: pd.Index
+    effects: list[str]
+
+
+def model(X, herd, total, y=None, *, herds):
+    """A logistic regression with an intercept for each herd."""
+    b = numpyro.sample("b", dist.Normal(0, 2.5).expand([X.shape[1]]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("herds", herds):
+        a = numpyro.sample("a", dist.Normal(0, tau))
+    logits = numpyro.deterministic("logits", X @ b + a[herd])
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Binomial(total, logits=logits), obs=y)
+
+
+def simulate(seed: int) -> tuple[pd.DataFrame, np.ndarray]:
+    """A table like lme4's cbpp, and the effects it was drawn with."""
+    rng = np.random.default_rng(seed)
+    herd, period = (x.ravel() for x in np.mgrid[1:16, 1:5])
+    a = rng.normal(0, TAU, 15)
+    size = np.clip(rng.poisson(13, 60), 5, 25)
+    logits = treatment(period - 1) @ B + a[herd - 1]
+    columns = {"herd": herd, "size": size, "period": period}
+    columns["incidence"] = rng.binomial(size, 1 / (1 + np.exp(-logits)))
+    return pd.DataFrame(columns), np.hstack([B, a, TAU])
+
+
+def encode(table: pd.DataFrame, args: argparse.Namespace) -> Data:
+    """Counts, codes of the herds, and a design; refuses what is no such data."""
+    names = [args.successes, args.total, args.group, args.factor]
+    if missing := [name for name in names if name not in table]:
+        raise SystemExit(f"no column {missing} among {[*table]}")
+    y, total = (pd.to_numeric(table[name], errors="coerce") for name in names[:2])
+    whole = (y >= 0) & (y <= total) & (y % 1 == 0) & (total % 1 == 0)
+    good = whole & table[names].notna().all(axis=1)
+    if table.empty or not good.all():
+        found = table[names][~good][:1].to_dict("records")
+        raise SystemExit(f"no whole successes of a total, group and level: {found}")
+    herd, herds = pd.factorize(table[args.group], sort=True)
+    factor, levels = pd.factorize(table[args.factor], sort=True)
+    effects = ["intercept", *(f"{args.factor} {level}" for level in levels[1:])]
+    counts = (x.to_numpy(int) for x in (total, y))
+    return Data(treatment(factor), herd, *counts, herds, effects)
+
+
+def treatment(codes: np.ndarray) -> np.ndarray:
+    """An intercept, and differences of the other levels from the first."""
+    X = np.eye(codes.max() + 1, dtype=jnp.result_type(float))[codes]
+    X[:, 0] = 1
+    return X
+
+
+def fit(data: Data, args: argparse.Namespace) -> tuple[gpaug.Posterior, list[float]]:
+    """Twice, so that the second time tells the cost without compilation."""
+    guide = gpaug.AutoLatentGaussian(model)
+    svi = gpaug.ConjugateSVI(model, guide)
+    key, seconds = jax.random.key(args.seed), []
+    for _ in range(2):
+        start = time.perf_counter()
+        result = svi.run(
+            key, args.steps, *data[:4], herds=len(data.herds), progress_bar=False
+        )
+        seconds.append(time.perf_counter() - start)
+    print(guide)
+    return svi.posterior(result), seconds
+
+
+def sample(data: Data, args: argparse.Namespace) -> tuple[dict[str, Any], float]:
+    """Draws of NUTS from the same model; herds in units of tau, for NUTS's sake: the
+    guide does so by itself."""
+    kernel = NUTS(reparam(model, config={"a": LocScaleReparam(0)}))
+    mcmc = MCMC(
+        kernel, num_warmup=args.draws, num_samples=args.draws, progress_bar=False
+    )
+    start = time.perf_counter()
+    mcmc.run(jax.random.key(args.seed), *data[:4], herds=len(data.herds))
+    draws = {name: np.asarray(mcmc.get_samples()[name]) for name in ("b", "a", "tau")}
+    return draws, time.perf_counter() - start
+
+
+def report(
+    data: Data, posterior: gpaug.Posterior, draws: dict | None, truth: Any
+) -> pd.DataFrame:
+    """Effects with intervals; NUTS and what is true beside them. Prints and returns."""
+    table = posterior.summary().drop(columns="50%")
+    if draws is not None:
+        # In the order of the rows of the summary.
+        flat = np.column_stack([draws[name] for name in ("b", "a", "tau")])
+        moments = flat.mean(0), flat.std(0), *np.quantile(flat, [0.05, 0.95], 0)
+        for name, column in zip([*table], moments, strict=True):
+            table[f"NUTS {name}"] = column
+    if truth is not None:
+        table["truth"] = truth
+    table.index = [*data.effects, *(f"herd {name}" for name in data.herds), "tau"]
+    print(table.to_string(float_format="{:.2f}".format))
+    print("tau is a point estimate here, with no interval; NUTS averages over it")
+    if draws is not None:
+        away = ((table["mean"] - table["NUTS mean"]) / table["NUTS sd"])[:-1].abs()
+        print(f"largest difference of means: {away.max():.2f} of NUTS's standard "
+              f"deviations, {away.idxmax()}")  # fmt: skip
+    return table
+
+
+def interval(law: Any, seed: int) -> np.ndarray:
+    """Where 90% of new counts are predicted, by draws: a binomial has no quantiles."""
+    draws = law.sample(jax.random.key(seed), (4000,))
+    return np.quantile(draws, [0.05, 0.95], axis=0, method="inverted_cdf")
+
+
+def predict_unseen(data: Data, posterior: gpaug.Posterior, seed: int) -> None:
+    """The first level of the factor in a group that was seen and in one more: a larger
+    plate, whose new member is at its prior."""
+    G, total = len(data.herds), np.array([20, 20])
+    X = np.eye(data.X.shape[1], dtype=data.X.dtype)[[0, 0]]
+    at = X, np.array([0, G]), total
+    f = posterior.predict_f(*at, site="logits", herds=G + 1)
+    low, high = interval(posterior.predict_y(*at, herds=G + 1), seed)
+    print("\nfirst level, 20 trials  log-odds    sd  successes, 90%")
+    for i, name in enumerate([f"herd {data.herds[0]}", "a new herd"]):
+        sd = np.sqrt(f.variance[i])
+        print(f"{name:22}  {f.mean[i]:8.2f}  {sd:4.2f}  {low[i]:.0f} to {high[i]:.0f}")
+
+
+def check_saved(data: Data, posterior: gpaug.Posterior, path: Path) -> None:
+    """Saves, loads, and compares predictions."""
+    posterior.save(path)
+    loaded = gpaug.Posterior.load(path, model)
+    before, after = (p.predict_y(*data[:3]).mean for p in (posterior, loaded))
+    np.testing.assert_array_equal(before, after)
+    print("saved and loaded again: the same predictions")
+
+
+def draw_herds(axes: Any, herds: pd.DataFrame) -> None:
+    """Intercepts in their order: a caterpillar."""
+    place, herds = np.arange(len(herds)), herds.sort_values("mean")
+    sets = ("AutoLatentGaussian", "", OURS, 0.13), ("NUTS", "NUTS ", "0.45", -0.13)
+    for label, prefix, colour, shift in sets:
+        if f"{prefix}mean" in herds:
+            mean, low, high = (herds[prefix + name] for name in ("mean", "5%", "95%"))
+            axes.hlines(place + shift, low, high, color=colour, linewidth=1.6)
+            axes.plot(mean, place + shift, "o", color=colour, ms=4, label=label)
+    if "truth" in herds:
+        axes.plot(herds["truth"], place, "kx", ms=5, label="truth")
+    axes.axvline(0, color="0.8", linewidth=1, zorder=0)
+    axes.set_yticks(place, herds.index, fontsize=8)
+    axes.set(title="Herds, with 90% intervals", xlabel="intercept, log-odds")
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+
+
+def draw_check(axes: Any, data: Data, law: Any, seed: int) -> None:
+    """Observed counts in the intervals that are predicted for them."""
+    order, rank = np.argsort(np.asarray(law.mean)), np.arange(len(data.y))
+    y, (low, high) = data.y[order], interval(law, seed)[:, order]
+    # A quarter more on either side: an interval of one count has a height.
+    axes.vlines(rank, low - 0.25, high + 0.25, color=OURS, alpha=0.35, linewidth=4,
+                label="90% predicted")  # fmt: skip
+    axes.plot(rank, law.mean[order], color=OURS, linewidth=1.2, label="mean predicted")
+    axes.plot(rank, y, "ko", ms=4, label="observed")
+    inside = np.sum((low <= y) & (y <= high))
+    axes.set(title=f"{inside} of {len(y)} observations in their 90% intervals",
+             xlabel="rows, by predicted successes", ylabel="successes")  # fmt: skip
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--csv", "--data", help=".csv with a header")
+    columns = {"successes": "incidence", "total": "size", "group": "herd"}
+    for name, column in {**columns, "factor": "period"}.items():
+        parser.add_argument(f"--{name}", default=column, help=f"column, {column}")
+    parser.add_argument("--steps", type=int, default=100, help="of the fit, at most")
+    parser.add_argument("--nuts", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--draws", type=int, default=1000, help="of NUTS, and to warm up")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, help="keep the posterior, .npz")
+    parser.add_argument("--plot", "--out", default="mixed_model.png")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Fits, reports, saves and draws."""
+    args = parse(argv)
+    keep_compiled_programs()
+    simulated = args.csv is None
+    table, truth = simulate(args.seed) if simulated else (pd.read_csv(args.csv), None)
+    data = encode(table, args)
+    posterior, (first, warm) = fit(data, args)
+    print(f"{first:.1f} s with compilation, {warm:.2f} s again")
+    draws = None
+    if args.nuts:
+        draws, seconds = sample(data, args)
+        print(f"NUTS, {args.draws} draws: {seconds:.1f} s with compilation")
+    effects = report(data, posterior, draws, truth)
+    predict_unseen(data, posterior, args.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        check_saved(data, posterior, args.save or Path(folder) / "posterior.npz")
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(11, 4.4), layout="constrained", width_ratios=(1, 1.4)
+        )
+    draw_herds(left, effects.iloc[len(data.effects) : -1])
+    draw_check(right, data, posterior.predict_y(*data[:3]), args.seed)
+    figure.savefig(args.plot, dpi=130)
+    plt.close(figure)
+    print(f"wrote {args.plot}")
+
+
+if __name__ == "__main__":
+    main()
