@@ -223,7 +223,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", default=column, help=f"column, {column}")
     parser.add_argument("--steps", type=int, default=100, help="of the fit, at most")
     parser.add_argument("--nuts", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--draws", type=int, default=1000, help="of NUTS, and to warm up")
+    parser.add_argument(
+        "--draws", type=int, default=1000, help="of NUTS, after as many to warm up"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="keep the posterior, .npz")
     parser.add_argument("--plot", "--out", default="mixed_model.png")
@@ -238,11 +240,11 @@ def main(argv: list[str] | None = None) -> None:
     table, truth = simulate(args.seed) if simulated else (pd.read_csv(args.csv), None)
     data = encode(table, args)
     posterior, (first, warm) = fit(data, args)
-    print(f"{first:.1f} s with compilation, {warm:.2f} s again")
+    print(f"{first:.1f} s the first time, {warm:.2f} s again")
     draws = None
     if args.nuts:
         draws, seconds = sample(data, args)
-        print(f"NUTS, {args.draws} draws: {seconds:.1f} s with compilation")
+        print(f"NUTS, {args.draws} draws: {seconds:.1f} s the first time")
     effects = report(data, posterior, draws, truth)
     predict_unseen(data, posterior, args.seed)
     with tempfile.TemporaryDirectory() as folder:

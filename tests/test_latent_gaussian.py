@@ -359,6 +359,14 @@ def test_what_is_not_affine_is_refused_by_name(counts):
         counts[0].predict_f(T[:5], GROUP[:5], site="rate")
 
 
+def test_the_predictor_needs_no_name_and_others_are_listed(counts):
+    args = T[:5], GROUP[:5]
+    named = counts[0].predict_f(*args, site="mu")
+    jax.tree.map(np.testing.assert_array_equal, counts[0].predict_f(*args), named)
+    with pytest.raises(ValueError, match="site='nu'.*'a0', 'a', 'mu'"):
+        counts[0].predict_f(*args, site="nu")
+
+
 def test_the_table_has_a_row_for_every_entry(counts):
     table = counts[0].summary()
     assert list(table.columns) == ["mean", "sd", "5%", "50%", "95%"]

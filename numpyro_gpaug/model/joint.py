@@ -277,7 +277,7 @@ class JointView:
         :param q: moments of the latents, without a leading axis.
         :raises NotConjugateError: if it is not affine in the latents.
         """
-        variable = self._program.outputs.values[name].variable
+        variable = self._variable(name)
         state = self._program.value(variable).state
         for source, dependence in state.items():
             if dependence.nonlinear:
@@ -288,6 +288,22 @@ class JointView:
                 )
         (mean,), (rows,) = self._spread([variable], q)
         return mean, rows, self._residuals([variable])[0]
+
+    def _variable(self, name: str) -> Any:
+        """What holds a site's values; of an observed site, its predictor."""
+        values = self._program.outputs.values
+        if name in values:
+            return values[name].variable
+        for site in self.structure.observed:
+            if site.name == name and len(site.latents) == 1:
+                parameters = self._program.outputs.parameters
+                closed = site.route is Route.CLOSED_FORM
+                (root,) = self.frontiers[name].roots
+                return parameters[name].variable if closed else root
+        raise ValueError(
+            f"site={name!r}: the values that can be predicted are {[*values]}, and the "
+            "predictors of observed sites that depend on one for each datum"
+        )
 
     def _spread(self, variables: list[Any], q: Moments) -> Any:
         values, push = self._linearised(variables)

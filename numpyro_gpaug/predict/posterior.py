@@ -179,7 +179,10 @@ class Posterior:
         weights = self.weights
         if site not in weights:
             known = [*self._sites, *weights]
-            raise KeyError(f"{site!r} is not among the Gaussian latents {known}")
+            raise KeyError(
+                f"{site!r} is not among the Gaussian latents {known}; deterministic "
+                f"sites are predicted, predict_f(..., site={site!r})"
+            )
         return weights[site]
 
     def summary(self) -> pandas.DataFrame:
@@ -210,10 +213,12 @@ class Posterior:
         batch_size: int = BATCH_SIZE,
         **kwargs: Any,
     ) -> FunctionValues:
-        """Posterior mean and variance of a Gaussian process.
+        """Posterior mean and variance of a Gaussian process; of a model with jointly
+        Gaussian latents, of any site that is affine in them.
 
         :param args: the model's arguments at new inputs, without observations.
-        :param site: which process, if the model has several.
+        :param site: which process, if the model has several; or which Gaussian or
+            deterministic site, by default the predictor of the observed one.
         :param full_covariance: the covariance between all rows (O(N^2) memory, no
             streaming) instead of the variance.
         :param batch_size: rows per block.
@@ -357,6 +362,8 @@ class Posterior:
     def __repr__(self) -> str:
         structure = self._predictor.structure
         blocks = {b.name: b.shape for b in structure.blocks}
+        if isinstance(structure, JointStructure):
+            blocks = {s.name: s.value_shape for s in structure.sites}
         observed = [site.name for site in structure.observed]
         return f"Posterior(blocks={blocks}, observed={observed})"
 
