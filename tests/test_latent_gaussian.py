@@ -241,6 +241,10 @@ def test_normal_models_have_the_exact_evidence(x64):
 
 def test_normal_models_have_the_exact_posterior(x64):
     posterior, _, _ = fitted(varying, T, GROUP, REAL)
+    of_y = posterior.predict_f(T, GROUP)
+    of_a = posterior.predict_f(np.zeros(4), np.arange(4))
+    np.testing.assert_allclose(of_a.mean, posterior["a"].mean, rtol=1e-8)
+    assert of_y.mean.shape == (N,)
     Z = np.eye(4)[GROUP]
     cross = 4 * np.ones((4, N)) + 0.49 * Z.T
     gain = np.linalg.solve(covariance(), cross.T).T
@@ -359,12 +363,10 @@ def test_what_is_not_affine_is_refused_by_name(counts):
         counts[0].predict_f(T[:5], GROUP[:5], site="rate")
 
 
-def test_the_predictor_needs_no_name_and_others_are_listed(counts):
-    args = T[:5], GROUP[:5]
-    named = counts[0].predict_f(*args, site="mu")
-    jax.tree.map(np.testing.assert_array_equal, counts[0].predict_f(*args), named)
-    with pytest.raises(ValueError, match="site='nu'.*'a0', 'a', 'mu'"):
-        counts[0].predict_f(*args, site="nu")
+def test_names_of_what_can_be_predicted(counts):
+    for name in (None, "nu"):
+        with pytest.raises(ValueError, match="site=.*'a', 'a0', 'mu'"):
+            counts[0].predict_f(T[:5], GROUP[:5], site=name)
 
 
 def test_the_table_has_a_row_for_every_entry(counts):

@@ -27,6 +27,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     lookup_expectation,
 )
+from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
 from numpyro_gpaug.model.structure import (
@@ -76,6 +77,7 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
         plates=sites.plates,
         functions={b.name: sites.inputs[b.name] for b in blocks if b.is_process},
         constraints=sites.constraints,
+        gaussian_others=tuple(n for n in others if n in sites.gaussian),
     )
 
 
@@ -145,6 +147,7 @@ _INSTEAD = {
 class _Sites(NamedTuple):
     latent: tuple[str, ...]
     discrete: tuple[str, ...]
+    gaussian: tuple[str, ...]
     observed: tuple[str, ...]
     plates: dict[str, Plate]
     constraints: dict[str, Any]
@@ -160,6 +163,7 @@ def _survey(
     inputs: dict[str, jax.ShapeDtypeStruct] = {}
     latent: list[str] = []
     discrete: list[str] = []
+    gaussian: list[str] = []
     observed: list[str] = []
 
     def visit(trace: Trace) -> None:
@@ -179,6 +183,8 @@ def _survey(
                 latent.append(name)
                 if site["fn"].is_discrete:
                     discrete.append(name)
+                if whitening(site["fn"]) is not None:
+                    gaussian.append(name)
                 if "process" in site["infer"] and name not in process_sites:
                     process = site["infer"]["process"]
                     raise ValueError(
@@ -199,7 +205,13 @@ def _survey(
 
     plates = trace_plates(abstract, arguments)
     return candidates, _Sites(
-        tuple(latent), tuple(discrete), tuple(observed), plates, constraints_, inputs
+        tuple(latent),
+        tuple(discrete),
+        tuple(gaussian),
+        tuple(observed),
+        plates,
+        constraints_,
+        inputs,
     )
 
 

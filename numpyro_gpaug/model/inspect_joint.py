@@ -340,7 +340,7 @@ def warn_of_points(
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     """
-    if not structure.others or not structure.observed:
+    if not structure.gaussian_others or not structure.observed:
         return
     try:
         joint = inspect_joint(model, *args, **kwargs)

@@ -30,6 +30,7 @@ from numpyro_gpaug.math.expectation import (
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.frontier import Frontier, frontier
+from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.latents import JOINT, JointStructure, Parts, parts_of, whitened
 from numpyro_gpaug.model.predictors import Likelihood, closed_form, scaled_sum
 from numpyro_gpaug.model.program import Program
@@ -251,16 +252,31 @@ class JointView:
     # What predictions are made of.
 
     def marks(self) -> dict[str, Array]:
-        """Numbers that tell the factors of sites whose values are mixed by them."""
+        """Numbers that tell the factors of sites whose values are mixed by them, and
+        the arguments that these are computed from: a covariance of places may be that
+        of other places."""
         found = self._at_zero(self._program.outputs.factors)
+        if not found:
+            return {}
+        arrays = {str(i): x for i, x in enumerate(self.arguments.arrays)}
 
-        def mark(tree: Any) -> Array:
-            leaves = [jnp.ravel(x) for x in jax.tree.leaves(tree)]
-            flat = jnp.concatenate(leaves)
+        def factors(inputs: dict[str, Array]) -> Any:
+            arguments = self.arguments._replace(arrays=tuple(inputs.values()))
+            here = self.structure, self._model, arguments, self.values, self._key
+            view = JointView(*here)
+            return view._at_zero(view._program.outputs.factors)
+
+        shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in arrays.items()}
+        sources = dependence_tree(factors, shapes)
+
+        def mark(name: str) -> Array:
+            used = {k for leaf in jax.tree.leaves(sources[name]) for k in leaf.state}
+            leaves = [*jax.tree.leaves(found[name]), *(arrays[k] for k in sorted(used))]
+            flat = jnp.concatenate([jnp.ravel(x).astype(float) for x in leaves])
             waves = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
             return jnp.stack([flat.sum(), (flat * waves).sum()])
 
-        return {name: mark(tree) for name, tree in found.items()}
+        return {name: mark(name) for name in found}
 
     def gathers(self) -> list[tuple[str, int, Array]]:
         """Sites that are indexed, their numbers of members, and the indices."""
@@ -290,20 +306,21 @@ class JointView:
         return mean, rows, self._residuals([variable])[0]
 
     def _variable(self, name: str) -> Any:
-        """What holds a site's values; of an observed site, its predictor."""
-        values = self._program.outputs.values
-        if name in values:
-            return values[name].variable
-        for site in self.structure.observed:
-            if site.name == name and len(site.latents) == 1:
-                parameters = self._program.outputs.parameters
-                closed = site.route is Route.CLOSED_FORM
-                (root,) = self.frontiers[name].roots
-                return parameters[name].variable if closed else root
-        raise ValueError(
-            f"site={name!r}: the values that can be predicted are {[*values]}, and the "
-            "predictors of observed sites that depend on one for each datum"
-        )
+        """What holds a site's values; of an observed site in closed form, the parameter
+        of its likelihood."""
+        parts = self._program.outputs
+        closed = {
+            site.name: parts.parameters[site.name]
+            for site in self.structure.observed
+            if site.route is Route.CLOSED_FORM
+        }
+        known = {**closed, **parts.values}
+        if name not in known:
+            raise ValueError(
+                f"site={name!r}: the values that can be predicted are {sorted(known)}; "
+                "numpyro.deterministic gives a predictor a name"
+            )
+        return known[name].variable
 
     def _spread(self, variables: list[Any], q: Moments) -> Any:
         values, push = self._linearised(variables)

@@ -89,6 +89,7 @@ class Structure:
     :param plates: plates by name, at the arguments it was found at.
     :param functions: shapes of the function values of processes, likewise.
     :param constraints: of the model's params, by name.
+    :param gaussian_others: those among the others whose law is Gaussian.
     """
 
     blocks: tuple[Block, ...]
@@ -97,6 +98,7 @@ class Structure:
     plates: dict[str, Plate]
     functions: dict[str, jax.ShapeDtypeStruct]
     constraints: dict[str, Any]
+    gaussian_others: tuple[str, ...] = ()
 
     @property
     def processes(self) -> tuple[Block, ...]:

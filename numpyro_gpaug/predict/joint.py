@@ -87,8 +87,7 @@ class JointPredictor(Predictor):
 
     def block(self, site: str | None) -> Block:
         """The site to predict by name: a process, a deterministic or a Gaussian one;
-        of an observed site its
-        predictor. For ``None`` that of the only observed site."""
+        for ``None`` the only observed site, in closed form, by its parameter."""
         return Block(site or self.observed(None).name, "", (), None)
 
     def sites(self, arguments: Arguments, fitted: Fitted) -> Any:
@@ -107,67 +106,6 @@ class JointPredictor(Predictor):
 
         program = remembered(self._sites, arguments.shapes, lambda: jax.jit(found))
         return program(arguments.arrays, fitted)
-
-    def check(
-        self, arguments: Arguments, fitted: Fitted, marks: dict[str, Array]
-    ) -> None:
-        """Raises for groups that the model has not, of which JAX would take the last
-        for each, and for values of a latent that are not those of the fit.
-
-        :param arguments: of the model.
-        :param fitted: what was fitted.
-        :param marks: what tells the factors of the fit, from :meth:`sites`.
-        """
-
-        def checks(arrays: Any, fitted: Fitted) -> Any:
-            view = self._view(arrays, arguments.static, fitted)
-            found = view.gathers()
-            names[:] = [(name, size) for name, size, _ in found]
-            return [(index.min(), index.max()) for _, _, index in found], view.marks()
-
-        names: list[Any] = []
-        program = remembered(
-            self._checks, arguments.shapes, lambda: (jax.jit(checks), names)
-        )
-        extremes, here = program[0](arguments.arrays, fitted)
-        for (name, size), (low, high) in zip(program[1], extremes, strict=True):
-            if low < 0 or high >= size:
-                raise ValueError(
-                    f"{name!r} has {size} members, codes 0 to {size - 1}, but is "
-                    f"indexed by numbers from {low} to {high}: a group that was not "
-                    "seen needs a plate of more members, whose size is a keyword "
-                    "argument of the model, say"
-                )
-        for name, mark in here.items():
-            if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):
-                raise NotConjugateError(
-                    f"the covariance of {name!r} is not that of the fit, which says "
-                    "nothing of its values elsewhere: gpaug.GaussianProcess("
-                    f'"{name}", kernel, inducing)(X) is predicted at any X'
-                )
-
-    def block(self, site: str | None) -> Block:
-        """The site to predict by name: a process, a deterministic or a Gaussian one;
-        of an observed site its
-        predictor. For ``None`` that of the only observed site."""
-        return Block(site or self.observed(None).name, "", (), None)
-
-    def sites(self, arguments: Arguments, fitted: Fitted) -> Any:
-        """Means of all Gaussian sites and rows of their spread, at the arguments of
-        the fit; and what tells their factors.
-
-        :param arguments: of the model.
-        :param fitted: what was fitted.
-        """
-
-        @jax.jit
-        def found(arrays: Any, fitted: Fitted) -> Any:
-            view = self._view(arrays, arguments.static, fitted)
-            q = _flat(self._moments(fitted.own)[JOINT])
-            sites = {s.name: view.spread(s.name, q)[:2] for s in view.structure.sites}
-            return sites, view.marks()
-
-        return found(arguments.arrays, fitted)
 
     def _view(self, arrays: Any, static: Any, fitted: Fitted) -> Any:
         names = {site.name for site in self.structure.observed}

@@ -218,7 +218,8 @@ class Posterior:
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which process, if the model has several; or which Gaussian or
-            deterministic site, by default the predictor of the observed one.
+            deterministic site; the parameter of an observed one by its name, which
+            is the default, if its likelihood is in closed form.
         :param full_covariance: the covariance between all rows (O(N^2) memory, no
             streaming) instead of the variance.
         :param batch_size: rows per block.
