@@ -139,7 +139,7 @@ def _surveyed(
     """
 
     def is_data(site: dict[str, Any]) -> bool:
-        return site["is_observed"] or site["name"] in data
+        return site.get("is_observed", False) or site["name"] in data
 
     candidates: list[GaussianSite] = []
     latent: list[str] = []
@@ -168,11 +168,7 @@ def _surveyed(
                 observed.append(name)
             elif site["type"] == "sample":
                 latent.append(name)
-                if site["fn"].is_discrete:
-                    raise NotConjugateError(
-                        f"the latent site {name!r} is discrete: sum it out (a mixture "
-                        "likelihood), observe it, or sample the model by MCMC"
-                    )
+                _refuse(site, any(is_data(s) for s in trace.values() if "fn" in s))
                 found = whitening(site["fn"])
                 if found is not None and site["scale"] is None:
                     local = any(f.name in rows for f in site["cond_indep_stack"])
@@ -209,6 +205,26 @@ def joint_structure_at(
     sites = tuple(s for s in survey.candidates if s.name in names)
     here = structure.with_sites(sites)
     return replace(here, plates=survey.plates, functions=survey.functions)
+
+
+def _refuse(site: dict[str, Any], observes: bool) -> None:
+    """Raises for a latent that no guide takes.
+
+    :param site: its message.
+    :param observes: whether the model observes anything.
+    """
+    name = site["name"]
+    if name.endswith("_unobserved"):
+        raise NotConjugateError(
+            f"obs_mask makes {name!r} a latent: leave out what is missing by "
+            "numpyro.handlers.mask(mask=obs_mask) around the site instead"
+        )
+    if site["fn"].is_discrete:
+        missing = f"; if {name!r} is observed, pass its observations (obs=y)"
+        raise NotConjugateError(
+            f"the latent site {name!r} is discrete: sum it out (a mixture likelihood), "
+            f"observe it, or sample the model by MCMC{'' if observes else missing}"
+        )
 
 
 class _Read:

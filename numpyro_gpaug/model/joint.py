@@ -33,7 +33,7 @@ from numpyro_gpaug.model.frontier import Frontier, frontier
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.latents import JOINT, JointStructure, Parts, parts_of, whitened
 from numpyro_gpaug.model.predictors import Likelihood, closed_form, scaled_sum
-from numpyro_gpaug.model.program import Program
+from numpyro_gpaug.model.program import Gather, Program
 from numpyro_gpaug.model.structure import Arguments, Block, Observed, Trace, run_model
 
 
@@ -278,12 +278,13 @@ class JointView:
 
         return {name: mark(name) for name in found}
 
-    def gathers(self) -> list[tuple[str, int, Array]]:
-        """Sites that are indexed, their numbers of members, and the indices."""
-        found = list(self._program.gathers())
-        values = self._program.run([index for _, _, index in found], {})
-        pairs = zip(found, values, strict=True)
-        return [(names[-1], size, index) for (names, size, _), index in pairs]
+    def gathers(self) -> list[tuple[Gather, tuple[Array, Array, Array]]]:
+        """Sites that are indexed, and how far their indices go."""
+        found = []
+        for gather in self._program.gathers():
+            indices, *raw = self._program.run([gather.indices, *gather.raw], {})
+            found.append((gather, gather.extremes(indices, raw)))
+        return found
 
     def spread(self, name: str, q: Moments) -> tuple[Array, Array, Array]:
         """Mean of a Gaussian or deterministic site, the rows of its spread, and the

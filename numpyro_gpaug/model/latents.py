@@ -196,18 +196,14 @@ def check_indices(program: Program) -> None:
     :param program: of a model, with its arguments for constants.
     :raises ValueError: naming the site.
     """
-    found = list(program.gathers())
-    if not found or any(isinstance(x, Tracer) for x in program.constants.values()):
+    if any(isinstance(x, Tracer) for x in program.constants.values()):
         return
-    values = program.run([index for _, _, index in found], {})
-    for (names, size, _), index in zip(found, values, strict=True):
-        low, high = int(np.min(index)), int(np.max(index))
-        if low < 0 or high >= size:
+    for gather in program.gathers():
+        indices, *raw = program.run([gather.indices, *gather.raw], {})
+        if wrong := gather.bad(gather.extremes(indices, raw)):
             raise ValueError(
-                f"{names[-1]!r} has {size} members, codes 0 to {size - 1}, but is "
-                f"indexed by numbers from {low} to {high}: give its plate the number "
-                "of groups, and encode them as 0, 1, ... (numpy.unique(group, "
-                "return_inverse=True)[1])"
+                f"{wrong}: give its plate the number of groups, and encode them as 0, "
+                "1, ... (numpy.unique(group, return_inverse=True)[1])"
             )
 
 

@@ -52,6 +52,14 @@ def explained(arguments: Arguments) -> Iterator[None]:
     """
     try:
         yield
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        raise TypeError(
+            "the model computes the size of something, or an array of NumPy's, from "
+            "its array arguments, which are traced: sizes (of a plate, say) are to be "
+            "plain numbers, given by keyword or computed outside of the model, and "
+            "arrays to be indexed by others are jax.numpy's. JAX says: "
+            + str(error).split("\n", 1)[0]
+        ) from error
     except ValueError as error:
         if "Incompatible shapes for broadcasting" not in str(error):
             raise

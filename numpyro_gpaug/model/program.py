@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from numpyro_gpaug.model.jaxpr import Reader, Value
@@ -14,6 +16,11 @@ from numpyro_gpaug.model.jaxpr import Reader, Value
 # Calls that change nothing: what they call may as well stand in their place. Those that
 # bring derivatives of their own (``custom_jvp_call``) are kept whole.
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint"}
+
+_INDEX_MOVES = {
+    "concatenate", "broadcast_in_dim", "reshape", "convert_element_type", "squeeze",
+    "expand_dims", "copy", "stack", "transpose",
+}  # fmt: skip
 
 
 class Operation(NamedTuple):
@@ -27,6 +34,52 @@ class Operation(NamedTuple):
     eqn: Any
     operands: tuple[int | Literal, ...]
     results: tuple[int, ...]
+
+
+class Gather(NamedTuple):
+    """An indexed input.
+
+    :param name: of the input.
+    :param sizes: how many places there are, by coordinate of the indices.
+    :param indices: the variable that holds them, coordinates last.
+    :param raw: variables that hold them before negative ones count from the end.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    indices: Any
+    raw: tuple[int, ...]
+
+    def bad(self, values: Any) -> str | None:
+        """What is wrong with indices, ``None`` if nothing is.
+
+        :param values: from :meth:`extremes`, as numbers.
+        """
+        lows, highs, least = (np.asarray(x).tolist() for x in values)
+        pairs = zip(self.sizes, lows, highs, strict=True)
+        for size, low, high in pairs:
+            if low < 0 or high >= size:
+                return (
+                    f"{self.name!r} has {size} members along an axis, codes 0 to "
+                    f"{size - 1}, but is indexed by numbers from {low} to {high}"
+                )
+        if least < 0:
+            return (
+                f"{self.name!r} is indexed by numbers from {least} on, and negative "
+                "ones count from the end (codes of pandas are -1 where missing)"
+            )
+        return None
+
+    @staticmethod
+    def extremes(indices: Any, raw: list[Any]) -> tuple[Any, Any, Any]:
+        """The least and largest index by coordinate, and the least before wrapping.
+
+        :param indices: values of the variable.
+        :param raw: of those before wrapping.
+        """
+        flat = indices.reshape(-1, indices.shape[-1])
+        least = jnp.stack([jnp.zeros((), int), *(x.min().astype(int) for x in raw)])
+        return flat.min(0), flat.max(0), least.min()
 
 
 class Program:
@@ -145,16 +198,33 @@ class Program:
             needed |= {x for x in operation.operands if not isinstance(x, Literal)}
         return chosen[::-1]
 
-    def gathers(self) -> Iterator[tuple[tuple[str, ...], int, Any]]:
-        """Where inputs are indexed by numbers that depend on none: names of the inputs,
-        the size of the indexed axis, and the variable that holds the indices."""
+    def gathers(self) -> Iterator[Gather]:
+        """Where inputs are indexed by numbers that depend on none."""
         for eqn, operands, _ in self.operations:
             if eqn.primitive.name != "gather" or self.depends(operands[1]):
                 continue
             axes = eqn.params["dimension_numbers"].start_index_map
+            shape, slices = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
             names = tuple(self.value(operands[0]).state)
-            if names and len(axes) == 1:
-                yield names, eqn.invars[0].aval.shape[axes[0]], operands[1]
+            sizes = tuple(shape[a] - slices[a] + 1 for a in axes)
+            if names and sizes:
+                raw = tuple(self._before_wrapping(operands[1]))
+                yield Gather(names[-1], sizes, operands[1], raw)
+
+    def _before_wrapping(self, variable: Any) -> Iterator[int]:
+        """Index arrays to which their axis' length is added where they are negative."""
+        if isinstance(variable, Literal) or variable not in self.makers:
+            return
+        eqn, operands, _ = self.makers[variable]
+        if eqn.primitive.name == "select_n" and operands[0] in self.makers:
+            test, (left, *right), _ = self.makers[operands[0]]
+            if test.primitive.name == "lt" and isinstance(right[0], Literal):
+                if not isinstance(left, Literal) and self.avals[left].shape:
+                    yield left
+                return
+        if eqn.primitive.name in _INDEX_MOVES:
+            for operand in operands:
+                yield from self._before_wrapping(operand)
 
     def run(self, wanted: list[Any], known: dict[int, Any]) -> list[Any]:
         """Values of variables, given those of some others.

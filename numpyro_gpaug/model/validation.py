@@ -289,6 +289,8 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
             continue
         check_shape(name, site)
         fn, value = site["fn"], jnp.asarray(site["value"])
+        if isinstance(base_distribution(fn), dist.Unit):
+            continue  # numpyro.factor
         inside = fn.support(value)
         if isinstance(fn, dist.MaskedDistribution):
             inside = inside | ~jnp.asarray(fn._mask)

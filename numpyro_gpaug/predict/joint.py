@@ -60,22 +60,20 @@ class JointPredictor(Predictor):
 
         def checks(arrays: Any, fitted: Fitted) -> Any:
             view = self._view(arrays, arguments.static, fitted)
-            found = view.gathers()
-            names[:] = [(name, size) for name, size, _ in found]
-            return [(index.min(), index.max()) for _, _, index in found], view.marks()
+            gathers = view.gathers()
+            indexed[:] = [gather for gather, _ in gathers]
+            return [extremes for _, extremes in gathers], view.marks()
 
-        names: list[Any] = []
+        indexed: list[Any] = []
         program = remembered(
-            self._checks, arguments.shapes, lambda: (jax.jit(checks), names)
+            self._checks, arguments.shapes, lambda: (jax.jit(checks), indexed)
         )
-        extremes, here = program[0](arguments.arrays, fitted)
-        for (name, size), (low, high) in zip(program[1], extremes, strict=True):
-            if low < 0 or high >= size:
+        reached, here = program[0](arguments.arrays, fitted)
+        for gather, extremes in zip(program[1], reached, strict=True):
+            if wrong := gather.bad(extremes):
                 raise ValueError(
-                    f"{name!r} has {size} members, codes 0 to {size - 1}, but is "
-                    f"indexed by numbers from {low} to {high}: a group that was not "
-                    "seen needs a plate of more members, whose size is a keyword "
-                    "argument of the model, say"
+                    f"{wrong}: a group that was not seen needs a plate of more "
+                    "members, whose size is a keyword argument of the model, say"
                 )
         for name, mark in here.items():
             if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):

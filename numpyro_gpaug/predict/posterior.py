@@ -187,7 +187,7 @@ class Posterior:
 
     def summary(self) -> pandas.DataFrame:
         """Mean, standard deviation and the 5, 50 and 95% quantiles of every latent, in
-        the rows and columns of ArviZ's; what is held at a value has a deviation of 0.
+        the rows and columns of ArviZ's; what is held at a value has a mean alone.
 
         :return: a data frame, ``summary.loc["effect[2]", "mean"]``.
         """

@@ -58,8 +58,8 @@ def table(sites: dict[str, SiteMoments], points: dict[str, Any]) -> pandas.DataF
             rows[label] = [m, s, m - tail, m, m + tail]
     for name, value in points.items():
         value = np.asarray(value)
-        for label, m, s in _entries(name, value, np.zeros(value.shape)):
-            rows[label] = [m, s, m, m, m]
+        for label, m, s in _entries(name, value, np.full(value.shape, np.nan)):
+            rows[label] = [m, s, s, s, s]
     columns = ["mean", "sd", "5%", "50%", "95%"]
     return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 
