@@ -205,8 +205,8 @@ def planted() -> list[Planted]:
         Planted(
             "Inverse factor: derivative transposed",
             "math/linalg.py",
-            "-_half(inverse, tangent) @ inverse",
-            "-_half(inverse, tangent).mT @ inverse",
+            "-lower_half(inverse, tangent) @ inverse",
+            "-lower_half(inverse, tangent).mT @ inverse",
             (
                 "test_conjugate",
                 "test_linalg",
@@ -229,8 +229,8 @@ def planted() -> list[Planted]:
         Planted(
             "Cholesky factors: derivative transposed",
             "math/linalg.py",
-            "factor @ _half(inverse_lower(factor), tangent)",
-            "factor @ _half(inverse_lower(factor), tangent).mT",
+            "factor @ lower_half(inverse_lower(factor), tangent)",
+            "factor @ lower_half(inverse_lower(factor), tangent).mT",
             ("test_linalg",),
         ),
         Planted(
@@ -316,6 +316,41 @@ def planted() -> list[Planted]:
             "return 0.5 * first + 0.375 * second",
             "return 0.5 * first - 0.375 * second",
             ("test_whitening",),
+        ),
+        Planted(
+            "Joint Gaussians: sign of a pair's factor",
+            "math/pairs.py",
+            "cross = -slopes.covariance",
+            "cross = slopes.covariance",
+            ("test_latent_gaussian",),
+        ),
+        Planted(
+            "Expectations of any likelihood: half a slope in the variance",
+            "math/expectation.py",
+            "return PredictorMoments(tuple(slopes), (0.5 * first,))",
+            "return PredictorMoments(tuple(slopes), (first,))",
+            ("test_expectation", "test_latent_gaussian"),
+        ),
+        Planted(
+            "Joint Gaussians: a random walk without its first step",
+            "model/gaussians.py",
+            "jnp.cumsum(scale * z, -1)",
+            "jnp.cumsum(scale * z, -1) - scale * z[..., :1]",
+            ("test_frontier",),
+        ),
+        Planted(
+            "Frontiers: sums over data may be squared",
+            "model/frontier.py",
+            'linear = {"add", "sub",',
+            'linear = {"add", "sub", "square", "integer_pow",',
+            ("test_frontier",),
+        ),
+        Planted(
+            "Joint predictions: new members at their value of the fit",
+            "model/latents.py",
+            "            if not site.local:",
+            "            if True:",
+            ("test_latent_gaussian",),
         ),
     ]
 

@@ -341,9 +341,23 @@ def test_predictions_are_those_of_draws(counts):
     np.testing.assert_allclose(
         posterior.log_prob(T[:5], GROUP[:5], y), np.log(density), atol=0.01
     )
+    with pytest.raises(NotImplementedError, match="quantiles of draws"):
+        predicted.icdf(0.5)
     draws = predicted.sample(jax.random.key(0), (100_000,))
     np.testing.assert_allclose(draws.mean(0), predicted.mean, rtol=0.02)
     np.testing.assert_allclose(draws.var(0), predicted.variance, rtol=0.06)
+
+
+def test_quantiles_of_predictions():
+    def model(t, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Exponential(jnp.exp(-b - 0.5 * t)), obs=y)
+
+    posterior, _, _ = fitted(model, T, POSITIVE)
+    predicted = posterior.predict_y(T[:4])
+    for q in (0.05, 0.5, 0.9):
+        np.testing.assert_allclose(predicted.cdf(predicted.icdf(q)), q, atol=1e-4)
 
 
 def test_new_groups_are_draws_from_their_prior(counts):

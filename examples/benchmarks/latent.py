@@ -7,8 +7,9 @@ whole model); then all methods infer the same latents. ``mean`` is the largest
 difference of posterior means from NUTS in its standard deviations, ``sd`` the largest
 relative difference of standard deviations; both of NUTS are noisy (``--draws`` in four
 chains). The last two start at prior medians and take 2000 and 5000 steps of adam, from
-.1 on a cosine to zero, on the model as it is written. ``cold`` counts everything after imports, in a compiled-from-nothing session,
-``warm`` a second run of the same shapes. Seconds are of one process::
+.1 on a cosine to zero, on the model as it is written. ``cold`` counts everything after
+imports, in a compiled-from-nothing session, ``warm`` a second run of the same shapes.
+Seconds are of one process::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/latent.py --json latent.json
 

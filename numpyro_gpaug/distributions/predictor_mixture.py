@@ -94,7 +94,14 @@ class PredictorMixture(Distribution):
         return self._average(self._each(lambda d: d.cdf(value)))
 
     def icdf(self, q: Array) -> Array:
-        quantiles = self._each(lambda d: d.icdf(q))
+        try:
+            quantiles = self._each(lambda d: d.icdf(q))
+        except NotImplementedError:
+            name = type(self._component).__name__
+            raise NotImplementedError(
+                f"{name} has no icdf in NumPyro: take quantiles of draws, "
+                "numpy.quantile(predicted.sample(key, (1000,)), q, axis=0)"
+            ) from None
         found = bisected_icdf(self.cdf, q, quantiles.min(0), quantiles.max(0))
         return jnp.ceil(found) if self.is_discrete else found
 

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The expected log-likelihood of jointly Gaussian latents, and the halves of densities
+that it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.math.affine import Marginals
+from numpyro_gpaug.math.expectation import PredictorMoments, expected_sum
+from numpyro_gpaug.model.frontier import Frontier
+from numpyro_gpaug.model.latents import JOINT
+from numpyro_gpaug.model.predictors import Likelihood, closed_form, scaled_sum
+from numpyro_gpaug.model.program import Program
+from numpyro_gpaug.model.structure import Observed
+
+
+class Split:
+    """A frontier, compared by identity."""
+
+    def __init__(self, program: Program, found: Frontier) -> None:
+        self.frontier = found
+        ordered = ordered_roots(program, found)
+        self.order = tuple(ordered.index(r) for r in found.roots)
+        self.shapes = tuple(program.avals[r].shape for r in found.roots)
+
+    def outputs(self, numbers: Any, predictors: tuple[Array, ...]) -> list[Array]:
+        """What is computed from the roots.
+
+        :param numbers: values of what depends on no latent.
+        :param predictors: flat, shared ones first.
+        """
+        roots = [
+            predictors[i].reshape(shape)
+            for i, shape in zip(self.order, self.shapes, strict=True)
+        ]
+        return self.frontier.density(numbers, roots)
+
+    def total(self, numbers: Any, predictors: tuple[Array, ...]) -> Array:
+        """The sum of the densities.
+
+        :param numbers: values of what depends on no latent.
+        :param predictors: flat, shared ones first.
+        """
+        found = self.outputs(numbers, predictors)
+        return sum((jnp.sum(x) for x in found), start=jnp.zeros((), found[0].dtype))
+
+
+def ordered_roots(program: Program, found: Frontier) -> list[int]:
+    """Roots with those that all data share first."""
+    return sorted(found.roots, key=lambda r: program.avals[r].size)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("likelihoods", "fixed"),
+    meta_fields=("sites", "shapes", "frontiers", "bound"),
+)
+@dataclass(frozen=True)
+class JointExpectation:
+    """The expected log-likelihood as a function of the predictors' marginals.
+
+    :param likelihoods: of sites in closed form, and of those without latents.
+    :param fixed: numbers that the others' densities are made of.
+    :param sites: observed sites.
+    :param shapes: of the predictors.
+    :param frontiers: of sites that depend on latents.
+    :param bound: ``"exact"`` or ``"augmented"``.
+    """
+
+    likelihoods: dict[str, Likelihood]
+    fixed: dict[str, tuple[Array, ...]]
+    sites: tuple[Observed, ...]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    frontiers: tuple[tuple[str, Any], ...]
+    bound: str
+
+    def __call__(self, at: dict[str, Any], bound: str | None = None) -> Array:
+        """The sum over sites of their expectations.
+
+        :param at: marginals by block.
+        :param bound: another one.
+        """
+        joint = at[JOINT]
+        carried = self.split(joint)
+        frontiers = dict(self.frontiers)
+        begin = 0
+        total = jnp.zeros((), joint.mean.dtype)
+        for site in self.sites:
+            moments = [carried[p] for p in site.predictors]
+            if site.name in self.fixed:
+                covariance = None
+                if len(moments) == 2:
+                    size = max(m.size for m, _ in moments)
+                    covariance = joint.covariance[0, begin : begin + size]
+                    begin += size
+                means, variances = zip(*moments, strict=True)
+                flat = PredictorMoments(
+                    tuple(m.ravel() for m in means),
+                    tuple(v.ravel() for v in variances),
+                    covariance,
+                )
+                density = frontiers[site.name].total
+                term = expected_sum(density, self.fixed[site.name], flat)
+            else:
+                fn, value, scale = self.likelihoods[site.name]
+                if site.route is Route.CONSTANT:
+                    term = scaled_sum(fn.log_prob(value), scale)
+                else:
+                    found = closed_form(site, fn, value, carried, bound or self.bound)
+                    term = scaled_sum(found, scale)
+            total = total + term
+        return total
+
+    def split(self, joint: Any) -> dict[str, Marginals]:
+        """Means and variances of every predictor, in its shape."""
+        names = [p for site in self.sites for p in site.predictors]
+        found, begin = {}, 0
+        for name, (shape, _) in zip(names, self.shapes, strict=True):
+            size = prod(shape)
+            part = slice(begin, begin + size)
+            found[name] = Marginals(
+                joint.mean[0, part].reshape(shape),
+                joint.variance[0, part].reshape(shape),
+            )
+            begin += size
+        return found
+
+
+def moments_of(
+    means: list[Array], rows: list[Array], residuals: list[Array]
+) -> PredictorMoments:
+    """Moments of one or two predictors, flat."""
+    flat = [r.reshape(len(r), -1) for r in rows]
+    variances = tuple(
+        jnp.square(r).sum(0) + v.ravel() for r, v in zip(flat, residuals, strict=True)
+    )
+    covariance = (flat[0] * flat[1]).sum(0) if len(flat) == 2 else None
+    return PredictorMoments(tuple(m.ravel() for m in means), variances, covariance)
