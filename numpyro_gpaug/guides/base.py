@@ -109,8 +109,8 @@ class ProcessGuide:
         values: dict[str, Any],
         key: Array,
     ) -> Any:
-        """The model as this guide sees it; see
-        :class:`~numpyro_gpaug.model.view.ModelView`."""
+        """The model as this guide sees it: its Gaussian latents, their affine maps to
+        predictors, and likelihoods there."""
         return ModelView(structure, model, arguments, values, key)
 
     @property
