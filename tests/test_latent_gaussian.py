@@ -483,6 +483,19 @@ def test_a_kernel_parameter_with_a_normal_prior_is_a_hyperparameter():
     assert structure_of(model, T, BINARY).structure.others == ("log_ls",)
 
 
+def test_a_scaled_gaussian_is_held_apart():
+    def model(t, y=None):
+        with numpyro.handlers.scale(scale=2.0):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(a + b * t)), obs=y)
+
+    guide = structure_of(model, T, COUNTS)
+    assert guide.structure.others == ("b",)
+    assert "its density is scaled" in str(guide)
+
+
 def test_discrete_latents_and_softmax_are_refused():
     def discrete(y=None):
         z = numpyro.sample("z", dist.Bernoulli(0.5))

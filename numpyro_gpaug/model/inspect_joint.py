@@ -60,6 +60,7 @@ class _Survey(NamedTuple):
     dtype: Any
     shapes: dict[str, tuple[int, ...]]
     functions: dict[str, jax.ShapeDtypeStruct]
+    held: tuple[tuple[str, str], ...]
 
 
 def inspect_joint(
@@ -76,7 +77,7 @@ def inspect_joint(
     """
     arguments = Arguments.split(args, kwargs)
     survey = _surveyed(model, arguments)
-    sites, held = survey.candidates, []
+    sites, held = survey.candidates, [*survey.held]
     while True:
         found = _Read(model, arguments, sites, survey)
         if not (blamed := found.blamed()):
@@ -145,6 +146,7 @@ def _surveyed(
     latent: list[str] = []
     observed: list[str] = []
     constraints_: dict[str, Any] = {}
+    held: list[tuple[str, str]] = []
     dtypes: list[Any] = []
     shapes: dict[str, tuple[int, ...]] = {}
     functions: dict[str, jax.ShapeDtypeStruct] = {}
@@ -170,7 +172,15 @@ def _surveyed(
                 latent.append(name)
                 _refuse(site, any(is_data(s) for s in trace.values() if "fn" in s))
                 found = whitening(site["fn"])
-                if found is not None and site["scale"] is None:
+                if found is not None and site["scale"] is not None:
+                    held.append(
+                        (
+                            name,
+                            "its density is scaled, by handlers.scale or "
+                            "a plate that is subsampled",
+                        )
+                    )
+                elif found is not None:
                     local = any(f.name in rows for f in site["cond_indep_stack"])
                     known = tuple(found.shape), shapes[name]
                     candidates.append(GaussianSite(name, *known, local))
@@ -186,8 +196,9 @@ def _surveyed(
     dtype = jnp.result_type(*dtypes) if dtypes else jnp.result_type(float)
     names = tuple(latent), tuple(observed)
     return _Survey(
-        tuple(candidates), *names, plates, constraints_, dtype, shapes, functions
-    )
+        tuple(candidates), *names, plates, constraints_, dtype, shapes, functions,
+        tuple(held),
+    )  # fmt: skip
 
 
 def joint_structure_at(

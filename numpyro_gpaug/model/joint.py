@@ -20,10 +20,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
 )
 from numpyro_gpaug.math.affine import AffineMap, Prior
-from numpyro_gpaug.math.expectation import (
-    nodes,
-    placed,
-)
+from numpyro_gpaug.math.expectation import nodes, placed
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.frontier import Frontier, frontier
@@ -359,10 +356,10 @@ class JointView:
         roots = ordered_roots(program, found)
         means, rows = self._spread(roots, q)
         at = moments_of(means, rows, self._residuals(roots))
-        frozen = Split(program, found)
+        split = Split(program, found)
         numbers = program.run(list(found.fixed), {})
         x, weights = nodes(len(means), means[0].dtype)
-        place = partial(frozen.outputs, numbers)
+        place = partial(split.outputs, numbers)
         moved = iter(jax.vmap(lambda node: place(placed(at, node)))(x))
         still = iter(self._at_zero([
             leaf for leaf, moves in zip(leaves, varies, strict=True) if not moves
