@@ -142,12 +142,20 @@ class AffineMap(NamedTuple):
         others."""
         return gaussian_factors(at, slopes, least_precision)
 
-    def information(self, factors: GaussianFactors) -> NaturalGaussian:
+    def information(
+        self, factors: GaussianFactors, about: Array | None = None
+    ) -> NaturalGaussian:
         """What factors on the predictors say of the latents: potential
-        ``A (h - w offset)`` and precision ``A diag(w) A'``, to be added to the prior's.
+        ``A (h - w about)`` and precision ``A diag(w) A'``, to be added to the prior's.
+
+        :param factors: of the predictors.
+        :param about: predictors (latents, n) at the latents that these are deviations
+            from, see :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`; at
+            zero, ``offset``, by default.
         """
         weighted = self.projection * factors.precision[..., None, :]
-        centred = factors.potential - factors.precision * self.offset
+        about = self.offset if about is None else about
+        centred = factors.potential - factors.precision * about
         rows = jnp.concatenate([weighted, centred[..., None, :]], -2)
         rows = jnp.einsum("...in,...jn->...ij", rows, self.projection)
         return NaturalGaussian(rows[..., -1, :], rows[..., :-1, :])

@@ -84,16 +84,22 @@ class AffineBlocks:
         """:func:`~numpyro_gpaug.math.affine.gaussian_factors`."""
         return gaussian_factors(at, slopes, least_precision)
 
-    def information(self, factors: GaussianFactors) -> NaturalGaussian:
-        """What factors on the predictors say of the latents: a sum over blocks."""
+    def information(
+        self, factors: GaussianFactors, about: Array | None = None
+    ) -> NaturalGaussian:
+        """What factors on the predictors say of the latents: a sum over blocks.
+
+        :param factors: of the predictors.
+        :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.
+        """
         # Rows that fill the last block have factors of zero.
-        cut = jax.tree.map(lambda x: cut_rows(x.T, self._size, "constant"), factors)
+        given = factors, about
+        cut = jax.tree.map(lambda x: cut_rows(x.T, self._size, "constant"), given)
         parts = self._parts, cut
 
         def block(part: Any) -> NaturalGaussian:
-            rows, factors = part
-            factors = jax.tree.map(jnp.transpose, factors)
-            return self._block(rows).information(factors)
+            rows, given = part
+            return self._block(rows).information(*jax.tree.map(jnp.transpose, given))
 
         def add(total: NaturalGaussian, part: Any) -> tuple[NaturalGaussian, None]:
             return jax.tree.map(jnp.add, total, remade(block)(part)), None

@@ -213,6 +213,16 @@ class ArrowNatural(NamedTuple):
         mean = self.sizes.joined(mean, corner)
         return ArrowMoments(mean, inverse, shrunk, whitener)
 
+    def moved(self, z: Array) -> ArrowNatural:
+        """That of latents, from that of their deviations from ``z``, (1, G R + K); see
+        :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`."""
+        groups, corner = self.sizes.split(z)
+        own = jnp.einsum("zgrs,zgs->zgr", self.groups, groups)
+        own = own + jnp.einsum("zgrk,zk->zgr", self.border, corner)
+        rest = jnp.einsum("zgrk,zgr->zk", self.border, groups)
+        rest = rest + jnp.matvec(self.corner, corner)
+        return self._replace(potential=self.potential + self.sizes.joined(own, rest))
+
     def stand_in(self) -> ArrowMoments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""
         return ArrowMoments(self.potential, self.groups, self.border, self.corner)

@@ -108,11 +108,18 @@ class ArrowMap:
         """:func:`~numpyro_gpaug.math.affine.gaussian_factors`."""
         return gaussian_factors(at, slopes, least_precision)
 
-    def information(self, factors: GaussianFactors) -> ArrowNatural:
+    def information(
+        self, factors: GaussianFactors, about: Array | None = None
+    ) -> ArrowNatural:
         """What factors on the predictors say of the latents, to be added to the
-        prior's."""
+        prior's.
+
+        :param factors: of the predictors.
+        :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.
+        """
         sizes = self.sizes
-        centred = (factors.potential - factors.precision * self.offset)[0]
+        about = self.offset if about is None else about
+        centred = (factors.potential - factors.precision * about)[0]
         own, group, dense, value, place = self.loadings
         groups = jnp.zeros((sizes.groups, sizes.each), own.dtype)
         groups = groups.at[group].add(centred[:, None] * own)

@@ -236,6 +236,17 @@ class NaturalGaussian(NamedTuple):
         white = (whitener * self.potential[..., None, :]).sum(-1)
         return Moments((whitener * white[..., None]).sum(-2), whitener)
 
+    def moved(self, z: Array) -> NaturalGaussian:
+        """That of latents, from that of their deviations from ``z``, (..., M).
+
+        What factors say of a mean is known to the last digit of a large sum, and where
+        latents compensate each other (an intercept and the effects of all groups) they
+        have all of the error. Of deviations it is small, and ``precision z`` has the
+        same error as the matrix that is solved with.
+        """
+        shift = (self.precision * z[..., None, :]).sum(-1)
+        return self._replace(potential=self.potential + shift)
+
     def stand_in(self) -> Moments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""
         return Moments(self.potential, self.precision)

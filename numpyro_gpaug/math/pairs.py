@@ -99,9 +99,14 @@ class PairedMap(NamedTuple):
         lean = self._swapped(at.mean, cross, self.left, self.right)
         return PairFactors(potential + lean, precision, cross)
 
-    def information(self, factors: PairFactors) -> Any:
-        """What factors say of the latents, to be added to the prior's."""
-        lean = self._swapped(self.single.offset, factors.cross, self.left, self.right)
+    def information(self, factors: PairFactors, about: Array | None = None) -> Any:
+        """What factors say of the latents, to be added to the prior's.
+
+        :param factors: of predictors and pairs.
+        :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.
+        """
+        about = self.single.offset if about is None else about
+        lean = self._swapped(about, factors.cross, self.left, self.right)
         own = GaussianFactors(factors.potential - lean, factors.precision)
         coupling = self.single.coupling(factors.cross, self.left, self.right)
-        return jax.tree.map(jnp.add, self.single.information(own), coupling)
+        return jax.tree.map(jnp.add, self.single.information(own, about), coupling)

@@ -236,6 +236,7 @@ class LatentGaussian:
     def target(
         self,
         name: str,
+        q: Any,
         at: Any,
         slopes: Any,
         least_precision: float = -jnp.inf,
@@ -243,6 +244,7 @@ class LatentGaussian:
         """Where a whole step takes a block: prior times Gaussian factors.
 
         :param name: the block.
+        :param q: its moments.
         :param at: its marginals.
         :param slopes: derivatives of the expected log-likelihood there.
         :param least_precision: of the factors, see
@@ -251,8 +253,9 @@ class LatentGaussian:
         factors = self.maps[name].factors(at, slopes, least_precision)
         # A scale on the whole model multiplies likelihood and prior alike.
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
-        information = self.maps[name].information(scaled)
         natural, here = self.priors[name].natural, self.latents.get(name)
+        information = self.maps[name].information(scaled, at.mean)
+        information = information.moved(selected(q.mean, here))
         if here is None:
             return jax.tree.map(jnp.add, natural, information)
         indices = jnp.asarray(here)

@@ -113,7 +113,12 @@ def _mixed_or_swept(
     def mix() -> tuple[Natural, _Memory]:
         kind = augmented(before)
         targets = {
-            name: problem.target(name, at, slopes_at(problem, evaluation, name, kind))
+            name: problem.target(
+                name,
+                evaluation.moments[name],
+                at,
+                slopes_at(problem, evaluation, name, kind),
+            )  # fmt: skip
             for name, at in evaluation.marginals.items()
         }
         return _mixed(memory, moves % MEMORY, targets, natural)

@@ -85,9 +85,9 @@ def damped_sweep(
 
     def target(name: str, evaluation: Evaluation, index: Array | None) -> Any:
         slopes = slopes_at(problem, evaluation, name, augmented)
-        at, slopes = selected((evaluation.marginals[name], slopes), index)
+        at = evaluation.moments[name], evaluation.marginals[name], slopes
         return problem.of_latent(name, index).target(
-            name, at, slopes, least_precision=0.0
+            name, *selected(at, index), least_precision=0.0
         )
 
     def move(name: str, size: Array, index: Array, carry: Any) -> Any:
@@ -185,8 +185,8 @@ def backtracked_update(
 
     def towards(evaluation: Evaluation) -> tuple[Any, Array]:
         slopes = slopes_at(problem, evaluation, name, augmented)
-        at, slopes = selected((evaluation.marginals[name], slopes), index)
-        target = problem.of_latent(name, index).target(name, at, slopes)
+        at = evaluation.moments[name], evaluation.marginals[name], slopes
+        target = problem.of_latent(name, index).target(name, *selected(at, index))
         return target, evaluation.bound - slack(evaluation)
 
     def refused(search: _Search) -> Array:
