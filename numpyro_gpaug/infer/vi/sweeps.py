@@ -86,8 +86,9 @@ def damped_sweep(
     def target(name: str, evaluation: Evaluation, index: Array | None) -> Any:
         slopes = slopes_at(problem, evaluation, name, augmented)
         at = evaluation.moments[name], evaluation.marginals[name], slopes
+        q, at, slopes = selected(at, index)
         return problem.of_latent(name, index).target(
-            name, *selected(at, index), least_precision=0.0
+            name, q, at, slopes, least_precision=0.0
         )
 
     def move(name: str, size: Array, index: Array, carry: Any) -> Any:
