@@ -46,6 +46,11 @@ class AutoLatentGaussian(ProcessGuide):
     datum depends on more than two predictors with them) go to the other guide, and
     setting the guide up says so. ``print(guide)`` tells what is what.
 
+    Of few latents the precision is one dense matrix. Where every datum looks at one
+    member of a grouping (random effects, of crossed groupings the larger), and that
+    costs less, it is an arrow (:mod:`numpyro_gpaug.math.arrow`): time and memory are
+    linear in rows and groups; beside these, at most 5000 latents are held.
+
     A likelihood is anything whose log-density is a sum over data of functions of one or
     two affine predictors: in closed form where registered, by Gauss-Hermite quadrature
     otherwise.
@@ -54,7 +59,7 @@ class AutoLatentGaussian(ProcessGuide):
     :param other: class of the autoguide for all other latents, built as
         ``other(model)``; the default ``AutoDelta`` gives their posterior mode.
     :raises NotConjugateError: when it is set up, for a model with discrete latents, or
-        with a likelihood that is not of this form.
+        with a likelihood that is not of this form, or with too many latents.
 
     **Example**
 

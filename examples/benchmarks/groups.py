@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random effects of very many groups, by ``AutoLatentGaussian`` and ``ConjugateSVI``.
+
+``rows``: simulated binary data with a random intercept and slope of a tenth as many
+groups as rows and 20 fixed effects, at fixed hyperparameters; the slope of seconds and
+of memory against rows on logarithmic scales. ``insteval``: lme4's ratings of 1128
+lecturers by 2972 students, crossed, with departments, all variance components learnt,
+by a Normal likelihood (beside the exact evidence by sparse factorisation, SciPy's
+SuperLU) and an ordinal one::
+
+    GPAUG_DATA=/path/to/data python examples/benchmarks/groups.py --json groups.json
+
+Every fit is a process of its own: ``cold`` counts everything after imports, ``warm`` a
+second run of the same shapes, ``MiB`` is the peak of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from common import data_folder, machine, peak_memory, print_table, versions
+
+import numpyro_gpaug as gpaug
+
+HERE = Path(__file__).resolve()
+COLUMNS = {"fit": "", "rows": "d", "latents": "d", "steps": "d", "bound": ".2f"}
+COLUMNS |= {"exact": ".2f", "cold": ".1f", "warm": ".1f", "MiB": ".0f", "error": ".3f"}
+STUDENTS, LECTURERS, DEPARTMENTS = 2972, 1128, 14
+
+
+def varying(X: Any, group: Any, groups: int, y: Any = None) -> None:
+    """Intercept and slope of every group, standard deviations 1 and .5."""
+    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("groups", groups):
+        a = numpyro.sample("a", dist.Normal(0, 1.0))
+        b = numpyro.sample("b", dist.Normal(0, 0.5))
+    with numpyro.plate("data", len(group)):
+        eta = X @ beta + a[group] + b[group] * X[:, 1]
+        numpyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
+
+
+def ratings(
+    student: Any, lecturer: Any, dept: Any, service: Any, y: Any, *, ordinal: bool
+) -> None:
+    """Crossed effects of students and lecturers, and of departments."""
+    sd = numpyro.sample("sd", dist.HalfNormal(1).expand([3]).to_event(1))
+    slope = numpyro.sample("slope", dist.Normal(0, 10))
+    with numpyro.plate("students", STUDENTS):
+        u = numpyro.sample("u", dist.Normal(0, sd[0]))
+    with numpyro.plate("lecturers", LECTURERS):
+        v = numpyro.sample("v", dist.Normal(0, sd[1]))
+    with numpyro.plate("departments", DEPARTMENTS):
+        w = numpyro.sample("w", dist.Normal(0, sd[2]))
+    eta = slope * service + u[student] + v[lecturer] + w[dept]
+    if ordinal:
+        loc = dist.Normal(0, 2).expand([4]).to_event(1)
+        ordered = dist.transforms.OrderedTransform()
+        cuts = numpyro.sample("cuts", dist.TransformedDistribution(loc, ordered))
+        law: Any = dist.OrderedLogistic(eta, cuts)
+    else:
+        intercept = numpyro.sample("intercept", dist.Normal(0, 10))
+        law = dist.Normal(intercept + eta, numpyro.sample("sigma", dist.HalfNormal(2)))
+    with numpyro.plate("data", len(student)):
+        numpyro.sample("y", law, obs=y)
+
+
+def simulated(rows: int) -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    groups = rows // 10
+    X = rng.normal(size=(rows, 20)).astype(np.float32)
+    X[:, 0] = 1
+    group, beta = rng.integers(0, groups, rows), 0.5 * rng.normal(size=20)
+    a, b = rng.normal(size=groups), 0.5 * rng.normal(size=groups)
+    eta = X @ beta + a[group] + b[group] * X[:, 1]
+    y = (rng.uniform(size=rows) < 1 / (1 + np.exp(-eta))).astype(np.int32)
+    return X, group, groups, y, beta
+
+
+def insteval() -> dict[str, np.ndarray]:
+    folder = data_folder()
+    assert folder is not None, "set GPAUG_DATA to the folder of lgm_insteval.npz"
+    with np.load(folder / "lgm_insteval.npz") as file:
+        return {k: file[k].astype(np.int32) for k in file}
+
+
+def twice(svi: Any, steps: int, args: Any, kwargs: Any, tol: float | None) -> Any:
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        result = svi.run(
+            jax.random.key(0), steps, *args, progress_bar=False, tol=tol, **kwargs
+        )
+        seconds.append(time.perf_counter() - began)
+    return result, seconds
+
+
+def fit_rows(rows: int) -> dict[str, Any]:
+    """One size of the simulated data; ``error`` is the root mean square of fixed
+    effects."""
+    X, group, groups, y, beta = simulated(rows)
+    guide = gpaug.AutoLatentGaussian(varying)
+    svi = gpaug.ConjugateSVI(varying, guide, optim=None)
+    given = X, group, groups, y
+    result, (cold, warm) = twice(svi, 50, given, {}, 1e-6 * rows)
+    off = np.asarray(svi.posterior(result)["beta"].mean) - beta
+    return {
+        "fit": "rows", "rows": rows, "latents": 2 * groups + 20,
+        "steps": len(result.losses), "bound": -float(result.losses[-1]),
+        "cold": cold, "warm": warm, "error": float(np.sqrt(np.mean(off**2))),
+    }  # fmt: skip
+
+
+def fit_ratings(kind: str) -> dict[str, Any]:
+    """InstEval, hyperparameters learnt."""
+    data = insteval()
+    ordinal = kind == "ordinal"
+    guide = gpaug.AutoLatentGaussian(ratings)
+    svi = gpaug.ConjugateSVI(ratings, guide)
+    args = [data[k] for k in ("s", "d", "dept", "service")]
+    y = data["y"] - 1 if ordinal else data["y"].astype(float)
+    result, (cold, warm) = twice(svi, 80, (*args, y), {"ordinal": ordinal}, None)
+    found = {k[:-9]: x for k, x in result.params.items() if k.endswith("_auto_loc")}
+    out = {
+        "fit": f"insteval {kind}", "rows": len(y), "latents": guide.structure.size,
+        "steps": len(result.losses), "bound": -float(result.losses[-1]),
+        "cold": cold, "warm": warm,
+        "hyper": {k: np.asarray(x).tolist() for k, x in found.items()},
+    }  # fmt: skip
+    if not ordinal:
+        hyper = (np.asarray(found[k], float) for k in ("sd", "sigma"))
+        out["exact"] = exact(data, *hyper)
+    return out
+
+
+def exact(data: dict[str, np.ndarray], sd: np.ndarray, sigma: np.ndarray) -> float:
+    """The log marginal likelihood plus the log priors of the hyperparameters, in
+    float64, by a sparse LU factorisation of the posterior precision."""
+    from scipy import sparse, stats
+    from scipy.sparse.linalg import splu
+
+    rows = len(data["y"])
+    sizes = STUDENTS, LECTURERS, DEPARTMENTS
+    parts: list[Any] = [
+        sparse.csr_matrix((np.full(rows, s), (np.arange(rows), data[k])), (rows, n))
+        for k, s, n in zip(("s", "d", "dept"), sd, sizes, strict=True)
+    ]
+    fixed = 10 * np.stack([np.ones(rows), data["service"]], 1)
+    Z = sparse.hstack([*parts, sparse.csr_matrix(fixed)]).tocsc()
+    precision = (sparse.eye(Z.shape[1]) + Z.T @ Z / sigma**2).tocsc()
+    factor = splu(
+        precision, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True}
+    )
+    log_det = np.log(np.abs(factor.U.diagonal())).sum()
+    y = data["y"].astype(float)
+    projected = Z.T @ y / sigma**2
+    quadratic = y @ y / sigma**2 - projected @ factor.solve(projected)
+    normal = rows * math.log(2 * math.pi * sigma**2)
+    prior = stats.halfnorm.logpdf(sd).sum() + stats.halfnorm.logpdf(sigma, scale=2)
+    return float(-0.5 * (normal + log_det + quadratic) + prior)
+
+
+def child(kind: str, rows: int, double: bool) -> dict[str, Any]:
+    """A fit in another process."""
+    argv = [sys.executable, str(HERE), "--child", kind, "--rows", str(rows)]
+    argv += ["--float64"] * double
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"fit": kind, "failed": done.stderr.strip().splitlines()[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = [10_000, 100_000, 1_000_000]
+    parser.add_argument("--rows", type=int, nargs="*", default=sizes)
+    parser.add_argument("--ratings", nargs="*", default=["normal", "ordinal"])
+    parser.add_argument("--float64", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    if args.child:
+        with jax.enable_x64(args.float64):
+            found = (
+                fit_rows(args.rows[0])
+                if args.child == "rows"
+                else fit_ratings(args.child)
+            )
+        print(json.dumps(found | {"MiB": peak_memory()}))
+        return
+    table = [child("rows", rows, args.float64) for rows in args.rows]
+    if data_folder() is not None:
+        table += [child(kind, 0, args.float64) for kind in args.ratings]
+    print_table(table, COLUMNS)
+    sized = [row for row in table if row["fit"] == "rows" and "warm" in row]
+    slopes = {}
+    if len(sized) > 1:
+        size = np.log([row["rows"] for row in sized])
+        for what in ("warm", "MiB"):
+            pairs = np.polyfit(size, np.log([row[what] for row in sized]), 1)
+            slopes[what] = float(pairs[0])
+        print("slopes on logarithmic scales:", slopes)
+    if args.json:
+        report = {"rows": table, "slopes": slopes, "machine": machine()}
+        report["versions"] = versions("jax", "numpyro", "scipy", "numpyro-gpaug")
+        Path(args.json).write_text(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
