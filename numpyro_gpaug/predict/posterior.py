@@ -114,8 +114,9 @@ class Posterior:
         guide.check_params(params)
         values, own = guide.split_params(params)
         values = {**values, **guide.other_median(params)}
-        given = FitArguments.of_fit(model, structure, values, args, kwargs)
         predictor = predictor_for(guide, model, structure)
+        origins = predictor.sources(arguments, structure, values)
+        given = FitArguments.of_fit(model, structure, origins, args, kwargs)
         made = cls(predictor, Fitted(values, own), given)
         if isinstance(predictor, JointPredictor):
             found, made._marks = predictor.sites(arguments, made._fitted)
