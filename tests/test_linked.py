@@ -485,11 +485,11 @@ def test_stock_routes() -> None:
     args = (X, counts), {"inducing": Z}
 
     def value(svi):
-        return jax.jit(
-            lambda: svi.evaluate(
-                svi.init(KEY, *args[0], **args[1]), *args[0], **args[1]
-            )
-        )()
+        def started():
+            state = svi.init(KEY, *args[0], **args[1])
+            return svi.evaluate(state, *args[0], **args[1])
+
+        return jax.jit(started)()
 
     values = value(svi), value(analytic)
     assert abs(values[0] - values[1]) < 0.05 * abs(values[1])
