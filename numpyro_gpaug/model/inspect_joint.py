@@ -30,6 +30,7 @@ from numpyro_gpaug.model.latents import (
     JointStructure,
     Parts,
     check_indices,
+    check_other_indices,
     joint_block,
     parts_of,
     whitened,
@@ -87,6 +88,8 @@ def inspect_joint(
         sites = tuple(s for s in sites if s.name != name)
     check_indices(found.program)
     names = {s.name for s in sites}
+    others = {k: survey.shapes[k] for k in survey.latent if k not in names}
+    check_other_indices(model, arguments, others, survey.dtype)
     size = sum(prod(s.shape) for s in sites)
     if size > MAX_DENSE:
         largest = max(sites, key=lambda s: prod(s.shape))

@@ -120,8 +120,10 @@ class Posterior:
         made = cls(predictor, Fitted(values, own), given)
         if isinstance(predictor, JointPredictor):
             found, made._marks = predictor.sites(arguments, made._fitted)
+            # Inducing values are whitened: predict_f has the process.
+            hidden = {f"{name}.v" for name in structure.functions}
             names = [site.name for site in predictor.structure.sites]
-            made._sites = {name: SiteMoments(*found[name]) for name in names}
+            made._sites = {k: SiteMoments(*found[k]) for k in names if k not in hidden}
         return made
 
     @property
@@ -187,8 +189,9 @@ class Posterior:
         return weights[site]
 
     def summary(self) -> pandas.DataFrame:
-        """Mean, standard deviation and the 5, 50 and 95% quantiles of every latent, in
-        the rows and columns of ArviZ's; what is held at a value has a mean alone.
+        """Mean, standard deviation and the 5, 50 and 95% quantiles of every latent but
+        inducing values, which are whitened (:meth:`predict_f` has the process), in the
+        rows and columns of ArviZ's; what is held at a value has a mean alone.
 
         :return: a data frame, ``summary.loc["effect[2]", "mean"]``.
         """
