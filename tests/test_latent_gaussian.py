@@ -348,6 +348,7 @@ def test_predictions_are_those_of_draws(counts):
         predicted.icdf(0.5)
     num = 10_000
     draws = np.asarray(predicted.sample(jax.random.key(0), (num,)), float)
+    assert draws.shape == (num, 5)
     centred = draws - draws.mean(0)
     variance, fourth = (np.mean(centred**k, 0) for k in (2, 4))
     error = np.sqrt(variance / num)

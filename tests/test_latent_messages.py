@@ -10,6 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 
 N = 12
 RNG = np.random.default_rng(0)
@@ -126,3 +127,39 @@ def test_tables_leave_out_whitened_inducing_values(posterior, tmp_path):
 def test_a_posterior_is_no_tree(posterior, function):
     with pytest.raises(TypeError, match="got a Posterior: .*to_datatree"):
         function(posterior)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        lambda f: dist.Normal(f, jnp.array(0.5)),
+        lambda f: dist.ZeroInflatedPoisson(jnp.array(0.3), jnp.exp(f)),
+    ],
+)
+def test_draws_of_mixtures_have_their_moments_and_are_independent(law):
+    """Of numbers, whose node is picked first, and of what has other distributions in
+    it, of which all nodes are drawn."""
+    f = np.array([[-1.0, 0.5], [0.2, -0.3], [1.5, 2.0]], "float32")
+    treedef = jax.tree.structure(law(f[0]))
+    stacked = [jax.tree.leaves(law(row)) for row in f]
+    varies = tuple(jnp.ndim(x) == 1 for x in stacked[0])
+    leaves = tuple(
+        jnp.stack(xs) if v else xs[0]
+        for xs, v in zip(zip(*stacked, strict=True), varies, strict=True)
+    )
+    weights = jnp.array([0.2, 0.5, 0.3])
+    num = 20_000
+
+    @jax.jit
+    def everything(key):
+        mixture = PredictorMixture(leaves, weights, treedef, varies, (2,), ())
+        assert mixture.sample(key).shape == (2,)
+        return mixture.sample(key, (2, num // 2)), mixture.mean, mixture.variance
+
+    draws, mean, variance = (np.asarray(x, float) for x in everything(KEY))
+    assert draws.shape == (2, num // 2, 2)
+    draws = draws.reshape(num, 2)
+    error = np.sqrt(variance / num)
+    assert (np.abs(draws.mean(0) - mean) < 4 * error).all()
+    np.testing.assert_allclose(draws.var(0), variance, rtol=0.08)
+    assert abs(np.corrcoef(draws.T)[0, 1]) < 4 / np.sqrt(num)
