@@ -82,7 +82,7 @@ def regression(t, y=None, *, law):
             numpyro.sample("y", law(eta), obs=y)
 
 
-POINTS = np.stack(np.meshgrid(*[np.linspace(-6, 6, 601)] * 2, indexing="ij"), -1)
+POINTS = np.stack(np.meshgrid(*[np.linspace(-6, 6, 301)] * 2, indexing="ij"), -1)
 POINTS = POINTS.reshape(-1, 2)
 
 
