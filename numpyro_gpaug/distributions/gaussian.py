@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
@@ -10,6 +12,7 @@ from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
+from numpyro_gpaug.math.arrow import ArrowNatural
 from numpyro_gpaug.math.linalg import (
     Moments,
     NaturalGaussian,
@@ -93,6 +96,44 @@ class BlockGaussian(dist.Distribution):
     @property
     def variance(self) -> Array:
         return jnp.square(self.moments().whitener).sum(-2)
+
+
+class ArrowGaussian(dist.Distribution):
+    """A multivariate normal whose precision is an arrow
+    (:mod:`numpyro_gpaug.math.arrow`), in natural parameters.
+
+    :param natural: potential and precision, each with a leading axis of 1; the event
+        has none.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    pytree_data_fields = ("natural",)
+
+    def __init__(
+        self, natural: ArrowNatural, *, validate_args: bool | None = None
+    ) -> None:
+        self.natural = natural
+        shape = (natural.sizes.total,)
+        super().__init__((), shape, validate_args=validate_args)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        return constraints.real_vector
+
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        q = self.natural.moments()
+        eps = random.normal(key, sample_shape + self.event_shape, q.mean.dtype)
+        return q.mean[0] + q.spread(eps)
+
+    def log_prob(self, value: Array) -> Array:
+        q = self.natural.moments()
+        quadratic = jnp.square(q.white(value - q.mean[0])).sum(-1)
+        constant = jnp.asarray(value.shape[-1] * np.log(2 * np.pi), value.dtype)
+        return -0.5 * (quadratic + q.log_det[0] + constant)
+
+    @property
+    def mean(self) -> Array:
+        return self.natural.moments().mean[0]
 
 
 @kl_divergence.register(BlockGaussian, dist.Independent)

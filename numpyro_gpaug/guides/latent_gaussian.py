@@ -4,28 +4,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax import Array
+from jax import Array, random
+from jax.core import Tracer
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_gpaug.distributions.gaussian import BlockGaussian
+from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.distributions.gaussian import ArrowGaussian, BlockGaussian
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
+from numpyro_gpaug.math.affine import GaussianFactors
+from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural, ArrowPrior
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.math.pairs import PairedMap
+from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure, whitened
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.structure import Arguments, remembered
 
-_NAMES = f"{JOINT}_auto_potential", f"{JOINT}_auto_precision"
+Natural = NaturalGaussian | ArrowNatural
 
 
 class AutoLatentGaussian(ProcessGuide):
@@ -84,6 +90,7 @@ class AutoLatentGaussian(ProcessGuide):
     ) -> None:
         super().__init__(model, other)
         self.function_posterior = InducingPosterior()
+        self._misfits: dict[Any, Any] = {}
 
     @property
     def conjugate(self) -> bool:
@@ -111,25 +118,56 @@ class AutoLatentGaussian(ProcessGuide):
     ) -> JointView:
         return JointView(structure, model, arguments, values, key)
 
+    def setup(self, *args: Any, **kwargs: Any) -> Self:
+        super().setup(*args, **kwargs)
+        structure = self.structure
+        arguments = Arguments.split(args, kwargs)
+        traced = any(isinstance(x, Tracer) for x in arguments.arrays)
+        if structure.arrow is not None and structure.observed and not traced:
+            program = remembered(
+                self._misfits, arguments.shapes, lambda: self._misfit(arguments)
+            )
+            check_groups(program(arguments.arrays), "data")
+        return self
+
+    def _misfit(self, arguments: Arguments) -> Callable[..., Array]:
+        structure: Any = self.structure_at(arguments)
+
+        def misfit(arrays: tuple[Array, ...]) -> Array:
+            here = arguments._replace(arrays=arrays)
+            whole = whole_plates(self.model)
+            view = JointView(structure, whole, here, {}, random.key(0))
+            return view.misfit(None)
+
+        return jax.jit(misfit)
+
     # Natural parameters.
 
-    def initial_natural(self, given: dict[str, Any]) -> dict[str, NaturalGaussian]:
+    def initial_natural(self, given: dict[str, Any]) -> dict[str, Natural]:
         """Where it starts: the prior.
 
         :param given: values to start from instead, by param name.
         """
-        (block,) = self.structure.blocks
-        (size,) = block.shape
-        potential = given.get(_NAMES[0], np.zeros(size))
-        precision = given.get(_NAMES[1], np.eye(size))
-        natural = NaturalGaussian(
-            potential[None].astype(block.dtype), precision[None].astype(block.dtype)
-        )
-        return {JOINT: natural}
+        start: Any = self._prior
+        named = zip(self.own_params(), start, strict=True)
+        values = (given.get(name, x[0])[None].astype(x.dtype) for name, x in named)
+        return {JOINT: type(start)(*values)}
+
+    @property
+    def _prior(self) -> Natural:
+        structure = self.structure
+        size, dtype = structure.size, structure.dtype
+        if structure.arrow is not None:
+            prior = ArrowPrior(jnp.zeros((1, size), dtype), structure.sizes)
+            return prior.natural
+        # NumPy's: of JAX's each would be a program of its own.
+        zeros: Any = np.zeros((1, size), dtype)
+        eye: Any = np.eye(size, dtype=dtype)[None]
+        return NaturalGaussian(zeros, eye)
 
     def start_at(
-        self, natural: dict[str, NaturalGaussian], given: dict[str, Any], view: Any
-    ) -> dict[str, NaturalGaussian]:
+        self, natural: dict[str, Natural], given: dict[str, Any], view: Any
+    ) -> dict[str, Natural]:
         """Where a fit starts: as if every predictor had been observed with a variance
         of one at its prior mean. At a wide prior a likelihood may have no expectation:
         that of ``exp(f)`` overflows at a standard deviation of 14.
@@ -138,35 +176,43 @@ class AutoLatentGaussian(ProcessGuide):
         :param given: values to start from instead, by param name.
         :param view: the model at initial params.
         """
-        if not set(_NAMES).isdisjoint(given):
+        if not set(self.own_params()).isdisjoint(given):
             return natural
-        (potential, precision), map_ = natural[JOINT], view.maps()[JOINT]
+        map_ = view.maps()[JOINT]
         single = map_.single if isinstance(map_, PairedMap) else map_
-        seen = single.projection @ single.projection.mT
-        return {JOINT: NaturalGaussian(potential, precision + seen)}
+        seen = GaussianFactors(single.offset, jnp.ones_like(single.offset))
+        added = single.information(seen)
+        return {JOINT: jax.tree.map(jnp.add, natural[JOINT], added)}
 
-    def natural_params(self, natural: dict[str, NaturalGaussian]) -> dict[str, Array]:
+    def natural_params(self, natural: dict[str, Natural]) -> dict[str, Array]:
         """Natural parameters as params by name."""
-        named = zip(_NAMES, natural[JOINT], strict=True)
+        named = zip(self.own_params(), natural[JOINT], strict=True)
         return {name: x[0] for name, x in named}
 
     def own_params(self) -> tuple[str, ...]:
-        return _NAMES
+        parts = (
+            ArrowNatural._fields if self.structure.arrow else NaturalGaussian._fields
+        )
+        return tuple(f"{JOINT}_auto_{part}" for part in parts)
 
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
-        own = {name: params[name] for name in _NAMES}
+        own = {name: params[name] for name in self.own_params()}
         return {k: x for k, x in params.items() if k not in own}, {JOINT: own}
 
     def moments(
-        self, own: Mapping[str, dict[str, Array] | Moments]
-    ) -> dict[str, Moments]:
+        self, own: Mapping[str, dict[str, Array] | Moments | ArrowMoments]
+    ) -> dict[str, Any]:
         given = own[JOINT]
-        if isinstance(given, Moments):
+        if isinstance(given, Moments | ArrowMoments):
             return {JOINT: given}
-        natural = NaturalGaussian(*(given[name][None] for name in _NAMES))
-        return {JOINT: moments(natural)}
+        natural = self._natural([given[name] for name in self.own_params()])
+        return {JOINT: natural.moments()}
+
+    def _natural(self, params: list[Any]) -> Natural:
+        kind = ArrowNatural if self.structure.arrow else NaturalGaussian
+        return kind(*(x[None] for x in params))
 
     # Draws.
 
@@ -181,9 +227,12 @@ class AutoLatentGaussian(ProcessGuide):
         start = self.initial_natural({})[JOINT]
         params = [
             numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
-            for name, x in zip(_NAMES, start, strict=True)
+            for name, x in zip(self.own_params(), start, strict=True)
         ]
-        fn = BlockGaussian.from_natural(NaturalGaussian(*params))
+        if self.structure.arrow is None:
+            fn: Any = BlockGaussian.from_natural(NaturalGaussian(*params))
+        else:
+            fn = ArrowGaussian(ArrowNatural(*(x[None] for x in params)))
         auxiliary = {"is_auxiliary": True}
         flat = numpyro.sample(f"_{JOINT}", fn, infer=auxiliary)
         white = structure.split(flat)
@@ -225,8 +274,19 @@ class AutoLatentGaussian(ProcessGuide):
             f"  {name:{widths[0]}}  {shape:{widths[1]}}  {what}"
             for name, shape, what in rows
         ]
-        head = f"AutoLatentGaussian, {structure.size} Gaussian latents, dense"
+        head = (
+            f"AutoLatentGaussian, {structure.size} Gaussian latents, {_form(structure)}"
+        )
         return "\n".join([head, *lines])
+
+
+def _form(structure: JointStructure) -> str:
+    """Of the precision matrix, in words."""
+    if structure.arrow is None:
+        return "dense"
+    groups, each, corner = structure.sizes
+    names = ", ".join(name for name, _ in structure.arrow.groups.sites)
+    return f"an arrow: {groups} groups of {each} ({names}), {corner} others dense"
 
 
 _ROUTES = {

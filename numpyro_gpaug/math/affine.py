@@ -60,6 +60,10 @@ class Prior(NamedTuple):
         eye = jnp.eye(precision.shape[-1], dtype=precision.dtype)
         return NaturalGaussian(precision * self.loc, precision[..., None] * eye)
 
+    def divergence(self, q: Moments) -> Array:
+        """KL(q || prior), (latents,)."""
+        return linalg.kl_to_diagonal(q, self.loc, self.scale)
+
 
 def gaussian_factors(
     at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
@@ -107,11 +111,24 @@ class AffineMap(NamedTuple):
 
         :param q: moments of the latents, with their leading axis.
         """
-        # Spread and shift in one product: two take longer to compile.
-        rows = jnp.concatenate([q.whitener, q.mean[..., None, :]], -2)
-        rows = rows @ self.projection
-        spread = jnp.square(rows[..., :-1, :]).sum(-2)
-        return Marginals(self.offset + rows[..., -1, :], self.residual + spread)
+        shift, rows = q.carried(self.projection)
+        spread = jnp.square(rows).sum(-2)
+        return Marginals(self.offset + shift, self.residual + spread)
+
+    def covariances(self, q: Moments, left: Array, right: Array) -> Array:
+        """Covariances of pairs of predictors, (latents, P).
+
+        :param q: moments of the latents, with their leading axis.
+        :param left: one predictor of each pair, (P,).
+        :param right: the other.
+        """
+        _, rows = q.carried(self.projection)
+        return (rows[..., left] * rows[..., right]).sum(-2)
+
+    def covariance(self, q: Moments) -> Array:
+        """Of all predictors, (latents, n, n), without the residual."""
+        _, rows = q.carried(self.projection)
+        return rows.mT @ rows
 
     def given(self, z: Array) -> Marginals:
         """Marginals of the predictors given latents (latents, M)."""
@@ -134,6 +151,17 @@ class AffineMap(NamedTuple):
         rows = jnp.concatenate([weighted, centred[..., None, :]], -2)
         rows = jnp.einsum("...in,...jn->...ij", rows, self.projection)
         return NaturalGaussian(rows[..., -1, :], rows[..., :-1, :])
+
+    def coupling(self, cross: Array, left: Array, right: Array) -> NaturalGaussian:
+        """What factors ``exp(-c p q)`` on pairs of predictors say of the latents.
+
+        :param cross: c, (latents, P).
+        :param left: one predictor of each pair, (P,).
+        :param right: the other.
+        """
+        weighted = self.projection[..., left] * cross[..., None, :]
+        matrix = jnp.einsum("...in,...jn->...ij", weighted, self.projection[..., right])
+        return NaturalGaussian(jnp.zeros_like(matrix[..., 0]), matrix + matrix.mT)
 
     def select(self, latents: Array | None) -> AffineMap:
         """The map of some latents, all for ``None``."""

@@ -40,8 +40,9 @@ def cut_rows(values: Array, size: int, filled: str = "edge") -> Array:
     :param size: of a block.
     :param filled: how the last one is, a mode of ``jnp.pad``.
     """
-    missing = [(0, -len(values) % size)] + [(0, 0)] * (values.ndim - 1)
-    return jnp.pad(values, missing, filled).reshape(-1, size, *values.shape[1:])
+    blocks = -(-len(values) // size)
+    missing = [(0, blocks * size - len(values))] + [(0, 0)] * (values.ndim - 1)
+    return jnp.pad(values, missing, filled).reshape(blocks, size, *values.shape[1:])
 
 
 def over_blocks(function: Callable[[Any], Any], blocks: Any, rows: int) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,7 +75,8 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def of_each(*stacks: Array) -> Any:
         leading = stacks[0].shape[:-2]
-        flat = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
+        count = math.prod(leading)
+        flat = [x.reshape(count, *x.shape[-2:]) for x in stacks]
         if len(flat[0]) == 1:
             found = jax.tree.map(lambda x: x[None], single(*(x[0] for x in flat)))
         else:
@@ -160,17 +162,6 @@ def _inverse_lower_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return inverse, -inverse @ tangents[0] @ inverse
 
 
-class NaturalGaussian(NamedTuple):
-    """A Gaussian in natural parameters: ``exp(potential . v - v' precision v / 2)``.
-
-    :param potential: (..., M).
-    :param precision: (..., M, M), positive definite.
-    """
-
-    potential: Array
-    precision: Array
-
-
 class Moments(NamedTuple):
     """What is needed of a Gaussian, computed from one Cholesky factor.
 
@@ -186,18 +177,73 @@ class Moments(NamedTuple):
         """Log-determinant of the covariance, (...)."""
         return 2 * jnp.log(jnp.abs(diagonal(self.whitener))).sum(-1)
 
+    def carried(self, projection: Array) -> tuple[Array, Array]:
+        """How means shift by, and how far values spread along, an affine map.
+
+        :param projection: A, (..., M, n).
+        :return: ``A' mean`` (..., n) and rows (..., M, n) whose squares sum to the
+            variances.
+        """
+        # Spread and shift in one product: two take longer to compile.
+        rows = jnp.concatenate([self.whitener, self.mean[..., None, :]], -2)
+        rows = rows @ projection
+        return rows[..., -1, :], rows[..., :-1, :]
+
+    @property
+    def rank(self) -> int:
+        """Standard normal numbers that :meth:`spread` takes."""
+        return self.whitener.shape[-2]
+
+    def spread(self, noise: Array) -> Array:
+        """Deviations from the mean.
+
+        :param noise: standard normal, (..., rank).
+        """
+        return jnp.vecmat(noise, self.whitener)
+
+    def extended(self, places: np.ndarray) -> Moments:
+        """With new latents, at a standard normal prior, of one set of latents.
+
+        :param places: of the latents wanted, -1 for new ones.
+        """
+        known = places >= 0
+        columns = jnp.where(known, self.whitener[..., places], 0)
+        fresh = np.flatnonzero(~known)
+        own = jax.nn.one_hot(fresh, len(places), dtype=self.mean.dtype)
+        whitener = jnp.concatenate([columns, own[None]], -2)
+        return Moments(jnp.where(known, self.mean[..., places], 0), whitener)
+
+
+class NaturalGaussian(NamedTuple):
+    """A Gaussian in natural parameters: ``exp(potential . v - v' precision v / 2)``.
+
+    :param potential: (..., M).
+    :param precision: (..., M, M), positive definite.
+    """
+
+    potential: Array
+    precision: Array
+
+    def moments(self) -> Moments:
+        """Mean and covariance factor.
+
+        The inverse factor is formed explicitly: a product with it costs less than a
+        triangular solve with many right-hand sides, and the log-determinant, the trace
+        of the covariance and the marginal variances all reuse it.
+        """
+        whitener = inverse_cholesky(self.precision)
+        # Sums of products: compiled faster than calls of products with a vector.
+        white = (whitener * self.potential[..., None, :]).sum(-1)
+        return Moments((whitener * white[..., None]).sum(-2), whitener)
+
+    def stand_in(self) -> Moments:
+        """Numbers in the shapes of :meth:`moments`, of no meaning."""
+        return Moments(self.potential, self.precision)
+
 
 def moments(natural: NaturalGaussian) -> Moments:
-    """Mean and covariance factor of a :class:`NaturalGaussian`.
-
-    The inverse factor is formed explicitly: a product with it costs less than a
-    triangular solve with many right-hand sides, and the log-determinant, the trace of
-    the covariance and the marginal variances all reuse it.
-    """
-    whitener = inverse_cholesky(natural.precision)
-    # Sums of products: compiled faster than calls of products with a vector.
-    white = (whitener * natural.potential[..., None, :]).sum(-1)
-    return Moments((whitener * white[..., None]).sum(-2), whitener)
+    """Mean and covariance factor of a :class:`NaturalGaussian`."""
+    return natural.moments()
 
 
 def diagonal(matrix: Array) -> Array:

@@ -9,14 +9,14 @@ scale) needs their covariance, and its Gaussian factor is of both:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.math.affine import AffineMap, GaussianFactors, gaussian_factors
+from numpyro_gpaug.math.affine import GaussianFactors, gaussian_factors
 from numpyro_gpaug.math.affine import Marginals as _Marginals
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 
 
 class PairMarginals(NamedTuple):
@@ -46,25 +46,25 @@ class PairFactors(NamedTuple):
 
 
 class PairedMap(NamedTuple):
-    """An :class:`~numpyro_gpaug.math.affine.AffineMap` with pairs of predictors.
+    """An affine map with pairs of predictors.
 
-    :param single: the map.
+    :param single: the map, an :class:`~numpyro_gpaug.math.affine.AffineMap` or an
+        :class:`~numpyro_gpaug.math.arrow_map.ArrowMap`.
     :param left: one predictor of each pair, (P,).
     :param right: the other.
     """
 
-    single: AffineMap
+    single: Any
     left: Array
     right: Array
 
-    def marginals(self, q: Moments) -> PairMarginals:
+    def marginals(self, q: Any) -> PairMarginals:
         """Marginals of the predictors, and covariances of the pairs.
 
         :param q: moments of the latents, with a leading axis of 1.
         """
         mean, variance = self.single.marginals(q)
-        spread = q.whitener @ self.single.projection
-        pairs = (spread[..., self.left] * spread[..., self.right]).sum(-2)
+        pairs = self.single.covariances(q, self.left, self.right)
         return PairMarginals(mean, variance, pairs)
 
     def select(self, latents: Array | None) -> PairedMap:
@@ -99,12 +99,9 @@ class PairedMap(NamedTuple):
         lean = self._swapped(at.mean, cross, self.left, self.right)
         return PairFactors(potential + lean, precision, cross)
 
-    def information(self, factors: PairFactors) -> NaturalGaussian:
+    def information(self, factors: PairFactors) -> Any:
         """What factors say of the latents, to be added to the prior's."""
-        offset, projection = self.single.offset, self.single.projection
-        lean = self._swapped(offset, factors.cross, self.left, self.right)
+        lean = self._swapped(self.single.offset, factors.cross, self.left, self.right)
         own = GaussianFactors(factors.potential - lean, factors.precision)
-        potential, precision = self.single.information(own)
-        weighted = projection[..., self.left] * factors.cross[..., None, :]
-        cross = jnp.einsum("...in,...jn->...ij", weighted, projection[..., self.right])
-        return NaturalGaussian(potential, precision + cross + cross.mT)
+        coupling = self.single.coupling(factors.cross, self.left, self.right)
+        return jax.tree.map(jnp.add, self.single.information(own), coupling)

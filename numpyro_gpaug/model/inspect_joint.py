@@ -23,8 +23,10 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     lookup_expectation,
 )
+from numpyro_gpaug.model.arrow import find_arrow
 from numpyro_gpaug.model.frontier import frontier
 from numpyro_gpaug.model.gaussians import whitening
+from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import (
     GaussianSite,
     JointStructure,
@@ -48,7 +50,7 @@ from numpyro_gpaug.model.structure import (
 
 # Predictors of one datum whose expectation is by quadrature.
 _MOST = 2
-# Gaussian latents that are held by one dense matrix.
+# Gaussian latents that are held by one dense matrix: all, or those beside groups.
 MAX_DENSE = 5000
 
 
@@ -90,16 +92,7 @@ def inspect_joint(
     names = {s.name for s in sites}
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
     check_other_indices(model, arguments, others, survey.dtype)
-    size = sum(prod(s.shape) for s in sites)
-    if size > MAX_DENSE:
-        largest = max(sites, key=lambda s: prod(s.shape))
-        raise NotConjugateError(
-            f"the joint Gaussian of {size} latents would be a dense matrix of "
-            f"{4 * size**2 / 2**30:.0f} GiB in float32; at most {MAX_DENSE} are held "
-            f"jointly. The largest site is {largest.name!r} of shape "
-            f"{largest.value_shape}; MCMC(NUTS(model)) samples any model"
-        )
-    return JointStructure(
+    structure = JointStructure(
         blocks=(joint_block(sites, survey.dtype),) if sites else (),
         others=tuple(n for n in survey.latent if n not in names),
         observed=tuple(found.observed(n) for n in survey.observed),
@@ -110,6 +103,31 @@ def inspect_joint(
         dtype=survey.dtype,
         held=tuple(held),
         shapes=tuple(survey.shapes.items()),
+    )
+    if not sites or not survey.observed:
+        return structure
+    view = JointView(structure, model, arguments, {}, jax.random.key(0))
+    structure = structure.with_arrow(find_arrow(view.predictors, view.pairs))
+    _refuse_large(structure)
+    return structure
+
+
+def _refuse_large(structure: JointStructure) -> None:
+    """Raises for a joint Gaussian that needs too large a matrix."""
+    grouped = structure.arrow is not None
+    size = structure.sizes.corner if grouped else structure.size
+    if size <= MAX_DENSE:
+        return
+    groups = structure.arrow.groups.sites if structure.arrow else ()
+    left = [s for s in structure.sites if s.name not in dict(groups)]
+    largest = max(left, key=lambda s: prod(s.shape))
+    beside = f", beside those of {[name for name, _ in groups]}," if grouped else ""
+    raise NotConjugateError(
+        f"the joint Gaussian of {size} latents{beside} would be a dense matrix of "
+        f"{4 * size**2 / 2**30:.0f} GiB in float32; at most {MAX_DENSE} are held "
+        f"jointly where a datum looks at more than one member of a group. The largest "
+        f"site is {largest.name!r} of shape {largest.value_shape}; MCMC(NUTS(model)) "
+        "samples any model"
     )
 
 

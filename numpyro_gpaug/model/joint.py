@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from numpyro.distributions import Distribution
 
@@ -19,16 +20,16 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     predictive,
 )
-from numpyro_gpaug.math.affine import AffineMap, Prior
-from numpyro_gpaug.math.expectation import nodes, placed
-from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.math.affine import Prior
+from numpyro_gpaug.math.arrow import ArrowPrior
+from numpyro_gpaug.math.expectation import PredictorMoments, nodes, placed
 from numpyro_gpaug.math.pairs import PairedMap
+from numpyro_gpaug.model.arrow import Predictors
 from numpyro_gpaug.model.frontier import Frontier, frontier
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint_expectation import (
     JointExpectation,
     Split,
-    moments_of,
     ordered_roots,
 )
 from numpyro_gpaug.model.latents import JOINT, JointStructure, Parts, parts_of, whitened
@@ -105,31 +106,33 @@ class JointView:
     def _roots(self) -> list[Any]:
         """Variables of all predictors: of registered likelihoods the parameter itself,
         not what it was computed from."""
-        parts, found = self._program.outputs, []
-        for site in self.structure.observed:
-            if site.route is Route.CLOSED_FORM:
-                found.append(parts.parameters[site.name].variable)
-            elif site.route is not Route.CONSTANT:
-                found += ordered_roots(self._program, self.frontiers[site.name])
-        return found
+        return [v for s in self.structure.observed for v in self._of_site(s)]
+
+    def _of_site(self, site: Observed) -> list[Any]:
+        if site.route is Route.CONSTANT:
+            return []
+        if site.route is Route.CLOSED_FORM:
+            return [self._program.outputs.parameters[site.name].variable]
+        return ordered_roots(self._program, self.frontiers[site.name])
 
     @cached_property
-    def _linear(self) -> tuple[list[Array], Callable[[Array], list[Array]]]:
-        """Predictors at latents of zero, and how they move with the flat latents."""
-        return self._linearised(self._roots)
+    def predictors(self) -> Predictors:
+        """Of all data, side by side."""
+        return self._affine(self._roots)
 
-    def _linearised(
-        self, variables: list[Any]
-    ) -> tuple[list[Array], Callable[[Array], list[Array]]]:
+    def _affine(self, variables: list[Any]) -> Predictors:
         program, structure = self._program, self.structure
         rest = self._at(structure.functions)
 
-        def values(flat: Array) -> list[Array]:
-            z = structure.split(flat)
+        def values(z: dict[str, Array]) -> Array:
             known = {program.inputs[k]: x for k, x in z.items()}
-            return program.run(variables, rest | known)
+            found = program.run(variables, rest | known)
+            return jnp.concatenate([x.ravel() for x in found])
 
-        return jax.linearize(values, jnp.zeros(structure.size, structure.dtype))
+        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self._shapes.items()}
+        offset, push = jax.linearize(values, zeros)
+        residuals = [r.ravel() for r in self._residuals(variables)]
+        return Predictors(structure, offset, push, jnp.concatenate(residuals))
 
     def _at(self, moved: dict[str, Any]) -> dict[int, Array]:
         """Inputs of the program: zero, or what they are moved by."""
@@ -166,20 +169,20 @@ class JointView:
 
     def maps(self) -> dict[str, Any]:
         """The affine map from the joint Gaussian to all predictors, side by side."""
-        values, push = self._linear
-        eye = jnp.eye(self.structure.size, dtype=self.structure.dtype)
-        moved = jax.vmap(push)(eye)
-        offset = jnp.concatenate([v.ravel() for v in values])[None]
-        size = len(eye)
-        projection = jnp.concatenate([m.reshape(size, -1) for m in moved], -1)[None]
-        residuals = [r.ravel() for r in self._residuals(self._roots)]
-        single = AffineMap(offset, projection, jnp.concatenate(residuals)[None])
-        pairs = self._pairs()
+        predictors, pairs = self.predictors, self.pairs
+        arrow = self.structure.arrow is not None
+        single = predictors.arrow if arrow else predictors.dense
         return {JOINT: single if pairs is None else PairedMap(single, *pairs)}
 
-    def _pairs(self) -> tuple[Array, Array] | None:
+    @property
+    def _root_shapes(self) -> list[Any]:
+        return [self._program.avals[root] for root in self._roots]
+
+    @property
+    def pairs(self) -> tuple[Array, Array] | None:
+        """Predictors that likelihoods look at in pairs."""
         left, right, begin = [], [], 0
-        sizes = iter([v.size for v in self._linear[0]])
+        sizes = iter([v.size for v in self._root_shapes])
         for site in self.structure.observed:
             count = len(site.latents)
             places = []
@@ -195,10 +198,12 @@ class JointView:
             return None
         return jnp.concatenate(left), jnp.concatenate(right)
 
-    def priors(self) -> dict[str, Prior]:
+    def priors(self) -> dict[str, Prior | ArrowPrior]:
         """Standard normal."""
         zeros = jnp.zeros((1, self.structure.size), self.structure.dtype)
-        return {JOINT: Prior(zeros, zeros + 1)}
+        if self.structure.arrow is None:
+            return {JOINT: Prior(zeros, zeros + 1)}
+        return {JOINT: ArrowPrior(zeros, self.structure.sizes)}
 
     def block_scale(self, block: Block) -> Any:
         """The factor of the KL: none is supported but one."""
@@ -232,7 +237,6 @@ class JointView:
         :param bound: ``"exact"`` or ``"augmented"``, of registered likelihoods.
         """
         parts, program = self._program.outputs, self._program
-        shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self._linear[0]]
         quadrature = Route.GAUSS_HERMITE
         closed = [s for s in self.structure.observed if s.route is not quadrature]
         likelihoods = self._at_zero({s.name: parts.likelihoods[s.name] for s in closed})
@@ -243,7 +247,7 @@ class JointView:
         }
         return JointExpectation(
             likelihoods, fixed, self.structure.observed,
-            tuple((s.shape, str(s.dtype)) for s in shapes),
+            tuple((s.shape, str(s.dtype)) for s in self._root_shapes),
             tuple((k, Split(program, f)) for k, f in self.frontiers.items()),
             bound,
         )  # fmt: skip
@@ -285,12 +289,17 @@ class JointView:
             found.append((gather, gather.extremes(indices, raw)))
         return found
 
-    def spread(self, name: str, q: Moments) -> tuple[Array, Array, Array]:
-        """Mean of a Gaussian or deterministic site, the rows of its spread, and the
-        variance it has given the latents: to be added to the sum of their squares.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a Gaussian or deterministic site's values.
 
         :param name: of the site.
-        :param q: moments of the latents, without a leading axis.
+        """
+        return tuple(self._program.avals[self._variable(name)].shape)
+
+    def affine(self, name: str) -> Predictors:
+        """The values of a Gaussian or deterministic site.
+
+        :param name: of the site.
         :raises NotConjugateError: if it is not affine in the latents.
         """
         variable = self._variable(name)
@@ -302,8 +311,20 @@ class JointView:
                     "draw from it with numpyro.infer.Predictive(model, guide=guide, "
                     "params=fit.params, num_samples=...)"
                 )
-        (mean,), (rows,) = self._spread([variable], q)
-        return mean, rows, self._residuals([variable])[0]
+        return self._affine([variable])
+
+    def misfit(self, name: str | None) -> Array:
+        """How far what is predicted, or all data for ``None``, is from looking at one
+        group each; zero where a matrix takes them whatever they look at."""
+        if name is None:
+            return self.predictors.misfit(self.pairs)
+        known = {s.name: s for s in self.structure.observed}
+        if name in known:
+            found = [self._affine([root]) for root in self._of_site(known[name])]
+        else:
+            found = [self.affine(name)]
+        worst = [each.misfit() for each in found if each.many]
+        return jnp.max(jnp.stack([jnp.zeros((), self.structure.dtype), *worst]))
 
     def _variable(self, name: str) -> Any:
         """What holds a site's values; of an observed site in closed form, the parameter
@@ -322,26 +343,37 @@ class JointView:
             )
         return known[name].variable
 
-    def _spread(self, variables: list[Any], q: Moments) -> Any:
-        values, push = self._linearised(variables)
-        shifts, rows = push(q.mean), jax.vmap(push)(q.whitener)
-        return [v + s for v, s in zip(values, shifts, strict=True)], rows
+    def _marginals(self, variables: list[Any], q: Any) -> PredictorMoments:
+        """Moments of one or two predictors of each datum, flat."""
+        sizes = [self._program.avals[v].size for v in variables]
+        ends = np.cumsum(sizes)
+        map_ = self._affine(variables).matrices
+        mean, variance = map_.marginals(q)
+        means, variances = (jnp.split(x[0], ends[:-1]) for x in (mean, variance))
+        covariance = None
+        if len(sizes) == 2:
+            places = jnp.arange(sizes[0]), sizes[0] + jnp.arange(sizes[1])
+            covariance = map_.covariances(q, *jnp.broadcast_arrays(*places))[0]
+        return PredictorMoments(tuple(means), tuple(variances), covariance)
 
-    def predictive(self, site: Observed, q: Moments) -> Distribution:
+    def predictive(self, site: Observed, q: Any) -> Distribution:
         """The distribution of new observations, the latents integrated out.
 
         :param site: the observed site.
-        :param q: moments of the latents, without a leading axis.
+        :param q: moments of the latents.
         """
         parts, program = self._program.outputs, self._program
         if site.route is Route.CLOSED_FORM:
             parameter = parts.parameters[site.name].variable
-            (mean,), (rows,) = self._spread([parameter], q)
-            (residual,) = self._residuals([parameter])
+            (mean,), (variance,), _ = self._marginals([parameter], q)
             (law,) = self._at_zero([parts.likelihoods[site.name]])
             (latent,) = site.latents
-            spread = {latent: jnp.square(rows).sum(0) + residual}
-            return predictive(law.fn, {latent: mean}, spread)
+            shape = self._program.avals[parameter].shape
+            return predictive(
+                law.fn,
+                {latent: mean.reshape(shape)},
+                {latent: variance.reshape(shape)},
+            )
         fn = base_distribution(parts.likelihoods[site.name].fn)
         leaves, treedef = jax.tree.flatten(fn)
         variables = [leaf.variable for leaf in leaves]
@@ -354,11 +386,10 @@ class JointView:
                 f"predictors for each datum: {found.reason}"
             )
         roots = ordered_roots(program, found)
-        means, rows = self._spread(roots, q)
-        at = moments_of(means, rows, self._residuals(roots))
+        at = self._marginals(roots, q)
         split = Split(program, found)
         numbers = program.run(list(found.fixed), {})
-        x, weights = nodes(len(means), means[0].dtype)
+        x, weights = nodes(len(roots), at.means[0].dtype)
         place = partial(split.outputs, numbers)
         moved = iter(jax.vmap(lambda node: place(placed(at, node)))(x))
         still = iter(self._at_zero([

@@ -133,15 +133,3 @@ class JointExpectation:
             )
             begin += size
         return found
-
-
-def moments_of(
-    means: list[Array], rows: list[Array], residuals: list[Array]
-) -> PredictorMoments:
-    """Moments of one or two predictors, flat."""
-    flat = [r.reshape(len(r), -1) for r in rows]
-    variances = tuple(
-        jnp.square(r).sum(0) + v.ravel() for r, v in zip(flat, residuals, strict=True)
-    )
-    covariance = (flat[0] * flat[1]).sum(0) if len(flat) == 2 else None
-    return PredictorMoments(tuple(m.ravel() for m in means), variances, covariance)

@@ -21,6 +21,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     lookup_expectation,
 )
+from numpyro_gpaug.math.arrow import ArrowSizes
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.predictors import Likelihood
 from numpyro_gpaug.model.program import Program
@@ -50,6 +51,32 @@ class GaussianSite(NamedTuple):
     local: bool
 
 
+class Grouping(NamedTuple):
+    """Sites with the same members, of which every datum looks at one.
+
+    :param sites: names, and the axes of their numbers that are over members.
+    """
+
+    sites: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Arrow(NamedTuple):
+    """The form of a joint Gaussian of very many latents, see
+    :mod:`numpyro_gpaug.math.arrow`.
+
+    :param groups: what is eliminated.
+    :param others: what else every datum looks at single members of.
+    """
+
+    groups: Grouping
+    others: tuple[Grouping, ...]
+
+    @property
+    def all(self) -> tuple[Grouping, ...]:
+        """What is eliminated first."""
+        return self.groups, *self.others
+
+
 @dataclass(frozen=True)
 class JointStructure(Structure):
     """The parts of a model whose Gaussian latents are held jointly.
@@ -58,12 +85,14 @@ class JointStructure(Structure):
     :param dtype: of the joint Gaussian.
     :param held: Gaussian sites that are not among them, and why.
     :param shapes: of the values of all sites.
+    :param arrow: the form of its precision matrix; ``None`` for a dense one.
     """
 
     sites: tuple[GaussianSite, ...] = ()
     dtype: Any = None
     held: tuple[tuple[str, str], ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    arrow: Arrow | None = None
 
     @property
     def zeros(self) -> dict[str, Array]:
@@ -84,30 +113,121 @@ class JointStructure(Structure):
         :param here: the model at other arguments.
         """
         own = self.split(np.arange(self.size))
-        found = []
+        theirs = here.split(np.arange(here.size))
+        found = np.full(here.size, -1)
         for site in here.sites:
-            known = own[site.name]
-            place = np.full(site.shape, -1)
             if not site.local:
-                both = tuple(map(min, known.shape, site.shape))
+                both = map(min, own[site.name].shape, site.shape)
                 part = tuple(slice(n) for n in both)
-                place[part] = known[part]
-            found.append(place.ravel())
-        return np.concatenate(found)
+                found[theirs[site.name][part]] = own[site.name][part]
+        return found
 
     def with_sites(self, sites: tuple[GaussianSite, ...]) -> JointStructure:
         """This structure with sites of other shapes."""
         return replace(self, sites=sites, blocks=(joint_block(sites, self.dtype),))
 
     def split(self, flat: Any) -> dict[str, Any]:
-        """Numbers (..., size) by site, in the shapes of :class:`GaussianSite`."""
-        found, begin = {}, 0
-        for site in self.sites:
-            size = prod(site.shape)
-            part = flat[..., begin : begin + size]
-            found[site.name] = part.reshape((*flat.shape[:-1], *site.shape))
+        """Numbers (..., size) by site, in the shapes of :class:`GaussianSite`: those of
+        an arrow's groups first, those of its other groupings last.
+
+        :param flat: of all sites.
+        """
+        found: dict[str, Any] = {}
+        begin, lead = 0, flat.shape[:-1]
+        for part in self._parts:
+            if isinstance(part, Grouping):
+                size = self.members(part) * self.each(part)
+                block = flat[..., begin : begin + size]
+                block = block.reshape(*lead, self.members(part), self.each(part))
+                found |= self._ungrouped(part, block)
+            else:
+                size = prod(part.shape)
+                own = flat[..., begin : begin + size]
+                found[part.name] = own.reshape((*lead, *part.shape))
             begin += size
         return found
+
+    # Of an arrow.
+
+    def with_arrow(self, arrow: Arrow | None) -> JointStructure:
+        """This structure with its numbers in another order."""
+        return replace(self, arrow=arrow)
+
+    @property
+    def sizes(self) -> ArrowSizes:
+        """Of its Gaussian."""
+        assert self.arrow is not None
+        groups, each = self.members(self.arrow.groups), self.each(self.arrow.groups)
+        return ArrowSizes(groups, each, self.size - groups * each)
+
+    @property
+    def width(self) -> int:
+        """Numbers of the corner that any datum may look at."""
+        return sum(prod(p.shape) for p in self._parts if isinstance(p, GaussianSite))
+
+    def members(self, grouping: Grouping) -> int:
+        """How many there are."""
+        name, axes = grouping.sites[0]
+        return prod(self.site(name).shape[a] for a in axes)
+
+    def each(self, grouping: Grouping) -> int:
+        """Numbers of a member, of all sites."""
+        total = sum(prod(self.site(name).shape) for name, _ in grouping.sites)
+        return total // self.members(grouping)
+
+    def placed(self, grouping: Grouping | None, numbers: Array) -> dict[str, Array]:
+        """Numbers by site, zero for all sites but those of a grouping, (members, each),
+        or, for ``None``, but those that any datum may look at, (width,)."""
+        found = {s.name: jnp.zeros(s.shape, self.dtype) for s in self.sites}
+        if grouping is not None:
+            return found | self._ungrouped(grouping, numbers)
+        begin = 0
+        for part in self._parts:
+            if isinstance(part, GaussianSite):
+                size = prod(part.shape)
+                found[part.name] = numbers[begin : begin + size].reshape(part.shape)
+                begin += size
+        return found
+
+    def grouped(self, grouping: Grouping, numbers: dict[str, Any]) -> Any:
+        """Numbers of a grouping's sites, (members, each)."""
+        parts = [
+            jnp.moveaxis(numbers[name], axes, range(len(axes)))
+            for name, axes in grouping.sites
+        ]
+        members = self.members(grouping)
+        return jnp.concatenate([x.reshape(members, -1) for x in parts], -1)
+
+    def _ungrouped(self, grouping: Grouping, numbers: Any) -> dict[str, Any]:
+        found, begin, lead = {}, 0, numbers.shape[:-2]
+        for name, axes in grouping.sites:
+            shape = self.site(name).shape
+            over = tuple(shape[a] for a in axes)
+            rest = tuple(n for a, n in enumerate(shape) if a not in axes)
+            part = numbers[..., begin : begin + prod(rest)]
+            begin += prod(rest)
+            front = range(len(lead), len(lead) + len(axes))
+            back = [len(lead) + a for a in axes]
+            moved = part.reshape((*lead, *over, *rest))
+            # NumPy's or JAX's: places are numbers too.
+            found[name] = (np if isinstance(moved, np.ndarray) else jnp).moveaxis(
+                moved, front, back
+            )
+        return found
+
+    def site(self, name: str) -> GaussianSite:
+        """The Gaussian site of this name."""
+        return next(s for s in self.sites if s.name == name)
+
+    @property
+    def _parts(self) -> tuple[Grouping | GaussianSite, ...]:
+        """In the order of the numbers."""
+        if self.arrow is None:
+            return self.sites
+        groupings = self.arrow.all
+        names = {name for g in groupings for name, _ in g.sites}
+        rest = [s for s in self.sites if s.name not in names]
+        return (groupings[0], *rest, *groupings[1:])
 
 
 JOINT = "latents"

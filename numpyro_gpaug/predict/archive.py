@@ -25,7 +25,7 @@ from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import Moments
-from numpyro_gpaug.model.latents import GaussianSite, JointStructure
+from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
@@ -177,8 +177,17 @@ def check_moments(structure: Structure, own: dict[str, Moments]) -> None:
     shapes = {b.name: b.shape for b in structure.blocks}
     for name, moments in own.items():
         latents, size = math.prod(shapes[name][:-1]), shapes[name][-1]
-        given = [x.shape for x in moments]
-        if given != [(latents, size), (latents, size, size)]:
+        given, expected = (
+            [x.shape for x in moments],
+            [(latents, size), (latents, size, size)],
+        )
+        if isinstance(structure, JointStructure) and structure.arrow is not None:
+            groups, each, corner = structure.sizes
+            expected = [
+                (1, size), (1, groups, each, each), (1, groups, each, corner),
+                (1, corner, corner),
+            ]  # fmt: skip
+        if given != expected:
             raise ArchiveError(
                 f"moments of {name!r}, of shape {shapes[name]}, have shapes {given}"
             )
@@ -278,7 +287,11 @@ def pack_structure(structure: Structure) -> dict[str, Any]:
     """A structure as JSON, without what depends on arguments."""
     joint = {}
     if isinstance(structure, JointStructure):
-        joint = {"sites": structure.sites, "held": structure.held}
+        joint = {
+            "sites": structure.sites,
+            "held": structure.held,
+            "arrow": structure.arrow and [g.sites for g in structure.arrow.all],
+        }
     return joint | {
         "blocks": [[b.name, b.site, b.shape, str(b.dtype)] for b in structure.blocks],
         "others": structure.others,
@@ -320,4 +333,14 @@ def unpack_structure(packed: dict[str, Any]) -> Structure:
         ),
         dtype=structure.blocks[0].dtype,
         held=tuple(map(tuple, packed["held"])),
+        arrow=_unpack_arrow(packed.get("arrow")),
     )
+
+
+def _unpack_arrow(packed: Any) -> Arrow | None:
+    if packed is None:
+        return None
+    groups, *others = (
+        Grouping(tuple((name, tuple(axes)) for name, axes in sites)) for sites in packed
+    )
+    return Arrow(groups, tuple(others))

@@ -17,7 +17,7 @@ from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
-from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
@@ -27,6 +27,7 @@ from numpyro_gpaug.predict.predictor import (
     FunctionValues,
     Predictor,
 )
+from numpyro_gpaug.predict.summary import MAX_JOINT, SiteMoments
 
 
 class JointPredictor(Predictor):
@@ -48,27 +49,31 @@ class JointPredictor(Predictor):
         self._sites: dict[Any, Any] = {}
 
     def check(
-        self, arguments: Arguments, fitted: Fitted, marks: dict[str, Array]
+        self, arguments: Arguments, fitted: Fitted, marks: dict[str, Array], site: str
     ) -> None:
         """Raises for groups that the model has not, of which JAX would take the last
-        for each, and for values of a latent that are not those of the fit.
+        for each, for values of a latent that are not those of the fit, and for those
+        that are too many for a matrix and look at several groups.
 
         :param arguments: of the model.
         :param fitted: what was fitted.
         :param marks: what tells the factors of the fit, from :meth:`sites`.
+        :param site: what is predicted.
         """
 
         def checks(arrays: Any, fitted: Fitted) -> Any:
             view = self._view(arrays, arguments.static, fitted)
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
-            return [extremes for _, extremes in gathers], view.marks()
+            misfit = view.misfit(site) if view.structure.arrow else 0
+            return [extremes for _, extremes in gathers], view.marks(), misfit
 
         indexed: list[Any] = []
         program = remembered(
-            self._checks, arguments.shapes, lambda: (jax.jit(checks), indexed)
+            self._checks, (arguments.shapes, site), lambda: (jax.jit(checks), indexed)
         )
-        reached, here = program[0](arguments.arrays, fitted)
+        reached, here, misfit = program[0](arguments.arrays, fitted)
+        check_groups(misfit, f"values of {site!r}")
         for gather, extremes in zip(program[1], reached, strict=True):
             if wrong := gather.bad(extremes):
                 raise ValueError(
@@ -89,8 +94,8 @@ class JointPredictor(Predictor):
         return Block(site or self.observed(None).name, "", (), None)
 
     def sites(self, arguments: Arguments, fitted: Fitted) -> Any:
-        """Means of all Gaussian sites and rows of their spread, at the arguments of
-        the fit; and what tells their factors.
+        """Posteriors of all Gaussian sites, at the arguments of the fit; and what tells
+        their factors.
 
         :param arguments: of the model.
         :param fitted: what was fitted.
@@ -98,9 +103,9 @@ class JointPredictor(Predictor):
 
         def found(arrays: Any, fitted: Fitted) -> Any:
             view = self._view(arrays, arguments.static, fitted)
-            q = _flat(self._moments(fitted.own)[JOINT])
-            sites = {s.name: view.spread(s.name, q)[:2] for s in view.structure.sites}
-            return sites, view.marks()
+            q = self._moments(fitted.own)[JOINT]
+            sites = view.structure.sites
+            return {s.name: _site(view, s.name, q) for s in sites}, view.marks()
 
         program = remembered(self._sites, arguments.shapes, lambda: jax.jit(found))
         return program(arguments.arrays, fitted)
@@ -125,43 +130,42 @@ class JointPredictor(Predictor):
         )  # fmt: skip
         return JointView(here, model, arguments, fitted.values, random.key(0))
 
-    def _extended(self, view: JointView, fit: Fit) -> Moments:
+    def _extended(self, view: JointView, fit: Fit) -> Any:
         """Moments of the latents that the model has at these arguments: new members of
         a plate are at their prior."""
-        mean, whitener = _flat(fit.moments[JOINT])
-        places = self.structure.places(view.structure)
-        known = places >= 0
-        columns = jnp.where(known, whitener[:, places], 0)
-        fresh = jnp.asarray((~known).nonzero()[0])
-        own = jax.nn.one_hot(fresh, len(places), dtype=mean.dtype)
-        return Moments(
-            jnp.where(known, mean[places], 0), jnp.concatenate([columns, own])
-        )
+        q: Any = fit.moments[JOINT]
+        here = view.structure
+        places = self.structure.places(here)
+        if here.arrow is None:
+            return q.extended(places)
+        return q.extended(here.sizes, places)
 
     def _f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
-        mean, rows, residual = view.spread(site, self._extended(view, fit))
-        return FunctionValues(mean, jnp.square(rows).sum(0) + residual)
+        at = view.affine(site).matrices.marginals(self._extended(view, fit))
+        return FunctionValues(*(x.reshape(view.shape(site)) for x in at))
 
     def _joint(self, view: Any, fit: Fit, site: str) -> FunctionValues:
-        mean, rows = self._without_residual(view, fit, site)
-        flat = rows.reshape(len(rows), -1)
-        return FunctionValues(mean, flat.T @ flat)
+        self._refuse_processes(view)
+        q, map_ = self._extended(view, fit), view.affine(site).matrices
+        mean = map_.marginals(q).mean.reshape(view.shape(site))
+        return FunctionValues(mean, map_.covariance(q)[0])
 
     def _draws(
         self, view: Any, fit: Fit, site: str, key: Array, num: int
     ) -> tuple[Array, Array]:
-        mean, rows = self._without_residual(view, fit, site)
-        noise = random.normal(key, (num, len(rows)), mean.dtype)
-        return mean + jnp.tensordot(noise, rows, 1), jnp.array(True)
+        self._refuse_processes(view)
+        q, values = self._extended(view, fit), view.affine(site)
+        noise = random.normal(key, (num, q.rank), q.mean.dtype)
+        moved = jax.vmap(lambda e: values(q.mean[0] + q.spread(e[None])[0]))(noise)
+        return moved.reshape(num, *view.shape(site)), jnp.array(True)
 
-    def _without_residual(self, view: Any, fit: Fit, site: str) -> tuple[Array, Array]:
+    def _refuse_processes(self, view: Any) -> None:
         if view.structure.functions:
             raise NotConjugateError(
                 "joint draws and covariances of a model with sparse processes are not "
                 "available from AutoLatentGaussian: use AutoSparseGP, or predict_f "
                 "without full_covariance"
             )
-        return view.spread(site, self._extended(view, fit))[:2]
 
     def _predictive(
         self, view: Any, fit: Fit, site: str
@@ -171,8 +175,14 @@ class JointPredictor(Predictor):
         return view.predictive(observed, q), view.message(site)
 
 
-def _flat(q: Moments) -> Moments:
-    return Moments(q.mean[0], q.whitener[0])
+def _site(view: Any, name: str, q: Any) -> SiteMoments:
+    values, shape = view.affine(name), view.shape(name)
+    at = values.matrices.marginals(q)
+    mean, variance = (x.reshape(shape) for x in at)
+    moments = SiteMoments(mean, variance, None)
+    if len(shape) == 1 and len(values.offset) <= MAX_JOINT:
+        return moments._replace(covariance=values.matrices.covariance(q)[0])
+    return moments
 
 
 def predictor_for(

@@ -21,6 +21,7 @@ from numpyro_gpaug.errors import ArchiveError, CholeskyError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.math.arrow import ArrowMoments
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.inspect_joint import MAX_DENSE
@@ -197,7 +198,7 @@ class Posterior:
         """
         sites = dict(self._sites)
         for name, normal in self.weights.items():
-            sites[name] = SiteMoments(normal.mean, normal.scale_tril.mT)
+            sites[name] = SiteMoments(normal.mean, normal.variance, None)
         values = {k: v for k, v in self._fitted.values.items() if is_array(v)}
         shown = {k: v for k, v in values.items() if not k.endswith("_auto_loc")}
         return table(sites, shown)
@@ -318,7 +319,7 @@ class Posterior:
 
     def _call(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
         if isinstance(self._predictor, JointPredictor) and not is_traced(arguments):
-            self._predictor.check(arguments, self._fitted, self._marks)
+            self._predictor.check(arguments, self._fitted, self._marks, site)
         answer, prepared = self._predictor(
             what, arguments, self._fitted, self._prepared, site, **how
         )
@@ -451,7 +452,8 @@ class Posterior:
                     "model",
                 )
             )
-            own = {k: Moments(*m) for k, m in moments.items()}
+            of: Any = ArrowMoments if getattr(structure, "arrow", None) else Moments
+            own = {k: of(*m) for k, m in moments.items()}
             check_moments(structure, own)
             kept = tuple(meta["observations"]), tuple(meta["shared"])
             if kind != meta["function_posterior"] or joint != isinstance(

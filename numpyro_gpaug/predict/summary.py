@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     import pandas
 
 # Of larger ones only the marginals are given: the covariance would have as many rows.
-_MAX_JOINT = 2000
+MAX_JOINT = 2000
 
 
 class SiteMoments(NamedTuple):
     """A Gaussian latent.
 
     :param mean: in the shape of the site.
-    :param rows: (latents, *shape of the site): the covariance is the sum over them of
-        products.
+    :param variance: likewise.
+    :param covariance: of a flat vector of at most 2000 entries, or ``None``.
     """
 
     mean: Array
-    rows: Array
+    variance: Array
+    covariance: Array | None
 
     @property
     def distribution(self) -> dist.Distribution:
         """The posterior: normal of a scalar, multivariate normal of a flat vector; of
         what has more axes, or more than 2000 entries, its marginals."""
-        mean, rows = self
-        if mean.ndim == 1 and mean.size <= _MAX_JOINT:
-            covariance = rows.T @ rows
-            # A constraint (a sum of zero) leaves it singular.
-            least = 10 * jnp.finfo(mean.dtype).eps * jnp.trace(covariance) / len(mean)
-            eye = jnp.eye(len(mean), dtype=mean.dtype)
-            return dist.MultivariateNormal(mean, covariance + least * eye)
-        return dist.Normal(mean, jnp.sqrt(jnp.square(rows).sum(0)))
+        mean, variance, covariance = self
+        if covariance is None:
+            return dist.Normal(mean, jnp.sqrt(variance))
+        # A constraint (a sum of zero) leaves it singular.
+        least = 10 * jnp.finfo(mean.dtype).eps * jnp.trace(covariance) / len(mean)
+        eye = jnp.eye(len(mean), dtype=mean.dtype)
+        return dist.MultivariateNormal(mean, covariance + least * eye)
 
 
 def table(sites: dict[str, SiteMoments], points: dict[str, Any]) -> pandas.DataFrame:
@@ -51,8 +51,8 @@ def table(sites: dict[str, SiteMoments], points: dict[str, Any]) -> pandas.DataF
     import pandas
 
     rows: dict[str, list[float]] = {}
-    for name, (mean, spread) in sites.items():
-        deviation = np.sqrt(np.square(np.asarray(spread)).sum(0))
+    for name, (mean, variance, _) in sites.items():
+        deviation = np.sqrt(np.asarray(variance))
         for label, m, s in _entries(name, np.asarray(mean), deviation):
             tail = 1.6448536 * s  # of a normal, to 5 and 95%
             rows[label] = [m, s, m - tail, m, m + tail]

@@ -28,10 +28,12 @@ from numpyro_gpaug.math.affine import (
     selected,
 )
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, kl_to_diagonal, moments
+from numpyro_gpaug.math.arrow import ArrowPrior
+from numpyro_gpaug.math.arrow_map import ArrowMap
 from numpyro_gpaug.math.pairs import PairedMap
 
-Natural = dict[str, NaturalGaussian]
+# By block: a NaturalGaussian, or an ArrowNatural.
+Natural = dict[str, Any]
 
 
 class Evaluation(NamedTuple):
@@ -49,7 +51,7 @@ class Evaluation(NamedTuple):
 
     bound: Array
     magnitude: Array
-    moments: dict[str, Moments]
+    moments: dict[str, Any]
     marginals: dict[str, Marginals]
     slopes: dict[str, Marginals]
     direct: tuple[Array, ...]
@@ -77,8 +79,8 @@ class LatentGaussian:
     :param learns: whether evaluations keep what :meth:`gradient` needs.
     """
 
-    maps: Mapping[str, AffineMap | AffineBlocks | PairedMap]
-    priors: dict[str, Prior]
+    maps: Mapping[str, AffineMap | AffineBlocks | PairedMap | ArrowMap]
+    priors: Mapping[str, Prior | ArrowPrior]
     scales: dict[str, Any]
     latents: dict[str, Array | None]
     coupled: tuple[str, ...]
@@ -126,7 +128,7 @@ class LatentGaussian:
 
     def evaluate(self, natural: Natural) -> Evaluation:
         """The bound and its slopes at ``natural``."""
-        q = {name: moments(n) for name, n in natural.items()}
+        q = {name: n.moments() for name, n in natural.items()}
         at = {name: self._marginals(name, q[name]) for name in natural}
         kl = {name: self._kl(name, q[name]) for name in natural}
         return self._evaluation(q, at, kl)
@@ -141,8 +143,8 @@ class LatentGaussian:
         if first in self.coupled:
             others = [first, *others]
         # Any numbers will do for the rest, and these need no arrays of their own.
-        q = {k: Moments(n.potential, n.precision) for k, n in natural.items()}
-        q |= {k: moments(natural[k]) for k in others}
+        q = {k: n.stand_in() for k, n in natural.items()}
+        q |= {k: natural[k].moments() for k in others}
         return empty._replace(
             bound=jnp.full_like(empty.bound, -jnp.inf),
             moments=q,
@@ -154,11 +156,11 @@ class LatentGaussian:
         self,
         old: Evaluation,
         name: str,
-        candidate: NaturalGaussian,
+        candidate: Any,
         index: Array | None = None,
     ) -> Evaluation:
         """The bound after a change of one block only, or of one of its latents."""
-        q = moments(candidate)
+        q = candidate.moments()
         part = self.of_latent(name, index)
         before = old.moments[name], old.marginals[name], old.divergences[name]
         new = q, part._marginals(name, q), part._kl(name, q)
@@ -173,15 +175,15 @@ class LatentGaussian:
         """Derivatives of the augmented bound in the marginals."""
         return jax.grad(lambda at: self.likelihood(at, bound="augmented"))(at)
 
-    def _marginals(self, name: str, q: Moments) -> Any:
+    def _marginals(self, name: str, q: Any) -> Any:
         return self.maps[name].marginals(selected(q, self.latents.get(name)))
 
-    def _kl(self, name: str, q: Moments) -> Array:
-        return kl_to_diagonal(q, *self.priors[name]) * self.scales[name]
+    def _kl(self, name: str, q: Any) -> Array:
+        return self.priors[name].divergence(q) * self.scales[name]
 
     def _evaluation(
         self,
-        q: dict[str, Moments],
+        q: dict[str, Any],
         at: dict[str, Marginals],
         kl: dict[str, Array],
     ) -> Evaluation:
@@ -237,7 +239,7 @@ class LatentGaussian:
         at: Any,
         slopes: Any,
         least_precision: float = -jnp.inf,
-    ) -> NaturalGaussian:
+    ) -> Any:
         """Where a whole step takes a block: prior times Gaussian factors.
 
         :param name: the block.

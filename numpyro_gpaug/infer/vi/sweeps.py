@@ -14,7 +14,6 @@ from jax import Array, lax
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.math.affine import Marginals, scatter, selected
-from numpyro_gpaug.math.linalg import NaturalGaussian
 
 MAX_HALVINGS = 12
 
@@ -84,9 +83,7 @@ def damped_sweep(
     before = evaluation.bound
     natural, schedules = dict(natural), dict(schedules)
 
-    def target(
-        name: str, evaluation: Evaluation, index: Array | None
-    ) -> NaturalGaussian:
+    def target(name: str, evaluation: Evaluation, index: Array | None) -> Any:
         slopes = slopes_at(problem, evaluation, name, augmented)
         at, slopes = selected((evaluation.marginals[name], slopes), index)
         return problem.of_latent(name, index).target(
@@ -145,7 +142,7 @@ def slopes_at(
     )
 
 
-def mix(old: NaturalGaussian, target: NaturalGaussian, step: Array) -> NaturalGaussian:
+def mix(old: Any, target: Any, step: Array) -> Any:
     """The convex combination of natural parameters a step of size ``step`` takes."""
     return jax.tree.map(
         lambda a, b: jnp.asarray((1 - step) * a + step * b, a.dtype), old, target
@@ -186,7 +183,7 @@ def backtracked_update(
     """
     old = selected(natural[name], index)
 
-    def towards(evaluation: Evaluation) -> tuple[NaturalGaussian, Array]:
+    def towards(evaluation: Evaluation) -> tuple[Any, Array]:
         slopes = slopes_at(problem, evaluation, name, augmented)
         at, slopes = selected((evaluation.marginals[name], slopes), index)
         target = problem.of_latent(name, index).target(name, at, slopes)
@@ -225,7 +222,7 @@ def backtracked_update(
 class _Search(NamedTuple):
     tries: Array
     accepted: Array
-    target: NaturalGaussian
+    target: Any
     floor: Array
-    natural: NaturalGaussian
+    natural: Any
     evaluation: Evaluation

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictors that look at one group of latents each, and at a corner that all share:
+the affine maps of :mod:`numpyro_gpaug.math.arrow`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from numpyro_gpaug.math.affine import GaussianFactors, Marginals, gaussian_factors
+from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural, ArrowSizes
+from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
+
+
+class Loadings(NamedTuple):
+    """How predictors depend on latents, a row each.
+
+    :param own: on the numbers of their group, (n, R).
+    :param group: which, (n,).
+    :param dense: on the first F numbers of the corner, (n, F).
+    :param value: on single others of it, (n, s).
+    :param place: which, (n, s), counted from F.
+    """
+
+    own: Array
+    group: Array
+    dense: Array
+    value: Array
+    place: Array
+
+    def at(self, rows: Array) -> Loadings:
+        """Those of some rows."""
+        return Loadings(*(x[rows] for x in self))
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("offset", "loadings", "residual"), meta_fields=("sizes",),
+)  # fmt: skip
+@dataclass(frozen=True)
+class ArrowMap:
+    """Predictors ``offset + a' z_group + c' u`` (plus a residual), in the place of an
+    :class:`~numpyro_gpaug.math.affine.AffineMap`.
+
+    :param offset: predictors at latents of zero, (1, n).
+    :param loadings: rows of a and c.
+    :param residual: variance of the predictors given the latents, (1, n).
+    :param sizes: of the latents.
+    """
+
+    offset: Array
+    loadings: Loadings
+    residual: Array
+    sizes: ArrowSizes
+
+    def __call__(self, z: Array) -> Array:
+        """Means of the predictors given latents (1, G R + K), (1, n)."""
+        groups, corner = self.sizes.split(z[0])
+        own, group, dense, value, place = self.loadings
+        width = dense.shape[-1]
+        moved = (own * groups[group]).sum(-1) + dense @ corner[:width]
+        return self.offset + moved + (value * corner[width:][place]).sum(-1)
+
+    def marginals(self, q: ArrowMoments) -> Marginals:
+        """Marginals of the predictors: variances are sums of squares."""
+
+        def squares(rows: Loadings) -> Array:
+            own, rest = _spread(q, rows)
+            return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
+
+        variance = _over_rows(squares, self.loadings, q)
+        return Marginals(self(q.mean), self.residual + variance)
+
+    def covariances(self, q: ArrowMoments, left: Array, right: Array) -> Array:
+        """Of pairs of predictors.
+
+        :param q: moments of the latents.
+        :param left: one predictor of each pair, (P,).
+        :param right: the other.
+        """
+
+        def products(rows: Any) -> Array:
+            first, second = rows
+            own, rest = zip(*(_spread(q, each) for each in rows), strict=True)
+            same = first.group == second.group
+            found = jnp.where(same, (own[0] * own[1]).sum(-1), 0)
+            return found + (rest[0] * rest[1]).sum(-1)
+
+        rows = self.loadings.at(left), self.loadings.at(right)
+        return _over_rows(products, rows, q)[None]
+
+    def covariance(self, q: ArrowMoments) -> Array:
+        """Of all predictors, (1, n, n), without the residual."""
+        own, rest = _spread(q, self.loadings)
+        group = self.loadings.group
+        same = group[:, None] == group
+        return (rest @ rest.T + jnp.where(same, own @ own.T, 0))[None]
+
+    def factors(
+        self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
+    ) -> GaussianFactors:
+        """:func:`~numpyro_gpaug.math.affine.gaussian_factors`."""
+        return gaussian_factors(at, slopes, least_precision)
+
+    def information(self, factors: GaussianFactors) -> ArrowNatural:
+        """What factors on the predictors say of the latents, to be added to the
+        prior's."""
+        sizes = self.sizes
+        centred = (factors.potential - factors.precision * self.offset)[0]
+        own, group, dense, value, place = self.loadings
+        groups = jnp.zeros((sizes.groups, sizes.each), own.dtype)
+        groups = groups.at[group].add(centred[:, None] * own)
+        others = jnp.zeros(sizes.corner - dense.shape[-1], own.dtype)
+        others = others.at[place].add(centred[:, None] * value)
+        corner = jnp.concatenate([centred @ dense, others])
+        products = _products(self.loadings, self.loadings, factors.precision[0], sizes)
+        return ArrowNatural(sizes.joined(groups, corner)[None], *products)
+
+    def coupling(self, cross: Array, left: Array, right: Array) -> ArrowNatural:
+        """What factors on products of two predictors, of the same group or one of them
+        of none, say of the latents.
+
+        :param cross: of the pairs, (1, P).
+        :param left: one predictor of each, (P,).
+        :param right: the other.
+        """
+        sizes = self.sizes
+        first, second = self.loadings.at(left), self.loadings.at(right)
+        # One that looks at no group has any for its own.
+        seen = (first.own != 0).any(-1)
+        group = jnp.where(seen, first.group, second.group)
+        first, second = (rows._replace(group=group) for rows in (first, second))
+        there = _products(first, second, cross[0], sizes)
+        back = _products(second, first, cross[0], sizes)
+        total = jax.tree.map(jnp.add, there, back)
+        return ArrowNatural(jnp.zeros((1, sizes.total), total[0].dtype), *total)
+
+    def select(self, latents: Array | None) -> ArrowMap:
+        """Itself: there is one set of latents."""
+        return self
+
+    def keep(self) -> ArrowMap:
+        """Itself; see :meth:`~numpyro_gpaug.math.affine.AffineMap.keep`."""
+        return self
+
+    def afresh(self) -> ArrowMap:
+        """Itself, which has derivatives."""
+        return self
+
+
+def _spread(q: ArrowMoments, rows: Loadings) -> tuple[Array, Array]:
+    """``L a`` (n, R) and ``V c - Y' a`` (n, E) of every row."""
+    own, group, dense, value, place = rows
+    columns, width = q.whitener[0].T, dense.shape[-1]
+    ahead = jnp.einsum("nij,nj->ni", q.inverse[0][group], own)
+    rest = dense @ columns[:width]
+    for s in range(value.shape[-1]):
+        rest = rest + value[:, s, None] * columns[width:][place[:, s]]
+    for r in range(own.shape[-1]):
+        rest = rest - own[:, r, None] * q.shrunk[0, :, r][group]
+    return ahead, rest
+
+
+def _over_rows(function: Callable[[Any], Array], rows: Any, q: ArrowMoments) -> Array:
+    """A function of rows, in blocks if they are many: each has E numbers and more on
+    the way."""
+    number = len(jax.tree.leaves(rows)[0])
+    each = (2 + q.inverse.shape[-1]) * (1 + q.whitener.shape[1])
+    size = rows_of_blocks(number, each, q.mean.dtype, least=64)
+    if size is None:
+        return function(rows)
+    cut = jax.tree.map(lambda x: cut_rows(x, size), rows)
+    return over_blocks(function, cut, number)
+
+
+def _products(
+    left: Loadings, right: Loadings, weights: Array, sizes: ArrowSizes
+) -> tuple[Array, Array, Array]:
+    """Sums over rows of ``w l r'``, symmetric but for what ``w r l'`` adds to it:
+    blocks of groups, border and corner; in blocks of rows if they are many."""
+    number, width = left.dense.shape
+    each = (sizes.each + 1) * (width + sizes.each)
+    size = rows_of_blocks(number, each, weights.dtype, least=64)
+    others = sizes.corner - width
+    shapes = _Sums(
+        (sizes.groups, sizes.each, sizes.each),
+        (sizes.groups, sizes.each, width), (sizes.groups, sizes.each, others),
+        (width, width), (others, width), (others, others),
+    )  # fmt: skip
+    sums = _Sums(*(jnp.zeros(shape, weights.dtype) for shape in shapes))
+    if size is None:
+        sums = _added(sums, (left, right, weights))
+    else:
+        parts = jax.tree.map(lambda x: cut_rows(x, size), (left, right))
+        # Rows that fill the last block weigh nothing.
+        cut = cut_rows(weights, size, "constant")
+        sums, _ = lax.scan(
+            lambda sums, part: (_added(sums, part), None), sums, (*parts, cut)
+        )
+    border = jnp.concatenate([sums.dense_border, sums.single_border], -1)
+    corner = jnp.block([[sums.dense, sums.mixed.T], [sums.mixed, sums.single]])
+    return sums.groups[None], border[None], corner[None]
+
+
+class _Sums(NamedTuple):
+    groups: Any
+    dense_border: Any
+    single_border: Any
+    dense: Any
+    mixed: Any
+    single: Any
+
+
+def _added(sums: _Sums, part: tuple[Loadings, Loadings, Array]) -> _Sums:
+    left, right, weights = part
+    own, group = left.own * weights[:, None], left.group
+    value = left.value * weights[:, None]
+    single_border, mixed, single = sums.single_border, sums.mixed, sums.single
+    for s in range(value.shape[-1]):
+        here = left.place[:, s]
+        mixed = mixed.at[here].add(value[:, s, None] * right.dense)
+        for t in range(value.shape[-1]):
+            entry = value[:, s] * right.value[:, t]
+            single = single.at[here, right.place[:, t]].add(entry)
+        for r in range(own.shape[-1]):
+            entry = own[:, r] * right.value[:, s]
+            single_border = single_border.at[group, r, right.place[:, s]].add(entry)
+    outer = own[:, :, None]
+    return _Sums(
+        sums.groups.at[group].add(outer * right.own[:, None]),
+        sums.dense_border.at[group].add(outer * right.dense[:, None]),
+        single_border,
+        sums.dense + (left.dense * weights[:, None]).T @ right.dense,
+        mixed,
+        single,
+    )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joint Gaussians whose precision is an arrow, against the same as dense matrices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_gpaug.math import arrow_map
+from numpyro_gpaug.math.affine import AffineMap, GaussianFactors, Prior
+from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
+from numpyro_gpaug.math.arrow_map import ArrowMap, Loadings
+from numpyro_gpaug.math.pairs import PairedMap, PairFactors
+
+
+def problem(each, width, singles, rows=23, groups=5, others=4):
+    """Random predictors, as an arrow and as a dense matrix."""
+    rng = np.random.default_rng(each + 10 * width + 100 * singles)
+    sizes = ArrowSizes(groups, each, width + others * (singles > 0))
+    rest = sizes.corner - width
+    own, dense = rng.normal(size=(rows, each)), rng.normal(size=(rows, width))
+    # A group without rows; places in the corner that a row looks at twice.
+    group = rng.integers(0, groups - 1, rows)
+    value = rng.normal(size=(rows, singles))
+    index = rng.integers(0, max(rest, 1), (rows, singles))
+    projection = np.zeros((rows, sizes.total))
+    corner = groups * each
+    for i in range(rows):
+        projection[i, group[i] * each : (group[i] + 1) * each] = own[i]
+        projection[i, corner : corner + width] = dense[i]
+        np.add.at(projection[i], corner + width + index[i], value[i])
+    offset, residual = rng.normal(size=(1, rows)), rng.uniform(size=(1, rows))
+    loadings = Loadings(*map(jnp.asarray, (own, group, dense, value, index)))
+    made = ArrowMap(jnp.asarray(offset), loadings, jnp.asarray(residual), sizes)
+    return made, AffineMap(*map(jnp.asarray, (offset, projection.T[None], residual)))
+
+
+def whole(natural):
+    """Natural parameters as one dense matrix."""
+    sizes, cut = natural.sizes, natural.sizes.groups * natural.sizes.each
+    found = np.zeros((sizes.total, sizes.total))
+    for g in range(sizes.groups):
+        part = slice(g * sizes.each, (g + 1) * sizes.each)
+        found[part, part] = natural.groups[0, g]
+        found[part, cut:] = natural.border[0, g]
+        found[cut:, part] = natural.border[0, g].T
+    found[cut:, cut:] = natural.corner[0]
+    return found
+
+
+SHAPES = [(1, 0, 0), (2, 3, 0), (1, 2, 1), (2, 0, 2), (7, 2, 1)]
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "in blocks"])
+def in_blocks(request, monkeypatch):
+    """Rows at once, or in blocks of five."""
+    if request.param:
+        monkeypatch.setattr(arrow_map, "rows_of_blocks", lambda *args, **kwargs: 5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("in_blocks")
+def test_an_arrow_is_a_dense_gaussian(x64, shape):
+    arrow, dense = problem(*shape)
+    rng = np.random.default_rng(0)
+    rows = arrow.offset.shape[-1]
+    factors = GaussianFactors(
+        jnp.asarray(rng.normal(size=(1, rows))),
+        jnp.asarray(rng.uniform(0.1, 2, (1, rows))),
+    )
+    prior = ArrowPrior(jnp.zeros((1, arrow.sizes.total)), arrow.sizes)
+    plain = Prior(jnp.zeros_like(prior.loc), jnp.ones_like(prior.loc))
+    natural = jax.tree.map(jnp.add, prior.natural, arrow.information(factors))
+    other = jax.tree.map(jnp.add, plain.natural, dense.information(factors))
+    np.testing.assert_allclose(natural.potential, other.potential, atol=1e-12)
+    np.testing.assert_allclose(whole(natural), other.precision[0], atol=1e-12)
+    q, p = natural.moments(), other.moments()
+    np.testing.assert_allclose(q.mean, p.mean, atol=1e-11)
+    np.testing.assert_allclose(q.log_det, p.log_det, atol=1e-11)
+    np.testing.assert_allclose(prior.divergence(q), plain.divergence(p), atol=1e-11)
+    for found, expected in zip(arrow.marginals(q), dense.marginals(p), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-11)
+    # An affine map that is not of this form, under the same Gaussian.
+    shift, spread = q.carried(dense.projection)
+    np.testing.assert_allclose(dense.offset + shift, dense.marginals(p).mean)
+    covariance = (dense.projection.mT @ p.whitener.mT) @ p.carried(dense.projection)[1]
+    np.testing.assert_allclose(spread.mT @ spread, covariance, atol=1e-11)
+    noise = jnp.asarray(rng.normal(size=(3, arrow.sizes.total)))
+    eye = jnp.eye(arrow.sizes.total)
+    root = q.spread(eye)
+    np.testing.assert_allclose(root.T @ root, p.whitener[0].T @ p.whitener[0])
+    np.testing.assert_allclose(q.white(q.spread(noise)), noise, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("in_blocks")
+def test_pairs_of_one_group(x64, shape):
+    arrow, dense = problem(*shape)
+    group = np.asarray(arrow.loadings.group)
+    rng = np.random.default_rng(1)
+    left = np.arange(0, 12)
+    right = np.array([rng.choice(np.flatnonzero(group == g)) for g in group[left]])
+    # One that looks at no group.
+    own = arrow.loadings.own.at[right[0]].set(0).at[left[1]].set(0)
+    each, groups = arrow.sizes.each, arrow.sizes.groups
+    projection = dense.projection.at[0, : each * groups, [right[0], left[1]]].set(0)
+    loadings = arrow.loadings._replace(own=own)
+    arrow = ArrowMap(arrow.offset, loadings, arrow.residual, arrow.sizes)
+    dense = dense._replace(projection=projection)
+    pair = jnp.asarray(left), jnp.asarray(right)
+    arrow, dense = PairedMap(arrow, *pair), PairedMap(dense, *pair)
+    rows = arrow.single.offset.shape[-1]
+    factors = PairFactors(
+        jnp.asarray(rng.normal(size=(1, rows))),
+        jnp.asarray(rng.uniform(2, 3, (1, rows))),
+        jnp.asarray(rng.normal(size=(1, len(left)))) * 0.2,
+    )
+    found, expected = arrow.information(factors), dense.information(factors)
+    np.testing.assert_allclose(found.potential, expected.potential, atol=1e-12)
+    np.testing.assert_allclose(whole(found), expected.precision[0], atol=1e-12)
+    prior = ArrowPrior(jnp.zeros((1, arrow.single.sizes.total)), arrow.single.sizes)
+    natural = jax.tree.map(jnp.add, prior.natural, found)
+    eye = jnp.eye(prior.sizes.total)
+    other = expected._replace(precision=expected.precision + eye)
+    at, there = arrow.marginals(natural.moments()), dense.marginals(other.moments())
+    for x, y in zip(at, there, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-11)
