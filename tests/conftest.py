@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures and helpers shared by all tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 flags = ["--xla_backend_optimization_level=0", "--xla_cpu_multi_thread_eigen=false"]
 if version("jaxlib").startswith("0.10."):
     # Nearly halves compilation; XLA stops on flags it does not know, and later ones do
-    # not have this one.
+    # not have the first. The second: parts of a program are for threads, which the
+    # other process of the tests has.
     flags.append("--xla_cpu_use_fusion_emitters=false")
+    flags.append("--xla_cpu_parallel_codegen_split_count=1")
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import jax  # noqa: E402
@@ -42,17 +45,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file's tests in one process (``pytest -n 2``): they share fits."""
     from xdist.scheduler import LoadFileScheduling
 
+    # In the order below: xdist's own puts files of few tests last, however long.
+    config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
 
 
 # What takes longest goes first, so that the processes end together.
-LONGEST = ("wasserstein", "multiclass", "gibbs", "routes", "linked", "process")
+LONGEST = (
+    "latent_gaussian", "calibration_of_samplers", "random_problems", "conjugate",
+    "linked", "faults_runs", "vi_against_mcmc", "multiclass", "gibbs", "examples",
+    "routes", "m_steps", "loadings", "learning", "start",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Orders the files."""
     ranks = {f"test_{name}": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(LONGEST)))
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After a file: what is left is here to stay (traced programs), and Python need not
+    look through it again for what is not; it took seconds at a time."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 _COMPILED: list[str] = []

@@ -11,6 +11,7 @@ import pytest
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_gpaug as gpaug
+from tests.chains import sampled
 from tests.problems import classifier, toy
 
 
@@ -20,8 +21,8 @@ def nuts_moments(X, y, variance: float, num_samples: int):
     kernel = MCMC(
         NUTS(classifier), num_warmup=500, num_samples=num_samples, progress_bar=False
     )
-    kernel.run(jax.random.key(1), X, y, inducing=X, variance=variance)
-    draws = np.asarray(kernel.get_samples()["f"], np.float64)
+    draws = sampled(kernel, jax.random.key(1), X, y, inducing=X, variance=variance)
+    draws = np.asarray(draws["f"], np.float64)
     # Batch means: consecutive draws are correlated.
     batches = draws.reshape(50, -1, draws.shape[1]).mean(1)
     error = batches.std(0, ddof=1) / np.sqrt(50) / draws.std(0)

@@ -65,31 +65,43 @@ def test_an_arrow_is_a_dense_gaussian(x64, shape):
     rng = np.random.default_rng(0)
     rows = arrow.offset.shape[-1]
     factors = GaussianFactors(
-        jnp.asarray(rng.normal(size=(1, rows))),
-        jnp.asarray(rng.uniform(0.1, 2, (1, rows))),
+        rng.normal(size=(1, rows)), rng.uniform(0.1, 2, (1, rows))
     )
-    prior = ArrowPrior(jnp.zeros((1, arrow.sizes.total)), arrow.sizes)
-    plain = Prior(jnp.zeros_like(prior.loc), jnp.ones_like(prior.loc))
-    natural = jax.tree.map(jnp.add, prior.natural, arrow.information(factors))
-    other = jax.tree.map(jnp.add, plain.natural, dense.information(factors))
-    np.testing.assert_allclose(natural.potential, other.potential, atol=1e-12)
-    np.testing.assert_allclose(whole(natural), other.precision[0], atol=1e-12)
-    q, p = natural.moments(), other.moments()
-    np.testing.assert_allclose(q.mean, p.mean, atol=1e-11)
-    np.testing.assert_allclose(q.log_det, p.log_det, atol=1e-11)
-    np.testing.assert_allclose(prior.divergence(q), plain.divergence(p), atol=1e-11)
-    for found, expected in zip(arrow.marginals(q), dense.marginals(p), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-11)
-    # An affine map that is not of this form, under the same Gaussian.
-    shift, spread = q.carried(dense.projection)
-    np.testing.assert_allclose(dense.offset + shift, dense.marginals(p).mean)
-    covariance = (dense.projection.mT @ p.whitener.mT) @ p.carried(dense.projection)[1]
-    np.testing.assert_allclose(spread.mT @ spread, covariance, atol=1e-11)
-    noise = jnp.asarray(rng.normal(size=(3, arrow.sizes.total)))
-    eye = jnp.eye(arrow.sizes.total)
-    root = q.spread(eye)
-    np.testing.assert_allclose(root.T @ root, p.whitener[0].T @ p.whitener[0])
-    np.testing.assert_allclose(q.white(q.spread(noise)), noise, atol=1e-11)
+    noise = rng.normal(size=(3, arrow.sizes.total))
+
+    @jax.jit
+    def both(factors, noise):
+        """Numbers of the arrow, and of the dense Gaussian."""
+        prior = ArrowPrior(jnp.zeros((1, arrow.sizes.total)), arrow.sizes)
+        plain = Prior(jnp.zeros_like(prior.loc), jnp.ones_like(prior.loc))
+        natural = jax.tree.map(jnp.add, prior.natural, arrow.information(factors))
+        other = jax.tree.map(jnp.add, plain.natural, dense.information(factors))
+        q, p = natural.moments(), other.moments()
+        # An affine map that is not of this form, under the same Gaussian.
+        shift, spread = q.carried(dense.projection)
+        carried = dense.projection.mT @ p.whitener.mT @ p.carried(dense.projection)[1]
+        root = q.spread(jnp.eye(arrow.sizes.total))
+        covariance = p.whitener[0].T @ p.whitener[0]
+        marginals = dense.marginals(p)
+        pairs = {
+            "potential": (natural.potential, other.potential),
+            "mean": (q.mean, p.mean),
+            "determinant": (q.log_det, p.log_det),
+            "divergence": (prior.divergence(q), plain.divergence(p)),
+            "marginals": (arrow.marginals(q), marginals),
+            "shift": (dense.offset + shift, marginals.mean),
+            "carried": (spread.mT @ spread, carried),
+            "covariance": (root.T @ root, covariance),
+            "noise": (q.white(q.spread(noise)), noise),
+        }
+        return pairs, natural, other.precision[0]
+
+    pairs, natural, precision = both(factors, noise)
+    np.testing.assert_allclose(whole(natural), precision, atol=1e-12)
+    for name, (found, expected) in pairs.items():
+        leaves = zip(*map(jax.tree.leaves, (found, expected)), strict=True)
+        for x, y in leaves:
+            np.testing.assert_allclose(x, y, rtol=1e-7, atol=1e-11, err_msg=name)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -111,17 +123,24 @@ def test_pairs_of_one_group(x64, shape):
     arrow, dense = PairedMap(arrow, *pair), PairedMap(dense, *pair)
     rows = arrow.single.offset.shape[-1]
     factors = PairFactors(
-        jnp.asarray(rng.normal(size=(1, rows))),
-        jnp.asarray(rng.uniform(2, 3, (1, rows))),
-        jnp.asarray(rng.normal(size=(1, len(left)))) * 0.2,
+        rng.normal(size=(1, rows)),
+        rng.uniform(2, 3, (1, rows)),
+        rng.normal(size=(1, len(left))) * 0.2,
     )
-    found, expected = arrow.information(factors), dense.information(factors)
+
+    @jax.jit
+    def both(factors):
+        sizes = arrow.single.sizes
+        found, expected = arrow.information(factors), dense.information(factors)
+        prior = ArrowPrior(jnp.zeros((1, sizes.total)), sizes)
+        natural = jax.tree.map(jnp.add, prior.natural, found)
+        eye = jnp.eye(sizes.total)
+        other = expected._replace(precision=expected.precision + eye)
+        at, there = natural.moments(), other.moments()
+        return found, expected, arrow.marginals(at), dense.marginals(there)
+
+    found, expected, at, there = both(factors)
     np.testing.assert_allclose(found.potential, expected.potential, atol=1e-12)
     np.testing.assert_allclose(whole(found), expected.precision[0], atol=1e-12)
-    prior = ArrowPrior(jnp.zeros((1, arrow.single.sizes.total)), arrow.single.sizes)
-    natural = jax.tree.map(jnp.add, prior.natural, found)
-    eye = jnp.eye(prior.sizes.total)
-    other = expected._replace(precision=expected.precision + eye)
-    at, there = arrow.marginals(natural.moments()), dense.marginals(other.moments())
     for x, y in zip(at, there, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-11)

@@ -3,6 +3,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -125,9 +126,15 @@ def test_pit_of_counts_lies_between_cumulative_probabilities():
 
 def test_pit_of_a_mixture_of_counts():
     """The predictive of the package, whose nodes follow the count."""
-    moments = {"logits": jnp.full(400, 0.5)}, {"logits": jnp.full(400, 1.0)}
-    law = predictive(gpaug.LogisticPoisson(jnp.zeros(400), 8.0), *moments)
-    y = law.sample(KEY)
+    half, one = (np.full(400, x, "float32") for x in (0.5, 1))
+    moments = {"logits": half}, {"logits": one}
+
+    @jax.jit
+    def drawn():
+        law = predictive(gpaug.LogisticPoisson(jnp.zeros(400), 8.0), *moments)
+        return law, law.sample(KEY)
+
+    law, y = drawn()
     assert uniform(diagnostics.pit(law, y, random.key(1)))
     assert not uniform(diagnostics.pit(law, y + 1, random.key(1)))
 

@@ -374,7 +374,7 @@ def test_tol_stops_and_init_state_continues() -> None:
     assert np.isfinite(stopped.params["f.v_auto_precision"]).all()
 
 
-def test_a_second_run_traces_nothing() -> None:
+def test_a_second_run_and_its_posterior_trace_nothing() -> None:
     X, y = toy(12)
     Z = X[:4]
     calls = []
@@ -389,8 +389,10 @@ def test_a_second_run_traces_nothing() -> None:
     state = svi.init(KEY, X, y, inducing=Z)
     given = {"init_state": state, "progress_bar": False}
     first = svi.run(KEY, 2, X, y, inducing=Z, **given)
+    svi.posterior(first)
     seen = len(calls)
     again = svi.run(KEY, 3, X, y, inducing=Z, **given)
+    svi.posterior(again)
     assert len(calls) == seen
     np.testing.assert_array_equal(first.losses, again.losses[:2])
     svi.run(KEY, 2, X[:10], y[:10], inducing=Z, **given)

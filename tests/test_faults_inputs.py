@@ -320,7 +320,7 @@ def test_natural_parameters_are_not_for_gradients() -> None:
     )
     message = 'AutoSparseGP.*covariance="dense".*or this guide by ConjugateSVI'
     with pytest.raises(ValueError, match=message):
-        svi.init(KEY, X, Y, inducing=Z)
+        jax.eval_shape(lambda: svi.init(KEY, X, Y, inducing=Z))
 
 
 def test_quantiles_of_counts_say_where_to_take_them() -> None:

@@ -274,8 +274,13 @@ def test_counts_far_from_their_latents() -> None:
     """By NumPy: sixty events where odds of a millionth were expected, and so on."""
     m, v = np.float32([-14, -5, 0, 30]), np.float32([1, 0.25, 0.01, 4])
     y, total = np.float32([60, 40, 90, 3]), np.int32([100, 50, 100, 70])
-    d = dist.BinomialLogits(m, total)
-    found = predictive(d, {"logits": m}, {"logits": v}).log_prob(y)
+
+    @jax.jit
+    def log_prob(m, v, y):
+        d = dist.BinomialLogits(m, total)
+        return predictive(d, {"logits": m}, {"logits": v}).log_prob(y)
+
+    found = log_prob(m, v, y)
     z = np.linspace(-60, 60, 100_001)[:, None]
     f = m + np.sqrt(v) * z
     terms = y * log_expit(f) + (total - y) * log_expit(-f) - z**2 / 2
@@ -300,16 +305,22 @@ def test_drawn_classes_bound_the_logistic_softmax_on_average() -> None:
     """Over all subsets that hold the datum's class; and with all classes it is that."""
     rng = np.random.default_rng(0)
     f = 2 * rng.normal(size=CLASSES).astype("float32")
-    whole = gpaug.LogisticSoftmax(f).log_prob(2)
     others = [c for c in range(CLASSES) if c != 2]
     subsets = np.array([[2, *found] for found in combinations(others, 3)])
     d = gpaug.SampledLogisticSoftmax(f[subsets], CLASSES)
     zeros = np.zeros(len(subsets), int)
-    mean = d.log_prob(zeros).mean()
+
+    @jax.jit
+    def everything(f, d):
+        whole = gpaug.LogisticSoftmax(f).log_prob(2)
+        same = gpaug.SampledLogisticSoftmax(f, CLASSES).log_prob(2)
+        still = {"logits": d.logits}, {"logits": jnp.zeros_like(d.logits)}
+        expected = expected_log_prob(d, zeros, *still)
+        return whole, same, d.log_prob(zeros).mean(), expected.mean()
+
+    whole, same, mean, expected = everything(f, d)
     assert whole - 1 < mean < whole
-    still = {"logits": d.logits}, {"logits": jnp.zeros_like(d.logits)}
-    np.testing.assert_allclose(expected_log_prob(d, zeros, *still).mean(), mean, 1e-5)
-    same = gpaug.SampledLogisticSoftmax(f, CLASSES).log_prob(2)
+    np.testing.assert_allclose(expected, mean, 1e-5)
     np.testing.assert_allclose(same, whole, rtol=1e-5)
     with pytest.raises(ValueError, match="3 or more"):
         gpaug.SampledLogisticSoftmax(f[:2], CLASSES)

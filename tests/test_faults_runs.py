@@ -332,10 +332,11 @@ def test_large_steps_neither_stall_nor_seem_to_have_converged() -> None:
     y = np.sin(3 * X[:, 0]) + 0.05 * rng.normal(size=300).astype(np.float32)
     Z = X[rng.choice(300, 40, replace=False)]
 
+    fitters = {rate: make(regression, optax.adam(rate)) for rate in (0.3, 0.05)}
+
     def fitted(rate=0.3, **options):
-        svi = make(regression, optax.adam(rate))
         options = {"inducing": Z, "progress_bar": False, **options}
-        return svi.run(KEY, 1500, X, y, **options)
+        return fitters[rate].run(KEY, 1500, X, y, **options)
 
     whole, stopped = fitted().losses, fitted(tol=1e-2).losses
     assert whole[-1] < fitted(0.05).losses[-1] + 0.1

@@ -86,7 +86,7 @@ def test_the_seed_decides(name):
     scale=st.sampled_from([1e-6, 1.0, 1e6]),
     data=st.data(),
 )
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @pytest.mark.parametrize("name", SEEDED)
 def test_repeated_rows(name, rows, columns, levels, scale, data):
     rng = np.random.default_rng(rows)

@@ -376,11 +376,12 @@ def test_heights_with_a_prior_through_both_routes(x64) -> None:
     kwargs = {"inducing": Z, "prior_scale": 1.0}
     result = svi.run(KEY, 300, X, y, progress_bar=False, **kwargs)
     assert {b.name for b in guide.structure.blocks} == {"f", "heights"}
-    dense = gpaug.AutoSparseGP(regression, covariance="dense")
+    dense = gpaug.AutoSparseGP(regression, covariance="dense").setup(X, y, **kwargs)
     stock = numpyro.infer.SVI(
         regression, dense, optax.adam(0.03), gpaug.TraceAnalytic_ELBO()
     )
-    found = stock.run(KEY, 3000, X, y, progress_bar=False, **kwargs)
+    start = jax.jit(lambda: stock.init(KEY, X, y, **kwargs))()
+    found = stock.run(KEY, 3000, X, y, init_state=start, progress_bar=False, **kwargs)
     # A learning rate that does not decay leaves some noise.
     np.testing.assert_allclose(result.losses[-1], np.min(found.losses[-200:]), atol=0.3)
     # At rest the heights are at their closed-form posterior given f and the scale.
@@ -484,8 +485,11 @@ def test_stock_routes() -> None:
     args = (X, counts), {"inducing": Z}
 
     def value(svi):
-        state = svi.init(KEY, *args[0], **args[1])
-        return jax.jit(lambda s: svi.evaluate(s, *args[0], **args[1]))(state)
+        def started():
+            state = svi.init(KEY, *args[0], **args[1])
+            return svi.evaluate(state, *args[0], **args[1])
+
+        return jax.jit(started)()
 
     values = value(svi), value(analytic)
     assert abs(values[0] - values[1]) < 0.05 * abs(values[1])

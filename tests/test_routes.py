@@ -24,6 +24,7 @@ from numpyro.infer import (
 )
 
 import numpyro_gpaug as gpaug
+from tests.chains import sampled
 from tests.models import (
     blocks_of,
     brute_bound,
@@ -382,8 +383,7 @@ def test_nuts_samples_the_posterior_of_the_full_process():
     svi, result = conjugate((X, y), {"inducing": X})
     mean, variance = importance_moments(X, y, X, blocks_of(svi.guide, result.params))
     mcmc = MCMC(NUTS(classifier), num_warmup=200, num_samples=800, progress_bar=False)
-    mcmc.run(random.key(KEY), X, y, inducing=X)
-    draws = {k: np.asarray(v) for k, v in mcmc.get_samples().items()}
+    draws = sampled(mcmc, random.key(KEY), X, y, inducing=X)
     predict = Predictive(classifier, draws)
 
     @jax.jit

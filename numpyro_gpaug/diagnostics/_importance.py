@@ -51,6 +51,7 @@ def psis_khat(
     :return: ``khat`` and smoothed log-weights; -inf if all ratios are equal.
     :raises ValueError: for shapes that differ, fewer than 25 draws, or values that are
         not finite.
+    :raises TypeError: for what is no tree, without ``log_q``.
 
     **Example**
 
@@ -68,6 +69,7 @@ def psis_khat(
 
     found: Any = (tree_or_log_p, log_q)
     if log_q is None:
+        check_tree(tree_or_log_p)
         stats: Any = tree_or_log_p["sample_stats"]  # type: ignore[index]
         found = stats["log_p"].values, stats["log_q"].values
     log_p, log_q = (np.asarray(x, float) for x in found)
@@ -86,6 +88,21 @@ def psis_khat(
     # ArviZ takes log-likelihoods, minus the log-ratios of leave-one-out.
     log_weights, khat = array_stats.psislw(-ratios)
     return Psis(float(khat), np.asarray(log_weights))
+
+
+def check_tree(tree: Any) -> None:
+    """Raises for what is no tree: a posterior, say, which has no draws.
+
+    :param tree: from :func:`to_datatree`.
+    :raises TypeError: saying how a tree is made.
+    """
+    from xarray import DataTree
+
+    if not isinstance(tree, DataTree):
+        raise TypeError(
+            f"got a {type(tree).__name__}: pass a tree of draws, "
+            "to_datatree(key, model, guide, result.params, X, y)"
+        )
 
 
 def psis_estimates(tree: DataTree) -> DataTree:

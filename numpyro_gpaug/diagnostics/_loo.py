@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from numpyro_gpaug.diagnostics._importance import check_tree
+
 if TYPE_CHECKING:
     from xarray import DataTree
 
@@ -36,6 +38,7 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     """
     import arviz_stats
 
+    check_tree(tree)
     pseudo = tree.children.get("pseudo_log_likelihood", {})
     if site in pseudo or (site is None and "log_likelihood" not in tree.children):
         raise ValueError(
@@ -114,6 +117,7 @@ def compare(
 
 
 def _observed(tree: DataTree, site: str | None) -> np.ndarray:
+    check_tree(tree)
     observed = tree["observed_data"]
     names = list(observed.data_vars) if site is None else [site]
     if len(names) != 1:

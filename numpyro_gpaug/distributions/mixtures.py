@@ -70,6 +70,27 @@ class CountMixture(Elementwise):
         """The part of the log-likelihood with the latent."""
         raise NotImplementedError
 
+    def at_most(self, other: Array, y: Array, logits: Array) -> Array:
+        """The probability of no more than a count, which may be any, given its latent.
+
+        :param y: whole numbers, >= 0.
+        """
+        raise NotImplementedError
+
+    def cdf(self, value: ArrayLike) -> Array:
+        """The probability of counts up to a value; in float32 to four digits.
+
+        :param value: broadcasts with the batch shape.
+        """
+        other, loc, spread, *_ = self._arrays()
+        y = jnp.floor(jnp.asarray(value, loc.dtype))
+        # As a function of the latent it falls where the likelihood of y peaks.
+        counted = jnp.maximum(y, 0)
+        centre, width, _ = self.turn(other, counted)
+        nodes, log_weights = gaussian_nodes(loc, spread, centre, width)
+        falls = self.at_most(other[..., None], counted[..., None], nodes)
+        return jnp.where(y < 0, 0, (jnp.exp(log_weights) * falls).sum(-1))
+
     def icdf(self, q: ArrayLike) -> Array:
         raise NotImplementedError(
             f"{type(self).__name__} has no quantiles in closed form: take those of "

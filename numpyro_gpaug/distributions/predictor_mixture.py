@@ -46,29 +46,29 @@ class PredictorMixture(Distribution):
         self.treedef, self.varies = treedef, varies
         super().__init__(batch_shape, event_shape, validate_args=False)
 
+    @property
+    def _moving(self) -> list[Array]:
+        return [x for x, v in zip(self.leaves, self.varies, strict=True) if v]
+
+    def _with(self, moving: list[Array]) -> Any:
+        """The component of which these leaves are those that vary."""
+        given = iter(moving)
+        leaves = [
+            next(given) if v else x
+            for x, v in zip(self.leaves, self.varies, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
     def _each(self, function: Callable[[Any], Array]) -> Array:
         """A function of every component, nodes first."""
-        moving = [x for x, v in zip(self.leaves, self.varies, strict=True) if v]
-
-        def of_node(moving: list[Array]) -> Array:
-            given = iter(moving)
-            leaves = [
-                next(given) if v else x
-                for x, v in zip(self.leaves, self.varies, strict=True)
-            ]
-            return function(jax.tree.unflatten(self.treedef, leaves))
-
-        return jax.vmap(of_node)(moving)
+        return jax.vmap(lambda moving: function(self._with(moving)))(self._moving)
 
     def _average(self, values: Array) -> Array:
         return jnp.tensordot(self.weights, values, 1)
 
     @property
     def _component(self) -> Any:
-        leaves = [
-            x[0] if v else x for x, v in zip(self.leaves, self.varies, strict=True)
-        ]
-        return jax.tree.unflatten(self.treedef, leaves)
+        return self._with([x[0] for x in self._moving])
 
     @constraints.dependent_property
     def support(self) -> Any:
@@ -109,6 +109,28 @@ class PredictorMixture(Distribution):
         node_key, key = random.split(key)
         shape = sample_shape + self.batch_shape
         chosen = random.categorical(node_key, jnp.log(self.weights), shape=shape)
-        chosen = chosen.reshape(shape + (1,) * self.event_dim)
-        draws = self._each(lambda d: d.sample(key, sample_shape))
-        return jnp.take_along_axis(draws, chosen[None], 0)[0]
+        if not self._elementwise:
+            # A parameter may be one for several data, which are at different nodes.
+            chosen = chosen.reshape(shape + (1,) * self.event_dim)
+            draws = self._each(lambda d: d.sample(key, sample_shape))
+            return jnp.take_along_axis(draws, chosen[None], 0)[0]
+
+        def draw(key: Array, chosen: Array) -> Array:
+            at = [jnp.take_along_axis(x, chosen[None], 0)[0] for x in self._moving]
+            return self._with(at).sample(key)
+
+        flat = chosen.reshape(-1, *self.batch_shape)
+        draws = jax.vmap(draw)(random.split(key, len(flat)), flat)
+        return draws.reshape(shape)
+
+    @property
+    def _elementwise(self) -> bool:
+        """Whether parameters are numbers, and those that vary one for each datum."""
+        component = self._component
+        given = component.arg_constraints
+        names = [name for name in given if name in vars(component)]
+        return (
+            len(names) == len(self.leaves)
+            and not any(given[name].event_dim for name in names)
+            and all(x.shape[1:] == self.batch_shape for x in self._moving)
+        )

@@ -240,13 +240,18 @@ class AutoLatentGaussian(ProcessGuide):
             fn = ArrowGaussian(ArrowNatural(*(x[None] for x in params)))
         auxiliary = {"is_auxiliary": True}
         flat = numpyro.sample(f"_{JOINT}", fn, infer=auxiliary)
-        model = whitened(self.model, structure.split(flat))
+        white = structure.split(flat)
+        model = whitened(self.model, white)
         filled = handlers.substitute(model, data=values)
         with handlers.block():
             trace = handlers.trace(handlers.seed(filled, 0)).get_trace(*args, **kwargs)
         for site in structure.sites:
-            value = trace[site.name]["value"]
-            delta = dist.Delta(value, event_dim=jnp.ndim(value))
+            value, fn = trace[site.name]["value"], trace[site.name]["fn"]
+            # The density of values is that of the numbers they are made of, times what
+            # the prior's is of theirs.
+            ratio = fn.log_prob(value).sum()
+            ratio -= dist.Normal().log_prob(white[site.name]).sum()
+            delta = dist.Delta(value, ratio, event_dim=jnp.ndim(value))
             values[site.name] = numpyro.sample(site.name, delta)
         return values
 

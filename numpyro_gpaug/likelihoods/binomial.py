@@ -12,7 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
-from jax.nn import log_sigmoid
+from jax.nn import log_sigmoid, sigmoid
+from jax.scipy.special import betainc
 
 from numpyro_gpaug.distributions.mixtures import CountMixture
 
@@ -62,6 +63,10 @@ class BinomialMixture(CountMixture):
     def exponent(self, other: Array, y: Array, logits: Array) -> Array:
         downs = jnp.maximum(other - y, 0)
         return y * log_sigmoid(logits) + downs * log_sigmoid(-logits)
+
+    def at_most(self, other: Array, y: Array, logits: Array) -> Array:
+        downs = jnp.maximum(other - y, 1)
+        return jnp.where(y < other, betainc(downs, y + 1, sigmoid(-logits)), 1)
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:

@@ -12,7 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
-from jax.nn import log_sigmoid
+from jax.nn import log_sigmoid, sigmoid
+from jax.scipy.special import betainc
 
 from numpyro_gpaug.distributions.mixtures import CountMixture
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
@@ -55,6 +56,9 @@ class NegativeBinomialMixture(CountMixture):
 
     def exponent(self, other: Array, y: Array, logits: Array) -> Array:
         return y * log_sigmoid(logits) + other * log_sigmoid(-logits)
+
+    def at_most(self, other: Array, y: Array, logits: Array) -> Array:
+        return betainc(other, y + 1, sigmoid(-logits))
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
-from jax.scipy.special import gammaln
+from jax.scipy.special import gammaincc, gammaln
 
 from numpyro_gpaug.distributions.logistic_poisson import LogisticPoisson as Likelihood
 from numpyro_gpaug.distributions.mixtures import CountMixture
@@ -79,6 +79,9 @@ class LogisticPoissonMixture(CountMixture):
 
     def exponent(self, other: Array, y: Array, logits: Array) -> Array:
         return y * jax.nn.log_sigmoid(logits) - other * jax.nn.sigmoid(logits)
+
+    def at_most(self, other: Array, y: Array, logits: Array) -> Array:
+        return gammaincc(y + 1, other * jax.nn.sigmoid(logits))
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:

@@ -32,6 +32,7 @@ from numpyro_gpaug.model.latents import (
     JointStructure,
     Parts,
     check_indices,
+    check_other_indices,
     joint_block,
     parts_of,
     whitened,
@@ -89,6 +90,8 @@ def inspect_joint(
         sites = tuple(s for s in sites if s.name != name)
     check_indices(found.program)
     names = {s.name for s in sites}
+    others = {k: survey.shapes[k] for k in survey.latent if k not in names}
+    check_other_indices(model, arguments, others, survey.dtype)
     structure = JointStructure(
         blocks=(joint_block(sites, survey.dtype),) if sites else (),
         others=tuple(n for n in survey.latent if n not in names),

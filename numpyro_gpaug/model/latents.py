@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -24,7 +25,14 @@ from numpyro_gpaug.math.arrow import ArrowSizes
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.predictors import Likelihood
 from numpyro_gpaug.model.program import Program
-from numpyro_gpaug.model.structure import Block, Structure, Trace, check_shape
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Block,
+    Structure,
+    Trace,
+    check_shape,
+    run_model,
+)
 
 
 class GaussianSite(NamedTuple):
@@ -325,6 +333,31 @@ def check_indices(program: Program) -> None:
                 f"{wrong}: give its plate the number of groups, and encode them as 0, "
                 "1, ... (numpy.unique(group, return_inverse=True)[1])"
             )
+
+
+def check_other_indices(
+    model: Callable[..., Any],
+    arguments: Arguments,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: Any,
+) -> None:
+    """The same for codes that index hyperparameters.
+
+    :param model: the model.
+    :param arguments: its arguments.
+    :param shapes: of latents that are not among the Gaussian ones, by name.
+    :param dtype: of their values.
+    :raises ValueError: naming the site.
+    """
+    arrays = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items() if s}
+    if not arrays:
+        return
+
+    def values(given: dict[str, Array]) -> list[Any]:
+        trace = run_model(model, arguments, jax.random.key(0), given)
+        return [site["value"] for site in trace.values() if site["type"] == "sample"]
+
+    check_indices(Program(values, arrays))
 
 
 def elementwise_expectation(fn: Any) -> Expectation | None:

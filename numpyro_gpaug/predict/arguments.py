@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.model.sources import Sources, sources
+from numpyro_gpaug.model.sources import Sources
 from numpyro_gpaug.model.structure import Arguments, Structure, is_array
 from numpyro_gpaug.model.validation import check_arguments
 
@@ -37,16 +37,21 @@ class FitArguments(NamedTuple):
         cls,
         model: Callable[..., Any],
         structure: Structure,
-        values: dict[str, Any],
+        origins: Sources,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> FitArguments:
         """From the arguments of a fit.
 
+        :param model: the model.
+        :param structure: of the model at these arguments.
+        :param origins: what is computed from which argument.
+        :param args: the arguments.
+        :param kwargs: the keyword arguments.
         :raises ValueError: if inducing inputs or hyperparameters are computed from a
             positional argument, which changes at prediction.
         """
-        observations, inducing, _ = sources(model, args, kwargs, structure, values)
+        observations, inducing, _ = origins
         parameters = list(inspect.signature(model).parameters)
         if lost := [name for name in inducing if name in parameters[: len(args)]]:
             raise ValueError(

@@ -115,13 +115,16 @@ class Posterior:
         guide.check_params(params)
         values, own = guide.split_params(params)
         values = {**values, **guide.other_median(params)}
-        given = FitArguments.of_fit(model, structure, values, args, kwargs)
         predictor = predictor_for(guide, model, structure)
+        origins = predictor.sources(arguments, structure, values)
+        given = FitArguments.of_fit(model, structure, origins, args, kwargs)
         made = cls(predictor, Fitted(values, own), given)
         if isinstance(predictor, JointPredictor):
             found, made._marks = predictor.sites(arguments, made._fitted)
+            # Inducing values are whitened: predict_f has the process.
+            hidden = {f"{name}.v" for name in structure.functions}
             names = [site.name for site in predictor.structure.sites]
-            made._sites = {name: SiteMoments(*found[name]) for name in names}
+            made._sites = {k: SiteMoments(*found[k]) for k in names if k not in hidden}
         return made
 
     @property
@@ -187,8 +190,9 @@ class Posterior:
         return weights[site]
 
     def summary(self) -> pandas.DataFrame:
-        """Mean, standard deviation and the 5, 50 and 95% quantiles of every latent, in
-        the rows and columns of ArviZ's; what is held at a value has a mean alone.
+        """Mean, standard deviation and the 5, 50 and 95% quantiles of every latent but
+        inducing values, which are whitened (:meth:`predict_f` has the process), in the
+        rows and columns of ArviZ's; what is held at a value has a mean alone.
 
         :return: a data frame, ``summary.loc["effect[2]", "mean"]``.
         """

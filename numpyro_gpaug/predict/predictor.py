@@ -28,6 +28,7 @@ from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.predictors import of_site
+from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
@@ -98,6 +99,23 @@ class Predictor:
         # By the shapes of the arguments.
         self._shapes: dict[Any, Any] = {}
         self._structures: dict[Any, Structure] = {}
+        self._sources: dict[Any, Sources] = {}
+
+    def sources(
+        self, arguments: Arguments, structure: Structure, values: dict[str, Any]
+    ) -> Sources:
+        """What the model computes from which argument; at other arguments of the same
+        shapes the model is not traced again.
+
+        :param arguments: of the model.
+        :param structure: of the model at these arguments.
+        :param values: of params and other latents.
+        """
+
+        def found() -> Sources:
+            return sources(self.model, *arguments.merge(), structure, values)
+
+        return remembered(self._sources, arguments.shapes, found)
 
     @one_thread
     def __call__(

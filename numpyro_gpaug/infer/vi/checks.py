@@ -13,7 +13,8 @@ from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.plan import fingerprint
 from numpyro_gpaug.model.calls import check_by_name, check_processes
 from numpyro_gpaug.model.inspect import require_conjugate
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.structure import Arguments, Structure
 from numpyro_gpaug.model.validation import check_arguments, check_observations
 
 
@@ -36,7 +37,7 @@ def check_fit(
     check_arguments(model, args, kwargs)
     structure = guide.setup(*args, **kwargs).structure
     if not structure.blocks:
-        raise ValueError("the model has no Gaussian process and no Gaussian weights")
+        raise ValueError(_nothing_gaussian(structure))
     if not structure.observed:
         raise ValueError(
             "the model has no observed site: pass the observations (y) to init or run"
@@ -44,6 +45,19 @@ def check_fit(
     require_conjugate(structure, updates)
     check_processes(structure)
     check_by_name(model, args, kwargs)
+
+
+def _nothing_gaussian(structure: Structure) -> str:
+    if not isinstance(structure, JointStructure):
+        return "the model has no Gaussian process and no Gaussian weights"
+    held = "; ".join(f"{name!r} is not: {reason}" for name, reason in structure.held)
+    return (
+        "the model has no Gaussian latent for AutoLatentGaussian: a sample site of "
+        "dist.Normal, MultivariateNormal, GaussianRandomWalk, CAR or the like whose "
+        "values reach the observations affinely, or a GaussianProcess"
+        + (f" ({held})" if held else "")
+        + "; numpyro.infer.MCMC(NUTS(model)) samples any model"
+    )
 
 
 class CheckedData:

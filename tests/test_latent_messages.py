@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent Gaussian models: what is said of models and data that do not fit, and what
+tables leave out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+
+N = 12
+RNG = np.random.default_rng(0)
+T = np.linspace(-1, 1, N, dtype="float32")
+REAL = RNG.normal(size=N).astype("float32")
+GROUP = RNG.integers(0, 4, N)
+KEY = jax.random.key(0)
+
+
+def noisy(t, group, y=None):
+    """Groups have noise of their own."""
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("groups", 4):
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(b * t, sigma[group]), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("shift", "message"),
+    [(1, "'sigma' has 4 members.*1 to 4"), (-1, "'sigma' is indexed .* from -1 on")],
+)
+def test_codes_that_index_hyperparameters_are_checked(shift, message):
+    guide = gpaug.AutoLatentGaussian(noisy)
+    guide.setup(T, GROUP, REAL)
+    with pytest.raises(ValueError, match=message):
+        gpaug.AutoLatentGaussian(noisy).setup(T, GROUP + shift, REAL)
+
+
+def no_latent(t, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(0.0, scale), obs=y)
+
+
+def held_apart(t, y=None):
+    with numpyro.handlers.scale(scale=2.0):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(b * t)), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (no_latent, "no Gaussian latent for AutoLatentGaussian: .*dist.Normal"),
+        (held_apart, "no Gaussian latent .*'b' is not: its density is scaled"),
+    ],
+)
+def test_models_without_gaussian_latents_are_told_what_these_are(model, message):
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    with pytest.raises(ValueError, match=message):
+        svi.init(KEY, T, np.ones(N, int))
+
+
+def test_draws_have_the_density_of_their_values():
+    """Where the posterior is Gaussian, every draw's importance ratio is the evidence,
+    whatever scales and factors the latents are made of."""
+
+    def normal(t, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 2))
+        with numpyro.plate("groups", 4):
+            a = numpyro.sample("a", dist.Normal(b, 3))
+        covariance = jnp.array([[2.0, 0.5], [0.5, 1.0]])
+        c = numpyro.sample("c", dist.MultivariateNormal(jnp.zeros(2), covariance))
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(a[GROUP] + c[0] * t + c[1], 0.5), obs=y)
+
+    guide = gpaug.AutoLatentGaussian(normal)
+    svi = gpaug.ConjugateSVI(normal, guide, None)
+    result = svi.run(KEY, 10, T, REAL, progress_bar=False)
+    tree = gpaug.diagnostics.to_datatree(
+        KEY, normal, guide, result.params, T, REAL, num_samples=50
+    )
+    stats = tree["sample_stats"]
+    ratios = (stats["log_p"] - stats["log_q"]).values
+    np.testing.assert_allclose(ratios, -result.losses[-1], rtol=1e-4)
+
+
+def of_a_process(X, y=None, *, inducing):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Normal(mean + gp(X), 0.5), obs=y)
+
+
+@pytest.fixture(scope="module")
+def posterior():
+    guide = gpaug.AutoLatentGaussian(of_a_process)
+    svi = gpaug.ConjugateSVI(of_a_process, guide, None)
+    X, Z = T[:, None], T[::4, None]
+    result = svi.run(KEY, 3, X, REAL, inducing=Z, progress_bar=False)
+    return svi.posterior(result)
+
+
+def test_tables_leave_out_whitened_inducing_values(posterior, tmp_path):
+    assert [*posterior.summary().index] == ["mean"]
+    with pytest.raises(KeyError, match="'f.v' is not among .*'mean'"):
+        posterior["f.v"]
+    posterior.save(tmp_path / "fit.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "fit.npz", of_a_process)
+    assert loaded.summary().equals(posterior.summary())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        gpaug.diagnostics.psis_khat,
+        gpaug.diagnostics.psis_estimates,
+        gpaug.diagnostics.loo,
+        lambda p: gpaug.diagnostics.compare({"a": p, "b": p}),
+    ],
+)
+def test_a_posterior_is_no_tree(posterior, function):
+    with pytest.raises(TypeError, match="got a Posterior: .*to_datatree"):
+        function(posterior)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        lambda f: dist.Normal(f, jnp.array(0.5)),
+        lambda f: dist.ZeroInflatedPoisson(jnp.array(0.3), jnp.exp(f)),
+    ],
+)
+def test_draws_of_mixtures_have_their_moments_and_are_independent(law):
+    """Of numbers, whose node is picked first, and of what has other distributions in
+    it, of which all nodes are drawn."""
+    f = np.array([[-1.0, 0.5], [0.2, -0.3], [1.5, 2.0]], "float32")
+    treedef = jax.tree.structure(law(f[0]))
+    stacked = [jax.tree.leaves(law(row)) for row in f]
+    varies = tuple(jnp.ndim(x) == 1 for x in stacked[0])
+    leaves = tuple(
+        jnp.stack(xs) if v else xs[0]
+        for xs, v in zip(zip(*stacked, strict=True), varies, strict=True)
+    )
+    weights = jnp.array([0.2, 0.5, 0.3])
+    num = 20_000
+
+    @jax.jit
+    def everything(key):
+        mixture = PredictorMixture(leaves, weights, treedef, varies, (2,), ())
+        assert mixture.sample(key).shape == (2,)
+        return mixture.sample(key, (2, num // 2)), mixture.mean, mixture.variance
+
+    draws, mean, variance = (np.asarray(x, float) for x in everything(KEY))
+    assert draws.shape == (2, num // 2, 2)
+    draws = draws.reshape(num, 2)
+    error = np.sqrt(variance / num)
+    assert (np.abs(draws.mean(0) - mean) < 4 * error).all()
+    np.testing.assert_allclose(draws.var(0), variance, rtol=0.08)
+    assert abs(np.corrcoef(draws.T)[0, 1]) < 4 / np.sqrt(num)
