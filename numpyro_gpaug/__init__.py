@@ -49,6 +49,7 @@ from numpyro_gpaug.infer import (
     EllipticalSlice,
     TraceAnalytic_ELBO,
     TraceWasserstein_ELBO,
+    collapse,
     squared_wasserstein,
 )
 from numpyro_gpaug.likelihoods import Augmentation, register_augmentation
@@ -98,6 +99,7 @@ __all__ = [
     "TraceAnalytic_ELBO",
     "TraceWasserstein_ELBO",
     "UnknownLikelihoodError",
+    "collapse",
     "diagnostics",
     "distributions",
     "expected_log_prob",

@@ -186,6 +186,10 @@ class Moments(NamedTuple):
         """Log-determinant of the covariance, (...)."""
         return 2 * jnp.log(jnp.abs(diagonal(self.whitener))).sum(-1)
 
+    def moved(self, noise: Array) -> Array:
+        """Standard normal noise (..., M) as draws of the Gaussian."""
+        return self.mean + jnp.vecmat(noise, self.whitener)
+
 
 def moments(natural: NaturalGaussian) -> Moments:
     """Mean and covariance factor of a :class:`NaturalGaussian`.
