@@ -2,5 +2,6 @@
 """Hyperparameters integrated over, with the Gaussian latents collapsed."""
 
 from numpyro_gpaug.infer.nested.collapse import collapse
+from numpyro_gpaug.infer.nested.nested import NestedVI
 
-__all__ = ["collapse"]
+__all__ = ["NestedVI", "collapse"]
