@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 from tqdm.auto import tqdm
 
@@ -51,6 +52,9 @@ class Run:
     :param seed: of resampling.
     :param modes: those found, the highest first.
     :param start: factors at the highest.
+    :param num_chains: of the draws that are returned.
+    :param correction: what was done about weights that are too uneven.
+    :param independence: what each of the points is worth: less than one in a chain.
     """
 
     programs: Programs
@@ -65,6 +69,7 @@ class Run:
     start: Start
     num_chains: int = 1
     correction: str = ""
+    independence: float = 1.0
 
     @property
     def certified(self) -> bool:
@@ -104,7 +109,8 @@ class Run:
     def table(self) -> dict[str, list[float]]:
         """Moments and quantiles of every entry of every sample site."""
         sites = self.sites(deterministic=False)
-        return self.weighted.table({k: np.asarray(x) for k, x in sites.items()})
+        rows = self.weighted.table({k: np.asarray(x) for k, x in sites.items()})
+        return {k: [*x[:-1], x[-1] * self.independence] for k, x in rows.items()}
 
 
 class _Drawer:
@@ -277,13 +283,14 @@ def sampled(
         weighted = _weighted(points, drawn, ratios, normalised=False)
     law = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
     mode = Mode(mean, value, law)
+    worth = effective_sample_size(points[None]).min() / num_points
     way = (
         f"NUTS on the collapsed model (its {points.shape[1]} hyperparameters are too "
         f"many for importance sampling; {WARMUP} steps of warm-up), reweighted"
     )
     return Run(
         programs, arrays, weighted, clock, drawer.evaluations + steps, 1.0, way,
-        _seed(key, 3), [mode], drawer.start,
+        _seed(key, 3), [mode], drawer.start, independence=min(1.0, float(worth)),
     )  # fmt: skip
 
 

@@ -76,7 +76,8 @@ def lines(run: Any) -> str:
         "",
         f"{run.way}: {num} hyperparameters of dimension {weighted.points.shape[1]}, "
         f"{draws} draws of {weighted.z.shape[-1]} latents at each; worth "
-        f"{weighted.effective_points:.0f} and, together, {weighted.effective_size:.0f} "
+        f"{run.independence * weighted.effective_points:.0f} and, together, "
+        f"{run.independence * weighted.effective_size:.0f} "
         "independent draws",
         certificate(run),
     ]
