@@ -321,6 +321,37 @@ def test_the_summary_says_what_was_done(of_counts, capsys):
     assert "exact posterior" in repr(of_counts)
 
 
+def test_draws_go_to_arviz(of_counts):
+    tree = gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts)
+    assert tree["posterior"]["a"].shape == (1, 1000, G)
+    assert tree["log_likelihood"]["y"].shape == (1, 1000, N)
+    assert tree["posterior_predictive"]["y"].shape == (1, 1000, N)
+    rate = np.exp(np.asarray(of_counts.get_samples()["eta"]))
+    np.testing.assert_allclose(
+        tree["log_likelihood"]["y"][0], stats.poisson(rate).logpmf(COUNTS), atol=1e-4
+    )
+    with pytest.raises(TypeError, match="knows its model and its arguments"):
+        gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts, None, None, GROUP)
+    with pytest.raises(TypeError, match="pass a guide and its params"):
+        gpaug.diagnostics.to_datatree(jax.random.key(0), poisson)
+    elpd = gpaug.diagnostics.loo(tree).elpd
+    exact = stats.poisson(rate).pmf(COUNTS).mean(0)
+    assert elpd < np.log(exact).sum() < elpd + 10
+
+
+def test_models_are_compared_by_their_evidence(of_counts):
+    flat = nested(poisson, np.zeros(N, int), COUNTS, num_points=64)
+    compare = gpaug.diagnostics.compare_evidence
+    table = compare({"one group": flat, "four groups": of_counts})
+    assert [*table.index] == ["four groups", "one group"]
+    fields = [x.get_extra_fields()["log_evidence"] for x in (flat, of_counts)]
+    np.testing.assert_allclose(table["difference"], [0, fields[0] - fields[1]])
+    with pytest.raises(ValueError, match="nothing to compare"):
+        compare({"one": flat})
+    with pytest.raises(TypeError, match="expected a NestedVI"):
+        compare({"one": flat, "two": 3})
+
+
 def test_the_same_key_gives_the_same_draws_and_compiles_nothing(of_counts):
     again = nested(poisson, GROUP, COUNTS)
     first = again.get_samples()

@@ -259,6 +259,32 @@ class NestedVI:
             self._known().table(), orient="index", columns=columns
         )
 
+    @property
+    def certified(self) -> bool:
+        """Whether the draws are of the exact posterior, up to Monte Carlo error.
+
+        :raises RuntimeError: before a run.
+        """
+        return self._known().certified
+
+    @property
+    def arguments(self) -> Arguments:
+        """The model's arguments in the last run.
+
+        :raises RuntimeError: before a run.
+        """
+        run = self._known()
+        return Arguments(run.arrays, run.programs.static)
+
+    @property
+    def latents(self) -> tuple[str, ...]:
+        """Names of the latent sites: hyperparameters, then Gaussian latents.
+
+        :raises RuntimeError: before a run.
+        """
+        structure = self._known().programs.structure
+        return (*structure.others, *(site.name for site in structure.sites))
+
     def __repr__(self) -> str:
         if self._run is None:
             return "NestedVI, not run yet"

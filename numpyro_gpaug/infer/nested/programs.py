@@ -54,7 +54,7 @@ class Programs:
     def __init__(
         self, bound: CollapsedBound, arguments: Arguments, num_draws: int
     ) -> None:
-        self.bound, self._static = bound, arguments.static
+        self.bound, self.static = bound, arguments.static
         self._model, self.structure = bound.guide.model, bound.structure
         self.hyper = Hyperparameters(self._model, self.structure, arguments)
         self.num_draws = num_draws
@@ -97,7 +97,7 @@ class Programs:
         """Log-densities of all data given hyperparameters and latents, flat, and the
         trace that they are from."""
         model = whitened(self._model, self.structure.split(z))
-        arguments = Arguments(arrays, self._static)
+        arguments = Arguments(arrays, self.static)
         trace = run_model(model, arguments, random.key(0), values)
         terms = []
         for site in self.structure.observed:
