@@ -205,8 +205,8 @@ class NestedVI:
     def get_extra_fields(self) -> dict[str, Any]:
         """What is known besides the draws.
 
-        * ``log_weights``: normalised, one per weighted draw; ``log_ratios``: not
-          normalised;
+        * ``log_weights``: Pareto-smoothed and normalised, one per weighted draw;
+          ``log_ratios``: as they were;
         * ``khat``; ``effective_size`` and ``effective_points``: how many draws, and how
           many hyperparameters, the weighted ones are worth;
         * ``log_evidence`` and its standard error ``log_evidence_error``;

@@ -82,8 +82,10 @@ class Weighted:
 
     @cached_property
     def log_weights(self) -> np.ndarray:
-        """Normalised, (n, draws)."""
-        return self.log_ratios - logsumexp(self.log_ratios)
+        """Pareto-smoothed and normalised, (n, draws)."""
+        columns = [_smoothed(x) for x in self.log_ratios.T]
+        found = np.stack(columns, 1)
+        return found - logsumexp(found)
 
     @property
     def effective_size(self) -> float:
@@ -161,6 +163,20 @@ def weighted_quantiles(
     below = np.cumsum(weights[order], axis=0) - 0.5 * weights[order]
     columns = zip(below.T, ordered.T, strict=True)
     return np.array([np.interp(levels, b, x) for b, x in columns]).T
+
+
+def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
+    """Log-ratios with their largest replaced by quantiles of a Pareto law: one draw far
+    out must not stand for all."""
+    if len(log_ratios) < 25 or not np.isfinite(log_ratios).any():
+        return log_ratios
+    kept = np.maximum(log_ratios, log_ratios.max() - 700)
+    found = smoothed(kept).log_weights
+    # Normalised, but for the smallest, which is as it was.
+    least = np.argmin(kept)
+    return np.where(
+        np.isfinite(log_ratios), found - found[least] + kept[least], -np.inf
+    )
 
 
 def _tail_shape(log_ratios: np.ndarray) -> float:
