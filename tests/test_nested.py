@@ -592,6 +592,12 @@ def test_arguments_are_checked():
         kernel.run(key, GROUP, COUNTS - 5)
     with pytest.raises(ValueError, match="'a' has 4 members"):
         kernel.run(key, GROUP + 1, COUNTS)
+    # Data of shapes that were seen are checked as the first were.
+    kernel.run(key, GROUP, COUNTS)
+    with pytest.raises(ValueError, match="'y'.*outside the support"):
+        kernel.run(key, GROUP, COUNTS - 5)
+    with pytest.raises(ValueError, match="'a' has 4 members"):
+        kernel.run(key, GROUP + 1, COUNTS)
     with pytest.raises(ValueError, match=r"init_params names \['tu'\]"):
         kernel.run(key, GROUP, COUNTS, init_params={"tu": 1.0})
 

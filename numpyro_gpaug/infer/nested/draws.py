@@ -14,6 +14,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 from tqdm.auto import tqdm
 
+from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.programs import Drawn, Programs
@@ -92,10 +93,10 @@ class Run:
         :param z: whitened latents, (n, size).
         :param deterministic: whether deterministic sites are among them.
         """
-        dtype = self.programs.hyper.dtype
-        return self.programs.sites(
-            jnp.asarray(points, dtype), z, self.arrays, deterministic=deterministic
-        )
+        given = jnp.asarray(points, self.programs.hyper.dtype), z, self.arrays
+        with self.clock.part("values of sites"):
+            found = self.programs.sites(*given, deterministic=deterministic)
+            return jax.block_until_ready(found)
 
     def samples(self, num: int) -> dict[str, Array]:
         """Equally weighted draws by site."""
@@ -230,7 +231,8 @@ def integrated(
         bar.set_description("draws")
         with clock.part("draws"):
             proposal = _final(modes, points, target - density, bool(len(prior)))
-            points = proposal.draws(num_points, prior[FIRST:], rng)
+            # The first were used before.
+            points = proposal.draws(num_points, prior[::-1], rng)
             widths = np.full((num_points, draws), width)
             drawn = drawer.draw(points, widths, 2)
             log_prior = np.asarray(drawn.log_prior, float)
@@ -244,6 +246,7 @@ def integrated(
     )  # fmt: skip
 
 
+@one_thread
 def sampled(
     programs: Programs,
     key: Array,
@@ -307,13 +310,15 @@ def _weighted(
 
 
 def _prior_draws(programs: Programs, arrays: Any, key: Array, num: int) -> np.ndarray:
-    """Draws of the prior that proposals take theirs from; none if it is improper."""
+    """Draws of the prior that proposals take theirs from; none if it is improper, or
+    mostly beyond what numbers can hold."""
     keys = random.split(random.fold_in(key, 4), num)
     try:
         found = np.asarray(programs.hyper.prior_draws(arrays, keys), float)
     except NotImplementedError:
         return np.zeros((0, programs.hyper.size))
-    return found[np.isfinite(found).all(-1)]
+    found = found[np.isfinite(found).all(-1)]
+    return found if len(found) > 0.6 * num else found[:0]
 
 
 def _best_width(ratios: np.ndarray, kinds: np.ndarray) -> int:

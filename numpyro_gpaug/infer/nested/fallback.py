@@ -13,6 +13,7 @@ from jax import Array, random
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
+from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.draws import Run
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import entries
@@ -44,6 +45,7 @@ class Corrected(Run):
         return rows
 
 
+@one_thread
 def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Corrected:
     """NUTS on the model itself, its Gaussian latents whitened, and all moved so that
     the Gaussian at the mode is a standard one.

@@ -15,7 +15,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 from numpyro.infer.initialization import init_to_median
 
-from numpyro_gpaug._numpyro import residual_policy
+from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -91,8 +91,8 @@ class Hyperparameters:
         zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()}
         flat, self._unravel = ravel_pytree(zeros)
         self.size, self.dtype = flat.size, flat.dtype
-        self.start: Any = jax.jit(self._flat_medians)
-        self.prior_draws: Any = jax.jit(jax.vmap(self._drawn, (None, 0)))
+        self.start: Any = one_thread(jax.jit(self._flat_medians))
+        self.prior_draws: Any = one_thread(jax.jit(jax.vmap(self._drawn, (None, 0))))
 
     def _trace(self, arrays: Any, wrap: Callable[[Any], Any]) -> Trace:
         args, kwargs = Arguments(arrays, self._static).merge()
@@ -145,6 +145,7 @@ class Hyperparameters:
         )
         return lax.stop_gradient(sizes(trace))
 
+    @one_thread
     def flatten(self, values: dict[str, Any], arrays: Any) -> Array:
         """Constrained values as an unconstrained vector."""
         trace = self._trace(

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.nested.draws import Run, integrated, sampled
 from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.infer.nested.programs import Programs
@@ -127,7 +128,6 @@ class NestedVI:
 
     # -- the interface of MCMC --------------------------------------------------------
 
-    @one_thread
     def run(
         self,
         rng_key: Array,
@@ -157,11 +157,7 @@ class NestedVI:
                     f"params {params} have no prior: NestedVI integrates sample sites. "
                     "Write them as numpyro.sample(name, prior), or as plain numbers"
                 )
-            programs = remembered(
-                self._programs,
-                arguments.shapes,
-                lambda: Programs(bound, arguments, self.num_draws),
-            )
+            programs = self._programs_at(bound, arguments)
         start = self._start(programs, init_params, arguments.arrays)
         way = integrated if programs.hyper.size <= MOST else sampled
         run = way(
@@ -296,6 +292,14 @@ class NestedVI:
                 "nothing has been drawn yet: nested.run(key, *args) first"
             )
         return self._run
+
+    @one_thread
+    def _programs_at(self, bound: CollapsedBound, arguments: Arguments) -> Programs:
+        return remembered(
+            self._programs,
+            arguments.shapes,
+            lambda: Programs(bound, arguments, self.num_draws),
+        )
 
     def _start(
         self, programs: Programs, init_params: dict[str, Any] | None, arrays: Any

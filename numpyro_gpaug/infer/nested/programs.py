@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
+from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.bound import CollapsedBound, Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.math.importance import compensated_sum
@@ -61,10 +62,14 @@ class Programs:
         size, rows = self.structure.size, sum(x.size for x in arguments.arrays)
         held = 4 * size**2 + 2 * size * rows + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
-        self.evaluate: Any = jax.jit(self._evaluate)
-        self.draw: Any = jax.jit(self._draw)
-        self.sites: Any = jax.jit(self._sites, static_argnames="deterministic")
+        # One thread at a time traces the model.
+        self.evaluate: Any = one_thread(jax.jit(self._evaluate))
+        self.draw: Any = one_thread(jax.jit(self._draw))
+        self.sites: Any = one_thread(
+            jax.jit(self._sites, static_argnames="deterministic")
+        )
 
+    @one_thread
     def no_start(self, arrays: Any) -> Start:
         """A start for the first evaluation."""
         return self.bound.no_start(*self._shapes(arrays))

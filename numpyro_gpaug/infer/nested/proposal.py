@@ -156,9 +156,9 @@ def refined(
     found: list[StudentT] = []
     shares: list[float] = []
     for i, law in enumerate(laws):
-        own = nearest == i
+        own = (nearest == i) & np.isfinite(log_weights)
         share = max(float(total[own].sum()), 0.1)
-        if np.isfinite(log_weights[own]).sum() < 10 * (d + 1):
+        if own.sum() < 10 * (d + 1):
             found.append(law)
             shares.append(share)
             continue

@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.vi.checks import check_fit
+from numpyro_gpaug.infer.vi.plan import fingerprint
 from numpyro_gpaug.model.structure import Arguments, remembered
 from numpyro_gpaug.model.validation import check_observations
 
@@ -36,12 +39,14 @@ class CollapsedBounds:
     def __init__(self, model: Callable[..., Any]) -> None:
         self.model = model
         self._known: dict[Any, CollapsedBound] = {}
+        self._seen: Any = None
 
     @one_thread
     def at(
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CollapsedBound:
-        """That for arguments of these shapes; the model is read once for them.
+        """That for arguments of these shapes. The model is read for them, and again for
+        other data, which are checked so; traced ones are not looked at.
 
         :param arguments: the model's arguments.
         :param args: the same, as they were given.
@@ -65,4 +70,12 @@ class CollapsedBounds:
             check_observations(self.model, structure, arguments)
             return CollapsedBound(guide, structure, arguments.static)
 
-        return remembered(self._known, arguments.shapes, made)
+        leaves = jax.tree.leaves(arguments.arrays)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return remembered(self._known, arguments.shapes, made)
+        data = arguments.shapes, int(fingerprint(arguments.arrays))
+        if data == self._seen and arguments.shapes in self._known:
+            return self._known[arguments.shapes]
+        fresh = made()
+        self._seen = data
+        return remembered(self._known, arguments.shapes, lambda: fresh)
