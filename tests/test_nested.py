@@ -463,6 +463,31 @@ def test_many_hyperparameters_go_to_nuts(capsys):
     assert found.get_samples()["b"].shape == (1000, 9)
 
 
+@pytest.mark.slow
+def test_whole_runs_are_calibrated():
+    """Simulation-based: ranks of what data were simulated from, among draws, are
+    uniform (Talts et al., 2018)."""
+    runs, num = 200, 63
+    engine = gpaug.NestedVI(
+        bernoulli, num_samples=num, num_points=128, num_draws=4, progress_bar=False
+    )
+    prior = Predictive(bernoulli, num_samples=runs)(jax.random.key(0), GROUP)
+    names = "tau", "level", "a"
+    ranks = {"tau": [], "level": [], "a": []}
+    for i in range(runs):
+        with warnings.catch_warnings():
+            # Of 128 points k-hat is noisy; what it warns of counts as well.
+            warnings.filterwarnings("ignore", "k-hat")
+            engine.run(jax.random.key(i), GROUP, np.asarray(prior["y"][i]))
+        draws = engine.get_samples()
+        for name in names:
+            below = np.asarray(draws[name] < prior[name][i]).reshape(num, -1)
+            ranks[name].append(below[:, 0].sum())
+    for name in names:
+        counts = np.bincount(np.array(ranks[name]) // 8, minlength=8)
+        assert stats.chisquare(counts).pvalue > 1e-3, (name, counts)
+
+
 # -- numbers --------------------------------------------------------------------------
 
 
