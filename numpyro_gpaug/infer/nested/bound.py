@@ -102,11 +102,17 @@ class CollapsedBound:
         view = guide.view(self.structure, guide.model, arguments, values, key)
         return LatentGaussian.seen(view, "exact", 0.0, learns=learns)
 
-    def settle(self, problem: LatentGaussian, start: Start | None = None) -> Settled:
+    def settle(
+        self,
+        problem: LatentGaussian,
+        start: Start | None = None,
+        tolerance: float = TOLERANCE,
+    ) -> Settled:
         """The Gaussian that maximises the bound.
 
         :param problem: from :meth:`problem`.
         :param start: factors to start from, if there are any.
+        :param tolerance: the rise in nats that ends the moves.
         """
         map_: Any = problem.maps[JOINT]
         first, safe = _first_factors(map_), self._starts_augmented
@@ -133,7 +139,7 @@ class CollapsedBound:
             )
 
         one = {JOINT: jnp.ones((), problem.dtype)}
-        _, evaluation, _ = settled(problem, natural, one, sweep, augmented, TOLERANCE)
+        _, evaluation, _ = settled(problem, natural, one, sweep, augmented, tolerance)
         factors = map_.factors(
             evaluation.marginals[JOINT], evaluation.slopes[JOINT], 0.0
         )

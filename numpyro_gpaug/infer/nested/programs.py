@@ -22,6 +22,9 @@ from numpyro_gpaug.model.structure import Arguments, Trace, run_model
 # Numbers held at once while draws are made.
 BUDGET = 2**21
 LARGEST_CHUNK = 64
+# The rise in nats that ends the moves before draws, which are weighed whatever they are
+# from.
+ENOUGH = 1e-3
 
 
 class Drawn(NamedTuple):
@@ -131,7 +134,7 @@ class Programs:
         """
         values, log_prior = self.hyper.values(point, arrays)
         found = self.bound.settle(
-            self.bound.problem(values, arrays, learns=False), start
+            self.bound.problem(values, arrays, learns=False), start, ENOUGH
         )
         q = found.moments
         z = q.moved(widths[:, None] * noise)
