@@ -47,8 +47,10 @@ from numpyro_gpaug.infer import (
     CollapsedGaussian,
     ConjugateSVI,
     EllipticalSlice,
+    NestedVI,
     TraceAnalytic_ELBO,
     TraceWasserstein_ELBO,
+    collapse,
     squared_wasserstein,
 )
 from numpyro_gpaug.likelihoods import Augmentation, register_augmentation
@@ -85,6 +87,7 @@ __all__ = [
     "LogisticPoisson",
     "LogisticSoftmax",
     "LogisticSoftmaxMeanField",
+    "NestedVI",
     "NotConjugateError",
     "PiecewiseBernoulli",
     "PiecewiseHeteroscedasticNormal",
@@ -98,6 +101,7 @@ __all__ = [
     "TraceAnalytic_ELBO",
     "TraceWasserstein_ELBO",
     "UnknownLikelihoodError",
+    "collapse",
     "diagnostics",
     "distributions",
     "expected_log_prob",

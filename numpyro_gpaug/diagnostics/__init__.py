@@ -10,6 +10,7 @@ from numpyro_gpaug.diagnostics._convergence import Convergence, convergence
 from numpyro_gpaug.diagnostics._importance import Psis, psis_estimates, psis_khat
 from numpyro_gpaug.diagnostics._loo import compare, loo
 from numpyro_gpaug.diagnostics._mcmc import vi_against_mcmc
+from numpyro_gpaug.diagnostics._nested import compare_evidence
 from numpyro_gpaug.diagnostics._pit import pit
 from numpyro_gpaug.diagnostics._scores import (
     ReliabilityCurve,
@@ -25,6 +26,7 @@ __all__ = [
     "ReliabilityCurve",
     "brier_score",
     "compare",
+    "compare_evidence",
     "convergence",
     "expected_calibration_error",
     "loo",

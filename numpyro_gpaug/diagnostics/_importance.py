@@ -3,38 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.typing import ArrayLike
 
+from numpyro_gpaug.math.importance import Psis, smoothed
+
 if TYPE_CHECKING:
     from xarray import DataTree
-
-
-class Psis(NamedTuple):
-    """Pareto-smoothed importance sampling of the posterior with the guide as proposal.
-
-    :param khat: shape of the tail of the importance ratios. Below 0.5 the guide is a
-        very good proposal, below 0.7 a usable one; above, expectations under it cannot
-        be trusted to be near those of the posterior, nor repaired by reweighting.
-    :param log_weights: smoothed and normalised log-weights, one per draw.
-    """
-
-    khat: float
-    log_weights: np.ndarray
-
-    @property
-    def verdict(self) -> str:
-        """``"good"`` below 0.5, ``"usable"`` below 0.7, else ``"unreliable"``."""
-        if self.khat < 0.5:
-            return "good"
-        return "usable" if self.khat < 0.7 else "unreliable"
-
-    @property
-    def effective_draws(self) -> float:
-        """How many draws of the posterior the weighted draws are worth."""
-        return float(1 / np.exp(2 * self.log_weights).sum())
 
 
 def psis_khat(
@@ -65,8 +42,6 @@ def psis_khat(
 
     Reference: Yao, Vehtari, Simpson and Gelman (2018), Yes, but did it work?
     """
-    from arviz_stats.base import array_stats
-
     found: Any = (tree_or_log_p, log_q)
     if log_q is None:
         check_tree(tree_or_log_p)
@@ -83,11 +58,7 @@ def psis_khat(
             "log_p and log_q must hold at least 25 finite draws; of "
             f"{ratios.size}, {np.count_nonzero(np.isfinite(ratios))} are finite"
         )
-    if np.ptp(ratios) <= 1e-12 * np.abs(log_p).max():
-        return Psis(-np.inf, np.full(ratios.size, -np.log(ratios.size)))
-    # ArviZ takes log-likelihoods, minus the log-ratios of leave-one-out.
-    log_weights, khat = array_stats.psislw(-ratios)
-    return Psis(float(khat), np.asarray(log_weights))
+    return smoothed(ratios, np.abs(log_p).max())
 
 
 def check_tree(tree: Any) -> None:

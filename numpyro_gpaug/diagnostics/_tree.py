@@ -17,10 +17,12 @@ from jax.typing import ArrayLike
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.diagnostics._nested import tree_of_nested
 from numpyro_gpaug.diagnostics._run import run
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
@@ -44,15 +46,15 @@ _BUDGET = 2**24
 
 def to_datatree(
     key: Array,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    params: dict[str, Any],
+    model: Callable[..., Any] | NestedVI,
+    guide: Callable[..., Any] | None = None,
+    params: dict[str, Any] | None = None,
     *args: Any,
     num_samples: int = 1000,
     losses: ArrayLike | None = None,
     **kwargs: Any,
 ) -> DataTree:
-    r"""Draws from a fitted guide, as a tree that ArviZ reads.
+    r"""Draws from a fitted guide, or of a nested run, as a tree that ArviZ reads.
 
     Groups, with dimensions ``chain`` (of size 1) and ``draw`` in the first four:
 
@@ -80,8 +82,12 @@ def to_datatree(
     declares them in. A latent that the guide holds at a point (``AutoDelta``) has no
     density: both take it as given, and importance ratios speak about the rest.
 
+    Of a :class:`~numpyro_gpaug.NestedVI` after its run, ``to_datatree(key, nested)``:
+    its equally weighted draws, which are of the posterior already, so that there is no
+    ``log_q``, and :func:`loo` takes them as those of MCMC.
+
     :param key: random key.
-    :param model: the model.
+    :param model: the model; or a :class:`~numpyro_gpaug.NestedVI`, and nothing else.
     :param guide: its guide: an :class:`~numpyro_gpaug.AutoSparseGP` or any other.
     :param params: params of the fit.
     :param args: the model's arguments, observations included; all of the data, also
@@ -91,7 +97,8 @@ def to_datatree(
     :param kwargs: the model's keyword arguments.
     :return: a :class:`xarray.DataTree`.
     :raises ValueError: for fewer than two draws.
-    :raises TypeError: for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`.
+    :raises TypeError: for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`, a model
+        without guide and params, and a nested run with them.
 
     **Example**
 
@@ -112,6 +119,14 @@ def to_datatree(
     >>> gpaug.diagnostics.psis_khat(tree).khat < 0.7
     True
     """
+    if isinstance(model, NestedVI):
+        if guide is not None or params is not None or args or kwargs:
+            raise TypeError(
+                "a NestedVI knows its model and its arguments: to_datatree(key, nested)"
+            )
+        return tree_of_nested(key, model)
+    if guide is None or params is None:
+        raise TypeError("pass a guide and its params, or a NestedVI after its run")
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2, got {num_samples}")
     if isinstance(guide, AutoFunctionSpaceGP):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpyro
 from jax import Array
 from numpyro import handlers
@@ -26,6 +25,7 @@ from numpyro_gpaug.model.structure import (
     flat_functions,
     remembered,
     run_model,
+    without_gaussians,
 )
 from numpyro_gpaug.model.validation import check_observations
 from numpyro_gpaug.model.view import ModelView
@@ -210,20 +210,12 @@ class ProcessGuide:
         return inspect_model(self.model, *args, **kwargs)
 
     def _build_other(self) -> AutoGuide:
-        others = self.structure.others
-
-        def filled(message: dict[str, Any]) -> Array | None:
-            """Zeros for all that is hidden: an autoguide compiles the model it is
-            given, and its gradient, and needs nothing of it but its own latents."""
-            drawn = message["type"] == "sample" and message["name"] not in others
-            if drawn and not message["is_observed"]:
-                return jnp.zeros(message["fn"].shape())
-            return None
-
-        flat = flat_functions(self.model)
+        # An autoguide compiles the model it is given, and its gradient, and needs
+        # nothing of it but its own latents.
+        structure = self.structure
         fixed = handlers.block(
-            handlers.substitute(flat, substitute_fn=filled),
-            expose=[*others, *self.structure.plates],
+            without_gaussians(self.model, structure),
+            expose=[*structure.others, *structure.plates],
         )
         if self._other_class is AutoDelta:
             return PointGuide(fixed, init_loc_fn=init_to_median())

@@ -323,6 +323,25 @@ def flat_functions(model: Callable[..., Any]) -> Callable[..., Any]:
     return handlers.substitute(model, substitute_fn=zeros)
 
 
+def without_gaussians(
+    model: Callable[..., Any], structure: Structure
+) -> Callable[..., Any]:
+    """``model`` with function values of zero, and zeros for all Gaussian latents, for
+    whoever asks for its hyperparameters alone.
+
+    :param model: the model.
+    :param structure: what it is made of.
+    """
+
+    def filled(message: dict[str, Any]) -> Array | None:
+        drawn = message["type"] == "sample" and message["name"] not in structure.others
+        if drawn and not message["is_observed"]:
+            return jnp.zeros(message["fn"].shape())
+        return None
+
+    return handlers.substitute(flat_functions(model), substitute_fn=filled)
+
+
 def conditional_of(trace: Trace, block: Block) -> Conditional:
     """The conditional distribution of a Gaussian process's function values."""
     return trace[block.name]["fn"]

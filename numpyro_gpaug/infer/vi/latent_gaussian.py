@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,28 @@ class LatentGaussian:
     likelihood: Callable[..., Array]
     constant: Array | float
     learns: bool = False
+
+    @classmethod
+    def seen(
+        cls, view: Any, bound: str, constant: Array | float, *, learns: bool
+    ) -> Self:
+        """A model at fixed hyperparameters.
+
+        :param view: the model as its guide sees it.
+        :param bound: ``"exact"`` or ``"augmented"``.
+        :param constant: see the class.
+        :param learns: see the class.
+        """
+        return cls(
+            maps={name: map_.keep() for name, map_ in view.maps().items()},
+            priors=view.priors(),
+            scales={b.name: view.block_scale(b) for b in view.structure.blocks},
+            latents=view.selected(),
+            coupled=view.coupled(),
+            likelihood=view.expected(bound),
+            constant=constant,
+            learns=learns,
+        )
 
     @property
     def dtype(self) -> Any:

@@ -38,6 +38,7 @@ def settled(
     steps: dict[str, Array],
     sweep: Callable[..., Place],
     augmented: Callable[[Array], Array | None],
+    tolerance: float = SETTLED,
 ) -> Place:
     """Moves the blocks until the bound rises no more.
 
@@ -49,13 +50,14 @@ def settled(
         :meth:`~LatentGaussian.unevaluated` one.
     :param augmented: from the number of moves before: as for
         :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
+    :param tolerance: the rise in nats that ends them, unless rounding is larger.
     :return: natural parameters, the evaluation there, and next step sizes.
     """
     several = sum(len(block.potential) for block in natural.values()) > 1
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _ = carry
-        least = jnp.maximum(slack(evaluation), SETTLED)
+        least = jnp.maximum(slack(evaluation), tolerance)
         return (moves < MAX_MOVES) & (rise > least)
 
     def move(carry: Any) -> Any:

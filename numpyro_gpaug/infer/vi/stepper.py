@@ -22,7 +22,12 @@ from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep, slack
+from numpyro_gpaug.infer.vi.sweeps import (
+    backtracked_sweep,
+    damped_sweep,
+    slack,
+    starts_augmented,
+)
 from numpyro_gpaug.model.structure import Arguments
 
 # Steps on minibatches from one update of hyperparameters to the next, by default. With
@@ -62,11 +67,8 @@ class Stepper:
         self._comparable = not plan.noisy
         default = 1 if self._comparable else BETWEEN
         self.every = settings.hyper_every or default
-        sites = [site for site in self._structure.observed if site.latents]
-        self._starts_augmented = (
-            settings.updates == "auto"
-            and all(site.augmented for site in sites)
-            and not all(site.log_concave for site in sites)
+        self._starts_augmented = settings.updates == "auto" and starts_augmented(
+            self._structure
         )
 
     @cached_property
@@ -345,16 +347,10 @@ class Stepper:
             self._structure, plan.model, self._arguments, filled, key
         )
         augmented = self._settings.updates == "augmented"
-        return LatentGaussian(
-            maps={name: map_.keep() for name, map_ in view.maps().items()},
-            priors=view.priors(),
-            scales={b.name: view.block_scale(b) for b in self._structure.blocks},
-            latents=view.selected(),
-            coupled=view.coupled(),
-            likelihood=view.expected("augmented" if augmented else "exact"),
-            constant=other_terms(view, trace),
+        return LatentGaussian.seen(
+            view, "augmented" if augmented else "exact", other_terms(view, trace),
             learns=self.learns,
-        )
+        )  # fmt: skip
 
     def _problem_and_pullback(
         self, values: dict[str, Any], key: Array, indices: dict[str, Array]

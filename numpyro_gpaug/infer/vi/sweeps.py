@@ -14,6 +14,7 @@ from jax import Array, lax
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.math.affine import Marginals, scatter, selected
+from numpyro_gpaug.model.structure import Structure
 
 MAX_HALVINGS = 12
 
@@ -147,6 +148,18 @@ def mix(old: Any, target: Any, step: Array) -> Any:
     """The convex combination of natural parameters a step of size ``step`` takes."""
     return jax.tree.map(
         lambda a, b: jnp.asarray((1 - step) * a + step * b, a.dtype), old, target
+    )
+
+
+def starts_augmented(structure: Structure) -> bool:
+    """Whether a first step from far away is safe by the augmented bound alone: it has
+    one, and the exact factors may have negative precisions.
+
+    :param structure: of the model.
+    """
+    sites = [site for site in structure.observed if site.latents]
+    return all(site.augmented for site in sites) and not all(
+        site.log_concave for site in sites
     )
 
 

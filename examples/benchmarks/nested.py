@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyperparameters integrated: ``NestedVI`` beside NUTS on the model and NUTS on the
+collapsed model.
+
+``worth`` is the smallest number of effective draws over all latents and
+hyperparameters; ``to 1000`` the seconds from nothing, compilation included, until it is
+1000, if drawing goes on at the speed seen (what comes before drawing is paid once).
+``mean`` and ``sd`` are the largest differences of means, in standard deviations, and of
+standard deviations, relative, from the reference draws of posteriordb where there are
+any (``gp_pois_regr``, ``eight_schools``), otherwise from NUTS's. NUTS runs on the
+whitened model, four chains at once. Of the collapsed model only hyperparameters are
+drawn, and they are those of the bound::
+
+    GPAUG_DATA=/path/to/data python examples/benchmarks/nested.py --json nested.json
+
+Data are those of ``latent.py``, and logistic regression by a Gaussian process on the
+first N rows of scikit-learn's breast cancer data. In double precision unless
+``--float32``. Seconds are of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from common import data_folder, machine, print_table, versions
+from latent import MODELS, load, whitened
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC, NUTS
+
+import numpyro_gpaug as gpaug
+
+COLUMNS = {"data": "", "method": "", "latents": "d", "hyper": "d", "worth": ".0f"}
+COLUMNS |= {"cold": ".1f", "to 1000": ".1f", "mean": ".3f", "sd": ".3f", "khat": ".2f"}
+COLUMNS |= {"evidence": ".3f", "error": ".3f"}
+CHAINS = 4
+
+
+def eight_schools(y: Any, sigma: Any) -> None:
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfCauchy(5))
+    with numpyro.plate("schools", 8):
+        theta = numpyro.sample("theta", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def gp_logistic(X: Any, y: Any) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(5.0), 1.0))
+    variance = numpyro.sample("variance", dist.LogNormal(1.0, 1.0))
+    K = gpaug.kernels.SquaredExponential(lengthscale, variance)(X, X)
+    K = K + 1e-6 * variance * jnp.eye(len(X))
+    f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(X)), K))
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def white_gp_logistic(X: Any, y: Any) -> None:
+    """The same for NUTS."""
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(5.0), 1.0))
+    variance = numpyro.sample("variance", dist.LogNormal(1.0, 1.0))
+    K = gpaug.kernels.SquaredExponential(lengthscale, variance)(X, X)
+    factor = jnp.linalg.cholesky(K + 1e-6 * variance * jnp.eye(len(X)))
+    z = numpyro.sample("z", dist.Normal(0, 1).expand([len(X)]).to_event(1))
+    f = numpyro.deterministic("f", factor @ z)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def problem(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
+    """A model, the same for NUTS, and its arguments."""
+    if name.startswith("gp_logistic"):
+        from sklearn.datasets import load_breast_cancer
+
+        X, y = load_breast_cancer(return_X_y=True)
+        num = int(name.removeprefix("gp_logistic"))
+        X = ((X - X.mean(0)) / X.std(0))[:num]
+        return gp_logistic, white_gp_logistic, {"X": X, "y": y[:num]}
+    if name == "eight_schools":
+        with np.load(folder() / "lgm_eight_schools.npz") as file:
+            data = {k: file[k] for k in ("y", "sigma")}
+        return eight_schools, whitened(eight_schools, ["theta"]), data
+    model, data = MODELS[name], load(name)
+    trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(**data)
+    plain = [
+        k
+        for k, m in trace.items()
+        if m["type"] == "sample" and not m["is_observed"] and m["cond_indep_stack"]
+    ]
+    return model, whitened(model, plain), data
+
+
+def folder() -> Path:
+    found = data_folder()
+    if found is None:
+        raise SystemExit("set GPAUG_DATA to the data folder")
+    return found
+
+
+Table = dict[str, tuple[float, float]]
+
+
+def reference(name: str) -> Table | None:
+    """Means and standard deviations of posteriordb's reference draws."""
+    if name not in ("eight_schools", "gp_pois_regr"):
+        return None
+    with np.load(folder() / f"lgm_{name}.npz") as file:
+        names = [str(x) for x in file["reference_names"]]
+        numbers = file["reference_mean"], file["reference_sd"]
+
+    def from_zero(label: str) -> str:
+        site, _, place = label.partition("[")
+        return f"{site}[{int(place[:-1]) - 1}]" if place else site
+
+    return {
+        from_zero(label): (float(m), float(s))
+        for label, m, s in zip(names, *numbers, strict=True)
+    }
+
+
+def by_nuts(model: Any, data: Any, draws: int) -> tuple[Any, dict[str, float]]:
+    """Draws by chain, and the seconds before and while drawing."""
+    mcmc = MCMC(
+        NUTS(model), num_warmup=draws, num_samples=draws, num_chains=CHAINS,
+        chain_method="vectorized", progress_bar=False,
+    )  # fmt: skip
+    start = time.perf_counter()
+    mcmc.warmup(jax.random.key(0), **data)
+    jax.block_until_ready(mcmc.post_warmup_state)
+    before = time.perf_counter() - start
+    mcmc.run(jax.random.key(1), **data)
+    found = jax.tree.map(np.asarray, mcmc.get_samples(group_by_chain=True))
+    whole = time.perf_counter() - start
+    return found, {"before": before, "drawing": whole - before}
+
+
+def of_chains(draws: dict[str, np.ndarray], names: set[str]) -> tuple[Table, float]:
+    """Moments of every entry, and the smallest number of effective draws."""
+    table, worth = {}, np.inf
+    for name, x in draws.items():
+        if name not in names:
+            continue
+        for place in np.ndindex(x.shape[2:]):
+            label = f"{name}[{','.join(map(str, place))}]" if place else name
+            each = x[(slice(None), slice(None), *place)]
+            table[label] = float(each.mean()), float(each.std())
+            worth = min(worth, float(effective_sample_size(each)))
+    return table, worth
+
+
+def differences(found: Table, truth: Table) -> dict[str, float]:
+    shared = [k for k in found if k in truth and truth[k][1] > 0]
+    means = [abs(found[k][0] - truth[k][0]) / truth[k][1] for k in shared]
+    deviations = [abs(found[k][1] / truth[k][1] - 1) for k in shared]
+    return {"mean": max(means), "sd": max(deviations)}
+
+
+def timed(worth: float, before: float, drawing: float) -> dict[str, float]:
+    to_1000 = before + drawing * 1000 / worth
+    return {"worth": worth, "cold": before + drawing, "to 1000": to_1000}
+
+
+def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    model, for_nuts, data = problem(name)
+    start = time.perf_counter()
+    nested = gpaug.NestedVI(model, num_points=args.points, progress_bar=False)
+    nested.run(jax.random.key(0), **data)
+    nested.get_samples()
+    cold = time.perf_counter() - start
+    fields, table = nested.get_extra_fields(), nested.summary()
+    drawing = fields["seconds"]["draws"]
+    names = set(nested.latents)
+    size = {"data": name, "latents": nested._run.weighted.z.shape[-1]}
+    size["hyper"] = nested._run.weighted.points.shape[1]
+    ours: Table = {k: (r["mean"], r["sd"]) for k, r in table.iterrows()}
+    rows = [
+        size
+        | {"method": "NestedVI", "khat": fields["khat"], "loss": fields["loss"]}
+        | {"evidence": fields["log_evidence"], "error": fields["log_evidence_error"]}
+        | {"seconds": fields["seconds"], "width": fields["width"]}
+        | timed(float(table["n_eff"].min()), cold - drawing, drawing)
+    ]
+    draws, seconds = by_nuts(for_nuts, data, args.draws)
+    theirs, worth = of_chains(draws, names)
+    truth = reference(name) or theirs
+    rows[0] |= differences(ours, truth)
+    rows.append(size | {"method": "NUTS"} | timed(worth, **seconds))
+    if truth is not theirs:
+        rows[-1] |= differences(theirs, truth)
+    if args.collapsed:
+        draws, seconds = by_nuts(gpaug.collapse(model), data, args.draws)
+        collapsed, worth = of_chains(draws, names)
+        rows.append(
+            size
+            | {"method": "collapse + NUTS"}
+            | timed(worth, **seconds)
+            | differences(collapsed, truth)
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    own = "eight_schools", "gp_logistic100", "gp_logistic300"
+    known = [k for k in MODELS if k != "additive"]
+    parser.add_argument("--data", nargs="+", default=[*own, *known])
+    parser.add_argument("--points", type=int, default=512)
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--collapsed", action="store_true")
+    parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with jax.enable_x64(not args.float32):
+        rows = []
+        for name in args.data:
+            rows += rows_of(name, args)
+            print_table([r for r in rows if r["data"] == name], COLUMNS)
+            if args.json:
+                found = versions("jax", "numpyro")
+                report = {"machine": machine(), "versions": found, "rows": rows}
+                args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The collapsed bound: a model's evidence lower bound at its best Gaussian, a function
+of hyperparameters alone.
+
+By the envelope theorem its gradient is that of the bound with the Gaussian held fixed
+(in whitened coordinates): nothing is differentiated through the moves that find it.
+Second derivatives are differences of such gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+from jax.custom_derivatives import SymbolicZero
+from jax.flatten_util import ravel_pytree
+
+from numpyro_gpaug.guides import AutoLatentGaussian
+from numpyro_gpaug.infer.vi.differentiation import vjp
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
+from numpyro_gpaug.infer.vi.settling import settled
+from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, starts_augmented
+from numpyro_gpaug.math.affine import GaussianFactors
+from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.math.pairs import PairedMap, PairFactors
+from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.structure import Arguments
+
+# The rise in nats that ends the moves, where rounding is not larger. An error in the
+# Gaussian is of second order in the bound, but of first in its gradient.
+TOLERANCE = 1e-9
+# Steps of differences of gradients, in unconstrained hyperparameters.
+STEP = {"float32": 0.05, "float64": 0.01}
+
+
+class Start(NamedTuple):
+    """Where the Gaussian starts: Gaussian factors on the predictors, which stay right
+    as hyperparameters move the prior.
+
+    :param factors: on the predictors.
+    :param known: whether they are to be used; otherwise every predictor is as if it had
+        been observed with a variance of one at its prior mean.
+    """
+
+    factors: Any
+    known: Array
+
+
+class Settled(NamedTuple):
+    """The Gaussian at its optimum.
+
+    :param evaluation: of the bound.
+    :param factors: the Gaussian factors that stand for the likelihood there.
+    """
+
+    evaluation: Evaluation
+    factors: Any
+
+    @property
+    def moments(self) -> Moments:
+        """Of the whitened latents, with a leading axis of 1."""
+        return self.evaluation.moments[JOINT]
+
+
+class CollapsedBound:
+    """The collapsed bound of a model at arguments of certain shapes: the expected
+    log-likelihood less the divergence from the prior, without the prior of the
+    hyperparameters.
+
+    :param guide: of the model, set up.
+    :param structure: of the model at these arguments.
+    :param static: the model's arguments that are no arrays.
+    """
+
+    def __init__(
+        self, guide: AutoLatentGaussian, structure: JointStructure, static: Any
+    ) -> None:
+        self.guide, self.structure, self._static = guide, structure, static
+        self._starts_augmented = starts_augmented(structure)
+        self._value = self._differentiable()
+
+    def __call__(
+        self, values: dict[str, Array], steps: dict[str, Array], arrays: Any
+    ) -> Array:
+        """The bound, which may be differentiated twice in the hyperparameters.
+
+        :param values: constrained hyperparameters and params by name.
+        :param steps: how far each moves as its unconstrained value moves by one.
+        :param arrays: array arguments of the model.
+        """
+        return self._value(values, jax.lax.stop_gradient(steps), arrays)
+
+    def problem(
+        self, values: dict[str, Array], arrays: Any, *, learns: bool
+    ) -> LatentGaussian:
+        """The model at given hyperparameters."""
+        arguments = Arguments(arrays, self._static)
+        guide, key = self.guide, random.key(0)
+        view = guide.view(self.structure, guide.model, arguments, values, key)
+        return LatentGaussian.seen(view, "exact", 0.0, learns=learns)
+
+    def settle(
+        self,
+        problem: LatentGaussian,
+        start: Start | None = None,
+        tolerance: float = TOLERANCE,
+    ) -> Settled:
+        """The Gaussian that maximises the bound.
+
+        :param problem: from :meth:`problem`.
+        :param start: factors to start from, if there are any.
+        :param tolerance: the rise in nats that ends the moves.
+        """
+        map_: Any = problem.maps[JOINT]
+        first, safe = _first_factors(map_), self._starts_augmented
+        if start is not None:
+            first = jax.tree.map(
+                lambda new, known: jnp.where(start.known, known, new),
+                first, start.factors,
+            )  # fmt: skip
+        information = map_.information(first)
+        natural = {
+            JOINT: jax.tree.map(jnp.add, problem.priors[JOINT].natural, information)
+        }
+
+        def augmented(moves: Array) -> Array | None:
+            if not safe:
+                return None
+            return moves == 0 if start is None else (moves == 0) & ~start.known
+
+        def sweep(
+            natural: Any, evaluation: Any, steps: Any, moves: Array, fresh: Array
+        ) -> Any:
+            return backtracked_sweep(
+                problem, natural, evaluation, steps, 1.0, augmented(moves), fresh
+            )
+
+        one = {JOINT: jnp.ones((), problem.dtype)}
+        _, evaluation, _ = settled(problem, natural, one, sweep, augmented, tolerance)
+        factors = map_.factors(
+            evaluation.marginals[JOINT], evaluation.slopes[JOINT], 0.0
+        )
+        if isinstance(factors, PairFactors):
+            # With their cross terms, elsewhere, they need not be positive definite.
+            factors = factors._replace(cross=jnp.zeros_like(factors.cross))
+        return Settled(evaluation, factors)
+
+    def with_gradient(
+        self, values: dict[str, Array], arrays: Any, start: Start | None = None
+    ) -> tuple[Array, dict[str, Array], Settled]:
+        """The bound, its derivatives in the hyperparameters, and the Gaussian.
+
+        :param values: constrained hyperparameters and params by name.
+        :param arrays: array arguments of the model.
+        :param start: factors to start from, if there are any.
+        """
+        problem, pullback = vjp(
+            lambda values: self.problem(values, arrays, learns=True), values
+        )
+        found = self.settle(problem, start)
+        gradient = pullback(problem.gradient(found.evaluation))
+        return found.evaluation.bound, gradient, found
+
+    def no_start(self, values: dict[str, Any], arrays: Any) -> Start:
+        """A :class:`Start` that knows nothing; values and arrays may be shapes."""
+
+        def factors(values: Any, arrays: Any) -> Any:
+            problem = self.problem(values, arrays, learns=False)
+            return _first_factors(problem.maps[JOINT])
+
+        shapes = jax.eval_shape(factors, values, arrays)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return Start(zeros, jnp.array(False))
+
+    def _differentiable(self) -> Callable[..., Array]:
+        @jax.custom_jvp
+        def value(values: Any, steps: Any, arrays: Any) -> Array:
+            problem = self.problem(values, arrays, learns=False)
+            return self.settle(problem).evaluation.bound
+
+        @jax.custom_jvp
+        def with_gradient(values: Any, steps: Any, arrays: Any) -> Any:
+            return self.with_gradient(values, arrays)[:2]
+
+        def value_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+            moved = _moves(primals[0], tangents)
+            bound, gradient = with_gradient(*primals)
+            return bound, _inner(gradient, moved)
+
+        def gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            values, steps, arrays = primals
+            moved = _moves(values, tangents)
+            bound, gradient = with_gradient(*primals)
+            curvature = _differences(
+                lambda values: with_gradient(values, steps, arrays)[1], values, steps
+            )
+            flat, unravel = ravel_pytree(moved)
+            turned = unravel(curvature @ flat)
+            return (bound, gradient), (_inner(gradient, moved), turned)
+
+        value.defjvp(value_jvp, symbolic_zeros=True)
+        with_gradient.defjvp(gradient_jvp, symbolic_zeros=True)
+        return value
+
+
+def _first_factors(map_: Any) -> Any:
+    """As if every predictor had been observed with a variance of one at its mean: at a
+    wide prior a likelihood may have no expectation to start from."""
+    if isinstance(map_, PairedMap):
+        offset = map_.single.offset
+        cross = jnp.zeros((1, len(map_.left)), offset.dtype)
+        return PairFactors(offset, jnp.ones_like(offset), cross)
+    return GaussianFactors(map_.offset, jnp.ones_like(map_.offset))
+
+
+def _moves(values: dict[str, Array], tangents: Any) -> dict[str, Array]:
+    """Tangents of the hyperparameters; there must be no others."""
+    moved, _, data = tangents
+    leaves = jax.tree.leaves(data, is_leaf=_is_zero)
+    if not all(map(_is_zero, leaves)):
+        raise NotImplementedError(
+            "the collapsed bound has derivatives in the hyperparameters only, not in "
+            "the model's arguments: make what is to be differentiated a numpyro.param "
+            "or a sample site"
+        )
+    return {
+        name: jnp.zeros_like(x) if _is_zero(moved[name]) else moved[name]
+        for name, x in values.items()
+    }
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _inner(gradient: dict[str, Array], moved: dict[str, Array]) -> Array:
+    return sum((gradient[k] * moved[k]).sum() for k in gradient)  # type: ignore
+
+
+def _differences(
+    gradient: Callable[[dict[str, Array]], dict[str, Array]],
+    values: dict[str, Array],
+    steps: dict[str, Array],
+) -> Array:
+    """Second derivatives by central differences of a gradient, symmetrised."""
+    (flat, unravel), (sizes, _) = ravel_pytree(values), ravel_pytree(steps)
+    sizes = STEP[str(flat.dtype)] * sizes
+
+    def row(direction: Array) -> Array:
+        move = direction * sizes
+        ends = (ravel_pytree(gradient(unravel(flat + s * move)))[0] for s in (1, -1))
+        above, below = ends
+        return (above - below) / (2 * (move * direction).sum())
+
+    found = jax.lax.map(row, jnp.eye(flat.size, dtype=flat.dtype))
+    return (found + found.T) / 2

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs: where hyperparameters are drawn, and the weighted draws that come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC, NUTS
+from tqdm.auto import tqdm
+
+from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.infer.nested.bound import Start
+from numpyro_gpaug.infer.nested.programs import Drawn, Programs
+from numpyro_gpaug.infer.nested.proposal import (
+    AT_MODE,
+    FROM_PRIOR,
+    Proposal,
+    StudentT,
+    refined,
+)
+from numpyro_gpaug.infer.nested.report import Clock
+from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
+from numpyro_gpaug.infer.nested.weighted import Weighted
+
+# Points from which the proposal and the width are learnt, and the part of them that
+# comes from the prior.
+FIRST, FIRST_FROM_PRIOR = 96, 1 / 3
+# How much wider than the Gaussian latents may be drawn, times the root of their number:
+# the weights of many suffer more.
+WIDENINGS = (0.0, 0.25, 0.5, 1.0)
+MOST_MODES = 3
+WARMUP = 500
+
+
+@dataclass
+class Run:
+    """What a run has drawn.
+
+    :param programs: of the model at its arguments.
+    :param arrays: array arguments of the model.
+    :param weighted: the draws.
+    :param clock: its seconds.
+    :param evaluations: hyperparameters at which the Gaussian was fitted.
+    :param width: of the Gaussian that latents were drawn from.
+    :param way: how the hyperparameters were drawn.
+    :param seed: of resampling.
+    :param modes: those found, the highest first.
+    :param start: factors at the highest.
+    :param num_chains: of the draws that are returned.
+    :param correction: what was done about weights that are too uneven.
+    :param independence: what each of the points is worth: less than one in a chain.
+    """
+
+    programs: Programs
+    arrays: Any
+    weighted: Weighted
+    clock: Clock
+    evaluations: int
+    width: float
+    way: str
+    seed: int
+    modes: list[Mode]
+    start: Start
+    num_chains: int = 1
+    correction: str = ""
+    independence: float = 1.0
+
+    @property
+    def certified(self) -> bool:
+        """Whether the draws are of the posterior, up to Monte Carlo error."""
+        return self.weighted.certified
+
+    def sites(self, *, deterministic: bool) -> dict[str, Array]:
+        """Values of all weighted draws by site."""
+        weighted = self.weighted
+        each = np.repeat(weighted.points, weighted.log_ratios.shape[1], axis=0)
+        flat = weighted.z.reshape(-1, weighted.z.shape[-1])
+        return self.at(each, flat, deterministic=deterministic)
+
+    def at(
+        self, points: np.ndarray, z: np.ndarray, *, deterministic: bool
+    ) -> dict[str, Array]:
+        """Values of a model's sites at draws.
+
+        :param points: unconstrained hyperparameters, (n, d).
+        :param z: whitened latents, (n, size).
+        :param deterministic: whether deterministic sites are among them.
+        """
+        given = jnp.asarray(points, self.programs.hyper.dtype), z, self.arrays
+        with self.clock.part("values of sites"):
+            found = self.programs.sites(*given, deterministic=deterministic)
+            return jax.block_until_ready(found)
+
+    def samples(self, num: int) -> dict[str, Array]:
+        """Equally weighted draws by site."""
+        rng = np.random.default_rng(self.seed)
+        chosen = self.weighted.resampled(num, rng)
+        draws = self.weighted.log_ratios.shape[1]
+        flat = self.weighted.z.reshape(-1, self.weighted.z.shape[-1])
+        points = self.weighted.points[chosen // draws]
+        return self.at(points, flat[chosen], deterministic=True)
+
+    def table(self) -> dict[str, list[float]]:
+        """Moments and quantiles of every entry of every sample site."""
+        sites = self.sites(deterministic=False)
+        rows = self.weighted.table({k: np.asarray(x) for k, x in sites.items()})
+        return {k: [*x[:-1], x[-1] * self.independence] for k, x in rows.items()}
+
+
+class _Drawer:
+    """Calls the programs of a run, and counts.
+
+    :param programs: the programs.
+    :param arrays: array arguments of the model.
+    :param key: random key.
+    :param bar: a progress bar.
+    """
+
+    def __init__(self, programs: Programs, arrays: Any, key: Array, bar: Any) -> None:
+        self._programs, self._arrays, self._bar = programs, arrays, bar
+        self._key = key
+        self._dtype = programs.hyper.dtype
+        self.start = programs.no_start(arrays)
+        self.best, self.evaluations = -np.inf, 0
+
+    def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
+        """The collapsed log-density and its gradient; each starts where the best so far
+        has ended."""
+        self.evaluations += 1
+        value, ascent, start = self._programs.evaluate(
+            jnp.asarray(point, self._dtype), self.start, self._arrays
+        )
+        if float(value) > self.best:
+            self.best, self.start = float(value), start
+        return float(value), np.asarray(ascent, float)
+
+    def draw(self, points: np.ndarray, widths: np.ndarray, stream: int) -> Drawn:
+        """Draws of the latents at points.
+
+        :param points: (n, d).
+        :param widths: (n, draws).
+        :param stream: which random numbers.
+        """
+        chunk, num = self._programs.chunk, len(points)
+        keys = random.split(random.fold_in(self._key, stream), num)
+        parts = []
+        for begin in range(0, num, chunk):
+            chosen = np.minimum(np.arange(begin, begin + chunk), num - 1)
+            part = self._programs.draw(
+                jnp.asarray(points[chosen], self._dtype), keys[chosen],
+                jnp.asarray(widths[chosen], self._programs.structure.dtype),
+                self.start, self._arrays,
+            )  # fmt: skip
+            kept = min(chunk, num - begin)
+            parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x[:kept]), part))
+            self._bar.update(kept)
+        self.evaluations += num
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def _log_joint_over_q(drawn: Drawn) -> np.ndarray:
+    """Log of the density of data, latents and hyperparameters over that of the draw of
+    the latents, (n, draws), in double precision."""
+    total, lost, prior, log_det = (
+        np.asarray(x, float)
+        for x in (drawn.total, drawn.lost, drawn.log_prior, drawn.log_det)
+    )
+    return total + lost + (prior + log_det / 2)[:, None]
+
+
+def _without_failures(x: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(x), x, -np.inf)
+
+
+def _seed(key: Array, stream: int) -> int:
+    return int(random.bits(random.fold_in(key, stream), (), "uint32"))
+
+
+def integrated(
+    programs: Programs,
+    key: Array,
+    arrays: Any,
+    start: np.ndarray,
+    clock: Clock,
+    *,
+    num_points: int,
+    progress_bar: bool,
+) -> Run:
+    """Importance sampling of the hyperparameters.
+
+    :param programs: of the model.
+    :param key: random key.
+    :param arrays: array arguments of the model.
+    :param start: where the search for the mode starts.
+    :param clock: counts the seconds.
+    :param num_points: how many hyperparameters are drawn.
+    :param progress_bar: whether to show one.
+    """
+    rng = np.random.default_rng(_seed(key, 0))
+    draws = programs.num_draws
+    precise = programs.hyper.dtype == np.float64
+    with tqdm(total=FIRST + num_points, disable=not progress_bar, desc="mode") as bar:
+        drawer = _Drawer(programs, arrays, key, bar)
+        with clock.part("mode and curvature"):
+            modes = [climb(drawer.evaluate, start, precise)]
+        bar.set_description("first draws")
+        with clock.part("first draws"):
+            prior = _prior_draws(programs, arrays, key, FIRST + num_points)
+            laws = [m.law for m in modes]
+            share = FIRST_FROM_PRIOR if len(prior) else 0.0
+            proposal = Proposal(tuple(laws), (1.0,), share)
+            points = proposal.draws(FIRST, prior, rng)
+            kinds = np.arange(FIRST * draws).reshape(FIRST, draws) % len(WIDENINGS)
+            sizes = 1 + np.array(WIDENINGS) / np.sqrt(programs.structure.size)
+            first = drawer.draw(points, sizes[kinds], 1)
+            log_prior = np.asarray(first.log_prior, float)
+            density = proposal.log_density(points, log_prior, FIRST)
+            target = _without_failures(np.asarray(first.bound, float) + log_prior)
+            ratios = _without_failures(_log_joint_over_q(first) - density[:, None])
+            width = float(sizes[_best_width(ratios, kinds)])
+            _refuse_none(target)
+        with clock.part("mode and curvature"):
+            modes = _further_modes(modes, drawer, points, target - density, precise)
+        bar.set_description("draws")
+        with clock.part("draws"):
+            proposal = _final(modes, points, target - density, bool(len(prior)))
+            # The first were used before.
+            points = proposal.draws(num_points, prior[::-1], rng)
+            widths = np.full((num_points, draws), width)
+            drawn = drawer.draw(points, widths, 2)
+            log_prior = np.asarray(drawn.log_prior, float)
+            density = proposal.log_density(points, log_prior, num_points)
+            ratios = _log_joint_over_q(drawn) - density[:, None]
+    with clock.part("certificate"):
+        weighted = _weighted(points, drawn, ratios, normalised=True)
+    return Run(
+        programs, arrays, weighted, clock, drawer.evaluations, width,
+        "Importance sampling", _seed(key, 3), modes, drawer.start,
+    )  # fmt: skip
+
+
+@one_thread
+def sampled(
+    programs: Programs,
+    key: Array,
+    arrays: Any,
+    start: np.ndarray,
+    clock: Clock,
+    *,
+    num_points: int,
+    progress_bar: bool,
+) -> Run:
+    """NUTS on the collapsed model, for more hyperparameters than importance sampling
+    can take; parameters as for :func:`integrated`."""
+    draws = programs.num_draws
+    density = programs.collapsed
+    with clock.part("NUTS on the collapsed model"):
+        kernel = NUTS(potential_fn=lambda point: -density(point, arrays))
+        mcmc = MCMC(
+            kernel, num_warmup=WARMUP, num_samples=num_points,
+            progress_bar=progress_bar,
+        )  # fmt: skip
+        mcmc.run(
+            random.fold_in(key, 1),
+            init_params=jnp.asarray(start, programs.hyper.dtype),
+            extra_fields=("num_steps",),
+        )
+        points = np.asarray(mcmc.get_samples(), float)
+        steps = int(np.sum(mcmc.get_extra_fields()["num_steps"]))
+    with tqdm(total=num_points, disable=not progress_bar, desc="draws") as bar:
+        drawer = _Drawer(programs, arrays, key, bar)
+        with clock.part("draws"):
+            mean = points.mean(0)
+            value, _ = drawer.evaluate(mean)
+            drawn = drawer.draw(points, np.ones((num_points, draws)), 2)
+    target = np.asarray(drawn.bound, float) + np.asarray(drawn.log_prior, float)
+    ratios = _log_joint_over_q(drawn) - target[:, None]
+    with clock.part("certificate"):
+        weighted = _weighted(points, drawn, ratios, normalised=False)
+    law = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
+    mode = Mode(mean, value, law)
+    worth = effective_sample_size(points[None]).min() / num_points
+    way = (
+        f"NUTS on the collapsed model (its {points.shape[1]} hyperparameters are too "
+        f"many for importance sampling; {WARMUP} steps of warm-up), reweighted"
+    )
+    return Run(
+        programs, arrays, weighted, clock, drawer.evaluations + steps, 1.0, way,
+        _seed(key, 3), [mode], drawer.start, independence=min(1.0, float(worth)),
+    )  # fmt: skip
+
+
+def _weighted(
+    points: np.ndarray, drawn: Drawn, ratios: np.ndarray, *, normalised: bool
+) -> Weighted:
+    """The draws with their weights, which are looked at."""
+    failed = ~np.isfinite(np.asarray(drawn.bound, float))
+    ratios = np.where(failed[:, None], np.nan, ratios)
+    _refuse_none(_without_failures(ratios))
+    found = Weighted.of(points, np.asarray(drawn.z), ratios, normalised)
+    assert found.khat is not None  # computed here, where it is timed
+    return found
+
+
+def _prior_draws(programs: Programs, arrays: Any, key: Array, num: int) -> np.ndarray:
+    """Draws of the prior that proposals take theirs from; none if it is improper, or
+    mostly beyond what numbers can hold."""
+    keys = random.split(random.fold_in(key, 4), num)
+    try:
+        found = np.asarray(programs.hyper.prior_draws(arrays, keys), float)
+    except NotImplementedError:
+        return np.zeros((0, programs.hyper.size))
+    found = found[np.isfinite(found).all(-1)]
+    return found if len(found) > 0.6 * num else found[:0]
+
+
+def _best_width(ratios: np.ndarray, kinds: np.ndarray) -> int:
+    """That of the least mean squared weight: their mean is the same for all."""
+    largest = np.max(ratios)
+    squares = np.exp(2 * (ratios - largest))
+    means = [squares[kinds == k].mean() for k in range(len(WIDENINGS))]
+    best = int(np.argmin(means))
+    # Less is noise of few draws.
+    return best if means[best] < 0.9 * means[0] else 0
+
+
+def _further_modes(
+    modes: list[Mode],
+    drawer: _Drawer,
+    points: np.ndarray,
+    log_weights: np.ndarray,
+    precise: bool,
+) -> list[Mode]:
+    """Modes that the first draws point to."""
+    weights = log_weights - np.logaddexp.reduce(log_weights)
+    while len(modes) < MOST_MODES:
+        begin = another(modes, points, weights)
+        if begin is None:
+            break
+        found = climb(drawer.evaluate, begin, precise)
+        if not is_new(found, modes):
+            break
+        modes = [*modes, found]
+    return sorted(modes, key=lambda m: -m.value)
+
+
+def _final(
+    modes: list[Mode], points: np.ndarray, log_weights: np.ndarray, proper: bool
+) -> Proposal:
+    laws = tuple(m.law for m in modes)
+    better, shares = refined(laws, points, log_weights)
+    total = sum(shares)
+    own = tuple((1 - AT_MODE) * s / total for s in shares)
+    # Twice as wide: weights that are largest far out look like a heavy tail.
+    wide = tuple(law._replace(sides=2 * law.sides) for law in laws)
+    first = tuple(AT_MODE / len(laws) for _ in laws)
+    return Proposal((*better, *wide), (*own, *first), FROM_PRIOR if proper else 0.0)
+
+
+def _refuse_none(log_weights: np.ndarray) -> None:
+    if not np.isfinite(log_weights).any():
+        raise CholeskyError(
+            "no hyperparameters that were drawn have a finite collapsed bound. Likely "
+            "causes: a kernel matrix without jitter, or inputs that are not "
+            "standardised; float64 may help"
+        )

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains from weighted draws whose weights are too uneven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+from numpyro.infer import MCMC, NUTS
+
+from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.infer.nested.draws import Run
+from numpyro_gpaug.infer.nested.programs import Programs
+from numpyro_gpaug.infer.nested.report import entries
+
+CHAINS, WARMUP = 4, 500
+
+
+@dataclass
+class Corrected(Run):
+    """Draws of chains; the weighted ones that they started from are kept.
+
+    :param chain_points: unconstrained hyperparameters, (chains * num, d).
+    :param chain_z: whitened latents, (chains * num, size).
+    """
+
+    chain_points: Any = None
+    chain_z: Any = None
+
+    def samples(self, num: int) -> dict[str, Array]:
+        return self.at(self.chain_points, self.chain_z, deterministic=True)
+
+    def table(self) -> dict[str, list[float]]:
+        sites = self.at(self.chain_points, self.chain_z, deterministic=False)
+        rows = {}
+        for label, x in entries({k: np.asarray(v, float) for k, v in sites.items()}):
+            worth = effective_sample_size(x.reshape(self.num_chains, -1))
+            quantiles = np.quantile(x, (0.05, 0.5, 0.95))
+            rows[label] = [x.mean(), x.std(), *quantiles, float(worth)]
+        return rows
+
+
+@one_thread
+def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Corrected:
+    """NUTS on the model itself, its Gaussian latents whitened, and all moved so that
+    the Gaussian at the mode is a standard one.
+
+    :param run: what was drawn; chains start at its hyperparameters.
+    :param programs: of the model.
+    :param key: random key.
+    :param num_samples: draws, of all chains.
+    """
+    arrays, law = run.arrays, run.modes[0].law
+    dtype = programs.hyper.dtype
+    centre, axes = (jnp.asarray(x, dtype) for x in law[:2])
+
+    @jax.jit
+    def at_mode(arrays: Any) -> Any:
+        values, _ = programs.hyper.values(centre, arrays)
+        problem = programs.bound.problem(values, arrays, learns=False)
+        return programs.bound.settle(problem, run.start).moments
+
+    q = at_mode(arrays)
+
+    def placed(draw: dict[str, Array]) -> tuple[Array, Array]:
+        z = q.mean[0] + q.spread(draw["noise"][None])[0]
+        return centre + axes @ draw["hyper"], z
+
+    def potential(draw: dict[str, Array]) -> Array:
+        point, z = placed(draw)
+        return -programs.log_joint(point, z, arrays)
+
+    rng = np.random.default_rng(run.seed)
+    chosen = run.weighted.resampled(CHAINS, rng) // run.weighted.log_ratios.shape[1]
+    white = law.along(run.weighted.points[chosen])
+    noise_key, chain_key = random.split(random.fold_in(key, 5))
+    shape = CHAINS, programs.structure.size
+    start = {
+        "hyper": jnp.asarray(white, dtype),
+        "noise": random.normal(noise_key, shape, programs.structure.dtype),
+    }
+    kernel = NUTS(potential_fn=potential, target_accept_prob=0.9)
+    mcmc = MCMC(
+        kernel, num_warmup=WARMUP, num_samples=-(-num_samples // CHAINS),
+        num_chains=CHAINS, chain_method="vectorized", progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(chain_key, init_params=start, extra_fields=("diverging",))
+    points, z = jax.vmap(placed)(mcmc.get_samples())
+    by_chain = mcmc.get_samples(group_by_chain=True)
+    rhat = max(float(np.max(split_gelman_rubin(np.asarray(x)))) for x in
+               by_chain.values() if x.size)  # fmt: skip
+    diverging = int(np.sum(mcmc.get_extra_fields()["diverging"]))
+    said = (
+        f"The draws are those of NUTS on the whitened model instead, {CHAINS} chains "
+        f"of {WARMUP} steps of warm-up and {len(points) // CHAINS} draws from the "
+        f"weighted ones; largest r-hat {rhat:.2f}, {diverging} divergences. The "
+        "evidence is that of the weighted draws, not to be relied upon"
+    )
+    kept = {f.name: getattr(run, f.name) for f in fields(Run)}
+    kept |= {"num_chains": CHAINS, "correction": said}
+    return Corrected(
+        **kept, chain_points=np.asarray(points, float), chain_z=np.asarray(z)
+    )

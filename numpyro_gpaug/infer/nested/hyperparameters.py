@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hyperparameters of a model, with all Gaussian latents and observations left
+out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.flatten_util import ravel_pytree
+from numpyro import handlers
+from numpyro.distributions import biject_to, constraints
+from numpyro.infer.initialization import init_to_median
+
+from numpyro_gpaug._numpyro import one_thread, residual_policy
+from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Trace,
+    without_gaussians,
+)
+
+
+def declared(
+    model: Callable[..., Any], structure: JointStructure, args: Any, kwargs: Any
+) -> Trace:
+    """The sites of hyperparameters and params, as handlers outside see them.
+
+    :param model: the model.
+    :param structure: what it is made of.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    """
+    names = {*structure.others, *structure.constraints}
+    known = {name for name, _ in structure.shapes}
+
+    def hidden(message: dict[str, Any]) -> bool:
+        # By name: handlers outside bring sites of their own (terms of Jacobians).
+        if message["type"] == "sample":
+            return message["name"] in known - names
+        return message["type"] == "deterministic"
+
+    alone = without_gaussians(residual_policy(model, "mean"), structure)
+    trace = handlers.trace(handlers.block(alone, hidden)).get_trace(*args, **kwargs)
+    return {k: site for k, site in trace.items() if k in names}
+
+
+def transform_of(site: dict[str, Any]) -> Any:
+    """From unconstrained values to those of a site."""
+    if site["type"] == "param":
+        return biject_to(site["kwargs"].get("constraint", constraints.real))
+    return biject_to(site["fn"].support)
+
+
+def sizes(trace: Trace) -> dict[str, Array]:
+    """How far values move as the unconstrained ones move by one.
+
+    :param trace: from :func:`declared`.
+    """
+
+    def size(site: dict[str, Any]) -> Array:
+        transform, value = transform_of(site), jnp.asarray(site["value"])
+        free = transform.inv(value)
+        _, moved = jax.jvp(transform, (free,), (jnp.ones_like(free),))
+        return jnp.where(moved == 0, 1, jnp.abs(moved))
+
+    return {name: size(site) for name, site in trace.items()}
+
+
+class Hyperparameters:
+    """All hyperparameters of a model as one unconstrained vector.
+
+    :param model: the model.
+    :param structure: of the model at arguments of these shapes.
+    :param arguments: such arguments.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        structure: JointStructure,
+        arguments: Arguments,
+    ) -> None:
+        self._model, self._structure = model, structure
+        self._static = arguments.static
+        self.names = structure.others
+        shapes = jax.eval_shape(self._medians, arguments.arrays, jax.random.key(0))
+        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()}
+        flat, self._unravel = ravel_pytree(zeros)
+        self.size, self.dtype = flat.size, flat.dtype
+        self.start: Any = one_thread(jax.jit(self._flat_medians))
+        self.prior_draws: Any = one_thread(jax.jit(jax.vmap(self._drawn, (None, 0))))
+
+    def _trace(self, arrays: Any, wrap: Callable[[Any], Any]) -> Trace:
+        args, kwargs = Arguments(arrays, self._static).merge()
+
+        def model(*args: Any, **kwargs: Any) -> Trace:
+            return declared(self._model, self._structure, args, kwargs)
+
+        with handlers.block():
+            return wrap(model)(*args, **kwargs)
+
+    def values(self, flat: Array, arrays: Any) -> tuple[dict[str, Array], Array]:
+        """Constrained values by name, and the logarithm of the density of the
+        unconstrained ones under the prior.
+
+        :param flat: unconstrained, (size,).
+        :param arrays: array arguments of the model.
+        """
+        free, jacobians = self._unravel(flat), []
+
+        def filled(message: dict[str, Any]) -> Array | None:
+            name = message["name"]
+            if message["type"] != "sample" or name not in free:
+                return None
+            transform = transform_of(message)
+            value = transform(free[name])
+            volume = transform.log_abs_det_jacobian(free[name], value)
+            jacobians.append(jnp.sum(volume))
+            return value
+
+        trace = self._trace(
+            arrays,
+            lambda model: handlers.substitute(
+                handlers.seed(model, jax.random.key(0)), substitute_fn=filled
+            ),
+        )
+        total = jnp.zeros((), self.dtype) + sum(jacobians)
+        for site in trace.values():
+            density = site["fn"].log_prob(site["value"])
+            scale = 1 if site["scale"] is None else site["scale"]
+            total = total + jnp.sum(scale * density)
+        return {k: trace[k]["value"] for k in self.names}, total
+
+    def steps(self, values: dict[str, Array], arrays: Any) -> dict[str, Array]:
+        """See :func:`sizes`."""
+        trace = self._trace(
+            arrays,
+            lambda model: handlers.substitute(
+                handlers.seed(model, jax.random.key(0)), data=values
+            ),
+        )
+        return lax.stop_gradient(sizes(trace))
+
+    @one_thread
+    def flatten(self, values: dict[str, Any], arrays: Any) -> Array:
+        """Constrained values as an unconstrained vector."""
+        trace = self._trace(
+            arrays,
+            lambda model: handlers.substitute(
+                handlers.seed(model, jax.random.key(0)), data=values
+            ),
+        )
+        return ravel_pytree(_free(trace))[0]
+
+    def _medians(self, arrays: Any, key: Array) -> dict[str, Array]:
+        def wrap(model: Any) -> Any:
+            seeded = handlers.seed(model, key)
+            return handlers.substitute(seeded, substitute_fn=init_to_median())
+
+        return _free(self._trace(arrays, wrap))
+
+    def _flat_medians(self, arrays: Any, key: Array) -> Array:
+        return ravel_pytree(self._medians(arrays, key))[0]
+
+    def _drawn(self, arrays: Any, key: Array) -> Array:
+        return ravel_pytree(
+            _free(self._trace(arrays, lambda model: handlers.seed(model, key)))
+        )[0]
+
+
+def _free(trace: Trace) -> dict[str, Array]:
+    return {k: transform_of(s).inv(jnp.asarray(s["value"])) for k, s in trace.items()}

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyperparameters integrated by importance sampling, with the interface of ``MCMC``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.infer.nested.bound import CollapsedBound
+from numpyro_gpaug.infer.nested.draws import Run, integrated, sampled
+from numpyro_gpaug.infer.nested.fallback import corrected
+from numpyro_gpaug.infer.nested.programs import Programs
+from numpyro_gpaug.infer.nested.report import Clock, certificate, lines
+from numpyro_gpaug.infer.nested.setup import CollapsedBounds
+from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.structure import Arguments, remembered
+
+# Hyperparameters that are integrated by importance sampling; more go to NUTS.
+MOST = 8
+
+
+class NestedVI:
+    r"""Latent Gaussian models with their hyperparameters integrated, and a certificate:
+    weighted draws of the exact posterior, with the interface of
+    :class:`numpyro.infer.MCMC`.
+
+    Given hyperparameters :math:`\theta` the Gaussian latents :math:`z` are fitted by
+    closed-form moves, all jointly (:class:`~numpyro_gpaug.AutoLatentGaussian`), which
+    gives a Gaussian :math:`q(z \mid \theta)` and the collapsed bound
+    :func:`~numpyro_gpaug.collapse`. A run
+
+    1. climbs to the mode of that bound times the prior, and takes its curvature;
+    2. draws quasi-random :math:`\theta` from a mixture :math:`r` of t laws there (moved
+       once to where the first draws' weight is) and of the prior, and at each of them
+       draws :math:`z` from :math:`q`, a little widened;
+    3. weighs every draw by :math:`p(y, z, \theta) / (q(z \mid \theta)\, r(\theta))`,
+       the density of the model itself over that of the draw.
+
+    The weighted draws are draws of the **exact** posterior, whatever the Gaussian
+    neglects, if the weights are not too uneven. That is what k-hat, the shape of their
+    tail, certifies: at most 0.7, and all that is estimated from the draws is right up
+    to its Monte Carlo error; above, it is not, and the run warns. So it does where the
+    model could not be evaluated (a Cholesky factorisation that fails in float32) and
+    more than a hundredth of the posterior's mass seems to be. The mean weight estimates
+    the evidence :math:`p(y)`.
+
+    With more than eight hyperparameters NUTS runs on the collapsed model instead, and
+    weights correct its draws; there is no evidence then. ``print_summary`` says which
+    way was taken, and where the time went.
+
+    In a model with sparse processes (``GaussianProcess`` with fewer inducing inputs
+    than data) the posterior is that of the model as it is written, in which function
+    values follow from the inducing values: the one that NUTS samples.
+
+    :param model: a NumPyro model as :class:`~numpyro_gpaug.AutoLatentGaussian` takes
+        it: on full data, and every hyperparameter a sample site.
+    :param num_samples: equally weighted draws that :meth:`get_samples` returns.
+    :param num_points: hyperparameters that are drawn (512 give about 300 effective
+        ones).
+    :param num_draws: draws of the latents at each.
+    :param correct: ``"mcmc"`` runs NUTS from the draws where k-hat is above 0.7, all
+        latents and hyperparameters whitened by the Gaussian at the mode; ``None`` only
+        warns.
+    :param progress_bar: whether to show one.
+    :raises ValueError: for unknown options.
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(group, y=None):
+    ...     tau = numpyro.sample("tau", dist.HalfNormal(1))
+    ...     with numpyro.plate("groups", 3):
+    ...         effect = numpyro.sample("effect", dist.Normal(1, tau))
+    ...     with numpyro.plate("data", len(group)):
+    ...         numpyro.sample("y", dist.Poisson(jnp.exp(effect[group])), obs=y)
+    >>> group, y = jnp.array([0, 0, 1, 1, 2, 2]), jnp.array([3, 5, 9, 6, 4, 4])
+    >>> nested = gpaug.NestedVI(model, num_points=128, progress_bar=False)
+    >>> nested.run(jax.random.key(0), group, y)
+    >>> nested.get_samples()["effect"].shape
+    (1000, 3)
+    >>> nested.get_extra_fields()["khat"] < 0.7
+    True
+
+    References: Rue, Martino and Chopin (2009), Approximate Bayesian inference for
+    latent Gaussian models; Vehtari, Simpson, Gelman, Yao and Gabry (2024), Pareto
+    smoothed importance sampling; Owen and Zhou (2000), Safe and effective importance
+    sampling; Cornuet, Marin, Mira and Robert (2012), Adaptive multiple importance
+    sampling.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        num_samples: int = 1000,
+        num_points: int = 512,
+        num_draws: int = 8,
+        correct: str | None = None,
+        progress_bar: bool = True,
+    ) -> None:
+        for name, count in (
+            ("num_samples", num_samples),
+            ("num_points", num_points),
+            ("num_draws", num_draws),
+        ):
+            check_count(name, count)
+        if num_points < 32:
+            raise ValueError(
+                f"num_points={num_points}: at least 32 points are needed to tell how "
+                "uneven their weights are"
+            )
+        if correct not in (None, "mcmc"):
+            raise ValueError(f"correct must be 'mcmc' or None, got {correct!r}")
+        self.model, self.num_samples = model, num_samples
+        self.num_points, self.num_draws = num_points, num_draws
+        self.correct, self.progress_bar = correct, progress_bar
+        self._bounds = CollapsedBounds(model)
+        self._programs: dict[Any, Programs] = {}
+        self._run: Run | None = None
+        self._samples: dict[str, Array] | None = None
+
+    # -- the interface of MCMC --------------------------------------------------------
+
+    def run(
+        self,
+        rng_key: Array,
+        *args: Any,
+        init_params: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Draws from the posterior.
+
+        :param rng_key: random key.
+        :param args: the model's arguments, observations included.
+        :param init_params: constrained hyperparameters by name, all of them, at which
+            the search for the mode starts; medians of their priors by default.
+        :param kwargs: the model's keyword arguments.
+        :raises NotConjugateError: for a model that is not of this form.
+        :raises ValueError: for data that cannot be right, plates that draw a
+            subsample, params without a prior.
+        :raises CholeskyError: if the bound is not finite where the search starts.
+        """
+        check_key(rng_key)
+        clock = Clock()
+        with clock.part("reading the model"):
+            arguments = Arguments.split(args, kwargs)
+            bound = self._bounds.at(arguments, args, kwargs)
+            if params := sorted(bound.structure.constraints):
+                raise ValueError(
+                    f"params {params} have no prior: NestedVI integrates sample sites. "
+                    "Write them as numpyro.sample(name, prior), or as plain numbers"
+                )
+            programs = self._programs_at(bound, arguments)
+        start = self._start(programs, init_params, arguments.arrays)
+        way = integrated if programs.hyper.size <= MOST else sampled
+        run = way(
+            programs, rng_key, arguments.arrays, start, clock,
+            num_points=self.num_points, progress_bar=self.progress_bar,
+        )  # fmt: skip
+        if self.correct == "mcmc" and not run.weighted.certified:
+            with clock.part("NUTS from the draws"):
+                run = corrected(run, programs, rng_key, self.num_samples)
+        elif not run.weighted.certified:
+            warnings.warn(
+                f"{certificate(run)}. (correct='mcmc' runs NUTS from them)",
+                stacklevel=3,
+            )
+        self._run, self._samples = run, None
+
+    def get_samples(
+        self, *, group_by_chain: bool = False, weighted: bool = False
+    ) -> dict[str, Array]:
+        """Draws of all sites by name: hyperparameters, Gaussian latents, deterministic
+        sites, each in the shape that it has in the model.
+
+        :param group_by_chain: whether to give them a leading axis of chains (one, or
+            those of ``correct="mcmc"``).
+        :param weighted: all draws that were made, in the order of the weights in
+            :meth:`get_extra_fields`, instead of ``num_samples`` equally weighted ones.
+        :raises RuntimeError: before a run.
+        """
+        run = self._known()
+        if weighted:
+            samples = run.sites(deterministic=True)
+        else:
+            if self._samples is None:
+                self._samples = run.samples(self.num_samples)
+            samples = self._samples
+        chains = run.num_chains if not weighted else 1
+        if group_by_chain:
+            return {k: x.reshape(chains, -1, *x.shape[1:]) for k, x in samples.items()}
+        return dict(samples)
+
+    def get_extra_fields(self) -> dict[str, Any]:
+        """What is known besides the draws.
+
+        * ``log_weights``: Pareto-smoothed and normalised, one per weighted draw;
+          ``log_ratios``: as they were;
+        * ``khat``; ``effective_size`` and ``effective_points``: how many draws, and how
+          many hyperparameters, the weighted ones are worth;
+        * ``log_evidence`` and its standard error ``log_evidence_error``;
+        * ``evaluations``: hyperparameters at which the Gaussian was fitted;
+          ``failures``: those among the weighted at which the model could not be
+          evaluated, and whose weight is zero; ``loss``: about how much of the
+          posterior's mass is there;
+        * ``width``: by how much wider than the Gaussian the latents were drawn;
+        * ``seconds``: by part of the run.
+
+        :raises RuntimeError: before a run.
+        """
+        run = self._known()
+        weighted = run.weighted
+        return {
+            "log_weights": weighted.log_weights.ravel(),
+            "log_ratios": weighted.log_ratios.ravel(),
+            "khat": weighted.khat,
+            "effective_size": weighted.effective_size * run.independence,
+            "effective_points": weighted.effective_points * run.independence,
+            "log_evidence": weighted.log_evidence,
+            "log_evidence_error": weighted.log_evidence_error,
+            "evaluations": run.evaluations,
+            "failures": int(weighted.failed.sum()),
+            "loss": weighted.loss,
+            "width": run.width,
+            "seconds": dict(run.clock.seconds),
+        }
+
+    def print_summary(self) -> None:
+        """Prints a table of all sites, the certificate, the evidence, and where the
+        time went.
+
+        ``n_eff`` is what the draws are worth for the mean of that entry.
+
+        :raises RuntimeError: before a run.
+        """
+        run = self._known()
+        print(lines(run))
+
+    def summary(self) -> Any:
+        """The table of :meth:`print_summary`, a ``pandas.DataFrame``.
+
+        :raises RuntimeError: before a run.
+        """
+        import pandas
+
+        columns = ["mean", "sd", "5%", "50%", "95%", "n_eff"]
+        return pandas.DataFrame.from_dict(
+            self._known().table(), orient="index", columns=columns
+        )
+
+    @property
+    def certified(self) -> bool:
+        """Whether the draws are of the exact posterior, up to Monte Carlo error.
+
+        :raises RuntimeError: before a run.
+        """
+        return self._known().certified
+
+    @property
+    def arguments(self) -> Arguments:
+        """The model's arguments in the last run.
+
+        :raises RuntimeError: before a run.
+        """
+        run = self._known()
+        return Arguments(run.arrays, run.programs.static)
+
+    @property
+    def latents(self) -> tuple[str, ...]:
+        """Names of the latent sites: hyperparameters, then Gaussian latents.
+
+        :raises RuntimeError: before a run.
+        """
+        structure = self._known().programs.structure
+        return (*structure.others, *(site.name for site in structure.sites))
+
+    def __repr__(self) -> str:
+        if self._run is None:
+            return "NestedVI, not run yet"
+        return f"NestedVI: {certificate(self._run)}"
+
+    def _known(self) -> Run:
+        if self._run is None:
+            raise RuntimeError(
+                "nothing has been drawn yet: nested.run(key, *args) first"
+            )
+        return self._run
+
+    @one_thread
+    def _programs_at(self, bound: CollapsedBound, arguments: Arguments) -> Programs:
+        return remembered(
+            self._programs,
+            arguments.shapes,
+            lambda: Programs(bound, arguments, self.num_draws),
+        )
+
+    def _start(
+        self, programs: Programs, init_params: dict[str, Any] | None, arrays: Any
+    ) -> np.ndarray:
+        hyper = programs.hyper
+        if init_params is None:
+            return np.asarray(hyper.start(arrays, jax.random.key(0)), float)
+        if set(init_params) != set(hyper.names):
+            raise ValueError(
+                f"init_params names {sorted(init_params)}, but the hyperparameters are "
+                f"{sorted(hyper.names)}"
+            )
+        return np.asarray(hyper.flatten(init_params, arrays), float)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where hyperparameters are drawn: mixtures of multivariate t laws and their prior, in
+unconstrained space. All in double precision, on the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+from scipy.stats import qmc
+
+# Degrees of freedom: tails that those of a posterior in unconstrained space, which fall
+# like exponentials at the slowest, do not exceed.
+FREEDOM = 6.0
+# How much of the points comes from the law at the mode, and from the prior, when there
+# is a better one. With the prior among them no weight exceeds the largest likelihood
+# over its share, and modes elsewhere can be seen.
+AT_MODE, FROM_PRIOR = 0.2, 0.1
+
+
+class StudentT(NamedTuple):
+    """A multivariate t law, of other scales on either side of its mode.
+
+    :param mode: (d,).
+    :param axes: columns that it is spread along, (d, d).
+    :param sides: scales along each of them below the mode and above it, (2, d).
+
+    Reference: Geweke (1989), Bayesian inference in econometric models using Monte Carlo
+    integration, section 5: the split t.
+    """
+
+    mode: np.ndarray
+    axes: np.ndarray
+    sides: np.ndarray
+
+    @classmethod
+    def symmetric(cls, mode: np.ndarray, covariance: np.ndarray) -> StudentT:
+        """With the principal axes of a positive definite scale matrix."""
+        values, vectors = np.linalg.eigh(covariance)
+        return cls(mode, vectors * np.sqrt(values), np.ones((2, len(mode))))
+
+    def along(self, points: np.ndarray) -> np.ndarray:
+        """Points in units of the axes, (n, d)."""
+        return np.linalg.solve(self.axes, (points - self.mode).T).T
+
+    def distances(self, points: np.ndarray) -> np.ndarray:
+        """Squared distances of points (n, d) from the mode, (n,)."""
+        x = self.along(points)
+        return np.square(x / np.where(x < 0, *self.sides)).sum(1)
+
+    def log_density(self, points: np.ndarray) -> np.ndarray:
+        """At points (n, d): (n,)."""
+        d, nu = len(self.mode), FREEDOM
+        constant = (
+            special.gammaln((nu + d) / 2)
+            - special.gammaln(nu / 2)
+            - 0.5 * d * np.log(nu * np.pi)
+            - np.linalg.slogdet(self.axes)[1]
+            - np.log(self.sides.mean(0)).sum()
+        )
+        return constant - (nu + d) / 2 * np.log1p(self.distances(points) / nu)
+
+    def draws(self, num: int, rng: np.random.Generator) -> np.ndarray:
+        """Quasi-random draws, (num, d): a scrambled Halton sequence."""
+        d = len(self.mode)
+        uniform = qmc.Halton(d + 1, scramble=True, seed=rng).random(num)
+        uniform = np.clip(uniform, 1e-9, 1 - 1e-9)
+        own, radii = uniform[:, :d], uniform[:, d:]
+        below, above = self.sides
+        edge = below / (below + above)
+        lower = own < edge
+        half = np.where(lower, 0.5 * own / edge, 1 - 0.5 * (1 - own) / (1 - edge))
+        normal = special.ndtri(half) * np.where(lower, below, above)
+        chi = 2 * special.gammaincinv(FREEDOM / 2, radii)
+        return self.mode + (normal / np.sqrt(chi / FREEDOM)) @ self.axes.T
+
+
+class Proposal(NamedTuple):
+    """A mixture.
+
+    :param laws: its parts.
+    :param shares: of the points, of each part.
+    :param from_prior: the share of draws from the prior.
+    """
+
+    laws: tuple[StudentT, ...]
+    shares: tuple[float, ...]
+    from_prior: float
+
+    def counts(self, num: int) -> tuple[int, list[int]]:
+        """How many of ``num`` points come from the prior and from each part."""
+        prior = int(round(self.from_prior * num))
+        edges = np.round(np.cumsum([0.0, *self.shares]) / sum(self.shares) * num)
+        edges = np.round(edges * (num - prior) / num).astype(int)
+        return prior, [int(x) for x in np.diff(edges)]
+
+    def draws(
+        self, num: int, prior: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Points, (num, d); as many of each part as it should have.
+
+        :param num: how many.
+        :param prior: draws from the prior, as many as it should have at least.
+        :param rng: random numbers.
+        """
+        own, counts = self.counts(num)
+        parts = [
+            law.draws(n, rng) for law, n in zip(self.laws, counts, strict=True) if n
+        ]
+        return np.concatenate([prior[:own], *parts])
+
+    def log_density(
+        self, points: np.ndarray, log_prior: np.ndarray, num: int
+    ) -> np.ndarray:
+        """Of the mixture that points come from.
+
+        :param points: (n, d).
+        :param log_prior: of the prior there, (n,).
+        :param num: how many points were drawn.
+        """
+        own, counts = self.counts(num)
+        terms = [np.log(n) + law.log_density(points) for law, n in self._used(counts)]
+        if own:
+            terms.append(np.log(own) + log_prior)
+        return special.logsumexp(terms, axis=0) - np.log(num)
+
+    def _used(self, counts: list[int]) -> list[tuple[StudentT, int]]:
+        pairs = zip(self.laws, counts, strict=True)
+        return [(law, n) for law, n in pairs if n]
+
+
+def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
+    """Normalised weights, flattened by a power until they are worth ``least`` draws."""
+    for power in (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.0):
+        weights = special.softmax(power * log_weights)
+        if 1 / np.square(weights).sum() >= min(least, 0.9 * len(weights)):
+            break
+    return weights
+
+
+def refined(
+    laws: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
+) -> tuple[tuple[StudentT, ...], tuple[float, ...]]:
+    """For each law two others, one split and one moved to the mean, as wide as the
+    weighted points near it; and the share of each.
+
+    :param laws: at the modes.
+    :param points: (n, d), drawn from them and the prior.
+    :param log_weights: of the points, up to a constant.
+    :return: laws, and their shares.
+    """
+    d = points.shape[1]
+    nearest = np.argmax([law.log_density(points) for law in laws], axis=0)
+    total = special.softmax(log_weights)
+    found: list[StudentT] = []
+    shares: list[float] = []
+    for i, law in enumerate(laws):
+        own = (nearest == i) & np.isfinite(log_weights)
+        share = max(float(total[own].sum()), 0.1)
+        if own.sum() < 10 * (d + 1):
+            found.append(law)
+            shares.append(share)
+            continue
+        weights = tempered(log_weights[own], 5.0 * (d + 1))
+        mean = weights @ points[own]
+        apart = points[own] - mean
+        covariance = (weights[:, None] * apart).T @ apart
+        # A little of the law at the mode: few points may lie in a plane.
+        covariance += 0.05 * law.axes @ law.axes.T
+        found += [_split(law, points[own], weights)]
+        found += [StudentT.symmetric(mean, covariance)]
+        shares += [0.6 * share, 0.4 * share]
+    return tuple(found), tuple(shares)
+
+
+def _split(law: StudentT, points: np.ndarray, weights: np.ndarray) -> StudentT:
+    """The law with the scales that weighted points have on either side."""
+    x, count = law.along(points), 1 / np.square(weights).sum()
+    squares = weights[:, None] * np.square(x)
+    sides = []
+    for side in (x < 0, x >= 0):
+        # As if two more had been seen that the law is right about.
+        seen = count * (weights[:, None] * side).sum(0)
+        sides.append((count * (squares * side).sum(0) + 2) / (seen + 2))
+    return law._replace(sides=np.clip(np.sqrt(sides), 0.3, 4.0))

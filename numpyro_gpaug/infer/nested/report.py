@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says of itself: its certificate, its table, and where its time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from numpyro_gpaug.infer.nested.weighted import LARGEST_KHAT, LARGEST_LOSS
+
+
+class Clock:
+    """Seconds by part of a run.
+
+    :ivar seconds: by name of the part.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Counts what is done inside."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - since
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+
+def certificate(run: Any) -> str:
+    """What k-hat says of the draws.
+
+    :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
+    """
+    weighted = run.weighted
+    khat, loss = weighted.khat, weighted.loss
+    what = f"k-hat {khat:.2f}"
+    if weighted.certified:
+        return (
+            f"{what}, at most {LARGEST_KHAT}: the weighted draws are of the exact "
+            "posterior, up to their Monte Carlo error"
+        )
+    if khat > LARGEST_KHAT:
+        what += f", above {LARGEST_KHAT}: the weights are too uneven"
+    if loss > LARGEST_LOSS:
+        what += (
+            f"; the model could not be evaluated where about {loss:.0%} of the "
+            "posterior is (in float32 a kernel matrix needs more jitter)"
+        )
+    if run.correction:
+        return f"{what}. {run.correction}"
+    return f"{what}. These draws are NOT of the exact posterior, nor is the evidence"
+
+
+def lines(run: Any) -> str:
+    """The whole summary.
+
+    :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
+    """
+    weighted = run.weighted
+    table = run.table()
+    width = max([10, *map(len, table)])
+    columns = "mean", "sd", "5%", "50%", "95%", "n_eff"
+    rows = ["", " " * width + "".join(f"{c:>10}" for c in columns)]
+    for label, numbers in table.items():
+        cells = "".join(f"{x:>10.2f}" for x in numbers[:-1]) + f"{numbers[-1]:>10.0f}"
+        rows.append(f"{label:>{width}}{cells}")
+    num, draws = weighted.log_ratios.shape
+    rows += [
+        "",
+        f"{run.way}: {num} hyperparameters of dimension {weighted.points.shape[1]}, "
+        f"{draws} draws of {weighted.z.shape[-1]} latents at each; worth "
+        f"{run.independence * weighted.effective_points:.0f} and, together, "
+        f"{run.independence * weighted.effective_size:.0f} "
+        "independent draws",
+        certificate(run),
+    ]
+    if weighted.normalised:
+        rows.append(
+            f"log evidence {weighted.log_evidence:.3f}, standard error "
+            f"{weighted.log_evidence_error:.3f}"
+        )
+    else:
+        rows.append("log evidence: not known from draws by NUTS")
+    if failures := int(weighted.failed.sum()):
+        rows.append(
+            f"at {failures} of {num} hyperparameters the model could not be evaluated; "
+            f"about {weighted.loss:.1%} of the posterior is there"
+        )
+    seconds = run.clock.seconds
+    parts = ", ".join(f"{name} {spent:.2f}" for name, spent in seconds.items())
+    rows.append(
+        f"{run.evaluations} evaluations of the collapsed bound in "
+        f"{sum(seconds.values()):.2f} s: {parts}"
+    )
+    return "\n".join(rows)
+
+
+def entries(sites: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every entry of every site with its label, draws first.
+
+    :param sites: values by name, (draws, ...).
+    """
+    for name, values in sites.items():
+        for place in np.ndindex(values.shape[1:]):
+            label = f"{name}[{','.join(map(str, place))}]" if place else name
+            yield label, values[(slice(None), *place)]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mode of the collapsed density and its curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import optimize
+
+from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.infer.nested.proposal import StudentT
+
+# Steps of differences of gradients.
+STEP = 0.05
+# No direction is taken to be wider than this, in unconstrained space: where the
+# density is flat or falls the wrong way the prior has to say how far to look.
+WIDEST = 3.0
+
+Evaluate = Callable[[np.ndarray], tuple[float, np.ndarray]]
+
+
+class Mode(NamedTuple):
+    """A mode.
+
+    :param point: (d,).
+    :param value: the log-density there.
+    :param law: a t law about it.
+    """
+
+    point: np.ndarray
+    value: float
+    law: StudentT
+
+
+def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
+    """The mode that L-BFGS finds.
+
+    :param evaluate: the log-density and its gradient.
+    :param start: where it starts, (d,).
+    :param precise: whether these are in double precision.
+    :raises CholeskyError: if the density is not finite where it starts.
+    """
+    first, _ = evaluate(start)
+    if not np.isfinite(first):
+        raise CholeskyError(
+            "the collapsed bound is not finite where the search for its mode starts, "
+            f"at unconstrained hyperparameters {np.round(start, 3).tolist()} (the "
+            "medians of their priors, unless init_params says otherwise). Likely "
+            "causes: a kernel matrix without jitter, inputs that are not standardised, "
+            "or priors far from the data; float64 or init_params may help"
+        )
+
+    def descend(point: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = evaluate(point)
+        if not (np.isfinite(value) and np.isfinite(gradient).all()):
+            return 1e10 + abs(first), np.zeros_like(point)
+        return -value, -gradient
+
+    # Noise of the bound in float32 is about 1e-6 of it.
+    least = 1e-10 if precise else 1e-7
+    options = {"maxiter": 100, "ftol": least, "gtol": 1e-3}
+    found = optimize.minimize(
+        descend, start, jac=True, method="L-BFGS-B", options=options
+    )
+    return Mode(found.x, -float(found.fun), _law(evaluate, found.x))
+
+
+def _law(evaluate: Evaluate, mode: np.ndarray) -> StudentT:
+    d = len(mode)
+    hessian = np.zeros((d, d))
+    for i, direction in enumerate(np.eye(d)):
+        ends = [evaluate(mode + s * STEP * direction)[1] for s in (1, -1)]
+        hessian[i] = (ends[1] - ends[0]) / (2 * STEP)
+    hessian = np.where(np.isfinite(hessian), hessian, 0)
+    values, vectors = np.linalg.eigh((hessian + hessian.T) / 2)
+    values = np.maximum(values, WIDEST**-2)
+    covariance = (vectors / values) @ vectors.T
+    return StudentT.symmetric(mode, covariance)
+
+
+def another(
+    modes: list[Mode], points: np.ndarray, log_weights: np.ndarray
+) -> Any | None:
+    """Where a mode may be that no search has found: far from those known, and with
+    much of the weight.
+
+    :param modes: those known.
+    :param points: (n, d).
+    :param log_weights: normalised, (n,).
+    """
+    d = points.shape[1]
+    far = np.min([m.law.distances(points) for m in modes], axis=0) > 9 + 4 * d
+    weights = np.where(far, np.exp(log_weights), 0)
+    return points[np.argmax(weights)] if weights.sum() > 0.02 else None
+
+
+def is_new(mode: Mode, modes: list[Mode]) -> bool:
+    """Whether a search ended elsewhere than earlier ones."""
+    return all(m.law.distances(mode.point[None])[0] > 1 for m in modes)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a model before its Gaussian latents are integrated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.guides import AutoLatentGaussian
+from numpyro_gpaug.infer.nested.bound import CollapsedBound
+from numpyro_gpaug.infer.vi.checks import check_fit
+from numpyro_gpaug.infer.vi.plan import fingerprint
+from numpyro_gpaug.model.structure import Arguments, remembered
+from numpyro_gpaug.model.validation import check_observations
+
+
+class _Left:
+    """In the place of an autoguide: leaves all other latents to whoever calls.
+
+    :param model: of those latents.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+
+class CollapsedBounds:
+    """The collapsed bounds of a model, by shapes of its arguments.
+
+    :param model: the model.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.model = model
+        self._known: dict[Any, CollapsedBound] = {}
+        self._seen: Any = None
+
+    @one_thread
+    def at(
+        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CollapsedBound:
+        """That for arguments of these shapes. The model is read for them, and again for
+        other data, which are checked so; traced ones are not looked at.
+
+        :param arguments: the model's arguments.
+        :param args: the same, as they were given.
+        :param kwargs: likewise.
+        :raises NotConjugateError: for a model that is not of this form.
+        :raises ValueError: for arguments that cannot be right, naming them, and for
+            plates that draw a subsample.
+        """
+
+        def made() -> CollapsedBound:
+            guide = AutoLatentGaussian(self.model, other=_Left)
+            check_fit(self.model, guide, "exact", args, kwargs)
+            structure = guide.structure
+            if structure.subsampled:
+                raise ValueError(
+                    f"plates {sorted(structure.subsampled)} draw a subsample: "
+                    "hyperparameters are integrated on full data only; "
+                    "ConjugateSVI(model, AutoLatentGaussian(model), optax.adam(0.01)) "
+                    "gives point estimates on minibatches"
+                )
+            check_observations(self.model, structure, arguments)
+            return CollapsedBound(guide, structure, arguments.static)
+
+        leaves = jax.tree.leaves(arguments.arrays)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return remembered(self._known, arguments.shapes, made)
+        data = arguments.shapes, int(fingerprint(arguments.arrays))
+        if data == self._seen and arguments.shapes in self._known:
+            return self._known[arguments.shapes]
+        fresh = made()
+        self._seen = data
+        return remembered(self._known, arguments.shapes, lambda: fresh)

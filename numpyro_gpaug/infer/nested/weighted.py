@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weighted draws, and what follows from them; in double precision, on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.spatial import KDTree
+from scipy.special import logsumexp
+
+from numpyro_gpaug.math.importance import log_mean_exp, smoothed
+
+LARGEST_KHAT = 0.7
+# Of the posterior's mass, where the model could not be evaluated.
+LARGEST_LOSS = 0.01
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Draws of hyperparameters, and of the latents at each of them.
+
+    :param points: unconstrained hyperparameters, (n, d).
+    :param z: whitened latents, (n, draws, size).
+    :param log_ratios: of the exact posterior, unnormalised, over what draws are from,
+        (n, draws). NaN and infinity are weights of zero.
+    :param normalised: whether the density of the points is, so that the mean ratio
+        estimates the evidence.
+    :param failed: points at which the model could not be evaluated, (n,).
+    """
+
+    points: np.ndarray
+    z: np.ndarray
+    log_ratios: np.ndarray
+    normalised: bool
+    failed: np.ndarray
+
+    @classmethod
+    def of(
+        cls, points: np.ndarray, z: np.ndarray, ratios: np.ndarray, normalised: bool
+    ) -> Weighted:
+        """Weighted draws, of which some may have failed.
+
+        :param ratios: as ``log_ratios``; NaN where the model could not be evaluated.
+        """
+        broken = np.isnan(ratios) | (ratios == np.inf)
+        kept = np.where(broken, -np.inf, ratios)
+        return cls(points, z, kept, normalised, broken.any(1))
+
+    @cached_property
+    def khat(self) -> float:
+        """Shape of the tail of the weights: of hyperparameters with a draw of the
+        latents each, and of hyperparameters with the mean over their draws; the larger.
+
+        Draws at the same hyperparameters have weights that are alike, and a tail of
+        ties has no shape: one draw of each at a time, and the mean over these.
+        """
+        columns = [_tail_shape(x) for x in self.log_ratios.T]
+        khat = float(np.mean(columns))
+        if self.points.shape[1] == 0:
+            return khat
+        return max(khat, _tail_shape(log_mean_exp(self.log_ratios, 1)))
+
+    @property
+    def certified(self) -> bool:
+        """Whether the draws are of the posterior, up to Monte Carlo error."""
+        return self.khat <= LARGEST_KHAT and self.loss <= LARGEST_LOSS
+
+    @cached_property
+    def loss(self) -> float:
+        """About how much of the posterior's mass is where the model could not be
+        evaluated: such points would weigh what their nearest neighbours weigh."""
+        if not self.failed.any() or self.points.shape[1] == 0:
+            return float(self.failed.mean())
+        good = self.points[~self.failed]
+        spread = good.std(0) + 1e-12
+        _, nearest = KDTree(good / spread).query(self.points[self.failed] / spread)
+        weights = np.exp(logsumexp(self.log_weights, 1))
+        missing = weights[~self.failed][nearest].sum()
+        return float(missing / (missing + weights.sum()))
+
+    @cached_property
+    def log_weights(self) -> np.ndarray:
+        """Pareto-smoothed and normalised, (n, draws)."""
+        columns = [_smoothed(x) for x in self.log_ratios.T]
+        found = np.stack(columns, 1)
+        return found - logsumexp(found)
+
+    @property
+    def effective_size(self) -> float:
+        """What all draws are worth, were they independent."""
+        return float(1 / np.exp(2 * self.log_weights).sum())
+
+    @property
+    def effective_points(self) -> float:
+        """What the hyperparameters are worth."""
+        return float(1 / np.exp(2 * logsumexp(self.log_weights, 1)).sum())
+
+    @property
+    def log_evidence(self) -> float:
+        """Logarithm of the mean ratio; NaN if it estimates no evidence."""
+        return log_mean_exp(self.log_ratios) if self.normalised else np.nan
+
+    @property
+    def log_evidence_error(self) -> float:
+        """Its standard error. Points count as independent, which quasi-random ones are
+        not: it errs on the large side."""
+        if not self.normalised:
+            return np.nan
+        each = log_mean_exp(self.log_ratios, 1)
+        relative = np.exp(each - log_mean_exp(each))
+        return float(relative.std(ddof=1) / np.sqrt(len(each)))
+
+    def resampled(self, num: int, rng: np.random.Generator) -> np.ndarray:
+        """Indices of equally weighted draws, in random order: systematic resampling.
+
+        :param num: how many.
+        :param rng: random numbers.
+        """
+        edges = np.cumsum(np.exp(self.log_weights.ravel()))
+        places = (rng.random() + np.arange(num)) / num * edges[-1]
+        return rng.permutation(np.searchsorted(edges, places).clip(0, edges.size - 1))
+
+    def table(self, sites: dict[str, np.ndarray]) -> dict[str, list[float]]:
+        """Mean, standard deviation, quantiles and effective draws of every entry.
+
+        :param sites: values by name, (n * draws, ...).
+        """
+        weights = np.exp(self.log_weights.ravel())
+        weights = weights / weights.sum()
+        rows: dict[str, list[float]] = {}
+        for name, values in sites.items():
+            flat = np.asarray(values, float).reshape(len(weights), -1)
+            mean = weights @ flat
+            apart = flat - mean
+            variance = weights @ np.square(apart)
+            # Draws at one point are not independent: errors are those of the points.
+            own = (weights[:, None] * apart).reshape(*self.log_ratios.shape, -1).sum(1)
+            error = np.square(own).sum(0)
+            worth = variance / np.where(error > 0, error, np.inf)
+            quantiles = weighted_quantiles(flat, weights, (0.05, 0.5, 0.95))
+            places = list(np.ndindex(values.shape[1:]))
+            for i, place in enumerate(places):
+                label = f"{name}[{','.join(map(str, place))}]" if place else name
+                rows[label] = [
+                    float(x) for x in (mean[i], np.sqrt(variance[i]), *quantiles[:, i])
+                ] + [float(worth[i])]
+        return rows
+
+
+def weighted_quantiles(
+    values: np.ndarray, weights: np.ndarray, levels: tuple[float, ...]
+) -> np.ndarray:
+    """Of each column, (levels, columns).
+
+    :param values: (n, columns).
+    :param weights: normalised, (n,).
+    :param levels: between 0 and 1.
+    """
+    order = np.argsort(values, axis=0)
+    ordered = np.take_along_axis(values, order, 0)
+    below = np.cumsum(weights[order], axis=0) - 0.5 * weights[order]
+    columns = zip(below.T, ordered.T, strict=True)
+    return np.array([np.interp(levels, b, x) for b, x in columns]).T
+
+
+def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
+    """Log-ratios with their largest replaced by quantiles of a Pareto law: one draw far
+    out must not stand for all."""
+    if len(log_ratios) < 25 or not np.isfinite(log_ratios).any():
+        return log_ratios
+    kept = np.maximum(log_ratios, log_ratios.max() - 700)
+    found = smoothed(kept).log_weights
+    # Normalised, but for the smallest, which is as it was.
+    least = np.argmin(kept)
+    return np.where(
+        np.isfinite(log_ratios), found - found[least] + kept[least], -np.inf
+    )
+
+
+def _tail_shape(log_ratios: np.ndarray) -> float:
+    """k-hat of weights to which exponential noise of a tenth of their mean is added.
+
+    The shape of a tail is that of its exceedances, however small: weights that all are
+    within a fifth of their mean have any shape. A tail that matters is larger than the
+    noise.
+    """
+    if len(log_ratios) < 25:
+        return np.inf
+    relative = np.maximum(log_ratios - log_mean_exp(log_ratios), -700)
+    noise = np.random.default_rng(0).exponential(0.1, len(relative))
+    return smoothed(np.logaddexp(relative, np.log(noise))).khat

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importance weights: their smoothed tail, and what weighted draws are worth."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+class Psis(NamedTuple):
+    """Pareto-smoothed importance sampling of the posterior with the guide as proposal.
+
+    :param khat: shape of the tail of the importance ratios. Below 0.5 the guide is a
+        very good proposal, below 0.7 a usable one; above, expectations under it cannot
+        be trusted to be near those of the posterior, nor repaired by reweighting.
+    :param log_weights: smoothed and normalised log-weights, one per draw.
+    """
+
+    khat: float
+    log_weights: np.ndarray
+
+    @property
+    def verdict(self) -> str:
+        """``"good"`` below 0.5, ``"usable"`` below 0.7, else ``"unreliable"``."""
+        if self.khat < 0.5:
+            return "good"
+        return "usable" if self.khat < 0.7 else "unreliable"
+
+    @property
+    def effective_draws(self) -> float:
+        """How many draws of the posterior the weighted draws are worth."""
+        return float(1 / np.exp(2 * self.log_weights).sum())
+
+
+def smoothed(log_ratios: np.ndarray, scale: float = 1.0) -> Psis:
+    """Log-weights from log importance ratios, their largest replaced by quantiles of a
+    generalised Pareto distribution.
+
+    :param log_ratios: finite, flat.
+    :param scale: size of the numbers that the ratios are differences of: if they differ
+        by no more than its rounding, they are equal.
+
+    Reference: Vehtari, Simpson, Gelman, Yao and Gabry (2024), Pareto smoothed
+    importance sampling.
+    """
+    if np.ptp(log_ratios) <= 1e-12 * scale:
+        even = np.full(log_ratios.size, -np.log(log_ratios.size))
+        return Psis(-np.inf, even)
+    # Here, as ArviZ is slow to import.
+    from arviz_stats.base import array_stats
+
+    # ArviZ takes log-likelihoods, minus the log-ratios of leave-one-out.
+    log_weights, khat = array_stats.psislw(-log_ratios)
+    return Psis(float(khat), np.asarray(log_weights))
+
+
+def log_mean_exp(x: np.ndarray, axis: int | None = None) -> Any:
+    """Logarithm of the mean of exponentials."""
+    largest = np.max(x, axis=axis, keepdims=True)
+    largest = np.where(np.isfinite(largest), largest, 0)
+    with np.errstate(divide="ignore"):  # of nothing but zeros
+        total = np.log(np.mean(np.exp(x - largest), axis=axis))
+    total = total + np.squeeze(largest, axis)
+    return total if np.ndim(total) else float(total)
+
+
+def compensated_sum(x: Array) -> tuple[Array, Array]:
+    """A sum over the last axis, and what its rounding lost.
+
+    Log-weights are small differences of large sums: of 1e5 terms in float32, summed one
+    after the other, those would be noise. Both parts are added in double precision, on
+    the host.
+
+    :param x: (..., n).
+
+    Reference: Ogita, Rump and Oishi (2005), Accurate sum and dot product.
+    """
+    size = 1 << max(x.shape[-1] - 1, 0).bit_length()
+    total = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+    lost = jnp.zeros_like(total)
+    while size > 1:
+        size //= 2
+        a, b = total[..., :size], total[..., size:]
+        total = a + b
+        part = total - a
+        error = (a - (total - part)) + (b - part)
+        lost = lost[..., :size] + lost[..., size:] + error
+    return total[..., 0], lost[..., 0]

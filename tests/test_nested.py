@@ -1,0 +1,654 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyperparameters integrated: collapsed models against exact marginal likelihoods, and
+weighted draws against sums over grids."""
+
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import enable_x64
+from numpyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
+from numpyro.infer.autoguide import AutoLaplaceApproximation
+from numpyro.infer.util import log_density, potential_energy
+from scipy import special, stats
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
+from numpyro_gpaug.infer.nested.weighted import Weighted
+from numpyro_gpaug.math.importance import compensated_sum
+
+G, N = 4, 24
+RNG = np.random.default_rng(5)
+GROUP = np.arange(N) % G
+EFFECT = np.array([-0.6, 0.2, 0.5, 1.1])
+COUNTS = RNG.poisson(np.exp(EFFECT[GROUP]))
+REAL = EFFECT[GROUP] + 0.5 * RNG.normal(size=N)
+BINARY = RNG.binomial(1, 1 / (1 + np.exp(-2 * EFFECT[GROUP])))
+
+
+def varying(group, y=None, *, law, members=G):
+    """Intercepts that vary about a mean; the scale is integrated."""
+    level = numpyro.sample("level", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("groups", members):
+        a = numpyro.sample("a", dist.Normal(level, tau))
+    eta = numpyro.deterministic("eta", a[group])
+    with numpyro.plate("data", len(group)):
+        numpyro.sample("y", law(eta), obs=y)
+
+
+def noisy(group, y=None):
+    """The same with normal noise, whose scale is integrated too."""
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    varying(group, y, law=lambda eta: dist.Normal(eta, sigma))
+
+
+poisson = partial(varying, law=lambda eta: dist.Poisson(jnp.exp(eta)))
+bernoulli = partial(varying, law=lambda eta: dist.Bernoulli(logits=eta))
+
+
+def exact(values):
+    """Log marginal density of the normal model and its hyperparameters."""
+    tau, sigma = values["tau"], values["sigma"]
+    Z = jnp.eye(G)[GROUP]
+    covariance = 4 * jnp.ones((N, N)) + tau**2 * Z @ Z.T + sigma**2 * jnp.eye(N)
+    zero = jnp.zeros(N)
+    marginal = jax.scipy.stats.multivariate_normal.logpdf(REAL, zero, covariance)
+    priors = dist.HalfNormal(1).log_prob(tau) + dist.HalfNormal(1).log_prob(sigma)
+    return marginal + priors
+
+
+def collapsed_density(model, y):
+    collapsed = gpaug.collapse(model)
+    return lambda values: log_density(collapsed, (GROUP, y), {}, values)[0]
+
+
+def energy(model, y):
+    collapsed = gpaug.collapse(model)
+    return lambda values: potential_energy(collapsed, (GROUP, y), {}, values)
+
+
+# -- the collapsed model -------------------------------------------------------------
+
+
+def test_normal_models_collapse_to_the_exact_marginal_likelihood(x64):
+    at = {"tau": jnp.array(0.7), "sigma": jnp.array(0.4)}
+    ours = jax.jit(jax.value_and_grad(collapsed_density(noisy, REAL)))(at)
+    theirs = jax.value_and_grad(exact)(at)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9), ours, theirs)
+
+
+def test_a_processs_marginal_likelihood_is_exact(x64):
+    X = np.linspace(0, 1, 12)[:, None]
+    y = np.sin(6 * X[:, 0])
+
+    def model(X, y):
+        length = numpyro.sample("length", dist.LogNormal(-1, 1))
+        kernel = gpaug.kernels.Matern52(length)
+        gp = gpaug.GaussianProcess("f", kernel, X, jitter=1e-10)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(gp(X), 0.1), obs=y)
+
+    found = log_density(gpaug.collapse(model), (X, y), {}, {"length": jnp.array(0.3)})
+    K = np.asarray(gpaug.kernels.Matern52(0.3)(X, X)) + 0.01 * np.eye(12)
+    expected = stats.multivariate_normal(np.zeros(12), K).logpdf(y)
+    expected += float(dist.LogNormal(-1, 1).log_prob(0.3))
+    # The jitter is part of the model.
+    np.testing.assert_allclose(found[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "y"), [(poisson, COUNTS), (bernoulli, BINARY)], ids=["counts", "binary"]
+)
+def test_the_envelope_gradient_is_the_gradient(x64, model, y):
+    density = energy(model, y)
+    both = jax.jit(jax.value_and_grad(density))
+    _, gradient = both({"tau": jnp.array(-0.3)})
+    step = 1e-3
+    ends = [both({"tau": jnp.array(-0.3 + s * step)})[0] for s in (1, -1)]
+    slope = (ends[0] - ends[1]) / (2 * step)
+    np.testing.assert_allclose(gradient["tau"], slope, rtol=1e-4)
+
+
+def test_second_derivatives_forward_and_reverse(x64):
+    density, at = energy(noisy, REAL), jnp.array([0.1, -0.5])
+
+    def of_vector(x):
+        return density({"tau": x[0], "sigma": x[1]})
+
+    def truth(x):
+        return -exact({"tau": jnp.exp(x[0]), "sigma": jnp.exp(x[1])}) - x.sum()
+
+    expected = jax.hessian(truth)(at)
+    for second in (jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
+        np.testing.assert_allclose(
+            jax.jit(second(of_vector))(at), expected, rtol=2e-3, atol=2e-3
+        )
+
+
+def test_mapped_is_one_by_one(x64):
+    density = jax.value_and_grad(energy(poisson, COUNTS))
+    at = jnp.array([-1.0, 0.0, 0.8])
+    mapped = jax.jit(jax.vmap(lambda u: density({"tau": u})))(at)
+    single = jax.jit(lambda u: density({"tau": u}))
+    each = [single(u) for u in at]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9), mapped, stacked)
+
+
+def test_derivatives_in_the_data_are_refused():
+    collapsed = gpaug.collapse(noisy)
+    at = {"tau": jnp.array(0.7), "sigma": jnp.array(0.4)}
+
+    def density(y):
+        return log_density(collapsed, (GROUP, y), {}, at)[0]
+
+    with pytest.raises(NotImplementedError, match="in the hyperparameters only"):
+        jax.grad(density)(jnp.asarray(REAL))
+
+
+def test_samplers_and_guides_take_the_collapsed_model():
+    collapsed = gpaug.collapse(noisy)
+    mcmc = MCMC(
+        NUTS(collapsed), num_warmup=60, num_samples=60, num_chains=2,
+        chain_method="vectorized", jit_model_args=True, progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(jax.random.key(0), GROUP, REAL)
+    draws = mcmc.get_samples()
+    assert sorted(draws) == ["sigma", "tau"]
+    mean, deviation = grid_moments()["sigma"]
+    np.testing.assert_allclose(draws["sigma"].mean(), mean, atol=0.6 * deviation)
+    import optax
+
+    guide = AutoLaplaceApproximation(collapsed)
+    svi = SVI(collapsed, guide, optax.adam(0.1), Trace_ELBO())
+    fit = svi.run(jax.random.key(1), 100, GROUP, REAL, progress_bar=False)
+    median = guide.median(fit.params)["sigma"]
+    np.testing.assert_allclose(median, mean, atol=deviation)
+
+
+def test_params_of_the_model_are_learnt():
+    def model(group, y=None):
+        sigma = numpyro.param("sigma", 1.0, constraint=dist.constraints.positive)
+        varying(group, y, law=lambda eta: dist.Normal(eta, sigma))
+
+    import optax
+
+    collapsed = gpaug.collapse(model)
+    guide = numpyro.infer.autoguide.AutoDelta(collapsed)
+    svi = SVI(collapsed, guide, optax.adam(0.1), Trace_ELBO())
+    fit = svi.run(jax.random.key(1), 150, GROUP, REAL, progress_bar=False)
+    assert abs(fit.params["sigma"] - 0.5) < 0.2
+    with pytest.raises(ValueError, match=r"params \['sigma'\] have no prior"):
+        gpaug.NestedVI(model, progress_bar=False).run(jax.random.key(0), GROUP, REAL)
+
+
+# -- weighted draws -------------------------------------------------------------------
+
+
+def grid():
+    """Unnormalised log posterior of the normal model's hyperparameters over a grid."""
+    tau, sigma = np.linspace(0.01, 4, 200), np.linspace(0.15, 1.5, 150)
+    with enable_x64(True):
+        values = {
+            k: jnp.asarray(x.ravel())
+            for k, x in zip(
+                ("tau", "sigma"), np.meshgrid(tau, sigma, indexing="ij"), strict=True
+            )
+        }
+        logs = np.asarray(jax.lax.map(exact, values, batch_size=500))
+    area = (tau[1] - tau[0]) * (sigma[1] - sigma[0])
+    return {k: np.asarray(x) for k, x in values.items()}, logs, area
+
+
+def grid_moments():
+    values, logs, _ = grid()
+    weights = special.softmax(logs)
+    means = {k: weights @ x for k, x in values.items()}
+    return {
+        k: (means[k], np.sqrt(weights @ (x - means[k]) ** 2)) for k, x in values.items()
+    }
+
+
+def nested(model, *args, key=0, **options):
+    found = gpaug.NestedVI(model, progress_bar=False, **options)
+    found.run(jax.random.key(key), *args)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_normal():
+    return nested(noisy, GROUP, REAL)
+
+
+def test_hyperparameters_of_a_normal_model_against_a_grid(of_normal):
+    table = of_normal.summary()
+    for name, (mean, deviation) in grid_moments().items():
+        np.testing.assert_allclose(table["mean"][name], mean, atol=0.1 * deviation)
+        np.testing.assert_allclose(table["sd"][name], deviation, rtol=0.1)
+
+
+def test_the_evidence_of_a_normal_model_against_a_grid(of_normal):
+    _, logs, area = grid()
+    found = of_normal.get_extra_fields()
+    expected = special.logsumexp(logs) + np.log(area)
+    error = found["log_evidence_error"]
+    assert error < 0.03
+    assert abs(found["log_evidence"] - expected) < 4 * error
+    assert found["khat"] < 0.5
+    # Given hyperparameters nothing is approximated: all draws of one weigh the same.
+    run = of_normal._run.weighted
+    spread = np.ptp(run.log_ratios, axis=1)
+    assert np.exp(run.log_weights).sum(1) @ spread < 1e-3
+
+
+def poisson_truth():
+    """Evidence and moments of the Poisson model, by sums over tau, the level, and
+    each effect: given the two, effects are independent."""
+    tau = np.exp(np.linspace(-6, 1.6, 120))
+    level = np.linspace(-4, 4, 161)
+    a = np.linspace(-7, 5, 1201)
+    width = a[1] - a[0]
+    log_lik = np.array(
+        [stats.poisson(np.exp(a)[:, None]).logpmf(COUNTS[GROUP == g]).sum(1)
+         for g in range(G)]
+    )  # fmt: skip
+    total = np.zeros((120, 161))
+    for i, t in enumerate(tau):
+        prior = stats.norm(level[:, None], t).logpdf(a) + np.log(width)
+        if t < 3 * width:  # the grid does not resolve it
+            nearest = np.abs(a - level[:, None]).argmin(1)
+            total[i] = log_lik[:, nearest].sum(0)
+        else:
+            total[i] = special.logsumexp(prior + log_lik[:, None], axis=2).sum(0)
+    total += stats.norm(0, 2).logpdf(level)
+    total += (stats.halfnorm.logpdf(tau) + np.log(tau))[:, None]
+    area = (level[1] - level[0]) * 7.6 / 119
+    weights = special.softmax(total).sum(1)
+    mean = weights @ tau
+    evidence = special.logsumexp(total) + np.log(area)
+    return evidence, mean, np.sqrt(weights @ (tau - mean) ** 2)
+
+
+@pytest.fixture(scope="module")
+def of_counts():
+    return nested(poisson, GROUP, COUNTS)
+
+
+def test_counts_against_sums_over_everything(of_counts):
+    evidence, mean, deviation = poisson_truth()
+    found, table = of_counts.get_extra_fields(), of_counts.summary()
+    assert found["khat"] < 0.7
+    error = found["log_evidence_error"]
+    assert abs(found["log_evidence"] - evidence) < 4 * error < 0.15
+    np.testing.assert_allclose(table["mean"]["tau"], mean, atol=0.15 * deviation)
+    np.testing.assert_allclose(table["sd"]["tau"], deviation, rtol=0.1)
+
+
+def test_draws_have_all_sites_in_their_shapes(of_counts):
+    draws = of_counts.get_samples()
+    shapes = {k: x.shape for k, x in draws.items()}
+    expected = {"a": (1000, G), "eta": (1000, N), "level": (1000,), "tau": (1000,)}
+    assert shapes == expected
+    np.testing.assert_allclose(draws["eta"], draws["a"][:, GROUP])
+    by_chain = of_counts.get_samples(group_by_chain=True)
+    assert by_chain["a"].shape == (1, 1000, G)
+    weighted = of_counts.get_samples(weighted=True)
+    weights = np.exp(of_counts.get_extra_fields()["log_weights"])
+    np.testing.assert_allclose(weights.sum(), 1, rtol=1e-9)
+    assert weighted["a"].shape == (*weights.shape, G)
+    # Equally weighted ones are resampled from these.
+    np.testing.assert_allclose(
+        draws["a"].mean(0), weights @ np.asarray(weighted["a"]), atol=0.1
+    )
+    predicted = Predictive(poisson, draws)(jax.random.key(1), GROUP)
+    assert predicted["y"].shape == (1000, N)
+
+
+def test_the_summary_says_what_was_done(of_counts, capsys):
+    of_counts.print_summary()
+    printed = capsys.readouterr().out
+    expected = "n_eff", "tau", "a[3]", "of the exact posterior", "log evidence"
+    for part in (*expected, "evaluations of the collapsed", "mode and curvature"):
+        assert part in printed
+    fields = of_counts.get_extra_fields()
+    assert f"k-hat {fields['khat']:.2f}" in printed
+    assert fields["evaluations"] >= 512
+    assert "exact posterior" in repr(of_counts)
+
+
+def test_draws_go_to_arviz(of_counts):
+    tree = gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts)
+    assert tree["posterior"]["a"].shape == (1, 1000, G)
+    assert tree["log_likelihood"]["y"].shape == (1, 1000, N)
+    assert tree["posterior_predictive"]["y"].shape == (1, 1000, N)
+    rate = np.exp(np.asarray(of_counts.get_samples()["eta"]))
+    np.testing.assert_allclose(
+        tree["log_likelihood"]["y"][0], stats.poisson(rate).logpmf(COUNTS), atol=1e-4
+    )
+    with pytest.raises(TypeError, match="knows its model and its arguments"):
+        gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts, None, None, GROUP)
+    with pytest.raises(TypeError, match="pass a guide and its params"):
+        gpaug.diagnostics.to_datatree(jax.random.key(0), poisson)
+    elpd = gpaug.diagnostics.loo(tree).elpd
+    exact = stats.poisson(rate).pmf(COUNTS).mean(0)
+    assert elpd < np.log(exact).sum() < elpd + 10
+
+
+def test_models_are_compared_by_their_evidence(of_counts):
+    flat = nested(poisson, np.zeros(N, int), COUNTS, num_points=64)
+    compare = gpaug.diagnostics.compare_evidence
+    table = compare({"one group": flat, "four groups": of_counts})
+    assert [*table.index] == ["four groups", "one group"]
+    fields = [x.get_extra_fields()["log_evidence"] for x in (flat, of_counts)]
+    np.testing.assert_allclose(table["difference"], [0, fields[0] - fields[1]])
+    with pytest.raises(ValueError, match="nothing to compare"):
+        compare({"one": flat})
+    with pytest.raises(TypeError, match="expected a NestedVI"):
+        compare({"one": flat, "two": 3})
+
+
+def test_the_same_key_gives_the_same_draws_and_compiles_nothing(of_counts):
+    again = nested(poisson, GROUP, COUNTS)
+    first = again.get_samples()
+    np.testing.assert_array_equal(first["a"], of_counts.get_samples()["a"])
+    from tests.conftest import compilations
+
+    before = compilations("_draw"), compilations("_evaluate")
+    again.run(jax.random.key(1), GROUP, COUNTS + 1)
+    assert before == (compilations("_draw"), compilations("_evaluate"))
+    assert not np.array_equal(first["a"], again.get_samples()["a"])
+
+
+def test_without_hyperparameters_latents_are_reweighted():
+    def model(t, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 2))
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Bernoulli(logits=b * t), obs=y)
+
+    t, y = np.linspace(-1, 2, 8), np.array([0, 1, 0, 1, 1, 1, 1, 1])
+    found = nested(model, t, y)
+    b = np.linspace(-15, 25, 8001)
+    logs = stats.norm(0, 2).logpdf(b)
+    logs += stats.bernoulli.logpmf(y, special.expit(b[:, None] * t)).sum(1)
+    weights = special.softmax(logs)
+    evidence = special.logsumexp(logs) + np.log(b[1] - b[0])
+    fields, row = found.get_extra_fields(), found.summary().loc["b"]
+    np.testing.assert_allclose(
+        fields["log_evidence"], evidence, atol=4 * fields["log_evidence_error"] + 1e-4
+    )
+    mean = weights @ b
+    deviation = np.sqrt(weights @ (b - mean) ** 2)
+    np.testing.assert_allclose(row["mean"], mean, atol=0.1 * deviation)
+    np.testing.assert_allclose(row["sd"], deviation, rtol=0.1)
+
+
+def test_two_modes_of_a_hyperparameter_are_both_found():
+    def model(y=None):
+        mu = numpyro.sample("mu", dist.Uniform(-5, 5))
+        with numpyro.plate("groups", 3):
+            a = numpyro.sample("a", dist.Normal(0, 0.3))
+        with numpyro.plate("data", 3):
+            numpyro.sample("y", dist.Normal(a + jnp.abs(mu), 0.3), obs=y)
+
+    found = nested(model, np.array([2.5, 3.0, 3.2]))
+    weights = np.exp(found.get_extra_fields()["log_weights"])
+    mu = np.asarray(found.get_samples(weighted=True)["mu"])
+    np.testing.assert_allclose(weights[mu > 0].sum(), 0.5, atol=0.08)
+    assert found.get_extra_fields()["khat"] < 0.7
+
+
+def wide(y=None):
+    """A narrow view of very skewed posteriors: too many for weights."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("data", len(y)):
+        a = numpyro.sample("a", dist.Normal(0, 5 + tau))
+        numpyro.sample("y", dist.Bernoulli(logits=a), obs=y)
+
+
+def test_uneven_weights_are_reported_and_corrected(monkeypatch):
+    monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", 150)
+    y = np.arange(60) % 2
+    with pytest.warns(UserWarning, match=r"k-hat .* NOT of the exact posterior"):
+        found = nested(wide, y, num_points=64, num_draws=2)
+    assert found.get_extra_fields()["khat"] > 0.7
+    chains = nested(wide, y, num_points=64, num_draws=2, correct="mcmc")
+    draws = chains.get_samples(group_by_chain=True)
+    assert draws["a"].shape == (4, 250, 60)
+    assert "draws are those of NUTS" in repr(chains)
+    # Of one datum at a time the posterior is a skewed normal, averaged over tau.
+    scale = 5 + np.asarray(draws["tau"]).mean()
+    a = np.linspace(-60, 60, 4001)
+    weights = special.softmax(stats.norm(0, scale).logpdf(a) - np.logaddexp(0, -a))
+    mean = (np.asarray(draws["a"]) * np.where(y, 1, -1)).mean()
+    np.testing.assert_allclose(mean, weights @ a, rtol=0.1)
+
+
+def test_what_cannot_be_evaluated_voids_the_certificate():
+    """Beyond a scale of one the model breaks, and half of the posterior is there."""
+
+    def model(y=None):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        broken = jnp.where(tau > 1, jnp.nan, tau)
+        with numpyro.plate("data", len(y)):
+            a = numpyro.sample("a", dist.Normal(0, broken))
+            numpyro.sample("y", dist.Normal(a, 0.3), obs=y)
+
+    with pytest.warns(UserWarning, match="could not be evaluated where about"):
+        found = nested(model, np.linspace(-1.6, 1.6, 12))
+    fields = found.get_extra_fields()
+    assert fields["failures"] > 0
+    assert 0.1 < fields["loss"] < 0.9
+
+
+@pytest.mark.slow
+def test_many_hyperparameters_go_to_nuts(capsys):
+    def model(X, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1).expand([9]).to_event(1))
+        b = numpyro.sample("b", dist.Normal(0, scale).to_event(1))
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(X @ b, 0.5), obs=y)
+
+    X = RNG.normal(size=(30, 9))
+    found = nested(model, X, X[:, 0], num_points=64)
+    found.print_summary()
+    printed = capsys.readouterr().out
+    assert "NUTS on the collapsed model" in printed
+    assert "log evidence: not known" in printed
+    assert np.isnan(found.get_extra_fields()["log_evidence"])
+    assert found.get_samples()["b"].shape == (1000, 9)
+
+
+@pytest.mark.slow
+def test_whole_runs_are_calibrated():
+    """Simulation-based: ranks of what data were simulated from, among draws, are
+    uniform (Talts et al., 2018)."""
+    runs, num = 200, 63
+    engine = gpaug.NestedVI(
+        bernoulli, num_samples=num, num_points=128, num_draws=4, progress_bar=False
+    )
+    prior = Predictive(bernoulli, num_samples=runs)(jax.random.key(0), GROUP)
+    names = "tau", "level", "a"
+    ranks = {"tau": [], "level": [], "a": []}
+    for i in range(runs):
+        with warnings.catch_warnings():
+            # Of 128 points k-hat is noisy; what it warns of counts as well.
+            warnings.filterwarnings("ignore", "k-hat")
+            engine.run(jax.random.key(i), GROUP, np.asarray(prior["y"][i]))
+        draws = engine.get_samples()
+        for name in names:
+            below = np.asarray(draws[name] < prior[name][i]).reshape(num, -1)
+            ranks[name].append(below[:, 0].sum())
+    for name in names:
+        counts = np.bincount(np.array(ranks[name]) // 8, minlength=8)
+        assert stats.chisquare(counts).pvalue > 1e-3, (name, counts)
+
+
+# -- numbers --------------------------------------------------------------------------
+
+
+def test_weights_of_many_data_in_float32():
+    """Differences of log-weights, with 1e5 terms in each, as they are in float64."""
+    n = 100_000
+    t = np.linspace(-1, 1, n)
+    y = np.random.default_rng(0).binomial(1, 1 / (1 + np.exp(-0.5 - t)))
+
+    def model(t, y=None):
+        s = numpyro.sample("s", dist.HalfNormal(1))
+        b = numpyro.sample("b", dist.Normal(0, s).expand([2]).to_event(1))
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Bernoulli(logits=b[0] + b[1] * t), obs=y)
+
+    from numpyro_gpaug.infer.nested.programs import Programs
+    from numpyro_gpaug.infer.nested.setup import CollapsedBounds
+    from numpyro_gpaug.model.structure import Arguments
+
+    noise = np.random.default_rng(1).normal(size=(6, 2))
+    answers = []
+    for double in (False, True):
+        with enable_x64(double):
+            dtype = float if double else np.float32
+            given = t.astype(dtype), y
+            arguments = Arguments.split(given, {})
+            bound = CollapsedBounds(model).at(arguments, given, {})
+            programs = Programs(bound, arguments, 6)
+            point = jnp.asarray([-0.4], dtype)
+            start = programs.no_start(arguments.arrays)
+            widths = jnp.asarray(np.linspace(1, 1.5, 6), dtype)
+            drawn = jax.jit(programs.weigh)(
+                point, jnp.asarray(noise, dtype), widths, start, arguments.arrays
+            )
+            total = np.asarray(drawn.total, float) + np.asarray(drawn.lost, float)
+            answers.append(total - total[0])
+    assert np.ptp(answers[1]) > 0.1
+    np.testing.assert_allclose(*answers, atol=0.02)
+
+
+def test_compensated_sums():
+    x = (3 * RNG.normal(size=(2, 50_001)) - 1).astype(np.float32)
+    total, lost = jax.jit(compensated_sum)(jnp.asarray(x))
+    found = np.asarray(total, float) + np.asarray(lost, float)
+    np.testing.assert_allclose(found, x.astype(float).sum(-1), rtol=1e-9)
+
+
+@pytest.mark.parametrize("sides", [[1.0, 1.0], [0.5, 2.0]])
+def test_split_t_laws_draw_what_their_density_says(sides):
+    axes = np.array([[0.5, 0.1], [0.0, 0.8]])
+    law = StudentT(np.array([1.0, -1.0]), axes, np.array([sides, sides[::-1]]).T)
+    points = law.draws(20_000, np.random.default_rng(0))
+    x, y = np.meshgrid(np.linspace(-24, 26, 500), np.linspace(-30, 28, 500))
+    places = np.stack([x.ravel(), y.ravel()], -1)
+    density = np.exp(law.log_density(places))
+    area = (x[0, 1] - x[0, 0]) * (y[1, 0] - y[0, 0])
+    np.testing.assert_allclose(density.sum() * area, 1, atol=0.01)
+    np.testing.assert_allclose(points.mean(0), density @ places * area, atol=0.03)
+
+
+def test_mixtures_weigh_their_parts_by_their_counts():
+    law = StudentT.symmetric(np.zeros(1), np.eye(1))
+    proposal = Proposal((law, law._replace(mode=np.ones(1))), (0.6, 0.3), 0.1)
+    prior, counts = proposal.counts(100)
+    assert prior == 10
+    assert prior + sum(counts) == 100
+    points = proposal.draws(100, np.zeros((10, 1)), np.random.default_rng(0))
+    assert points.shape == (100, 1)
+    log_prior = np.zeros(100)
+    mixed = prior + sum(
+        n * np.exp(part.log_density(points))
+        for part, n in zip(proposal.laws, counts, strict=True)
+    )
+    found = proposal.log_density(points, log_prior, 100)
+    np.testing.assert_allclose(found, np.log(mixed / 100), rtol=1e-9)
+
+
+def weighted(ratios, **options):
+    n, draws = ratios.shape
+    points = np.arange(n, dtype=float)[:, None]
+    return Weighted.of(points, np.zeros((n, draws, 1)), ratios, normalised=True)
+
+
+def test_khat_knows_tails():
+    uniform = np.random.default_rng(0).uniform(size=(4000, 1))
+    for shape in (0.3, 1.0):
+        found = weighted(-shape * np.log(uniform)).khat
+        np.testing.assert_allclose(found, shape, atol=0.15)
+    # Nearly even weights have no tail that matters, whatever its shape.
+    assert weighted(1e-3 * -2 * np.log(uniform)).certified
+
+
+def test_effective_draws_of_means_count_points_not_draws():
+    rng = np.random.default_rng(0)
+    found = weighted(np.zeros((400, 8)))
+    of_points = np.repeat(rng.normal(size=400), 8)
+    of_draws = rng.normal(size=3200)
+    table = found.table({"point": of_points, "draw": of_draws})
+    np.testing.assert_allclose(table["point"][-1], 400, rtol=0.01)
+    np.testing.assert_allclose(table["draw"][-1], 3200, rtol=0.2)
+    np.testing.assert_allclose(found.log_evidence, 0, atol=1e-12)
+
+
+# -- what is refused ------------------------------------------------------------------
+
+
+def test_options_are_checked():
+    for options, said in (
+        ({"num_points": 10}, "at least 32 points"),
+        ({"num_draws": 0}, "num_draws must be a whole number"),
+        ({"correct": "magic"}, "correct must be 'mcmc' or None"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            gpaug.NestedVI(poisson, **options)
+    with pytest.raises(RuntimeError, match="nothing has been drawn yet"):
+        gpaug.NestedVI(poisson).get_samples()
+
+
+def test_arguments_are_checked():
+    kernel = gpaug.NestedVI(poisson, progress_bar=False)
+    key = jax.random.key(0)
+    with pytest.raises(TypeError, match="random key"):
+        kernel.run(GROUP, COUNTS)
+    with pytest.raises(ValueError, match="pass its observations"):
+        kernel.run(key, GROUP)
+    with pytest.raises(ValueError, match="'y'.*outside the support"):
+        kernel.run(key, GROUP, COUNTS - 5)
+    with pytest.raises(ValueError, match="'a' has 4 members"):
+        kernel.run(key, GROUP + 1, COUNTS)
+    # Data of shapes that were seen are checked as the first were.
+    kernel.run(key, GROUP, COUNTS)
+    with pytest.raises(ValueError, match="'y'.*outside the support"):
+        kernel.run(key, GROUP, COUNTS - 5)
+    with pytest.raises(ValueError, match="'a' has 4 members"):
+        kernel.run(key, GROUP + 1, COUNTS)
+    with pytest.raises(ValueError, match=r"init_params names \['tu'\]"):
+        kernel.run(key, GROUP, COUNTS, init_params={"tu": 1.0})
+
+    def batches(group, y):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        a = numpyro.sample("a", dist.Normal(0, tau))
+        with numpyro.plate("data", N, subsample_size=5) as i:
+            numpyro.sample("y", dist.Poisson(jnp.exp(a)), obs=y[i])
+
+    for call in (
+        partial(gpaug.NestedVI(batches).run, key),
+        numpyro.handlers.seed(gpaug.collapse(batches), 0),
+    ):
+        with pytest.raises(ValueError, match="draw a subsample"):
+            call(GROUP, COUNTS)
+
+
+def test_a_bound_that_is_not_finite_is_explained():
+    def model(y=None):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        with numpyro.plate("data", len(y)):
+            a = numpyro.sample("a", dist.Normal(0, tau * jnp.nan))
+            numpyro.sample("y", dist.Normal(a, 0.3), obs=y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(gpaug.CholeskyError, match="not finite where the search"):
+            nested(model, REAL)
