@@ -416,7 +416,7 @@ def wide(y=None):
         numpyro.sample("y", dist.Bernoulli(logits=a), obs=y)
 
 
-def test_uneven_weights_are_reported_and_corrected(monkeypatch):
+def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys):
     monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", 150)
     y = np.arange(60) % 2
     with pytest.warns(UserWarning, match=r"k-hat .* NOT of the exact posterior"):
@@ -425,7 +425,14 @@ def test_uneven_weights_are_reported_and_corrected(monkeypatch):
     chains = nested(wide, y, num_points=64, num_draws=2, correct="mcmc")
     draws = chains.get_samples(group_by_chain=True)
     assert draws["a"].shape == (4, 250, 60)
-    assert "draws are those of NUTS" in repr(chains)
+    chains.print_summary()
+    printed = capsys.readouterr().out
+    assert "The draws are those of NUTS on the whitened model" in printed
+    assert "divergences" in printed
+    assert "NUTS from the draws" in chains.get_extra_fields()["seconds"]
+    # Chains move: draws at one point would be worth one draw of it.
+    assert chains.summary()["n_eff"].min() > 40
+    assert not chains.certified
     # Of one datum at a time the posterior is a skewed normal, averaged over tau.
     scale = 5 + np.asarray(draws["tau"]).mean()
     a = np.linspace(-60, 60, 4001)
