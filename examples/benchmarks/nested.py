@@ -219,15 +219,15 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    with jax.enable_x64(not args.float32):
-        rows = []
-        for name in args.data:
-            rows += rows_of(name, args)
-            print_table([r for r in rows if r["data"] == name], COLUMNS)
-            if args.json:
-                found = versions("jax", "numpyro")
-                report = {"machine": machine(), "versions": found, "rows": rows}
-                args.json.write_text(json.dumps(report, indent=1))
+    jax.config.update("jax_enable_x64", not args.float32)
+    rows = []
+    for name in args.data:
+        rows += rows_of(name, args)
+        print_table([r for r in rows if r["data"] == name], COLUMNS)
+        if args.json:
+            found = versions("jax", "numpyro")
+            report = {"machine": machine(), "versions": found, "rows": rows}
+            args.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -257,7 +257,8 @@ class NestedVI:
 
     @property
     def certified(self) -> bool:
-        """Whether the draws are of the exact posterior, up to Monte Carlo error.
+        """Whether the weighted draws are certified to be of the exact posterior, up to
+        Monte Carlo error. (Draws by ``correct="mcmc"`` are made where they are not.)
 
         :raises RuntimeError: before a run.
         """
