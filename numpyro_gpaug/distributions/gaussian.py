@@ -19,7 +19,6 @@ from numpyro_gpaug.math.linalg import (
     cholesky,
     inverse_lower,
     kl_to_diagonal,
-    moments,
     solve_lower,
 )
 
@@ -59,7 +58,7 @@ class BlockGaussian(dist.Distribution):
     def from_natural(cls, natural: NaturalGaussian) -> BlockGaussian:
         """From potential and precision: mean ``precision^-1 potential``."""
         tril = cholesky(natural.precision)
-        return cls(moments(natural).mean, tril, "precision")
+        return cls(natural.moments().mean, tril, "precision")
 
     @property
     def support(self) -> constraints.Constraint:

@@ -25,7 +25,7 @@ from numpyro_gpaug.guides.preconditioned import (
     preconditioned_names,
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.model.inspect_joint import warn_of_points
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.structure import (
@@ -235,7 +235,7 @@ class AutoSparseGP(ProcessGuide):
         (block,) = (b for b in self.structure.blocks if b.name == name)
         if self.covariance == "natural":
             natural = NaturalGaussian(*(params[n] for n in natural_names(block)))
-            return with_latent_axis(moments(natural))
+            return with_latent_axis(natural.moments())
         return with_latent_axis(moments_of(self.gaussian(block, params)))
 
     def own_params(self) -> tuple[str, ...]:

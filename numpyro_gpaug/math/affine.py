@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_gpaug.math import linalg
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, moments
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 
 
 class Marginals(NamedTuple):
@@ -185,7 +185,7 @@ class AffineMap(NamedTuple):
 
     def posterior(self, factors: GaussianFactors) -> Moments:
         """Standard normal latents given factors on their predictors."""
-        return moments(self._posterior(factors))
+        return self._posterior(factors).moments()
 
     def with_gram(self) -> AffineMap:
         """The same map that keeps ``A' A`` where it is no larger than ``A A'``: with it

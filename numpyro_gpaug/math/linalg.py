@@ -252,11 +252,6 @@ class NaturalGaussian(NamedTuple):
         return Moments(self.potential, self.precision)
 
 
-def moments(natural: NaturalGaussian) -> Moments:
-    """Mean and covariance factor of a :class:`NaturalGaussian`."""
-    return natural.moments()
-
-
 def diagonal(matrix: Array) -> Array:
     """The diagonal of (..., M, M), as a masked sum: the derivative of
     ``jnp.diagonal`` is a scatter."""

@@ -20,7 +20,7 @@ from numpyro_gpaug.math.affine import (
     selected,
     unstandardised,
 )
-from numpyro_gpaug.math.linalg import Moments, moments, solve_lower
+from numpyro_gpaug.math.linalg import Moments, solve_lower
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
@@ -229,5 +229,5 @@ def _carried(
 
 
 def _moments(part: Part, natural: Any, view: ModelView) -> Moments:
-    q = moments(natural)
+    q = natural.moments()
     return unstandardised(q, part.group.prior(view.priors())) if part.joint else q
