@@ -600,6 +600,32 @@ def test_effective_draws_of_means_count_points_not_draws():
     np.testing.assert_allclose(found.log_evidence, 0, atol=1e-12)
 
 
+def test_weights_that_tie_are_left_alone():
+    rng = np.random.default_rng(0)
+    for ratios in (
+        np.zeros((400, 2)),
+        1e-7 * rng.normal(size=(400, 2)),
+        0.1 * rng.integers(0, 3, (400, 2)),
+    ):
+        found = weighted(ratios)
+        expected = ratios - special.logsumexp(ratios)
+        np.testing.assert_allclose(found.log_weights, expected, atol=0.02)
+        assert np.isfinite(found.khat)
+    # Large ones that tie have no tail to be smoothed by, and stay about what they were.
+    ratios = np.where(np.arange(400) % 8 == 0, 2.5, 0.0)[:, None] * np.ones((1, 2))
+    found = np.exp(weighted(ratios).log_weights)
+    expected = np.exp(ratios - special.logsumexp(ratios))
+    assert np.abs(found - expected).sum() < 0.1
+
+
+def test_one_draw_far_out_does_not_stand_for_all():
+    ratios = 0.3 * np.random.default_rng(0).normal(size=(512, 4))
+    ratios[7, 2] = np.log(600.0)
+    found = weighted(ratios)
+    raw = np.exp(ratios[7, 2] - special.logsumexp(ratios))
+    assert np.exp(found.log_weights[7, 2]) < raw / 2
+
+
 # -- what is refused ------------------------------------------------------------------
 
 

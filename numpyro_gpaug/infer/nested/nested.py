@@ -258,7 +258,7 @@ class NestedVI:
     @property
     def certified(self) -> bool:
         """Whether the weighted draws are certified to be of the exact posterior, up to
-        Monte Carlo error; draws by ``correct="mcmc"`` are made where they are not.
+        Monte Carlo error; where they are not, ``correct="mcmc"`` draws others.
 
         :raises RuntimeError: before a run.
         """

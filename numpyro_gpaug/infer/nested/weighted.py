@@ -171,7 +171,14 @@ def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
     if len(log_ratios) < 25 or not np.isfinite(log_ratios).any():
         return log_ratios
     kept = np.maximum(log_ratios, log_ratios.max() - 700)
-    found = smoothed(kept).log_weights
+    if kept.max() - log_mean_exp(kept) < np.log(3):  # none is far out
+        return log_ratios
+    # A tail of ties has no law.
+    kept = kept + 1e-9 * np.random.default_rng(0).normal(size=len(kept))
+    with np.errstate(all="ignore"):
+        found = smoothed(kept).log_weights
+    if not np.isfinite(found).all():
+        return log_ratios
     # Normalised, but for the smallest, which is as it was.
     least = np.argmin(kept)
     return np.where(
