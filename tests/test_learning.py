@@ -12,7 +12,7 @@ import scipy.optimize
 import scipy.stats
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.vi import quasi_newton, settling
+from numpyro_gpaug.infer.vi import quasi_newton, settling, stepper
 from numpyro_gpaug.infer.vi.hyper import Hyper
 
 KEY = jax.random.key(0)
@@ -139,12 +139,23 @@ def test_steps_double_where_the_slope_stays(x64) -> None:
 
 
 def test_a_search_that_cannot_rise_says_so(x64) -> None:
-    def kink(z):
-        return -jnp.abs(z).sum()
+    def wall(z):
+        return jnp.where((z == 1).all(), z.sum(), jnp.nan)
 
-    _, hyper = climb(kink, [1e-9, 0.0], 60, rounding=1e-5)
+    _, hyper = climb(wall, [1.0, 1.0], 60)
     assert bool(hyper.optim_state.exhausted)
     assert not np.any(hyper.update["z"])
+
+
+def test_a_first_step_within_rounding_leads_on(x64) -> None:
+    """Along the gradient next to nothing is gained, across it ten times the rounding."""
+
+    def valley(z):
+        return -1e4 * (z[0] - 1) ** 2 - 10 * (z[1] - 1) ** 2
+
+    bounds, _ = climb(valley, [1.001, 0.0], 60, rounding=1.0)
+    assert bounds[0] < -10
+    assert bounds[-1] > -1
 
 
 # -- fits ------------------------------------------------------------------------------
@@ -207,7 +218,7 @@ def test_several_latents_settle_in_fewer_moves_than_sweeps(x64, monkeypatch) -> 
     X, *_ = data(80)
     y = (X[:, 0] > 0) + 2 * (X[:, 1] > np.sin(3 * X[:, 0]))
     sweeps = run(fitter(softmax, None), X, y, steps=300, tol=0.0).losses
-    monkeypatch.setattr(settling, "SETTLED", 0.0)
+    monkeypatch.setattr(stepper, "SETTLED", 0.0)
     # The first move only evaluates.
     monkeypatch.setattr(settling, "MAX_MOVES", 21)
     lacking = run(fitter(softmax), X, y, steps=1).losses[0] - sweeps[-1]

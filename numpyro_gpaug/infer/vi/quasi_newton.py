@@ -51,6 +51,7 @@ class Search(NamedTuple):
         one after the other they would add up.
     :param noise: of the bound: what it was seen to fall by where it should not.
     :param exhausted: whether no update makes the bound rise any more.
+    :param fresh: whether no direction has led nowhere yet.
     """
 
     memory: Any
@@ -59,6 +60,7 @@ class Search(NamedTuple):
     best: Array
     noise: Array
     exhausted: Array
+    fresh: Array
 
 
 def start(values: dict[str, Any]) -> Search:
@@ -69,7 +71,7 @@ def start(values: dict[str, Any]) -> Search:
     flat, _ = ravel_pytree(values)
     memory, no = _lbfgs().init(flat), jnp.array(False)
     zero = jnp.zeros((), flat.dtype)
-    return Search(memory, jnp.zeros_like(flat), no, zero, zero, no)
+    return Search(memory, jnp.zeros_like(flat), no, zero, zero, no, ~no)
 
 
 def accepts(hyper: Hyper, bound: Array, rounding: Array) -> Array:
@@ -116,7 +118,10 @@ def accepted(
     )  # fmt: skip
     bound = jnp.asarray(bound, search.best.dtype)
     best = jnp.where(first, bound, jnp.maximum(search.best, bound))
-    search = Search(memory, gradient, steepest, best, search.noise, jnp.array(False))
+    search = search._replace(
+        memory=memory, gradient=gradient, steepest=steepest, best=best,
+        exhausted=jnp.array(False),
+    )  # fmt: skip
     return Hyper(values, unravel(update), jnp.ones_like(hyper.scale), search)
 
 
@@ -146,7 +151,10 @@ def refused(
     best = slope / (2 * (slope - rise))
     factor = jnp.where(best > 0.1, jnp.minimum(best, 0.5), 0.1)
     less = hyper.scale * factor
-    hopeless = slope * factor / 2 < rounding
+    # Along a first gradient a step may gain next to nothing though others gain much:
+    # one within rounding, from gradient to gradient, tells which.
+    first = search.steepest & search.fresh
+    hopeless = (slope * factor / 2 < rounding) & ~first
     change = jnp.abs(rise)
     noisy = probing & (change > jnp.maximum(rounding, search.noise))
     noisy = noisy & (change < largest_noise)
@@ -166,7 +174,15 @@ def refused(
         hyper.values,
         unravel(jnp.where(none, 0, update)),
         jnp.asarray(jnp.where(probing, 1, scale), hyper.scale.dtype),
-        Search(memory, search.gradient, search.steepest | over, best, noise, none),
+        Search(
+            memory,
+            search.gradient,
+            search.steepest | over,
+            best,
+            noise,
+            none,
+            search.fresh & ~over,
+        ),  # fmt: skip
     )
     return hyper, fell
 

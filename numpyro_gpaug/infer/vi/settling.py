@@ -23,7 +23,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.sweeps import slack, slopes_at
 
-# Moves of the blocks, at most, and the rise in nats that ends them.
+# Moves of the blocks, at most, and the rise in nats that ends those of a fit.
 MAX_MOVES, SETTLED = 50, 1e-4
 # Targets that are mixed, and of how much of their residuals' size differences may be
 # rounding.
@@ -38,7 +38,7 @@ def settled(
     steps: dict[str, Array],
     sweep: Callable[..., Place],
     augmented: Callable[[Array], Array | None],
-    tolerance: float = SETTLED,
+    tolerance: float,
 ) -> Place:
     """Moves the blocks until the bound rises no more.
 

@@ -20,7 +20,7 @@ from numpyro_gpaug.infer.vi.hyper import Hyper, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
-from numpyro_gpaug.infer.vi.settling import settled
+from numpyro_gpaug.infer.vi.settling import SETTLED, settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.sweeps import (
     backtracked_sweep,
@@ -252,7 +252,7 @@ class Stepper:
 
         return settled(
             problem, state.natural, state.step_sizes, sweep,
-            lambda moves: self._augmented(after(moves)),
+            lambda moves: self._augmented(after(moves)), SETTLED,
         )  # fmt: skip
 
     def _augmented(self, state: ConjugateState) -> Array | None:
