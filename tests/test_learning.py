@@ -148,7 +148,7 @@ def test_a_search_that_cannot_rise_says_so(x64) -> None:
 
 
 def test_a_first_step_within_rounding_leads_on(x64) -> None:
-    """Along the gradient next to nothing is gained, across it ten times the rounding."""
+    """Along the gradient next to nothing is gained, across it ten nats."""
 
     def valley(z):
         return -1e4 * (z[0] - 1) ** 2 - 10 * (z[1] - 1) ** 2
