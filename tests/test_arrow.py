@@ -77,6 +77,7 @@ def test_an_arrow_is_a_dense_gaussian(x64, shape):
         natural = jax.tree.map(jnp.add, prior.natural, arrow.information(factors))
         other = jax.tree.map(jnp.add, plain.natural, dense.information(factors))
         q, p = natural.moments(), other.moments()
+        left, right = rng.integers(0, rows, (2, 30))
         # An affine map that is not of this form, under the same Gaussian.
         shift, spread = q.carried(dense.projection)
         carried = dense.projection.mT @ p.whitener.mT @ p.carried(dense.projection)[1]
@@ -89,6 +90,10 @@ def test_an_arrow_is_a_dense_gaussian(x64, shape):
             "determinant": (q.log_det, p.log_det),
             "divergence": (prior.divergence(q), plain.divergence(p)),
             "marginals": (arrow.marginals(q), marginals),
+            "pairs": (
+                arrow.covariances(q, left, right),
+                dense.covariances(p, left, right),
+            ),
             "shift": (dense.offset + shift, marginals.mean),
             "carried": (spread.mT @ spread, carried),
             "covariance": (root.T @ root, covariance),

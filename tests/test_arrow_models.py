@@ -111,6 +111,26 @@ def test_an_arrow_fits_what_a_matrix_fits(x64, either, monkeypatch, model, y, fo
     )
 
 
+def test_more_groups_than_one_digit_tells(monkeypatch):
+    def model(group, y=None):
+        with numpyro.plate("groups", 3000):
+            a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Normal(a[group], 1), obs=y)
+
+    monkeypatch.setattr(arrow, "_OVERHEAD", -np.inf)
+    group = rng.choice([2, 1023, 1024, 1500, 2047, 2048, 2999], N)
+    guide = gpaug.AutoLatentGaussian(model)
+    svi = gpaug.ConjugateSVI(model, guide)
+    fit = svi.run(jax.random.key(0), 3, group, REAL, progress_bar=False)
+    assert "an arrow: 3000 groups of 1 (a), 0 others" in repr(guide)
+    a = svi.posterior(fit)["a"]
+    rows = np.bincount(group, minlength=3000)
+    means = np.bincount(group, REAL, minlength=3000) / (rows + 1)
+    np.testing.assert_allclose(a.mean, means, atol=1e-4)
+    np.testing.assert_allclose(a.variance, 1 / (rows + 1), rtol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def of_groups():
     with pytest.MonkeyPatch.context() as patched:

@@ -339,7 +339,7 @@ def test_large_steps_neither_stall_nor_seem_to_have_converged() -> None:
         return fitters[rate].run(KEY, 1500, X, y, **options)
 
     whole, stopped = fitted().losses, fitted(tol=1e-2).losses
-    assert whole[-1] < fitted(0.05).losses[-1] + 0.1
+    assert whole[-1] < fitted(0.05).losses[-1] + 0.2
     assert stopped[-1] < whole[-1] + 0.1
     # It stops where there is nothing left to learn.
     settled = make(model, optax.adam(0.3))

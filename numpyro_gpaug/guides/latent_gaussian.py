@@ -48,7 +48,7 @@ class AutoLatentGaussian(ProcessGuide):
 
     Of few latents the precision is one dense matrix. Where every datum looks at one
     member of a grouping (random effects, of crossed groupings the larger), and that
-    costs less, it is an arrow (:mod:`numpyro_gpaug.math.arrow`): time and memory are
+    costs less, it is an arrow (``math/arrow.py``): time and memory are
     linear in rows and groups; beside these, at most 5000 latents are held.
 
     A likelihood is anything whose log-density is a sum over data of functions of one or
