@@ -163,3 +163,32 @@ def test_draws_of_mixtures_have_their_moments_and_are_independent(law):
     assert (np.abs(draws.mean(0) - mean) < 4 * error).all()
     np.testing.assert_allclose(draws.var(0), variance, rtol=0.08)
     assert abs(np.corrcoef(draws.T)[0, 1]) < 4 / np.sqrt(num)
+
+
+def test_data_of_a_later_run_are_checked_too():
+    def model(group, y=None, *, groups=4):
+        with numpyro.plate("groups", groups):
+            a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(a[group])), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    group, y = np.array([0, 1, 2, 3, 3]), np.array([1, 2, 0, 5, 4])
+
+    def run(*args, **kwargs):
+        return svi.run(jax.random.key(0), 20, *args, progress_bar=False, **kwargs)
+
+    first = run(group, y)
+    for code, what in ((4, "codes 0 to 3"), (-1, "negative ones count from the end")):
+        with pytest.raises(ValueError, match=what):
+            run(np.where(group == 2, code, group), y)
+    with pytest.raises(ValueError, match=r"\['y'\] are not observed"):
+        run(group)
+    # Another number of members is another guide's work: its own, anew.
+    more = run(group, y, groups=6)
+    posterior = svi.posterior(more)
+    np.testing.assert_allclose(posterior["a"].variance[4:], 1, rtol=1e-4)
+    np.testing.assert_allclose(
+        posterior["a"].mean[:4], svi.posterior(first)["a"].mean, atol=1e-3
+    )
+    np.testing.assert_allclose(run(group, y).losses[-1], first.losses[-1], rtol=1e-6)

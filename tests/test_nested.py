@@ -358,6 +358,10 @@ def test_models_are_compared_by_their_evidence(of_counts):
         compare({"one": flat})
     with pytest.raises(TypeError, match="expected a NestedVI"):
         compare({"one": flat, "two": 3})
+    with pytest.raises(TypeError, match="expected a dict of NestedVI by name"):
+        compare([flat, of_counts])
+    with pytest.raises(ValueError, match="numpy.unique"):
+        nested(poisson, GROUP.astype(str), COUNTS)
 
 
 def test_the_same_key_gives_the_same_draws_and_compiles_nothing(of_counts):

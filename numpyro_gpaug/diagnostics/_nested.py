@@ -124,6 +124,10 @@ def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
     """
     import pandas
 
+    if not isinstance(runs, Mapping):
+        raise TypeError(
+            f"runs is a {type(runs).__name__}: expected a dict of NestedVI by name"
+        )
     if len(runs) < 2:
         raise ValueError(f"runs holds {list(runs)}: there is nothing to compare")
     rows = {}

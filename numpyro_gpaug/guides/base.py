@@ -193,6 +193,14 @@ class ProcessGuide:
                 }
         return self
 
+    def check_data(self, *args: Any, **kwargs: Any) -> None:
+        """Sets it up for a fit to these arguments, and checks them.
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        """
+        self.setup(*args, **kwargs)
+
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """What a call does first: :meth:`setup`, and a check of the first observations
         it is shown (ConjugateSVI, which does not call the guide, has its own).

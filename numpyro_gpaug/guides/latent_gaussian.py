@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ class AutoLatentGaussian(ProcessGuide):
     ) -> None:
         super().__init__(model, other)
         self.function_posterior = InducingPosterior()
-        self._misfits: dict[Any, Any] = {}
+        self._checks: dict[Any, Any] = {}
 
     @property
     def conjugate(self) -> bool:
@@ -123,28 +123,53 @@ class AutoLatentGaussian(ProcessGuide):
     ) -> JointView:
         return JointView(structure, model, arguments, values, key)
 
-    def setup(self, *args: Any, **kwargs: Any) -> Self:
-        super().setup(*args, **kwargs)
-        structure = self.structure
+    def check_data(self, *args: Any, **kwargs: Any) -> None:
+        """Sets it up for a fit to these arguments: anew if the model has other latents
+        there. Otherwise raises for what a set-up would not have taken.
+
+        :param args: the model's arguments; of traced ones no values are looked at.
+        :param kwargs: its keyword arguments.
+        :raises ValueError: for observations that are missing, and for codes that no
+            member of a plate has.
+        :raises NotConjugateError: where data look at several groups.
+        """
+        known = self._structure is not None and bool(self._structure.observed)
         arguments = Arguments.split(args, kwargs)
-        traced = any(isinstance(x, Tracer) for x in arguments.arrays)
-        if structure.arrow is not None and structure.observed and not traced:
-            program = remembered(
-                self._misfits, arguments.shapes, lambda: self._misfit(arguments)
+        if known and self.structure_at(arguments).blocks != self.structure.blocks:
+            self._structure, known = None, False
+        self.setup(*args, **kwargs)
+        if not known or any(isinstance(x, Tracer) for x in arguments.arrays):
+            return
+        program, gathers, missing = remembered(
+            self._checks, arguments.shapes, lambda: self._check(arguments)
+        )
+        extremes, misfit = program(arguments.arrays)
+        if missing:
+            raise ValueError(
+                f"{missing} are not observed by these arguments, as they were when the "
+                "guide was set up: pass the observations to init or run"
             )
-            check_groups(program(arguments.arrays), "data")
-        return self
+        for gather, each in zip(gathers, extremes, strict=True):
+            if wrong := gather.bad(each):
+                raise ValueError(wrong)
+        check_groups(misfit, "data")
 
-    def _misfit(self, arguments: Arguments) -> Callable[..., Array]:
+    def _check(self, arguments: Arguments) -> tuple[Callable[..., Any], list, list]:
         structure: Any = self.structure_at(arguments)
+        indexed: list[Any] = []
+        missing: list[str] = []
 
-        def misfit(arrays: tuple[Array, ...]) -> Array:
+        def checked(arrays: tuple[Array, ...]) -> Any:
             here = arguments._replace(arrays=arrays)
             whole = whole_plates(self.model)
             view = JointView(structure, whole, here, {}, random.key(0))
-            return view.misfit(None)
+            gathers = view.gathers()
+            indexed[:] = [gather for gather, _ in gathers]
+            missing[:] = view.unobserved
+            misfit = view.misfit(None) if structure.arrow and not missing else 0
+            return [extremes for _, extremes in gathers], misfit
 
-        return jax.jit(misfit)
+        return jax.jit(checked), indexed, missing
 
     # Natural parameters.
 
@@ -191,7 +216,7 @@ class AutoLatentGaussian(ProcessGuide):
 
     def natural_params(self, natural: dict[str, Natural]) -> dict[str, Array]:
         """Natural parameters as params by name."""
-        named = zip(self.own_params(), natural[JOINT], strict=True)
+        named = zip(_names(type(natural[JOINT])), natural[JOINT], strict=True)
         return {name: x[0] for name, x in named}
 
     def own_params(self) -> tuple[str, ...]:
@@ -203,7 +228,7 @@ class AutoLatentGaussian(ProcessGuide):
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
-        own = {name: params[name] for name in self.own_params()}
+        own = {k: x for k, x in params.items() if k.startswith(f"{JOINT}_auto_")}
         return {k: x for k, x in params.items() if k not in own}, {JOINT: own}
 
     def moments(
@@ -212,12 +237,12 @@ class AutoLatentGaussian(ProcessGuide):
         given = own[JOINT]
         if isinstance(given, Moments | ArrowMoments):
             return {JOINT: given}
-        natural = self._natural([given[name] for name in self.own_params()])
+        # Of a fit to data at which the form may have been another.
+        kind = next(
+            k for k in (ArrowNatural, NaturalGaussian) if set(_names(k)) <= set(given)
+        )
+        natural: Any = kind(*(given[name][None] for name in _names(kind)))
         return {JOINT: natural.moments()}
-
-    def _natural(self, params: list[Any]) -> Natural:
-        kind = ArrowNatural if self.structure.arrow else NaturalGaussian
-        return kind(*(x[None] for x in params))
 
     # Draws.
 
@@ -283,6 +308,10 @@ class AutoLatentGaussian(ProcessGuide):
             f"AutoLatentGaussian, {structure.size} Gaussian latents, {_form(structure)}"
         )
         return "\n".join([head, *lines])
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(f"{JOINT}_auto_{part}" for part in kind._fields)
 
 
 def _form(structure: JointStructure) -> str:

@@ -252,6 +252,13 @@ class JointView:
             bound,
         )  # fmt: skip
 
+    @property
+    def unobserved(self) -> list[str]:
+        """Observed sites that are not so at these arguments."""
+        names = [site.name for site in self.structure.observed]
+        _ = self._program
+        return [name for name in names if name not in self._shown]
+
     # What predictions are made of.
 
     def marks(self) -> dict[str, Array]:

@@ -12,6 +12,7 @@ import numpyro
 from numpyro_gpaug.infer.nested.hyperparameters import declared, sizes
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.validation import check_arguments
 
 SITE = "collapsed_bound"
 
@@ -74,6 +75,7 @@ def collapse(model: Callable[..., Any]) -> Callable[..., None]:
 
     @wraps(model)
     def collapsed(*args: Any, **kwargs: Any) -> None:
+        check_arguments(model, args, kwargs)
         arguments = Arguments.split(args, kwargs)
         bound = bounds.at(arguments, args, kwargs)
         args, kwargs = arguments.merge()  # arrays of JAX's

@@ -20,6 +20,7 @@ from numpyro_gpaug.infer.nested.report import Clock, certificate, lines
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.structure import Arguments, remembered
+from numpyro_gpaug.model.validation import check_arguments
 
 # Hyperparameters that are integrated by importance sampling; more go to NUTS.
 MOST = 8
@@ -150,6 +151,7 @@ class NestedVI:
         check_key(rng_key)
         clock = Clock()
         with clock.part("reading the model"):
+            check_arguments(self._bounds.model, args, kwargs)
             arguments = Arguments.split(args, kwargs)
             bound = self._bounds.at(arguments, args, kwargs)
             if params := sorted(bound.structure.constraints):

@@ -35,7 +35,8 @@ def check_fit(
     :raises ValueError: naming the argument or the site.
     """
     check_arguments(model, args, kwargs)
-    structure = guide.setup(*args, **kwargs).structure
+    guide.check_data(*args, **kwargs)
+    structure = guide.structure
     if not structure.blocks:
         raise ValueError(_nothing_gaussian(structure))
     if not structure.observed:
@@ -92,7 +93,8 @@ class CheckedData:
         if traced or seen != self._seen:
             check_arguments(self._model, args, kwargs)
         if not traced and seen != self._seen:
-            structure = self._guide.setup(*args, **kwargs).structure
+            self._guide.check_data(*args, **kwargs)
+            structure = self._guide.structure
             check_observations(self._model, structure, arguments, self._programs)
             self._seen = seen
         return arguments, data
