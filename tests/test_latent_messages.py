@@ -192,3 +192,21 @@ def test_data_of_a_later_run_are_checked_too():
         posterior["a"].mean[:4], svi.posterior(first)["a"].mean, atol=1e-3
     )
     np.testing.assert_allclose(run(group, y).losses[-1], first.losses[-1], rtol=1e-6)
+
+
+def test_batches_that_are_passed_in_are_checked_too():
+    def model(group, y=None):
+        with numpyro.plate("groups", 4):
+            a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("data", 40, subsample_size=len(group)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(a[group])), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), optim=None)
+    group, y = np.arange(40) % 4, np.arange(40) % 5
+    state = svi.init(KEY, group[:10], y[:10])
+    for start in (10, 20):
+        part = slice(start, start + 10)
+        state, loss = svi.update(state, group[part], y[part])
+        assert np.isfinite(loss)
+    with pytest.raises(ValueError, match="codes 0 to 3"):
+        svi.update(state, group[:10] + 1, y[:10])

@@ -193,12 +193,9 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.child:
-        with jax.enable_x64(args.float64):
-            found = (
-                fit_rows(args.rows[0])
-                if args.child == "rows"
-                else fit_ratings(args.child)
-            )
+        jax.config.update("jax_enable_x64", args.float64)
+        rows = args.child == "rows"
+        found = fit_rows(args.rows[0]) if rows else fit_ratings(args.child)
         print(json.dumps(found | {"MiB": peak_memory()}))
         return
     table = [child("rows", rows, args.float64) for rows in args.rows]

@@ -16,7 +16,6 @@ from jax.core import Tracer
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.distributions.gaussian import ArrowGaussian, BlockGaussian
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
@@ -48,8 +47,8 @@ class AutoLatentGaussian(ProcessGuide):
 
     Of few latents the precision is one dense matrix. Where every datum looks at one
     member of a grouping (random effects, of crossed groupings the larger), and that
-    costs less, it is an arrow (``math/arrow.py``): time and memory are
-    linear in rows and groups; beside these, at most 5000 latents are held.
+    costs less, it is an arrow (``math/arrow.py``): work and memory are linear in rows
+    and groups; beside these, at most 5000 latents are held.
 
     A likelihood is anything whose log-density is a sum over data of functions of one or
     two affine predictors: in closed form where registered, by Gauss-Hermite quadrature
@@ -161,12 +160,12 @@ class AutoLatentGaussian(ProcessGuide):
 
         def checked(arrays: tuple[Array, ...]) -> Any:
             here = arguments._replace(arrays=arrays)
-            whole = whole_plates(self.model)
-            view = JointView(structure, whole, here, {}, random.key(0))
+            # As it is: a batch that is passed in is shorter than its plate.
+            view = JointView(structure, self.model, here, {}, random.key(0))
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
             missing[:] = view.unobserved
-            misfit = view.misfit(None) if structure.arrow and not missing else 0
+            misfit = jnp.zeros(()) if missing else view.misfit(None)
             return [extremes for _, extremes in gathers], misfit
 
         return jax.jit(checked), indexed, missing
@@ -220,10 +219,7 @@ class AutoLatentGaussian(ProcessGuide):
         return {name: x[0] for name, x in named}
 
     def own_params(self) -> tuple[str, ...]:
-        parts = (
-            ArrowNatural._fields if self.structure.arrow else NaturalGaussian._fields
-        )
-        return tuple(f"{JOINT}_auto_{part}" for part in parts)
+        return _names(ArrowNatural if self.structure.arrow else NaturalGaussian)
 
     def split_params(
         self, params: dict[str, Any]

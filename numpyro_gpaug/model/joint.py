@@ -323,6 +323,8 @@ class JointView:
     def misfit(self, name: str | None) -> Array:
         """How far what is predicted, or all data for ``None``, is from looking at one
         group each; zero where a matrix takes them whatever they look at."""
+        if self.structure.arrow is None:
+            return jnp.zeros((), self.structure.dtype)
         if name is None:
             return self.predictors.misfit(self.pairs)
         known = {s.name: s for s in self.structure.observed}

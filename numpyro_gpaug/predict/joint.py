@@ -65,8 +65,8 @@ class JointPredictor(Predictor):
             view = self._view(arrays, arguments.static, fitted)
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
-            misfit = view.misfit(site) if view.structure.arrow else 0
-            return [extremes for _, extremes in gathers], view.marks(), misfit
+            reached = [extremes for _, extremes in gathers]
+            return reached, view.marks(), view.misfit(site)
 
         indexed: list[Any] = []
         program = remembered(

@@ -182,7 +182,7 @@ def refused(
             noise,
             none,
             search.fresh & ~over,
-        ),  # fmt: skip
+        ),
     )
     return hyper, fell
 

@@ -120,7 +120,7 @@ def _mixed_or_swept(
                 evaluation.moments[name],
                 at,
                 slopes_at(problem, evaluation, name, kind),
-            )  # fmt: skip
+            )
             for name, at in evaluation.marginals.items()
         }
         return _mixed(memory, moves % MEMORY, targets, natural)
