@@ -19,6 +19,7 @@ from numpyro.distributions import constraints
 from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.sharding import of_this_process
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -130,7 +131,8 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
             f"pass {name}.real, or real and imaginary parts as columns"
         )
     if jax.dtypes.issubdtype(value.dtype, np.floating):
-        bad = int(np.size(value) - np.isfinite(np.asarray(value)).sum())
+        held = of_this_process(value)
+        bad = int(held.size - np.isfinite(held).sum())
         if bad and name not in set(uses().observed) - set(uses().inputs):
             raise ValueError(
                 f"{name} has shape {shape} and {bad} NaN or infinite entries; remove "
@@ -147,7 +149,7 @@ def _is_rounded(value: Any) -> bool:
     """Whether integers do not fit the default float."""
     if not jax.dtypes.issubdtype(value.dtype, np.integer):
         return False
-    whole = np.asarray(value)
+    whole = of_this_process(value)
     limit = 2 / jnp.finfo(jnp.result_type(float)).eps
     return bool(max(abs(int(whole.max())), abs(int(whole.min()))) > limit)
 
