@@ -170,10 +170,15 @@ def test_uneven_rows_are_filled_with_rows_of_no_weight():
     )
     np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
     assert {kind for kind, _ in found} == {"all-reduce"}
-    mean = svi.posterior(result).predict_f(X[:5]).mean
+    posterior = svi.posterior(result)
     again = gpaug.ConjugateSVI(process, gpaug.AutoSparseGP(process), None)
-    expected = again.posterior(alone).predict_f(X[:5]).mean
-    np.testing.assert_allclose(mean, expected, atol=1e-4)
+    expected = again.posterior(alone).predict_y(X).probs
+    np.testing.assert_allclose(posterior.predict_y(X).probs, expected, atol=1e-4)
+    # Rows on several devices are predicted where they are.
+    probs = posterior.predict_y(*shared_out(X[:160], mesh=explicit)).probs
+    np.testing.assert_allclose(probs, expected[:160], atol=1e-4)
+    assert len(probs.sharding.device_set) == DEVICES
+    assert not probs.sharding.is_fully_replicated
 
 
 def test_a_step_and_an_evaluation_of_rows_on_devices():

@@ -19,6 +19,7 @@ from numpyro_gpaug.math.linalg import (
     cholesky,
     inverse_lower,
     kl_to_diagonal,
+    precise,
     solve_lower,
 )
 
@@ -71,11 +72,13 @@ class BlockGaussian(dist.Distribution):
             self.loc, inverse_lower(self.tril) if precision else self.tril.mT
         )
 
+    @precise
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         eps = random.normal(key, sample_shape + self.event_shape, self.loc.dtype)
         whitener = self.moments().whitener
         return self.loc + jnp.vecmat(eps, whitener)
 
+    @precise
     def log_prob(self, value: Array) -> Array:
         deviation = (value - self.loc)[..., None]
         if self.parameter == "precision":

@@ -22,7 +22,7 @@ from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL
 from numpyro_gpaug.math.affine import GaussianFactors
 from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural, ArrowPrior
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
@@ -242,6 +242,7 @@ class AutoLatentGaussian(ProcessGuide):
 
     # Draws.
 
+    @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draws every latent.
 

@@ -342,8 +342,14 @@ class Posterior:
         rows = arguments.arrays[by_row.index(True)].shape[0]
         size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
         joint = isinstance(self._predictor, JointPredictor)
-        if is_traced(arguments) or rows == size or (joint and rows <= MAX_DENSE):
-            # Rows may be members of a latent, which then are no others.
+        # Rows may be members of a latent, which then are no others; those on several
+        # devices stay there.
+        at_once = (
+            rows == size
+            or (joint and rows <= MAX_DENSE)
+            or (arguments.mesh is not None)
+        )
+        if is_traced(arguments) or at_once:
             return self._call(what, arguments, site)
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
