@@ -10,7 +10,7 @@ done to rows that mixes those of one device with another's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -101,6 +101,8 @@ def placed(array: Any, mesh: Mesh, rows: int) -> Array:
         return array
     whole = not array.ndim or len(array) != rows
     target = NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(ROWS))
+    if getattr(array, "sharding", None) == target:
+        return array
     if getattr(array, "is_fully_addressable", True):
         return jax.device_put(array, target)
     return _renamed(array, target)
@@ -115,6 +117,37 @@ def of_this_process(array: Any) -> np.ndarray:
         return np.asarray(array.addressable_data(0))
     parts = {str(s.index): np.asarray(s.data) for s in array.addressable_shards}
     return np.concatenate(list(parts.values()))
+
+
+def total(holds: Callable[[Any], Any], array: Any) -> int:
+    """How many entries of an array something holds for: of all processes, which then
+    come to the same conclusion.
+
+    :param holds: from an array to as many booleans.
+    :param array: the array.
+    """
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return int(np.sum(holds(np.asarray(array))))
+    return int(jax.jit(lambda x: holds(x).sum())(*partitioned([array])))
+
+
+def some_of_all(array: Any, most: int, seed: int) -> np.ndarray:
+    """Rows of an array that has others in other processes, the same in all of them.
+
+    :param array: the array; one that this process holds whole is returned so.
+    :param most: rows that are drawn, if there are more.
+    :param seed: of the draw.
+    """
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return np.asarray(array)
+    rows = np.arange(len(array))
+    if len(rows) > most:
+        drawn = np.random.default_rng(seed).choice(len(rows), most, replace=False)
+        rows = np.sort(drawn)
+    (array,) = partitioned([array])
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+    found = jax.jit(lambda x, i: x[i], out_shardings=everywhere)(array, rows)
+    return np.asarray(found)
 
 
 def _renamed(array: jax.Array, target: Sharding) -> Array:
