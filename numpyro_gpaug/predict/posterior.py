@@ -26,7 +26,7 @@ from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.inspect_joint import MAX_DENSE
 from numpyro_gpaug.model.latents import JointStructure
-from numpyro_gpaug.model.structure import Arguments, is_array
+from numpyro_gpaug.model.structure import Arguments, Structure, is_array
 from numpyro_gpaug.model.validation import check_observations
 from numpyro_gpaug.predict.archive import (
     Description,
@@ -126,6 +126,43 @@ class Posterior:
             names = [site.name for site in predictor.structure.sites]
             made._sites = {k: SiteMoments(*found[k]) for k in names if k not in hidden}
         return made
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model."""
+        return self._predictor.model
+
+    @property
+    def structure(self) -> Structure:
+        """What the model is made of."""
+        return self._predictor.structure
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Params, and point values of latents that are not among the Gaussian ones."""
+        return dict(self._fitted.values)
+
+    @property
+    def moments(self) -> dict[str, Moments]:
+        """Means and covariance factors of the Gaussian blocks, latent axis first: of a
+        process those of its whitened inducing values."""
+        return self._moments()
+
+    def moved(self, moments: dict[str, Moments]) -> Posterior:
+        """The same posterior with other :attr:`moments`; it shares what is compiled."""
+        fitted = self._fitted._replace(own=moments)
+        return Posterior(self._predictor, fitted, self._fit_arguments)
+
+    def arguments_at(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the model at other data, with those of the fit that are
+        remembered.
+
+        :param args: as the model takes them.
+        :param kwargs: likewise.
+        """
+        return self._fit_arguments.joined(self.model, args, kwargs)[0].merge()
 
     @property
     def processes(self) -> tuple[str, ...]:
