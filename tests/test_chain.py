@@ -174,6 +174,16 @@ def test_a_walk_that_is_hardly_seen_in_single_precision():
     np.testing.assert_allclose(found[0, :, 0, 0], exact, rtol=2e-4)
 
 
+def test_derivatives_of_a_chain_that_is_not_seen_at_its_end():
+    """Of the last step's precision: each is known as well as by what is before it."""
+    own = jnp.zeros((1, 11, 1, 1)).at[0, 0].set(1.0)
+    links = jnp.ones((1, 11, 1)).at[0, -1].set(0)
+    slopes = jax.jit(jax.grad(lambda own: filtered(own, links)[0, -1].sum()))(own)
+    # 1 / E is the variance, 11 steps of one.
+    np.testing.assert_allclose(slopes[0, 0, 0, 0], 1 / 121, rtol=1e-5)
+    assert np.isfinite(slopes).all()
+
+
 def test_a_precision_that_is_not_positive_definite_is_none():
     sizes = ArrowSizes(9, 1, 1, Chain(9, (True,)))
     natural = ChainPrior(jnp.zeros((1, 10)), sizes).natural

@@ -73,8 +73,10 @@ def filtered(own: Array, links: Array) -> Array:
     :param links: C, diagonal, (chains, steps, R); zero at the ends of chains. Numbers
         that are not linked at other steps need an own precision there.
     """
-    cut = _cut(own), _cut(links)
-    eye = _eye(own)
+    eye, chains, steps = _eye(own), *own.shape[:2]
+    # Steps that fill the last block have a precision to be divided by.
+    filling = jnp.broadcast_to(eye, (chains, -steps % _size(steps), *eye.shape))
+    cut = _cut(jnp.concatenate([own, filling], 1)), _cut(links)
 
     def alone(carry: Any, here: Any) -> Any:
         """What a block makes of no information that enters it: of its first step given
@@ -85,19 +87,23 @@ def filtered(own: Array, links: Array) -> Array:
         spread += small.product(small.product(gain, inverse), gain.mT)
         return (spread, small.product(gain, step), seen), None
 
-    zeros = jnp.zeros_like(cut[0][0])
+    # Nothing leaves the last block, whose end need not be seen at all.
+    before = tuple(x[:, :, :-1] for x in cut)
+    zeros = jnp.zeros_like(before[0][0])
     start = zeros, jnp.broadcast_to(eye, zeros.shape), zeros
-    (spread, gain, seen), _ = lax.scan(alone, start, cut)
+    (spread, gain, seen), _ = lax.scan(alone, start, before)
 
     def across(entering: Array, block: Any) -> Any:
         stiffness, gain, seen = block
         _, _, passed = _linked(entering, stiffness)
         leaving = seen + small.product(small.product(gain.mT, passed), gain)
-        return leaving, entering
+        return leaving, leaving
 
     blocks = small.inverse(spread), gain, seen
     by_block = tuple(jnp.moveaxis(x, 1, 0) for x in blocks)
-    _, entering = lax.scan(across, jnp.zeros_like(by_block[0][0]), by_block)
+    first = jnp.zeros((chains, *eye.shape), own.dtype)
+    _, leaving = lax.scan(across, first, by_block)
+    entering = jnp.concatenate([first[None], leaving])
 
     def inside(entering: Array, here: Any) -> Any:
         weights, link = here
@@ -105,7 +111,7 @@ def filtered(own: Array, links: Array) -> Array:
         return _linked(seen, link[..., None] * eye)[2], seen
 
     _, found = lax.scan(inside, jnp.moveaxis(entering, 0, 1), cut)
-    return _whole(found, own.shape[1])
+    return _whole(found, steps)
 
 
 def _linked(seen: Array, link: Array) -> tuple[Array, Array, Array]:
@@ -121,10 +127,15 @@ def _eye(matrices: Array) -> Array:
     return jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
 
 
+def _size(steps: int) -> int:
+    """Steps of a block."""
+    return math.isqrt(steps - 1) + 1
+
+
 def _cut(x: Array) -> Array:
     """(chains, steps, ...) as (steps of a block, chains, blocks, ...)."""
     chains, steps = x.shape[:2]
-    size = math.isqrt(steps - 1) + 1
+    size = _size(steps)
     blocks = -(-steps // size)
     missing = [(0, 0), (0, blocks * size - steps)] + [(0, 0)] * (x.ndim - 2)
     cut = jnp.pad(x, missing).reshape(chains, blocks, size, *x.shape[2:])
