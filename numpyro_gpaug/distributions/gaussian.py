@@ -13,6 +13,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_gpaug.math.arrow import ArrowNatural
+from numpyro_gpaug.math.chain import ChainNatural
 from numpyro_gpaug.math.linalg import (
     Moments,
     NaturalGaussian,
@@ -102,7 +103,7 @@ class BlockGaussian(dist.Distribution):
 
 class ArrowGaussian(dist.Distribution):
     """A multivariate normal whose precision is an arrow
-    (:mod:`numpyro_gpaug.math.arrow`), in natural parameters.
+    (:mod:`numpyro_gpaug.math.arrow`), of chains or not, in natural parameters.
 
     :param natural: potential and precision, each with a leading axis of 1; the event
         has none.
@@ -112,7 +113,10 @@ class ArrowGaussian(dist.Distribution):
     pytree_data_fields = ("natural",)
 
     def __init__(
-        self, natural: ArrowNatural, *, validate_args: bool | None = None
+        self,
+        natural: ArrowNatural | ChainNatural,
+        *,
+        validate_args: bool | None = None,
     ) -> None:
         self.natural = natural
         shape = (natural.sizes.total,)

@@ -21,10 +21,9 @@ from numpyro_gpaug.errors import ArchiveError, CholeskyError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.arrow import ArrowMoments
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.calls import check_count, check_key
-from numpyro_gpaug.model.inspect_joint import MAX_DENSE
+from numpyro_gpaug.model.forms import MAX_DENSE
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Arguments, Structure, is_array
 from numpyro_gpaug.model.validation import check_observations
@@ -33,6 +32,7 @@ from numpyro_gpaug.predict.archive import (
     check_model,
     check_moments,
     describe,
+    moments_of,
     pack,
     pack_structure,
     pack_values,
@@ -495,7 +495,9 @@ class Posterior:
                     "model",
                 )
             )
-            of: Any = ArrowMoments if getattr(structure, "arrow", None) else Moments
+            of: Any = Moments
+            if isinstance(structure, JointStructure):
+                of = type(moments_of(structure))
             own = {k: of(*m) for k, m in moments.items()}
             check_moments(structure, own)
             kept = tuple(meta["observations"]), tuple(meta["shared"])
