@@ -252,6 +252,22 @@ class JointView:
             bound,
         )  # fmt: skip
 
+    @cached_property
+    def density(self) -> tuple[Predictors, Callable[[Array], Array]]:
+        """The predictors of all data, flat, and the sum of the log-densities as a
+        function of their values."""
+        program, densities = self._program, self._program.outputs.densities
+        sites = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
+        found = frontier(program, [densities[s.name].variable for s in sites])
+        roots, split = ordered_roots(program, found), Split(program, found)
+        ends = np.cumsum([program.avals[root].size for root in roots])
+        numbers = program.run(list(found.fixed), {})
+
+        def total(values: Array) -> Array:
+            return split.total(numbers, tuple(jnp.split(values, ends[:-1])))
+
+        return self._affine(roots), total
+
     @property
     def unobserved(self) -> list[str]:
         """Observed sites that are not so at these arguments."""
