@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,12 +26,22 @@ from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural, ArrowPrior
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import check_groups
-from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
+from numpyro_gpaug.model.inspect_joint import (
+    inspect_joint,
+    joint_structure_at,
+    refuse_large,
+)
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure, whitened
+from numpyro_gpaug.model.marginals import with_latent_axis
 from numpyro_gpaug.model.structure import Arguments, remembered
 
 Natural = NaturalGaussian | ArrowNatural
+
+_COVARIANCES = ("natural", "dense")
+_DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
+# Standard deviations that gradients start from, as in NumPyro's autoguides.
+START = 0.1
 
 
 class AutoLatentGaussian(ProcessGuide):
@@ -55,8 +66,15 @@ class AutoLatentGaussian(ProcessGuide):
     otherwise.
 
     :param model: a NumPyro model.
+    :param covariance: ``"natural"``: potential and precision, what
+        :class:`~numpyro_gpaug.ConjugateSVI` moves in closed form; ``"dense"``: mean and
+        a triangular factor of the covariance of at most 5000 latents, for
+        ``numpyro.infer.SVI`` with :class:`~numpyro_gpaug.TraceAnalytic_ELBO` (no draws
+        of these latents) or any loss of NumPyro's. It starts at a tenth of the prior's
+        standard deviations, where rates ``exp(f)`` are moderate.
     :param other: class of the autoguide for all other latents, built as
         ``other(model)``; the default ``AutoDelta`` gives their posterior mode.
+    :raises ValueError: for an unknown ``covariance``.
     :raises NotConjugateError: when it is set up, for a model with discrete latents, or
         with a likelihood that is not of this form, or with too many latents.
 
@@ -90,15 +108,24 @@ class AutoLatentGaussian(ProcessGuide):
     """
 
     def __init__(
-        self, model: Callable[..., Any], other: Callable[..., Any] = AutoDelta
+        self,
+        model: Callable[..., Any],
+        covariance: str = "natural",
+        other: Callable[..., Any] = AutoDelta,
     ) -> None:
+        if covariance not in _COVARIANCES:
+            raise ValueError(
+                f"covariance must be one of {_COVARIANCES}, got {covariance!r}"
+            )
         super().__init__(model, other)
+        self.covariance = covariance
         self.function_posterior = InducingPosterior()
         self._checks: dict[Any, Any] = {}
 
     @property
     def conjugate(self) -> bool:
-        return True
+        """Whether closed-form updates can move its params."""
+        return self.covariance == "natural"
 
     @property
     def structure(self) -> JointStructure:
@@ -107,7 +134,11 @@ class AutoLatentGaussian(ProcessGuide):
         return found
 
     def _inspect(self, *args: Any, **kwargs: Any) -> JointStructure:
-        return inspect_joint(self.model, *args, **kwargs)
+        found = inspect_joint(self.model, *args, **kwargs)
+        if not self.conjugate:
+            found = found.with_arrow(None)
+            refuse_large(found)
+        return found
 
     def _structure_at(self, structure: Any, arguments: Arguments) -> JointStructure:
         return joint_structure_at(self.model, structure, arguments)
@@ -219,6 +250,8 @@ class AutoLatentGaussian(ProcessGuide):
         return {name: x[0] for name, x in named}
 
     def own_params(self) -> tuple[str, ...]:
+        if not self.conjugate:
+            return _DENSE
         return _names(ArrowNatural if self.structure.arrow else NaturalGaussian)
 
     def split_params(
@@ -233,6 +266,8 @@ class AutoLatentGaussian(ProcessGuide):
         given = own[JOINT]
         if isinstance(given, Moments | ArrowMoments):
             return {JOINT: given}
+        if _DENSE[0] in given:
+            return {JOINT: with_latent_axis(_factored(given).moments())}
         # Of a fit to data at which the form may have been another.
         kind = next(
             k for k in (ArrowNatural, NaturalGaussian) if set(_names(k)) <= set(given)
@@ -250,17 +285,8 @@ class AutoLatentGaussian(ProcessGuide):
         self.begin(*args, **kwargs)
         structure: Any = self.structure_at(Arguments.split(args, kwargs))
         values = self.draw_others(*args, **kwargs)
-        start = self.initial_natural({})[JOINT]
-        params = [
-            numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
-            for name, x in zip(self.own_params(), start, strict=True)
-        ]
-        if self.structure.arrow is None:
-            fn: Any = BlockGaussian.from_natural(NaturalGaussian(*params))
-        else:
-            fn = ArrowGaussian(ArrowNatural(*(x[None] for x in params)))
         auxiliary = {"is_auxiliary": True}
-        flat = numpyro.sample(f"_{JOINT}", fn, infer=auxiliary)
+        flat = numpyro.sample(f"_{JOINT}", self._gaussian(), infer=auxiliary)
         white = structure.split(flat)
         model = whitened(self.model, white)
         filled = handlers.substitute(model, data=values)
@@ -272,9 +298,27 @@ class AutoLatentGaussian(ProcessGuide):
             # the prior's is of theirs.
             ratio = fn.log_prob(value).sum()
             ratio -= dist.Normal().log_prob(white[site.name]).sum()
-            delta = dist.Delta(value, ratio, event_dim=jnp.ndim(value))
+            shares = jnp.full(fn.batch_shape, ratio / math.prod(fn.batch_shape))
+            delta = dist.Delta(value, shares, event_dim=fn.event_dim)
             values[site.name] = numpyro.sample(site.name, delta)
         return values
+
+    def _gaussian(self) -> dist.Distribution:
+        """That of the standard normal numbers, at its params."""
+        names, structure = self.own_params(), self.structure
+        if not self.conjugate:
+            zeros = jnp.zeros(structure.size, structure.dtype)
+            scale = START * jnp.eye(structure.size, dtype=structure.dtype)
+            pairs = zip(names, (zeros, scale), strict=True)
+            return _factored({name: numpyro.param(name, x) for name, x in pairs})
+        start = self.initial_natural({})[JOINT]
+        params = [
+            numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
+            for name, x in zip(names, start, strict=True)
+        ]
+        if structure.arrow is None:
+            return BlockGaussian.from_natural(NaturalGaussian(*params))
+        return ArrowGaussian(ArrowNatural(*(x[None] for x in params)))
 
     # What is what.
 
@@ -304,6 +348,11 @@ class AutoLatentGaussian(ProcessGuide):
             f"AutoLatentGaussian, {structure.size} Gaussian latents, {_form(structure)}"
         )
         return "\n".join([head, *lines])
+
+
+def _factored(params: Mapping[str, Array]) -> BlockGaussian:
+    loc, factor = (params[name] for name in _DENSE)
+    return BlockGaussian(loc, jnp.tril(factor))
 
 
 def _names(kind: Any) -> tuple[str, ...]:

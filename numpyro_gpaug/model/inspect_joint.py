@@ -108,12 +108,16 @@ def inspect_joint(
         return structure
     view = JointView(structure, model, arguments, {}, jax.random.key(0))
     structure = structure.with_arrow(find_arrow(view.predictors, view.pairs))
-    _refuse_large(structure)
+    refuse_large(structure)
     return structure
 
 
-def _refuse_large(structure: JointStructure) -> None:
-    """Raises for a joint Gaussian that needs too large a matrix."""
+def refuse_large(structure: JointStructure) -> None:
+    """Raises for a joint Gaussian that needs too large a matrix.
+
+    :param structure: of the model.
+    :raises NotConjugateError: naming the largest site.
+    """
     grouped = structure.arrow is not None
     size = structure.sizes.corner if grouped else structure.size
     if size <= MAX_DENSE:
