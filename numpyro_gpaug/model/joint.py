@@ -352,21 +352,36 @@ class JointView:
         return jnp.max(jnp.stack([jnp.zeros((), self.structure.dtype), *worst]))
 
     def _variable(self, name: str) -> Any:
-        """What holds a site's values; of an observed site in closed form, the parameter
-        of its likelihood."""
-        parts = self._program.outputs
-        closed = {
-            site.name: parts.parameters[site.name]
-            for site in self.structure.observed
-            if site.route is Route.CLOSED_FORM
-        }
-        known = {**closed, **parts.values}
+        """What holds a site's values; of an observed site its predictor: in closed form
+        the parameter of its likelihood, otherwise the one root of its density."""
+        values = self._program.outputs.values
+        if name in values:
+            return values[name].variable
+        known = {s.name: self._of_site(s) for s in self.structure.observed}
         if name not in known:
             raise ValueError(
-                f"site={name!r}: the values that can be predicted are {sorted(known)}; "
-                "numpyro.deterministic gives a predictor a name"
+                f"site={name!r}: the values that can be predicted are "
+                f"{sorted([*known, *values])}; numpyro.deterministic gives a predictor "
+                "a name"
             )
-        return known[name].variable
+        if len(known[name]) != 1 or not self._has_root_of_its_own(name):
+            raise ValueError(
+                f"site={name!r}: its likelihood does not depend on one predictor for "
+                f"each datum: give one a name, numpyro.deterministic('eta', ...), and "
+                "predict that, predict_f(..., site='eta')"
+            )
+        return known[name][0]
+
+    def _has_root_of_its_own(self, name: str) -> bool:
+        """Whether the one root of a site's density has an entry for each datum, which
+        no data scale before they are looked at."""
+        found, program = self.frontiers[name], self._program
+        density = program.avals[program.outputs.densities[name].variable]
+        closed = name in {
+            s.name for s in self.structure.observed if s.route is Route.CLOSED_FORM
+        }
+        whole = program.avals[found.roots[0]].size >= density.size
+        return closed or (whole and not found.scaled[0])
 
     def _marginals(self, variables: list[Any], q: Any) -> PredictorMoments:
         """Moments of one or two predictors of each datum, flat."""

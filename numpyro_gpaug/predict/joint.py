@@ -90,7 +90,7 @@ class JointPredictor(Predictor):
 
     def block(self, site: str | None) -> Block:
         """The site to predict by name: a process, a deterministic or a Gaussian one;
-        for ``None`` the only observed site, in closed form, by its parameter."""
+        for ``None`` the only observed site, by its predictor."""
         return Block(site or self.observed(None).name, "", (), None)
 
     def sites(self, arguments: Arguments, fitted: Fitted) -> Any:

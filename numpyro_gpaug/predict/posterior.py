@@ -183,9 +183,13 @@ class Posterior:
         weights = self.weights
         if site not in weights:
             known = [*self._sites, *weights]
+            points = [k for k in self._fitted.values if not k.endswith("_auto_loc")]
             raise KeyError(
-                f"{site!r} is not among the Gaussian latents {known}; deterministic "
-                f"sites are predicted, predict_f(..., site={site!r})"
+                f"{site!r} is held at a value, which summary() shows; NestedVI(model) "
+                "gives hyperparameters a posterior"
+                if site in points
+                else f"{site!r} is not among the Gaussian latents {known}; "
+                f"deterministic sites are predicted, predict_f(..., site={site!r})"
             )
         return weights[site]
 
@@ -223,8 +227,10 @@ class Posterior:
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which process, if the model has several; or which Gaussian or
-            deterministic site; the parameter of an observed one by its name, which
-            is the default, if its likelihood is in closed form.
+            deterministic site; or, the default, the predictor of an observed one: of
+            likelihoods in closed form their parameter (``logits``), of others the
+            affine values that the density is a function of, before constants are added
+            to them (offsets, cutpoints), they are scaled or a link is applied.
         :param full_covariance: the covariance between all rows (O(N^2) memory, no
             streaming) instead of the variance.
         :param batch_size: rows per block.
