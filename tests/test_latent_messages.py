@@ -212,35 +212,17 @@ def test_batches_that_are_passed_in_are_checked_too():
         svi.update(state, group[:10] + 1, y[:10])
 
 
-def counts(t, group, y=None):
-    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
-    level = numpyro.sample("level", dist.Normal(0, 1))
-    with numpyro.plate("groups", 4):
-        a = numpyro.sample("a", dist.Normal(0, tau))
-    eta = numpyro.deterministic("eta", level + a[group])
-    with numpyro.plate("data", len(t)):
-        numpyro.sample("y", dist.Poisson(2 * jnp.exp(t - eta)), obs=y)
-
-
-def test_the_predictor_of_any_likelihood_is_predicted_without_a_name():
-    svi = gpaug.ConjugateSVI(counts, gpaug.AutoLatentGaussian(counts), None)
-    y = RNG.poisson(2, N)
-    posterior = svi.posterior(svi.run(KEY, 10, T, GROUP, y, progress_bar=False))
-    found = posterior.predict_f(T, GROUP)
-    named = posterior.predict_f(T, GROUP, site="eta")
-    np.testing.assert_allclose(found.mean, named.mean, atol=1e-6)
-    np.testing.assert_allclose(found.variance, named.variance, rtol=1e-5)
-    with pytest.raises(KeyError, match="held at a value.*NestedVI"):
-        posterior["tau"]
-
-
-def test_several_predictors_need_a_name():
+def test_several_predictors_need_a_name_and_kinks_are_warned_of():
     def model(t, y=None):
         a = numpyro.sample("a", dist.Normal(0, 1).expand([2]).to_event(1))
         with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Normal(a[0] * t, jnp.exp(a[1])), obs=y)
+            scale = jnp.exp(a[1] - 1)
+            numpyro.sample("y", dist.AsymmetricLaplace(a[0] * t, scale, 1.0), obs=y)
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    posterior = svi.posterior(svi.run(KEY, 2, T, REAL, progress_bar=False))
+    fit = svi.run(KEY, 2, T, REAL, progress_bar=False)
+    with pytest.warns(UserWarning, match="'y' are off by about .* has a kink"):
+        posterior = svi.posterior(fit)
+    assert 1e-3 < posterior.quadrature_errors["y"] < 0.1
     with pytest.raises(ValueError, match="numpyro.deterministic"):
         posterior.predict_f(T)

@@ -22,7 +22,12 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.arrow import ArrowPrior
-from numpyro_gpaug.math.expectation import PredictorMoments, nodes, placed
+from numpyro_gpaug.math.expectation import (
+    PredictorMoments,
+    nodes,
+    placed,
+    rule_differences,
+)
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import Predictors
 from numpyro_gpaug.model.frontier import Frontier, frontier
@@ -274,6 +279,29 @@ class JointView:
         names = [site.name for site in self.structure.observed]
         _ = self._program
         return [name for name in names if name not in self._shown]
+
+    def rule_errors(self, q: Any) -> dict[str, Array]:
+        """How far quadrature is off, as a finer rule says, in nats per datum (a mean of
+        absolute differences), by site; nothing where that takes too large a matrix.
+
+        :param q: moments of the latents.
+        """
+        found: dict[str, Array] = {}
+        for site in self.structure.observed:
+            if site.route is not Route.GAUSS_HERMITE:
+                continue
+            split, roots = self._split(site), self._of_site(site)
+            if self._affine(roots).many and self.structure.arrow is None:
+                continue
+            numbers = self._program.run(list(split.frontier.fixed), {})
+            at = self._marginals(roots, q)
+            differences = rule_differences(partial(split.outputs, numbers), at)
+            total = jnp.stack([jnp.abs(x).sum() for x in differences]).sum()
+            found[site.name] = total / max(m.size for m in at.means)
+        return found
+
+    def _split(self, site: Observed) -> Split:
+        return Split(self._program, self.frontiers[site.name])
 
     # What predictions are made of.
 

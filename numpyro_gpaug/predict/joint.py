@@ -94,8 +94,8 @@ class JointPredictor(Predictor):
         return Block(site or self.observed(None).name, "", (), None)
 
     def sites(self, arguments: Arguments, fitted: Fitted) -> Any:
-        """Posteriors of all Gaussian sites, at the arguments of the fit; and what tells
-        their factors.
+        """Posteriors of all Gaussian sites, at the arguments of the fit; what tells
+        their factors; and errors of quadrature by observed site.
 
         :param arguments: of the model.
         :param fitted: what was fitted.
@@ -105,7 +105,8 @@ class JointPredictor(Predictor):
             view = self._view(arrays, arguments.static, fitted)
             q = self._moments(fitted.own)[JOINT]
             sites = view.structure.sites
-            return {s.name: _site(view, s.name, q) for s in sites}, view.marks()
+            found = {s.name: _site(view, s.name, q) for s in sites}
+            return found, view.marks(), view.rule_errors(q)
 
         program = remembered(self._sites, arguments.shapes, lambda: jax.jit(found))
         return program(arguments.arrays, fitted)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 1024
 SMALL_BATCH = 128
+# Of an expectation by quadrature, in nats per datum.
+MOST_ERROR = 1e-3
 
 
 class Posterior:
@@ -88,6 +91,7 @@ class Posterior:
         self._prepared: Prepared | None = None
         self._sites: dict[str, SiteMoments] = {}
         self._marks: dict[str, Array] = {}
+        self._rule_errors: dict[str, float] = {}
 
     @classmethod
     @one_thread
@@ -120,7 +124,9 @@ class Posterior:
         given = FitArguments.of_fit(model, structure, origins, args, kwargs)
         made = cls(predictor, Fitted(values, own), given)
         if isinstance(predictor, JointPredictor):
-            found, made._marks = predictor.sites(arguments, made._fitted)
+            found, made._marks, errors = predictor.sites(arguments, made._fitted)
+            made._rule_errors = {k: float(x) for k, x in errors.items()}
+            made._warn_of_quadrature()
             # Inducing values are whitened: predict_f has the process.
             hidden = {f"{name}.v" for name in structure.functions}
             names = [site.name for site in predictor.structure.sites]
@@ -137,6 +143,31 @@ class Posterior:
         """Names of the observed sites that depend on latents: those to predict."""
         sites = self._predictor.structure.observed
         return tuple(s.name for s in sites if s.route is not Route.CONSTANT)
+
+    @property
+    def quadrature_errors(self) -> dict[str, float]:
+        """How far the expectations of the fit that are by quadrature are off, by
+        observed site, in nats per datum: the mean absolute difference from a rule with
+        half as many nodes more, at the posterior and the data of the fit. Making the
+        posterior warns above 1e-3: there, of a density with a kink
+        (``AsymmetricLaplace`` beside ``Laplace``, which is in closed form), posterior
+        means were off by up to .1 standard deviations, and standard deviations by 2%.
+        Empty after :meth:`load`, and where comparing takes a matrix of more than 2^24
+        entries.
+        """
+        return dict(self._rule_errors)
+
+    def _warn_of_quadrature(self) -> None:
+        for site, error in self._rule_errors.items():
+            if error > MOST_ERROR:
+                warnings.warn(
+                    f"the expectations of {site!r} are off by about {error:.1g} nats "
+                    "per datum: its log-density has a kink, or falls within much less "
+                    "than a predictor's posterior standard deviation, which "
+                    "Gauss-Hermite quadrature does not resolve. "
+                    "MCMC(EllipticalSlice(model)) draws from the exact posterior",
+                    stacklevel=5,
+                )
 
     @property
     def weights(self) -> dict[str, dist.MultivariateNormal]:
@@ -377,7 +408,9 @@ class Posterior:
         if isinstance(structure, JointStructure):
             blocks = {s.name: s.value_shape for s in structure.sites}
         observed = [site.name for site in structure.observed]
-        return f"Posterior(blocks={blocks}, observed={observed})"
+        errors = {k: f"{x:.1g}" for k, x in self._rule_errors.items()}
+        shown = f", quadrature_errors={errors}" if errors else ""
+        return f"Posterior(blocks={blocks}, observed={observed}{shown})"
 
     # -- saving -----------------------------------------------------------------------
 
