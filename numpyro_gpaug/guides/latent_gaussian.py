@@ -62,8 +62,9 @@ class AutoLatentGaussian(ProcessGuide):
     and groups; beside these, at most 5000 latents are held.
 
     A likelihood is anything whose log-density is a sum over data of functions of one or
-    two affine predictors: in closed form where registered, by Gauss-Hermite quadrature
-    otherwise.
+    two affine predictors: in closed form where registered, or where it is affine in a
+    predictor and in exponentials of it (Poisson, gamma, exponential and Weibull laws of
+    rates ``exp(eta)``), by Gauss-Hermite quadrature otherwise.
 
     :param model: a NumPyro model.
     :param covariance: ``"natural"``: potential and precision, what
@@ -99,7 +100,7 @@ class AutoLatentGaussian(ProcessGuide):
       intercept  ()    Gaussian
       effect     (3,)  Gaussian
       tau        ()    hyperparameter, a point (AutoDelta)
-      y          (6,)  observed, by quadrature
+      y          (6,)  observed, in closed form
 
     References: Rue, Martino and Chopin (2009), Approximate Bayesian inference for
     latent Gaussian models; Khan and Lin (2017), Conjugate-computation variational
@@ -370,6 +371,7 @@ def _form(structure: JointStructure) -> str:
 
 _ROUTES = {
     "CLOSED_FORM": "observed, in closed form",
+    "EXPONENTIAL": "observed, in closed form",
     "GAUSS_HERMITE": "observed, by quadrature",
     "CONSTANT": "observed, without latents",
 }

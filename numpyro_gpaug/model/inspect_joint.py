@@ -24,6 +24,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.model.arrow import find_arrow
+from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.frontier import frontier
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.joint import JointView
@@ -371,10 +372,12 @@ class _Read:
                 name, expectation.latents, ((),), Route.CLOSED_FORM, (), augmented,
                 expectation.log_concave, None,
             )  # fmt: skip
-        num = len(frontier(self.program, [variable]).roots)
+        found = frontier(self.program, [variable])
+        num, form = len(found.roots), has_form(found, self.program.avals)
         return Observed(
             name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
-            Route.GAUSS_HERMITE, (), augmented=False, log_concave=False, reason=None,
+            Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, (), augmented=False,
+            log_concave=False, reason=None,
         )  # fmt: skip
 
 
@@ -398,7 +401,8 @@ def warn_of_points(
         joint = inspect_joint(model, *args, **kwargs)
     except (NotConjugateError, ValueError):
         return
-    closed = all(site.route is not Route.GAUSS_HERMITE for site in joint.observed)
+    registered = Route.CLOSED_FORM, Route.CONSTANT
+    closed = all(site.route in registered for site in joint.observed)
     points = [
         s.name
         for s in joint.sites

@@ -242,8 +242,8 @@ class JointView:
         :param bound: ``"exact"`` or ``"augmented"``, of registered likelihoods.
         """
         parts, program = self._program.outputs, self._program
-        quadrature = Route.GAUSS_HERMITE
-        closed = [s for s in self.structure.observed if s.route is not quadrature]
+        registered = Route.CLOSED_FORM, Route.CONSTANT
+        closed = [s for s in self.structure.observed if s.route in registered]
         likelihoods = self._at_zero({s.name: parts.likelihoods[s.name] for s in closed})
         fixed = {
             s.name: tuple(program.run(list(self.frontiers[s.name].fixed), {}))

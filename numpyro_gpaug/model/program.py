@@ -259,11 +259,19 @@ def execute(
         return variable.val if isinstance(variable, Literal) else env[variable]
 
     for eqn, operands, results in operations:
-        primitive = eqn.primitive
-        bound = primitive.get_bind_params(eqn.params)
-        # Functions apart from params: before JAX 0.10.
-        subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
-        found = primitive.bind(*subfuns, *map(read, operands), **params)
-        found = found if primitive.multiple_results else [found]
-        env.update(zip(results, found, strict=True))
+        env.update(zip(results, applied(eqn, list(map(read, operands))), strict=True))
     return [read(x) for x in wanted]
+
+
+def applied(eqn: Any, operands: list[Any]) -> list[Any]:
+    """What an equation makes of values of its operands.
+
+    :param eqn: of a jaxpr.
+    :param operands: arrays.
+    """
+    primitive = eqn.primitive
+    bound = primitive.get_bind_params(eqn.params)
+    # Functions apart from params: before JAX 0.10.
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+    found = primitive.bind(*subfuns, *operands, **params)
+    return list(found) if primitive.multiple_results else [found]
