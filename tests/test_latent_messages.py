@@ -38,6 +38,9 @@ def test_codes_that_index_hyperparameters_are_checked(shift, message):
     guide.setup(T, GROUP, REAL)
     with pytest.raises(ValueError, match=message):
         gpaug.AutoLatentGaussian(noisy).setup(T, GROUP + shift, REAL)
+    guide.check_data(T, GROUP[::-1], REAL)
+    with pytest.raises(ValueError, match=message):
+        guide.check_data(T, GROUP + shift, REAL)
 
 
 def no_latent(t, y=None):

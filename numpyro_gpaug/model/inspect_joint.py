@@ -33,9 +33,9 @@ from numpyro_gpaug.model.latents import (
     JointStructure,
     Parts,
     check_indices,
-    check_other_indices,
     joint_block,
     parts_of,
+    program_of_others,
     whitened,
 )
 from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
@@ -92,7 +92,8 @@ def inspect_joint(
     check_indices(found.program)
     names = {s.name for s in sites}
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
-    check_other_indices(model, arguments, others, survey.dtype)
+    if any(others.values()):
+        check_indices(program_of_others(model, arguments, others, {}, survey.dtype))
     structure = JointStructure(
         blocks=(joint_block(sites, survey.dtype),) if sites else (),
         others=tuple(n for n in survey.latent if n not in names),
@@ -241,7 +242,10 @@ def joint_structure_at(
     names = {s.name for s in structure.sites}
     sites = tuple(s for s in survey.candidates if s.name in names)
     here = structure.with_sites(sites)
-    return replace(here, plates=survey.plates, functions=survey.functions)
+    shapes = tuple(survey.shapes.items())
+    return replace(
+        here, plates=survey.plates, functions=survey.functions, shapes=shapes
+    )
 
 
 def _refuse(site: dict[str, Any], observes: bool) -> None:
@@ -257,10 +261,10 @@ def _refuse(site: dict[str, Any], observes: bool) -> None:
             "numpyro.handlers.mask(mask=obs_mask) around the site instead"
         )
     if site["fn"].is_discrete:
-        missing = f"; if {name!r} is observed, pass its observations (obs=y)"
+        missing = "pass its observations (obs=y); if it is no observation, "
         raise NotConjugateError(
-            f"the latent site {name!r} is discrete: sum it out (a mixture likelihood), "
-            f"observe it, or sample the model by MCMC{'' if observes else missing}"
+            f"the latent site {name!r} is discrete: {'' if observes else missing}sum "
+            "it out (a mixture likelihood), observe it, or sample the model by MCMC"
         )
 
 

@@ -37,7 +37,14 @@ from numpyro_gpaug.model.joint_expectation import (
     Split,
     ordered_roots,
 )
-from numpyro_gpaug.model.latents import JOINT, JointStructure, Parts, parts_of, whitened
+from numpyro_gpaug.model.latents import (
+    JOINT,
+    JointStructure,
+    Parts,
+    parts_of,
+    program_of_others,
+    whitened,
+)
 from numpyro_gpaug.model.program import Gather, Program
 from numpyro_gpaug.model.structure import Arguments, Block, Observed, Trace, run_model
 
@@ -333,11 +340,16 @@ class JointView:
         return {name: mark(name) for name in found}
 
     def gathers(self) -> list[tuple[Gather, tuple[Array, Array, Array]]]:
-        """Sites that are indexed, and how far their indices go."""
-        found = []
-        for gather in self._program.gathers():
-            indices, *raw = self._program.run([gather.indices, *gather.raw], {})
-            found.append((gather, gather.extremes(indices, raw)))
+        """Latents that are indexed, hyperparameters too, and how far their indices
+        go."""
+        found = list(self._program.reached())
+        known = dict(self.structure.shapes)
+        known |= {k: jnp.shape(x) for k, x in self.values.items() if k in known}
+        others = {k: known[k] for k in self.structure.others}
+        if any(others.values()):
+            given = self._model, self.arguments, others, self.values
+            program = program_of_others(*given, self.structure.dtype)
+            found += list(program.reached())
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:

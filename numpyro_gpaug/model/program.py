@@ -211,6 +211,12 @@ class Program:
                 raw = tuple(self._before_wrapping(operands[1]))
                 yield Gather(names[-1], sizes, operands[1], raw)
 
+    def reached(self) -> Iterator[tuple[Gather, tuple[Any, Any, Any]]]:
+        """Inputs that are indexed, and how far their indices go."""
+        for gather in self.gathers():
+            indices, *raw = self.run([gather.indices, *gather.raw], {})
+            yield gather, gather.extremes(indices, raw)
+
     def _before_wrapping(self, variable: Any) -> Iterator[int]:
         """Index arrays to which their axis' length is added where they are negative."""
         if isinstance(variable, Literal) or variable not in self.makers:
