@@ -13,6 +13,7 @@ from numpyro_gpaug.math.expectation import (
     expected_sum,
     nodes,
     placed,
+    rule_differences,
 )
 
 
@@ -103,3 +104,18 @@ def test_a_predictor_without_variance_has_finite_derivatives():
     )(at)
     assert np.isfinite(value)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
+
+
+def test_rules_differ_by_what_they_are_off(x64):
+    """Sums of NumPy's: of a polynomial by nothing, of a kink by what is known."""
+    at = PredictorMoments((jnp.array([0.2, 0.0]),), (jnp.array([0.5, 2.0]),))
+    found = rule_differences(lambda f: [f[0] ** 4, jnp.abs(f[0])], at)
+    np.testing.assert_allclose(found[0], 0, atol=1e-12)
+    absolute = []
+    for number in (32, 48):
+        x, weights = np.polynomial.hermite_e.hermegauss(number)
+        f = np.array([0.2, 0.0]) + np.sqrt([0.5, 2.0]) * x[:, None]
+        absolute.append(weights @ np.abs(f) / weights.sum())
+    np.testing.assert_allclose(found[1], absolute[0] - absolute[1], atol=1e-12)
+    off = absolute[0][1] - 2 / np.sqrt(np.pi)
+    np.testing.assert_allclose(found[1][1] / off, 1 / 3, rtol=0.1)

@@ -233,3 +233,17 @@ def test_whitened_gaussians_have_their_mean_and_covariance(name):
 )
 def test_what_is_not_gaussian_is_not_whitened(fn):
     assert whitening(fn) is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "scaled"),
+    [
+        (lambda z: jnp.exp(eta(z) + X[:, 0]), False),
+        (lambda z: POSITIVE * jnp.exp(-eta(z) / 3), False),
+        (lambda z: jnp.exp(z[3 : 3 + G][GROUP] * X[:, 0]), True),
+    ],
+    ids=["offset", "exposure", "slope"],
+)
+def test_roots_that_data_scale_are_told_from_predictors(rate, scaled):
+    _, _, found = split_at(lambda z: dist.Poisson(rate(z)).log_prob(COUNTS))
+    assert found.scaled == (scaled,)

@@ -469,9 +469,15 @@ def counts(X, y=None):
 
 
 def test_slices_that_need_a_fit_say_so() -> None:
-    y = LABELS
+    def shares(X, y=None):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), X[:4], num_latents=3)
+        with numpyro.plate("data", X.shape[0]):
+            law = dist.Dirichlet(jnp.exp(gp(X)))
+            numpyro.sample("y", law, obs=y)
+
+    y = jnp.full((len(X), 3), 1 / 3)
     with pytest.raises(gpaug.NotConjugateError, match="TraceAnalytic_ELBO"):
-        gpaug.EllipticalSlice(counts).init(KEY, 0, None, (X, y), {})
+        gpaug.EllipticalSlice(shares).init(KEY, 0, None, (X, y), {})
     guide = gpaug.AutoSparseGP(counts, covariance="dense")
     with pytest.raises(ValueError, match="params is missing"):
         gpaug.EllipticalSlice(counts, guide)

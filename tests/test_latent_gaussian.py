@@ -387,9 +387,15 @@ def test_what_is_not_affine_is_refused_by_name(counts):
 
 
 def test_names_of_what_can_be_predicted(counts):
-    for name in (None, "nu"):
-        with pytest.raises(ValueError, match="site=.*'a', 'a0', 'mu'"):
-            counts[0].predict_f(T[:5], GROUP[:5], site=name)
+    with pytest.raises(ValueError, match="site=.*'a', 'a0', 'mu'"):
+        counts[0].predict_f(T[:5], GROUP[:5], site="nu")
+
+
+def test_the_predictor_of_any_likelihood_needs_no_name(counts):
+    """It is without its offset."""
+    found, named = (counts[0].predict_f(T[:1], GROUP[:1], site=s) for s in (None, "mu"))
+    np.testing.assert_allclose(found.mean + 0.5 * T[:1], named.mean, rtol=1e-5)
+    np.testing.assert_allclose(found.variance, named.variance, rtol=1e-5)
 
 
 def test_the_table_has_a_row_for_every_entry(counts):
@@ -403,8 +409,12 @@ def test_the_table_has_a_row_for_every_entry(counts):
         table["95%"][1:5], a.mean + 1.645 * jnp.sqrt(a.variance), rtol=1e-3
     )
     assert table.loc["tau"].isna().tolist() == [False, True, True, True, True]
-    with pytest.raises(KeyError, match="not among the Gaussian latents"):
+    with pytest.raises(KeyError, match="held at a value.*NestedVI"):
         counts[0]["tau"]
+    with pytest.raises(KeyError, match="not among the Gaussian latents"):
+        counts[0]["mu"]
+    # Of exponentials, with nothing lost.
+    assert counts[0].quadrature_errors == {}
 
 
 def test_files_keep_all_of_it(counts, tmp_path):
@@ -461,7 +471,7 @@ def test_guides_introduce_themselves(counts):
         "  a0   ()     Gaussian\n"
         "  a    (4,)   Gaussian\n"
         "  tau  ()     hyperparameter, a point (AutoDelta)\n"
-        "  y    (25,)  observed, by quadrature"
+        "  y    (25,)  observed, in closed form"
     )
 
 

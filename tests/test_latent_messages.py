@@ -38,6 +38,9 @@ def test_codes_that_index_hyperparameters_are_checked(shift, message):
     guide.setup(T, GROUP, REAL)
     with pytest.raises(ValueError, match=message):
         gpaug.AutoLatentGaussian(noisy).setup(T, GROUP + shift, REAL)
+    guide.check_data(T, GROUP[::-1], REAL)
+    with pytest.raises(ValueError, match=message):
+        guide.check_data(T, GROUP + shift, REAL)
 
 
 def no_latent(t, y=None):
@@ -210,3 +213,20 @@ def test_batches_that_are_passed_in_are_checked_too():
         assert np.isfinite(loss)
     with pytest.raises(ValueError, match="codes 0 to 3"):
         svi.update(state, group[:10] + 1, y[:10])
+
+
+def test_several_predictors_need_a_name_and_kinks_are_warned_of():
+    def model(t, y=None):
+        a = numpyro.sample("a", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("data", len(t)):
+            scale = jnp.exp(a[1] - 1)
+            numpyro.sample("y", dist.AsymmetricLaplace(a[0] * t, scale, 1.0), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(KEY, 2, T, REAL, progress_bar=False)
+    with pytest.warns(UserWarning, match="'y' are off by about .* has a kink"):
+        posterior = svi.posterior(fit)
+    assert 1e-3 < posterior.quadrature_errors["y"] < 0.1
+    assert "quadrature_errors={'y': '" in repr(posterior)
+    with pytest.raises(ValueError, match="numpyro.deterministic"):
+        posterior.predict_f(T)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyperparameters: L-BFGS on the collapsed bound, and minibatches that run away."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,8 +130,11 @@ def test_noise_is_told_from_curvature(x64) -> None:
     assert float(rosenbrock(hyper.values["z"])) > -0.5
     exact, _ = climb(rosenbrock, [-1.2, 1.0, 0.3, -0.7, 2.0], 200)
     assert exact[-1] > -1e-6
-    with pytest.warns(UserWarning, match="uncertain by about 3 nats"):
-        quasi_newton.warn_of_noise(hyper.optim_state._replace(noise=jnp.asarray(3.0)))
+    search = hyper.optim_state._replace(noise=jnp.asarray(3.0))
+    for functions, cause in (({}, "wide priors"), ({"f": None}, "a rougher kernel")):
+        structure = SimpleNamespace(functions=functions)
+        with pytest.warns(UserWarning, match=f"about 3 nats .*{cause}"):
+            quasi_newton.warn_of_noise(search, structure)
 
 
 def test_steps_double_where_the_slope_stays(x64) -> None:

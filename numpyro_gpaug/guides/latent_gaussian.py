@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,12 +27,19 @@ from numpyro_gpaug.math.chain import ChainMoments, ChainNatural
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import check_groups
+from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure, whitened
+from numpyro_gpaug.model.marginals import with_latent_axis
 from numpyro_gpaug.model.structure import Arguments, remembered
 
 Natural = NaturalGaussian | ArrowNatural | ChainNatural
+
+_COVARIANCES = ("natural", "dense")
+_DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
+# Standard deviations that gradients start from, as in NumPyro's autoguides.
+START = 0.1
 
 
 class AutoLatentGaussian(ProcessGuide):
@@ -54,12 +62,20 @@ class AutoLatentGaussian(ProcessGuide):
     of which every datum looks at one are chains (``math/chain.py``), in the same way.
 
     A likelihood is anything whose log-density is a sum over data of functions of one or
-    two affine predictors: in closed form where registered, by Gauss-Hermite quadrature
-    otherwise.
+    two affine predictors: in closed form where registered, or where it is affine in a
+    predictor and in exponentials of it (Poisson, gamma, exponential and Weibull laws of
+    rates ``exp(eta)``), by Gauss-Hermite quadrature otherwise.
 
     :param model: a NumPyro model.
+    :param covariance: ``"natural"``: potential and precision, what
+        :class:`~numpyro_gpaug.ConjugateSVI` moves in closed form; ``"dense"``: mean and
+        a triangular factor of the covariance of at most 5000 latents, for
+        ``numpyro.infer.SVI`` with :class:`~numpyro_gpaug.TraceAnalytic_ELBO` (no draws
+        of these latents) or any loss of NumPyro's. It starts at a tenth of the prior's
+        standard deviations, where rates ``exp(f)`` are moderate.
     :param other: class of the autoguide for all other latents, built as
         ``other(model)``; the default ``AutoDelta`` gives their posterior mode.
+    :raises ValueError: for an unknown ``covariance``.
     :raises NotConjugateError: when it is set up, for a model with discrete latents, or
         with a likelihood that is not of this form, or with too many latents.
 
@@ -84,7 +100,7 @@ class AutoLatentGaussian(ProcessGuide):
       intercept  ()    Gaussian
       effect     (3,)  Gaussian
       tau        ()    hyperparameter, a point (AutoDelta)
-      y          (6,)  observed, by quadrature
+      y          (6,)  observed, in closed form
 
     References: Rue, Martino and Chopin (2009), Approximate Bayesian inference for
     latent Gaussian models; Khan and Lin (2017), Conjugate-computation variational
@@ -93,15 +109,24 @@ class AutoLatentGaussian(ProcessGuide):
     """
 
     def __init__(
-        self, model: Callable[..., Any], other: Callable[..., Any] = AutoDelta
+        self,
+        model: Callable[..., Any],
+        covariance: str = "natural",
+        other: Callable[..., Any] = AutoDelta,
     ) -> None:
+        if covariance not in _COVARIANCES:
+            raise ValueError(
+                f"covariance must be one of {_COVARIANCES}, got {covariance!r}"
+            )
         super().__init__(model, other)
+        self.covariance = covariance
         self.function_posterior = InducingPosterior()
         self._checks: dict[Any, Any] = {}
 
     @property
     def conjugate(self) -> bool:
-        return True
+        """Whether closed-form updates can move its params."""
+        return self.covariance == "natural"
 
     @property
     def structure(self) -> JointStructure:
@@ -110,7 +135,11 @@ class AutoLatentGaussian(ProcessGuide):
         return found
 
     def _inspect(self, *args: Any, **kwargs: Any) -> JointStructure:
-        return inspect_joint(self.model, *args, **kwargs)
+        found = inspect_joint(self.model, *args, **kwargs)
+        if not self.conjugate:
+            found = found.in_steps(()).with_arrow(None)
+            refuse_large(found)
+        return found
 
     def _structure_at(self, structure: Any, arguments: Arguments) -> JointStructure:
         return joint_structure_at(self.model, structure, arguments)
@@ -221,6 +250,8 @@ class AutoLatentGaussian(ProcessGuide):
         return {name: x[0] for name, x in named}
 
     def own_params(self) -> tuple[str, ...]:
+        if not self.conjugate:
+            return _DENSE
         structure = self.structure
         grouped = ArrowNatural if structure.chain is None else ChainNatural
         return _names(grouped if structure.arrow else NaturalGaussian)
@@ -238,6 +269,8 @@ class AutoLatentGaussian(ProcessGuide):
         given = own[JOINT]
         if isinstance(given, Moments | ArrowMoments | ChainMoments):
             return {JOINT: given}
+        if _DENSE[0] in given:
+            return {JOINT: with_latent_axis(_factored(given).moments())}
         # Of a fit to data at which the form may have been another.
         kind = next(
             k
@@ -258,32 +291,40 @@ class AutoLatentGaussian(ProcessGuide):
         self.begin(*args, **kwargs)
         structure: Any = self.structure_at(Arguments.split(args, kwargs))
         values = self.draw_others(*args, **kwargs)
-        start: Any = self.initial_natural({})[JOINT]
-        params = [
-            numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
-            for name, x in zip(self.own_params(), start, strict=True)
-        ]
-        if self.structure.arrow is None:
-            fn: Any = BlockGaussian.from_natural(NaturalGaussian(*params))
-        else:
-            fn = ArrowGaussian(type(start)(*(x[None] for x in params)))
         auxiliary = {"is_auxiliary": True}
-        flat = numpyro.sample(f"_{JOINT}", fn, infer=auxiliary)
-        white = structure.white(flat)
+        flat = numpyro.sample(f"_{JOINT}", self._gaussian(), infer=auxiliary)
         model = whitened(self.model, structure.split(flat), structure.steps)
         filled = handlers.substitute(model, data=values)
         with handlers.block():
             trace = handlers.trace(handlers.seed(filled, 0)).get_trace(*args, **kwargs)
-        numbers = structure.split(white)
+        white = structure.split(structure.white(flat))
         for site in structure.sites:
             value, fn = trace[site.name]["value"], trace[site.name]["fn"]
             # The density of values is that of the numbers they are made of, times what
             # the prior's is of theirs.
             ratio = fn.log_prob(value).sum()
-            ratio -= dist.Normal().log_prob(numbers[site.name]).sum()
-            delta = dist.Delta(value, ratio, event_dim=jnp.ndim(value))
+            ratio -= dist.Normal().log_prob(white[site.name]).sum()
+            shares = jnp.full(fn.batch_shape, ratio / math.prod(fn.batch_shape))
+            delta = dist.Delta(value, shares, event_dim=fn.event_dim)
             values[site.name] = numpyro.sample(site.name, delta)
         return values
+
+    def _gaussian(self) -> dist.Distribution:
+        """That of the standard normal numbers, at its params."""
+        names, structure = self.own_params(), self.structure
+        if not self.conjugate:
+            zeros = jnp.zeros(structure.size, structure.dtype)
+            scale = START * jnp.eye(structure.size, dtype=structure.dtype)
+            pairs = zip(names, (zeros, scale), strict=True)
+            return _factored({name: numpyro.param(name, x) for name, x in pairs})
+        start: Any = self.initial_natural({})[JOINT]
+        params = [
+            numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
+            for name, x in zip(names, start, strict=True)
+        ]
+        if structure.arrow is None:
+            return BlockGaussian.from_natural(NaturalGaussian(*params))
+        return ArrowGaussian(type(start)(*(x[None] for x in params)))
 
     # What is what.
 
@@ -315,6 +356,11 @@ class AutoLatentGaussian(ProcessGuide):
         return "\n".join([head, *lines])
 
 
+def _factored(params: Mapping[str, Array]) -> BlockGaussian:
+    loc, factor = (params[name] for name in _DENSE)
+    return BlockGaussian(loc, jnp.tril(factor))
+
+
 def _names(kind: Any) -> tuple[str, ...]:
     return tuple(f"{JOINT}_auto_{part}" for part in kind._fields)
 
@@ -334,6 +380,7 @@ def _form(structure: JointStructure) -> str:
 
 _ROUTES = {
     "CLOSED_FORM": "observed, in closed form",
+    "EXPONENTIAL": "observed, in closed form",
     "GAUSS_HERMITE": "observed, by quadrature",
     "CONSTANT": "observed, without latents",
 }

@@ -314,8 +314,9 @@ NATURAL = _Natural()
 @biject_to.register(_Natural)
 def _refuse(constraint: Any) -> NoReturn:
     raise ValueError(
-        "natural parameters are not for gradient optimisers: fit AutoSparseGP(model, "
-        'covariance="dense") by numpyro.infer.SVI, or this guide by ConjugateSVI'
+        "natural parameters are not for gradient optimisers: fit AutoSparseGP or "
+        'AutoLatentGaussian(model, covariance="dense") by numpyro.infer.SVI, or this '
+        "guide by ConjugateSVI"
     )
 
 

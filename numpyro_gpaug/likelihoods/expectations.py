@@ -26,6 +26,7 @@ class Route(enum.Enum):
     """How the expected log-likelihood of a site is computed."""
 
     CLOSED_FORM = "closed form"
+    EXPONENTIAL = "closed form of exponentials"
     GAUSS_HERMITE = "Gauss-Hermite quadrature"
     MONTE_CARLO = "Monte Carlo"
     CONSTANT = "no dependence on latents"

@@ -229,6 +229,12 @@ class Moments(NamedTuple):
         """
         return jnp.vecmat(noise, self.whitener)
 
+    def white(self, deviation: Array) -> Array:
+        """The noise that :meth:`spread` makes such deviations of, (..., M), by a lower
+        whitener."""
+        columns = deviation[..., None]
+        return solve_lower(self.whitener, columns, transpose=True)[..., 0]
+
     def extended(self, places: np.ndarray) -> Moments:
         """With new latents, at a standard normal prior, of one set of latents.
 

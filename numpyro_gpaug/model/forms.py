@@ -218,8 +218,13 @@ def _cost(structure: JointStructure, rows: int) -> float:
     return border + seen + _OVERHEAD
 
 
-def refuse_large(structure: JointStructure, walks: tuple[str, ...]) -> None:
-    """Raises for a joint Gaussian that needs too large a matrix."""
+def refuse_large(structure: JointStructure, walks: tuple[str, ...] = ()) -> None:
+    """Raises for a joint Gaussian that needs too large a matrix.
+
+    :param structure: of a model.
+    :param walks: sites that might have been held as chains.
+    :raises NotConjugateError: naming the largest site.
+    """
     grouped = structure.arrow is not None
     size = structure.sizes.corner if grouped else structure.size
     if size <= MAX_DENSE:

@@ -46,6 +46,8 @@ class Frontier(NamedTuple):
     :param alike: every variable that is one of the roots, with its place among them.
     :param fixed: variables that the rest reads and that depend on no latent.
     :param outputs: the densities.
+    :param scaled: of each root, whether all that is computed from it scales it by an
+        array first: it then is a coefficient, perhaps, of a predictor.
     :param reason: why the rest is no sum over data, ``None`` if it is.
     """
 
@@ -55,6 +57,7 @@ class Frontier(NamedTuple):
     alike: dict[int, int]
     fixed: tuple[int, ...]
     outputs: tuple[int | Literal, ...]
+    scaled: tuple[bool, ...]
     reason: str | None
 
     def density(self, fixed: Sequence[Any], roots: Sequence[Any]) -> list[Any]:
@@ -82,10 +85,13 @@ def frontier(program: Program, outputs: list[int | Literal]) -> Frontier:
         if not any(program.affine(x) for x in operation.results):
             found += [x for x in operation.operands if program.affine(x)]
     roots: dict[int, int] = {}
+    scaled: dict[int, bool] = {}
     for candidate in found:
-        root = _root(program, candidate)
+        root, by_array = _root(program, candidate)
         # Computed twice from the same things, it is one.
-        roots.setdefault(program.values[root].token, root)
+        token = program.values[root].token
+        roots.setdefault(token, root)
+        scaled[token] = scaled.get(token, True) and by_array
     chosen = tuple(roots.values())
     places = {token: i for i, token in enumerate(roots)}
     alike = {
@@ -106,12 +112,15 @@ def frontier(program: Program, outputs: list[int | Literal]) -> Frontier:
         mixing = _Apart(program, alike).check(rest)
         reason = mixing and f"{mixing} mixes data that depend on latents"
     return Frontier(
-        chosen, whole, rest, alike, tuple(sorted(fixed)), tuple(outputs), reason
-    )
+        chosen, whole, rest, alike, tuple(sorted(fixed)), tuple(outputs),
+        tuple(scaled.values()), reason,
+    )  # fmt: skip
 
 
-def _root(program: Program, variable: Any) -> int:
-    """Walks back through operations that only move, scale or shift one operand."""
+def _root(program: Program, variable: Any) -> tuple[int, bool]:
+    """Walks back through operations that only move, scale or shift one operand, and
+    says whether one scaled it by an array."""
+    scaled = False
     while variable in program.makers:
         eqn, operands, _ = program.makers[variable]
         depends = [x for x in operands if program.depends(x)]
@@ -119,7 +128,16 @@ def _root(program: Program, variable: Any) -> int:
             break
         # A sum with a larger array repeats its entries before, by a broadcast.
         (variable,) = depends
-    return variable
+        if eqn.primitive.name in ("mul", "div"):
+            scaled |= any(
+                prod(v.aval.shape) > 1 for v in _others(eqn, operands, depends)
+            )
+    return variable, scaled
+
+
+def _others(eqn: Any, operands: tuple[Any, ...], depends: list[Any]) -> list[Any]:
+    pairs = zip(eqn.invars, operands, strict=True)
+    return [v for v, x in pairs if x is not depends[0]]
 
 
 class _MixedError(Exception):

@@ -35,6 +35,7 @@ class Whitening(NamedTuple):
     :param shape: of these.
     :param value: gives a value of the site from them.
     :param spread: what must not depend on other Gaussian latents: scales, factors.
+    :param numbers: gives the numbers of a value; ``None`` where there are more of them.
     :param mixes: whether a value is made of several of the numbers by a factor: the
         same numbers then mean something else where the factor is another.
     :param steps: of a random walk, gives a value from the running sums of the numbers
@@ -44,6 +45,7 @@ class Whitening(NamedTuple):
     shape: tuple[int, ...]
     value: Callable[[Array], Array]
     spread: Any
+    numbers: Callable[[Array], Array] | None
     mixes: bool = False
     steps: Callable[[Array], Array] | None = None
 
@@ -65,15 +67,20 @@ def _whitening(base: Any, shape: tuple[int, ...]) -> Whitening | None:
 
 @_whitening.register
 def _(base: dist.Normal, shape: tuple[int, ...]) -> Whitening:
-    return Whitening(shape, lambda z: base.loc + base.scale * z, base.scale)
+    loc, scale = base.loc, base.scale
+    return Whitening(
+        shape, lambda z: loc + scale * z, scale, lambda x: (x - loc) / scale
+    )
 
 
 @_whitening.register
 def _(base: dist.MultivariateNormal, shape: tuple[int, ...]) -> Whitening:
     factor = base.scale_tril
     return Whitening(
-        shape, lambda z: base.loc + (factor @ z[..., None])[..., 0], factor, mixes=True
-    )
+        shape, lambda z: base.loc + (factor @ z[..., None])[..., 0], factor,
+        lambda x: linalg.solve_lower(factor, (x - base.loc)[..., None])[..., 0],
+        mixes=True,
+    )  # fmt: skip
 
 
 @_whitening.register
@@ -86,23 +93,30 @@ def _(base: dist.LowRankMultivariateNormal, shape: tuple[int, ...]) -> Whitening
         return base.loc + shared + jnp.sqrt(diagonal) * z[..., rank:]
 
     whole = (*shape[:-1], rank + shape[-1])
-    return Whitening(whole, value, (factor, diagonal), mixes=True)
+    return Whitening(whole, value, (factor, diagonal), None, mixes=True)
 
 
 @_whitening.register
 def _(base: dist.GaussianRandomWalk, shape: tuple[int, ...]) -> Whitening:
     scale = jnp.asarray(base.scale)[..., None]
     return Whitening(
-        shape, lambda z: jnp.cumsum(scale * z, -1), scale, steps=lambda s: scale * s
-    )
+        shape, lambda z: jnp.cumsum(scale * z, -1), scale,
+        lambda x: jnp.diff(x, axis=-1, prepend=0) / scale,
+        steps=lambda s: scale * s,
+    )  # fmt: skip
 
 
 @_whitening.register
 def _(base: dist.MatrixNormal, shape: tuple[int, ...]) -> Whitening:
     rows, columns = base.scale_tril_row, base.scale_tril_column
+
+    def numbers(x: Array) -> Array:
+        half = linalg.solve_lower(rows, x - base.loc)
+        return linalg.solve_lower(columns, half.mT).mT
+
     return Whitening(
         shape, lambda z: base.loc + rows @ z @ jnp.swapaxes(columns, -1, -2),
-        (rows, columns), mixes=True,
+        (rows, columns), numbers, mixes=True,
     )  # fmt: skip
 
 
@@ -120,7 +134,11 @@ def _(base: dist.CAR, shape: tuple[int, ...]) -> Whitening:
     def value(z: Array) -> Array:
         return base.loc + (jnp.swapaxes(inverse, -1, -2) @ z[..., None])[..., 0]
 
-    return Whitening(shape, value, inverse, mixes=True)
+    def numbers(x: Array) -> Array:
+        deviation = (x - base.loc)[..., None]
+        return linalg.solve_lower(inverse, deviation, transpose=True)[..., 0]
+
+    return Whitening(shape, value, inverse, numbers, mixes=True)
 
 
 @_whitening.register
@@ -140,10 +158,17 @@ def _(base: dist.TransformedDistribution, shape: tuple[int, ...]) -> Whitening |
             x = transform(x)
         return x
 
+    def numbers(x: Array) -> Array:
+        for transform in base.transforms[::-1]:
+            x = transform.inv(x)
+        assert found.numbers is not None
+        return found.numbers(x)
+
     made = [vars(t) for t in base.transforms]
     factors = [v.get("scale", v.get("scale_tril")) for v in made]
     return found._replace(
         value=partial(transformed, found.value),
         spread=(found.spread, factors),
+        numbers=found.numbers and numbers,
         steps=found.steps and partial(transformed, found.steps),
     )

@@ -22,35 +22,34 @@ def check_indices(program: Program) -> None:
     """
     if any(isinstance(x, Tracer) for x in program.constants.values()):
         return
-    for gather in program.gathers():
-        indices, *raw = program.run([gather.indices, *gather.raw], {})
-        if wrong := gather.bad(gather.extremes(indices, raw)):
+    for gather, extremes in program.reached():
+        if wrong := gather.bad(extremes):
             raise ValueError(
                 f"{wrong}: give its plate the number of groups, and encode them as 0, "
                 "1, ... (numpy.unique(group, return_inverse=True)[1])"
             )
 
 
-def check_other_indices(
+def program_of_others(
     model: Callable[..., Any],
     arguments: Arguments,
     shapes: dict[str, tuple[int, ...]],
+    values: dict[str, Any],
     dtype: Any,
-) -> None:
-    """The same for codes that index hyperparameters.
+) -> Program:
+    """What a model computes from latents that are not among the Gaussian ones.
 
     :param model: the model.
     :param arguments: its arguments.
-    :param shapes: of latents that are not among the Gaussian ones, by name.
+    :param shapes: of these latents, by name; scalars are left out.
+    :param values: of params, by name.
     :param dtype: of their values.
-    :raises ValueError: naming the site.
     """
     arrays = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items() if s}
-    if not arrays:
-        return
 
-    def values(given: dict[str, Array]) -> list[Any]:
-        trace = run_model(model, arguments, jax.random.key(0), given)
+    def sites(given: dict[str, Array]) -> list[Any]:
+        at = {**values, **given}
+        trace = run_model(model, arguments, jax.random.key(0), at)
         return [site["value"] for site in trace.values() if site["type"] == "sample"]
 
-    check_indices(Program(values, arrays))
+    return Program(sites, arrays)

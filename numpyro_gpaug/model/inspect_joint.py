@@ -23,10 +23,11 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     lookup_expectation,
 )
+from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.forms import find_form, refuse_large
 from numpyro_gpaug.model.frontier import frontier
 from numpyro_gpaug.model.gaussians import whitening
-from numpyro_gpaug.model.indices import check_indices, check_other_indices
+from numpyro_gpaug.model.indices import check_indices, program_of_others
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import (
     GaussianSite,
@@ -89,7 +90,8 @@ def inspect_joint(
     check_indices(found.program)
     names = {s.name for s in sites}
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
-    check_other_indices(model, arguments, others, survey.dtype)
+    if any(others.values()):
+        check_indices(program_of_others(model, arguments, others, {}, survey.dtype))
     structure = JointStructure(
         blocks=(joint_block(sites, survey.dtype),) if sites else (),
         others=tuple(n for n in survey.latent if n not in names),
@@ -223,7 +225,10 @@ def joint_structure_at(
     names = {s.name for s in structure.sites}
     sites = tuple(s for s in survey.candidates if s.name in names)
     here = structure.with_sites(sites).in_steps(structure.steps)
-    return replace(here, plates=survey.plates, functions=survey.functions)
+    shapes = tuple(survey.shapes.items())
+    return replace(
+        here, plates=survey.plates, functions=survey.functions, shapes=shapes
+    )
 
 
 def _refuse(site: dict[str, Any], observes: bool) -> None:
@@ -239,10 +244,10 @@ def _refuse(site: dict[str, Any], observes: bool) -> None:
             "numpyro.handlers.mask(mask=obs_mask) around the site instead"
         )
     if site["fn"].is_discrete:
-        missing = f"; if {name!r} is observed, pass its observations (obs=y)"
+        missing = "pass its observations (obs=y); if it is no observation, "
         raise NotConjugateError(
-            f"the latent site {name!r} is discrete: sum it out (a mixture likelihood), "
-            f"observe it, or sample the model by MCMC{'' if observes else missing}"
+            f"the latent site {name!r} is discrete: {'' if observes else missing}sum "
+            "it out (a mixture likelihood), observe it, or sample the model by MCMC"
         )
 
 
@@ -354,10 +359,12 @@ class _Read:
                 name, expectation.latents, ((),), Route.CLOSED_FORM, (), augmented,
                 expectation.log_concave, None,
             )  # fmt: skip
-        num = len(frontier(self.program, [variable]).roots)
+        found = frontier(self.program, [variable])
+        num, form = len(found.roots), has_form(found, self.program.avals)
         return Observed(
             name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
-            Route.GAUSS_HERMITE, (), augmented=False, log_concave=False, reason=None,
+            Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, (), augmented=False,
+            log_concave=False, reason=None,
         )  # fmt: skip
 
 
@@ -381,7 +388,8 @@ def warn_of_points(
         joint = inspect_joint(model, *args, **kwargs)
     except (NotConjugateError, ValueError):
         return
-    closed = all(site.route is not Route.GAUSS_HERMITE for site in joint.observed)
+    registered = Route.CLOSED_FORM, Route.CONSTANT
+    closed = all(site.route in registered for site in joint.observed)
     points = [
         s.name
         for s in joint.sites

@@ -23,17 +23,29 @@ from numpyro_gpaug.likelihoods.expectations import (
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.arrow import ArrowPrior
 from numpyro_gpaug.math.chain import ChainPrior
-from numpyro_gpaug.math.expectation import PredictorMoments, nodes, placed
+from numpyro_gpaug.math.expectation import (
+    PredictorMoments,
+    nodes,
+    placed,
+    rule_differences,
+)
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import Predictors
 from numpyro_gpaug.model.frontier import Frontier, frontier
+from numpyro_gpaug.model.indices import program_of_others
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint_expectation import (
     JointExpectation,
     Split,
     ordered_roots,
 )
-from numpyro_gpaug.model.latents import JOINT, JointStructure, Parts, parts_of, whitened
+from numpyro_gpaug.model.latents import (
+    JOINT,
+    JointStructure,
+    Parts,
+    parts_of,
+    whitened,
+)
 from numpyro_gpaug.model.program import Gather, Program
 from numpyro_gpaug.model.structure import Arguments, Block, Observed, Trace, run_model
 
@@ -235,8 +247,8 @@ class JointView:
         :param bound: ``"exact"`` or ``"augmented"``, of registered likelihoods.
         """
         parts, program = self._program.outputs, self._program
-        quadrature = Route.GAUSS_HERMITE
-        closed = [s for s in self.structure.observed if s.route is not quadrature]
+        registered = Route.CLOSED_FORM, Route.CONSTANT
+        closed = [s for s in self.structure.observed if s.route in registered]
         likelihoods = self._at_zero({s.name: parts.likelihoods[s.name] for s in closed})
         fixed = {
             s.name: tuple(program.run(list(self.frontiers[s.name].fixed), {}))
@@ -250,12 +262,51 @@ class JointView:
             bound,
         )  # fmt: skip
 
+    @cached_property
+    def density(self) -> tuple[Predictors, Callable[[Array], Array]]:
+        """The predictors of all data, flat, and the sum of the log-densities as a
+        function of their values."""
+        program, densities = self._program, self._program.outputs.densities
+        sites = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
+        found = frontier(program, [densities[s.name].variable for s in sites])
+        roots, split = ordered_roots(program, found), Split(program, found)
+        ends = np.cumsum([program.avals[root].size for root in roots])
+        numbers = program.run(list(found.fixed), {})
+
+        def total(values: Array) -> Array:
+            return split.total(numbers, tuple(jnp.split(values, ends[:-1])))
+
+        return self._affine(roots), total
+
     @property
     def unobserved(self) -> list[str]:
         """Observed sites that are not so at these arguments."""
         names = [site.name for site in self.structure.observed]
         _ = self._program
         return [name for name in names if name not in self._shown]
+
+    def rule_errors(self, q: Any) -> dict[str, Array]:
+        """How far quadrature is off, as a finer rule says, in nats per datum (a mean of
+        absolute differences), by site; nothing where that takes too large a matrix.
+
+        :param q: moments of the latents.
+        """
+        found: dict[str, Array] = {}
+        for site in self.structure.observed:
+            if site.route is not Route.GAUSS_HERMITE:
+                continue
+            split, roots = self._split(site), self._of_site(site)
+            if self._affine(roots).many and self.structure.arrow is None:
+                continue
+            numbers = self._program.run(list(split.frontier.fixed), {})
+            at = self._marginals(roots, q)
+            differences = rule_differences(partial(split.outputs, numbers), at)
+            total = jnp.stack([jnp.abs(x).sum() for x in differences]).sum()
+            found[site.name] = total / max(m.size for m in at.means)
+        return found
+
+    def _split(self, site: Observed) -> Split:
+        return Split(self._program, self.frontiers[site.name])
 
     # What predictions are made of.
 
@@ -287,11 +338,16 @@ class JointView:
         return {name: mark(name) for name in found}
 
     def gathers(self) -> list[tuple[Gather, tuple[Array, Array, Array]]]:
-        """Sites that are indexed, and how far their indices go."""
-        found = []
-        for gather in self._program.gathers():
-            indices, *raw = self._program.run([gather.indices, *gather.raw], {})
-            found.append((gather, gather.extremes(indices, raw)))
+        """Latents that are indexed, hyperparameters too, and how far their indices
+        go."""
+        found = list(self._program.reached())
+        known = dict(self.structure.shapes)
+        known |= {k: jnp.shape(x) for k, x in self.values.items() if k in known}
+        others = {k: known[k] for k in self.structure.others}
+        if any(others.values()):
+            given = self._model, self.arguments, others, self.values
+            program = program_of_others(*given, self.structure.dtype)
+            found += list(program.reached())
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -334,21 +390,36 @@ class JointView:
         return jnp.max(jnp.stack([jnp.zeros((), self.structure.dtype), *worst]))
 
     def _variable(self, name: str) -> Any:
-        """What holds a site's values; of an observed site in closed form, the parameter
-        of its likelihood."""
-        parts = self._program.outputs
-        closed = {
-            site.name: parts.parameters[site.name]
-            for site in self.structure.observed
-            if site.route is Route.CLOSED_FORM
-        }
-        known = {**closed, **parts.values}
+        """What holds a site's values; of an observed site its predictor: in closed form
+        the parameter of its likelihood, otherwise the one root of its density."""
+        values = self._program.outputs.values
+        if name in values:
+            return values[name].variable
+        known = {s.name: self._of_site(s) for s in self.structure.observed}
         if name not in known:
             raise ValueError(
-                f"site={name!r}: the values that can be predicted are {sorted(known)}; "
-                "numpyro.deterministic gives a predictor a name"
+                f"site={name!r}: the values that can be predicted are "
+                f"{sorted([*known, *values])}; numpyro.deterministic gives a predictor "
+                "a name"
             )
-        return known[name].variable
+        if len(known[name]) != 1 or not self._has_root_of_its_own(name):
+            raise ValueError(
+                f"site={name!r}: its likelihood does not depend on one predictor for "
+                f"each datum: give one a name, numpyro.deterministic('eta', ...), and "
+                "predict that, predict_f(..., site='eta')"
+            )
+        return known[name][0]
+
+    def _has_root_of_its_own(self, name: str) -> bool:
+        """Whether the one root of a site's density has an entry for each datum, which
+        no data scale before they are looked at."""
+        found, program = self.frontiers[name], self._program
+        density = program.avals[program.outputs.densities[name].variable]
+        closed = name in {
+            s.name for s in self.structure.observed if s.route is Route.CLOSED_FORM
+        }
+        whole = program.avals[found.roots[0]].size >= density.size
+        return closed or (whole and not found.scaled[0])
 
     def _marginals(self, variables: list[Any], q: Any) -> PredictorMoments:
         """Moments of one or two predictors of each datum, flat."""

@@ -16,6 +16,7 @@ from jax import Array
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.expectation import PredictorMoments, expected_sum
+from numpyro_gpaug.model.exponentials import expectation
 from numpyro_gpaug.model.frontier import Frontier
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.predictors import Likelihood, closed_form, scaled_sum
@@ -52,6 +53,19 @@ class Split:
         """
         found = self.outputs(numbers, predictors)
         return sum((jnp.sum(x) for x in found), start=jnp.zeros((), found[0].dtype))
+
+    def expectation(self, route: Route, numbers: Any, at: PredictorMoments) -> Array:
+        """That of the sum of the densities.
+
+        :param route: of the site.
+        :param numbers: values of what depends on no latent.
+        :param at: Gaussians on the predictors, flat.
+        """
+        if route is not Route.EXPONENTIAL:
+            return expected_sum(self.total, numbers, at)
+        (shape,) = self.shapes
+        mean, variance = (x[0].reshape(shape) for x in (at.means, at.variances))
+        return expectation(self.frontier, numbers, mean, variance)
 
 
 def ordered_roots(program: Program, found: Frontier) -> list[int]:
@@ -108,8 +122,9 @@ class JointExpectation:
                     tuple(v.ravel() for v in variances),
                     covariance,
                 )
-                density = frontiers[site.name].total
-                term = expected_sum(density, self.fixed[site.name], flat)
+                term = frontiers[site.name].expectation(
+                    site.route, self.fixed[site.name], flat
+                )
             else:
                 fn, value, scale = self.likelihoods[site.name]
                 if site.route is Route.CONSTANT:

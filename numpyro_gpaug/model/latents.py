@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
+from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
@@ -147,6 +148,13 @@ class JointStructure(Structure):
                 found[part.name] = own.reshape((*lead, *part.shape))
             begin += size
         return found
+
+    def joined(self, numbers: dict[str, Array]) -> Array:
+        """Numbers (size,) that :meth:`split` takes apart."""
+        places = self.split(np.arange(self.size))
+        order = np.concatenate([places[name].ravel() for name in numbers])
+        flat = jnp.concatenate([x.ravel() for x in numbers.values()])
+        return flat[np.argsort(order)]
 
     # Of an arrow.
 
@@ -331,6 +339,27 @@ def whitened(
         return value(z[message["name"]])
 
     return handlers.substitute(model, substitute_fn=filled)
+
+
+def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
+    """The standard normal numbers that the values of Gaussian sites are made of.
+
+    :param trace: of the model at these values.
+    :param names: of the sites.
+    :raises NotConjugateError: for a site of which there is more than one choice.
+    """
+    found = {}
+    for name in names:
+        site = trace[name]
+        numbers = getattr(whitening(site["fn"]), "numbers", None)
+        if numbers is None:
+            raise NotConjugateError(
+                f"{name!r} is made of more standard normal numbers than it has "
+                "entries (LowRankMultivariateNormal), which its values do not give: "
+                "write MultivariateNormal"
+            )
+        found[name] = numbers(site["value"])
+    return found
 
 
 def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) -> Parts:

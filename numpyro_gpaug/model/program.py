@@ -211,6 +211,12 @@ class Program:
                 raw = tuple(self._before_wrapping(operands[1]))
                 yield Gather(names[-1], sizes, operands[1], raw)
 
+    def reached(self) -> Iterator[tuple[Gather, tuple[Any, Any, Any]]]:
+        """Inputs that are indexed, and how far their indices go."""
+        for gather in self.gathers():
+            indices, *raw = self.run([gather.indices, *gather.raw], {})
+            yield gather, gather.extremes(indices, raw)
+
     def _before_wrapping(self, variable: Any) -> Iterator[int]:
         """Index arrays to which their axis' length is added where they are negative."""
         if isinstance(variable, Literal) or variable not in self.makers:
@@ -259,11 +265,19 @@ def execute(
         return variable.val if isinstance(variable, Literal) else env[variable]
 
     for eqn, operands, results in operations:
-        primitive = eqn.primitive
-        bound = primitive.get_bind_params(eqn.params)
-        # Functions apart from params: before JAX 0.10.
-        subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
-        found = primitive.bind(*subfuns, *map(read, operands), **params)
-        found = found if primitive.multiple_results else [found]
-        env.update(zip(results, found, strict=True))
+        env.update(zip(results, applied(eqn, list(map(read, operands))), strict=True))
     return [read(x) for x in wanted]
+
+
+def applied(eqn: Any, operands: list[Any]) -> list[Any]:
+    """What an equation makes of values of its operands.
+
+    :param eqn: of a jaxpr.
+    :param operands: arrays.
+    """
+    primitive = eqn.primitive
+    bound = primitive.get_bind_params(eqn.params)
+    # Functions apart from params: before JAX 0.10.
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+    found = primitive.bind(*subfuns, *operands, **params)
+    return list(found) if primitive.multiple_results else [found]

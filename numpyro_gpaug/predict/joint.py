@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
-from numpyro import handlers
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
@@ -90,12 +88,12 @@ class JointPredictor(Predictor):
 
     def block(self, site: str | None) -> Block:
         """The site to predict by name: a process, a deterministic or a Gaussian one;
-        for ``None`` the only observed site, in closed form, by its parameter."""
+        for ``None`` the only observed site, by its predictor."""
         return Block(site or self.observed(None).name, "", (), None)
 
     def sites(self, arguments: Arguments, fitted: Fitted) -> Any:
-        """Posteriors of all Gaussian sites, at the arguments of the fit; and what tells
-        their factors.
+        """Posteriors of all Gaussian sites, at the arguments of the fit; what tells
+        their factors; and errors of quadrature by observed site.
 
         :param arguments: of the model.
         :param fitted: what was fitted.
@@ -105,30 +103,18 @@ class JointPredictor(Predictor):
             view = self._view(arrays, arguments.static, fitted)
             q = self._moments(fitted.own)[JOINT]
             sites = view.structure.sites
-            return {s.name: _site(view, s.name, q) for s in sites}, view.marks()
+            found = {s.name: _site(view, s.name, q) for s in sites}
+            return found, view.marks(), view.rule_errors(q)
 
         program = remembered(self._sites, arguments.shapes, lambda: jax.jit(found))
         return program(arguments.arrays, fitted)
 
-    def _view(self, arrays: Any, static: Any, fitted: Fitted) -> Any:
-        names = {site.name for site in self.structure.observed}
+    _seen = JointView
+    _structure_at = staticmethod(joint_structure_at)
 
-        def unobserved(message: dict[str, Any]) -> Array | None:
-            drawn = message["type"] == "sample" and not message["is_observed"]
-            if drawn and message["name"] in names:
-                return message["fn"].support.feasible_like(
-                    jnp.zeros(message["fn"].shape())
-                )
-            return None
-
-        whole = whole_plates(self.model)
-        model = handlers.substitute(whole, substitute_fn=unobserved)
-        arguments = Arguments(arrays, static)
-        here: Any = remembered(
-            self._structures, arguments.shapes,
-            lambda: joint_structure_at(model, self.structure, arguments),
-        )  # fmt: skip
-        return JointView(here, model, arguments, fitted.values, random.key(0))
+    def _stand_in(self, message: dict[str, Any]) -> Array:
+        fn = message["fn"]
+        return fn.support.feasible_like(jnp.zeros(fn.shape()))
 
     def _extended(self, view: JointView, fit: Fit) -> Any:
         """Moments of the latents that the model has at these arguments: new members of

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 1024
 SMALL_BATCH = 128
+# Of an expectation by quadrature, in nats per datum.
+MOST_ERROR = 1e-3
 
 
 class Posterior:
@@ -88,6 +91,7 @@ class Posterior:
         self._prepared: Prepared | None = None
         self._sites: dict[str, SiteMoments] = {}
         self._marks: dict[str, Array] = {}
+        self._rule_errors: dict[str, float] = {}
 
     @classmethod
     @one_thread
@@ -120,7 +124,9 @@ class Posterior:
         given = FitArguments.of_fit(model, structure, origins, args, kwargs)
         made = cls(predictor, Fitted(values, own), given)
         if isinstance(predictor, JointPredictor):
-            found, made._marks = predictor.sites(arguments, made._fitted)
+            found, made._marks, errors = predictor.sites(arguments, made._fitted)
+            made._rule_errors = {k: float(x) for k, x in errors.items()}
+            made._warn_of_quadrature()
             # Inducing values are whitened: predict_f has the process.
             hidden = {f"{name}.v" for name in structure.functions}
             names = [site.name for site in predictor.structure.sites]
@@ -176,6 +182,31 @@ class Posterior:
         return tuple(s.name for s in sites if s.route is not Route.CONSTANT)
 
     @property
+    def quadrature_errors(self) -> dict[str, float]:
+        """How far the expectations of the fit that are by quadrature are off, by
+        observed site, in nats per datum: the mean absolute difference from a rule with
+        half as many nodes more, at the posterior and the data of the fit. Making the
+        posterior warns above 1e-3: there, of a density with a kink
+        (``AsymmetricLaplace`` beside ``Laplace``, which is in closed form), posterior
+        means were off by up to .1 standard deviations, and standard deviations by 2%.
+        Empty after :meth:`load`, and where comparing takes a matrix of more than 2^24
+        entries.
+        """
+        return dict(self._rule_errors)
+
+    def _warn_of_quadrature(self) -> None:
+        for site, error in self._rule_errors.items():
+            if error > MOST_ERROR:
+                warnings.warn(
+                    f"the expectations of {site!r} are off by about {error:.1g} nats "
+                    "per datum: its log-density has a kink, or falls within much less "
+                    "than a predictor's posterior standard deviation, which "
+                    "Gauss-Hermite quadrature does not resolve. "
+                    "MCMC(EllipticalSlice(model)) draws from the exact posterior",
+                    stacklevel=5,
+                )
+
+    @property
     def weights(self) -> dict[str, dist.MultivariateNormal]:
         """Posteriors of the plain Gaussian weight vectors, by site; where a process
         shares the predictor, too narrow, as the fit holds them independent.
@@ -220,9 +251,13 @@ class Posterior:
         weights = self.weights
         if site not in weights:
             known = [*self._sites, *weights]
+            points = [k for k in self._fitted.values if not k.endswith("_auto_loc")]
             raise KeyError(
-                f"{site!r} is not among the Gaussian latents {known}; deterministic "
-                f"sites are predicted, predict_f(..., site={site!r})"
+                f"{site!r} is held at a value, which summary() shows; NestedVI(model) "
+                "gives hyperparameters a posterior"
+                if site in points
+                else f"{site!r} is not among the Gaussian latents {known}; "
+                f"deterministic sites are predicted, predict_f(..., site={site!r})"
             )
         return weights[site]
 
@@ -260,8 +295,10 @@ class Posterior:
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which process, if the model has several; or which Gaussian or
-            deterministic site; the parameter of an observed one by its name, which
-            is the default, if its likelihood is in closed form.
+            deterministic site; or, the default, the predictor of an observed one: of
+            likelihoods in closed form their parameter (``logits``), of others the
+            affine values that the density is a function of, before constants are added
+            to them (offsets, cutpoints), they are scaled or a link is applied.
         :param full_covariance: the covariance between all rows (O(N^2) memory, no
             streaming) instead of the variance.
         :param batch_size: rows per block.
@@ -414,7 +451,9 @@ class Posterior:
         if isinstance(structure, JointStructure):
             blocks = {s.name: s.value_shape for s in structure.sites}
         observed = [site.name for site in structure.observed]
-        return f"Posterior(blocks={blocks}, observed={observed})"
+        errors = {k: f"{x:.1g}" for k, x in self._rule_errors.items()}
+        shown = f", quadrature_errors={errors}" if errors else ""
+        return f"Posterior(blocks={blocks}, observed={observed}{shown})"
 
     # -- saving -----------------------------------------------------------------------
 

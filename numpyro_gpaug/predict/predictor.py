@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -220,13 +220,21 @@ class Predictor:
         factors = self.function_posterior.factors(view)
         return Prepared(self._moments(fitted.own), factors)
 
-    def _view(self, arrays: Any, static: Any, fitted: Fitted) -> ModelView:
+    # How the guide sees the model, and its structure at other arguments.
+    _seen: ClassVar[Any] = ModelView
+    _structure_at: ClassVar[Any] = staticmethod(structure_at)
+
+    def _stand_in(self, message: dict[str, Any]) -> Array:
+        """A value for a site that is not observed here."""
+        return jnp.zeros(message["fn"].shape())
+
+    def _view(self, arrays: Any, static: Any, fitted: Fitted) -> Any:
         names = {site.name for site in self.structure.observed}
 
         def unobserved(message: dict[str, Any]) -> Array | None:
             drawn = message["type"] == "sample" and not message["is_observed"]
             if drawn and message["name"] in names:
-                return jnp.zeros(message["fn"].shape())
+                return self._stand_in(message)
             return None
 
         whole = whole_plates(self.model)
@@ -234,9 +242,9 @@ class Predictor:
         arguments = Arguments(arrays, static)
         here = remembered(
             self._structures, arguments.shapes,
-            lambda: structure_at(model, self.structure, arguments),
+            lambda: self._structure_at(model, self.structure, arguments),
         )  # fmt: skip
-        return ModelView(here, model, arguments, fitted.values, random.key(0))
+        return self._seen(here, model, arguments, fitted.values, random.key(0))
 
     def _f(self, view: ModelView, fit: Fit, site: str) -> FunctionValues:
         outputs = view.conditional(self.block(site)).outputs

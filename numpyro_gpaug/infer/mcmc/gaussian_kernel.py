@@ -42,6 +42,8 @@ class GaussianKernel(MCMCKernel):
     """
 
     sample_field = "z"
+    _kinds = "Gaussian processes and Gaussian weight vectors"
+    _otherwise = "; EllipticalSlice(model) takes Gaussian latents of any shape"
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model
@@ -67,7 +69,7 @@ class GaussianKernel(MCMCKernel):
     # What a sampler defines.
 
     @abstractmethod
-    def _check(self, view: ModelView) -> None:
+    def _check(self, view: Any) -> None:
         """Raises for models this sampler cannot take; runs inside an abstract trace, in
         which it may note what is static."""
 
@@ -150,23 +152,42 @@ class GaussianKernel(MCMCKernel):
     def _warm_up(self, num_warmup: int) -> None:
         """Told how many steps are warm-up; most samplers have nothing to adapt."""
 
-    def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelView:
-        # The key is fixed: a param that starts at random must not move.
-        arguments = Arguments.split(args, kwargs)
-        return ModelView(self.structure, self._model, arguments, {}, random.key(0))
+    def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._seen(self.structure, Arguments.split(args, kwargs))
 
-    def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure:
+        """What the model is made of at these arguments.
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        :raises ValueError: for arguments that cannot be right.
+        """
         data = {k: x for k, x in kwargs.items() if k != GIBBS_SITES_KWARG}
         check_arguments(self._user_model, args, data)
-        structure = inspect_model(self._model, *args, **kwargs)
+        return self._structure_of(args, kwargs)
+
+    def _structure_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure:
+        return inspect_model(self._model, *args, **kwargs)
+
+    def _seen(self, structure: Any, arguments: Arguments) -> Any:
+        """The model at these arguments."""
+        # The key is fixed: a param that starts at random must not move.
+        return ModelView(structure, self._model, arguments, {}, random.key(0))
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        structure = self.read(args, kwargs)
         if not structure.observed:
             raise ValueError(
                 "the model has no observed site: pass the observations (y)"
             )
         if not structure.blocks:
             raise ValueError(
-                f"{type(self).__name__} samples Gaussian processes and Gaussian weight "
-                "vectors on which likelihoods depend affinely; the model has none"
+                f"{self._name} samples {self._kinds} on which likelihoods depend "
+                f"affinely; the model has none{self._otherwise}"
             )
         if structure.subsampled:
             raise ValueError(
@@ -178,19 +199,15 @@ class GaussianKernel(MCMCKernel):
         self._structure = structure
 
         def abstract(arrays: tuple[Array, ...]) -> None:
-            given = arguments._replace(arrays=arrays)
-            key = random.key(0)
-            view = ModelView(structure, self._model, given, {}, key)
-            self._check(view)
+            self._check(self._seen(structure, arguments._replace(arrays=arrays)))
 
         jax.eval_shape(abstract, arguments.arrays)
 
     def _refuse_others(self, route: str) -> None:
         others = self.structure.others
         if others:
-            name = type(self).__name__
             raise NotConjugateError(
-                f"{name} samples Gaussian latents only, and the model has "
+                f"{self._name} samples Gaussian latents only, and the model has "
                 f"{list(others)} too: {route}"
             )
 
@@ -206,7 +223,7 @@ class GaussianKernel(MCMCKernel):
                 raise CholeskyError(cholesky_message(gp))
             raise FloatingPointError(f"the first draw of {block.name!r} is not finite")
 
-    def _maps(self, view: ModelView) -> dict[str, AffineMap]:
+    def _maps(self, view: Any) -> Any:
         """From inducing vectors to processes at the data, by block name, without the
         residual: what is sampled has none."""
         maps = {b.name: view.conditional(b).affine_map for b in self._processes}
@@ -237,7 +254,7 @@ class GaussianKernel(MCMCKernel):
             found[block.name] = f.outputs(latents)
         return found
 
-    def _sampled(self, x: Values, at: Values, view: ModelView) -> Values:
+    def _sampled(self, x: Values, at: Values, view: Any) -> Values:
         """A sample: latents and deterministic sites."""
         deterministic = {
             name: _strong(site["value"])

@@ -115,7 +115,8 @@ class AugmentedGaussian(GaussianKernel):
         self._refuse_others(
             "as a block, Gibbs([(AugmentedGaussian(model), "
             f"{[b.site for b in self.structure.blocks]}), (NUTS(model), None)]) has "
-            "NUTS sample them"
+            "NUTS sample them; Gaussian ones in plates, and scalars, are for "
+            "EllipticalSlice(model)"
         )
         self._refuse_unaugmented(view)
         self._groups = in_order(groups_of(view), view)

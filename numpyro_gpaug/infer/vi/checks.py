@@ -51,7 +51,11 @@ def check_fit(
 
 def _nothing_gaussian(structure: Structure) -> str:
     if not isinstance(structure, JointStructure):
-        return "the model has no Gaussian process and no Gaussian weights"
+        return (
+            "the model has no Gaussian process and no Gaussian weight vector on which "
+            "data depend affinely: random effects in plates, scalars and other "
+            "Gaussian latents are for AutoLatentGaussian(model)"
+        )
     held = "; ".join(f"{name!r} is not: {reason}" for name, reason in structure.held)
     return (
         "the model has no Gaussian latent for AutoLatentGaussian: a sample site of "

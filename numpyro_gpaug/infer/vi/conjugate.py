@@ -309,7 +309,7 @@ class ConjugateSVI:
                 if over:
                     break
         if searches:
-            warn_of_noise(state.hyper.optim_state)
+            warn_of_noise(state.hyper.optim_state, plan.structure)
         params, losses_ = self.get_params(state), np.concatenate(losses)
         return ConjugateResult(params, state, losses_, args, kwargs, guard.restored)
 

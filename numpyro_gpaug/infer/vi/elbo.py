@@ -13,10 +13,12 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.math.linalg import Moments, precise
 from numpyro_gpaug.model.inspect import inspect_model
+from numpyro_gpaug.model.inspect_joint import inspect_joint
+from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.predictors import scaled_sum
 from numpyro_gpaug.model.structure import (
@@ -33,7 +35,8 @@ BOUNDS = ("exact", "augmented")
 
 
 class TraceAnalytic_ELBO(ELBO):
-    """Evidence lower bound with every Gaussian-process value integrated out.
+    """Evidence lower bound with every Gaussian-process value integrated out; with the
+    guide :class:`~numpyro_gpaug.AutoLatentGaussian`, every Gaussian latent.
 
     The expected log-likelihood is exact (closed form or one-dimensional integrals) for
     registered likelihoods, Gauss-Hermite quadrature with 32 nodes where the likelihood
@@ -91,30 +94,45 @@ class TraceAnalytic_ELBO(ELBO):
     ) -> dict[str, Any]:
         """The loss (negative bound); no mutable state is supported."""
         arguments = Arguments.split(args, kwargs)
-        if isinstance(guide, AutoSparseGP):
-            guide.setup(*args, **kwargs)
-        if isinstance(guide, AutoSparseGP) and model is guide.model:
-            structure = guide.structure_at(arguments)
+        ours = guide if isinstance(guide, AutoSparseGP | AutoLatentGaussian) else None
+        seen: Callable[..., Any] = ModelView
+        if ours is not None:
+            ours.setup(*args, **kwargs)
+            seen = ours.view
+        if ours is not None and model is ours.model:
+            structure = ours.structure_at(arguments)
+        elif isinstance(ours, AutoLatentGaussian):
+            structure = inspect_joint(model, *args, **kwargs)
         else:
             structure = inspect_model(model, *args, **kwargs)
 
         def particle(key: Array) -> Array:
             guide_key, model_key = random.split(key)
-            function_posterior = InducingPosterior()
-            if isinstance(guide, AutoSparseGP):
-                moments = guide.moments(guide.split_params(param_map)[1])
-                drawn = guide.draw_others
-                function_posterior = guide.function_posterior
+            function_posterior: Any = InducingPosterior()
+            if ours is not None:
+                moments = ours.moments(ours.split_params(param_map)[1])
+                drawn = ours.draw_others
+                function_posterior = ours.function_posterior
                 trace = trace_guide(drawn, guide_key, param_map, args, kwargs)
             else:
                 trace = trace_guide(guide, guide_key, param_map, args, kwargs)
                 moments = {b.name: _block_moments(trace, b) for b in structure.blocks}
-            view = view_at(structure, model, arguments, param_map, trace, model_key)
+            view = view_at(
+                structure, model, arguments, param_map, trace, model_key, seen
+            )
+            if isinstance(view, JointView):
+                return self._joint_bound(view, moments) + other_terms(view, trace)
             fit = Fit(view.values, moments, function_posterior.factors(view))
             return self._bound(view, function_posterior, fit) + other_terms(view, trace)
 
         value = mean_over_particles(self, particle, rng_key)
         return {"loss": -value, "mutable_state": None}
+
+    def _joint_bound(self, view: JointView, moments: dict[str, Any]) -> Array:
+        maps, priors = view.maps(), view.priors()
+        at = {name: maps[name].marginals(q) for name, q in moments.items()}
+        kl = sum(priors[name].divergence(q).sum() for name, q in moments.items())
+        return view.expected(self.bound)(at) - kl
 
     def _bound(
         self, view: ModelView, function_posterior: InducingPosterior, fit: Fit
@@ -168,17 +186,19 @@ def view_at(
     params: dict[str, Any],
     guide_trace: Trace,
     key: Array,
-) -> ModelView:
-    """The model at params, the other latents a guide drew, and one batch."""
+    seen: Callable[..., Any] = ModelView,
+) -> Any:
+    """The model at params, the other latents a guide drew, and one batch, as its guide
+    sees it."""
     others = {name: guide_trace[name]["value"] for name in structure.others}
     values = {**params, **others}
     plates = {n: guide_trace[n]["value"] for n in structure.plates if n in guide_trace}
     values.update(plates)
     values.update(drawn_indices(structure, model, arguments, values, key))
-    return ModelView(structure, model, arguments, values, key)
+    return seen(structure, model, arguments, values, key)
 
 
-def other_terms(view: ModelView, guide_trace: Trace) -> Array | float:
+def other_terms(view: Any, guide_trace: Trace) -> Array | float:
     """Minus the KL of the other latents: analytic if registered, else at the draw."""
     total: Array | float = 0.0
     for name, site in view.other_sites().items():

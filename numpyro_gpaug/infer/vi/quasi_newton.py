@@ -26,6 +26,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi.hyper import Hyper
+from numpyro_gpaug.model.structure import Structure
 
 MEMORY = 20
 # Of the rise that the slope promises: what must be had, and how much steeper than the
@@ -187,16 +188,23 @@ def refused(
     return hyper, fell
 
 
-def warn_of_noise(search: Search) -> None:
+def warn_of_noise(search: Search, structure: Structure) -> None:
     """Warns where differences of a nat are not resolved: near an optimum, L-BFGS then
-    cannot tell where to go."""
+    cannot tell where to go.
+
+    :param search: how it went.
+    :param structure: of the model.
+    """
     noise = float(search.noise)
     if noise > NOISY:
+        cause, cure = "very many data, wide priors, an ill-conditioned covariance", ""
+        if structure.functions:
+            cause = "an ill-conditioned kernel matrix: smooth functions, little noise"
+            cure = ", or a rougher kernel"
         warnings.warn(
-            f"rounding makes the bound uncertain by about {noise:.2g} nats (an "
-            "ill-conditioned kernel matrix: smooth functions, little noise); learning "
-            "may have ended as many below the optimum. Use float64, "
-            "jax.config.update('jax_enable_x64', True), or a rougher kernel",
+            f"rounding makes the bound uncertain by about {noise:.2g} nats ({cause}); "
+            "learning may have ended as many below the optimum. Use float64, "
+            f"jax.config.update('jax_enable_x64', True){cure}",
             stacklevel=3,
         )
 

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Log-densities that are affine in a predictor and in exponentials of it.
+
+They are
+
+.. math:: a + b \eta + \sum_k c_k \exp(d_k \eta + e_k),
+
+as those of Poisson, gamma, exponential and Weibull laws with ``exp(eta)`` for a
+rate or a mean. Under ``eta ~ N(m, v)`` their expectation is
+``a + b m + sum_k c_k exp(d_k m + e_k + d_k^2 v / 2)``.
+
+The operations between predictor and density are carried out on such sums.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Literal
+
+from numpyro_gpaug.model.frontier import Frontier
+from numpyro_gpaug.model.program import applied
+
+_CALLS = {"custom_jvp_call", "custom_vjp_call", "pjit", "jit", "closed_call"}
+# Of one operand, of which they move entries.
+_MOVES = {
+    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice",
+    "copy", "copy_p", "convert_element_type",
+}  # fmt: skip
+
+
+class NoFormError(Exception):
+    """A density is no such sum."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("affine", "terms", "mean", "variance"),
+    meta_fields=(),
+)
+@dataclass(frozen=True)
+class ExponentialSum:
+    """Such a sum, and the Gaussian of its predictor, entry by entry.
+
+    :param affine: a and b; ``None`` if both are zero.
+    :param terms: c, d and e of each.
+    :param mean: m.
+    :param variance: v.
+    """
+
+    affine: tuple[Array, Array] | None
+    terms: tuple[tuple[Array, Array, Array], ...]
+    mean: Array
+    variance: Array
+
+    # NumPy's arrays leave arithmetic to it.
+    __array_ufunc__: ClassVar[None] = None
+
+    @property
+    def expectation(self) -> Array:
+        """Of the sum."""
+        total = jnp.zeros_like(self.mean)
+        if self.affine is not None:
+            total += self.affine[0] + self.affine[1] * self.mean
+        for c, d, e in self.terms:
+            total += c * jnp.exp(d * self.mean + e + 0.5 * d * d * self.variance)
+        return total
+
+    def single(self) -> tuple[Array, Array, Array]:
+        """Its one term.
+
+        :raises NoFormError: if there is more.
+        """
+        if self.affine is not None or len(self.terms) != 1:
+            raise NoFormError
+        return self.terms[0]
+
+    def replaced(self, affine: Any, *terms: Any) -> ExponentialSum:
+        """Another sum of the same predictor; its numbers are made whole."""
+
+        def whole(x: Any) -> Array:
+            return jnp.broadcast_to(jnp.asarray(x, self.mean.dtype), self.mean.shape)
+
+        affine = None if affine is None else tuple(map(whole, affine))
+        made: Any = tuple(tuple(map(whole, term)) for term in terms)
+        return replace(self, affine=affine, terms=made)
+
+    def __neg__(self) -> ExponentialSum:
+        return self * -1
+
+    def __add__(self, other: Any) -> ExponentialSum:
+        if not isinstance(other, ExponentialSum):
+            a, b = self.affine or (0, 0)
+            return self.replaced((a + other, b), *self.terms)
+        parts = [x.affine for x in (self, other) if x.affine is not None]
+        affine = tuple(sum(each) for each in zip(*parts, strict=True)) or None
+        return self.replaced(affine, *self.terms, *other.terms)
+
+    def __sub__(self, other: Any) -> ExponentialSum:
+        return self + (-other)
+
+    def __mul__(self, other: Any) -> ExponentialSum:
+        if isinstance(other, ExponentialSum):
+            (c, d, e), (f, g, h) = self.single(), other.single()
+            return self.replaced(None, (c * f, d + g, e + h))
+        affine = self.affine and tuple(x * other for x in self.affine)
+        return self.replaced(affine, *((c * other, d, e) for c, d, e in self.terms))
+
+    def __truediv__(self, other: Any) -> ExponentialSum:
+        one = 1 / other if isinstance(other, ExponentialSum) else 1 / jnp.asarray(other)
+        return self * one
+
+    def __rtruediv__(self, other: Any) -> ExponentialSum:
+        c, d, e = self.single()
+        return self.replaced(None, (other / c, -d, -e))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other: Any) -> ExponentialSum:
+        return -self + other
+
+    def exp(self) -> ExponentialSum:
+        """Its exponential, if it has none in it."""
+        if self.terms or self.affine is None:
+            raise NoFormError
+        a, b = self.affine
+        return self.replaced(None, (1, b, a))
+
+    def log(self) -> ExponentialSum:
+        """Its logarithm, if it is one exponential."""
+        c, d, e = self.single()
+        return self.replaced((jnp.log(c) + e, d))
+
+    def chosen(self, here: Array) -> ExponentialSum:
+        """It where ``here`` is true, zero elsewhere."""
+        masked = jax.tree.map(lambda x: jnp.where(here, x, 0), self)
+        return replace(masked, mean=self.mean, variance=self.variance)
+
+
+_BINARY: dict[str, Callable[..., ExponentialSum]] = {
+    "add": operator.add, "add_any": operator.add, "sub": operator.sub,
+    "mul": operator.mul, "div": operator.truediv,
+}  # fmt: skip
+_UNARY: dict[str, Callable[[ExponentialSum], ExponentialSum]] = {
+    "neg": operator.neg, "exp": ExponentialSum.exp, "log": ExponentialSum.log,
+}  # fmt: skip
+
+
+class Expected(NamedTuple):
+    """An expectation, of which nothing but linear functions may follow."""
+
+    value: Array
+
+
+def expectation(found: Frontier, numbers: Any, mean: Array, variance: Array) -> Array:
+    """The expectation of a frontier's densities.
+
+    :param found: with one root.
+    :param numbers: values of what depends on no latent.
+    :param mean: of the root, in its shape.
+    :param variance: of the root.
+    :raises NoFormError: if a density is no sum of this kind.
+    """
+    known: dict[int, Any] = dict(zip(found.fixed, numbers, strict=True))
+    zero, one = jnp.zeros_like(mean), jnp.ones_like(mean)
+    root = ExponentialSum((zero, one), (), mean, variance)
+    known |= {k: root for k in found.alike}
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else known[x]
+
+    for operation in found.rest:
+        results = _after(operation.eqn, [read(x) for x in operation.operands])
+        known |= dict(zip(operation.results, results, strict=True))
+    total = jnp.zeros((), mean.dtype)
+    for x in map(read, found.outputs):
+        total += jnp.sum(_expected(x))
+    return total
+
+
+def _expected(x: Any) -> Any:
+    if isinstance(x, ExponentialSum):
+        return x.expectation
+    return x.value if isinstance(x, Expected) else x
+
+
+def has_form(found: Frontier, avals: list[Any]) -> bool:
+    """Whether :func:`expectation` takes a frontier's densities.
+
+    :param found: the frontier.
+    :param avals: shapes of the program's variables.
+    """
+    if len(found.roots) != 1 or found.reason is not None:
+        return False
+    shapes = [
+        jax.ShapeDtypeStruct(avals[x].shape, avals[x].dtype)
+        for x in (*found.fixed, found.roots[0])
+    ]
+    try:
+        jax.eval_shape(
+            lambda numbers, m: expectation(found, numbers, m, m),
+            shapes[:-1],
+            shapes[-1],
+        )
+    except NoFormError:
+        return False
+    return True
+
+
+def _after(eqn: Any, operands: list[Any]) -> list[Any]:
+    """What one equation makes of sums, of expectations and of other arrays."""
+    if not any(isinstance(x, ExponentialSum | Expected) for x in operands):
+        return applied(eqn, operands)
+    inner = eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+    if eqn.primitive.name in _CALLS and inner is not None:
+        return _inside(inner, operands)
+    if any(isinstance(x, Expected) for x in operands):
+        return [_after_expectation(eqn, operands)]
+    return [_after_sums(eqn, operands)]
+
+
+def _inside(closed: Any, operands: list[Any]) -> list[Any]:
+    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    env |= dict(zip(closed.jaxpr.invars, operands, strict=True))
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else env[x]
+
+    for eqn in closed.jaxpr.eqns:
+        results = _after(eqn, [read(x) for x in eqn.invars])
+        env |= dict(zip(eqn.outvars, results, strict=True))
+    return [read(x) for x in closed.jaxpr.outvars]
+
+
+def _after_sums(eqn: Any, operands: list[Any]) -> Any:
+    name = eqn.primitive.name
+    if name == "ne" and operands[0] is operands[1]:
+        # Asked whether it is NaN (by xlogy), a sum is not.
+        return jnp.zeros(eqn.outvars[0].aval.shape, bool)
+    (like, *_) = (x for x in operands if isinstance(x, ExponentialSum))
+    summed = name == "reduce_sum" and eqn.outvars[0].aval.size < like.mean.size
+    if summed:
+        return Expected(eqn.primitive.bind(like.expectation, **eqn.params))
+    if name in _MOVES or name == "reduce_sum":
+        return jax.tree.map(lambda x: eqn.primitive.bind(x, **eqn.params), like)
+    if name in _UNARY:
+        return _UNARY[name](like)
+    # An axis of size 1 goes with one of any size.
+    shape = eqn.outvars[0].aval.shape
+    operands = [_broadcast(x, shape) for x in operands]
+    if name in _BINARY:
+        return _BINARY[name](*operands)
+    if name in ("pow", "integer_pow"):
+        base, *exponent = operands
+        return _powered(base, exponent[0] if exponent else eqn.params["y"])
+    if name == "select_n":
+        return _selected(*operands)
+    raise NoFormError(name)
+
+
+def _powered(base: Any, exponent: Any) -> ExponentialSum:
+    if isinstance(exponent, ExponentialSum):
+        raise NoFormError
+    c, d, e = base.single()
+    return base.replaced(None, (c**exponent, d * exponent, e * exponent))
+
+
+def _selected(which: Any, *cases: Any) -> ExponentialSum:
+    if isinstance(which, ExponentialSum):
+        raise NoFormError
+    (like, *_) = (x for x in cases if isinstance(x, ExponentialSum))
+    parts = [
+        x if isinstance(x, ExponentialSum) else like.replaced((x, 0)) for x in cases
+    ]
+    first, *others = (part.chosen(which == i) for i, part in enumerate(parts))
+    return sum(others, first)
+
+
+def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
+    if not isinstance(x, ExponentialSum):
+        return x
+    return jax.tree.map(lambda part: jnp.broadcast_to(part, shape), x)
+
+
+def _after_expectation(eqn: Any, operands: list[Any]) -> Expected:
+    name, values = eqn.primitive.name, [_expected(x) for x in operands]
+    several = sum(isinstance(x, Expected) for x in operands) > 1
+    over = name == "div" and isinstance(operands[-1], Expected)
+    if name in ("mul", "div") and (several or over):
+        raise NoFormError
+    linear = name in _MOVES or name in _BINARY or name in ("neg", "reduce_sum")
+    if linear or (name == "select_n" and not isinstance(operands[0], Expected)):
+        return Expected(eqn.primitive.bind(*values, **eqn.params))
+    raise NoFormError

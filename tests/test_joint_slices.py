@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elliptical slices around the joint Gaussian of all Gaussian latents of a model."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.infer import MCMC, NUTS, Gibbs
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.gaussians import whitening
+from tests.chains import assert_same_law, importance_draws, many_chains
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+N, GROUPS = 24, 4
+GROUP, X = np.arange(N) % GROUPS, RNG.normal(size=N)
+CUTS = np.array([-0.5, 0.8])
+ORDERED = RNG.integers(0, 3, N)
+
+
+def mixed(x, group, y=None, *, groups=GROUPS, law):
+    """A slope and effects around a level, with a scale that has a prior."""
+    beta = numpyro.sample("beta", dist.Normal(0, 1))
+    level = numpyro.sample("level", dist.Normal(0, 2))
+    tau = numpyro.sample("tau", dist.LogNormal(-0.4, 0.4))
+    with numpyro.plate("groups", groups):
+        effect = numpyro.sample("effect", dist.Normal(level, tau))
+    eta = numpyro.deterministic("eta", beta * x + effect[group])
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", law(eta), obs=y)
+
+
+def ordinal(eta):
+    return dist.OrderedLogistic(eta, jnp.asarray(CUTS, eta.dtype))
+
+
+given = handlers.condition(mixed, data={"tau": 0.7})
+
+
+def log_density(z):
+    """Of slope, level and effects, at rows, by NumPy alone."""
+    beta, level, effect = z[:, :1], z[:, 1:2], z[:, 2:]
+    eta = beta * X + effect[:, GROUP]
+    below = [1 / (1 + np.exp(eta - c)) for c in CUTS]
+    cells = np.stack([below[0], below[1] - below[0], 1 - below[1]])
+    data = np.log(cells[ORDERED, :, np.arange(N)]).sum(0)
+    prior = beta[:, 0] ** 2 + level[:, 0] ** 2 / 4
+    return data - 0.5 * (prior + (((effect - level) / 0.7) ** 2).sum(1))
+
+
+def test_any_likelihood_of_random_effects_is_sampled_exactly() -> None:
+    z = importance_draws(log_density, 2 + GROUPS)
+    found = many_chains(
+        gpaug.EllipticalSlice(given), (X, GROUP, ORDERED), {"law": ordinal}
+    )
+    truth = {"beta": z[:, 0], "level": z[:, 1], "effect": z[:, 2:]}
+    assert_same_law(found, truth, *truth)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, pytest.param(900, marks=pytest.mark.slow)])
+def test_with_gaussian_noise_no_move_is_refused(x64, groups) -> None:
+    """Dense, and eliminated group by group: the Gaussian is the posterior."""
+    group, x = np.arange(2 * groups) % groups, RNG.normal(size=2 * groups)
+    args, data = (x, group, x + 1), {"groups": groups, "law": lambda e: dist.Normal(e)}
+    kernel = gpaug.EllipticalSlice(given)
+
+    state = kernel.init(KEY, 0, None, args, data)
+
+    @jax.jit
+    def chain(state):
+        def step(state, _):
+            state = kernel.sample(state, args, data)
+            return state, (state.evaluations, state.log_ratio, state.z["effect"])
+
+        return jax.lax.scan(step, state, None, length=20)[1]
+
+    evaluations, log_ratio, effect = jax.device_get(chain(state))
+    assert (kernel.structure.arrow is not None) == (groups > GROUPS)
+    np.testing.assert_array_equal(evaluations, 1)
+    np.testing.assert_allclose(log_ratio, log_ratio[0], atol=1e-5)
+    assert (np.std(effect, 0) > 0.05).all()
+
+
+def test_other_blocks_leave_values_as_they_are_when_they_move(x64) -> None:
+    """A whitened latent would move with its scale; and the ratio is that of the
+    model's own density."""
+    model = partial(mixed, law=ordinal)
+    args = X, GROUP, ORDERED
+    kernel = gpaug.EllipticalSlice(model).wrap_model(conditioned)
+    names = "beta", "level", "effect"
+
+    def density(z, tau):
+        sites = {k: z[k] for k in names} | {"tau": tau}
+        return numpyro.infer.util.log_density(model, args, {}, sites)[0]
+
+    @jax.jit
+    @jax.vmap
+    def before_and_after(key):
+        found = []
+        here, there = ({GIBBS_SITES_KWARG: {"tau": jnp.array(t)}} for t in (0.7, 1.4))
+        state = kernel.init(key, 0, None, args, here)
+        for tau, each in ((0.7, state), (1.4, kernel.refresh(state, args, there))):
+            ratio = each.log_ratio - 0.5 * jnp.square(each.white[0]).sum()
+            found.append((each.z, density(each.z, tau) - ratio))
+        return found
+
+    (z, constant), (after, another) = before_and_after(jax.random.split(KEY, 3))
+    for name in (*names, "eta"):
+        np.testing.assert_allclose(after[name], z[name], atol=1e-9)
+    np.testing.assert_allclose(constant, constant[0], atol=1e-8)
+    np.testing.assert_allclose(another, another[0], atol=1e-8)
+
+
+SPD = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.2], [0.0, 0.2, 1.5]])
+FACTOR = np.linalg.cholesky(SPD)
+NEIGHBOURS = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]])
+LAWS = {
+    "normal": lambda: dist.Normal(1.0, 2.0).expand([2, 3]),
+    "multivariate": lambda: dist.MultivariateNormal(np.arange(3.0), SPD).expand([2]),
+    "walk": lambda: dist.GaussianRandomWalk(0.5, num_steps=4),
+    "matrix": lambda: dist.MatrixNormal(np.ones((3, 2)), FACTOR, 2 * np.eye(2)),
+    "areas": lambda: dist.CAR(1.0, 0.8, 2.0, NEIGHBOURS),
+    "zero-sum": lambda: dist.ZeroSumNormal(1.5, (4,)),
+    "affine": lambda: dist.TransformedDistribution(
+        dist.Normal(jnp.zeros(3), 1).to_event(1),
+        dist.transforms.LowerCholeskyAffine(jnp.ones(3), jnp.asarray(FACTOR)),
+    ),
+}
+
+
+def test_numbers_of_values(x64) -> None:
+    shapes = {name: whitening(law()).shape for name, law in LAWS.items()}
+    numbers = {name: RNG.normal(size=shape) for name, shape in shapes.items()}
+
+    @jax.jit
+    def there_and_back(z):
+        found = {name: whitening(law()) for name, law in LAWS.items()}
+        return {name: f.numbers(f.value(z[name])) for name, f in found.items()}
+
+    for name, found in there_and_back(numbers).items():
+        np.testing.assert_allclose(found, numbers[name], atol=1e-10, err_msg=name)
+
+
+def test_what_slices_cannot_take_is_named() -> None:
+    args, data = (X, GROUP, ORDERED), {"law": ordinal}
+    with pytest.raises(gpaug.NotConjugateError, match=r"condition.*'tau'"):
+        gpaug.EllipticalSlice(mixed).init(KEY, 0, None, args, data)
+    with pytest.raises(ValueError, match="other_median"):
+        gpaug.EllipticalSlice(mixed, gpaug.AutoLatentGaussian(mixed), {})
+    bernoulli = {"law": lambda e: dist.Bernoulli(logits=e)}
+    labels = X, GROUP, (X > 0).astype(int)
+    with pytest.raises(ValueError, match="EllipticalSlice"):
+        gpaug.AugmentedGaussian(given).init(KEY, 0, None, labels, bernoulli)
+
+
+@pytest.mark.slow
+def test_as_a_block_of_gibbs_against_nuts() -> None:
+    model = partial(mixed, law=ordinal)
+
+    def sampled(kernel):
+        mcmc = MCMC(kernel, num_warmup=500, num_samples=6000, progress_bar=False)
+        mcmc.run(KEY, X, GROUP, ORDERED)
+        return mcmc.get_samples()
+
+    blocks = [(gpaug.EllipticalSlice(model), ["beta", "level", "effect"])]
+    ours = sampled(Gibbs([*blocks, (NUTS(model), None)]))
+    assert_same_law(ours, sampled(NUTS(model)), "beta", "level", "effect", "tau")

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The joint Gaussian under NumPyro's own SVI."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import SVI, Trace_ELBO
+
+import numpyro_gpaug as gpaug
+
+RNG = np.random.default_rng(1)
+N, GROUPS = 24, 4
+GROUP, X = np.arange(N) % GROUPS, RNG.normal(size=N)
+DATA = {"normal": X + RNG.normal(size=N), "poisson": RNG.poisson(np.exp(X / 2))}
+LAWS = {"normal": lambda e: dist.Normal(e, 0.7), "poisson": lambda e: dist.Poisson(e)}
+
+
+def mixed(x, group, y=None, *, law):
+    """Nested locations, so that values are not the numbers they are made of."""
+    level = numpyro.sample("level", dist.Normal(0, 2))
+    walk = numpyro.sample("walk", dist.GaussianRandomWalk(0.3, num_steps=3))
+    with numpyro.plate("groups", GROUPS):
+        effect = numpyro.sample("effect", dist.Normal(level, 0.8))
+    eta = effect[group] + x * walk[group % 3]
+    with numpyro.plate("data", len(x)):
+        mean = eta if law == "normal" else jnp.exp(eta)
+        numpyro.sample("y", LAWS[law](mean), obs=y)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_losses_are_those_of_closed_form_updates(x64, law) -> None:
+    """At the Gaussian that these find. With Gaussian noise it is the posterior, and
+    every draw has the evidence for a ratio."""
+    args, data = (X, GROUP, DATA[law]), {"law": law}
+    model = partial(mixed, **data)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    fit = svi.run(jax.random.key(0), 20, *args, progress_bar=False)
+    (q,) = svi.guide.moments(svi.guide.split_params(fit.params)[1]).values()
+    covariance = q.whitener[0].T @ q.whitener[0]
+    params = {
+        "latents_auto_loc": q.mean[0],
+        "latents_auto_tril": jnp.linalg.cholesky(covariance),
+    }
+    guide = gpaug.AutoLatentGaussian(model, covariance="dense")
+
+    @partial(jax.jit, static_argnums=0)
+    def at(loss, key):
+        return loss.loss(key, params, model, guide, *args)
+
+    losses = [gpaug.TraceAnalytic_ELBO()]
+    losses += [Trace_ELBO()] if law == "normal" else []
+    for loss in losses:
+        for seed in range(2):
+            found = at(loss, jax.random.key(seed))
+            np.testing.assert_allclose(found, fit.losses[-1], rtol=1e-8)
+    if law == "poisson":
+        optimised = SVI(model, guide, optax.adam(0.1), losses[0])
+        found = optimised.run(jax.random.key(0), 300, *args, progress_bar=False)
+        np.testing.assert_allclose(found.losses[-1], fit.losses[-1], atol=0.05)
+        params = found.params
+    posterior = gpaug.Posterior.from_guide(model, guide, params, *args)
+    theirs = svi.posterior(fit)["effect"].mean
+    atol = 0.02 if law == "poisson" else 1e-8
+    np.testing.assert_allclose(posterior["effect"].mean, theirs, atol=atol)
+
+
+def test_natural_parameters_are_refused_by_name() -> None:
+    model = partial(mixed, law="poisson")
+    svi = SVI(model, gpaug.AutoLatentGaussian(model), optax.adam(0.1), Trace_ELBO())
+    with pytest.raises(ValueError, match=r'AutoLatentGaussian.*covariance="dense"'):
+        svi.init(jax.random.key(0), X, GROUP, DATA["poisson"])
+    with pytest.raises(ValueError, match="covariance must be one of"):
+        gpaug.AutoLatentGaussian(model, "diagonal")
+    dense = gpaug.AutoLatentGaussian(model, "dense")
+    with pytest.raises(ValueError, match="natural parameters"):
+        gpaug.ConjugateSVI(model, dense)
