@@ -248,6 +248,13 @@ def planted() -> list[Planted]:
             ("test_gibbs",),
         ),
         Planted(
+            "Expectation of an exponential: the whole variance",
+            "model/exponentials.py",
+            "0.5 * d * d * self.variance",
+            "d * d * self.variance",
+            ("test_exponentials",),
+        ),
+        Planted(
             "Wasserstein: distance not divided by N",
             "infer/vi/wasserstein.py",
             "_bures(K, R, floor) / X.shape[0]",
