@@ -46,10 +46,10 @@ def varying(group, y=None, *, law, members=G):
         numpyro.sample("y", law(eta), obs=y)
 
 
-def noisy(group, y=None):
+def noisy(group, y=None, members=G):
     """The same with normal noise, whose scale is integrated too."""
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
-    varying(group, y, law=lambda eta: dist.Normal(eta, sigma))
+    varying(group, y, law=lambda eta: dist.Normal(eta, sigma), members=members)
 
 
 poisson = partial(varying, law=lambda eta: dist.Poisson(jnp.exp(eta)))
@@ -222,9 +222,9 @@ def grid_moments():
     }
 
 
-def nested(model, *args, key=0, **options):
+def nested(model, *args, key=0, data=None, **options):
     found = gpaug.NestedVI(model, progress_bar=False, **options)
-    found.run(jax.random.key(key), *args)
+    found.run(jax.random.key(key), *args, **(data or {}))
     return found
 
 

@@ -167,11 +167,14 @@ def check_model(found: Description, saved: Description) -> None:
             )
 
 
-def check_moments(structure: Structure, own: dict[str, Moments]) -> None:
+def check_moments(
+    structure: Structure, own: dict[str, Moments], leading: tuple[int, ...]
+) -> None:
     """Raises for moments that are not of the size of their block.
 
     :param structure: of the fit.
     :param own: what was saved.
+    :param leading: axes before theirs.
     :raises ArchiveError: naming the block and the shapes.
     """
     shapes = {b.name: b.shape for b in structure.blocks}
@@ -187,7 +190,7 @@ def check_moments(structure: Structure, own: dict[str, Moments]) -> None:
                 (1, size), (1, groups, each, each), (1, groups, each, corner),
                 (1, corner, corner),
             ]  # fmt: skip
-        if given != expected:
+        if given != [(*leading, *shape) for shape in expected]:
             raise ArchiveError(
                 f"moments of {name!r}, of shape {shapes[name]}, have shapes {given}"
             )

@@ -39,6 +39,7 @@ class CollapsedBounds:
     def __init__(self, model: Callable[..., Any]) -> None:
         self.model = model
         self._known: dict[Any, CollapsedBound] = {}
+        self._checks: dict[Any, Any] = {}
         self._seen: Any = None
 
     @one_thread
@@ -67,7 +68,7 @@ class CollapsedBounds:
                     "ConjugateSVI(model, AutoLatentGaussian(model), optax.adam(0.01)) "
                     "gives point estimates on minibatches"
                 )
-            check_observations(self.model, structure, arguments)
+            check_observations(self.model, structure, arguments, self._checks)
             return CollapsedBound(guide, structure, arguments.static)
 
         leaves = jax.tree.leaves(arguments.arrays)
