@@ -155,6 +155,36 @@ def test_systematic_samples_have_the_moments():
     np.testing.assert_allclose(np.exp(known) @ everything, weights @ points)
 
 
+def log_marginal(y, group):
+    """Of the model of counts, by sums over tau, the level and each effect."""
+    tau = np.exp(np.linspace(-4.5, 1.6, 50))
+    level, a = np.linspace(-3.5, 3.5, 71), np.linspace(-6, 5, 441)
+    width = a[1] - a[0]
+    data = [stats.poisson(np.exp(a)[:, None]).logpmf(y[group == g]).sum(1)
+            for g in range(G)]  # fmt: skip
+    total = stats.norm(0, 2).logpdf(level)
+    total = total + (stats.halfnorm.logpdf(tau) + np.log(tau))[:, None]
+    for i, t in enumerate(tau):
+        prior = stats.norm(level[:, None], max(t, 2 * width)).logpdf(a)
+        prior = prior - special.logsumexp(prior, axis=1, keepdims=True)
+        total[i] += special.logsumexp(prior + np.array(data)[:, None], axis=2).sum(0)
+    return special.logsumexp(total)
+
+
+def test_leave_one_out_against_refits(of_counts):
+    tree = gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts)
+    found = gpaug.diagnostics.loo(tree)
+    whole = log_marginal(COUNTS, GROUP)
+    left_out = [COUNTS.argmax(), COUNTS.argmin(), 5]
+    expected = [
+        whole - log_marginal(np.delete(COUNTS, i), np.delete(GROUP, i))
+        for i in left_out
+    ]
+    elpd = np.asarray(found.elpd_i)[left_out]
+    np.testing.assert_allclose(elpd, expected, atol=0.06)
+    assert np.asarray(found.pareto_k).max() < 0.7
+
+
 def process(X, y=None, *, Z):
     length = numpyro.sample("length", dist.LogNormal(0.0, 0.7))
     scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.7))
