@@ -89,6 +89,9 @@ class AutoLatentGaussian(ProcessGuide):
     revisited.
     """
 
+    # How many fits' worth of sweeps pay for a program that is slower to compile.
+    _uses = 1.0
+
     def __init__(
         self, model: Callable[..., Any], other: Callable[..., Any] = AutoDelta
     ) -> None:
@@ -107,7 +110,7 @@ class AutoLatentGaussian(ProcessGuide):
         return found
 
     def _inspect(self, *args: Any, **kwargs: Any) -> JointStructure:
-        return inspect_joint(self.model, *args, **kwargs)
+        return inspect_joint(self.model, self._uses, *args, **kwargs)
 
     def _structure_at(self, structure: Any, arguments: Arguments) -> JointStructure:
         return joint_structure_at(self.model, structure, arguments)

@@ -32,7 +32,7 @@ _FEWEST, _WIDEST = 16, 8
 _MOST = 2**24
 # Numbers of members are told in digits that float32 has with room for rounding.
 _BASE = 1024
-# An arrow's program is longer: so many operations it has to save.
+# An arrow's program is longer: so many operations it has to save in each sweep.
 _OVERHEAD = 5e7
 # Random vectors that a map is compared by, and how far, in units of the last digit, it
 # may be off by rounding.
@@ -188,16 +188,18 @@ def check_groups(misfit: Array, what: str) -> None:
 
 
 def find_arrow(
-    predictors: Predictors, pairs: tuple[Array, Array] | None
+    predictors: Predictors, pairs: tuple[Array, Array] | None, uses: float
 ) -> Arrow | None:
     """The form of a model's joint Gaussian that costs least; ``None`` for a dense
     matrix, and where the arguments are traced.
 
     :param predictors: of all data, of a model with a dense structure.
     :param pairs: predictors that likelihoods look at in pairs.
+    :param uses: how many times as long as a fit's the program's savings are counted.
     """
     structure, rows = predictors.structure, len(predictors.offset)
-    if _dense_cost(rows, structure.size) < _OVERHEAD:
+    overhead = _OVERHEAD / uses
+    if _dense_cost(rows, structure.size) < overhead:
         return None
     if isinstance(predictors.offset, Tracer):
         return None
@@ -212,7 +214,8 @@ def find_arrow(
         return None
     arrow = Arrow(chosen[0], tuple(chosen[1:]))
     ordered = predictors._replace(structure=structure.with_arrow(arrow))
-    return arrow if _cheaper(ordered) and ordered.misfit(pairs) < ROUNDING else None
+    cheaper = _cheaper(ordered, overhead)
+    return arrow if cheaper and ordered.misfit(pairs) < ROUNDING else None
 
 
 def _groupings(
@@ -289,9 +292,9 @@ def _dense_cost(rows: int, size: int) -> float:
     return float(rows) * size**2 + float(size) ** 3
 
 
-def _cheaper(predictors: Predictors) -> bool:
+def _cheaper(predictors: Predictors, overhead: float) -> bool:
     structure, rows = predictors.structure, len(predictors.offset)
     groups, each, corner = structure.sizes
     border = float(groups) * each * corner**2 + 2 * float(corner) ** 3
     seen = float(rows) * ((each + structure.width) ** 2 + 10 * corner)
-    return border + seen + _OVERHEAD < _dense_cost(rows, structure.size)
+    return border + seen + overhead < _dense_cost(rows, structure.size)

@@ -67,11 +67,12 @@ class _Survey(NamedTuple):
 
 
 def inspect_joint(
-    model: Callable[..., Any], *args: Any, **kwargs: Any
+    model: Callable[..., Any], uses: float, *args: Any, **kwargs: Any
 ) -> JointStructure:
     """The structure of a model whose Gaussian latents are held jointly.
 
     :param model: a NumPyro model.
+    :param uses: see :func:`~numpyro_gpaug.model.arrow.find_arrow`.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     :raises NotConjugateError: for discrete latents, and for a site whose log-density is
@@ -107,7 +108,7 @@ def inspect_joint(
     if not sites or not survey.observed:
         return structure
     view = JointView(structure, model, arguments, {}, jax.random.key(0))
-    structure = structure.with_arrow(find_arrow(view.predictors, view.pairs))
+    structure = structure.with_arrow(find_arrow(view.predictors, view.pairs, uses))
     _refuse_large(structure)
     return structure
 
@@ -391,7 +392,7 @@ def warn_of_points(
     if not structure.gaussian_others or not structure.observed:
         return
     try:
-        joint = inspect_joint(model, *args, **kwargs)
+        joint = inspect_joint(model, 1.0, *args, **kwargs)
     except (NotConjugateError, ValueError):
         return
     closed = all(site.route is not Route.GAUSS_HERMITE for site in joint.observed)

@@ -62,7 +62,10 @@ class NestedVI:
 
     In a model with sparse processes (``GaussianProcess`` with fewer inducing inputs
     than data) the posterior is that of the model as it is written, in which function
-    values follow from the inducing values: the one that NUTS samples.
+    values follow from the inducing values: the one that NUTS samples. The bound is of
+    the same model here, where :func:`~numpyro_gpaug.collapse` and
+    :class:`~numpyro_gpaug.ConjugateSVI` have that of the process itself (Titsias,
+    2009): its hyperparameters may be others.
 
     :param model: a NumPyro model as :class:`~numpyro_gpaug.AutoLatentGaussian` takes
         it: on full data, and every hyperparameter a sample site.
@@ -127,7 +130,7 @@ class NestedVI:
         self.model, self.num_samples = model, num_samples
         self.num_points, self.num_draws = num_points, num_draws
         self.correct, self.progress_bar = correct, progress_bar
-        self._bounds = CollapsedBounds(model)
+        self._bounds = CollapsedBounds(model, projected=True)
         self._programs: dict[Any, Programs] = {}
         self._run: Run | None = None
         self._samples: dict[str, Array] | None = None
