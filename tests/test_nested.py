@@ -46,10 +46,10 @@ def varying(group, y=None, *, law, members=G):
         numpyro.sample("y", law(eta), obs=y)
 
 
-def noisy(group, y=None):
+def noisy(group, y=None, members=G):
     """The same with normal noise, whose scale is integrated too."""
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
-    varying(group, y, law=lambda eta: dist.Normal(eta, sigma))
+    varying(group, y, law=lambda eta: dist.Normal(eta, sigma), members=members)
 
 
 poisson = partial(varying, law=lambda eta: dist.Poisson(jnp.exp(eta)))
@@ -104,6 +104,32 @@ def test_a_processs_marginal_likelihood_is_exact(x64):
     expected += float(dist.LogNormal(-1, 1).log_prob(0.3))
     # The jitter is part of the model.
     np.testing.assert_allclose(found[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("projected", [True, pytest.param(False, marks=SLOW)])
+def test_sparse_processes_are_collapsed_as_draws_are_weighed(x64, projected):
+    X, Z = np.linspace(0, 1, 12)[:, None], np.linspace(0, 1, 3)[:, None]
+    y = np.sin(6 * X[:, 0])
+
+    def model(X, y, Z):
+        length = numpyro.sample("length", dist.LogNormal(-1, 1))
+        kernel = gpaug.kernels.Matern52(length)
+        gp = gpaug.GaussianProcess("f", kernel, Z, jitter=1e-10)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(gp(X), 0.3), obs=y)
+
+    given, kwargs = (X, y), {"Z": Z}
+    arguments = Arguments.split(given, kwargs)
+    bound = CollapsedBounds(model, projected=projected).at(arguments, given, kwargs)
+    at = {"length": jnp.array(0.3)}
+    found = bound(at, {"length": jnp.array(1.0)}, arguments.arrays)
+    cross = np.asarray(gpaug.kernels.Matern52(0.3)(Z, X))
+    K = np.asarray(gpaug.kernels.Matern52(0.3)(Z, Z))
+    Q = cross.T @ np.linalg.solve(K, cross)
+    expected = stats.multivariate_normal(np.zeros(12), Q + 0.09 * np.eye(12)).logpdf(y)
+    if not projected:  # Titsias's bound
+        expected -= 0.5 * (1 - np.diag(Q)).sum() / 0.09
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +248,9 @@ def grid_moments():
     }
 
 
-def nested(model, *args, key=0, **options):
+def nested(model, *args, key=0, data=None, **options):
     found = gpaug.NestedVI(model, progress_bar=False, **options)
-    found.run(jax.random.key(key), *args)
+    found.run(jax.random.key(key), *args, **(data or {}))
     return found
 
 
@@ -527,7 +553,7 @@ def test_weights_of_many_data_in_float32():
             dtype = float if double else np.float32
             given = t.astype(dtype), y
             arguments = Arguments.split(given, {})
-            bound = CollapsedBounds(model).at(arguments, given, {})
+            bound = CollapsedBounds(model, projected=True).at(arguments, given, {})
             programs = Programs(bound, arguments, 6)
             point = jnp.asarray([-0.4], dtype)
             start = programs.no_start(arguments.arrays)

@@ -269,3 +269,53 @@ def test_bad_new_inputs() -> None:
         posterior.predict_y()
     with pytest.raises(ValueError, match="site='z'"):
         posterior.predict_y(np.zeros((5, 2)), site="z")
+
+
+def uncertain(X, y=None, *, inducing):
+    length = numpyro.sample("length", dist.LogNormal(0.0, 1.0))
+    kernel = gpaug.kernels.SquaredExponential(length)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(gp(X), 0.5), obs=y)
+
+
+def test_predictions_average_over_draws_of_another_guide(tmp_path) -> None:
+    guide = gpaug.AutoSparseGP(uncertain, other=numpyro.infer.autoguide.AutoNormal)
+    spread = 0.6
+    params = {"f.v_auto_potential": POTENTIAL[0], "f.v_auto_precision": PRECISION[0]}
+    params |= {"length_auto_loc": np.array(0.1), "length_auto_scale": np.array(spread)}
+    params = jax.tree.map(jnp.asarray, params)
+    posterior = gpaug.Posterior.from_guide(uncertain, guide, params, X, Y, inducing=Z)
+    new = np.random.default_rng(7).normal(size=(6, 2))
+
+    def at(length):
+        gram = covariance(Z, Z, length, 1.0) + 1e-10 * np.eye(len(Z))
+        A = np.linalg.solve(np.linalg.cholesky(gram), covariance(Z, new, length, 1.0))
+        S = np.linalg.inv(PRECISION[0])
+        return A.T @ (S @ POTENTIAL[0]), 1 + ((A.T @ S) * A.T - A.T**2).sum(1)
+
+    draws = posterior._fitted.members.values["length"]
+    means, variances = (np.array(x) for x in zip(*map(at, draws), strict=True))
+    f = posterior.predict_f(new)
+    np.testing.assert_allclose(f.mean, means.mean(0), atol=1e-7)
+    total = variances.mean(0) + means.var(0)
+    np.testing.assert_allclose(f.variance, total, atol=1e-7)
+    # The draws are those of the guide: by quadrature over it, and not at its median.
+    nodes, weights = np.polynomial.hermite_e.hermegauss(30)
+    each = np.array([at(np.exp(0.1 + spread * x))[0] for x in nodes])
+    mean = weights / weights.sum() @ each
+    error = means.std(0) / np.sqrt(len(draws))
+    assert (abs(f.mean - mean) < 4 * error).all()
+    assert (abs(at(np.exp(0.1))[0] - mean) > 0.05).any()
+
+    y = np.zeros(6)
+    law = posterior.predict_y(new)
+    scales = np.sqrt(variances + 0.25)
+    density = np.log(np.exp(dist.Normal(means, scales).log_prob(y)).mean(0))
+    np.testing.assert_allclose(law.log_prob(y), density, atol=1e-7)
+    row = posterior.summary().loc["length"]
+    np.testing.assert_allclose(row["mean"], np.mean(draws), rtol=1e-6)
+    path = tmp_path / "fit.npz"
+    posterior.save(path)
+    loaded = gpaug.Posterior.load(path, uncertain)
+    np.testing.assert_allclose(loaded.log_prob(new, y), density, atol=1e-7)

@@ -9,12 +9,15 @@ hyperparameters; ``to 1000`` the seconds from nothing, compilation included, unt
 standard deviations, relative, from the reference draws of posteriordb where there are
 any (``gp_pois_regr``, ``eight_schools``), otherwise from NUTS's. NUTS runs on the
 whitened model, four chains at once. Of the collapsed model only hyperparameters are
-drawn, and they are those of the bound::
+drawn, and they are those of the bound; ``--draws 0`` leaves NUTS out. ``exact`` is the
+evidence by quadrature (``quadrature.py``)::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/nested.py --json nested.json
 
 Data are those of ``latent.py``, and logistic regression by a Gaussian process on the
-first N rows of scikit-learn's breast cancer data. In double precision unless
+first N rows of scikit-learn's breast cancer data, of more than its 569 on those of
+``ratsch_waveform``; ``gp_student_t`` and ``sparse_ard5000`` (a sparse process, 100
+inducing inputs, eight lengthscales) are simulated. In double precision unless
 ``--float32``. Seconds are of one process.
 """
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +35,17 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from common import data_folder, machine, print_table, versions
+from common import data_folder, load_data, machine, print_table, versions
 from latent import MODELS, load, whitened
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
+from quadrature import EVIDENCE
 
 import numpyro_gpaug as gpaug
 
 COLUMNS = {"data": "", "method": "", "latents": "d", "hyper": "d", "worth": ".0f"}
 COLUMNS |= {"cold": ".1f", "to 1000": ".1f", "mean": ".3f", "sd": ".3f", "khat": ".2f"}
-COLUMNS |= {"evidence": ".3f", "error": ".3f"}
+COLUMNS |= {"evidence": ".3f", "error": ".3f", "exact": ".3f"}
 CHAINS = 4
 
 
@@ -52,37 +57,67 @@ def eight_schools(y: Any, sigma: Any) -> None:
         numpyro.sample("y", dist.Normal(theta, sigma), obs=y)
 
 
-def gp_logistic(X: Any, y: Any) -> None:
+def bernoulli(f: Any) -> dist.Distribution:
+    return dist.Bernoulli(logits=f)
+
+
+def student_t(f: Any) -> dist.Distribution:
+    return dist.StudentT(4.0, f, numpyro.sample("noise", dist.LogNormal(-1.0, 1.0)))
+
+
+def gp(X: Any, y: Any, *, law: Any, white: bool = False) -> None:
+    """A Gaussian process at all inputs; whitened for NUTS."""
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(5.0), 1.0))
     variance = numpyro.sample("variance", dist.LogNormal(1.0, 1.0))
     K = gpaug.kernels.SquaredExponential(lengthscale, variance)(X, X)
     K = K + 1e-6 * variance * jnp.eye(len(X))
-    f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(X)), K))
+    if white:
+        z = numpyro.sample("z", dist.Normal(0, 1).expand([len(X)]).to_event(1))
+        f = numpyro.deterministic("f", jnp.linalg.cholesky(K) @ z)
+    else:
+        f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(X)), K))
+    observed = law(f)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", observed, obs=y)
+
+
+def sparse_ard(X: Any, y: Any, Z: Any) -> None:
+    """A sparse process with a lengthscale for each of its eight inputs."""
+    prior = dist.LogNormal(jnp.log(3.0), 0.7).expand([8]).to_event(1)
+    lengthscales = numpyro.sample("lengthscales", prior)
+    kernel = gpaug.kernels.Matern52(lengthscales, 4.0)
+    f = gpaug.GaussianProcess("f", kernel, inducing=Z)(X)
     with numpyro.plate("data", len(X)):
         numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
-def white_gp_logistic(X: Any, y: Any) -> None:
-    """The same for NUTS."""
-    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(5.0), 1.0))
-    variance = numpyro.sample("variance", dist.LogNormal(1.0, 1.0))
-    K = gpaug.kernels.SquaredExponential(lengthscale, variance)(X, X)
-    factor = jnp.linalg.cholesky(K + 1e-6 * variance * jnp.eye(len(X)))
-    z = numpyro.sample("z", dist.Normal(0, 1).expand([len(X)]).to_event(1))
-    f = numpyro.deterministic("f", factor @ z)
-    with numpyro.plate("data", len(X)):
-        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+def simulated(name: str) -> dict[str, np.ndarray]:
+    """Data of ``gp_student_t`` and ``sparse_ard``: the last is named by its rows."""
+    rng = np.random.default_rng(0)
+    if name == "gp_student_t":
+        X = rng.uniform(-10, 10, (100, 1))
+        y = np.sin(X[:, 0] / 2) + 0.2 * rng.standard_t(3, 100)
+        return {"X": X, "y": y}
+    num = int(name.removeprefix("sparse_ard"))
+    X = rng.normal(size=(num, 8))
+    f = 3 * np.sin(X[:, 0]) + X[:, 1] * X[:, 2]
+    y = rng.binomial(1, 1 / (1 + np.exp(-f)))
+    return {"X": X, "y": y, "Z": np.asarray(gpaug.inducing.kmeans(X, 100))}
 
 
 def problem(name: str) -> tuple[Any, Any, dict[str, np.ndarray]]:
     """A model, the same for NUTS, and its arguments."""
     if name.startswith("gp_logistic"):
-        from sklearn.datasets import load_breast_cancer
-
-        X, y = load_breast_cancer(return_X_y=True)
         num = int(name.removeprefix("gp_logistic"))
+        X, y = load_data("breast_cancer" if num <= 569 else "ratsch_waveform")
         X = ((X - X.mean(0)) / X.std(0))[:num]
-        return gp_logistic, white_gp_logistic, {"X": X, "y": y[:num]}
+        logistic = partial(gp, law=bernoulli)
+        return logistic, partial(logistic, white=True), {"X": X, "y": y[:num]}
+    if name == "gp_student_t":
+        robust = partial(gp, law=student_t)
+        return robust, partial(robust, white=True), simulated(name)
+    if name.startswith("sparse_ard"):
+        return sparse_ard, sparse_ard, simulated(name)
     if name == "eight_schools":
         with np.load(folder() / "lgm_eight_schools.npz") as file:
             data = {k: file[k] for k in ("y", "sigma")}
@@ -187,6 +222,10 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         | {"seconds": fields["seconds"], "width": fields["width"]}
         | timed(float(table["n_eff"].min()), cold - drawing, drawing)
     ]
+    if name in EVIDENCE:
+        rows[0]["exact"] = EVIDENCE[name](**data)
+    if not args.draws:
+        return rows
     draws, seconds = by_nuts(for_nuts, data, args.draws)
     theirs, worth = of_chains(draws, names)
     truth = reference(name) or theirs
@@ -210,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    own = "eight_schools", "gp_logistic100", "gp_logistic300"
+    own = "eight_schools", "gp_logistic100", "gp_logistic300", "gp_student_t"
     known = [k for k in MODELS if k != "additive"]
     parser.add_argument("--data", nargs="+", default=[*own, *known])
     parser.add_argument("--points", type=int, default=512)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any:
     """Leave-one-out log predictive density, by PSIS, without refitting.
 
-    Latents that the guide holds at a point (hyperparameters) are not refitted.
+    Latents that the guide holds at a point (hyperparameters) are not refitted; draws of
+    :class:`~numpyro_gpaug.NestedVI`, which are of the posterior, have none.
 
     :param tree: a tree from :func:`to_datatree`; or one of MCMC draws, as
         ``arviz_base.from_numpyro(mcmc, log_likelihood=True)`` makes it.

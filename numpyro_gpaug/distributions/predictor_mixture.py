@@ -46,6 +46,21 @@ class PredictorMixture(Distribution):
         self.treedef, self.varies = treedef, varies
         super().__init__(batch_shape, event_shape, validate_args=False)
 
+    def over_members(self, weights: Array) -> PredictorMixture:
+        """A mixture of several that are stacked: one over the nodes of all.
+
+        :param weights: of the members, which are the leading axis of all arrays.
+        """
+        nodes = self.weights.shape[1]
+        leaves = tuple(
+            x.reshape(-1, *x.shape[2:]) if v else jnp.repeat(x, nodes, 0)
+            for x, v in zip(self.leaves, self.varies, strict=True)
+        )
+        return PredictorMixture(
+            leaves, (weights[:, None] * self.weights).ravel(), self.treedef,
+            (True,) * len(leaves), self.batch_shape, self.event_shape,
+        )  # fmt: skip
+
     @property
     def _moving(self) -> list[Array]:
         return [x for x, v in zip(self.leaves, self.varies, strict=True) if v]
@@ -96,19 +111,19 @@ class PredictorMixture(Distribution):
     def icdf(self, q: Array) -> Array:
         try:
             quantiles = self._each(lambda d: d.icdf(q))
-        except NotImplementedError:
+        except NotImplementedError as error:
             name = type(self._component).__name__
-            raise NotImplementedError(
-                f"{name} has no icdf in NumPyro: take quantiles of draws, "
-                "numpy.quantile(predicted.sample(key, (1000,)), q, axis=0)"
-            ) from None
+            said = f"{name} has no icdf in NumPyro: take quantiles of draws, "
+            said += "numpy.quantile(predicted.sample(key, (1000,)), q, axis=0)"
+            raise NotImplementedError(str(error) or said) from None
         found = bisected_icdf(self.cdf, q, quantiles.min(0), quantiles.max(0))
         return jnp.ceil(found) if self.is_discrete else found
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         node_key, key = random.split(key)
         shape = sample_shape + self.batch_shape
-        chosen = random.categorical(node_key, jnp.log(self.weights), shape=shape)
+        # Not categorical, which draws a number for every node.
+        chosen = random.choice(node_key, len(self.weights), shape, p=self.weights)
         if not self._elementwise:
             # A parameter may be one for several data, which are at different nodes.
             chosen = chosen.reshape(shape + (1,) * self.event_dim)

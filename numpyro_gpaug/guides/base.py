@@ -256,6 +256,19 @@ class ProcessGuide:
         """Posterior medians of the latents the other autoguide owns."""
         return dict(self._other.median(params)) if self._other else {}
 
+    def other_draws(
+        self, key: Array, params: dict[str, Any], num: int
+    ) -> dict[str, Array]:
+        """Posterior draws of the latents the other autoguide owns, with a leading axis.
+
+        :param key: random key.
+        :param params: the guide's params.
+        :param num: how many.
+        """
+        other: Any = self._other
+        keys = jax.random.split(key, num)
+        return jax.vmap(lambda key: other.sample_posterior(key, params))(keys)
+
     def sample_posterior(
         self,
         rng_key: Array,

@@ -108,6 +108,9 @@ class AutoLatentGaussian(ProcessGuide):
     revisited.
     """
 
+    # How many fits' worth of sweeps pay for a program that is slower to compile.
+    _uses = 1.0
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -135,7 +138,7 @@ class AutoLatentGaussian(ProcessGuide):
         return found
 
     def _inspect(self, *args: Any, **kwargs: Any) -> JointStructure:
-        found = inspect_joint(self.model, *args, **kwargs)
+        found = inspect_joint(self.model, self._uses, *args, **kwargs)
         if not self.conjugate:
             found = found.in_steps(()).with_arrow(None)
             refuse_large(found)

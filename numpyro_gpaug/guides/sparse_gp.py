@@ -63,7 +63,8 @@ class AutoSparseGP(ProcessGuide):
         gradients well scaled. Draws of it do factorise K, jitter included.
     :param other: class of the autoguide for all other latents (for example
         ``AutoNormal``), built as ``other(model)``; the default ``AutoDelta`` gives
-        their posterior mode, started at prior medians.
+        their posterior mode, started at prior medians. Predictions average over the
+        draws of one that is random.
     :raises ValueError: for an unknown ``covariance``.
 
     **Example**

@@ -67,6 +67,22 @@ def log_mean_exp(x: np.ndarray, axis: int | None = None) -> Any:
     return total if np.ndim(total) else float(total)
 
 
+def weighted_quantiles(
+    values: np.ndarray, weights: np.ndarray, levels: tuple[float, ...]
+) -> np.ndarray:
+    """Of each column, (levels, columns).
+
+    :param values: (n, columns).
+    :param weights: normalised, (n,).
+    :param levels: between 0 and 1.
+    """
+    order = np.argsort(values, axis=0)
+    ordered = np.take_along_axis(values, order, 0)
+    below = np.cumsum(weights[order], axis=0) - 0.5 * weights[order]
+    columns = zip(below.T, ordered.T, strict=True)
+    return np.array([np.interp(levels, b, x) for b, x in columns]).T
+
+
 def compensated_sum(x: Array) -> tuple[Array, Array]:
     """A sum over the last axis, and what its rounding lost.
 

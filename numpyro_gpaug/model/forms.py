@@ -31,6 +31,7 @@ def find_form(
     walks: tuple[str, ...],
     at: Callable[[JointStructure], Predictors],
     pairs: tuple[Array, Array] | None,
+    uses: float,
 ) -> JointStructure:
     """A structure in the form that costs least: of groups, of steps of random walks, or
     as it is, one dense matrix, which it is too where the arguments are traced.
@@ -39,11 +40,13 @@ def find_form(
     :param walks: sites whose numbers may be running sums.
     :param at: predictors of all data, from a structure.
     :param pairs: predictors that likelihoods look at in pairs.
+    :param uses: how many times as long as a fit's the program's savings are counted.
     """
+    overhead = _OVERHEAD / uses
     stepwise = structure.in_steps(walks)
     predictors = at(stepwise)
     rows = len(predictors.offset)
-    if _dense_cost(rows, structure.size) < _OVERHEAD:
+    if _dense_cost(rows, structure.size) < overhead:
         return structure
     if isinstance(predictors.offset, Tracer):
         return structure
@@ -54,7 +57,7 @@ def find_form(
         key=lambda form: (_cost(form, rows), form.sizes.corner),
     )
     for form in known:
-        cheaper = _cost(form, rows) < _dense_cost(rows, structure.size)
+        cheaper = _cost(form, rows) + overhead < _dense_cost(rows, structure.size)
         if cheaper and at(form).misfit(pairs) < ROUNDING:
             return form
     return structure
@@ -215,7 +218,7 @@ def _cost(structure: JointStructure, rows: int) -> float:
     groups, each, corner, _ = structure.sizes
     border = float(groups) * each * corner**2 + 2 * float(corner) ** 3
     seen = float(rows) * ((each + structure.width) ** 2 + 10 * corner)
-    return border + seen + _OVERHEAD
+    return border + seen
 
 
 def refuse_large(structure: JointStructure, walks: tuple[str, ...] = ()) -> None:

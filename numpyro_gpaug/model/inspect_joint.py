@@ -66,11 +66,12 @@ class _Survey(NamedTuple):
 
 
 def inspect_joint(
-    model: Callable[..., Any], *args: Any, **kwargs: Any
+    model: Callable[..., Any], uses: float, *args: Any, **kwargs: Any
 ) -> JointStructure:
     """The structure of a model whose Gaussian latents are held jointly.
 
     :param model: a NumPyro model.
+    :param uses: see :func:`~numpyro_gpaug.model.forms.find_form`.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     :raises NotConjugateError: for discrete latents, and for a site whose log-density is
@@ -112,7 +113,7 @@ def inspect_joint(
 
     walks = tuple(name for name in survey.walks if name in names)
     pairs = view(structure).pairs
-    structure = find_form(structure, walks, lambda s: view(s).predictors, pairs)
+    structure = find_form(structure, walks, lambda s: view(s).predictors, pairs, uses)
     refuse_large(structure, walks)
     return structure
 
@@ -385,7 +386,7 @@ def warn_of_points(
     if not structure.gaussian_others or not structure.observed:
         return
     try:
-        joint = inspect_joint(model, *args, **kwargs)
+        joint = inspect_joint(model, 1.0, *args, **kwargs)
     except (NotConjugateError, ValueError):
         return
     registered = Route.CLOSED_FORM, Route.CONSTANT

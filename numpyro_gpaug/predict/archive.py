@@ -167,11 +167,14 @@ def check_model(found: Description, saved: Description) -> None:
             )
 
 
-def check_moments(structure: Structure, own: dict[str, Moments]) -> None:
+def check_moments(
+    structure: Structure, own: dict[str, Moments], leading: tuple[int, ...]
+) -> None:
     """Raises for moments that are not of the size of their block.
 
     :param structure: of the fit.
     :param own: what was saved.
+    :param leading: axes before theirs.
     :raises ArchiveError: naming the block and the shapes.
     """
     shapes = {b.name: b.shape for b in structure.blocks}
@@ -183,7 +186,7 @@ def check_moments(structure: Structure, own: dict[str, Moments]) -> None:
         )
         if isinstance(structure, JointStructure):
             expected = [x.shape for x in moments_of(structure)]
-        if given != expected:
+        if given != [(*leading, *shape) for shape in expected]:
             raise ArchiveError(
                 f"moments of {name!r}, of shape {shapes[name]}, have shapes {given}"
             )

@@ -20,11 +20,12 @@ from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import Arguments, Block, Structure, remembered
-from numpyro_gpaug.predict.predictor import (
+from numpyro_gpaug.predict.mixture import (
     Fitted,
     FunctionValues,
-    Predictor,
+    averaged,
 )
+from numpyro_gpaug.predict.predictor import Predictor
 from numpyro_gpaug.predict.summary import MAX_JOINT, SiteMoments
 
 
@@ -54,7 +55,7 @@ class JointPredictor(Predictor):
         that are too many for a matrix and look at several groups.
 
         :param arguments: of the model.
-        :param fitted: what was fitted.
+        :param fitted: what was fitted; of a mixture the first member is looked at.
         :param marks: what tells the factors of the fit, from :meth:`sites`.
         :param site: what is predicted.
         """
@@ -70,7 +71,7 @@ class JointPredictor(Predictor):
         program = remembered(
             self._checks, (arguments.shapes, site), lambda: (jax.jit(checks), indexed)
         )
-        reached, here, misfit = program[0](arguments.arrays, fitted)
+        reached, here, misfit = program[0](arguments.arrays, fitted.first)
         check_groups(misfit, f"values of {site!r}")
         for gather, extremes in zip(program[1], reached, strict=True):
             if wrong := gather.bad(extremes):
@@ -93,18 +94,35 @@ class JointPredictor(Predictor):
 
     def sites(self, arguments: Arguments, fitted: Fitted) -> Any:
         """Posteriors of all Gaussian sites, at the arguments of the fit; what tells
-        their factors; and errors of quadrature by observed site.
+        their factors; and errors of quadrature by observed site. Of a mixture the last
+        two are those of its first member.
 
         :param arguments: of the model.
         :param fitted: what was fitted.
         """
 
-        def found(arrays: Any, fitted: Fitted) -> Any:
+        def sites(
+            arrays: Any, fitted: Fitted
+        ) -> tuple[dict[str, SiteMoments], Any, Any]:
             view = self._view(arrays, arguments.static, fitted)
             q = self._moments(fitted.own)[JOINT]
-            sites = view.structure.sites
-            found = {s.name: _site(view, s.name, q) for s in sites}
-            return found, view.marks(), view.rule_errors(q)
+            found = {s.name: _site(view, s.name, q) for s in view.structure.sites}
+            return found, view, q
+
+        def found(arrays: Any, fitted: Fitted) -> Any:
+            first, view, q = sites(arrays, fitted.first)
+            marks, errors = view.marks(), view.rule_errors(q)
+            if fitted.members is None:
+                return first, marks, errors
+            weights = jnp.exp(fitted.members.log_weights)
+            means = {k: x.mean for k, x in first.items()}
+
+            def about(fitted: Fitted) -> dict[str, SiteMoments]:
+                each, *_ = sites(arrays, fitted)
+                return {k: x.about(means[k]) for k, x in each.items()}
+
+            total = averaged(about, fitted, weights)
+            return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
 
         program = remembered(self._sites, arguments.shapes, lambda: jax.jit(found))
         return program(arguments.arrays, fitted)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax import Array
+from jax import Array, random
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import one_thread, whole_plates
-from numpyro_gpaug.errors import ArchiveError, CholeskyError
-from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
+from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
@@ -28,30 +26,11 @@ from numpyro_gpaug.model.forms import MAX_DENSE
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Arguments, Structure, is_array
 from numpyro_gpaug.model.validation import check_observations
-from numpyro_gpaug.predict.archive import (
-    Description,
-    check_model,
-    check_moments,
-    describe,
-    moments_of,
-    pack,
-    pack_structure,
-    pack_values,
-    read,
-    refusing,
-    unpack,
-    unpack_structure,
-    write,
-)
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
 from numpyro_gpaug.predict.joint import JointPredictor, predictor_for
-from numpyro_gpaug.predict.predictor import (
-    Fitted,
-    FunctionValues,
-    Predictor,
-    Prepared,
-    is_traced,
-)
+from numpyro_gpaug.predict.mixture import Fitted, FunctionValues, Members
+from numpyro_gpaug.predict.predictor import Predictor, Prepared, is_traced
+from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.summary import SiteMoments, table
 
 if TYPE_CHECKING:
@@ -61,6 +40,8 @@ BATCH_SIZE = 1024
 SMALL_BATCH = 128
 # Of an expectation by quadrature, in nats per datum.
 MOST_ERROR = 1e-3
+# Draws of what another autoguide owns.
+MEMBERS = 64
 
 
 class Posterior:
@@ -70,7 +51,10 @@ class Posterior:
     places they have in the model; leave out the observations (they become ``None``).
     Keyword arguments of the fit, such as ``inducing=Z``, are remembered. Factors of the
     inducing matrices are computed once; a prediction then costs O(M^2) per point.
-    Latents owned by another autoguide stay at their posterior medians.
+    Latents owned by another autoguide that draws them (``other=AutoNormal``) are
+    averaged over, by 64 of its draws with a fixed key: every prediction is the mixture
+    of those at each; so it is after :meth:`NestedVI.posterior
+    <numpyro_gpaug.NestedVI.posterior>`, with hyperparameters drawn there.
 
     :param predictor: the model and what its guide says of function values; posteriors
         of the same model and guide share what it compiled.
@@ -118,11 +102,37 @@ class Posterior:
         structure = guide.setup(*args, **kwargs).structure_at(arguments)
         guide.check_params(params)
         values, own = guide.split_params(params)
-        values = {**values, **guide.other_median(params)}
+        members = None
+        if guide.random_others:
+            draws = guide.other_draws(random.key(0), params, MEMBERS)
+            even = jnp.full(MEMBERS, -math.log(MEMBERS))
+            members = Members(even, draws, {})
+        fitted = Fitted({**values, **guide.other_median(params)}, own, members)
         predictor = predictor_for(guide, model, structure)
-        origins = predictor.sources(arguments, structure, values)
+        return cls.of_fit(predictor, fitted, structure, args, kwargs)
+
+    @classmethod
+    def of_fit(
+        cls,
+        predictor: Predictor,
+        fitted: Fitted,
+        structure: Structure,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Posterior:
+        """From what was fitted; see :meth:`from_guide`.
+
+        :param predictor: of the model and its guide.
+        :param fitted: what was fitted.
+        :param structure: of the model at the arguments of the fit.
+        :param args: these, observations included.
+        :param kwargs: keyword arguments.
+        """
+        arguments, first = Arguments.split(args, kwargs), fitted.first.values
+        model = predictor.model
+        origins = predictor.sources(arguments, structure, first)
         given = FitArguments.of_fit(model, structure, origins, args, kwargs)
-        made = cls(predictor, Fitted(values, own), given)
+        made = cls(predictor, fitted, given)
         if isinstance(predictor, JointPredictor):
             found, made._marks, errors = predictor.sites(arguments, made._fitted)
             made._rule_errors = {k: float(x) for k, x in errors.items()}
@@ -149,10 +159,15 @@ class Posterior:
         return dict(self._fitted.values)
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether predictions average over hyperparameters."""
+        return self._fitted.members is not None
+
+    @property
     def moments(self) -> dict[str, Moments]:
         """Means and covariance factors of the Gaussian blocks, latent axis first: of a
         process those of its whitened inducing values."""
-        return self._moments()
+        return self._predictor.moments(self._fitted)
 
     def moved(self, moments: dict[str, Moments]) -> Posterior:
         """The same posterior with other :attr:`moments`; it shares what is compiled."""
@@ -231,7 +246,7 @@ class Posterior:
         structure = self._predictor.structure
         joint = isinstance(structure, JointStructure)
         for block in () if joint else structure.weights:
-            mean, whitener = self._moments()[block.name]
+            mean, whitener = self._predictor.moments(self._fitted)[block.name]
             covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
             found[block.site] = dist.MultivariateNormal(
                 mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
@@ -240,7 +255,8 @@ class Posterior:
 
     def __getitem__(self, site: str) -> Distribution:
         """The posterior of a Gaussian latent: a normal, or a multivariate normal of a
-        vector (its marginals, from 2000 entries on).
+        vector (its marginals, from 2000 entries on); where hyperparameters are averaged
+        over, that of the mixture's moments.
 
         :param site: name of the sample site.
         :raises KeyError: if it is not one of those that were fitted jointly, or a
@@ -272,13 +288,14 @@ class Posterior:
         for name, normal in self.weights.items():
             sites[name] = SiteMoments(normal.mean, normal.variance, None)
         values = {k: v for k, v in self._fitted.values.items() if is_array(v)}
-        shown = {k: v for k, v in values.items() if not k.endswith("_auto_loc")}
-        return table(sites, shown)
-
-    def _moments(self) -> dict[str, Moments]:
-        if self._prepared is not None:
-            return self._prepared.moments
-        return self._predictor.moments(self._fitted)
+        members = self._fitted.members
+        drawn = set() if members is None else set(members.values)
+        shown = {
+            k: v
+            for k, v in values.items()
+            if not (k.endswith("_auto_loc") or k in drawn)
+        }
+        return table(sites, shown, members)
 
     # -- prediction -------------------------------------------------------------------
 
@@ -465,31 +482,8 @@ class Posterior:
         :param path: the file.
         :raises ValueError: for a value that is not made of arrays and plain numbers.
         """
-        arrays: dict[str, np.ndarray] = {}
-        kwargs, observations, shared, data = self._fit_arguments
-        moments = {k: list(m) for k, m in self._moments().items()}
-        sites = {k: list(m) for k, m in self._sites.items()}
-        meta = {
-            "values": pack_values(self._fitted.values, arrays),
-            "arguments": pack(kwargs, "arguments", arrays),
-            "moments": pack(moments, "moments", arrays),
-            "sites": pack(sites, "sites", arrays),
-            "marks": pack(self._marks, "marks", arrays),
-            "observations": list(observations),
-            "shared": list(shared),
-            "structure": pack_structure(self._predictor.structure),
-            "function_posterior": type(self._predictor.function_posterior).__name__,
-        }
-        # What cannot be saved is code, which whoever loads this has to bring.
-        with suppress(ValueError):
-            meta["data"] = pack(data, "data", arrays)
-            meta["model"] = pack(self._description(), "model", arrays)
-        write(path, arrays, meta)
-
-    def _description(self) -> Description:
-        made = self._predictor
-        args = self._fit_arguments, self._fitted.values
-        return describe(made.model, made.structure, *args)
+        parts = self._predictor, self._fitted, self._fit_arguments
+        write_fit(path, SavedFit(*parts, self._sites, self._marks))
 
     @classmethod
     def load(
@@ -511,49 +505,7 @@ class Posterior:
         :raises ArchiveError: for a file that is foreign, truncated or damaged, and for
             another model, or a guide of another kind, than that of the fit.
         """
-        with refusing(f"{path} is foreign, truncated or damaged"):
-            meta, arrays = read(path)
-            if "state" in meta:
-                raise ArchiveError(
-                    f"{path} holds a state of a fit, which load_state reads"
-                )
-            structure = unpack_structure(meta["structure"])
-            joint = isinstance(structure, JointStructure)
-            if guide is None:
-                guide = (AutoLatentGaussian if joint else AutoSparseGP)(model)
-            kind = type(guide.function_posterior).__name__
-            values, kwargs, moments, sites, marks, data, saved = (
-                unpack(meta.get(k, {"plain": None}), arrays)
-                for k in (
-                    "values",
-                    "arguments",
-                    "moments",
-                    "sites",
-                    "marks",
-                    "data",
-                    "model",
-                )
-            )
-            of: Any = Moments
-            if isinstance(structure, JointStructure):
-                of = type(moments_of(structure))
-            own = {k: of(*m) for k, m in moments.items()}
-            check_moments(structure, own)
-            kept = tuple(meta["observations"]), tuple(meta["shared"])
-            if kind != meta["function_posterior"] or joint != isinstance(
-                guide, AutoLatentGaussian
-            ):
-                raise ArchiveError(
-                    f"{path} holds a fit read by {meta['function_posterior']}, but a "
-                    f"{type(guide).__name__} brings {kind}: pass the guide of the fit, "
-                    "load(path, model, guide)"
-                )
-        arguments = FitArguments(kwargs, *kept, data)
-        predictor = predictor_for(guide, model, structure)
-        loaded = cls(predictor, Fitted(values, own), arguments)
-        loaded._sites = {k: SiteMoments(*m) for k, m in (sites or {}).items()}
-        loaded._marks = marks or {}
-        if saved is not None:
-            with refusing(f"{path} does not fit the model given"):
-                check_model(loaded._description(), saved)
+        predictor, fitted, arguments, sites, marks = read_fit(path, model, guide)
+        loaded = cls(predictor, fitted, arguments)
+        loaded._sites, loaded._marks = sites, marks
         return loaded

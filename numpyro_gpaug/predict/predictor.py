@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -39,21 +39,17 @@ from numpyro_gpaug.model.structure import (
     remembered,
 )
 from numpyro_gpaug.model.view import ModelView
-
-
-class FunctionValues(NamedTuple):
-    """Posterior of function values.
-
-    :param mean: (N,) or (N, C).
-    :param variance: of the same shape; or the covariance, (N, N) or (C, N, N).
-    """
-
-    mean: Array
-    variance: Array
+from numpyro_gpaug.predict.mixture import (
+    Fitted,
+    FunctionValues,
+    mixed,
+    over_members,
+)
 
 
 class Prepared(NamedTuple):
-    """What predictions at any inputs share, computed by the first of them.
+    """What predictions at any inputs share, computed by the first of them; of a mixture
+    for every member, which come first.
 
     :param moments: of the Gaussian blocks, latent axis first.
     :param factors: see :class:`~numpyro_gpaug.guides.function_posterior.Fit`.
@@ -61,17 +57,6 @@ class Prepared(NamedTuple):
 
     moments: dict[str, Moments]
     factors: dict[str, Array]
-
-
-class Fitted(NamedTuple):
-    """What was fitted.
-
-    :param values: params and point values of other latents, by name.
-    :param own: params of the Gaussian blocks, by block name, or their moments.
-    """
-
-    values: dict[str, Any]
-    own: Mapping[str, dict[str, Array] | Moments]
 
 
 class Predictor:
@@ -167,21 +152,21 @@ class Predictor:
         model is traced once for those of its arguments."""
 
         def run(arrays: tuple[Array, ...], fitted: Fitted) -> tuple[Any, Prepared]:
-            view = self._view(arrays, arguments.static, fitted)
-            ready = self._prepare(view, fitted)
-            return self._kinds[what](
-                view, Fit(fitted.values, *ready), site, **how
-            ), ready
+            answer, ready = self._answer(
+                arrays, fitted, None, None, what, arguments.static, site, **how
+            )
+            return answer.tree, ready
 
         return remembered(
-            self._shapes, (what, site, arguments.shapes),
+            self._shapes, (what, site, fitted.size, arguments.shapes),
             lambda: jax.eval_shape(run, arguments.arrays, fitted),
         )  # fmt: skip
 
     @one_thread
     def moments(self, fitted: Fitted) -> dict[str, Moments]:
-        """Moments of the Gaussian blocks, latent axis first."""
-        return jax.jit(self._moments)(fitted.own)
+        """Moments of the Gaussian blocks that are the same for all members, latent axis
+        first."""
+        return jax.jit(self._moments)(fitted.own) if fitted.own else {}
 
     def block(self, site: str | None) -> Block:
         """The Gaussian process of this name; the only one for ``None``."""
@@ -199,22 +184,32 @@ class Predictor:
         self,
         arrays: tuple[Array, ...],
         fitted: Fitted,
-        prepared: Prepared,
-        known: Array,
+        prepared: Prepared | None,
+        known: Array | None,
         what: str,
         static: Any,
         site: str,
         **how: Any,
     ) -> tuple[Ordered, Prepared]:
-        view = self._view(arrays, static, fitted)
+        def one(fitted: Fitted, prepared: Prepared | None) -> tuple[Ordered, Prepared]:
+            view = self._view(arrays, static, fitted)
 
-        def prepare() -> Prepared:
-            # From a view of its own: what a view keeps must not stem from a branch.
-            return self._prepare(self._view(arrays, static, fitted), fitted)
+            def prepare() -> Prepared:
+                # From a view of its own: what a view keeps must not stem from a branch.
+                return self._prepare(self._view(arrays, static, fitted), fitted)
 
-        ready = lax.cond(known, lambda: prepared, prepare)
-        answer = self._kinds[what](view, Fit(fitted.values, *ready), site, **how)
-        return Ordered(answer), ready
+            if prepared is None:
+                ready = prepare()
+            else:
+                ready = lax.cond(known, lambda: prepared, prepare)
+            fit = Fit(fitted.values, *ready)
+            return Ordered(self._kinds[what](view, fit, site, **how)), ready
+
+        answer, ready = over_members(one, fitted, prepared)
+        if fitted.members is not None:
+            log_weights = fitted.members.log_weights
+            answer = Ordered(mixed(what, answer.tree, log_weights, **how))
+        return answer, ready
 
     def _prepare(self, view: ModelView, fitted: Fitted) -> Prepared:
         factors = self.function_posterior.factors(view)

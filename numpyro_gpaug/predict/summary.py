@@ -10,6 +10,9 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 
+from numpyro_gpaug.math.importance import weighted_quantiles
+from numpyro_gpaug.predict.mixture import Members
+
 if TYPE_CHECKING:
     import pandas
 
@@ -41,12 +44,37 @@ class SiteMoments(NamedTuple):
         eye = jnp.eye(len(mean), dtype=mean.dtype)
         return dist.MultivariateNormal(mean, covariance + least * eye)
 
+    def about(self, point: Array) -> SiteMoments:
+        """First and second moments about a point: unlike those about the mean they are
+        averages over the members of a mixture.
 
-def table(sites: dict[str, SiteMoments], points: dict[str, Any]) -> pandas.DataFrame:
+        :param point: in the shape of the site.
+        """
+        shift = self.mean - point
+        return self._plus(shift, 1)._replace(mean=shift)
+
+    def centred(self, point: Array) -> SiteMoments:
+        """From moments about a point.
+
+        :param point: that of :meth:`about`.
+        """
+        return self._plus(self.mean, -1)._replace(mean=point + self.mean)
+
+    def _plus(self, shift: Array, sign: int) -> SiteMoments:
+        mean, variance, covariance = self
+        if covariance is not None:
+            covariance = covariance + sign * jnp.outer(shift, shift)
+        return SiteMoments(mean, variance + sign * jnp.square(shift), covariance)
+
+
+def table(
+    sites: dict[str, SiteMoments], points: dict[str, Any], members: Members | None
+) -> pandas.DataFrame:
     """Mean, standard deviation and quantiles of every entry of every site.
 
     :param sites: Gaussian latents.
     :param points: latents and params held at a value.
+    :param members: of a mixture, those of several.
     """
     import pandas
 
@@ -60,8 +88,23 @@ def table(sites: dict[str, SiteMoments], points: dict[str, Any]) -> pandas.DataF
         value = np.asarray(value)
         for label, m, s in _entries(name, value, np.full(value.shape, np.nan)):
             rows[label] = [m, s, s, s, s]
+    if members is not None:
+        weights = np.exp(np.asarray(members.log_weights, float))
+        for name, values in members.values.items():
+            rows |= _of_members(name, np.asarray(values, float), weights)
     columns = ["mean", "sd", "5%", "50%", "95%"]
     return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
+
+
+def _of_members(
+    name: str, values: np.ndarray, weights: np.ndarray
+) -> dict[str, list[float]]:
+    mean = np.tensordot(weights, values, 1)
+    spread = np.sqrt(np.tensordot(weights, np.square(values - mean), 1))
+    flat = values.reshape(len(values), -1)
+    levels = weighted_quantiles(flat, weights, (0.05, 0.5, 0.95))
+    entries = zip(_entries(name, mean, spread), levels.T, strict=True)
+    return {label: [m, s, *map(float, each)] for (label, m, s), each in entries}
 
 
 def _entries(name: str, mean: np.ndarray, spread: np.ndarray) -> Any:

@@ -59,7 +59,7 @@ class JointSlices(Slices):
     def _structure_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> JointStructure:
-        found = inspect_joint(self._model, *args, **kwargs)
+        found = inspect_joint(self._model, 1.0, *args, **kwargs)
         if found.chain is None:
             return found
         # Slices go around standard normal numbers, and those of chains are sums.
@@ -102,7 +102,7 @@ class JointSlices(Slices):
     def _ellipses(self, view: JointView, maps: Any) -> JointEllipse:
         guide = AutoLatentGaussian(self._model)
         arguments = view.arguments
-        bound = CollapsedBound(guide, self.structure, arguments.static)
+        bound = CollapsedBound(guide, self.structure, arguments.static, projected=True)
         problem = bound.problem({}, arguments.arrays, learns=False)
         q = bound.settle(problem, None, LEAST_GAIN).moments
         return JointEllipse(q, maps, maps(q.mean))

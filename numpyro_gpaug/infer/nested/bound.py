@@ -10,6 +10,7 @@ Second derivatives are differences of such gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, starts_augmented
 from numpyro_gpaug.math.affine import GaussianFactors
+from numpyro_gpaug.math.arrow_map import ArrowMap
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.pairs import PairedMap, PairFactors
 from numpyro_gpaug.model.latents import JOINT, JointStructure
@@ -73,12 +75,21 @@ class CollapsedBound:
     :param guide: of the model, set up.
     :param structure: of the model at these arguments.
     :param static: the model's arguments that are no arrays.
+    :param projected: whether function values of sparse processes follow from their
+        inducing values, as in the model that draws are weighed by; otherwise they keep
+        their variance given these, which makes it a bound for the process itself.
     """
 
     def __init__(
-        self, guide: AutoLatentGaussian, structure: JointStructure, static: Any
+        self,
+        guide: AutoLatentGaussian,
+        structure: JointStructure,
+        static: Any,
+        *,
+        projected: bool,
     ) -> None:
         self.guide, self.structure, self._static = guide, structure, static
+        self._projected = projected and bool(structure.functions)
         self._starts_augmented = starts_augmented(structure)
         self._value = self._differentiable()
 
@@ -100,7 +111,10 @@ class CollapsedBound:
         arguments = Arguments(arrays, self._static)
         guide, key = self.guide, random.key(0)
         view = guide.view(self.structure, guide.model, arguments, values, key)
-        return LatentGaussian.seen(view, "exact", 0.0, learns=learns)
+        found = LatentGaussian.seen(view, "exact", 0.0, learns=learns)
+        if not self._projected:
+            return found
+        return replace(found, maps={k: _certain(m) for k, m in found.maps.items()})
 
     def settle(
         self,
@@ -204,6 +218,16 @@ class CollapsedBound:
         value.defjvp(value_jvp, symbolic_zeros=True)
         with_gradient.defjvp(gradient_jvp, symbolic_zeros=True)
         return value
+
+
+def _certain(map_: Any) -> Any:
+    """Predictors without variance given the latents."""
+    if isinstance(map_, PairedMap):
+        return map_._replace(single=_certain(map_.single))
+    zeros = jnp.zeros_like(map_.residual)
+    if isinstance(map_, ArrowMap):
+        return replace(map_, residual=zeros)
+    return map_._replace(residual=zeros)
 
 
 def _first_factors(map_: Any) -> Any:

@@ -32,7 +32,8 @@ def collapse(model: Callable[..., Any]) -> Callable[..., None]:
     Normal likelihoods that is :math:`\log p(y \mid \theta)` exactly, so that NUTS on
     the collapsed model samples the posterior of :math:`\theta`. With others it is a
     lower bound of it, and the posterior approximate:
-    :class:`~numpyro_gpaug.NestedVI` corrects it.
+    :class:`~numpyro_gpaug.NestedVI` corrects it. So it is for a process with fewer
+    inducing inputs than data, whose values keep their variance given inducing values.
 
     The gradient is that of the bound with q held fixed, which the envelope theorem
     makes exact at the optimum; second derivatives (``AutoLaplaceApproximation``) are
@@ -71,7 +72,7 @@ def collapse(model: Callable[..., Any]) -> Callable[..., None]:
     Lazaro-Gredilla and Titsias (2011), Variational heteroscedastic Gaussian process
     regression (the marginalised bound).
     """
-    bounds = CollapsedBounds(model)
+    bounds = CollapsedBounds(model, projected=False)
 
     @wraps(model)
     def collapsed(*args: Any, **kwargs: Any) -> None:

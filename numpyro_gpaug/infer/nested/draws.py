@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, random
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
+from scipy.special import logsumexp
 from tqdm.auto import tqdm
 
 from numpyro_gpaug._numpyro import one_thread
@@ -27,7 +28,7 @@ from numpyro_gpaug.infer.nested.proposal import (
 )
 from numpyro_gpaug.infer.nested.report import Clock
 from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
-from numpyro_gpaug.infer.nested.weighted import Weighted
+from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
 
 # Points from which the proposal and the width are learnt, and the part of them that
 # comes from the prior.
@@ -106,6 +107,24 @@ class Run:
         flat = self.weighted.z.reshape(-1, self.weighted.z.shape[-1])
         points = self.weighted.points[chosen // draws]
         return self.at(points, flat[chosen], deterministic=True)
+
+    def points(self) -> tuple[np.ndarray, np.ndarray]:
+        """Hyperparameters, and the logarithms of their weights."""
+        weighted = self.weighted
+        return weighted.points, logsumexp(weighted.log_weights, 1)
+
+    def gaussians(self, num: int) -> tuple[np.ndarray, dict[str, Array], Any]:
+        """At several hyperparameters their log-weights, their values by name and the
+        moments of the Gaussian given them, members first.
+
+        :param num: how many, if there are as many.
+        """
+        rng = np.random.default_rng(self.seed)
+        points, log_weights = stratified(*self.points(), num, rng)
+        programs, dtype = self.programs, self.programs.hyper.dtype
+        given = jnp.asarray(points, dtype), self.start, self.arrays
+        values, moments = programs.gaussians(*given)
+        return log_weights, values, moments
 
     def table(self) -> dict[str, list[float]]:
         """Moments and quantiles of every entry of every sample site."""

@@ -35,6 +35,9 @@ class Corrected(Run):
     def samples(self, num: int) -> dict[str, Array]:
         return self.at(self.chain_points, self.chain_z, deterministic=True)
 
+    def points(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.chain_points, np.zeros(len(self.chain_points))
+
     def table(self) -> dict[str, list[float]]:
         sites = self.at(self.chain_points, self.chain_z, deterministic=False)
         rows = {}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -19,8 +20,12 @@ from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Arguments, remembered
 from numpyro_gpaug.model.validation import check_arguments
+from numpyro_gpaug.predict import Posterior
+from numpyro_gpaug.predict.joint import predictor_for
+from numpyro_gpaug.predict.mixture import Fitted, Members
 
 # Hyperparameters that are integrated by importance sampling; more go to NUTS.
 MOST = 8
@@ -57,7 +62,10 @@ class NestedVI:
 
     In a model with sparse processes (``GaussianProcess`` with fewer inducing inputs
     than data) the posterior is that of the model as it is written, in which function
-    values follow from the inducing values: the one that NUTS samples.
+    values follow from the inducing values: the one that NUTS samples. The bound is of
+    the same model here, where :func:`~numpyro_gpaug.collapse` and
+    :class:`~numpyro_gpaug.ConjugateSVI` have that of the process itself (Titsias,
+    2009): its hyperparameters may be others.
 
     :param model: a NumPyro model as :class:`~numpyro_gpaug.AutoLatentGaussian` takes
         it: on full data, and every hyperparameter a sample site.
@@ -122,7 +130,7 @@ class NestedVI:
         self.model, self.num_samples = model, num_samples
         self.num_points, self.num_draws = num_points, num_draws
         self.correct, self.progress_bar = correct, progress_bar
-        self._bounds = CollapsedBounds(model)
+        self._bounds = CollapsedBounds(model, projected=True)
         self._programs: dict[Any, Programs] = {}
         self._run: Run | None = None
         self._samples: dict[str, Array] | None = None
@@ -233,6 +241,45 @@ class NestedVI:
             "width": run.width,
             "seconds": dict(run.clock.seconds),
         }
+
+    def posterior(self, num_points: int = 64) -> Posterior:
+        r"""Predictions that carry the uncertainty of the hyperparameters: mixtures of
+        those at several :math:`\theta`, with their posterior weights.
+
+        What is exact: the weights of the :math:`\theta`, up to Monte Carlo error, where
+        the run is certified. What is not, but for Normal likelihoods: the latents given
+        :math:`\theta`, which have the Gaussian :math:`q(z \mid \theta)`, as after
+        :class:`~numpyro_gpaug.ConjugateSVI`; weights of draws do not belong to it.
+        Predictions from draws, which these correct, at groups of the fit:
+        ``numpyro.infer.Predictive(model, nested.get_samples())``.
+
+        Members of a plate that the fit had not are drawn from their prior at each
+        :math:`\theta`. Joint draws (:meth:`~numpyro_gpaug.Posterior.sample`) share one
+        :math:`\theta` each; ``predict_y(...).sample`` draws every datum for itself.
+
+        :param num_points: of how many :math:`\theta` the mixtures are: a systematic
+            sample of the weighted ones, or all of these with their weights, if there
+            are no more. Means are then off by at most the posterior standard deviation
+            that is due to :math:`\theta`, over the root of this number; memory and time
+            of a prediction grow with it (the covariance of the latents is kept for
+            each).
+        :return: predictions, with the arguments and methods of
+            :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.
+        :raises RuntimeError: before a run.
+        :raises ValueError: if hyperparameters are computed from a positional argument,
+            which changes at prediction.
+        """
+        check_count("num_points", num_points)
+        run = self._known()
+        bound = run.programs.bound
+        log_weights, values, moments = run.gaussians(num_points)
+        members = Members(
+            jnp.asarray(log_weights, run.programs.hyper.dtype), values, {JOINT: moments}
+        )
+        predictor = predictor_for(bound.guide, self.model, bound.structure)
+        args, kwargs = self.arguments.merge()
+        fitted = Fitted({}, {}, members)
+        return Posterior.of_fit(predictor, fitted, bound.structure, args, kwargs)
 
     def print_summary(self) -> None:
         """Prints a table of all sites, the certificate, the evidence, and where the

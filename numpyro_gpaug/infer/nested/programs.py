@@ -68,6 +68,7 @@ class Programs:
         # One thread at a time traces the model.
         self.evaluate: Any = one_thread(jax.jit(self._evaluate))
         self.draw: Any = one_thread(jax.jit(self._draw))
+        self.gaussians: Any = one_thread(jax.jit(self._gaussians))
         self.sites: Any = one_thread(
             jax.jit(self._sites, static_argnames="deterministic")
         )
@@ -161,6 +162,21 @@ class Programs:
             return self.weigh(point, noise, widths, start, arrays)
 
         return self._each(one, (points, keys, widths))
+
+    def _gaussians(self, points: Array, start: Start, arrays: Any) -> Any:
+        """Hyperparameters by name, and the moments of the Gaussian given them.
+
+        :param points: unconstrained, (n, d).
+        :param start: where the Gaussian starts.
+        :param arrays: array arguments of the model.
+        """
+
+        def one(point: Array) -> Any:
+            values, _ = self.hyper.values(point, arrays)
+            problem = self.bound.problem(values, arrays, learns=False)
+            return values, self.bound.settle(problem, start).moments
+
+        return self._each(one, points)
 
     def _each(self, function: Callable[[Any], Any], draws: Any) -> Any:
         """One after the other on a CPU, which compiles in half the time and takes as

@@ -10,7 +10,11 @@ import numpy as np
 from scipy.spatial import KDTree
 from scipy.special import logsumexp
 
-from numpyro_gpaug.math.importance import log_mean_exp, smoothed
+from numpyro_gpaug.math.importance import (
+    log_mean_exp,
+    smoothed,
+    weighted_quantiles,
+)
 
 LARGEST_KHAT = 0.7
 # Of the posterior's mass, where the model could not be evaluated.
@@ -149,20 +153,33 @@ class Weighted:
         return rows
 
 
-def weighted_quantiles(
-    values: np.ndarray, weights: np.ndarray, levels: tuple[float, ...]
-) -> np.ndarray:
-    """Of each column, (levels, columns).
+def stratified(
+    points: np.ndarray, log_weights: np.ndarray, num: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fewer points in the place of weighted ones, and their log-weights, normalised:
+    all that have a weight where there are no more than asked for, otherwise a
+    systematic sample along the direction in which they are spread most.
 
-    :param values: (n, columns).
-    :param weights: normalised, (n,).
-    :param levels: between 0 and 1.
+    :param points: (n, d).
+    :param log_weights: (n,).
+    :param num: how many.
+    :param rng: random numbers.
     """
-    order = np.argsort(values, axis=0)
-    ordered = np.take_along_axis(values, order, 0)
-    below = np.cumsum(weights[order], axis=0) - 0.5 * weights[order]
-    columns = zip(below.T, ordered.T, strict=True)
-    return np.array([np.interp(levels, b, x) for b, x in columns]).T
+    known = np.isfinite(log_weights)
+    points, log_weights = points[known], log_weights[known]
+    if not points.shape[1]:  # they are all the same
+        return points[:1], np.zeros(1)
+    log_weights = log_weights - logsumexp(log_weights)
+    if len(points) <= num:
+        return points, log_weights
+    weights = np.exp(log_weights)
+    apart = points - weights @ points
+    _, _, axes = np.linalg.svd(np.sqrt(weights)[:, None] * apart, full_matrices=False)
+    order = np.argsort(apart @ axes[0])
+    edges = np.cumsum(weights[order])
+    places = (rng.random() + np.arange(num)) / num * edges[-1]
+    chosen = np.searchsorted(edges, places).clip(0, len(points) - 1)
+    return points[order[chosen]], np.full(num, -np.log(num))
 
 
 def _smoothed(log_ratios: np.ndarray) -> np.ndarray:

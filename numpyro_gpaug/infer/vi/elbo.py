@@ -102,7 +102,7 @@ class TraceAnalytic_ELBO(ELBO):
         if ours is not None and model is ours.model:
             structure = ours.structure_at(arguments)
         elif isinstance(ours, AutoLatentGaussian):
-            structure = inspect_joint(model, *args, **kwargs)
+            structure = inspect_joint(model, 1.0, *args, **kwargs)
         else:
             structure = inspect_model(model, *args, **kwargs)
 

@@ -40,7 +40,8 @@ class Stream:
         :class:`~numpyro_gpaug.AutoSparseGP` of natural parameters, or loaded.
     :param forgetting: :math:`\gamma`, in (0, 1]; 1 forgets nothing.
     :raises NotImplementedError: for a joint posterior
-        (:class:`~numpyro_gpaug.AutoLatentGaussian`).
+        (:class:`~numpyro_gpaug.AutoLatentGaussian`), and for one that averages over
+        hyperparameters.
     :raises ValueError: for a forgetting factor outside of (0, 1].
 
     **Example**
@@ -71,6 +72,11 @@ class Stream:
             raise NotImplementedError(
                 "a stream goes on from the posterior of an AutoSparseGP; of an "
                 "AutoLatentGaussian fit all data again"
+            )
+        if posterior.is_mixture:
+            raise NotImplementedError(
+                "a stream goes on from one value of the hyperparameters, and this "
+                "posterior averages over several (other=AutoNormal, NestedVI)"
             )
         self.posterior, self.forgetting = posterior, forgetting
         self.losses: list[float] = []

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions at several values of the hyperparameters made one: mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array, lax, random
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+from numpyro_gpaug.math.linalg import Moments
+
+
+class FunctionValues(NamedTuple):
+    """Posterior of function values.
+
+    :param mean: (N,) or (N, C).
+    :param variance: of the same shape; or the covariance, (N, N) or (C, N, N).
+    """
+
+    mean: Array
+    variance: Array
+
+
+class Members(NamedTuple):
+    """Values of hyperparameters, and Gaussians given each; members first.
+
+    :param log_weights: of the members, normalised, (members,).
+    :param values: of the latents that differ, by name.
+    :param own: moments of the Gaussian blocks that differ, by block name.
+    """
+
+    log_weights: Array
+    values: dict[str, Any]
+    own: dict[str, Any]
+
+
+class Fitted(NamedTuple):
+    """What was fitted.
+
+    :param values: params and point values of other latents, by name.
+    :param own: params of the Gaussian blocks, by block name, or their moments.
+    :param members: if it is a mixture, what its members have instead.
+    """
+
+    values: dict[str, Any]
+    own: Mapping[str, dict[str, Array] | Moments]
+    members: Members | None = None
+
+    @property
+    def size(self) -> int | None:
+        """How many members there are, ``None`` of what is no mixture."""
+        return None if self.members is None else len(self.members.log_weights)
+
+    @property
+    def first(self) -> Fitted:
+        """The first member, or what is no mixture."""
+        if self.members is None:
+            return self
+        return self.at(jax.tree.map(lambda x: x[0], self.members))
+
+    def at(self, member: Members) -> Fitted:
+        """A member.
+
+        :param member: of ``members``, without their axis.
+        """
+        return Fitted({**self.values, **member.values}, {**self.own, **member.own})
+
+
+def over_members(
+    function: Callable[[Fitted, Any], Any], fitted: Fitted, prepared: Any
+) -> Any:
+    """A function of every member, one after the other; members first. Of what is no
+    mixture, its value.
+
+    :param function: of what was fitted and what was prepared for it.
+    :param fitted: what was fitted.
+    :param prepared: for each member.
+    """
+    if fitted.members is None:
+        return function(fitted, prepared)
+
+    def one(each: tuple[Members, Any]) -> Any:
+        member, ready = each
+        return function(fitted.at(member), ready)
+
+    return lax.map(one, (fitted.members, prepared))
+
+
+def averaged(function: Callable[[Fitted], Any], fitted: Fitted, weights: Array) -> Any:
+    """The weighted sum of a function of every member, without all values at once.
+
+    :param function: of a member; returns a tree of arrays.
+    :param fitted: a mixture.
+    :param weights: of the members.
+    """
+
+    def add(total: Any, each: Any) -> tuple[Any, None]:
+        member, weight = each
+        value = function(fitted.at(member))
+        return jax.tree.map(lambda t, x: t + weight * x, total, value), None
+
+    shapes = jax.eval_shape(lambda: function(fitted.first))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return lax.scan(add, zeros, (fitted.members, weights))[0]
+
+
+def mixed(what: str, answers: Any, log_weights: Array, **how: Any) -> Any:
+    """The prediction of a mixture.
+
+    :param what: as in :class:`~numpyro_gpaug.predict.predictor.Predictor`.
+    :param answers: of its members, which come first.
+    :param log_weights: of the members, normalised.
+    :param how: further arguments of the prediction.
+    """
+    return _KINDS[what](answers, jnp.asarray(log_weights), **how)
+
+
+def _function_values(answers: FunctionValues, log_weights: Array) -> FunctionValues:
+    weights, (means, variances) = jnp.exp(log_weights), answers
+    mean = jnp.tensordot(weights, means, 1)
+    spread = variances + jnp.square(means - mean)
+    return FunctionValues(mean, jnp.tensordot(weights, spread, 1))
+
+
+def _joint(answers: FunctionValues, log_weights: Array) -> FunctionValues:
+    weights, (means, covariances) = jnp.exp(log_weights), answers
+    # Of several functions covariances come function by function.
+    mean = jnp.tensordot(weights, means, 1)
+    apart = means - mean
+    apart = jnp.moveaxis(apart, -1, 1) if covariances.ndim == 4 else apart
+    between = apart[..., :, None] * apart[..., None, :]
+    return FunctionValues(mean, jnp.tensordot(weights, covariances + between, 1))
+
+
+def _law(answers: Distribution, log_weights: Array) -> Distribution:
+    weights = jnp.exp(log_weights)
+    # Of labels a mixture is of the same kind.
+    if isinstance(answers, dist.BernoulliProbs):
+        return dist.Bernoulli(probs=jnp.tensordot(weights, answers.probs, 1))
+    if isinstance(answers, dist.CategoricalLogits):
+        logits = jax.nn.log_softmax(answers.logits, -1)
+        return dist.Categorical(logits=_density(logits, log_weights))
+    if isinstance(answers, PredictorMixture):
+        return answers.over_members(weights)
+    leaves, treedef = jax.tree.flatten(answers)
+    return PredictorMixture(
+        tuple(leaves), weights, treedef, (True,) * len(leaves),
+        answers.batch_shape, answers.event_shape,
+    )  # fmt: skip
+
+
+def _density(answers: Array, log_weights: Array) -> Array:
+    each = log_weights.reshape(-1, *[1] * (answers.ndim - 1))
+    return jax.nn.logsumexp(each + answers, 0)
+
+
+def _draws(
+    answers: tuple[Array, Array], log_weights: Array, *, key: Array, num: int
+) -> tuple[Array, Array]:
+    draws, factorised = answers
+    chosen = random.categorical(random.fold_in(key, 1), log_weights, shape=(num,))
+    return draws[chosen, jnp.arange(num)], factorised.all()
+
+
+_KINDS: dict[str, Callable[..., Any]] = {
+    "f": _function_values, "joint": _joint, "y": _law, "log_prob": _density,
+    "draws": _draws,
+}  # fmt: skip

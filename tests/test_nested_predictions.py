@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions with hyperparameters averaged over: against sums over grids where the
+latents are Gaussian given them, weighted draws where they are not, and NUTS."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import MCMC, NUTS, Predictive
+from scipy import special, stats
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.nested.weighted import stratified
+from numpyro_gpaug.model import arrow
+from tests.test_nested import (
+    COUNTS,
+    GROUP,
+    REAL,
+    G,
+    grid,
+    nested,
+    noisy,
+    poisson,
+)
+
+NEW = np.array([0, 3, G])  # two groups of the fit, and one that it had not
+
+
+@pytest.fixture(scope="module")
+def of_normal():
+    return nested(noisy, GROUP, REAL, num_points=256)
+
+
+@pytest.fixture(scope="module")
+def of_counts():
+    return nested(poisson, GROUP, COUNTS, num_points=256)
+
+
+def exact_mixture():
+    """Weights of the hyperparameters over a grid, and mean, covariance and noise of the
+    groups at each, by conditioning."""
+    values, logs, _ = grid()
+    tau, sigma = values["tau"].astype(float), values["sigma"].astype(float)
+    prior = 4 + tau[:, None, None] ** 2 * np.eye(G + 1)
+    counts = np.bincount(GROUP, minlength=G + 1)
+    seen = np.diag(counts) / sigma[:, None, None] ** 2
+    cover = np.linalg.inv(np.linalg.inv(prior) + seen)
+    sums = np.bincount(GROUP, REAL, minlength=G + 1)
+    mean = cover @ sums / sigma[:, None] ** 2
+    return special.softmax(logs), mean, cover, sigma
+
+
+def test_normal_models_are_predicted_exactly(of_normal):
+    weights, means, covers, sigma = exact_mixture()
+    mean = weights @ means
+    apart = means - mean
+    cover = np.tensordot(weights, covers + apart[:, :, None] * apart[:, None], 1)
+    posterior = of_normal.posterior(num_points=10_000)
+    f = posterior.predict_f(NEW, site="eta", members=G + 1, full_covariance=True)
+    deviation = np.sqrt(np.diag(cover)[NEW])
+    np.testing.assert_allclose(f.mean, mean[NEW], atol=0.02 * deviation.max())
+    np.testing.assert_allclose(f.variance, cover[np.ix_(NEW, NEW)], rtol=0.1, atol=0.01)
+
+    # Observations: a mixture of normals over the grid.
+    loc = means[:, NEW]
+    scale = np.sqrt(np.diagonal(covers, axis1=1, axis2=2)[:, NEW] + sigma[:, None] ** 2)
+    law = posterior.predict_y(NEW, members=G + 1)
+    y = np.array([0.3, 1.4, -0.5])
+    density = np.log(weights @ stats.norm(loc, scale).pdf(y))
+    np.testing.assert_allclose(law.log_prob(y), density, atol=0.02)
+    np.testing.assert_allclose(
+        law.variance, f.variance.diagonal() + weights @ sigma**2, rtol=0.05, atol=0.02
+    )
+    at = weights @ stats.norm(loc, scale).cdf(law.icdf(jnp.array(0.9)))
+    np.testing.assert_allclose(at, 0.9, atol=0.01)
+
+
+def test_counts_against_weighted_draws(of_counts):
+    weights = np.exp(of_counts.get_extra_fields()["log_weights"])
+    rate = np.exp(np.asarray(of_counts.get_samples(weighted=True)["a"], float))
+    posterior = of_counts.posterior()
+    rows, y = np.arange(G), np.array([1, 2, 1, 4])
+    exact = np.log(weights @ stats.poisson(rate).pmf(y))
+    found = posterior.log_prob(rows, y)
+    # Given hyperparameters the Gaussian is not exact, but near.
+    np.testing.assert_allclose(found, exact, atol=0.03)
+    law = posterior.predict_y(rows)
+    np.testing.assert_allclose(law.mean, weights @ rate, rtol=0.06)
+    draws = law.sample(jax.random.key(0), (4000,))
+    np.testing.assert_allclose(draws.mean(0), law.mean, rtol=0.1)
+    with pytest.raises(NotImplementedError, match="take quantiles of draws"):
+        law.icdf(0.5)
+
+
+def test_new_groups_follow_the_prior_at_each_scale(of_counts):
+    posterior = of_counts.posterior(num_points=10_000)
+    weights = np.exp(of_counts.get_extra_fields()["log_weights"])
+    draws = of_counts.get_samples(weighted=True)
+    level, tau = (np.asarray(draws[k], float) for k in ("level", "tau"))
+    mean = weights @ level
+    variance = weights @ (tau**2 + (level - mean) ** 2)
+    f = posterior.predict_f(np.array([G]), site="eta", members=G + 1)
+    np.testing.assert_allclose(f.mean, mean, atol=0.05)
+    np.testing.assert_allclose(f.variance, variance, rtol=0.1)
+
+
+def test_latents_and_hyperparameters_have_a_table(of_counts):
+    posterior, draws = of_counts.posterior(), of_counts.summary()
+    found = posterior.summary()
+    for column, size in (("mean", 0.15), ("95%", 0.35)):
+        off = (found[column] - draws.loc[found.index, column]).abs()
+        assert (off < size * draws.loc[found.index, "sd"]).all()
+    law = posterior["a"]
+    np.testing.assert_allclose(law.mean, found["mean"][: G + 1][1:], atol=1e-5)
+    joint = posterior.sample(
+        jax.random.key(0), np.arange(G), site="eta", sample_shape=(4000,)
+    )
+    np.testing.assert_allclose(
+        np.cov(np.asarray(joint).T), law.covariance_matrix, atol=0.03
+    )
+
+
+def test_saved_mixtures_predict_the_same(of_counts, tmp_path):
+    posterior, path = of_counts.posterior(num_points=5), tmp_path / "fit.npz"
+    posterior.save(path)
+    loaded = gpaug.Posterior.load(path, poisson)
+    expected = posterior.log_prob(NEW[:2], COUNTS[:2])
+    np.testing.assert_array_equal(loaded.log_prob(NEW[:2], COUNTS[:2]), expected)
+    assert loaded.summary().equals(posterior.summary())
+
+
+def test_without_hyperparameters_there_is_one_member():
+    points, log_weights = stratified(
+        np.zeros((9, 0)), np.zeros(9), 4, np.random.default_rng(0)
+    )
+    assert points.shape == (1, 0)
+    assert log_weights == [0]
+
+
+def test_systematic_samples_have_the_moments():
+    rng = np.random.default_rng(0)
+    points = rng.normal(size=(4000, 2)) * [3, 1]
+    log_weights = 0.5 * points[:, 1]
+    log_weights[:10] = -np.inf
+    chosen, even = stratified(points, log_weights, 64, rng)
+    np.testing.assert_allclose(even, -np.log(64))
+    # By strata along the first axis, by chance along the second.
+    weights = special.softmax(log_weights)
+    off = chosen.mean(0) - weights @ points
+    assert abs(off[0]) < 0.15
+    assert abs(off[1]) < 4 / 8
+    everything, known = stratified(points, log_weights, 4000, rng)
+    assert len(everything) == 3990
+    np.testing.assert_allclose(np.exp(known) @ everything, weights @ points)
+
+
+@pytest.mark.slow
+def test_arrows_predict_what_matrices_predict(monkeypatch):
+    rng = np.random.default_rng(3)
+    group = np.repeat(np.arange(20), 4)
+    y = rng.poisson(np.exp(rng.normal(0.5, 0.7, 20)[group]))
+    size, new = {"members": 21}, np.array([0, 7, 20])
+    runs = []
+    for overhead in (np.inf, -np.inf):
+        monkeypatch.setattr(arrow, "_OVERHEAD", overhead)
+        runs.append(nested(poisson, group, y, data={"members": 20}))
+    forms = [run._run.programs.structure.arrow is not None for run in runs]
+    assert forms == [False, True]
+    dense, grouped = (run.posterior(num_points=512) for run in runs)
+    a, b = (p.predict_f(new, site="eta", **size) for p in (dense, grouped))
+    np.testing.assert_allclose(a.mean, b.mean, atol=0.05)
+    np.testing.assert_allclose(a.variance, b.variance, rtol=0.1)
+    fields = [run.get_extra_fields() for run in runs]
+    off = fields[0]["log_evidence"] - fields[1]["log_evidence"]
+    assert abs(off) < 5 * fields[0]["log_evidence_error"]
+
+
+def log_marginal(y, group):
+    """Of the model of counts, by sums over tau, the level and each effect."""
+    tau = np.exp(np.linspace(-4.5, 1.6, 50))
+    level, a = np.linspace(-3.5, 3.5, 71), np.linspace(-6, 5, 441)
+    width = a[1] - a[0]
+    data = [stats.poisson(np.exp(a)[:, None]).logpmf(y[group == g]).sum(1)
+            for g in range(G)]  # fmt: skip
+    total = stats.norm(0, 2).logpdf(level)
+    total = total + (stats.halfnorm.logpdf(tau) + np.log(tau))[:, None]
+    for i, t in enumerate(tau):
+        prior = stats.norm(level[:, None], max(t, 2 * width)).logpdf(a)
+        prior = prior - special.logsumexp(prior, axis=1, keepdims=True)
+        total[i] += special.logsumexp(prior + np.array(data)[:, None], axis=2).sum(0)
+    return special.logsumexp(total)
+
+
+def test_leave_one_out_against_refits(of_counts):
+    tree = gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts)
+    found = gpaug.diagnostics.loo(tree)
+    whole = log_marginal(COUNTS, GROUP)
+    left_out = [COUNTS.argmax(), COUNTS.argmin(), 5]
+    expected = [
+        whole - log_marginal(np.delete(COUNTS, i), np.delete(GROUP, i))
+        for i in left_out
+    ]
+    elpd = np.asarray(found.elpd_i)[left_out]
+    np.testing.assert_allclose(elpd, expected, atol=0.06)
+    assert np.asarray(found.pareto_k).max() < 0.7
+
+
+def process(X, y=None, *, Z):
+    length = numpyro.sample("length", dist.LogNormal(0.0, 0.7))
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.7))
+    kernel = gpaug.kernels.Matern52(length, scale)
+    gp = gpaug.GaussianProcess("f", kernel, inducing=Z)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+def probabilities(num):
+    """Of a process at new inputs, from data of this number; and the run."""
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-3, 3, (num, 1))
+    y = rng.binomial(1, special.expit(2 * np.sin(2 * X[:, 0])))
+    run = nested(process, X, y, num_points=256, data={"Z": Z})
+    return run, run.posterior(num_points=32), (X, y)
+
+
+Z, INPUTS = np.linspace(-3, 3, 8)[:, None], np.linspace(-4, 4, 9)[:, None]
+
+
+def test_a_process_at_new_inputs_against_its_draws():
+    run, posterior, _ = probabilities(40)
+    predictive = Predictive(process, run.get_samples())
+    expected = predictive(jax.random.key(2), INPUTS, Z=Z)["y"].mean(0)
+    law = posterior.predict_y(INPUTS)
+    np.testing.assert_allclose(law.probs, expected, atol=0.06)
+    # In blocks of rows, the last one padded.
+    blocks = posterior.predict_y(INPUTS, batch_size=5)
+    np.testing.assert_allclose(blocks.probs, law.probs, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_process_at_new_inputs_against_nuts():
+    _, posterior, data = probabilities(200)
+    mcmc = MCMC(NUTS(process), num_warmup=2000, num_samples=2000, progress_bar=False)
+    mcmc.run(jax.random.key(1), *data, Z=Z)
+    predictive = Predictive(process, mcmc.get_samples())
+    expected = predictive(jax.random.key(2), INPUTS, Z=Z)["y"].mean(0)
+    found = posterior.predict_y(INPUTS).probs
+    np.testing.assert_allclose(found, expected, atol=0.05)
