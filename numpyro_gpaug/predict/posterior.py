@@ -16,6 +16,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug._display import Displayed, Rows, brief, name_of
 from numpyro_gpaug._numpyro import one_thread, whole_plates
 from numpyro_gpaug.errors import ArchiveError, CholeskyError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
@@ -24,6 +25,7 @@ from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrow import ArrowMoments
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect_joint import MAX_DENSE
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Arguments, is_array
@@ -60,7 +62,7 @@ BATCH_SIZE = 1024
 SMALL_BATCH = 128
 
 
-class Posterior:
+class Posterior(Displayed):
     """A fitted posterior; make it with ``svi.posterior(params)`` or :meth:`from_guide`.
 
     The model is called again at new inputs: pass the arguments that hold inputs, in the
@@ -199,9 +201,16 @@ class Posterior:
         sites = dict(self._sites)
         for name, normal in self.weights.items():
             sites[name] = SiteMoments(normal.mean, normal.variance, None)
+        return table(sites, self._points())
+
+    def print_summary(self) -> None:
+        """Prints the table of :meth:`summary`, whole, to two decimals."""
+        print(self.summary().to_string(float_format="{:.2f}".format))
+
+    def _points(self) -> dict[str, Any]:
+        """Latents and params that are held at a value."""
         values = {k: v for k, v in self._fitted.values.items() if is_array(v)}
-        shown = {k: v for k, v in values.items() if not k.endswith("_auto_loc")}
-        return table(sites, shown)
+        return {k: v for k, v in values.items() if not k.endswith("_auto_loc")}
 
     def _moments(self) -> dict[str, Moments]:
         if self._prepared is not None:
@@ -365,13 +374,14 @@ class Posterior:
         ]
         return jax.tree.unflatten(jax.tree.structure(whole), leaves)
 
-    def __repr__(self) -> str:
+    def _display(self) -> tuple[str, Rows]:
         structure = self._predictor.structure
-        blocks = {b.name: b.shape for b in structure.blocks}
-        if isinstance(structure, JointStructure):
-            blocks = {s.name: s.value_shape for s in structure.sites}
-        observed = [site.name for site in structure.observed]
-        return f"Posterior(blocks={blocks}, observed={observed})"
+        points = [
+            (name, str(np.shape(value)), f"held at {brief(value)}")
+            for name, value in self._points().items()
+        ]
+        title = f"Posterior of {name_of(self._predictor.model)}"
+        return title, latent_rows(structure) + points + observed_rows(structure)
 
     # -- saving -----------------------------------------------------------------------
 

@@ -58,6 +58,29 @@ def certificate(run: Any) -> str:
     return f"{what}. These draws are NOT of the exact posterior, nor is the evidence"
 
 
+def overview(run: Any) -> list[tuple[str, str]]:
+    """The run in rows.
+
+    :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
+    """
+    weighted, structure = run.weighted, run.programs.structure
+    num, draws = weighted.log_ratios.shape
+    hyper = ", ".join(structure.others) or "none"
+    latents = ", ".join(f"{s.name} {s.value_shape}" for s in structure.sites)
+    worth = run.independence * weighted.effective_size
+    rows = [
+        ("way", run.way),
+        ("hyperparameters", hyper),
+        ("latents", latents),
+        ("draws", f"{num} x {draws}, worth {worth:.0f} independent ones"),
+        ("certificate", certificate(run)),
+    ]
+    if weighted.normalised:
+        error = f"standard error {weighted.log_evidence_error:.3f}"
+        rows.append(("log evidence", f"{weighted.log_evidence:.3f}, {error}"))
+    return rows
+
+
 def lines(run: Any) -> str:
     """The whole summary.
 
