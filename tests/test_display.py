@@ -91,10 +91,10 @@ def test_a_result_tells_its_bound_and_params():
     result = ConjugateResult({"b": np.zeros((3, 3))}, None, losses)
     assert repr(result).split("\n") == [
         "ConjugateResult",
-        "  steps    3",
-        "  bound    -2.5",
-        "  of that  0.5 nats in the last tenth of the steps",
-        "  b        array (3, 3)",
+        "  steps  3",
+        "  bound  -2.5",
+        "  rise   0.5 nats, of the last tenth of the steps",
+        "  b      array (3, 3)",
     ]
     params, _, _ = result  # still the tuple that NumPyro's is
     assert params is result.params

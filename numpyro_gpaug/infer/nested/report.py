@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,10 @@ def overview(run: Any) -> list[tuple[str, str]]:
         ("hyperparameters", hyper),
         ("latents", latents),
         ("draws", f"{num} x {draws}, worth {worth:.0f} independent ones"),
-        ("certificate", certificate(run)),
     ]
+    # Its first line as long as the words that matter.
+    first, *rest = wrap(certificate(run), 72)
+    rows += [("certificate", first), *(("", line) for line in rest)]
     if weighted.normalised:
         error = f"standard error {weighted.log_evidence_error:.3f}"
         rows.append(("log evidence", f"{weighted.log_evidence:.3f}, {error}"))

@@ -49,9 +49,10 @@ class ConjugateResult(Displayed, SVIRunResult):
         if len(losses):
             rows.append(("bound", f"{-losses[-1]:.6g}"))
         if len(losses) > 1:
-            last = max(1, len(losses) // 10)
-            rise = losses[-1 - last] - losses[-1]
-            rows.append(("of that", f"{rise:.2g} nats in the last tenth of the steps"))
+            n = max(1, len(losses) // 10)
+            # Of minibatches a single loss says little.
+            rise = losses[-2 * n : -n].mean() - losses[-n:].mean()
+            rows.append(("rise", f"{rise:.2g} nats, of the last tenth of the steps"))
         if self.restored:
             rows.append(("restored", f"{len(self.restored)} times, as the bound fell"))
         rows += [(name, brief(value)) for name, value in self.params.items()]
