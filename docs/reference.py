@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpyro.distributions as dist  # noqa: F401 (written below)
+import numpyro.distributions as dist
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx import addnodes
@@ -18,14 +18,6 @@ from sphinx.util.docutils import SphinxDirective
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.likelihoods import augmentation, expectations, maximisers
-
-f = jnp.zeros(())
-g = jnp.zeros(())
-F = jnp.zeros((3,))
-r, n, scale, df, max_rate, epsilon = 2.0, 5, 1.0, 4.0, 3.0, 0.01
-zeta = jnp.ones(())
-link = gpaug.PiecewiseLink.from_function(jnp.exp, 4, -1.0, 1.0)
-squashed = gpaug.PiecewiseLink.from_function(jax.nn.sigmoid, 4, -1.0, 1.0)
 
 # How each is written in a model: evaluated, and held against the registries.
 WRITTEN = (
@@ -60,12 +52,25 @@ HEADER = (
 )
 
 
+def _names() -> dict[str, Any]:
+    """What they are written with. Made when it is asked for: Sphinx forks processes,
+    which JAX must not have started before."""
+    link = gpaug.PiecewiseLink.from_function
+    arrays = {"f": jnp.zeros(()), "g": jnp.zeros(()), "F": jnp.zeros(3)}
+    numbers = {"r": 2.0, "n": 5, "scale": 1.0, "df": 4.0, "max_rate": 3.0}
+    more = {"epsilon": 0.01, "zeta": jnp.ones(()), "dist": dist, "gpaug": gpaug}
+    more |= {"link": link(jnp.exp, 4, -1.0, 1.0)}
+    more |= {"squashed": link(jax.nn.sigmoid, 4, -1.0, 1.0)}
+    return {**arrays, **numbers, **more}
+
+
 def likelihoods() -> list[tuple[str, ...]]:
     """A row for every registered likelihood.
 
     :raises ValueError: for one that is registered, but not written here.
     """
-    made = {text: eval(text) for text in WRITTEN}
+    names = _names()
+    made = {text: eval(text, names) for text in WRITTEN}
     known = {type(d) for d in made.values()}
     registered = {*expectations._REGISTRY, *augmentation._REGISTRY}
     if registered != known:
