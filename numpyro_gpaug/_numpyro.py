@@ -24,7 +24,8 @@ _RUNS = threading.RLock()
 
 
 def one_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """``function`` for one thread at a time, of all functions so marked.
+    """``function`` for one thread at a time, of all functions so marked, and with
+    products of matrices in full precision.
 
     NumPyro's stack of handlers is one for all threads: two that run models, as JAX
     traces them, would find each other's handlers on it. What is compiled needs no lock,
@@ -33,7 +34,8 @@ def one_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def locked(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _RUNS:
+        # As precise of numpyro_gpaug.math.linalg.
+        with _RUNS, jax.default_matmul_precision("highest"):
             return function(*args, **kwargs)
 
     return locked

@@ -26,6 +26,8 @@ if version("jaxlib").startswith("0.10."):
     # other process of the tests has.
     flags.append("--xla_cpu_use_fusion_emitters=false")
     flags.append("--xla_cpu_parallel_codegen_split_count=1")
+# Devices for the tests of several; all others use the first.
+flags.append("--xla_force_host_platform_device_count=4")
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import jax  # noqa: E402

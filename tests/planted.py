@@ -339,6 +339,27 @@ def planted() -> list[Planted]:
             ("test_arrow_models",),
         ),
         Planted(
+            "Chains: what is known from before a block is left out",
+            "math/recurrences.py",
+            "        seen = entering + weights",
+            "        seen = 0 * entering + weights",
+            ("test_chain",),
+        ),
+        Planted(
+            "Chains: a forecast is as sure as its first step",
+            "math/chain.py",
+            "jnp.asarray(ahead, dtype)[:, None], later)",
+            "later, later)",
+            ("test_chain",),
+        ),
+        Planted(
+            "Chains: running sums are taken for the numbers that are summed",
+            "model/latents.py",
+            "white = jnp.where(np.array(self.chain.linked), apart, along)",
+            "white = jnp.where(np.array(self.chain.linked), along, along)",
+            ("test_chain_models",),
+        ),
+        Planted(
             "Deviations: what was is not added again",
             "math/arrow.py",
             "rest = rest + jnp.matvec(self.corner, corner)",

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model import arrow
+from numpyro_gpaug.model import arrow, forms
 from numpyro_gpaug.predict import posterior as predict
 
 N = 400
@@ -75,7 +75,7 @@ def either(monkeypatch):
         found = []
         for overhead in (np.inf, -np.inf):
             with monkeypatch.context() as patched:
-                patched.setattr(arrow, "_OVERHEAD", overhead)
+                patched.setattr(forms, "_OVERHEAD", overhead)
                 found.append(fitted(model, y, **how))
         return found
 
@@ -118,7 +118,7 @@ def test_more_groups_than_one_digit_tells(monkeypatch):
         with numpyro.plate("data", N):
             numpyro.sample("y", dist.Normal(a[group], 1), obs=y)
 
-    monkeypatch.setattr(arrow, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
     group = rng.choice([2, 1023, 1024, 1500, 2047, 2048, 2999], N)
     guide = gpaug.AutoLatentGaussian(model)
     svi = gpaug.ConjugateSVI(model, guide)
@@ -134,7 +134,7 @@ def test_more_groups_than_one_digit_tells(monkeypatch):
 @pytest.fixture(scope="module")
 def of_groups():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(arrow, "_OVERHEAD", -np.inf)
+        patched.setattr(forms, "_OVERHEAD", -np.inf)
         yield fitted(crossed, COUNTS)
 
 
@@ -173,7 +173,7 @@ def test_what_looks_at_several_groups_is_refused(of_groups, monkeypatch):
         with numpyro.plate("data", len(first)):
             numpyro.sample("y", dist.Normal(a[first] + b[second], 1), obs=y)
 
-    monkeypatch.setattr(arrow, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(paired)
     svi = gpaug.ConjugateSVI(paired, guide, optim=None)
     svi.run(jax.random.key(0), 2, GROUP, GROUP, REAL, progress_bar=False)
@@ -190,7 +190,7 @@ def test_what_a_datum_compares_is_not_a_group(monkeypatch):
             law = dist.Bernoulli(logits=f[first] - f[second])
             numpyro.sample("y", law, obs=y)
 
-    monkeypatch.setattr(arrow, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(preferred)
     guide.setup(GROUP, GROUP[::-1], REAL > 0)
     assert "40 Gaussian latents, dense" in repr(guide)
@@ -230,7 +230,7 @@ def test_minibatches_of_rows():
     means = []
     for model, steps in ((batched, 600), (whole, 20)):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(arrow, "_OVERHEAD", -np.inf)
+            patched.setattr(forms, "_OVERHEAD", -np.inf)
             guide = gpaug.AutoLatentGaussian(model)
             svi = gpaug.ConjugateSVI(model, guide, optim=None)
             args = T, GROUP, (REAL > 0).astype(int)
@@ -254,7 +254,7 @@ def test_no_array_of_groups_by_groups_or_rows_by_groups(monkeypatch):
         with numpyro.plate("data", rows):
             numpyro.sample("y", dist.Bernoulli(logits=a[group] + c[item]), obs=y)
 
-    monkeypatch.setattr(arrow, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
     rng = np.random.default_rng(0)
     args = (rng.integers(0, n, rows) for n in (groups, items, 2))
     args = tuple(jnp.asarray(x) for x in args)

@@ -18,7 +18,8 @@ from numpyro import handlers
 from scipy import sparse
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPTS = sorted(p.stem for p in EXAMPLES.glob("*.py"))
+# The last has tests of its own (test_distributed.py).
+SCRIPTS = sorted({p.stem for p in EXAMPLES.glob("*.py")} - {"distributed"})
 FEW = ["--steps", "2", "--inducing", "8"]
 REDUCED = {
     "bayesian_svm": ["--data", "binary.npz", "--folds", "2", *FEW],

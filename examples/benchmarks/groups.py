@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random effects of very many groups, by ``AutoLatentGaussian`` and ``ConjugateSVI``.
+"""Random effects of very many groups and walks of very many steps, by
+``AutoLatentGaussian`` and ``ConjugateSVI``.
 
 ``rows``: simulated binary data with a random intercept and slope of a tenth as many
 groups as rows and 20 fixed effects, at fixed hyperparameters; the slope of seconds and
 of memory against rows on logarithmic scales. ``insteval``: lme4's ratings of 1128
 lecturers by 2972 students, crossed, with departments, all variance components learnt,
 by a Normal likelihood (beside the exact evidence by sparse factorisation, SciPy's
-SuperLU) and an ordinal one::
+SuperLU) and an ordinal one. ``walk``: simulated counts along a random walk of as many
+steps as rows, seen once each, with an intercept and the walk's scale learnt (it is .01:
+``error`` is the distance from it)::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/groups.py --json groups.json
 
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -75,6 +79,15 @@ def ratings(
         numpyro.sample("y", law, obs=y)
 
 
+def walking(step: Any, steps: int, y: Any = None) -> None:
+    """Counts along a random walk."""
+    scale = numpyro.sample("scale", dist.HalfNormal(0.1))
+    level = numpyro.sample("level", dist.Normal(0, 2.0))
+    walk = numpyro.sample("walk", dist.GaussianRandomWalk(scale, steps))
+    with numpyro.plate("data", len(step)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + walk[step])), obs=y)
+
+
 def simulated(rows: int) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     groups = rows // 10
@@ -118,6 +131,23 @@ def fit_rows(rows: int) -> dict[str, Any]:
         "fit": "rows", "rows": rows, "latents": 2 * groups + 20,
         "steps": len(result.losses), "bound": -float(result.losses[-1]),
         "cold": cold, "warm": warm, "error": float(np.sqrt(np.mean(off**2))),
+    }  # fmt: skip
+
+
+def fit_walk(rows: int) -> dict[str, Any]:
+    """One length of the walk."""
+    rng = np.random.default_rng(0)
+    walk = np.cumsum(0.01 * rng.normal(size=rows))
+    y = rng.poisson(np.exp(1 + walk)).astype(np.int32)
+    guide = gpaug.AutoLatentGaussian(walking)
+    svi = gpaug.ConjugateSVI(walking, guide)
+    given = np.arange(rows), rows, y
+    result, (cold, warm) = twice(svi, 100, given, {}, None)
+    scale = float(result.params["scale_auto_loc"])
+    return {
+        "fit": "walk", "rows": rows, "latents": rows + 1,
+        "steps": len(result.losses), "bound": -float(result.losses[-1]),
+        "cold": cold, "warm": warm, "error": abs(scale - 0.01), "hyper": scale,
     }  # fmt: skip
 
 
@@ -180,6 +210,18 @@ def child(kind: str, rows: int, double: bool) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def log_slopes(table: list[dict[str, Any]], kind: str) -> dict[str, float]:
+    """Of seconds and memory against rows, on logarithmic scales."""
+    sized = [row for row in table if row["fit"] == kind and "warm" in row]
+    if len(sized) < 2:
+        return {}
+    size = np.log([row["rows"] for row in sized])
+    return {
+        what: float(np.polyfit(size, np.log([row[what] for row in sized]), 1)[0])
+        for what in ("warm", "MiB")
+    }
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(
@@ -187,6 +229,7 @@ def main() -> None:
     )
     sizes = [10_000, 100_000, 1_000_000]
     parser.add_argument("--rows", type=int, nargs="*", default=sizes)
+    parser.add_argument("--steps", type=int, nargs="*", default=[1000, 10_000, 100_000])
     parser.add_argument("--ratings", nargs="*", default=["normal", "ordinal"])
     parser.add_argument("--float64", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -194,22 +237,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         jax.config.update("jax_enable_x64", args.float64)
-        rows = args.child == "rows"
-        found = fit_rows(args.rows[0]) if rows else fit_ratings(args.child)
+        sized = {"rows": fit_rows, "walk": fit_walk}.get(args.child)
+        found = sized(args.rows[0]) if sized else fit_ratings(args.child)
         print(json.dumps(found | {"MiB": peak_memory()}))
         return
     table = [child("rows", rows, args.float64) for rows in args.rows]
+    table += [child("walk", steps, args.float64) for steps in args.steps]
     if data_folder() is not None:
         table += [child(kind, 0, args.float64) for kind in args.ratings]
     print_table(table, COLUMNS)
-    sized = [row for row in table if row["fit"] == "rows" and "warm" in row]
-    slopes = {}
-    if len(sized) > 1:
-        size = np.log([row["rows"] for row in sized])
-        for what in ("warm", "MiB"):
-            pairs = np.polyfit(size, np.log([row[what] for row in sized]), 1)
-            slopes[what] = float(pairs[0])
-        print("slopes on logarithmic scales:", slopes)
+    slopes = {kind: log_slopes(table, kind) for kind in ("rows", "walk")}
+    print("slopes on logarithmic scales:", slopes)
     if args.json:
         report = {"rows": table, "slopes": slopes, "machine": machine()}
         report["versions"] = versions("jax", "numpyro", "scipy", "numpyro-gpaug")

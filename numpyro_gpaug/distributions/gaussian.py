@@ -13,12 +13,14 @@ from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_gpaug.math.arrow import ArrowNatural
+from numpyro_gpaug.math.chain import ChainNatural
 from numpyro_gpaug.math.linalg import (
     Moments,
     NaturalGaussian,
     cholesky,
     inverse_lower,
     kl_to_diagonal,
+    precise,
     solve_lower,
 )
 
@@ -71,11 +73,13 @@ class BlockGaussian(dist.Distribution):
             self.loc, inverse_lower(self.tril) if precision else self.tril.mT
         )
 
+    @precise
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         eps = random.normal(key, sample_shape + self.event_shape, self.loc.dtype)
         whitener = self.moments().whitener
         return self.loc + jnp.vecmat(eps, whitener)
 
+    @precise
     def log_prob(self, value: Array) -> Array:
         deviation = (value - self.loc)[..., None]
         if self.parameter == "precision":
@@ -99,7 +103,7 @@ class BlockGaussian(dist.Distribution):
 
 class ArrowGaussian(dist.Distribution):
     """A multivariate normal whose precision is an arrow
-    (:mod:`numpyro_gpaug.math.arrow`), in natural parameters.
+    (:mod:`numpyro_gpaug.math.arrow`), of chains or not, in natural parameters.
 
     :param natural: potential and precision, each with a leading axis of 1; the event
         has none.
@@ -109,7 +113,10 @@ class ArrowGaussian(dist.Distribution):
     pytree_data_fields = ("natural",)
 
     def __init__(
-        self, natural: ArrowNatural, *, validate_args: bool | None = None
+        self,
+        natural: ArrowNatural | ChainNatural,
+        *,
+        validate_args: bool | None = None,
     ) -> None:
         self.natural = natural
         shape = (natural.sizes.total,)

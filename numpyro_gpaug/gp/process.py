@@ -29,6 +29,7 @@ from numpyro_gpaug.math.blocks import rows_of_blocks
 from numpyro_gpaug.math.linalg import (
     cholesky,
     inverse_cholesky,
+    precise,
     safe_sqrt,
     with_jitter,
 )
@@ -137,6 +138,7 @@ class Conditional:
 
         return affine_blocks(of_rows, (self.X, mean.T, self.prior_variance.T), size)
 
+    @precise
     def moved(self, v: Array) -> Array:
         """How function values move, of :attr:`shape`, as inducing values move.
 
@@ -145,6 +147,7 @@ class Conditional:
         shift = jnp.einsum("...mn,...m->...n", self.projection, self.select(v))
         return self.outputs.shifts(shift)
 
+    @precise
     def values(self, v: Array, eps: Array | None = None) -> Array:
         """Function values from whitened inducing values and residual noise.
 
@@ -286,6 +289,7 @@ class GaussianProcess(Displayed):
             )
 
     @cached_property
+    @precise
     def factor(self) -> Array:
         """L, with inducing values ``u = L v``, (1 or C, M, M): lower triangular if a
         jitter was given."""

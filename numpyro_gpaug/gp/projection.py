@@ -8,7 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_gpaug.math.linalg import precise
 
+
+@precise
 def project(kernel: Any, inducing: Array, inverse_factor: Array, X: Array) -> Array:
     """``A = L^-1 K_ZX``, (1 or C, M, N), with L the lower factor of ``K_ZZ``.
 

@@ -27,7 +27,7 @@ from numpyro_gpaug.guides.function_posterior import (
     inverse_factor_of,
 )
 from numpyro_gpaug.math.affine import Marginals
-from numpyro_gpaug.math.linalg import Moments, safe_sqrt, solve_lower
+from numpyro_gpaug.math.linalg import Moments, precise, safe_sqrt, solve_lower
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.structure import Block, Structure, conditional_of, fill
 from numpyro_gpaug.model.view import ModelView
@@ -114,6 +114,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
         weights = tuple(b.site for b in structure.blocks if not b.is_process)
         return replace(structure, blocks=processes, others=structure.others + weights)
 
+    @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draws every latent.
 

@@ -21,8 +21,9 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL
 from numpyro_gpaug.math.affine import GaussianFactors
-from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural, ArrowPrior
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
+from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural
+from numpyro_gpaug.math.chain import ChainMoments, ChainNatural
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
@@ -30,7 +31,7 @@ from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure, whitened
 from numpyro_gpaug.model.structure import Arguments, remembered
 
-Natural = NaturalGaussian | ArrowNatural
+Natural = NaturalGaussian | ArrowNatural | ChainNatural
 
 
 class AutoLatentGaussian(ProcessGuide):
@@ -48,7 +49,9 @@ class AutoLatentGaussian(ProcessGuide):
     Of few latents the precision is one dense matrix. Where every datum looks at one
     member of a grouping (random effects, of crossed groupings the larger), and that
     costs less, it is an arrow (``math/arrow.py``): work and memory are linear in rows
-    and groups; beside these, at most 5000 latents are held.
+    and groups; beside these, at most 5000 latents are held. The steps of random walks
+    (``GaussianRandomWalk``, of any length, several together, and noise of every step)
+    of which every datum looks at one are chains (``math/chain.py``), in the same way.
 
     A likelihood is anything whose log-density is a sum over data of functions of one or
     two affine predictors: in closed form where registered, by Gauss-Hermite quadrature
@@ -187,8 +190,7 @@ class AutoLatentGaussian(ProcessGuide):
         structure = self.structure
         size, dtype = structure.size, structure.dtype
         if structure.arrow is not None:
-            prior = ArrowPrior(jnp.zeros((1, size), dtype), structure.sizes)
-            return prior.natural
+            return structure.prior.natural
         # NumPy's: of JAX's each would be a program of its own.
         zeros: Any = np.zeros((1, size), dtype)
         eye: Any = np.eye(size, dtype=dtype)[None]
@@ -219,7 +221,9 @@ class AutoLatentGaussian(ProcessGuide):
         return {name: x[0] for name, x in named}
 
     def own_params(self) -> tuple[str, ...]:
-        return _names(ArrowNatural if self.structure.arrow else NaturalGaussian)
+        structure = self.structure
+        grouped = ArrowNatural if structure.chain is None else ChainNatural
+        return _names(grouped if structure.arrow else NaturalGaussian)
 
     def split_params(
         self, params: dict[str, Any]
@@ -228,20 +232,24 @@ class AutoLatentGaussian(ProcessGuide):
         return {k: x for k, x in params.items() if k not in own}, {JOINT: own}
 
     def moments(
-        self, own: Mapping[str, dict[str, Array] | Moments | ArrowMoments]
+        self,
+        own: Mapping[str, dict[str, Array] | Moments | ArrowMoments | ChainMoments],
     ) -> dict[str, Any]:
         given = own[JOINT]
-        if isinstance(given, Moments | ArrowMoments):
+        if isinstance(given, Moments | ArrowMoments | ChainMoments):
             return {JOINT: given}
         # Of a fit to data at which the form may have been another.
         kind = next(
-            k for k in (ArrowNatural, NaturalGaussian) if set(_names(k)) <= set(given)
+            k
+            for k in (ChainNatural, ArrowNatural, NaturalGaussian)
+            if set(_names(k)) <= set(given)
         )
         natural: Any = kind(*(given[name][None] for name in _names(kind)))
         return {JOINT: natural.moments()}
 
     # Draws.
 
+    @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draws every latent.
 
@@ -250,7 +258,7 @@ class AutoLatentGaussian(ProcessGuide):
         self.begin(*args, **kwargs)
         structure: Any = self.structure_at(Arguments.split(args, kwargs))
         values = self.draw_others(*args, **kwargs)
-        start = self.initial_natural({})[JOINT]
+        start: Any = self.initial_natural({})[JOINT]
         params = [
             numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
             for name, x in zip(self.own_params(), start, strict=True)
@@ -258,20 +266,21 @@ class AutoLatentGaussian(ProcessGuide):
         if self.structure.arrow is None:
             fn: Any = BlockGaussian.from_natural(NaturalGaussian(*params))
         else:
-            fn = ArrowGaussian(ArrowNatural(*(x[None] for x in params)))
+            fn = ArrowGaussian(type(start)(*(x[None] for x in params)))
         auxiliary = {"is_auxiliary": True}
         flat = numpyro.sample(f"_{JOINT}", fn, infer=auxiliary)
-        white = structure.split(flat)
-        model = whitened(self.model, white)
+        white = structure.white(flat)
+        model = whitened(self.model, structure.split(flat), structure.steps)
         filled = handlers.substitute(model, data=values)
         with handlers.block():
             trace = handlers.trace(handlers.seed(filled, 0)).get_trace(*args, **kwargs)
+        numbers = structure.split(white)
         for site in structure.sites:
             value, fn = trace[site.name]["value"], trace[site.name]["fn"]
             # The density of values is that of the numbers they are made of, times what
             # the prior's is of theirs.
             ratio = fn.log_prob(value).sum()
-            ratio -= dist.Normal().log_prob(white[site.name]).sum()
+            ratio -= dist.Normal().log_prob(numbers[site.name]).sum()
             delta = dist.Delta(value, ratio, event_dim=jnp.ndim(value))
             values[site.name] = numpyro.sample(site.name, delta)
         return values
@@ -300,6 +309,10 @@ def _form(structure: JointStructure) -> str:
     """Of the precision matrix, in words."""
     if structure.arrow is None:
         return "dense"
-    groups, each, corner = structure.sizes
+    groups, each, corner, chain = structure.sizes
     names = ", ".join(name for name, _ in structure.arrow.groups.sites)
-    return f"an arrow: {groups} groups of {each} ({names}), {corner} others dense"
+    what = f"an arrow: {groups} groups"
+    if chain is not None:
+        what = f"{groups // chain.steps} chains of {chain.steps} steps"
+        what = f"a chain of {groups} steps" if groups == chain.steps else what
+    return f"{what} of {each} ({names}), {corner} others dense"

@@ -25,7 +25,7 @@ from numpyro_gpaug.guides.preconditioned import (
     preconditioned_names,
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.model.inspect_joint import warn_of_points
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.structure import (
@@ -168,6 +168,7 @@ class AutoSparseGP(ProcessGuide):
             params |= {name: x.reshape(shape) for name, x, shape in named}
         return params
 
+    @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draws every latent.
 

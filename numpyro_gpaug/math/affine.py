@@ -171,6 +171,15 @@ class AffineMap(NamedTuple):
         matrix = jnp.einsum("...in,...jn->...ij", weighted, self.projection[..., right])
         return NaturalGaussian(jnp.zeros_like(matrix[..., 0]), matrix + matrix.mT)
 
+    def about(self, q: Moments) -> AffineMap:
+        """The map of standard normal latents z' in place of z, which is ``mean + W'
+        z'`` under a Gaussian.
+
+        :param q: the Gaussian, with its leading axis.
+        """
+        shift, rows = q.carried(self.projection)
+        return AffineMap(self.offset + shift, rows, self.residual)
+
     def select(self, latents: Array | None) -> AffineMap:
         """The map of some latents, all for ``None``."""
         return selected(self, latents)

@@ -34,11 +34,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.math import linalg
+from numpyro_gpaug.math import linalg, small
 
 # Blocks up to this size are factorised number by number, over all groups at once;
 # larger ones by LAPACK, one after the other.
-_SMALL = 6
+SMALL = 6
+
+
+class Chain(NamedTuple):
+    """Groups that are the steps of chains (:mod:`numpyro_gpaug.math.chain`).
+
+    :param steps: of each chain, one after the other.
+    :param linked: which of the R numbers of a step are tied to the next one's.
+    """
+
+    steps: int
+    linked: tuple[bool, ...]
 
 
 class ArrowSizes(NamedTuple):
@@ -47,11 +58,13 @@ class ArrowSizes(NamedTuple):
     :param groups: G.
     :param each: R.
     :param corner: K.
+    :param chain: of groups that are steps; ``None`` for others.
     """
 
     groups: int
     each: int
     corner: int
+    chain: Chain | None = None
 
     @property
     def total(self) -> int:
@@ -90,6 +103,11 @@ class ArrowMoments(NamedTuple):
         """Of the latents."""
         _, groups, each, _ = self.inverse.shape
         return ArrowSizes(groups, each, self.whitener.shape[-1])
+
+    @property
+    def roots(self) -> Array:
+        """Of every group's covariance given the corner, ``L' L``, (1, G, R, R)."""
+        return self.inverse
 
     @property
     def log_det(self) -> Array:
@@ -164,7 +182,7 @@ class ArrowMoments(NamedTuple):
         root = linalg.inverse_lower(self.whitener[0]).mT
         corner = jnp.einsum("ek,...k->...e", root, corner)
         groups = groups + jnp.einsum("gre,...e->...gr", self.shrunk[0], corner)
-        inverse = _small(linalg.inverse_lower, _inverted, self.inverse[0])
+        inverse = _small("inverse_lower", self.inverse[0])
         own = jnp.einsum("gij,...gi->...gj", inverse, groups)
         return self.sizes.joined(own, corner)
 
@@ -186,7 +204,8 @@ class ArrowNatural(NamedTuple):
     @property
     def sizes(self) -> ArrowSizes:
         """Of the latents."""
-        return ArrowSizes(*self.border.shape[1:])
+        groups, each, corner = self.border.shape[1:]
+        return ArrowSizes(groups, each, corner)
 
     def moments(self) -> ArrowMoments:
         """Mean and factors of the covariance; NaN where the precision is not positive
@@ -196,8 +215,8 @@ class ArrowNatural(NamedTuple):
         precision: what rounding can take is the ratio of the groups' information to
         the prior's, times that of a number's last digit.
         """
-        groups, each, size = self.sizes
-        inverse = _small(linalg.inverse_cholesky, _inverse_factor, self.groups)
+        groups, each, size = self.border.shape[1:]
+        inverse = _small("inverse_cholesky", self.groups)
         half = inverse @ self.border
         flat = half.reshape(1, groups * each, size)
         schur = self.corner - flat.mT @ flat
@@ -243,7 +262,7 @@ class ArrowPrior:
     @property
     def natural(self) -> ArrowNatural:
         """Potential and precision."""
-        groups, each, corner = self.sizes
+        groups, each, corner, _ = self.sizes
         dtype = self.loc.dtype
         blocks = jnp.broadcast_to(jnp.eye(each, dtype=dtype), (1, groups, each, each))
         border = jnp.zeros((1, groups, each, corner), dtype)
@@ -257,37 +276,7 @@ class ArrowPrior:
         return 0.5 * (squares - self.sizes.total - q.log_det)
 
 
-def _small(lapack: Any, numbers: Any, matrices: Array) -> Array:
+def _small(function: str, matrices: Array) -> Array:
     """A function of many small matrices (..., R, R)."""
-    return (numbers if matrices.shape[-1] <= _SMALL else lapack)(matrices)
-
-
-def _inverse_factor(matrix: Array) -> Array:
-    """``L^-1`` of the lower Cholesky factor of each, number by number."""
-    size = matrix.shape[-1]
-    factor: list[list[Any]] = [[None] * size for _ in range(size)]
-    for j in range(size):
-        for i in range(j, size):
-            known = sum(factor[i][k] * factor[j][k] for k in range(j))
-            rest = matrix[..., i, j] - known
-            factor[i][j] = jnp.sqrt(rest) if i == j else rest / factor[j][j]
-    return _inverse_of(factor, matrix)
-
-
-def _inverted(factor: Array) -> Array:
-    """The inverse of each lower factor, number by number."""
-    size = factor.shape[-1]
-    entries = [[factor[..., i, j] for j in range(size)] for i in range(size)]
-    return _inverse_of(entries, factor)
-
-
-def _inverse_of(factor: list[list[Any]], like: Array) -> Array:
-    size = len(factor)
-    none = jnp.zeros_like(like[..., 0, 0])
-    inverse: list[list[Any]] = [[none] * size for _ in range(size)]
-    for j in range(size):
-        inverse[j][j] = 1 / factor[j][j]
-        for i in range(j + 1, size):
-            known = sum(factor[i][k] * inverse[k][j] for k in range(j, i))
-            inverse[i][j] = -known / factor[i][i]
-    return jnp.stack([jnp.stack(row, -1) for row in inverse], -2)
+    few = matrices.shape[-1] <= SMALL
+    return getattr(small if few else linalg, function)(matrices)

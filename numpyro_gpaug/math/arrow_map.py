@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.math.affine import GaussianFactors, Marginals, gaussian_factors
-from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural, ArrowSizes
+from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
 
 
@@ -51,7 +51,8 @@ class ArrowMap:
     :param offset: predictors at latents of zero, (1, n).
     :param loadings: rows of a and c.
     :param residual: variance of the predictors given the latents, (1, n).
-    :param sizes: of the latents.
+    :param sizes: of the latents. Their moments are
+        :class:`~numpyro_gpaug.math.arrow.ArrowMoments`, or of a like kind.
     """
 
     offset: Array
@@ -67,7 +68,7 @@ class ArrowMap:
         moved = (own * groups[group]).sum(-1) + dense @ corner[:width]
         return self.offset + moved + (value * corner[width:][place]).sum(-1)
 
-    def marginals(self, q: ArrowMoments) -> Marginals:
+    def marginals(self, q: Any) -> Marginals:
         """Marginals of the predictors: variances are sums of squares."""
 
         def squares(rows: Loadings) -> Array:
@@ -77,7 +78,7 @@ class ArrowMap:
         variance = _over_rows(squares, self.loadings, q)
         return Marginals(self(q.mean), self.residual + variance)
 
-    def covariances(self, q: ArrowMoments, left: Array, right: Array) -> Array:
+    def covariances(self, q: Any, left: Array, right: Array) -> Array:
         """Of pairs of predictors.
 
         :param q: moments of the latents.
@@ -95,7 +96,7 @@ class ArrowMap:
         rows = self.loadings.at(left), self.loadings.at(right)
         return _over_rows(products, rows, q)[None]
 
-    def covariance(self, q: ArrowMoments) -> Array:
+    def covariance(self, q: Any) -> Array:
         """Of all predictors, (1, n, n), without the residual."""
         own, rest = _spread(q, self.loadings)
         group = self.loadings.group
@@ -108,14 +109,13 @@ class ArrowMap:
         """:func:`~numpyro_gpaug.math.affine.gaussian_factors`."""
         return gaussian_factors(at, slopes, least_precision)
 
-    def information(
-        self, factors: GaussianFactors, about: Array | None = None
-    ) -> ArrowNatural:
+    def information(self, factors: GaussianFactors, about: Array | None = None) -> Any:
         """What factors on the predictors say of the latents, to be added to the
         prior's.
 
         :param factors: of the predictors.
         :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.
+        :return: an :class:`~numpyro_gpaug.math.arrow.ArrowNatural`.
         """
         sizes = self.sizes
         about = self.offset if about is None else about
@@ -129,13 +129,14 @@ class ArrowMap:
         products = _products(self.loadings, self.loadings, factors.precision[0], sizes)
         return ArrowNatural(sizes.joined(groups, corner)[None], *products)
 
-    def coupling(self, cross: Array, left: Array, right: Array) -> ArrowNatural:
+    def coupling(self, cross: Array, left: Array, right: Array) -> Any:
         """What factors on products of two predictors, of the same group or one of them
         of none, say of the latents.
 
         :param cross: of the pairs, (1, P).
         :param left: one predictor of each, (P,).
         :param right: the other.
+        :return: an :class:`~numpyro_gpaug.math.arrow.ArrowNatural`.
         """
         sizes = self.sizes
         first, second = self.loadings.at(left), self.loadings.at(right)
@@ -161,11 +162,11 @@ class ArrowMap:
         return self
 
 
-def _spread(q: ArrowMoments, rows: Loadings) -> tuple[Array, Array]:
+def _spread(q: Any, rows: Loadings) -> tuple[Array, Array]:
     """``L a`` (n, R) and ``V c - Y' a`` (n, E) of every row."""
     own, group, dense, value, place = rows
     columns, width = q.whitener[0].T, dense.shape[-1]
-    ahead = jnp.einsum("nij,nj->ni", q.inverse[0][group], own)
+    ahead = jnp.einsum("nij,nj->ni", q.roots[0][group], own)
     rest = dense @ columns[:width]
     for s in range(value.shape[-1]):
         rest = rest + value[:, s, None] * columns[width:][place[:, s]]
@@ -174,11 +175,11 @@ def _spread(q: ArrowMoments, rows: Loadings) -> tuple[Array, Array]:
     return ahead, rest
 
 
-def _over_rows(function: Callable[[Any], Array], rows: Any, q: ArrowMoments) -> Array:
+def _over_rows(function: Callable[[Any], Array], rows: Any, q: Any) -> Array:
     """A function of rows, in blocks if they are many: each has E numbers and more on
     the way."""
     number = len(jax.tree.leaves(rows)[0])
-    each = (2 + q.inverse.shape[-1]) * (1 + q.whitener.shape[1])
+    each = (2 + q.roots.shape[-1]) * (1 + q.whitener.shape[1])
     size = rows_of_blocks(number, each, q.mean.dtype, least=64)
     if size is None:
         return function(rows)

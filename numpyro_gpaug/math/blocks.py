@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_gpaug.math.sharding import kept_apart, shards
+
 # In bytes. A loop takes longer to compile: up to the first everything is whole.
 WHOLE = 2**25
 # Blocks are fastest where they stay in a processor's cache. Accelerators take longer to
@@ -29,20 +31,28 @@ def rows_of_blocks(rows: int, each: int, dtype: Any, least: int = 1) -> int | No
     """
     size = each * jnp.dtype(dtype).itemsize
     on_cpu = jax.default_backend() == "cpu"
+    parts = _parts(rows)
     block = max((BLOCK if on_cpu else BLOCK_OF_ACCELERATORS) // size, least)
-    return None if rows * size <= WHOLE or rows <= block else block
+    of_one = rows // parts
+    return None if of_one * size <= WHOLE or of_one <= block else parts * block
 
 
 def cut_rows(values: Array, size: int, filled: str = "edge") -> Array:
-    """Rows in blocks, (blocks, size, ...).
+    """Rows in blocks, (blocks, size, ...). Of rows on several devices a block has as
+    many of each, so that none has to move.
 
     :param values: rows first.
     :param size: of a block.
     :param filled: how the last one is, a mode of ``jnp.pad``.
     """
-    blocks = -(-len(values) // size)
-    missing = [(0, blocks * size - len(values))] + [(0, 0)] * (values.ndim - 1)
-    return jnp.pad(values, missing, filled).reshape(blocks, size, *values.shape[1:])
+    parts, shape = _parts(len(values)), values.shape[1:]
+    of_one, each = len(values) // parts, size // parts
+    blocks = -(-of_one // each)
+    missing = [(0, 0), (0, blocks * each - of_one)] + [(0, 0)] * len(shape)
+    apart = kept_apart(values.reshape(parts, of_one, *shape))
+    cut = kept_apart(jnp.pad(apart, missing, filled))
+    cut = jnp.moveaxis(cut.reshape(parts, blocks, each, *shape), 1, 0)
+    return cut.reshape(blocks, size, *shape)
 
 
 def over_blocks(function: Callable[[Any], Any], blocks: Any, rows: int) -> Any:
@@ -52,8 +62,15 @@ def over_blocks(function: Callable[[Any], Any], blocks: Any, rows: int) -> Any:
     :param blocks: a pytree with a leading axis over blocks.
     :param rows: their number, without those that fill the last block.
     """
-    found = lax.map(remade(function), blocks)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], found)
+    parts = _parts(rows)
+
+    def whole(x: Array) -> Array:
+        count, size, *shape = x.shape
+        apart = jnp.moveaxis(x.reshape(count, parts, size // parts, *shape), 1, 0)
+        each = kept_apart(apart.reshape(parts, -1, *shape))[:, : rows // parts]
+        return each.reshape(rows, *shape)
+
+    return jax.tree.map(whole, lax.map(remade(function), blocks))
 
 
 def by_elements(
@@ -71,9 +88,16 @@ def by_elements(
     size = rows_of_blocks(rows, each, dtype)
     if size is None:
         return function(*arrays)
-    cut = [cut_rows(jnp.broadcast_to(x, shape).ravel(), size) for x in arrays]
+    # Rows are last. Those of one device stay together if they come first.
+    cut = [cut_rows(jnp.broadcast_to(x, shape).T.ravel(), size) for x in arrays]
     found = over_blocks(lambda block: function(*block), cut, rows)
-    return jax.tree.map(lambda x: x.reshape(shape), found)
+    return jax.tree.map(lambda x: x.reshape(shape[::-1]).T, found)
+
+
+def _parts(rows: int) -> int:
+    """Devices that rows are shared out among; 1 if they cannot have as many each."""
+    parts = shards()
+    return 1 if rows % parts else parts
 
 
 def remade(function: Callable[..., Any]) -> Callable[..., Any]:

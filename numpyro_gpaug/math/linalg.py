@@ -5,13 +5,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def precise(function: Callable[P, T]) -> Callable[P, T]:
+    """``function`` with all products of matrices in full precision.
+
+    Accelerators round the factors of float32 products to ten bits (TF32) or eight
+    unless they are asked not to: enough for a network, not for a matrix that is to be
+    factorised, nor for what is whitened by its inverse.
+
+    :param function: whatever is computed, or traced, in a call of it.
+    """
+
+    @wraps(function)
+    def full(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.default_matmul_precision("highest"):
+            return function(*args, **kwargs)
+
+    return full
 
 
 def default_jitter(size: int, dtype: np.dtype | type) -> float:
@@ -53,6 +74,7 @@ def cholesky(matrix: Array) -> Array:
 
 
 @cholesky.defjvp
+@precise
 def _cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (tangent,) = tangents
     factor = cholesky(*primals)
@@ -98,12 +120,14 @@ def inverse_cholesky(matrix: Array) -> Array:
 
 
 @inverse_cholesky.defjvp
+@precise
 def _inverse_cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (tangent,) = tangents
     inverse = inverse_cholesky(*primals)
     return inverse, -lower_half(inverse, tangent) @ inverse
 
 
+@precise
 def lower_half(inverse: Array, tangent: Array) -> Array:
     """``half(W dK W')``: how, in its own coordinates, a factor moves with its matrix;
     ``half`` keeps the lower triangle and half the diagonal."""
@@ -141,6 +165,7 @@ def _solved(transpose: bool, factor: Array, rhs: Array) -> Array:
 
 
 @_solved.defjvp
+@precise
 def _solved_jvp(transpose: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (factor, rhs), (factor_dot, rhs_dot) = primals, tangents
     solution, inverse = _solved(transpose, factor, rhs), inverse_lower(factor)
@@ -157,6 +182,7 @@ def inverse_lower(factor: Array) -> Array:
 
 
 @inverse_lower.defjvp
+@precise
 def _inverse_lower_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     inverse = inverse_lower(*primals)
     return inverse, -inverse @ tangents[0] @ inverse
@@ -177,6 +203,7 @@ class Moments(NamedTuple):
         """Log-determinant of the covariance, (...)."""
         return 2 * jnp.log(jnp.abs(diagonal(self.whitener))).sum(-1)
 
+    @precise
     def carried(self, projection: Array) -> tuple[Array, Array]:
         """How means shift by, and how far values spread along, an affine map.
 
@@ -194,6 +221,7 @@ class Moments(NamedTuple):
         """Standard normal numbers that :meth:`spread` takes."""
         return self.whitener.shape[-2]
 
+    @precise
     def spread(self, noise: Array) -> Array:
         """Deviations from the mean.
 

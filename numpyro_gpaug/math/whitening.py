@@ -14,7 +14,6 @@ whitened is never larger than it says.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from numpyro_gpaug.math.linalg import (
     inverse_lower,
     lower_half,
     one_by_one,
+    precise,
 )
 
 # In exact arithmetic every pivot of K + j I is at least j. Pivots below are rounding
@@ -37,8 +37,6 @@ _MOST = 2.0**13
 # Eigenvalues of R are at most 1. Sums of rounding errors that all point one way escape
 # the pivots and make them larger: the series may grow as it would at this one.
 _LARGEST = 3.0
-
-_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def least_jitter(size: int, dtype: np.dtype | type) -> float:
@@ -54,6 +52,7 @@ def least_jitter(size: int, dtype: np.dtype | type) -> float:
 
 
 @jax.custom_jvp
+@precise
 def inverse_root(matrix: Array) -> Array:
     """``V`` with ``V K V' = I`` as far as the dtype resolves K, and no more elsewhere.
 
@@ -67,15 +66,15 @@ def inverse_root(matrix: Array) -> Array:
     factor, jitter = _factorised(matrix, diagonal(matrix).mean(-1))
     root = jnp.sqrt(jitter)
     inverse = root * inverse_lower(factor)
-    lost = _matmul(inverse, inverse.mT)
-    squared = _matmul(lost, lost)
+    lost = inverse @ inverse.mT
+    squared = lost @ lost
     # An eigenvalue r of R has r (r - 1) <= |R^2 - R|.
     excess = jnp.sqrt(jnp.square(squared - lost).sum((-2, -1), keepdims=True))
     largest = 0.5 + jnp.sqrt(0.25 + excess)
     share = jnp.minimum(
         1, _series(_LARGEST, _LARGEST**2) / _series(largest, largest**2)
     )
-    return (inverse + _matmul(share * _series(lost, squared), inverse)) / root
+    return (inverse + share * _series(lost, squared) @ inverse) / root
 
 
 def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
@@ -96,6 +95,7 @@ def _series(first: Any, second: Any) -> Any:
 
 
 @inverse_root.defjvp
+@precise
 def _inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (tangent,) = tangents
     inverse = inverse_root(*primals)

@@ -1,42 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which latents come in groups of which every datum looks at one.
+"""What predictors look at, where latents come in groups of which each looks at one.
 
-Random effects ``b[group]`` do, written in whatever way: the affine map from latents to
-predictors, which the model's program was proved to be, is asked. Ones in all members
-give the loading of a predictor, numbers of the members in their place give which one it
-is; and random numbers must give what the two say, or the predictor looks at several.
+Random effects ``b[group]`` are looked at so, written in whatever way, and the steps of
+a walk: the affine map from latents to predictors, which the model's program was proved
+to be, is asked. Ones in all members give the loading of a predictor, numbers of the
+members in their place give which one it is; and random numbers must give what the two
+say, or the predictor looks at several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
-from math import prod
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.core import Tracer
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.arrow_map import ArrowMap, Loadings
-from numpyro_gpaug.model.latents import Arrow, Grouping, JointStructure
+from numpyro_gpaug.math.chain_map import ChainMap
+from numpyro_gpaug.model.latents import Grouping, JointStructure
 
-# Members of a grouping, at least; numbers of each, at most.
-_FEWEST, _WIDEST = 16, 8
 # Entries of a matrix that predictions may take.
 _MOST = 2**24
 # Numbers of members are told in digits that float32 has with room for rounding.
 _BASE = 1024
-# An arrow's program is longer: so many operations it has to save.
-_OVERHEAD = 5e7
 # Random vectors that a map is compared by, and how far, in units of the last digit, it
 # may be off by rounding.
-_PROBES, ROUNDING = 2, 500
+PROBES, ROUNDING = 2, 500
 
 
 class Predictors(NamedTuple):
@@ -90,7 +85,8 @@ class Predictors(NamedTuple):
 
     @property
     def arrow(self) -> ArrowMap:
-        """As rows that look at one group each; see :meth:`misfit`."""
+        """As rows that look at one group each, or at one step of a chain; see
+        :meth:`misfit`."""
         structure, arrow = self.structure, self.structure.arrow
         assert arrow is not None
         own, group = self.looked_at(arrow.groups)
@@ -106,7 +102,8 @@ class Predictors(NamedTuple):
         value, index = jnp.concatenate(values, -1), jnp.concatenate(places, -1)
         rows = Loadings(own, group, dense, value, index)
         sizes = structure.sizes
-        return ArrowMap(self.offset[None], rows, self.residual[None], sizes)
+        kind = ArrowMap if sizes.chain is None else ChainMap
+        return kind(self.offset[None], rows, self.residual[None], sizes)
 
     def _pushed(self, grouping: Grouping | None) -> Callable[[Array], Array]:
         return lambda numbers: self.push(self.structure.placed(grouping, numbers))
@@ -151,12 +148,12 @@ class Predictors(NamedTuple):
         terms = parts.own, parts.dense, parts.value
         scale = jnp.abs(jnp.concatenate(terms, -1)).sum(-1)
         rng, worst = np.random.default_rng(0), jnp.zeros((), self.offset.dtype)
-        for _ in range(_PROBES):
+        for _ in range(PROBES):
             probe = jnp.asarray(rng.normal(size=structure.size), structure.dtype)
             # Without the offset, which may be larger than all else.
             moved = replace(map_, offset=jnp.zeros_like(map_.offset))(probe[None])[0]
             off = self.push(structure.split(probe)) - moved
-            worst = jnp.maximum(worst, _relative(off, scale))
+            worst = jnp.maximum(worst, relative(off, scale))
         if pairs is not None:
             left, right = (parts.at(place) for place in pairs)
             seen = (left.own != 0).any(-1) & (right.own != 0).any(-1)
@@ -165,7 +162,7 @@ class Predictors(NamedTuple):
         return worst
 
 
-def _relative(off: Array, terms: Array) -> Array:
+def relative(off: Array, terms: Array) -> Array:
     """The largest deviation, in units of the rounding of terms: where there are none,
     none is right."""
     info = jnp.finfo(off.dtype)
@@ -181,117 +178,7 @@ def check_groups(misfit: Array, what: str) -> None:
     """
     if not misfit < ROUNDING:
         raise NotConjugateError(
-            f"{what} look at several groups, where those that the guide was set up "
-            "with look at one each: set up another guide with these arguments; of "
-            "predictions draw, numpyro.infer.Predictive(model, guide=guide, ...)"
+            f"{what} look at several groups or steps, where those that the guide was "
+            "set up with look at one each: set up another guide with these arguments; "
+            "of predictions draw, numpyro.infer.Predictive(model, guide=guide, ...)"
         )
-
-
-def find_arrow(
-    predictors: Predictors, pairs: tuple[Array, Array] | None
-) -> Arrow | None:
-    """The form of a model's joint Gaussian that costs least; ``None`` for a dense
-    matrix, and where the arguments are traced.
-
-    :param predictors: of all data, of a model with a dense structure.
-    :param pairs: predictors that likelihoods look at in pairs.
-    """
-    structure, rows = predictors.structure, len(predictors.offset)
-    if _dense_cost(rows, structure.size) < _OVERHEAD:
-        return None
-    if isinstance(predictors.offset, Tracer):
-        return None
-    chosen, found = [], [*_groupings(predictors, pairs)]
-    while found:
-        best = max(found, key=lambda g: structure.members(g) * structure.each(g))
-        chosen.append(best)
-        taken = {name for name, _ in best.sites}
-        left = (tuple(s for s in g.sites if s[0] not in taken) for g in found)
-        found = [Grouping(sites) for sites in left if sites]
-    if not chosen:
-        return None
-    arrow = Arrow(chosen[0], tuple(chosen[1:]))
-    ordered = predictors._replace(structure=structure.with_arrow(arrow))
-    return arrow if _cheaper(ordered) and ordered.misfit(pairs) < ROUNDING else None
-
-
-def _groupings(
-    predictors: Predictors, pairs: tuple[Array, Array] | None
-) -> list[Grouping]:
-    """Sites of which every datum looks at one member, together where it is the same."""
-    structure = predictors.structure
-    known: list[tuple[Grouping, np.ndarray]] = []
-    for site in structure.sites:
-        for axes in _axes(site.shape):
-            single = Grouping(((site.name, axes),))
-            group = _group_of_data(predictors, pairs, single)
-            if group is None:
-                continue
-            for i, (other, seen) in enumerate(known):
-                same = structure.members(other) == structure.members(single)
-                both = (group >= 0) & (seen >= 0)
-                again = site.name in dict(other.sites)
-                # New rows have other members of the one, not of the other.
-                same &= site.local == structure.site(other.sites[0][0]).local
-                if same and not again and (group == seen)[both].all() and both.any():
-                    merged = Grouping(other.sites + single.sites)
-                    known[i] = merged, np.maximum(group, seen)
-                    break
-            else:
-                known.append((single, group))
-    return [grouping for grouping, _ in known]
-
-
-def _axes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for count in range(len(shape), 0, -1):
-        for axes in combinations(range(len(shape)), count):
-            members = prod(shape[a] for a in axes)
-            if members >= _FEWEST and prod(shape) <= _WIDEST * members:
-                yield axes
-
-
-def _group_of_data(
-    predictors: Predictors, pairs: tuple[Array, Array] | None, grouping: Grouping
-) -> np.ndarray | None:
-    """By predictor, which member it looks at, those of one datum the same; -1 for none;
-    ``None`` if some look at several.
-
-    :param predictors: of all data.
-    :param pairs: those of one datum.
-    :param grouping: of one site.
-    """
-    structure = predictors.structure
-    loadings, group = predictors.looked_at(grouping)
-    rng = np.random.default_rng(0)
-    for _ in range(_PROBES):
-        shape = structure.members(grouping), structure.each(grouping)
-        probe = jnp.asarray(rng.normal(size=shape), structure.dtype)
-        moved = predictors.push(structure.placed(grouping, probe))
-        off = moved - (loadings * probe[group]).sum(-1)
-        if not _relative(off, jnp.abs(loadings).sum(-1)) < ROUNDING:
-            return None
-    found = np.where(np.asarray(loadings != 0).any(-1), np.asarray(group), -1)
-    if pairs is not None:
-        first, second = (np.asarray(place) for place in pairs)
-        left, right = found[first], found[second]
-        if ((left != right) & (left >= 0) & (right >= 0)).any():
-            return None
-        # One that all data share looks at no group.
-        single = np.bincount(np.concatenate(pairs), minlength=len(found)) == 1
-        for place in (first, second):
-            np.maximum.at(
-                found, place[single[place]], np.maximum(left, right)[single[place]]
-            )
-    return found
-
-
-def _dense_cost(rows: int, size: int) -> float:
-    return float(rows) * size**2 + float(size) ** 3
-
-
-def _cheaper(predictors: Predictors) -> bool:
-    structure, rows = predictors.structure, len(predictors.offset)
-    groups, each, corner = structure.sizes
-    border = float(groups) * each * corner**2 + 2 * float(corner) ** 3
-    seen = float(rows) * ((each + structure.width) ** 2 + 10 * corner)
-    return border + seen + _OVERHEAD < _dense_cost(rows, structure.size)

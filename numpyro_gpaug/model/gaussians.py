@@ -8,7 +8,7 @@ value is then affine in the flat ``z`` of all, whose prior is ``N(0, I)``."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,12 +37,15 @@ class Whitening(NamedTuple):
     :param spread: what must not depend on other Gaussian latents: scales, factors.
     :param mixes: whether a value is made of several of the numbers by a factor: the
         same numbers then mean something else where the factor is another.
+    :param steps: of a random walk, gives a value from the running sums of the numbers
+        along their last axis.
     """
 
     shape: tuple[int, ...]
     value: Callable[[Array], Array]
     spread: Any
     mixes: bool = False
+    steps: Callable[[Array], Array] | None = None
 
 
 def whitening(fn: dist.Distribution) -> Whitening | None:
@@ -89,7 +92,9 @@ def _(base: dist.LowRankMultivariateNormal, shape: tuple[int, ...]) -> Whitening
 @_whitening.register
 def _(base: dist.GaussianRandomWalk, shape: tuple[int, ...]) -> Whitening:
     scale = jnp.asarray(base.scale)[..., None]
-    return Whitening(shape, lambda z: jnp.cumsum(scale * z, -1), scale)
+    return Whitening(
+        shape, lambda z: jnp.cumsum(scale * z, -1), scale, steps=lambda s: scale * s
+    )
 
 
 @_whitening.register
@@ -129,12 +134,16 @@ def _(base: dist.TransformedDistribution, shape: tuple[int, ...]) -> Whitening |
     if found is None:
         return None
 
-    def value(z: Array) -> Array:
-        x = found.value(z)
+    def transformed(inner: Callable[[Array], Array], z: Array) -> Array:
+        x = inner(z)
         for transform in base.transforms:
             x = transform(x)
         return x
 
     made = [vars(t) for t in base.transforms]
     factors = [v.get("scale", v.get("scale_tril")) for v in made]
-    return Whitening(found.shape, value, (found.spread, factors), found.mixes)
+    return found._replace(
+        value=partial(transformed, found.value),
+        spread=(found.spread, factors),
+        steps=found.steps and partial(transformed, found.steps),
+    )

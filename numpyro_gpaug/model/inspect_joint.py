@@ -23,16 +23,15 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     lookup_expectation,
 )
-from numpyro_gpaug.model.arrow import find_arrow
+from numpyro_gpaug.model.forms import find_form, refuse_large
 from numpyro_gpaug.model.frontier import frontier
 from numpyro_gpaug.model.gaussians import whitening
+from numpyro_gpaug.model.indices import check_indices, check_other_indices
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import (
     GaussianSite,
     JointStructure,
     Parts,
-    check_indices,
-    check_other_indices,
     joint_block,
     parts_of,
     whitened,
@@ -50,8 +49,6 @@ from numpyro_gpaug.model.structure import (
 
 # Predictors of one datum whose expectation is by quadrature.
 _MOST = 2
-# Gaussian latents that are held by one dense matrix: all, or those beside groups.
-MAX_DENSE = 5000
 
 
 class _Survey(NamedTuple):
@@ -64,6 +61,7 @@ class _Survey(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     functions: dict[str, jax.ShapeDtypeStruct]
     held: tuple[tuple[str, str], ...]
+    walks: tuple[str, ...]
 
 
 def inspect_joint(
@@ -106,29 +104,15 @@ def inspect_joint(
     )
     if not sites or not survey.observed:
         return structure
-    view = JointView(structure, model, arguments, {}, jax.random.key(0))
-    structure = structure.with_arrow(find_arrow(view.predictors, view.pairs))
-    _refuse_large(structure)
+
+    def view(structure: JointStructure) -> JointView:
+        return JointView(structure, model, arguments, {}, jax.random.key(0))
+
+    walks = tuple(name for name in survey.walks if name in names)
+    pairs = view(structure).pairs
+    structure = find_form(structure, walks, lambda s: view(s).predictors, pairs)
+    refuse_large(structure, walks)
     return structure
-
-
-def _refuse_large(structure: JointStructure) -> None:
-    """Raises for a joint Gaussian that needs too large a matrix."""
-    grouped = structure.arrow is not None
-    size = structure.sizes.corner if grouped else structure.size
-    if size <= MAX_DENSE:
-        return
-    groups = structure.arrow.groups.sites if structure.arrow else ()
-    left = [s for s in structure.sites if s.name not in dict(groups)]
-    largest = max(left, key=lambda s: prod(s.shape))
-    beside = f", beside those of {[name for name, _ in groups]}," if grouped else ""
-    raise NotConjugateError(
-        f"the joint Gaussian of {size} latents{beside} would be a dense matrix of "
-        f"{4 * size**2 / 2**30:.0f} GiB in float32; at most {MAX_DENSE} are held "
-        f"jointly where a datum looks at more than one member of a group. The largest "
-        f"site is {largest.name!r} of shape {largest.value_shape}; MCMC(NUTS(model)) "
-        "samples any model"
-    )
 
 
 def _chosen(
@@ -171,6 +155,7 @@ def _surveyed(
     dtypes: list[Any] = []
     shapes: dict[str, tuple[int, ...]] = {}
     functions: dict[str, jax.ShapeDtypeStruct] = {}
+    walks: list[str] = []
 
     def visit(trace: Trace) -> None:
         rows = {
@@ -205,6 +190,8 @@ def _surveyed(
                     local = any(f.name in rows for f in site["cond_indep_stack"])
                     known = tuple(found.shape), shapes[name]
                     candidates.append(GaussianSite(name, *known, local))
+                    if found.steps is not None:
+                        walks.append(name)
                     dtypes.append(jnp.result_type(site["value"]))
 
     def abstract(arrays: tuple[Array, ...]) -> Trace:
@@ -218,7 +205,7 @@ def _surveyed(
     names = tuple(latent), tuple(observed)
     return _Survey(
         tuple(candidates), *names, plates, constraints_, dtype, shapes, functions,
-        tuple(held),
+        tuple(held), tuple(walks),
     )  # fmt: skip
 
 
@@ -235,7 +222,7 @@ def joint_structure_at(
     survey = _surveyed(model, arguments, data)
     names = {s.name for s in structure.sites}
     sites = tuple(s for s in survey.candidates if s.name in names)
-    here = structure.with_sites(sites)
+    here = structure.with_sites(sites).in_steps(structure.steps)
     return replace(here, plates=survey.plates, functions=survey.functions)
 
 

@@ -22,6 +22,7 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.arrow import ArrowPrior
+from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.math.expectation import PredictorMoments, nodes, placed
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import Predictors
@@ -67,7 +68,7 @@ class JointView:
         observed = tuple(site.name for site in structure.observed)
 
         def parts(z: dict[str, Array]) -> Parts:
-            model = whitened(self._model, z)
+            model = whitened(self._model, z, self.structure.steps)
             trace = run_model(model, self.arguments, self._key, self.values)
             self._shown = {k for k in observed if trace[k]["is_observed"]}
             return parts_of(trace, tuple(z), observed)
@@ -198,12 +199,9 @@ class JointView:
             return None
         return jnp.concatenate(left), jnp.concatenate(right)
 
-    def priors(self) -> dict[str, Prior | ArrowPrior]:
-        """Standard normal."""
-        zeros = jnp.zeros((1, self.structure.size), self.structure.dtype)
-        if self.structure.arrow is None:
-            return {JOINT: Prior(zeros, zeros + 1)}
-        return {JOINT: ArrowPrior(zeros, self.structure.sizes)}
+    def priors(self) -> dict[str, Prior | ArrowPrior | ChainPrior]:
+        """Standard normal, or running sums of such numbers."""
+        return {JOINT: self.structure.prior}
 
     def block_scale(self, block: Block) -> Any:
         """The factor of the KL: none is supported but one."""

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 from numpyro import handlers
 
 from numpyro_gpaug.gp.process import Conditional
@@ -21,17 +19,16 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     lookup_expectation,
 )
-from numpyro_gpaug.math.arrow import ArrowSizes
+from numpyro_gpaug.math.affine import Prior
+from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes, Chain
+from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.predictors import Likelihood
-from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Block,
     Structure,
     Trace,
     check_shape,
-    run_model,
 )
 
 
@@ -43,12 +40,15 @@ class GaussianSite(NamedTuple):
     :param value_shape: of its values.
     :param local: whether it has members for every datum: in a prediction these are
         others.
+    :param steps: of a random walk, whether the numbers are running sums of standard
+        normal ones along their last axis, instead of these.
     """
 
     name: str
     shape: tuple[int, ...]
     value_shape: tuple[int, ...]
     local: bool
+    steps: bool = False
 
 
 class Grouping(NamedTuple):
@@ -62,7 +62,8 @@ class Grouping(NamedTuple):
 
 class Arrow(NamedTuple):
     """The form of a joint Gaussian of very many latents, see
-    :mod:`numpyro_gpaug.math.arrow`.
+    :mod:`numpyro_gpaug.math.arrow`; where the groups are the steps of random walks,
+    :mod:`numpyro_gpaug.math.chain`.
 
     :param groups: what is eliminated.
     :param others: what else every datum looks at single members of.
@@ -158,7 +159,53 @@ class JointStructure(Structure):
         """Of its Gaussian."""
         assert self.arrow is not None
         groups, each = self.members(self.arrow.groups), self.each(self.arrow.groups)
-        return ArrowSizes(groups, each, self.size - groups * each)
+        corner = self.size - groups * each
+        return ArrowSizes(groups, each, corner, self.chain)
+
+    # Of chains.
+
+    def in_steps(self, names: Collection[str]) -> JointStructure:
+        """This structure with the numbers of some walks, and of no others, running
+        sums."""
+        changed = tuple(s._replace(steps=s.name in names) for s in self.sites)
+        return replace(self, sites=changed)
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Sites whose numbers are running sums."""
+        return tuple(s.name for s in self.sites if s.steps)
+
+    @property
+    def chain(self) -> Chain | None:
+        """Of an arrow whose groups are steps."""
+        if self.arrow is None or not self.steps:
+            return None
+        members = self.members(self.arrow.groups)
+        linked: list[bool] = []
+        for name, _ in self.arrow.groups.sites:
+            site = self.site(name)
+            linked += [site.steps] * (prod(site.shape) // members)
+        return Chain(self.site(self.steps[0]).shape[-1], tuple(linked))
+
+    def white(self, flat: Array) -> Array:
+        """The standard normal numbers that latents (..., size) are made of."""
+        if self.chain is None:
+            return flat
+        sums, corner = self.sizes.split(flat)
+        along = sums.reshape(*sums.shape[:-2], -1, self.chain.steps, sums.shape[-1])
+        before = [(0, 0)] * (along.ndim - 2) + [(1, 0), (0, 0)]
+        apart = along - jnp.pad(along[..., :-1, :], before)
+        white = jnp.where(np.array(self.chain.linked), apart, along)
+        return self.sizes.joined(white.reshape(sums.shape), corner)
+
+    @property
+    def prior(self) -> Prior | ArrowPrior | ChainPrior:
+        """Of its numbers."""
+        zeros = jnp.zeros((1, self.size), self.dtype)
+        if self.arrow is None:
+            return Prior(zeros, zeros + 1)
+        kind = ArrowPrior if self.chain is None else ChainPrior
+        return kind(zeros, self.sizes)
 
     @property
     def width(self) -> int:
@@ -262,10 +309,13 @@ class Parts(NamedTuple):
     factors: dict[str, Any]
 
 
-def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]:
+def whitened(
+    model: Callable[..., Any], z: dict[str, Any], steps: Collection[str] = ()
+) -> Callable[..., Any]:
     """``model`` with Gaussian sites filled in from standard normal numbers.
 
     :param z: by site; by process, what is added to its function values.
+    :param steps: random walks of which the running sums are given instead.
     """
 
     def filled(message: dict[str, Any]) -> Array | None:
@@ -274,7 +324,11 @@ def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]
         if message["type"] != "sample" or message["name"] not in z:
             return None
         found = whitening(message["fn"])
-        return None if found is None else found.value(z[message["name"]])
+        if found is None:
+            return None
+        value = found.steps if message["name"] in steps else found.value
+        assert value is not None
+        return value(z[message["name"]])
 
     return handlers.substitute(model, substitute_fn=filled)
 
@@ -316,48 +370,6 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
         else:
             parts.others[name] = Likelihood((fn, value, scale))
     return parts
-
-
-def check_indices(program: Program) -> None:
-    """Raises for codes that no member of a plate has: JAX would take the last one.
-
-    :param program: of a model, with its arguments for constants.
-    :raises ValueError: naming the site.
-    """
-    if any(isinstance(x, Tracer) for x in program.constants.values()):
-        return
-    for gather in program.gathers():
-        indices, *raw = program.run([gather.indices, *gather.raw], {})
-        if wrong := gather.bad(gather.extremes(indices, raw)):
-            raise ValueError(
-                f"{wrong}: give its plate the number of groups, and encode them as 0, "
-                "1, ... (numpy.unique(group, return_inverse=True)[1])"
-            )
-
-
-def check_other_indices(
-    model: Callable[..., Any],
-    arguments: Arguments,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: Any,
-) -> None:
-    """The same for codes that index hyperparameters.
-
-    :param model: the model.
-    :param arguments: its arguments.
-    :param shapes: of latents that are not among the Gaussian ones, by name.
-    :param dtype: of their values.
-    :raises ValueError: naming the site.
-    """
-    arrays = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items() if s}
-    if not arrays:
-        return
-
-    def values(given: dict[str, Array]) -> list[Any]:
-        trace = run_model(model, arguments, jax.random.key(0), given)
-        return [site["value"] for site in trace.values() if site["type"] == "sample"]
-
-    check_indices(Program(values, arrays))
 
 
 def elementwise_expectation(fn: Any) -> Expectation | None:

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from numpyro import handlers
 from numpyro.distributions import CategoricalLogits, CategoricalProbs
 
 from numpyro_gpaug._numpyro import first_rows, residual_policy
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.math.sharding import ROWS, placed, rows_mesh
 
 Trace = dict[str, dict[str, Any]]
 
@@ -161,20 +163,51 @@ class Arguments(NamedTuple):
 
     @classmethod
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Splits positional and keyword arguments."""
+        """Splits positional and keyword arguments; where rows of one are shared out
+        among devices, those of all are."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # NumPy arrays cannot be indexed by the traced indices of a plate.
         arrays = tuple(jnp.asarray(x) for x in leaves if is_array(x))
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
-        return cls(arrays, (treedef, static, None))
+        given = cls(arrays, (treedef, static, None))
+        return given.on(given.mesh)
+
+    def on(self, mesh: Mesh | None) -> Arguments:
+        """The arguments, rows shared out and all else copied.
+
+        :param mesh: from :func:`~numpyro_gpaug.math.sharding.rows_mesh`; ``None``
+            changes nothing.
+        :raises ValueError: for rows that cannot be shared out evenly.
+        """
+        if mesh is None:
+            return self
+        num, parts = self.num_rows, mesh.shape[ROWS]
+        if num % parts:
+            raise ValueError(
+                f"{num} rows cannot be shared out evenly among {parts} devices; rows "
+                "of no weight are added by a run on full data where this is proved to "
+                "change no fit, and it was not: leave out some rows, or add some under "
+                "numpyro.handlers.mask"
+            )
+        return self._replace(arrays=tuple(placed(x, mesh, num) for x in self.arrays))
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where rows are shared out."""
+        return rows_mesh(None, self.arrays)
+
+    @property
+    def num_rows(self) -> int:
+        """The length of the first array, which has a row per datum, as all of its
+        length have."""
+        return next((len(x) for x in self.arrays if x.ndim), 0)
 
     def with_rows(self, size: int) -> Arguments:
         """The arguments with ``size`` rows, the added ones repeated and of no weight.
 
-        :param size: at least the length of the first array, which has a row per datum,
-            as all of its length have.
+        :param size: at least :attr:`num_rows`.
         """
-        num = next(len(x) for x in self.arrays if x.ndim)
+        num = self.num_rows
         chosen = np.minimum(np.arange(size), num - 1)
         arrays: list[Any] = [
             np.asarray(x)[chosen] if x.ndim and len(x) == num else x
@@ -192,7 +225,7 @@ class Arguments(NamedTuple):
     @property
     def shapes(self) -> Hashable:
         """What compiled programs depend on."""
-        return tuple((x.shape, x.dtype) for x in self.arrays), self.static
+        return tuple((x.shape, x.dtype) for x in self.arrays), self.static, self.mesh
 
     @staticmethod
     def select_arrays(tree: Any, items: list[Any]) -> list[Any]:

@@ -19,6 +19,7 @@ from numpyro.distributions import constraints
 from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.sharding import of_this_process, total
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -130,7 +131,8 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
             f"pass {name}.real, or real and imaginary parts as columns"
         )
     if jax.dtypes.issubdtype(value.dtype, np.floating):
-        bad = int(np.size(value) - np.isfinite(np.asarray(value)).sum())
+        finite = total(jnp.isfinite, value)
+        bad = int(np.size(value) - finite)
         if bad and name not in set(uses().observed) - set(uses().inputs):
             raise ValueError(
                 f"{name} has shape {shape} and {bad} NaN or infinite entries; remove "
@@ -147,9 +149,8 @@ def _is_rounded(value: Any) -> bool:
     """Whether integers do not fit the default float."""
     if not jax.dtypes.issubdtype(value.dtype, np.integer):
         return False
-    whole = np.asarray(value)
     limit = 2 / jnp.finfo(jnp.result_type(float)).eps
-    return bool(max(abs(int(whole.max())), abs(int(whole.min()))) > limit)
+    return bool(total(lambda x: (x > limit) | (x < -limit), value))
 
 
 def check_param(name: str, value: Any, constraint: constraints.Constraint) -> None:
@@ -322,7 +323,7 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
     base = base_distribution(site["fn"])
     cls = type(base).__name__
     if parameter:
-        value = np.asarray(getattr(base, parameter))
+        value = of_this_process(getattr(base, parameter))
         wanted: Any = base.arg_constraints[parameter]
         if constraints.is_dependent(wanted):
             wanted = f"the constraints of {type(base.components()).__name__}"
@@ -330,7 +331,7 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
             f"site {name!r}: parameter {parameter!r} of {cls}, of shape {value.shape}, "
             f"takes values {np.unique(value)[:5]}, which do not satisfy {wanted}"
         )
-    value = np.asarray(site["value"])
+    value = of_this_process(site["value"])
     hint, shown = "", str(np.unique(value)[:5])
     if np.isnan(value).any():
         shown = f"{np.isnan(value).sum()} NaN"

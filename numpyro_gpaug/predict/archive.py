@@ -181,16 +181,17 @@ def check_moments(structure: Structure, own: dict[str, Moments]) -> None:
             [x.shape for x in moments],
             [(latents, size), (latents, size, size)],
         )
-        if isinstance(structure, JointStructure) and structure.arrow is not None:
-            groups, each, corner = structure.sizes
-            expected = [
-                (1, size), (1, groups, each, each), (1, groups, each, corner),
-                (1, corner, corner),
-            ]  # fmt: skip
+        if isinstance(structure, JointStructure):
+            expected = [x.shape for x in moments_of(structure)]
         if given != expected:
             raise ArchiveError(
                 f"moments of {name!r}, of shape {shapes[name]}, have shapes {given}"
             )
+
+
+def moments_of(structure: JointStructure) -> Any:
+    """Moments of its Gaussian, as shapes."""
+    return jax.eval_shape(lambda: structure.prior.natural.moments())
 
 
 def _zeros(leaf: Any) -> Any:
@@ -328,8 +329,8 @@ def unpack_structure(packed: dict[str, Any]) -> Structure:
     return JointStructure(
         **kept,
         sites=tuple(
-            GaussianSite(name, tuple(shape), tuple(value_shape), local)
-            for name, shape, value_shape, local in packed["sites"]
+            GaussianSite(name, tuple(shape), tuple(value_shape), *rest)
+            for name, shape, value_shape, *rest in packed["sites"]
         ),
         dtype=structure.blocks[0].dtype,
         held=tuple(map(tuple, packed["held"])),

@@ -80,9 +80,13 @@ class FitArguments(NamedTuple):
         passed in whose leading axis is that of the first."""
         # Observations that are not finite have no density, unless they are masked.
         check_arguments(model, args, kwargs, lambda: Sources(self.observations, (), ()))
-        merged = {**self.kwargs, **kwargs}
-        arguments = Arguments.split(args, merged)
         parameters = list(inspect.signature(model).parameters)
+        # What the fit got by name may come by position now.
+        kept = {
+            k: v for k, v in self.kwargs.items() if k not in parameters[: len(args)]
+        }
+        merged = {**kept, **kwargs}
+        arguments = Arguments.split(args, merged)
         by_row_named = [name not in self.shared for name in parameters[: len(args)]]
         by_row_named += [True] * (len(args) - len(by_row_named))
         is_new = (

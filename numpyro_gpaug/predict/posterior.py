@@ -22,19 +22,19 @@ from numpyro_gpaug.errors import ArchiveError, CholeskyError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.arrow import ArrowMoments
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.display import latent_rows, observed_rows
-from numpyro_gpaug.model.inspect_joint import MAX_DENSE
+from numpyro_gpaug.model.forms import MAX_DENSE
 from numpyro_gpaug.model.latents import JointStructure
-from numpyro_gpaug.model.structure import Arguments, is_array
+from numpyro_gpaug.model.structure import Arguments, Structure, is_array
 from numpyro_gpaug.model.validation import check_observations
 from numpyro_gpaug.predict.archive import (
     Description,
     check_model,
     check_moments,
     describe,
+    moments_of,
     pack,
     pack_structure,
     pack_values,
@@ -128,6 +128,43 @@ class Posterior(Displayed):
             names = [site.name for site in predictor.structure.sites]
             made._sites = {k: SiteMoments(*found[k]) for k in names if k not in hidden}
         return made
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model."""
+        return self._predictor.model
+
+    @property
+    def structure(self) -> Structure:
+        """What the model is made of."""
+        return self._predictor.structure
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Params, and point values of latents that are not among the Gaussian ones."""
+        return dict(self._fitted.values)
+
+    @property
+    def moments(self) -> dict[str, Moments]:
+        """Means and covariance factors of the Gaussian blocks, latent axis first: of a
+        process those of its whitened inducing values."""
+        return self._moments()
+
+    def moved(self, moments: dict[str, Moments]) -> Posterior:
+        """The same posterior with other :attr:`moments`; it shares what is compiled."""
+        fitted = self._fitted._replace(own=moments)
+        return Posterior(self._predictor, fitted, self._fit_arguments)
+
+    def arguments_at(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the model at other data, with those of the fit that are
+        remembered.
+
+        :param args: as the model takes them.
+        :param kwargs: likewise.
+        """
+        return self._fit_arguments.joined(self.model, args, kwargs)[0].merge()
 
     @property
     def processes(self) -> tuple[str, ...]:
@@ -351,8 +388,14 @@ class Posterior(Displayed):
         rows = arguments.arrays[by_row.index(True)].shape[0]
         size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
         joint = isinstance(self._predictor, JointPredictor)
-        if is_traced(arguments) or rows == size or (joint and rows <= MAX_DENSE):
-            # Rows may be members of a latent, which then are no others.
+        # Rows may be members of a latent, which then are no others; those on several
+        # devices stay there.
+        at_once = (
+            rows == size
+            or (joint and rows <= MAX_DENSE)
+            or (arguments.mesh is not None)
+        )
+        if is_traced(arguments) or at_once:
             return self._call(what, arguments, site)
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
@@ -462,7 +505,9 @@ class Posterior(Displayed):
                     "model",
                 )
             )
-            of: Any = ArrowMoments if getattr(structure, "arrow", None) else Moments
+            of: Any = Moments
+            if isinstance(structure, JointStructure):
+                of = type(moments_of(structure))
             own = {k: of(*m) for k, m in moments.items()}
             check_moments(structure, own)
             kept = tuple(meta["observations"]), tuple(meta["shared"])

@@ -25,6 +25,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.predictors import of_site
@@ -145,10 +146,11 @@ class Predictor:
             shapes = like or self.shapes(what, arguments, fitted, site, **how)[1]
             # NumPy's: a zero of JAX's would be a program of its own for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        ordered, prepared = self._compiled(
-            arguments.arrays, fitted, prepared, known, what=what,
-            static=arguments.static, site=site, **how,
-        )  # fmt: skip
+        with on_mesh(arguments.mesh):
+            ordered, prepared = self._compiled(
+                arguments.arrays, fitted, prepared, known, what=what,
+                static=arguments.static, site=site, **how,
+            )  # fmt: skip
         if not known and not is_traced(arguments):
             for name, factor in prepared.factors.items():
                 if not np.isfinite(np.asarray(factor)).all():

@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from numpyro_gpaug.gp.kernels import as_kernel
+from numpyro_gpaug.math.sharding import some_of_all
 
 # More rows than this move the centres little and cost a great deal.
 _MAX_ROWS = 20_000
@@ -25,7 +26,8 @@ def kmeans(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
     """Centres of k-means, started from k-means++.
 
     With more than 20 000 distinct rows (or ten per centre, if that is more) the centres
-    are those of a random subset of that size.
+    are those of a random subset of that size. So they are of rows that several
+    processes hold, and the same in all of them.
 
     :param X: training inputs ``(N, D)``.
     :param num_inducing: number of centres.
@@ -164,7 +166,7 @@ def _distinct_rows(X: ArrayLike, num_inducing: int) -> tuple[np.ndarray, np.ndar
     """Check the arguments; return the distinct rows in order, and their counts."""
     if operator.index(num_inducing) < 1:
         raise ValueError(f"num_inducing must be at least 1, got {num_inducing}")
-    rows = np.asarray(X)
+    rows = some_of_all(X, rows_to_keep(num_inducing), seed=0)
     shape = rows.shape
     if rows.ndim not in (1, 2) or rows.size == 0:
         raise ValueError(f"X must be a non-empty (N, D) or (N,), got shape {shape}")

@@ -26,6 +26,7 @@ from numpyro_gpaug.infer.mcmc.groups import (
     needs_auxiliaries,
 )
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.structure import Arguments, flat_functions
 from numpyro_gpaug.model.view import ModelView
@@ -169,6 +170,7 @@ class CollapsedGaussian(AugmentedGaussian):
     def _warm_up(self, num_warmup: int) -> None:
         self._num_warmup = num_warmup
 
+    @precise
     def init(
         self,
         rng_key: Array,

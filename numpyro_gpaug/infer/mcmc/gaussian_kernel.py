@@ -19,6 +19,7 @@ from numpyro.util import is_prng_key
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.math.affine import AffineMap
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.structure import Arguments, Block, Structure
 from numpyro_gpaug.model.validation import (
@@ -84,6 +85,7 @@ class GaussianKernel(MCMCKernel):
 
     # The interface of a kernel.
 
+    @precise
     def init(
         self,
         rng_key: Array,
@@ -114,6 +116,7 @@ class GaussianKernel(MCMCKernel):
         self._sample_fn = self._step
         return state
 
+    @precise
     def sample(
         self,
         state: Any,

@@ -104,7 +104,7 @@ class Programs:
     ) -> tuple[Array, Trace]:
         """Log-densities of all data given hyperparameters and latents, flat, and the
         trace that they are from."""
-        model = whitened(self._model, self.structure.split(z))
+        model = whitened(self._model, self.structure.split(z), self.structure.steps)
         arguments = Arguments(arrays, self.static)
         trace = run_model(model, arguments, random.key(0), values)
         terms = []
@@ -141,7 +141,8 @@ class Programs:
 
         def terms(z: Array, noise: Array, width: Array) -> tuple[Array, Array]:
             # Both Gaussian log-densities at once: their difference is small.
-            latents = 0.5 * (noise - z) * (noise + z) + jnp.log(width)
+            white = self.structure.white(z)
+            latents = 0.5 * (noise - white) * (noise + white) + jnp.log(width)
             data, _ = self.log_terms(values, z, arrays)
             return compensated_sum(jnp.concatenate([data, latents]))
 
@@ -172,7 +173,8 @@ class Programs:
         to a constant."""
         values, log_prior = self.hyper.values(point, arrays)
         data, _ = self.log_terms(values, z, arrays)
-        return data.sum() + log_prior - 0.5 * jnp.square(z).sum()
+        white = self.structure.white(z)
+        return data.sum() + log_prior - 0.5 * jnp.square(white).sum()
 
     def _sites(
         self, points: Array, z: Array, arrays: Any, *, deterministic: bool

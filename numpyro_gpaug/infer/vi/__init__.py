@@ -7,6 +7,7 @@ from numpyro_gpaug.infer.vi.elbo import TraceAnalytic_ELBO
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Constant, RobbinsMonro
 from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.infer.vi.streams import Stream
 from numpyro_gpaug.infer.vi.wasserstein import (
     TraceWasserstein_ELBO,
     squared_wasserstein,
@@ -19,6 +20,7 @@ __all__ = [
     "ConjugateState",
     "Constant",
     "RobbinsMonro",
+    "Stream",
     "TraceAnalytic_ELBO",
     "TraceWasserstein_ELBO",
     "load_state",

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.plan import fingerprint
@@ -67,10 +68,13 @@ class CheckedData:
 
     :param model: the model.
     :param guide: its guide.
+    :param mesh: where rows are to be shared out.
     """
 
-    def __init__(self, model: Callable[..., Any], guide: ConjugateGuide) -> None:
-        self._model, self._guide = model, guide
+    def __init__(
+        self, model: Callable[..., Any], guide: ConjugateGuide, mesh: Mesh | None
+    ) -> None:
+        self._model, self._guide, self._mesh = model, guide, mesh
         self._programs: dict[Any, Any] = {}
         self._seen: Any = None
 
@@ -85,7 +89,7 @@ class CheckedData:
         :raises ValueError: for data a fit could only turn into NaN, and for
             observations outside the support of their likelihood.
         """
-        arguments = Arguments.split(args, kwargs)
+        arguments = Arguments.split(args, kwargs).on(self._mesh)
         data = fingerprint(arguments.arrays)
         leaves = jax.tree.leaves((state, arguments.arrays))
         traced = any(isinstance(x, jax.core.Tracer) for x in leaves)

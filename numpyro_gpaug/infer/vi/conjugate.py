@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_gpaug._display import Displayed, Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
@@ -45,6 +46,7 @@ from numpyro_gpaug.infer.vi.start import (
     read_params,
 )
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.math.sharding import on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.model.calls import check_count, check_given, check_key
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import MAX_SHAPES, Arguments, remembered
@@ -105,6 +107,11 @@ class ConjugateSVI(Displayed):
         the ``max_precision`` of a ``HeteroscedasticNormal``, or the free heights of a
         piecewise link. Full data only. Not the default: from a poor start a noise scale
         set to its maximiser takes all for noise.
+    :param mesh: devices along whose first axis rows are shared out: arrays that have as
+        many rows as the first, of full data made even by rows of no weight. Not needed
+        for arrays that are on several devices already (``jax.device_put`` with a
+        ``NamedSharding``), of one process or several. Between devices goes what has
+        the size of the latents, nothing that has rows.
     :raises ValueError: for unknown options.
 
     **Example**
@@ -140,6 +147,7 @@ class ConjugateSVI(Displayed):
         hyper_steps: int = 1,
         hyper_every: int | None = None,
         m_step: str | Sequence[str] = (),
+        mesh: Mesh | None = None,
     ) -> None:
         if not getattr(guide, "conjugate", False):
             raise ValueError(
@@ -157,13 +165,14 @@ class ConjugateSVI(Displayed):
         )
         # By the shapes of the arguments: what a fit at such arguments needs to know.
         self._plans: dict[Any, Plan] = {}
-        self._checked = CheckedData(model, guide)
+        self._mesh = rows_mesh(mesh, ())
+        self._checked = CheckedData(model, guide, self._mesh)
         self._begin = jax.jit(
             partial(initial_state, self.settings, model, guide),
             static_argnames="static",
         )
         self._shared = SharedRows(
-            guide, self.settings, self._begin, self._plan, self._plans
+            guide, self.settings, self._begin, self._plan, self._plans, self._mesh
         )
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
@@ -198,8 +207,9 @@ class ConjugateSVI(Displayed):
             the likelihood's support.
         """
         check_key(rng_key)
+        args, kwargs = partitioned((args, kwargs))
         check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
-        arguments = Arguments.split(args, kwargs)
+        arguments = Arguments.split(args, kwargs).on(self._mesh)
         return self._start(arguments, arguments, rng_key, init_params)
 
     @one_thread
@@ -216,7 +226,7 @@ class ConjugateSVI(Displayed):
         :return: the new state and the loss (minus the bound).
         :raises ValueError: as :meth:`init` does, unless state or data are traced.
         """
-        arguments, data = self._checked(state, args, kwargs)
+        arguments, data = self._checked(state, *partitioned((args, kwargs)))
         plan, never = self._plan_at(arguments, state), np.zeros((), state.bound.dtype)
         state, losses, _ = self._steps(copied(state), 1, never, data, arguments, plan)
         return state, losses[0]
@@ -224,9 +234,12 @@ class ConjugateSVI(Displayed):
     @one_thread
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
         """The loss (minus the bound) of a state on these data."""
-        arguments, _ = self._checked(state, args, kwargs)
+        arguments, _ = self._checked(state, *partitioned((args, kwargs)))
         plan = self._plan_at(arguments, state)
-        return self._loss(state, arguments.arrays, plan=plan, static=arguments.static)
+        with on_mesh(arguments.mesh):
+            return self._loss(
+                state, arguments.arrays, plan=plan, static=arguments.static
+            )
 
     def run(
         self,
@@ -268,6 +281,7 @@ class ConjugateSVI(Displayed):
         check_count("num_steps", num_steps)
         if tol is not None and not 0 <= tol < np.inf:
             raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
+        args, kwargs = partitioned((args, kwargs))
         begun = self._begin_run(rng_key, init_state, init_params, args, kwargs)
         state, plan, arguments, data = begun
         epoch = steps_compared(plan.structure) if plan.noisy else 0
@@ -381,9 +395,10 @@ class ConjugateSVI(Displayed):
 
         @one_thread
         def bounds(state: ConjugateState) -> Array:
-            return self._bounds(
-                state, arguments.arrays, plan=plan, static=arguments.static
-            )
+            with on_mesh(arguments.mesh):
+                return self._bounds(
+                    state, arguments.arrays, plan=plan, static=arguments.static
+                )
 
         return Guard(bounds, num_steps if learns else 0)
 
@@ -397,10 +412,11 @@ class ConjugateSVI(Displayed):
         arguments: Arguments,
         plan: Plan,
     ) -> tuple[ConjugateState, Array, Array]:
-        return self._advance(
-            state, np.int32(number), tol, data, arguments.arrays, plan=plan,
-            static=arguments.static,
-        )  # fmt: skip
+        with on_mesh(arguments.mesh):
+            return self._advance(
+                state, np.int32(number), tol, data, arguments.arrays, plan=plan,
+                static=arguments.static,
+            )  # fmt: skip
 
     def _start(
         self,
@@ -418,10 +434,11 @@ class ConjugateSVI(Displayed):
         values = copied(init_params or {})
         if values:
             check_given(values, self._declared(given, key), self.guide.structure)
-        state, params, valid = self._begin(
-            arguments.arrays, key, values, self.guide.initial_natural(values),
-            static=arguments.static,
-        )  # fmt: skip
+        with on_mesh(arguments.mesh):
+            state, params, valid = self._begin(
+                arguments.arrays, key, values, self.guide.initial_natural(values),
+                static=arguments.static,
+            )  # fmt: skip
         check_start(self.model, self.guide, given, params, valid, values)
         self._plan(arguments, lambda: params)
         return state

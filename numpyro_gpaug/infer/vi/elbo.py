@@ -15,7 +15,7 @@ from numpyro.infer.elbo import ELBO
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
-from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.math.linalg import Moments, precise
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.predictors import scaled_sum
@@ -79,6 +79,7 @@ class TraceAnalytic_ELBO(ELBO):
         observed = inspect_model(model, *args, **kwargs).observed
         return {site.name: site.route for site in observed}
 
+    @precise
     def loss_with_mutable_state(
         self,
         rng_key: Array,

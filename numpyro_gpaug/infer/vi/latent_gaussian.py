@@ -30,9 +30,10 @@ from numpyro_gpaug.math.affine import (
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.arrow import ArrowPrior
 from numpyro_gpaug.math.arrow_map import ArrowMap
+from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.math.pairs import PairedMap
 
-# By block: a NaturalGaussian, or an ArrowNatural.
+# By block: a NaturalGaussian, an ArrowNatural or a ChainNatural.
 Natural = dict[str, Any]
 
 
@@ -80,7 +81,7 @@ class LatentGaussian:
     """
 
     maps: Mapping[str, AffineMap | AffineBlocks | PairedMap | ArrowMap]
-    priors: Mapping[str, Prior | ArrowPrior]
+    priors: Mapping[str, Prior | ArrowPrior | ChainPrior]
     scales: dict[str, Any]
     latents: dict[str, Array | None]
     coupled: tuple[str, ...]

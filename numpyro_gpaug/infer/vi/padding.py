@@ -4,17 +4,20 @@ folds of a cross-validation have 2691 rows, or 2692."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.stepper import Stepper
+from numpyro_gpaug.math.sharding import ROWS
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.rows import rows_apart
 from numpyro_gpaug.model.structure import Arguments, remembered
@@ -36,6 +39,7 @@ class SharedRows:
     :param begin: the compiled start of a fit.
     :param plan: makes the plan of a fit at given arguments.
     :param plans: where it keeps them.
+    :param mesh: where rows are to be shared out.
     """
 
     def __init__(
@@ -45,8 +49,9 @@ class SharedRows:
         begin: Any,
         plan: Callable[[Arguments, Callable[[], dict[str, Any]]], Plan],
         plans: dict[Any, Plan],
+        mesh: Mesh | None,
     ) -> None:
-        self._guide, self._settings = guide, settings
+        self._guide, self._settings, self._mesh = guide, settings, mesh
         self._begin, self._plan, self._plans = begin, plan, plans
         # By the shapes of the arguments: whether a fit is the same.
         self.same: dict[Any, bool] = {}
@@ -57,7 +62,12 @@ class SharedRows:
         :param arguments: of the model.
         :param key: random key of the fit.
         """
-        size = padded_size(arguments)
+        return self._shared(arguments, key).on(self._mesh)
+
+    def _shared(self, arguments: Arguments, key: Array) -> Arguments:
+        size = padded_size(
+            arguments, 1 if self._mesh is None else self._mesh.shape[ROWS]
+        )
         joint = isinstance(self._guide.structure, JointStructure)
         if size is None or joint or self._settings.m_step:
             return arguments
@@ -86,19 +96,21 @@ class SharedRows:
         return more if proved else arguments
 
 
-def padded_size(arguments: Arguments) -> int | None:
+def padded_size(arguments: Arguments, parts: int = 1) -> int | None:
     """The number of rows that programs are compiled for; ``None`` for that of the
     first array, the number of data.
 
-    :param arguments: of a model.
+    :param arguments: of a model; rows that are on several devices are left there.
+    :param parts: that they are to come in.
     """
-    lengths = [len(x) for x in arguments.arrays if x.ndim]
+    num = arguments.num_rows
     traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
-    if traced or not lengths or not 0 < lengths[0] <= _MAX_ROWS:
+    if traced or not num or arguments.mesh is not None:
         return None
-    step = max(1, 2 ** (lengths[0].bit_length() - 1) // _GRAIN)
-    size = -(-lengths[0] // step) * step
-    return None if size == lengths[0] else size
+    step = 1 if num > _MAX_ROWS else max(1, 2 ** (num.bit_length() - 1) // _GRAIN)
+    step = math.lcm(step, parts)
+    size = -(-num // step) * step
+    return None if size == num else size
 
 
 def same_with_rows(
@@ -115,7 +127,7 @@ def same_with_rows(
     :param arguments: those without added rows.
     :param size: the number of rows with.
     """
-    (num, *_) = (len(x) for x in arguments.arrays if x.ndim)
+    num = arguments.num_rows
     shapes: list[Shapes] = []
 
     def traced(at: Arguments, values: Any) -> Any:

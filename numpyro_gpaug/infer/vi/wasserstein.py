@@ -20,7 +20,7 @@ from numpyro_gpaug.infer.vi.elbo import (
     trace_guide,
     view_at,
 )
-from numpyro_gpaug.math.linalg import default_jitter, one_by_one
+from numpyro_gpaug.math.linalg import default_jitter, one_by_one, precise
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.view import ModelView
@@ -115,6 +115,7 @@ class TraceWasserstein_ELBO(ELBO):
         self.num_points = num_points
         super().__init__(num_particles=num_particles)
 
+    @precise
     def loss_with_mutable_state(
         self,
         rng_key: Array,

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows shared out: over simulated devices, and over two processes of one core each.
+
+``devices``: full-data steps on 1, 2, 4 and 8 simulated devices: the bound, and from the
+compiled program the kinds of what goes between devices and its bytes per step (which do
+not depend on the rows: told at N and at 2 N). ``processes``: seconds per step of one
+process against two, each on a core of its own::
+
+    python examples/benchmarks/distributed.py --json distributed.json
+    python examples/benchmarks/distributed.py --parts processes --rows 1000000
+
+Timings need a machine without other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import machine, print_table, versions
+
+HERE = Path(__file__).resolve()
+COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+DEVICES = (1, 2, 4, 8)
+ROUNDS = 3
+
+
+def traffic(text: str) -> tuple[str, int]:
+    """Kinds of what goes between devices in a compiled step, and its bytes."""
+    kinds, total = set(), 0
+    for line in text.splitlines():
+        if match := re.search(rf" = (.*?) ({COLLECTIVES})(-start)?\(", line):
+            kinds.add(match[2])
+            for bits, shape in re.findall(r"[a-z]+(\d*)\[([\d,]*)\]", match[1]):
+                size = math.prod(int(n) for n in shape.split(",") if n)
+                total += size * int(bits or 8) // 8
+    return " ".join(sorted(kinds)) or "nothing", total
+
+
+def fit(args: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """Steps at fixed hyperparameters on this process's share of the rows."""
+    import jax
+    import numpy as np
+    import numpyro
+    import numpyro.distributions as dist
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import numpyro_gpaug as gpaug
+
+    def model(X: Any, y: Any = None, *, inducing: Any) -> None:
+        kernel = gpaug.kernels.SquaredExponential(1.0, 4.0)
+        gp = gpaug.GaussianProcess("f", kernel, inducing)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-3, 3, size=(rows, 2)).astype(np.float32)
+    f = 3 * np.sin(X[:, 0]) * np.cos(X[:, 1])
+    y = (rng.uniform(size=rows) < 1 / (1 + np.exp(-f))).astype(np.int32)
+    Z = X[: args.inducing].copy()
+    mesh = jax.make_mesh((jax.device_count(),), ("rows",))
+    by_row = NamedSharding(mesh, PartitionSpec("rows"))
+    each = rows // jax.process_count()
+    mine = slice(jax.process_index() * each, (jax.process_index() + 1) * each)
+    X, y = (jax.make_array_from_process_local_data(by_row, x[mine]) for x in (X, y))
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
+    texts, advance = [], svi._advance
+
+    def watched(*given: Any, **static: Any) -> Any:
+        texts.append(advance.lower(*given, **static).compile().as_text())
+        return advance(*given, **static)
+
+    if args.read:
+        svi._advance = watched
+    how = {"inducing": Z, "progress_bar": False}
+    result = svi.run(jax.random.key(0), args.steps, X, y, **how)
+    kinds, size = traffic(texts[0]) if args.read else ("", 0)
+    seconds = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        again = svi.run(
+            jax.random.key(0), args.steps, X, y, init_state=result.state, **how
+        )
+        seconds.append((time.perf_counter() - begun) / len(again.losses))
+    return {
+        "rows": rows, "devices": jax.device_count(), "between": kinds, "bytes": size,
+        "bound": float(-result.losses[-1]), "ms_step": 1e3 * min(seconds),
+    }  # fmt: skip
+
+
+def work(args: argparse.Namespace) -> None:
+    """What a worker process does; the first prints JSON."""
+    if hasattr(os, "sched_setaffinity") and args.core is not None:
+        os.sched_setaffinity(0, {args.core})
+    import jax
+
+    if args.processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            f"127.0.0.1:{args.port}", args.processes, args.process
+        )
+    found = fit(args, args.worker)
+    if jax.process_index() == 0:
+        print(json.dumps(found))
+
+
+def spawn(
+    args: argparse.Namespace, rows: int, devices: int = 1, processes: int = 1
+) -> dict[str, Any]:
+    """Runs workers and returns what the first printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    command = [
+        sys.executable, str(HERE), "--worker", str(rows), "--port", str(port),
+        "--processes", str(processes), "--steps", str(args.steps),
+        "--inducing", str(args.inducing),
+    ]  # fmt: skip
+    if devices == processes == 1 or processes > 1:
+        cores = [["--core", str(i)] for i in range(processes)]
+    else:
+        cores = [[]]
+    workers = [
+        subprocess.Popen(
+            [*command, "--process", str(i), *core, *["--read"] * (processes == 1)],
+            env={**os.environ, "XLA_FLAGS": flags}, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True,
+        )
+        for i, core in enumerate(cores)
+    ]  # fmt: skip
+    printed = [worker.communicate()[0] for worker in workers]
+    return json.loads(printed[0].strip().splitlines()[-1])
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", default="devices,processes")
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--small", type=int, default=80_000, help="rows of devices")
+    parser.add_argument("--inducing", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--json", type=Path)
+    hidden: Any = {"type": int, "help": argparse.SUPPRESS}
+    for name in ("worker", "port", "process", "core"):
+        parser.add_argument(f"--{name}", **hidden)
+    parser.add_argument("--processes", default=1, **hidden)
+    parser.add_argument("--read", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return
+    output: dict[str, Any] = {"machine": machine()}
+    output["versions"] = versions("jax", "jaxlib", "numpyro")
+    print(output["machine"])
+    columns = {
+        "rows": "d", "devices": "d", "between": "", "bytes": "d", "bound": ".3f",
+        "ms_step": ".1f",
+    }  # fmt: skip
+    if "devices" in args.parts:
+        sizes = [(args.small, d) for d in DEVICES] + [(2 * args.small, DEVICES[-1])]
+        output["devices"] = [spawn(args, n, devices=d) for n, d in sizes]
+        print_table(output["devices"], columns)
+    if "processes" in args.parts:
+        rows = [spawn(args, args.rows, processes=p) for p in (1, 2)]
+        output["processes"] = rows
+        output["speed_up"] = rows[0]["ms_step"] / rows[1]["ms_step"]
+        print_table(rows, columns)
+        print(f"two processes of one core each: {output['speed_up']:.2f} times as fast")
+    if args.json:
+        args.json.write_text(json.dumps(output, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse processes whose prior is an earlier posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro
+from jax import Array
+from numpyro.distributions import constraints
+
+from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.math.affine import AffineMap, Prior, selected
+from numpyro_gpaug.math.affine_blocks import AffineBlocks
+from numpyro_gpaug.math.linalg import Moments, precise
+from numpyro_gpaug.model.structure import Arguments, Block, Structure
+from numpyro_gpaug.model.view import ModelView
+
+
+class ContinuedGP(AutoSparseGP):
+    """An :class:`~numpyro_gpaug.AutoSparseGP` of data that follow others.
+
+    What was known of an inducing vector before is ``v = mean + W' z`` with ``z``
+    standard normal, and its natural parameters here are those of ``z``: the engines
+    then see a standard normal prior, and affine maps of ``z``. Means and whiteners are
+    params, so that one program serves all batches.
+
+    :param model: a NumPyro model; params and other latents stay where they are.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        super().__init__(model)
+        self._first: dict[str, Any] = {}
+
+    def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
+        structure = super()._inspect(*args, **kwargs)
+        self._first = {block.name: self.start(block) for block in structure.blocks}
+        self._starts = {}
+        return structure
+
+    @property
+    def priors(self) -> dict[str, Prior]:
+        """Priors of the model, latent axis first, by block."""
+        found = {}
+        for block in self.structure.blocks:
+            rows = (-1, block.shape[-1])
+            found[block.name] = Prior(*(
+                jnp.reshape(x, rows) for x in self._first[block.name]
+            ))  # fmt: skip
+        return found
+
+    @property
+    def constraints(self) -> dict[str, Any]:
+        blocks = self.structure.blocks
+        names = [name for block in blocks for name in earlier_names(block)]
+        return {**super().constraints, **dict.fromkeys(names, constraints.real)}
+
+    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        for block in self.structure.blocks:
+            for name, start in zip(
+                earlier_names(block), _nothing_known(block), strict=True
+            ):
+                numpyro.param(name, start)
+        return super().draw_others(*args, **kwargs)
+
+    def view(
+        self,
+        structure: Structure,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        values: dict[str, Any],
+        key: Array,
+    ) -> ModelView:
+        return _ContinuedView(structure, model, arguments, values, key)
+
+    def split_params(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
+        values, own = super().split_params(params)
+        for block in self.structure.blocks:
+            own[block.name] |= {name: values.pop(name) for name in earlier_names(block)}
+        return values, own
+
+    @precise
+    def moments(
+        self, own: Mapping[str, dict[str, Array] | Moments]
+    ) -> dict[str, Moments]:
+        found = super().moments(own)
+        for block in self.structure.blocks:
+            params, z = own[block.name], found[block.name]
+            if not isinstance(params, Moments):
+                earlier = earlier_of(block, params)
+                mean = earlier.mean + earlier.spread(z.mean)
+                found[block.name] = Moments(mean, z.whitener @ earlier.whitener)
+        return found
+
+
+class _ContinuedView(ModelView):
+    """A model whose Gaussian blocks have been seen before."""
+
+    def maps(
+        self, factors: dict[str, Array] | None = None
+    ) -> dict[str, AffineMap | AffineBlocks]:
+        found: dict[str, AffineMap] = {}
+        for block in self.structure.processes:
+            # Batches of a stream are small: not in blocks of rows.
+            found[block.name] = self.conditional(block).affine_map
+        found |= self.weight_maps()
+        chosen, earlier = self.selected(), self._earlier
+        return {
+            name: map_.about(selected(earlier[name], chosen.get(name)))
+            for name, map_ in found.items()
+        }
+
+    def priors(self) -> dict[str, Prior]:
+        return {
+            name: Prior(jnp.zeros_like(q.mean), jnp.ones_like(q.mean))
+            for name, q in self._earlier.items()
+        }
+
+    @property
+    def _earlier(self) -> dict[str, Moments]:
+        return {b.name: earlier_of(b, self.values) for b in self.structure.blocks}
+
+
+def earlier_names(block: Block) -> tuple[str, str]:
+    """Names of the params that say what was known of a block before."""
+    return f"{block.site}_earlier_mean", f"{block.site}_earlier_whitener"
+
+
+def earlier_params(block: Block, q: Moments) -> dict[str, Array]:
+    """These params.
+
+    :param block: of the model.
+    :param q: what was known, latent axis first.
+    """
+    shapes = block.shape, block.shape + block.shape[-1:]
+    named = zip(earlier_names(block), q, shapes, strict=True)
+    return {name: x.reshape(shape) for name, x, shape in named}
+
+
+def earlier_of(block: Block, values: Mapping[str, Any]) -> Moments:
+    """What was known of a block, latent axis first, from these params."""
+    mean, whitener = (jnp.asarray(values[name]) for name in earlier_names(block))
+    size = block.shape[-1]
+    return Moments(mean.reshape(-1, size), whitener.reshape(-1, size, size))
+
+
+def _nothing_known(block: Block) -> tuple[Array, Array]:
+    eye = jnp.eye(block.shape[-1], dtype=block.dtype)
+    whole = jnp.broadcast_to(eye, block.shape + block.shape[-1:])
+    return jnp.zeros(block.shape, block.dtype), whole

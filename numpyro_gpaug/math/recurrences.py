@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Recurrences along chains of very many steps, in work linear in these.
+
+A chain is cut into about as many blocks as a block has steps. All blocks are run at
+once, each as if nothing had entered it; what does enter follows from block to block;
+and what it changes is added. So a chain of T steps takes a few times ``sqrt(T)``
+operations one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from numpyro_gpaug.math import small
+
+
+def linear(
+    act: Callable[[Array, Array], Array],
+    transitions: Array,
+    inputs: Array,
+    *,
+    reverse: bool = False,
+) -> Array:
+    """``x_t = act(A_t, x_{t-1}) + b_t``, of ``x_{t+1}`` in reverse; zero at the start.
+
+    :param act: how a matrix acts: linear in x, and of products one after the other.
+    :param transitions: A, (chains, steps, R, R).
+    :param inputs: b, (chains, steps, ...).
+    :param reverse: whether chains are run from their ends.
+    """
+    steps = transitions.shape[1]
+    cut = tuple(_cut(x) for x in (transitions, inputs))
+
+    def inside(carry: Any, here: Any) -> Any:
+        (x, passed), (transition, own) = carry, here
+        carry = act(transition, x) + own, small.product(transition, passed)
+        return carry, carry
+
+    eye = jnp.broadcast_to(_eye(transitions), cut[0].shape[1:])
+    start = jnp.zeros_like(cut[1][0]), eye
+    ends, (alone, passed) = lax.scan(inside, start, cut, reverse=reverse)
+
+    def across(x: Array, block: Any) -> Any:
+        own, passed = block
+        return act(passed, x) + own, x
+
+    by_block = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), ends)
+    first = jnp.zeros_like(by_block[0][0])
+    _, entering = lax.scan(across, first, by_block, reverse=reverse)
+    moved = jax.vmap(lambda each: act(each, jnp.moveaxis(entering, 0, 1)))(passed)
+    return _whole(alone + moved, steps)
+
+
+def filtered(own: Array, links: Array) -> Array:
+    r"""Precisions of each step given all before it.
+
+    Of the quadratic form :math:`\sum_t x_t' W_t x_t + (x_t - x_{t+1})' C_t (x_t -
+    x_{t+1})` all steps before t are minimised out: what is left of ``x_t``, without its
+    link to the next, is
+
+    .. math:: E_t = W_t + (E_{t-1}^{-1} + C_{t-1}^{-1})^{-1},
+
+    a sum of positive terms however it is computed here: of a walk that is hardly seen
+    it is the small difference of numbers near one otherwise.
+
+    :param own: W, (chains, steps, R, R).
+    :param links: C, diagonal, (chains, steps, R); zero at the ends of chains. Numbers
+        that are not linked at other steps need an own precision there.
+    """
+    eye, chains, steps = _eye(own), *own.shape[:2]
+    # Steps that fill the last block have a precision to be divided by.
+    filling = jnp.broadcast_to(eye, (chains, -steps % _size(steps), *eye.shape))
+    cut = _cut(jnp.concatenate([own, filling], 1)), _cut(links)
+
+    def alone(carry: Any, here: Any) -> Any:
+        """What a block makes of no information that enters it: of its first step given
+        the next block's (``spread`` about ``gain`` times it), and of the latter."""
+        spread, gain, seen = carry
+        weights, link = here
+        inverse, step, seen = _linked(seen + weights, link[..., None] * eye)
+        spread += small.product(small.product(gain, inverse), gain.mT)
+        return (spread, small.product(gain, step), seen), None
+
+    # Nothing leaves the last block, whose end need not be seen at all.
+    before = tuple(x[:, :, :-1] for x in cut)
+    zeros = jnp.zeros_like(before[0][0])
+    start = zeros, jnp.broadcast_to(eye, zeros.shape), zeros
+    (spread, gain, seen), _ = lax.scan(alone, start, before)
+
+    def across(entering: Array, block: Any) -> Any:
+        stiffness, gain, seen = block
+        _, _, passed = _linked(entering, stiffness)
+        leaving = seen + small.product(small.product(gain.mT, passed), gain)
+        return leaving, leaving
+
+    blocks = small.inverse(spread), gain, seen
+    by_block = tuple(jnp.moveaxis(x, 1, 0) for x in blocks)
+    first = jnp.zeros((chains, *eye.shape), own.dtype)
+    _, leaving = lax.scan(across, first, by_block)
+    entering = jnp.concatenate([first[None], leaving])
+
+    def inside(entering: Array, here: Any) -> Any:
+        weights, link = here
+        seen = entering + weights
+        return _linked(seen, link[..., None] * eye)[2], seen
+
+    _, found = lax.scan(inside, jnp.moveaxis(entering, 0, 1), cut)
+    return _whole(found, steps)
+
+
+def _linked(seen: Array, link: Array) -> tuple[Array, Array, Array]:
+    """Of ``x' E x + (x - y)' C (x - y)``: ``(E + C)^-1``, the minimum K y over x, and
+    the form ``y' P y`` that is left, as the sum of its two parts."""
+    inverse = small.inverse(seen + link)
+    here, apart = small.product(inverse, link), small.product(inverse, seen)
+    left = small.product(here.mT, small.product(seen, here))
+    return inverse, here, left + small.product(apart.mT, small.product(link, apart))
+
+
+def _eye(matrices: Array) -> Array:
+    return jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
+
+
+def _size(steps: int) -> int:
+    """Steps of a block."""
+    return math.isqrt(steps - 1) + 1
+
+
+def _cut(x: Array) -> Array:
+    """(chains, steps, ...) as (steps of a block, chains, blocks, ...)."""
+    chains, steps = x.shape[:2]
+    size = _size(steps)
+    blocks = -(-steps // size)
+    missing = [(0, 0), (0, blocks * size - steps)] + [(0, 0)] * (x.ndim - 2)
+    cut = jnp.pad(x, missing).reshape(chains, blocks, size, *x.shape[2:])
+    return jnp.moveaxis(cut, 2, 0)
+
+
+def _whole(x: Array, steps: int) -> Array:
+    """What :func:`_cut` cut."""
+    whole = jnp.moveaxis(x, 0, 2)
+    return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, :steps]

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on several devices.
+
+Everything here is a sum over data: arrays whose rows are shared out among devices need
+sums of what is of the size of the latents, and nothing else has to move. JAX's
+partitioner finds that by itself, if it is told where the rows are and if nothing is
+done to rows that mixes those of one device with another's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+# The axis of a mesh that rows are shared out along.
+ROWS = "rows"
+
+
+def shards() -> int:
+    """Parts that rows come in, inside of :func:`on_mesh`; 1 elsewhere."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get(ROWS, 1)
+
+
+def kept_apart(parts: Array) -> Array:
+    """An array whose first axis is over the parts of :func:`shards`, said to stay on
+    the devices that hold them, and so its derivative."""
+    if parts.shape[0] == 1:
+        return parts
+    return jax.lax.with_sharding_constraint(parts, PartitionSpec(ROWS))
+
+
+def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Where programs are traced and called whose rows are on a mesh."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def rows_mesh(mesh: Mesh | None, arrays: Iterable[Any]) -> Mesh | None:
+    """The devices of a mesh, or of the first array that is on several, in one line.
+
+    :param mesh: whose first axis rows are to be shared out along; ``None`` to ask the
+        arrays.
+    :param arrays: of which the first with sharded rows counts.
+    :return: a mesh of axes ``"rows"`` and ``"copies"``, which the partitioner is free
+        to use; ``None`` if all is on one device.
+    :raises ValueError: for an array whose rows are whole but whose columns are not.
+    """
+    if mesh is not None:
+        return _lined_up(mesh, mesh.axis_names[:1])
+    for array in arrays:
+        sharding = None if _traced(array) else getattr(array, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+            continue
+        first, *others = (*sharding.spec, None)
+        if first is None or any(others):
+            raise ValueError(
+                f"an array of shape {array.shape} is sharded as {sharding.spec}: rows "
+                "can be shared out among devices, columns cannot; use "
+                "PartitionSpec(axis) with the name of a mesh axis"
+            )
+        devices: Any = sharding.mesh
+        return _lined_up(devices, (first,) if isinstance(first, str) else first)
+    return None
+
+
+def partitioned(tree: Any) -> Any:
+    """The same arrays, with shardings that JAX's partitioner carries on: those of
+    meshes with explicit axes, ``jax.make_mesh``'s default, are types, which would have
+    to be stated at every product in a model.
+
+    :param tree: arrays, and others, which stay.
+    """
+    explicit = AxisType.Explicit
+
+    def auto(leaf: Any) -> Any:
+        sharding = None if _traced(leaf) else getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return leaf
+        mesh = sharding.mesh
+        if explicit not in mesh.axis_types:
+            return leaf
+        same = Mesh(mesh.devices, mesh.axis_names)
+        return _renamed(leaf, NamedSharding(same, sharding.spec))
+
+    return jax.tree.map(auto, tree)
+
+
+def placed(array: Any, mesh: Mesh, rows: int) -> Array:
+    """An array on a mesh: shared out if it has as many rows, else copied.
+
+    :param array: the array.
+    :param mesh: from :func:`rows_mesh`.
+    :param rows: the number of data.
+    """
+    if _traced(array):
+        return array
+    whole = not array.ndim or len(array) != rows
+    target = NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(ROWS))
+    if getattr(array, "sharding", None) == target:
+        return array
+    if getattr(array, "is_fully_addressable", True):
+        return jax.device_put(array, target)
+    return _renamed(array, target)
+
+
+def of_this_process(array: Any) -> np.ndarray:
+    """The part of an array that this process holds, for whoever looks at numbers: all
+    of it but where several processes share the rows."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return np.asarray(array)
+    if array.is_fully_replicated:
+        return np.asarray(array.addressable_data(0))
+    parts = {str(s.index): np.asarray(s.data) for s in array.addressable_shards}
+    return np.concatenate(list(parts.values()))
+
+
+def total(holds: Callable[[Any], Any], array: Any) -> int:
+    """How many entries of an array something holds for: of all processes, which then
+    come to the same conclusion.
+
+    :param holds: from an array to as many booleans.
+    :param array: the array.
+    """
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return int(np.sum(holds(np.asarray(array))))
+    return int(jax.jit(lambda x: holds(x).sum())(*partitioned([array])))
+
+
+def some_of_all(array: Any, most: int, seed: int) -> np.ndarray:
+    """Rows of an array that has others in other processes, the same in all of them.
+
+    :param array: the array; one that this process holds whole is returned so.
+    :param most: rows that are drawn, if there are more.
+    :param seed: of the draw.
+    """
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return np.asarray(array)
+    rows = np.arange(len(array))
+    if len(rows) > most:
+        drawn = np.random.default_rng(seed).choice(len(rows), most, replace=False)
+        rows = np.sort(drawn)
+    (array,) = partitioned([array])
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+    found = jax.jit(lambda x, i: x[i], out_shardings=everywhere)(array, rows)
+    return np.asarray(found)
+
+
+def _renamed(array: jax.Array, target: Sharding) -> Array:
+    """A global array under another name of the same places; no number moves."""
+    held = {s.device: s.data for s in array.addressable_shards}
+    try:
+        wanted = target.addressable_devices_indices_map(array.shape)
+        same = array.sharding.is_equivalent_to(target, array.ndim)
+        parts = [held[device] for device in wanted]
+    except (KeyError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(
+            f"an array of shape {array.shape} is sharded as {array.sharding} over "
+            "several processes, and others are sharded otherwise: rows are to be "
+            "shared out alike, and all else copied to every process"
+        )
+    return jax.make_array_from_single_device_arrays(array.shape, target, parts)
+
+
+def _lined_up(mesh: Mesh, axes: Iterable[str]) -> Mesh:
+    axes = tuple(axes)
+    order = [mesh.axis_names.index(name) for name in axes]
+    order += [i for i, name in enumerate(mesh.axis_names) if name not in axes]
+    count = int(np.prod([mesh.shape[name] for name in axes]))
+    devices = np.transpose(mesh.devices, order).reshape(count, -1)
+    return Mesh(devices, (ROWS, "copies"), axis_types=(AxisType.Auto,) * 2)
+
+
+def _traced(array: Any) -> bool:
+    return isinstance(array, jax.core.Tracer)

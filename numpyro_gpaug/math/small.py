@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Very many small matrices (..., R, R), number by number and over all at once: LAPACK
+would be called for one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+_Entries = list[list[Any]]
+
+
+def product(left: Array, right: Array) -> Array:
+    """``left @ right`` of matrices (..., R, S) and (..., S, n), as sums that are
+    compiled together with what is around them."""
+    return (left[..., None] * right[..., None, :, :]).sum(-2)
+
+
+def inverse(matrix: Array) -> Array:
+    """The inverse of each symmetric matrix, by ``L D L'``: there are no square roots,
+    so that one that is not positive definite has an inverse too."""
+    size = matrix.shape[-1]
+    factor, pivots = _factored(matrix)
+    lower = _stacked(_inverted(factor, matrix))
+    scaled = lower / jnp.stack(pivots, -1)[..., :, None]
+    return 1 / matrix if size == 1 else product(lower.mT, scaled)
+
+
+def cholesky(matrix: Array) -> Array:
+    """The lower Cholesky factor of each; NaN where it is not positive definite."""
+    factor, pivots = _factored(matrix)
+    return _stacked(factor) * jnp.sqrt(jnp.stack(pivots, -1))[..., None, :]
+
+
+def inverse_cholesky(matrix: Array) -> Array:
+    """``L^-1`` of the lower Cholesky factor of each; NaN where it is not positive
+    definite."""
+    factor, pivots = _factored(matrix)
+    lower = _stacked(_inverted(factor, matrix))
+    return lower / jnp.sqrt(jnp.stack(pivots, -1))[..., :, None]
+
+
+def inverse_lower(factor: Array) -> Array:
+    """The inverse of each lower triangular factor."""
+    size = factor.shape[-1]
+    entries = [[factor[..., i, j] for j in range(size)] for i in range(size)]
+    return _stacked(_inverted(entries, factor))
+
+
+def _factored(matrix: Array) -> tuple[_Entries, list[Any]]:
+    """``L``, of ones along its diagonal, and ``D``."""
+    size = matrix.shape[-1]
+    none = jnp.zeros_like(matrix[..., 0, 0])
+    factor: _Entries = [[none] * size for _ in range(size)]
+    pivots: list[Any] = []
+    for j in range(size):
+        for i in range(j, size):
+            known = sum(factor[i][k] * factor[j][k] * pivots[k] for k in range(j))
+            rest = matrix[..., i, j] - known
+            if i == j:
+                pivots.append(rest)
+                factor[j][j] = jnp.ones_like(none)
+            else:
+                factor[i][j] = rest / pivots[j]
+    return factor, pivots
+
+
+def _inverted(factor: _Entries, like: Array) -> _Entries:
+    size = len(factor)
+    none = jnp.zeros_like(like[..., 0, 0])
+    found: _Entries = [[none] * size for _ in range(size)]
+    for j in range(size):
+        found[j][j] = 1 / factor[j][j]
+        for i in range(j + 1, size):
+            known = sum(factor[i][k] * found[k][j] for k in range(j, i))
+            found[i][j] = -known / factor[i][i]
+    return found
+
+
+def _stacked(entries: _Entries) -> Array:
+    return jnp.stack([jnp.stack(row, -1) for row in entries], -2)

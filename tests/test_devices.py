@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows shared out among devices: the same numbers, and only sums go between them."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpyro.infer import SVI
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.math import blocks
+from numpyro_gpaug.math.sharding import of_this_process, rows_mesh, shards
+from tests.conftest import small_blocks
+
+KEY = jax.random.key(0)
+DEVICES = 4
+pytestmark = pytest.mark.skipif(
+    jax.device_count() < DEVICES, reason="XLA_FLAGS name fewer devices"
+)
+COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+
+
+def mesh_of(count=DEVICES, axis_type=AxisType.Auto, axis="rows of mine"):
+    devices = jax.devices()[:count]
+    return jax.make_mesh((count,), (axis,), axis_types=(axis_type,), devices=devices)
+
+
+def shared_out(*arrays, mesh=None):
+    mesh = mesh or mesh_of()
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    return tuple(jax.device_put(x, sharding) for x in arrays)
+
+
+def process(X, y=None, *, Z, latents=None, law="bernoulli"):
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    kernel = gpaug.kernels.Matern52(scale, 1.5)
+    gp = gpaug.GaussianProcess("f", kernel, Z, num_latents=latents)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", LAWS[law](gp(X)), obs=y)
+
+
+def grouped(X, group, y=None, *, groups):
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    slope = numpyro.sample("slope", dist.Normal(0, 2).expand([2]).to_event(1))
+    with numpyro.plate("groups", groups):
+        effect = numpyro.sample("effect", dist.Normal(0, tau))
+    with numpyro.plate("data", len(X)):
+        rate = jnp.exp(X @ slope + effect[group])
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+LAWS = {
+    "bernoulli": lambda f: dist.Bernoulli(logits=f),
+    "softmax": lambda f: dist.Categorical(logits=f),
+    "student": lambda f: dist.StudentT(4.0, f, 0.5),
+}
+
+
+def data(rows, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(rows, 2)).astype("f")
+    return X, (X[:, 0] * X[:, 1] > 0).astype(int), rng.integers(0, 10, rows)
+
+
+def fit(model, guide, arrays, steps=6, optim=None, mesh=None, **kwargs):
+    """Losses, and what goes between devices in a chunk of steps."""
+    svi = gpaug.ConjugateSVI(model, guide(model), optim, mesh=mesh)
+    texts, advance = [], svi._advance
+
+    def watched(*args, **static):
+        texts.append(advance.lower(*args, **static).compile().as_text())
+        return advance(*args, **static)
+
+    svi._advance = watched
+    result = svi.run(KEY, steps, *arrays, progress_bar=False, **kwargs)
+    return svi, result, collectives(texts[0])
+
+
+def collectives(text):
+    """Kinds of what goes between devices, and its bytes."""
+    found = []
+    for line in text.splitlines():
+        match = re.search(rf" = (.*?) ({COLLECTIVES})(-start)?\(", line)
+        if match:
+            shapes = re.findall(r"([a-z]+)(\d*)\[([\d,]*)\]", match[1])
+            sizes = [
+                math.prod(int(n) for n in shape.split(",") if n) * int(bits or 8) // 8
+                for _, bits, shape in shapes
+            ]
+            found.append((match[2], sum(sizes)))
+    return found
+
+
+CASES = {
+    "bernoulli": {},
+    "softmax": {"law": "softmax", "latents": 3},
+    "student": {"law": "student"},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        ("bernoulli", blocks.WHOLE),
+        ("bernoulli", 512),
+        ("softmax", 512),
+        ("student", 512),
+    ],
+)
+def test_only_sums_of_the_size_of_latents_go_between_devices(case, size):
+    found = {}
+    for rows in (160, 320):
+        X, y, _ = data(rows)
+        y = X[:, 0] if case == "student" else y
+        kwargs = {"Z": X[:8], **CASES[case]}
+        arrays = shared_out(X, y)
+        with small_blocks(size):
+            _, result, found[rows] = fit(process, gpaug.AutoSparseGP, arrays, **kwargs)
+    alone = fit(process, gpaug.AutoSparseGP, (X, y), **kwargs)[1]
+    np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
+    assert {kind for kind, _ in found[160]} == {"all-reduce"}
+    assert found[160] == found[320]
+
+
+def test_learning_takes_sums_alone_too():
+    X, y, _ = data(160)
+    kwargs = {"Z": X[:8], "optim": "lbfgs", "steps": 4}
+    alone = fit(process, gpaug.AutoSparseGP, (X, y), **kwargs)[1]
+    arrays = shared_out(X, y)
+    _, result, found = fit(process, gpaug.AutoSparseGP, arrays, **kwargs)
+    np.testing.assert_allclose(result.losses, alone.losses, rtol=1e-3)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert max(size for _, size in found) < 160 * 4
+
+
+def test_blocks_of_rows_of_several_devices_are_learnt_from_without_moving_rows():
+    X, y, _ = data(8 * 41)
+    kwargs = {"Z": X[:8], "optim": "lbfgs", "steps": 2}
+    arrays = shared_out(X, y)
+    with small_blocks(512):
+        _, _, found = fit(process, gpaug.AutoSparseGP, arrays, **kwargs)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("groups", [10, 400], ids=["dense", "arrow"])
+def test_joint_gaussians(groups):
+    X, y, group = data(160)
+    group = group * groups // 10
+    kwargs = {"groups": groups, "optim": "lbfgs", "steps": 3}
+    guide = gpaug.AutoLatentGaussian
+    alone = fit(grouped, guide, (X, group, y), **kwargs)[1]
+    svi, result, found = fit(grouped, guide, shared_out(X, group, y), **kwargs)
+    np.testing.assert_allclose(result.losses, alone.losses, rtol=1e-4)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert ("an arrow" in repr(svi.guide)) == (groups == 400)
+
+
+def test_uneven_rows_are_filled_with_rows_of_no_weight():
+    X, y, _ = data(163)
+    explicit = mesh_of(axis_type=AxisType.Explicit)
+    alone = fit(process, gpaug.AutoSparseGP, (X, y), Z=X[:8])[1]
+    svi, result, found = fit(
+        process, gpaug.AutoSparseGP, (X, y), Z=X[:8], mesh=explicit
+    )
+    np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    posterior = svi.posterior(result)
+    again = gpaug.ConjugateSVI(process, gpaug.AutoSparseGP(process), None)
+    expected = again.posterior(alone).predict_y(X).probs
+    np.testing.assert_allclose(posterior.predict_y(X).probs, expected, atol=1e-4)
+    # Rows on several devices are predicted where they are.
+    probs = posterior.predict_y(*shared_out(X[:160], mesh=explicit)).probs
+    np.testing.assert_allclose(probs, expected[:160], atol=1e-4)
+    assert len(probs.sharding.device_set) == DEVICES
+    assert not probs.sharding.is_fully_replicated
+
+
+def test_a_step_and_an_evaluation_of_rows_on_devices():
+    X, y, _ = data(160)
+    losses = []
+    for arrays in ((X, y), shared_out(X, y, mesh=mesh_of(axis_type=AxisType.Explicit))):
+        svi = gpaug.ConjugateSVI(process, gpaug.AutoSparseGP(process), None)
+        state = svi.init(KEY, *arrays, Z=X[:8])
+        state, loss = svi.update(state, *arrays, Z=X[:8])
+        losses.append([loss, svi.evaluate(state, *arrays, Z=X[:8])])
+    np.testing.assert_allclose(*np.array(losses, float), rtol=2e-5)
+
+
+def test_stock_svi_with_the_analytic_bound():
+    X, y, _ = data(160)
+    arrays = shared_out(X, y)
+    guide = gpaug.AutoSparseGP(process, covariance="dense")
+    optim = numpyro.optim.Adam(0.01)
+    svi = SVI(process, guide, optim, gpaug.TraceAnalytic_ELBO())
+    Z, losses = X[:8], []
+    state = svi.init(KEY, X, y, Z=Z)
+    for given in ((X, y), arrays):
+        step = jax.jit(lambda state, X, y: svi.update(state, X, y, Z=Z))
+        compiled = step.lower(state, *given).compile()
+        losses.append(compiled(state, *given)[1])
+    found = collectives(compiled.as_text())
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_uneven_rows_where_none_can_be_added():
+    X, y, group = data(163)
+    guide = gpaug.AutoLatentGaussian
+    with pytest.raises(
+        ValueError, match="163 rows cannot be shared out evenly among 4"
+    ):
+        fit(grouped, guide, (X, group, y), groups=10, mesh=mesh_of())
+
+
+def test_sharded_columns_are_refused():
+    X, y, _ = data(160)
+    sharding = NamedSharding(mesh_of(2), PartitionSpec(None, "rows of mine"))
+    with pytest.raises(ValueError, match="rows can be shared out"):
+        fit(process, gpaug.AutoSparseGP, (jax.device_put(X, sharding), y), Z=X[:8])
+
+
+def test_blocks_of_rows_keep_to_their_devices():
+    mesh = rows_mesh(mesh_of(), ())
+    rows = jnp.arange(4 * 7.0)
+    with jax.set_mesh(mesh):
+        assert shards() == 4
+        cut = blocks.cut_rows(rows, 8)
+        back = blocks.over_blocks(lambda x: x, cut, len(rows))
+        odd = blocks.cut_rows(rows[:-1], 8)
+    np.testing.assert_array_equal(cut[0], [0, 1, 7, 8, 14, 15, 21, 22])
+    np.testing.assert_array_equal(back, rows)
+    assert odd.shape == (4, 8)
+    assert odd[0, -1] == 7
+    assert shards() == 1
+
+
+def test_parts_of_this_process():
+    (rows,) = shared_out(np.arange(8))
+    np.testing.assert_array_equal(of_this_process(rows), np.arange(8))
