@@ -2,11 +2,14 @@
 """Sphinx configuration: ``python -m sphinx -W -b html docs docs/_build/html``."""
 
 import os
+import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpyro_gpaug
+
+sys.path.insert(0, str(Path(__file__).parent))  # reference.py
 
 project = "numpyro_gpaug"
 author = "the numpyro_gpaug authors"
@@ -17,6 +20,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "reference",
 ]
 exclude_patterns = ["_build"]
 

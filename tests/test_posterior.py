@@ -75,6 +75,17 @@ def test_moments_and_probabilities_against_formulas() -> None:
     np.testing.assert_allclose(posterior.log_prob(new, y), expected, atol=1e-9)
 
 
+def test_a_posterior_tells_its_parts(capsys) -> None:
+    posterior, result = fitted()
+    text = repr(posterior)
+    assert text.startswith("Posterior of classifier\n")
+    assert "process, 12 inducing inputs" in text
+    assert "observed, in closed form" in text
+    assert f"{-result.losses[-1]:.6g}" in repr(result)
+    posterior.print_summary()
+    assert "mean" in capsys.readouterr().out
+
+
 def test_draws_have_the_posterior_moments() -> None:
     posterior, _ = fitted()
     new = toy(5, seed=3)[0]

@@ -95,7 +95,9 @@ def to_datatree(
     :param num_samples: number of draws, at least 2.
     :param losses: losses of the fit.
     :param kwargs: the model's keyword arguments.
-    :return: a :class:`xarray.DataTree`.
+    :return: a :class:`xarray.DataTree`. ``arviz_base`` and ``arviz_stats``, which are
+        installed with the package, read it on every Python; ``import arviz``, with its
+        plots, works from Python 3.12 on, as only arviz 1.0 reads such trees.
     :raises ValueError: for fewer than two draws.
     :raises TypeError: for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`, a model
         without guide and params, and a nested run with them.

@@ -14,6 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
+from numpyro_gpaug._display import Displayed, Rows, brief, name_of
 from numpyro_gpaug._numpyro import (
     current_residual_policy,
     deterministic_site,
@@ -184,7 +185,7 @@ class Conditional:
         return self.outputs.select(per_latent)
 
 
-class GaussianProcess:
+class GaussianProcess(Displayed):
     r"""A (sparse) Gaussian process with a whitened inducing vector.
 
     Construct it in a model, outside data plates; call it at inputs, inside them. The
@@ -339,6 +340,19 @@ class GaussianProcess:
             # Here, under the handlers of the model: a mean function may have params.
             _ = conditional.mean
         return deterministic_site(self.name, conditional)
+
+    def _display(self) -> tuple[str, Rows]:
+        mean = name_of(self.mean) if callable(self.mean) else brief(self.mean)
+        rows = [
+            ("kernel", repr(self.kernel)),
+            ("mean", mean),
+            ("inducing", f"inputs {self.inducing.shape}"),
+        ]
+        if self.num_latents is not None:
+            rows.append(("latents", str(self.num_latents)))
+        if self.loadings is not None:
+            rows.append(("outputs", f"{len(self.loadings)}, by loadings"))
+        return f'GaussianProcess("{self.name}")', rows
 
     def _check_latents(self, X: Array, latents: Array) -> None:
         if self.num_latents is None:

@@ -14,9 +14,11 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoDelta, AutoGuide
 from numpyro.infer.initialization import init_to_median
 
+from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -31,7 +33,7 @@ from numpyro_gpaug.model.validation import check_observations
 from numpyro_gpaug.model.view import ModelView
 
 
-class ProcessGuide:
+class ProcessGuide(Displayed):
     """What guides of Gaussian processes share: they find the structure of the model,
     give every latent they do not own to another NumPyro autoguide, and have a
     ``function_posterior`` that tells predictions what was fitted.
@@ -298,3 +300,27 @@ class ProcessGuide:
         for _ in sample_shape:
             draw = jax.vmap(draw)
         return draw(keys)
+
+    # What is what.
+
+    def _display(self) -> tuple[str, Rows]:
+        if self._structure is None:
+            name = type(self).__name__
+            return f"{name}, not set up: it has seen no arguments yet", []
+        structure = self.structure
+        shapes = dict(getattr(structure, "shapes", ()))
+        rows = latent_rows(structure)
+        for name in structure.others:
+            rows.append((name, str(shapes.get(name, "")), self._kind(name)))
+        for name in structure.constraints:
+            rows.append((name, "", "param, no prior"))
+        return self._title(), rows + observed_rows(structure)
+
+    def _title(self) -> str:
+        return type(self).__name__
+
+    def _kind(self, other: str) -> str:
+        """What the other autoguide makes of a latent."""
+        kind = self._other_class.__name__
+        point = "a point " if kind == "AutoDelta" else ""
+        return f"hyperparameter, {point}({kind})"

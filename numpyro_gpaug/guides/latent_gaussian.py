@@ -331,32 +331,18 @@ class AutoLatentGaussian(ProcessGuide):
 
     # What is what.
 
-    def __repr__(self) -> str:
-        if self._structure is None:
-            return "AutoLatentGaussian, not set up: it has seen no arguments yet"
+    def _title(self) -> str:
         structure = self.structure
-        held = dict(structure.held)
-        shapes = {name: str(shape) for name, shape in structure.shapes}
-        kind = self._other_class.__name__
-        point = "a point " if kind == "AutoDelta" else ""
-        rows = [(s.name, str(s.value_shape), "Gaussian") for s in structure.sites]
-        for name in structure.others:
-            what = f"hyperparameter, {point}({kind})"
-            if name in held:
-                what = f"held apart, {point}({kind}): {held[name]}"
-            rows.append((name, shapes[name], what))
-        for site in structure.observed:
-            route = _ROUTES[site.route.name]
-            rows.append((site.name, shapes[site.name], route))
-        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        lines = [
-            f"  {name:{widths[0]}}  {shape:{widths[1]}}  {what}"
-            for name, shape, what in rows
-        ]
-        head = (
+        return (
             f"AutoLatentGaussian, {structure.size} Gaussian latents, {_form(structure)}"
         )
-        return "\n".join([head, *lines])
+
+    def _kind(self, other: str) -> str:
+        kind = super()._kind(other)
+        held = dict(self.structure.held)
+        if other not in held:
+            return kind
+        return f"{kind.replace('hyperparameter', 'held apart')}: {held[other]}"
 
 
 def _factored(params: Mapping[str, Array]) -> BlockGaussian:
@@ -379,11 +365,3 @@ def _form(structure: JointStructure) -> str:
         what = f"{groups // chain.steps} chains of {chain.steps} steps"
         what = f"a chain of {groups} steps" if groups == chain.steps else what
     return f"{what} of {each} ({names}), {corner} others dense"
-
-
-_ROUTES = {
-    "CLOSED_FORM": "observed, in closed form",
-    "EXPONENTIAL": "observed, in closed form",
-    "GAUSS_HERMITE": "observed, by quadrature",
-    "CONSTANT": "observed, without latents",
-}

@@ -296,6 +296,9 @@ class AutoSparseGP(ProcessGuide):
         scale = numpyro.param(spread_name, spread, constraint=constraints.positive)
         return dist.Normal(loc, scale).to_event(len(block.shape))
 
+    def _title(self) -> str:
+        return f"AutoSparseGP, covariance {self.covariance!r}"
+
 
 class _Natural(constraints.Constraint):
     """Of natural parameters, which no gradient step keeps in the positive definite

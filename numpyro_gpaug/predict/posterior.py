@@ -16,12 +16,14 @@ import numpyro.distributions as dist
 from jax import Array, random
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug._display import Displayed, Rows, brief, name_of
 from numpyro_gpaug._numpyro import one_thread, whole_plates
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.forms import MAX_DENSE
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Arguments, Structure, is_array
@@ -44,7 +46,7 @@ MOST_ERROR = 1e-3
 MEMBERS = 64
 
 
-class Posterior:
+class Posterior(Displayed):
     """A fitted posterior; make it with ``svi.posterior(params)`` or :meth:`from_guide`.
 
     The model is called again at new inputs: pass the arguments that hold inputs, in the
@@ -287,15 +289,22 @@ class Posterior:
         sites = dict(self._sites)
         for name, normal in self.weights.items():
             sites[name] = SiteMoments(normal.mean, normal.variance, None)
+        return table(sites, self._points(), self._fitted.members)
+
+    def print_summary(self) -> None:
+        """Prints the table of :meth:`summary`, whole, to two decimals."""
+        print(self.summary().to_string(float_format="{:.2f}".format))
+
+    def _points(self) -> dict[str, Any]:
+        """Latents and params that are held at a value."""
         values = {k: v for k, v in self._fitted.values.items() if is_array(v)}
         members = self._fitted.members
         drawn = set() if members is None else set(members.values)
-        shown = {
+        return {
             k: v
             for k, v in values.items()
             if not (k.endswith("_auto_loc") or k in drawn)
         }
-        return table(sites, shown, members)
 
     # -- prediction -------------------------------------------------------------------
 
@@ -462,15 +471,17 @@ class Posterior:
         ]
         return jax.tree.unflatten(jax.tree.structure(whole), leaves)
 
-    def __repr__(self) -> str:
+    def _display(self) -> tuple[str, Rows]:
         structure = self._predictor.structure
-        blocks = {b.name: b.shape for b in structure.blocks}
-        if isinstance(structure, JointStructure):
-            blocks = {s.name: s.value_shape for s in structure.sites}
-        observed = [site.name for site in structure.observed]
-        errors = {k: f"{x:.1g}" for k, x in self._rule_errors.items()}
-        shown = f", quadrature_errors={errors}" if errors else ""
-        return f"Posterior(blocks={blocks}, observed={observed}{shown})"
+        points = [
+            (name, str(np.shape(value)), f"held at {brief(value)}")
+            for name, value in self._points().items()
+        ]
+        title = f"Posterior of {name_of(self._predictor.model)}"
+        if self._fitted.size is not None:
+            title += f", a mixture of {self._fitted.size}"
+        seen = observed_rows(structure, self._rule_errors)
+        return title, latent_rows(structure) + points + seen
 
     # -- saving -----------------------------------------------------------------------
 

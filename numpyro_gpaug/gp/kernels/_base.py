@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from numpyro_gpaug._display import brief, name_of
+
 # Reading a larger array back to check it would stall asynchronous dispatch.
 _CHECKED_SIZE = 4096
 
@@ -30,7 +32,7 @@ def pytree(cls: type[Any]) -> Any:
     """Make ``cls`` a frozen dataclass whose fields are leaves, unless static."""
     # Not register_dataclass: its tree structures compare equal between classes with
     # the same fields (JAX 0.10 and 0.12), so that jit may run another class's code.
-    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     static: list[str] = []
     dynamic: list[str] = []
     for field in dataclasses.fields(cls):
@@ -146,6 +148,9 @@ class _Function(_Algebra):
             )
         return result
 
+    def __repr__(self) -> str:
+        return f"as_kernel({name_of(self.fn)})"
+
     def _row_by_row(self, X: jax.Array) -> jax.Array:
         return jax.vmap(lambda x: self.fn(x[None], x[None])[0, 0])(jnp.asarray(X))
 
@@ -192,6 +197,10 @@ class Matrix(_Algebra):
     def _hyperparameters(self) -> list[tuple[str, Any]]:
         names = (f.name for f in dataclasses.fields(cast(Any, self)))
         return [(name, getattr(self, name)) for name in names]
+
+    def __repr__(self) -> str:
+        given = (f"{name}={brief(value)}" for name, value in self._hyperparameters())
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def _check_columns(self, X: jax.Array) -> None:
         """Raise if a hyperparameter does not fit the columns of ``X``."""
@@ -257,7 +266,7 @@ class Constant(Matrix):
         return self._value("variance", X.dtype)[..., None]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Pair(_Algebra):
     left: Kernel
     right: Kernel
@@ -272,6 +281,12 @@ class _Pair(_Algebra):
     def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
         inputs = (X,) if Z is None else (X, Z)
         return self._join(self.left(*inputs), self.right(*inputs))
+
+    def __repr__(self) -> str:
+        parts = self.left, self.right
+        if type(self) is Sum:
+            return " + ".join(map(repr, parts))
+        return " * ".join(f"({k!r})" if type(k) is Sum else repr(k) for k in parts)
 
 
 @pytree

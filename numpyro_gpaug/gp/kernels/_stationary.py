@@ -18,7 +18,7 @@ from ._base import Matrix, pytree
 from ._distances import PAIRWISE_COLUMNS, centre, matmul_form, pairwise_form
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Stationary(Matrix):
     """A function of the scaled squared distance."""
 

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.nested.draws import Run, integrated, sampled
 from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.infer.nested.programs import Programs
-from numpyro_gpaug.infer.nested.report import Clock, certificate, lines
+from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.latents import JOINT
@@ -31,7 +32,7 @@ from numpyro_gpaug.predict.mixture import Fitted, Members
 MOST = 8
 
 
-class NestedVI:
+class NestedVI(Displayed):
     r"""Latent Gaussian models with their hyperparameters integrated, and a certificate:
     weighted draws of the exact posterior, with the interface of
     :class:`numpyro.infer.MCMC`.
@@ -331,10 +332,10 @@ class NestedVI:
         structure = self._known().programs.structure
         return (*structure.others, *(site.name for site in structure.sites))
 
-    def __repr__(self) -> str:
+    def _display(self) -> tuple[str, Rows]:
         if self._run is None:
-            return "NestedVI, not run yet"
-        return f"NestedVI: {certificate(self._run)}"
+            return "NestedVI, not run yet", []
+        return "NestedVI", overview(self._run)
 
     def _known(self) -> Run:
         if self._run is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,31 @@ def certificate(run: Any) -> str:
     if run.correction:
         return f"{what}. {run.correction}"
     return f"{what}. These draws are NOT of the exact posterior, nor is the evidence"
+
+
+def overview(run: Any) -> list[tuple[str, str]]:
+    """The run in rows.
+
+    :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
+    """
+    weighted, structure = run.weighted, run.programs.structure
+    num, draws = weighted.log_ratios.shape
+    hyper = ", ".join(structure.others) or "none"
+    latents = ", ".join(f"{s.name} {s.value_shape}" for s in structure.sites)
+    worth = run.independence * weighted.effective_size
+    rows = [
+        ("way", run.way),
+        ("hyperparameters", hyper),
+        ("latents", latents),
+        ("draws", f"{num} x {draws}, worth {worth:.0f} independent ones"),
+    ]
+    # Its first line as long as the words that matter.
+    first, *rest = wrap(certificate(run), 72)
+    rows += [("certificate", first), *(("", line) for line in rest)]
+    if weighted.normalised:
+        error = f"standard error {weighted.log_evidence_error:.3f}"
+        rows.append(("log evidence", f"{weighted.log_evidence:.3f}, {error}"))
+    return rows
 
 
 def lines(run: Any) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from numpyro_gpaug._display import Displayed, Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checkpoints import check_state
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     import optax
 
 
-class ConjugateSVI:
+class ConjugateSVI(Displayed):
     r"""Variational inference with closed-form (natural-gradient) updates of every
     Gaussian block; hyperparameters are learnt from the same bound.
 
@@ -344,6 +345,20 @@ class ConjugateSVI:
                 "svi.posterior(params, X, y)"
             )
         return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
+
+    def _display(self) -> tuple[str, Rows]:
+        given = self.settings
+        learnt = {LBFGS: "by L-BFGS", None: "kept as they are"}
+        searched = given.optim is None or given.optim == LBFGS
+        rows = [
+            ("model", name_of(self.model)),
+            ("guide", repr(self.guide).split("\n")[0]),
+            ("hyperparameters", learnt[given.optim] if searched else "by optax"),
+            ("updates", given.updates),
+        ]
+        if given.m_step:
+            rows.append(("m_step", ", ".join(given.m_step)))
+        return "ConjugateSVI", rows
 
     # -- plans and params -------------------------------------------------------------
 

@@ -8,10 +8,11 @@ from typing import Any, Self
 import numpy as np
 from numpyro.infer.svi import SVIRunResult
 
+from numpyro_gpaug._display import Displayed, Rows, brief
 from numpyro_gpaug.infer.vi.state import ConjugateState
 
 
-class ConjugateResult(SVIRunResult):
+class ConjugateResult(Displayed, SVIRunResult):
     """What :meth:`numpyro_gpaug.ConjugateSVI.run` returns: ``params``, ``state`` and
     ``losses``, as NumPyro's ``SVIRunResult``, and the arguments of the fit.
 
@@ -41,3 +42,18 @@ class ConjugateResult(SVIRunResult):
         result.args, result.kwargs = args, kwargs or {}
         result.restored = restored
         return result
+
+    def _display(self) -> tuple[str, Rows]:
+        losses = np.asarray(self.losses)
+        rows = [("steps", str(len(losses)))]
+        if len(losses):
+            rows.append(("bound", f"{-losses[-1]:.6g}"))
+        if len(losses) > 1:
+            n = max(1, len(losses) // 10)
+            # Of minibatches a single loss says little.
+            rise = losses[-2 * n : -n].mean() - losses[-n:].mean()
+            rows.append(("rise", f"{rise:.2g} nats, of the last tenth of the steps"))
+        if self.restored:
+            rows.append(("restored", f"{len(self.restored)} times, as the bound fell"))
+        rows += [(name, brief(value)) for name, value in self.params.items()]
+        return "ConjugateResult", rows

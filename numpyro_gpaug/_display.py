@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How objects introduce themselves: a title and aligned rows, a table in notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Rows = Sequence[tuple[str, ...]]
+
+# Numbers of an array that are written out; of more, the shape is.
+_SHOWN = 6
+
+
+class Displayed:
+    """An object that prints as a title and rows: aligned text, HTML in notebooks."""
+
+    def _display(self) -> tuple[str, Rows]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return as_text(*self._display())
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._display())
+
+
+def as_text(title: str, rows: Rows) -> str:
+    """A title, and the rows under it with their columns aligned.
+
+    :param title: the first line.
+    :param rows: of equally many cells.
+
+    **Example**
+
+    >>> print(as_text("Fit", [("steps", "20"), ("bound", "-1.5")]))
+    Fit
+      steps  20
+      bound  -1.5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(f"{cell:{n}}" for cell, n in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join([title, *(f"  {line.rstrip()}" for line in lines)])
+
+
+def as_html(title: str, rows: Rows) -> str:
+    """The same as an HTML table.
+
+    :param title: its caption.
+    :param rows: of equally many cells.
+    """
+    cell = '<td style="text-align: left">{}</td>'.format
+    body = "".join(
+        f"<tr>{''.join(cell(escape(text)) for text in row)}</tr>" for row in rows
+    )
+    caption = f'<caption style="text-align: left">{escape(title)}</caption>'
+    return f"<table>{caption}<tbody>{body}</tbody></table>"
+
+
+def brief(value: Any) -> str:
+    """A value in a few characters: numbers of few, the shape of many.
+
+    :param value: an array, a number, a tree of arrays, or anything else.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> brief(0.123456), brief(np.ones(2)), brief(np.zeros((30, 30)))
+    ('0.1235', '[1, 1]', 'array (30, 30)')
+    """
+    if isinstance(value, jax.core.Tracer):
+        return f"traced {value.shape}"
+    if isinstance(value, float | int):
+        return f"{value:.4g}"
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        # A random key is an array, but of no numbers.
+        numeric = jnp.issubdtype(value.dtype, jnp.number)
+        if value.ndim > 1 or value.size > _SHOWN or not numeric:
+            return f"array {value.shape}"
+        numbers = np.asarray(value)
+        if numbers.ndim == 0:
+            return f"{numbers:.4g}"
+        return f"[{', '.join(f'{x:.4g}' for x in numbers)}]"
+    leaves = jax.tree.leaves(value)
+    if leaves and leaves[0] is not value:
+        return f"{len(leaves)} arrays, {sum(map(np.size, leaves))} numbers"
+    return str(value)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """Of a function, or of what is called like one.
+
+    :param fn: a model.
+    """
+    return getattr(fn, "__name__", type(fn).__name__)

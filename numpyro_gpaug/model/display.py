@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is made of, in rows for those who print it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.structure import Block, Observed, Structure
+
+Row = tuple[str, str, str]
+
+_ROUTES = {
+    Route.CLOSED_FORM: "observed, in closed form",
+    Route.EXPONENTIAL: "observed, in closed form",
+    Route.GAUSS_HERMITE: "observed, by quadrature",
+    Route.MONTE_CARLO: "observed, by Monte Carlo",
+    Route.CONSTANT: "observed, without latents",
+}
+
+
+def latent_rows(structure: Structure) -> list[Row]:
+    """Name, shape and kind of every Gaussian latent.
+
+    :param structure: of a model.
+    """
+    if isinstance(structure, JointStructure):
+        return [(s.name, str(s.value_shape), "Gaussian") for s in structure.sites]
+    return [_block_row(structure, block) for block in structure.blocks]
+
+
+def _block_row(structure: Structure, block: Block) -> Row:
+    if not block.is_process:
+        return block.name, str(block.shape), "Gaussian weights"
+    function = structure.functions.get(block.name)
+    *latents, inducing = block.shape
+    what = f"{latents[0]} processes" if latents else "process"
+    shape = str(function.shape) if function else ""
+    return block.name, shape, f"{what}, {inducing} inducing inputs"
+
+
+def observed_rows(
+    structure: Structure, errors: Mapping[str, float] | None = None
+) -> list[Row]:
+    """Name, shape and route of every observed site.
+
+    :param structure: of a model.
+    :param errors: of quadrature, in nats per datum, by site, where they are known.
+    """
+    shapes = dict(getattr(structure, "shapes", ()))
+
+    def route(site: Observed) -> str:
+        lost = (errors or {}).get(site.name)
+        known = "" if lost is None else f", off by {lost:.1g} nats per datum"
+        return _ROUTES[site.route] + known
+
+    return [
+        (site.name, str(shapes.get(site.name, "")), route(site))
+        for site in structure.observed
+    ]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects introduce themselves; what a fit says is tested beside the fits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug import kernels
+from numpyro_gpaug._display import as_html, as_text, brief
+from numpyro_gpaug.infer.vi.result import ConjugateResult
+
+X, Y = np.linspace(0, 1, 8, dtype="float32")[:, None], np.arange(8) % 2
+
+
+def model(X, y=None, *, inducing):
+    variance = numpyro.sample("variance", dist.LogNormal(0, 1))
+    level = numpyro.param("level", 0.0)
+    kernel = kernels.Matern32(0.5, variance)
+    gp = gpaug.GaussianProcess("f", kernel, inducing, mean=level)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+def test_columns_are_aligned_and_escaped():
+    rows = [("a", "1"), ("long", "<f>")]
+    assert as_text("T", rows) == "T\n  a     1\n  long  <f>"
+    assert "&lt;f&gt;" in as_html("T", rows)
+    assert as_html("T", rows).count("<td") == 4
+    assert as_text("alone", []) == "alone"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2, "2"),
+        (jnp.float32(0.125), "0.125"),
+        (np.array([1.0, 0.5]), "[1, 0.5]"),
+        (np.zeros(7), "array (7,)"),
+        (np.zeros((2, 2)), "array (2, 2)"),
+        (jax.random.key(0), "array ()"),
+        ({"a": np.ones(2), "b": np.ones(3)}, "2 arrays, 5 numbers"),
+        (None, "None"),
+    ],
+)
+def test_values_are_brief(value, text):
+    assert brief(value) == text
+
+
+def test_kernels_are_written_as_they_are_made():
+    kernel = (kernels.Matern52(jnp.ones(2), 3.0) + 1.0) * kernels.Periodic(period=7.0)
+    assert repr(kernel) == (
+        "(Matern52(lengthscale=[1, 1], variance=3) + Constant(variance=1)) * "
+        "Periodic(lengthscale=1, variance=1, period=7)"
+    )
+    seen = []
+    jax.jit(lambda v: seen.append(repr(kernels.Linear(v))))(jnp.ones(3))
+    assert seen == ["Linear(variance=traced (3,))"]
+    assert "model" in repr(kernels.as_kernel(model))
+
+
+def test_processes_and_guides_tell_their_parts():
+    with handlers.seed(rng_seed=0), handlers.block():
+        gp = gpaug.GaussianProcess("h", kernels.Linear(), X[:3], num_latents=2)
+    assert repr(gp) == (
+        'GaussianProcess("h")\n  kernel    Linear(variance=1)\n  mean      0\n'
+        "  inducing  inputs (3, 1)\n  latents   2"
+    )
+    guide = gpaug.AutoSparseGP(model)
+    svi = gpaug.ConjugateSVI(model, guide)
+    assert "not set up" in repr(svi)
+    guide.setup(X, Y, inducing=X[:3])
+    assert repr(guide).split("\n") == [
+        "AutoSparseGP, covariance 'natural'",
+        "  f         (8,)  process, 3 inducing inputs",
+        "  variance        hyperparameter, a point (AutoDelta)",
+        "  level           param, no prior",
+        "  y               observed, in closed form",
+    ]
+    assert "by L-BFGS" in repr(svi)
+    assert "kept" in repr(gpaug.ConjugateSVI(model, guide, None))
+    assert svi._repr_html_().startswith("<table>")
+
+
+def test_a_result_tells_its_bound_and_params():
+    losses = np.array([5.0, 3.0, 2.5])
+    result = ConjugateResult({"b": np.zeros((3, 3))}, None, losses)
+    assert repr(result).split("\n") == [
+        "ConjugateResult",
+        "  steps  3",
+        "  bound  -2.5",
+        "  rise   0.5 nats, of the last tenth of the steps",
+        "  b      array (3, 3)",
+    ]
+    params, _, _ = result  # still the tuple that NumPyro's is
+    assert params is result.params
