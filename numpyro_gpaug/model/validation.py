@@ -131,7 +131,7 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
             f"pass {name}.real, or real and imaginary parts as columns"
         )
     if jax.dtypes.issubdtype(value.dtype, np.floating):
-        finite = total(jnp.isfinite, value)
+        finite = total(lambda x: abs(x) < np.inf, value)
         bad = int(np.size(value) - finite)
         if bad and name not in set(uses().observed) - set(uses().inputs):
             raise ValueError(
