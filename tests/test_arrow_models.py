@@ -87,7 +87,9 @@ def either(monkeypatch):
     [
         (crossed, COUNTS, r"40 groups of 2 \(a, b\), 22 others"),
         (slopes, REAL, r"40 groups of 2 \(z\), 1 others"),
-        (nested, REAL, r"800 groups of 1 \(e\), 400 others"),
+        pytest.param(
+            nested, REAL, r"800 groups of 1 \(e\), 400 others", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_an_arrow_fits_what_a_matrix_fits(x64, either, monkeypatch, model, y, form):

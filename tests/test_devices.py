@@ -108,9 +108,9 @@ CASES = {
     ("case", "size"),
     [
         ("bernoulli", blocks.WHOLE),
-        ("bernoulli", 512),
+        pytest.param("bernoulli", 512, marks=pytest.mark.slow),
         ("softmax", 512),
-        ("student", 512),
+        pytest.param("student", 512, marks=pytest.mark.slow),
     ],
 )
 def test_only_sums_of_the_size_of_latents_go_between_devices(case, size):
@@ -148,7 +148,9 @@ def test_blocks_of_rows_of_several_devices_are_learnt_from_without_moving_rows()
     assert {kind for kind, _ in found} == {"all-reduce"}
 
 
-@pytest.mark.parametrize("groups", [10, 400], ids=["dense", "arrow"])
+@pytest.mark.parametrize(
+    "groups", [10, pytest.param(400, marks=pytest.mark.slow)], ids=["dense", "arrow"]
+)
 def test_joint_gaussians(groups):
     X, y, group = data(160)
     group = group * groups // 10

@@ -34,6 +34,7 @@ def run(folder, name, *options, **how):
     return dict(np.load(folder / f"{name}.npz")), output
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     one, _ = run(tmp_path, "one")
     two, output = run(tmp_path, "two", "--launch", "2")

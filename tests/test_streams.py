@@ -128,6 +128,7 @@ def test_a_loaded_posterior_goes_on(tmp_path):
     np.testing.assert_allclose(*means, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_several_latents_and_weights():
     def both(X, y=None, *, Z):
         w = numpyro.sample("w", dist.Normal(jnp.ones(1), 2.0).to_event(1))
