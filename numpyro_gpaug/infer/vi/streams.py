@@ -90,7 +90,7 @@ class Stream:
         :param args: the model's arguments at it, observations included. Batches of the
             same shape share a program.
         :param kwargs: its keyword arguments, where they differ from the fit's.
-        :return: the posterior of all data so far, also :attr:`posterior`. Minus its
+        :return: the posterior of all data so far, also ``stream.posterior``. Minus its
             bound on the log density of the batch given those before (and of the prior
             of hyperparameters that rest) is the last of :attr:`losses`.
         :raises ValueError: for what a fit refuses.
