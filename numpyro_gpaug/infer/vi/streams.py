@@ -92,7 +92,7 @@ class Stream:
         :param kwargs: its keyword arguments, where they differ from the fit's.
         :return: the posterior of all data so far, also ``stream.posterior``. Minus its
             bound on the log density of the batch given those before (and of the prior
-            of hyperparameters that rest) is the last of :attr:`losses`.
+            of hyperparameters that rest) is the last of ``stream.losses``.
         :raises ValueError: for what a fit refuses.
         """
         args, kwargs = self.posterior.arguments_at(*args, **kwargs)
