@@ -163,8 +163,8 @@ def planted() -> list[Planted]:
         Planted(
             "Affine map: sign of the offset",
             "math/affine.py",
-            "- factors.precision * self.offset\n        rows",
-            "+ factors.precision * self.offset\n        rows",
+            "- factors.precision * about\n",
+            "+ factors.precision * about\n",
             (
                 "test_conjugate",
                 "test_gibbs",

@@ -83,6 +83,19 @@ class ArrowSizes(NamedTuple):
         return jnp.concatenate([flat, corner], -1)
 
 
+def log_det_of(inverse: Array, whitener: Array) -> Array:
+    """Log-determinant of a covariance, (1,), from factors of groups and corner.
+
+    :param inverse: (1, G, R, R), triangular.
+    :param whitener: (1, E, K), triangular.
+    """
+    logs = [
+        jnp.log(jnp.abs(linalg.diagonal(x))).reshape(1, -1).sum(-1)
+        for x in (inverse, whitener)
+    ]
+    return 2 * (logs[0] + logs[1])
+
+
 class ArrowMoments(NamedTuple):
     """What is needed of a Gaussian whose precision is an arrow; each with a leading
     axis of 1, like other moments.
@@ -112,9 +125,7 @@ class ArrowMoments(NamedTuple):
     @property
     def log_det(self) -> Array:
         """Log-determinant of the covariance, (1,)."""
-        diagonals = linalg.diagonal(self.inverse), linalg.diagonal(self.whitener)
-        logs = [jnp.log(jnp.abs(d)).reshape(1, -1).sum(-1) for d in diagonals]
-        return 2 * (logs[0] + logs[1])
+        return log_det_of(self.inverse, self.whitener)
 
     def carried(self, projection: Array) -> tuple[Array, Array]:
         """How means shift by, and how far values spread along, an affine map.

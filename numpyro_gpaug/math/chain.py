@@ -33,7 +33,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.math import linalg, small
-from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes, Chain
+from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes, Chain, log_det_of
 from numpyro_gpaug.math.recurrences import filtered, linear
 
 
@@ -66,9 +66,7 @@ class ChainMoments(NamedTuple):
     @property
     def log_det(self) -> Array:
         """Log-determinant of the covariance, (1,)."""
-        diagonals = linalg.diagonal(self.inverse), linalg.diagonal(self.whitener)
-        logs = [jnp.log(jnp.abs(d)).reshape(1, -1).sum(-1) for d in diagonals]
-        return 2 * (logs[0] + logs[1])
+        return log_det_of(self.inverse, self.whitener)
 
     @property
     def rank(self) -> int:

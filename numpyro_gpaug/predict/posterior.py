@@ -203,9 +203,7 @@ class Posterior(Displayed):
         """How far the expectations of the fit that are by quadrature are off, by
         observed site, in nats per datum: the mean absolute difference from a rule with
         half as many nodes more, at the posterior and the data of the fit. Making the
-        posterior warns above 1e-3: there, of a density with a kink
-        (``AsymmetricLaplace`` beside ``Laplace``, which is in closed form), posterior
-        means were off by up to .1 standard deviations, and standard deviations by 2%.
+        posterior warns above 1e-3, as a density with a kink does.
         Empty after :meth:`load`, and where comparing takes a matrix of more than 2^24
         entries.
         """

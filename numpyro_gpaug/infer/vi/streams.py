@@ -83,6 +83,7 @@ class Stream:
         self._guide = ContinuedGP(posterior.model)
         self._svi = ConjugateSVI(posterior.model, self._guide, None)
         self._blended: Any = one_thread(jax.jit(_blended))
+        self._moments: Any = one_thread(jax.jit(self._guide.moments))
 
     def update(self, *args: Any, **kwargs: Any) -> Posterior:
         """Learns from a batch.
@@ -113,7 +114,7 @@ class Stream:
         )  # fmt: skip
         _, own = guide.split_params(result.params)
         self.losses.append(float(np.asarray(result.losses[-1])))
-        self.posterior = self.posterior.moved(guide.moments(own))
+        self.posterior = self.posterior.moved(self._moments(own))
         return self.posterior
 
 
