@@ -3,6 +3,7 @@
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -29,6 +30,13 @@ if version("jaxlib").startswith("0.10."):
 # Devices for the tests of several; all others use the first.
 flags.append("--xla_force_host_platform_device_count=4")
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+
+# A program that another test has compiled, in this process or beside it, is read, not
+# compiled again. The processes of "pytest -n" find the folder in their environment.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
