@@ -24,6 +24,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
+from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.math.whitening import cholesky_of_sums
@@ -79,7 +80,7 @@ class Predictor:
             "f": self._f, "joint": self._joint, "y": self._y,
             "log_prob": self._log_prob, "draws": self._draws,
         }  # fmt: skip
-        self._compiled = jax.jit(
+        self._compiled = Compiled(
             self._answer, static_argnames=("what", "static", "site", "num")
         )
         # By the shapes of the arguments.

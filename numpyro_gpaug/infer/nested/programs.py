@@ -15,6 +15,7 @@ from jax import Array, lax, random
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.bound import CollapsedBound, Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
+from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.latents import whitened
 from numpyro_gpaug.model.structure import Arguments, Trace, run_model
@@ -66,11 +67,11 @@ class Programs:
         held = 4 * size**2 + 2 * size * rows + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
         # One thread at a time traces the model.
-        self.evaluate: Any = one_thread(jax.jit(self._evaluate))
-        self.draw: Any = one_thread(jax.jit(self._draw))
-        self.gaussians: Any = one_thread(jax.jit(self._gaussians))
+        self.evaluate: Any = one_thread(Compiled(self._evaluate))
+        self.draw: Any = one_thread(Compiled(self._draw))
+        self.gaussians: Any = one_thread(Compiled(self._gaussians))
         self.sites: Any = one_thread(
-            jax.jit(self._sites, static_argnames="deterministic")
+            Compiled(self._sites, static_argnames="deterministic")
         )
 
     @one_thread

@@ -46,6 +46,7 @@ from numpyro_gpaug.infer.vi.start import (
     read_params,
 )
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.sharding import on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.model.calls import check_count, check_given, check_key
 from numpyro_gpaug.model.inspect import structure_at
@@ -167,7 +168,7 @@ class ConjugateSVI(Displayed):
         self._plans: dict[Any, Plan] = {}
         self._mesh = rows_mesh(mesh, ())
         self._checked = CheckedData(model, guide, self._mesh)
-        self._begin = jax.jit(
+        self._begin = Compiled(
             partial(initial_state, self.settings, model, guide),
             static_argnames="static",
         )
@@ -176,13 +177,13 @@ class ConjugateSVI(Displayed):
         )
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
-        self._advance = jax.jit(
+        self._advance = Compiled(
             partial(run_chunk, self.settings),
             static_argnames=("plan", "static"), donate_argnames="state",
         )  # fmt: skip
-        self._read = jax.jit(partial(read_params, guide))
+        self._read = Compiled(partial(read_params, guide))
         self._loss, self._bounds = (
-            jax.jit(partial(fn, self.settings), static_argnames=("plan", "static"))
+            Compiled(partial(fn, self.settings), static_argnames=("plan", "static"))
             for fn in (evaluate, bounds_of_batches)
         )
 
