@@ -33,7 +33,7 @@ REDUCED = {
 }
 
 
-QUICK = {"classify", "learned_link"}
+QUICK = {"learned_link"}
 
 
 def run(script: str, folder: Path, *options: str) -> str:
