@@ -23,8 +23,9 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     lookup_expectation,
 )
+from numpyro_gpaug.model.arrow import Predictors
 from numpyro_gpaug.model.exponentials import has_form
-from numpyro_gpaug.model.forms import find_form, refuse_large
+from numpyro_gpaug.model.forms import Asked, find_form, refuse_large
 from numpyro_gpaug.model.frontier import frontier
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.indices import check_indices, program_of_others
@@ -108,12 +109,14 @@ def inspect_joint(
     if not sites or not survey.observed:
         return structure
 
-    def view(structure: JointStructure) -> JointView:
-        return JointView(structure, model, arguments, {}, jax.random.key(0))
+    def at(structure: JointStructure, arrays: tuple[Array, ...]) -> Predictors:
+        given = arguments._replace(arrays=arrays)
+        return JointView(structure, model, given, {}, jax.random.key(0)).predictors
 
     walks = tuple(name for name in survey.walks if name in names)
-    pairs = view(structure).pairs
-    structure = find_form(structure, walks, lambda s: view(s).predictors, pairs, uses)
+    view = JointView(structure, model, arguments, {}, jax.random.key(0))
+    asked = Asked(at, arguments.arrays, view.pairs, view.rows)
+    structure = find_form(structure, walks, asked, uses)
     refuse_large(structure, walks)
     return structure
 

@@ -192,6 +192,11 @@ class JointView:
         return [self._program.avals[root] for root in self._roots]
 
     @property
+    def rows(self) -> int:
+        """How many predictors there are."""
+        return sum(v.size for v in self._root_shapes)
+
+    @property
     def pairs(self) -> tuple[Array, Array] | None:
         """Predictors that likelihoods look at in pairs."""
         left, right, begin = [], [], 0
