@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
+from numpyro_gpaug._numpyro import scan_index
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
@@ -103,7 +104,7 @@ class JointStructure(Structure):
     @property
     def size(self) -> int:
         """Of the joint Gaussian."""
-        return self.blocks[0].shape[0]
+        return self.blocks[0].shape[0] if self.blocks else 0
 
     def sizeless(self) -> JointStructure:
         return replace(self, plates={}, constraints={}, shapes=())
@@ -334,9 +335,14 @@ def whitened(
         found = whitening(message["fn"])
         if found is None:
             return None
+        numbers, index = z[message["name"]], scan_index(message)
+        if index is not None:
+            before = jnp.where(index > 0, numbers[index - 1], 0)
+            summed = message["name"] in steps
+            return found.value(numbers[index] - (before if summed else 0))
         value = found.steps if message["name"] in steps else found.value
         assert value is not None
-        return value(z[message["name"]])
+        return value(numbers)
 
     return handlers.substitute(model, substitute_fn=filled)
 
