@@ -23,6 +23,8 @@ from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.predict import summary
+from numpyro_gpaug.predict.mixture import Members
 from tests.conftest import compilations, enable_x64
 
 SLOW = pytest.mark.slow
@@ -634,6 +636,24 @@ def test_effective_draws_of_means_count_points_not_draws():
     np.testing.assert_allclose(table["point"][-1], 400, rtol=0.01)
     np.testing.assert_allclose(table["draw"][-1], 3200, rtol=0.2)
     np.testing.assert_allclose(found.log_evidence, 0, atol=1e-12)
+
+
+def test_what_is_the_same_in_all_draws_has_no_spread():
+    """The diagonal of correlations, but for rounding, and the zeros of a factor."""
+    rng = np.random.default_rng(0)
+    correlation = rng.uniform(-1, 1, 40).astype(np.float32)
+    one = 1 + np.float32(1e-7) * rng.integers(0, 2, 40).astype(np.float32)
+    L = np.stack([one, 0 * one, correlation, one], -1).reshape(40, 2, 2)
+    table = weighted(np.zeros((40, 1))).table({"L": L})
+    for entry, value in (("L[0, 0]", 1), ("L[0, 1]", 0)):
+        mean, sd, *_, worth = table[entry]
+        np.testing.assert_allclose(mean, value, atol=1e-6)
+        assert sd == 0
+        assert np.isnan(worth)
+    np.testing.assert_allclose(table["L[1, 0]"][-1], 40)
+    rows = summary.table({}, {}, Members(np.full(40, -np.log(40)), {"L": L}, {}))
+    assert rows.loc["L[0, 0]", "sd"] == 0
+    np.testing.assert_allclose(rows.loc["L[1, 0]", "sd"], correlation.std(), rtol=1e-5)
 
 
 def test_weights_that_tie_are_left_alone():
