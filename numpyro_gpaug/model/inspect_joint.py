@@ -22,6 +22,7 @@ from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
+    lookup_correlated,
     lookup_expectation,
 )
 from numpyro_gpaug.model.arrow import Predictors
@@ -377,6 +378,11 @@ class _Read:
                 name, (), (), Route.CONSTANT, (), augmented, log_concave=False,
                 reason=None,
             )  # fmt: skip
+        if self._closed(name) and (several := lookup_correlated(cls)):
+            return Observed(
+                name, (several.latent,), ((),), Route.CORRELATED, (), augmented,
+                log_concave=True, reason=None,
+            )  # fmt: skip
         if self._closed(name):
             expectation = lookup_expectation(cls)
             assert expectation is not None
@@ -400,7 +406,10 @@ def _instead(reason: str) -> str:
             "Let the scan return its states, and write what is not affine in them and "
             "the observed sites after it, in a plate"
         )
-    return "Categorical likelihoods of Gaussian processes are for AutoSparseGP"
+    return (
+        "Of softmax likelihoods Categorical(logits=eta), with eta affine, is taken; "
+        "others of Gaussian processes are for AutoSparseGP"
+    )
 
 
 def warn_of_points(

@@ -19,6 +19,7 @@ from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
     base_distribution,
+    lookup_correlated,
     lookup_expectation,
 )
 from numpyro_gpaug.math.affine import Prior
@@ -390,9 +391,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
                 check_shape(name, site)
             density = fn.log_prob(value)
             parts.densities[name] = density if scale is None else density * scale
-            expectation = elementwise_expectation(fn)
-            if expectation is not None:
-                (latent,) = expectation.latents
+            if latent := _parameter(fn):
                 parts.parameters[name] = getattr(base_distribution(fn), latent)
             parts.likelihoods[name] = Likelihood((fn, value, scale))
         elif name in sites:
@@ -405,6 +404,14 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
         else:
             parts.others[name] = Likelihood((fn, value, scale))
     return parts
+
+
+def _parameter(fn: Any) -> str | None:
+    """The parameter that may carry latents, of a registered likelihood."""
+    if found := elementwise_expectation(fn):
+        return found.latents[0]
+    several = lookup_correlated(type(base_distribution(fn)))
+    return several and several.latent
 
 
 def elementwise_expectation(fn: Any) -> Expectation | None:
