@@ -533,7 +533,7 @@ def test_discrete_latents_and_softmax_are_refused():
     def softmax(X, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2, 3]).to_event(2))
         with numpyro.plate("data", len(X)):
-            numpyro.sample("y", dist.Categorical(logits=X @ w), obs=y)
+            numpyro.sample("y", dist.Categorical(jax.nn.softmax(X @ w)), obs=y)
 
     X = np.column_stack([np.ones(N), T])
     with pytest.raises(gpaug.NotConjugateError, match="site 'y'.*reduce_max mixes"):

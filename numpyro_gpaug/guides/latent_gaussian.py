@@ -65,7 +65,9 @@ class AutoLatentGaussian(ProcessGuide):
     A likelihood is anything whose log-density is a sum over data of functions of one or
     two affine predictors: in closed form where registered, or where it is affine in a
     predictor and in exponentials of it (Poisson, gamma, exponential and Weibull laws of
-    rates ``exp(eta)``), by Gauss-Hermite quadrature otherwise.
+    rates ``exp(eta)``), by Gauss-Hermite quadrature otherwise. A softmax,
+    ``Categorical(logits=eta)``, takes any number of predictors, correlated as they are,
+    by quasi-random nodes (``math/correlated_softmax.py``).
 
     :param model: a NumPyro model.
     :param covariance: ``"natural"``: potential and precision, what
