@@ -69,6 +69,17 @@ def current_residual_policy() -> str:
     return "mean"
 
 
+def scan_index(message: dict[str, Any]) -> Any:
+    """Which step of NumPyro's ``scan`` a site's message is of, as it runs; ``None``
+    outside of any."""
+    return message["infer"].get("_scan_current_index")
+
+
+def is_scanned(message: dict[str, Any]) -> bool:
+    """Whether a site's message is of all steps of a ``scan`` together, or of one."""
+    return "_scan_current_index" in message["infer"]
+
+
 def deterministic_site(name: str, conditional: Callable[[], Any]) -> Any:
     """A deterministic message whose ``fn`` is ``conditional``: handlers may read its
     structure and fill in the value; otherwise the value is ``conditional()``."""

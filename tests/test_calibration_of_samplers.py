@@ -25,7 +25,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.likelihoods import augmentation as base
 from numpyro_gpaug.likelihoods import poisson
 
-SIMULATIONS = int(os.environ.get("GPAUG_SIMULATIONS", 200))
+SIMULATIONS = int(os.environ.get("GPAUG_SIMULATIONS", 150))
 BURN_IN, DRAWS, THINNING = 30, 15, 3
 LEVEL = 0.01  # of each family of tests
 X = np.linspace(-1.0, 1.0, 6, dtype=np.float32)[:, None]

@@ -82,7 +82,7 @@ def regression(t, y=None, *, law):
             numpyro.sample("y", law(eta), obs=y)
 
 
-POINTS = np.stack(np.meshgrid(*[np.linspace(-6, 6, 301)] * 2, indexing="ij"), -1)
+POINTS = np.stack(np.meshgrid(*[np.linspace(-6, 6, 121)] * 2, indexing="ij"), -1)
 POINTS = POINTS.reshape(-1, 2)
 
 
@@ -235,15 +235,21 @@ def covariance():
     return mean + same * (0.49 + 0.09 * np.outer(T, T)) + 0.25 * np.eye(N)
 
 
-def test_normal_models_have_the_exact_evidence(x64):
-    _, result, guide = fitted(varying, T, GROUP, REAL)
+@pytest.fixture(scope="module")
+def of_normal():
+    with enable_x64(True):
+        return fitted(varying, T, GROUP, REAL)
+
+
+def test_normal_models_have_the_exact_evidence(x64, of_normal):
+    _, result, guide = of_normal
     exact = stats.multivariate_normal(np.ones(N), covariance()).logpdf(REAL)
     np.testing.assert_allclose(-result.losses[-1], exact, rtol=1e-9)
     assert guide.structure.size == 10
 
 
-def test_normal_models_have_the_exact_posterior(x64):
-    posterior, _, _ = fitted(varying, T, GROUP, REAL)
+def test_normal_models_have_the_exact_posterior(x64, of_normal):
+    posterior, _, _ = of_normal
     of_y = posterior.predict_f(T, GROUP)
     of_a = posterior.predict_f(np.zeros(4), np.arange(4))
     np.testing.assert_allclose(of_a.mean, posterior["a"].mean, rtol=1e-8)
@@ -527,7 +533,7 @@ def test_discrete_latents_and_softmax_are_refused():
     def softmax(X, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2, 3]).to_event(2))
         with numpyro.plate("data", len(X)):
-            numpyro.sample("y", dist.Categorical(logits=X @ w), obs=y)
+            numpyro.sample("y", dist.Categorical(jax.nn.softmax(X @ w)), obs=y)
 
     X = np.column_stack([np.ones(N), T])
     with pytest.raises(gpaug.NotConjugateError, match="site 'y'.*reduce_max mixes"):
@@ -655,7 +661,7 @@ def test_too_many_latents_are_refused_with_their_size():
 
 
 @pytest.mark.parametrize(
-    ("group", "effects"), [(np.zeros(N, int), 1), (GROUP, 6), (GROUP * 0 + 2, 4)]
+    ("group", "effects"), [(np.zeros(N, int), 1), (GROUP % 2 * 2, 6)]
 )
 def test_plates_of_one_and_groups_without_rows(group, effects):
     posterior, result, _ = fitted(

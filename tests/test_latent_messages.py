@@ -215,7 +215,7 @@ def test_batches_that_are_passed_in_are_checked_too():
         svi.update(state, group[:10] + 1, y[:10])
 
 
-def test_several_predictors_need_a_name_and_kinks_are_warned_of():
+def test_several_predictors_need_a_name_and_kinks_are_warned_of(tmp_path):
     def model(t, y=None):
         a = numpyro.sample("a", dist.Normal(0, 1).expand([2]).to_event(1))
         with numpyro.plate("data", len(t)):
@@ -227,6 +227,9 @@ def test_several_predictors_need_a_name_and_kinks_are_warned_of():
     with pytest.warns(UserWarning, match="'y' are off by about .* has a kink"):
         posterior = svi.posterior(fit)
     assert 1e-3 < posterior.quadrature_errors["y"] < 0.1
+    posterior.save(tmp_path / "fit.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "fit.npz", model)
+    assert loaded.quadrature_errors == posterior.quadrature_errors
     assert "by quadrature, off by " in repr(posterior)
     with pytest.raises(ValueError, match="numpyro.deterministic"):
         posterior.predict_f(T)

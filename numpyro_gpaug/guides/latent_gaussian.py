@@ -59,12 +59,15 @@ class AutoLatentGaussian(ProcessGuide):
     costs less, it is an arrow (``math/arrow.py``): work and memory are linear in rows
     and groups; beside these, at most 5000 latents are held. The steps of random walks
     (``GaussianRandomWalk``, of any length, several together, and noise of every step)
-    of which every datum looks at one are chains (``math/chain.py``), in the same way.
+    of which every datum looks at one are chains (``math/chain.py``), in the same way;
+    so are states that add up in NumPyro's ``scan``.
 
     A likelihood is anything whose log-density is a sum over data of functions of one or
     two affine predictors: in closed form where registered, or where it is affine in a
     predictor and in exponentials of it (Poisson, gamma, exponential and Weibull laws of
-    rates ``exp(eta)``), by Gauss-Hermite quadrature otherwise.
+    rates ``exp(eta)``), by Gauss-Hermite quadrature otherwise. A softmax,
+    ``Categorical(logits=eta)``, takes any number of predictors, correlated as they are,
+    by quasi-random nodes (``math/correlated_softmax.py``).
 
     :param model: a NumPyro model.
     :param covariance: ``"natural"``: potential and precision, what

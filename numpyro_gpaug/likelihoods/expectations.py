@@ -28,6 +28,7 @@ class Route(enum.Enum):
     CLOSED_FORM = "closed form"
     EXPONENTIAL = "closed form of exponentials"
     GAUSS_HERMITE = "Gauss-Hermite quadrature"
+    CORRELATED = "quasi-random nodes"
     MONTE_CARLO = "Monte Carlo"
     CONSTANT = "no dependence on latents"
 
@@ -92,6 +93,42 @@ def register_expectation(
 def lookup_expectation(cls: type[Distribution]) -> Expectation | None:
     """The registered expectation of a class or its nearest base, or ``None``."""
     return next((_REGISTRY[base] for base in cls.__mro__ if base in _REGISTRY), None)
+
+
+class CorrelatedExpectation(NamedTuple):
+    """A registered expectation under latents of one datum that are correlated.
+
+    :param latent: name of the parameter that carries them along its last axis.
+    :param expected_log_prob: ``(d, y, mean, variance, covariance, num) -> batch``, with
+        covariances of pairs as in
+        :func:`~numpyro_gpaug.math.correlated_softmax.pair_places`, and with so many
+        nodes.
+    :param predictive: ``(d, mean, variance, covariance) -> Distribution`` of a new
+        observation.
+    """
+
+    latent: str
+    expected_log_prob: Callable[[Any, Array, Array, Array, Array, int], Array]
+    predictive: Callable[[Any, Array, Array, Array], Distribution]
+
+
+_CORRELATED: dict[type[Distribution], CorrelatedExpectation] = {}
+
+
+def register_correlated(
+    cls: type[Distribution], expectation: CorrelatedExpectation
+) -> None:
+    """Registers the expectation of a log-concave likelihood under correlated latents.
+
+    :param cls: its class.
+    :param expectation: of it.
+    """
+    _CORRELATED[cls] = expectation
+
+
+def lookup_correlated(cls: type[Distribution]) -> CorrelatedExpectation | None:
+    """The registered expectation under correlated latents, or ``None``."""
+    return next((_CORRELATED[b] for b in cls.__mro__ if b in _CORRELATED), None)
 
 
 def expected_log_prob(

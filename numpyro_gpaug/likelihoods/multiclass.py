@@ -18,6 +18,10 @@ from jax.scipy.special import digamma, gammaln, polygamma
 
 from numpyro_gpaug import distributions
 from numpyro_gpaug.distributions._classes import chosen_class
+from numpyro_gpaug.math.correlated_softmax import (
+    expected_log_sum_exp,
+    expected_softmax,
+)
 from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,
     LOGISTIC,
@@ -28,6 +32,7 @@ from numpyro_gpaug.math.logistic import expected_log_sigmoid
 
 from ._logistic import PolyaGammaOrZero, log_tilt
 from .contract import Augmentation, Conditionals, Parameters, register
+from .expectations import CorrelatedExpectation, register_correlated
 
 NEWTON_STEPS = 4
 
@@ -147,6 +152,22 @@ def _logistic_predictive(d, means: Parameters, variances: Parameters):
     return _classes(expected_shares(LOGISTIC, m, v), least)
 
 
+def _correlated_softmax(
+    d, y, mean: Array, variance: Array, covariance: Array, num: int
+) -> Array:
+    normaliser = expected_log_sum_exp(mean, variance, covariance, num)
+    return chosen_class(mean, y) - normaliser
+
+
+def _correlated_predictive(d, mean: Array, variance: Array, covariance: Array):
+    least = mean - jax.nn.logsumexp(mean + 0.5 * variance, -1, keepdims=True)
+    return _classes(expected_softmax(mean, variance, covariance), least)
+
+
+register_correlated(
+    dist.CategoricalLogits,
+    CorrelatedExpectation("logits", _correlated_softmax, _correlated_predictive),
+)
 register(dist.CategoricalLogits, ("logits",), _softmax_expectation, _softmax_predictive)
 for likelihood, augmentation in (
     (distributions.LogisticSoftmax, LogisticSoftmax()),

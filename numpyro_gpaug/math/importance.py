@@ -67,6 +67,17 @@ def log_mean_exp(x: np.ndarray, axis: int | None = None) -> Any:
     return total if np.ndim(total) else float(total)
 
 
+def varying(values: np.ndarray) -> np.ndarray:
+    """Of each column, whether it differs by more than rounding: the diagonal of a
+    correlation matrix, or the zeros of its factor, do not.
+
+    :param values: (n, columns), in the precision that they were computed in.
+    """
+    floats = np.issubdtype(values.dtype, np.floating)
+    rounding = 8 * np.finfo(values.dtype).eps if floats else 0.0
+    return np.ptp(values, axis=0) > rounding * np.abs(values).max(0)
+
+
 def weighted_quantiles(
     values: np.ndarray, weights: np.ndarray, levels: tuple[float, ...]
 ) -> np.ndarray:

@@ -15,6 +15,7 @@ _ROUTES = {
     Route.CLOSED_FORM: "observed, in closed form",
     Route.EXPONENTIAL: "observed, in closed form",
     Route.GAUSS_HERMITE: "observed, by quadrature",
+    Route.CORRELATED: "observed, by quasi-random nodes",
     Route.MONTE_CARLO: "observed, by Monte Carlo",
     Route.CONSTANT: "observed, without latents",
 }

@@ -4,10 +4,12 @@ where latents come in groups, chains where these are steps of random walks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from math import prod
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -26,31 +28,69 @@ _FEWEST, _WIDEST = 16, 8
 _OVERHEAD = 5e7
 
 
+class Asked(NamedTuple):
+    """A model's predictors, to be asked what they look at.
+
+    :param at: predictors of all data, from a structure and arrays.
+    :param arrays: the arguments' arrays.
+    :param pairs: predictors that likelihoods look at in pairs.
+    :param rows: how many predictors there are.
+    """
+
+    at: Callable[[JointStructure, tuple[Array, ...]], Predictors]
+    arrays: tuple[Array, ...]
+    pairs: tuple[Array, Array] | None
+    rows: int
+
+    def misfit(self, structure: JointStructure) -> float:
+        """See :meth:`~numpyro_gpaug.model.arrow.Predictors.misfit`."""
+
+        @jax.jit
+        def misfit(arrays: tuple[Array, ...], pairs: Any) -> Array:
+            return self.at(structure, arrays).misfit(pairs)
+
+        return float(misfit(self.arrays, self.pairs))
+
+    def looked_at(
+        self, structure: JointStructure, singles: list[Grouping]
+    ) -> list[tuple[Any, Any, Any]]:
+        """By grouping of one site: whether each predictor looks at any of its members,
+        at which, and how far random numbers are from what these two say, relative to
+        their terms. One program says it all."""
+
+        @jax.jit
+        def looked_at(arrays: tuple[Array, ...]) -> list[tuple[Array, Array, Array]]:
+            predictors = self.at(structure, arrays)
+            return [_looked_at(predictors, single) for single in singles]
+
+        return looked_at(self.arrays)
+
+
 def find_form(
-    structure: JointStructure,
-    walks: tuple[str, ...],
-    at: Callable[[JointStructure], Predictors],
-    pairs: tuple[Array, Array] | None,
-    uses: float,
+    structure: JointStructure, walks: tuple[str, ...], asked: Asked, uses: float
 ) -> JointStructure:
     """A structure in the form that costs least: of groups, of steps of random walks, or
     as it is, one dense matrix, which it is too where the arguments are traced.
 
     :param structure: of a model, dense.
     :param walks: sites whose numbers may be running sums.
-    :param at: predictors of all data, from a structure.
-    :param pairs: predictors that likelihoods look at in pairs.
+    :param asked: its predictors.
     :param uses: how many times as long as a fit's the program's savings are counted.
     """
-    overhead = _OVERHEAD / uses
-    stepwise = structure.in_steps(walks)
-    predictors = at(stepwise)
-    rows = len(predictors.offset)
+    overhead, rows = _OVERHEAD / uses, asked.rows
     if _dense_cost(rows, structure.size) < overhead:
         return structure
-    if isinstance(predictors.offset, Tracer):
+    stepwise = structure.in_steps(walks)
+    singles = [
+        Grouping(((site.name, axes),))
+        for site in structure.sites
+        for axes in _axes(site.shape)
+    ]
+    told = asked.looked_at(stepwise, singles)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(told)):
         return structure
-    found = [*_groupings(predictors, pairs)]
+    members = [_group_of_data(answer, asked.pairs) for answer in told]
+    found = _groupings(structure, zip(singles, members, strict=True))
     forms = [_arrow(structure, found, walks), _chain(structure, found, walks)]
     known = sorted(
         (form for form in forms if form is not None),
@@ -58,7 +98,7 @@ def find_form(
     )
     for form in known:
         cheaper = _cost(form, rows) + overhead < _dense_cost(rows, structure.size)
-        if cheaper and at(form).misfit(pairs) < ROUNDING:
+        if cheaper and asked.misfit(form) < ROUNDING:
             return form
     return structure
 
@@ -141,29 +181,32 @@ def _of_steps(
 
 
 def _groupings(
-    predictors: Predictors, pairs: tuple[Array, Array] | None
+    structure: JointStructure, members: Iterable[tuple[Grouping, np.ndarray | None]]
 ) -> list[Grouping]:
-    """Sites of which every datum looks at one member, together where it is the same."""
-    structure = predictors.structure
+    """Sites of which every datum looks at one member, together where it is the same.
+
+    :param structure: of the model.
+    :param members: groupings of one site, with the member of each predictor, -1 for
+        none; ``None`` where some look at several.
+    """
     known: list[tuple[Grouping, np.ndarray]] = []
-    for site in structure.sites:
-        for axes in _axes(site.shape):
-            single = Grouping(((site.name, axes),))
-            group = _group_of_data(predictors, pairs, single)
-            if group is None:
-                continue
-            for i, (other, seen) in enumerate(known):
-                same = structure.members(other) == structure.members(single)
-                both = (group >= 0) & (seen >= 0)
-                again = site.name in dict(other.sites)
-                # New rows have other members of the one, not of the other.
-                same &= site.local == structure.site(other.sites[0][0]).local
-                if same and not again and (group == seen)[both].all() and both.any():
-                    merged = Grouping(other.sites + single.sites)
-                    known[i] = merged, np.maximum(group, seen)
-                    break
-            else:
-                known.append((single, group))
+    for single, group in members:
+        if group is None:
+            continue
+        ((name, _),) = single.sites
+        for i, (other, seen) in enumerate(known):
+            same = structure.members(other) == structure.members(single)
+            both = (group >= 0) & (seen >= 0)
+            again = name in dict(other.sites)
+            # New rows have other members of the one, not of the other.
+            first = structure.site(other.sites[0][0])
+            same &= structure.site(name).local == first.local
+            if same and not again and (group == seen)[both].all() and both.any():
+                merged = Grouping(other.sites + single.sites)
+                known[i] = merged, np.maximum(group, seen)
+                break
+        else:
+            known.append((single, group))
     return [grouping for grouping, _ in known]
 
 
@@ -175,27 +218,35 @@ def _axes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield axes
 
 
-def _group_of_data(
-    predictors: Predictors, pairs: tuple[Array, Array] | None, grouping: Grouping
-) -> np.ndarray | None:
-    """By predictor, which member it looks at, those of one datum the same; -1 for none;
-    ``None`` if some look at several.
-
-    :param predictors: of all data.
-    :param pairs: those of one datum.
-    :param grouping: of one site.
-    """
+def _looked_at(
+    predictors: Predictors, grouping: Grouping
+) -> tuple[Array, Array, Array]:
+    """See :meth:`Asked.looked_at`."""
     structure = predictors.structure
     loadings, group = predictors.looked_at(grouping)
-    rng = np.random.default_rng(0)
+    rng, worst = np.random.default_rng(0), []
     for _ in range(PROBES):
         shape = structure.members(grouping), structure.each(grouping)
         probe = jnp.asarray(rng.normal(size=shape), structure.dtype)
         moved = predictors.push(structure.placed(grouping, probe))
         off = moved - (loadings * probe[group]).sum(-1)
-        if not relative(off, jnp.abs(loadings).sum(-1)) < ROUNDING:
-            return None
-    found = np.where(np.asarray(loadings != 0).any(-1), np.asarray(group), -1)
+        worst.append(relative(off, jnp.abs(loadings).sum(-1)))
+    return (loadings != 0).any(-1), group, jnp.stack(worst).max()
+
+
+def _group_of_data(
+    told: tuple[Any, Any, Any], pairs: tuple[Array, Array] | None
+) -> np.ndarray | None:
+    """By predictor, which member it looks at, those of one datum the same; -1 for none;
+    ``None`` if some look at several.
+
+    :param told: see :meth:`Asked.looked_at`.
+    :param pairs: those of one datum.
+    """
+    looks, group, off = map(np.asarray, told)
+    if not off < ROUNDING:
+        return None
+    found = np.where(looks, group, -1)
     if pairs is not None:
         first, second = (np.asarray(place) for place in pairs)
         left, right = found[first], found[second]

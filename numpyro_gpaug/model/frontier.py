@@ -82,7 +82,8 @@ def frontier(program: Program, outputs: list[int | Literal]) -> Frontier:
     # What is affine to its very end is a root itself, as everything else is.
     found = [x for x in outputs if program.affine(x)]
     for operation in reached:
-        if not any(program.affine(x) for x in operation.results):
+        dependent = [x for x in operation.results if program.depends(x)]
+        if not all(program.affine(x) for x in dependent):
             found += [x for x in operation.operands if program.affine(x)]
     roots: dict[int, int] = {}
     scaled: dict[int, bool] = {}

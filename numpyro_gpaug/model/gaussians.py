@@ -107,6 +107,23 @@ def _(base: dist.GaussianRandomWalk, shape: tuple[int, ...]) -> Whitening:
 
 
 @_whitening.register
+def _(base: dist.GaussianStateSpace, shape: tuple[int, ...]) -> Whitening:
+    factor, (along,) = base.scale_tril, base.transforms
+
+    def value(z: Array) -> Array:
+        return along((factor @ z[..., None])[..., 0])
+
+    def numbers(x: Array) -> Array:
+        noise = along.inv(x)[..., None]
+        whole = jnp.broadcast_to(factor, (*noise.shape[:-2], *factor.shape[-2:]))
+        return linalg.solve_lower(whole, noise)[..., 0]
+
+    return Whitening(
+        shape, value, (factor, base.transition_matrix), numbers, mixes=True
+    )
+
+
+@_whitening.register
 def _(base: dist.MatrixNormal, shape: tuple[int, ...]) -> Whitening:
     rows, columns = base.scale_tril_row, base.scale_tril_column
 

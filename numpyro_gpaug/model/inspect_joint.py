@@ -15,22 +15,26 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro.distributions import constraints
 
+from numpyro_gpaug._numpyro import is_scanned
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
+    lookup_correlated,
     lookup_expectation,
 )
+from numpyro_gpaug.model.arrow import Predictors
 from numpyro_gpaug.model.exponentials import has_form
-from numpyro_gpaug.model.forms import find_form, refuse_large
+from numpyro_gpaug.model.forms import Asked, find_form, refuse_large
 from numpyro_gpaug.model.frontier import frontier
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.indices import check_indices, program_of_others
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import (
     GaussianSite,
+    Grouping,
     JointStructure,
     Parts,
     joint_block,
@@ -108,12 +112,14 @@ def inspect_joint(
     if not sites or not survey.observed:
         return structure
 
-    def view(structure: JointStructure) -> JointView:
-        return JointView(structure, model, arguments, {}, jax.random.key(0))
+    def at(structure: JointStructure, arrays: tuple[Array, ...]) -> Predictors:
+        given = arguments._replace(arrays=arrays)
+        return JointView(structure, model, given, {}, jax.random.key(0)).predictors
 
     walks = tuple(name for name in survey.walks if name in names)
-    pairs = view(structure).pairs
-    structure = find_form(structure, walks, lambda s: view(s).predictors, pairs, uses)
+    view = JointView(structure, model, arguments, {}, jax.random.key(0))
+    asked = Asked(at, arguments.arrays, view.pairs, view.rows)
+    structure = find_form(structure, walks, asked, uses)
     refuse_large(structure, walks)
     return structure
 
@@ -193,7 +199,9 @@ def _surveyed(
                     local = any(f.name in rows for f in site["cond_indep_stack"])
                     known = tuple(found.shape), shapes[name]
                     candidates.append(GaussianSite(name, *known, local))
-                    if found.steps is not None:
+                    # States of a scan may add up, as a walk's do.
+                    scanned = is_scanned(site) and len(found.shape) == 1
+                    if found.steps is not None or scanned:
                         walks.append(name)
                     dtypes.append(jnp.result_type(site["value"]))
 
@@ -226,10 +234,28 @@ def joint_structure_at(
     names = {s.name for s in structure.sites}
     sites = tuple(s for s in survey.candidates if s.name in names)
     here = structure.with_sites(sites).in_steps(structure.steps)
+    for grouping in here.arrow.all if here.arrow else ():
+        _check_members(here, grouping)
     shapes = tuple(survey.shapes.items())
     return replace(
         here, plates=survey.plates, functions=survey.functions, shapes=shapes
     )
+
+
+def _check_members(structure: JointStructure, grouping: Grouping) -> None:
+    """Raises where sites that had members in common no longer have as many.
+
+    :param structure: of the model at other arguments than those it was found at.
+    :param grouping: of its sites.
+    """
+    alone = [Grouping((site,)) for site in grouping.sites]
+    found = {g.sites[0][0]: structure.members(g) for g in alone}
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"{[*found]} had the same members where the model was fitted (the steps of "
+            f"a walk and their noise, effects of one plate), and have {found} of them "
+            "here: give all the same number, of the walk and of the plate"
+        )
 
 
 def _refuse(site: dict[str, Any], observes: bool) -> None:
@@ -298,8 +324,7 @@ class _Read:
                     raise NotConjugateError(
                         f"site {name!r}: its log-density is no sum over data of "
                         f"functions of one or two affine predictors: {reason}. "
-                        "Categorical likelihoods of Gaussian processes are for "
-                        "AutoSparseGP; MCMC(NUTS(model)) samples any model"
+                        f"{_instead(reason)}; MCMC(NUTS(model)) samples any model"
                     )
                 return {s: f"in the density of {name!r}, {reason}" for s in sources}
         return {}
@@ -353,6 +378,11 @@ class _Read:
                 name, (), (), Route.CONSTANT, (), augmented, log_concave=False,
                 reason=None,
             )  # fmt: skip
+        if self._closed(name) and (several := lookup_correlated(cls)):
+            return Observed(
+                name, (several.latent,), ((),), Route.CORRELATED, (), augmented,
+                log_concave=True, reason=None,
+            )  # fmt: skip
         if self._closed(name):
             expectation = lookup_expectation(cls)
             assert expectation is not None
@@ -367,6 +397,19 @@ class _Read:
             Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, (), augmented=False,
             log_concave=False, reason=None,
         )  # fmt: skip
+
+
+def _instead(reason: str) -> str:
+    """What to write where a likelihood is refused for this reason."""
+    if reason.startswith("scan "):
+        return (
+            "Let the scan return its states, and write what is not affine in them and "
+            "the observed sites after it, in a plate"
+        )
+    return (
+        "Of softmax likelihoods Categorical(logits=eta), with eta affine, is taken; "
+        "others of Gaussian processes are for AutoSparseGP"
+    )
 
 
 def warn_of_points(

@@ -139,6 +139,8 @@ class Reader:
 
     def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
         """Values of the results of one equation."""
+        if eqn.primitive.name == "scan":
+            return self._scanned(eqn, operands)
         inner = inner_jaxpr(eqn)
         states = [value.state for value in operands]
         if inner is not None:
@@ -157,6 +159,26 @@ class Reader:
                    self.token(*key, k))
             for k in range(len(eqn.outvars))
         ]  # fmt: skip
+
+    def _scanned(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        """Values of a scan's results: the step is read until what it carries depends on
+        nothing more. Entries count as mixed."""
+        begin, count = eqn.params["num_consts"], eqn.params["num_carry"]
+        body = eqn.params["jaxpr"].jaxpr
+        key = "scan", _static(eqn), tuple(value.token for value in operands)
+        states = [_mixed(value.state, None) for value in operands]
+        while True:
+            starts = [
+                Value(state, self.token(*key, "step", k))
+                for k, state in enumerate(states)
+            ]
+            found = [_mixed(v.state, None) for v in self.interpret(body, starts)]
+            carried = states[begin : begin + count]
+            after = [_join(list(x)) for x in zip(carried, found, strict=False)]
+            if after == carried:
+                break
+            states[begin : begin + count] = after
+        return [Value(state, self.token(*key, k)) for k, state in enumerate(found)]
 
     def _primitive(self, eqn: Any, operands: list[Value]) -> State:
         name = eqn.primitive.name

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -18,11 +19,13 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
+    lookup_correlated,
     predictive,
 )
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.arrow import ArrowPrior
 from numpyro_gpaug.math.chain import ChainPrior
+from numpyro_gpaug.math.correlated_softmax import FINER, NODES
 from numpyro_gpaug.math.expectation import (
     PredictorMoments,
     nodes,
@@ -37,7 +40,9 @@ from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint_expectation import (
     JointExpectation,
     Split,
+    correlated,
     ordered_roots,
+    pair_places,
 )
 from numpyro_gpaug.model.latents import (
     JOINT,
@@ -48,6 +53,9 @@ from numpyro_gpaug.model.latents import (
 )
 from numpyro_gpaug.model.program import Gather, Program
 from numpyro_gpaug.model.structure import Arguments, Block, Observed, Trace, run_model
+
+# Of likelihoods whose parameter is the predictor.
+_REGISTERED = Route.CLOSED_FORM, Route.CORRELATED
 
 
 class JointView:
@@ -110,7 +118,7 @@ class JointView:
         for site in self.structure.observed:
             if site.route is Route.CONSTANT:
                 continue
-            closed = site.route is Route.CLOSED_FORM
+            closed = site.route in _REGISTERED
             kind = parts.parameters if closed else parts.densities
             found[site.name] = frontier(self._program, [kind[site.name].variable])
         return found
@@ -124,7 +132,7 @@ class JointView:
     def _of_site(self, site: Observed) -> list[Any]:
         if site.route is Route.CONSTANT:
             return []
-        if site.route is Route.CLOSED_FORM:
+        if site.route in _REGISTERED:
             return [self._program.outputs.parameters[site.name].variable]
         return ordered_roots(self._program, self.frontiers[site.name])
 
@@ -192,24 +200,24 @@ class JointView:
         return [self._program.avals[root] for root in self._roots]
 
     @property
+    def rows(self) -> int:
+        """How many predictors there are."""
+        return sum(v.size for v in self._root_shapes)
+
+    @property
     def pairs(self) -> tuple[Array, Array] | None:
         """Predictors that likelihoods look at in pairs."""
         left, right, begin = [], [], 0
-        sizes = iter([v.size for v in self._root_shapes])
+        known = iter([v.shape for v in self._root_shapes])
         for site in self.structure.observed:
-            count = len(site.latents)
-            places = []
-            for _ in range(count):
-                size = next(sizes)
-                places.append(jnp.arange(begin, begin + size))
-                begin += size
-            if count == 2:
-                both = jnp.broadcast_arrays(*places)
-                left.append(both[0])
-                right.append(both[1])
-        if not left:
+            shapes = [next(known) for _ in site.latents]
+            places = pair_places(site, shapes)
+            left.append(begin + places[0])
+            right.append(begin + places[1])
+            begin += sum(map(math.prod, shapes))
+        if not sum(map(len, left)):
             return None
-        return jnp.concatenate(left), jnp.concatenate(right)
+        return jnp.asarray(np.concatenate(left)), jnp.asarray(np.concatenate(right))
 
     def priors(self) -> dict[str, Prior | ArrowPrior | ChainPrior]:
         """Standard normal, or running sums of such numbers."""
@@ -247,7 +255,7 @@ class JointView:
         :param bound: ``"exact"`` or ``"augmented"``, of registered likelihoods.
         """
         parts, program = self._program.outputs, self._program
-        registered = Route.CLOSED_FORM, Route.CONSTANT
+        registered = *_REGISTERED, Route.CONSTANT
         closed = [s for s in self.structure.observed if s.route in registered]
         likelihoods = self._at_zero({s.name: parts.likelihoods[s.name] for s in closed})
         fixed = {
@@ -293,17 +301,37 @@ class JointView:
         """
         found: dict[str, Array] = {}
         for site in self.structure.observed:
-            if site.route is not Route.GAUSS_HERMITE:
+            if site.route not in (Route.GAUSS_HERMITE, Route.CORRELATED):
                 continue
-            split, roots = self._split(site), self._of_site(site)
+            roots = self._of_site(site)
             if self._affine(roots).many and self.structure.arrow is None:
                 continue
+            if site.route is Route.CORRELATED:
+                found[site.name] = self._node_error(site, q)
+                continue
+            split = self._split(site)
             numbers = self._program.run(list(split.frontier.fixed), {})
             at = self._marginals(roots, q)
             differences = rule_differences(partial(split.outputs, numbers), at)
             total = jnp.stack([jnp.abs(x).sum() for x in differences]).sum()
             found[site.name] = total / max(m.size for m in at.means)
         return found
+
+    def _node_error(self, site: Observed, q: Any) -> Array:
+        """See :meth:`rule_errors`; of an average over quasi-random nodes."""
+        (law,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
+        at = self._correlated(site, q)
+        rough, fine = (correlated(law.fn, law.value, *at, n) for n in (NODES, FINER))
+        return jnp.abs(rough - fine).mean()
+
+    def _correlated(self, site: Observed, q: Any) -> tuple[Array, Array, Array]:
+        """Moments of the correlated predictors of each datum of a site."""
+        (root,) = self._of_site(site)
+        shape = self._program.avals[root].shape
+        map_ = self._affine([root]).matrices
+        mean, variance = (x[0].reshape(shape) for x in map_.marginals(q))
+        pairs = (jnp.asarray(x) for x in pair_places(site, [shape]))
+        return mean, variance, map_.covariances(q, *pairs)[0]
 
     def _split(self, site: Observed) -> Split:
         return Split(self._program, self.frontiers[site.name])
@@ -416,7 +444,7 @@ class JointView:
         found, program = self.frontiers[name], self._program
         density = program.avals[program.outputs.densities[name].variable]
         closed = name in {
-            s.name for s in self.structure.observed if s.route is Route.CLOSED_FORM
+            s.name for s in self.structure.observed if s.route in _REGISTERED
         }
         whole = program.avals[found.roots[0]].size >= density.size
         return closed or (whole and not found.scaled[0])
@@ -453,6 +481,12 @@ class JointView:
                 {latent: variance.reshape(shape)},
             )
         fn = base_distribution(parts.likelihoods[site.name].fn)
+        if site.route is Route.CORRELATED:
+            mean, variance, pairs = self._correlated(site, q)
+            entry = lookup_correlated(type(fn))
+            assert entry is not None
+            pairs = pairs.reshape(*mean.shape[:-1], -1)
+            return entry.predictive(fn, mean, variance, pairs)
         leaves, treedef = jax.tree.flatten(fn)
         variables = [leaf.variable for leaf in leaves]
         varies = tuple(program.depends(v) for v in variables)

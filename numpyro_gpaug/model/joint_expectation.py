@@ -4,6 +4,7 @@ that it is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -11,9 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    feasible,
+    lookup_correlated,
+    through_wrappers,
+)
+from numpyro_gpaug.math import correlated_softmax
 from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.expectation import PredictorMoments, expected_sum
 from numpyro_gpaug.model.exponentials import expectation
@@ -68,6 +77,53 @@ class Split:
         return expectation(self.frontier, numbers, mean, variance)
 
 
+def pair_places(
+    site: Observed, shapes: Sequence[tuple[int, ...]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of predictors of a site whose covariances count: places among all of its
+    predictors, flat, one after the other.
+
+    :param site: the site.
+    :param shapes: of its predictors.
+    """
+    if site.route is Route.CORRELATED:
+        (shape,) = shapes
+        rows = np.arange(prod(shape[:-1]))[:, None] * shape[-1]
+        left, right = (
+            (rows + x).ravel() for x in correlated_softmax.pair_places(shape[-1])
+        )
+        return left, right
+    if len(shapes) != 2:
+        return np.arange(0), np.arange(0)
+    first, second = (np.arange(prod(shape)) for shape in shapes)
+    left, right = np.broadcast_arrays(first, len(first) + second)
+    return left, right
+
+
+def correlated(
+    fn: Any,
+    value: Any,
+    mean: Array,
+    variance: Array,
+    covariance: Array,
+    num: int = correlated_softmax.NODES,
+) -> Array:
+    """The expected log-density of each datum of a site with correlated predictors.
+
+    :param fn: the likelihood.
+    :param value: the data.
+    :param mean: of predictors, (..., C).
+    :param variance: likewise.
+    :param covariance: of pairs, flat.
+    :param num: of nodes.
+    """
+    entry, y = lookup_correlated(type(base_distribution(fn))), feasible(fn, value)
+    assert entry is not None
+    pairs = covariance.reshape(*mean.shape[:-1], -1)
+    of_base = entry.expected_log_prob
+    return through_wrappers(fn, lambda d: of_base(d, y, mean, variance, pairs, num))
+
+
 def ordered_roots(program: Program, found: Frontier) -> list[int]:
     """Roots with those that all data share first."""
     return sorted(found.roots, key=lambda r: program.avals[r].size)
@@ -110,12 +166,10 @@ class JointExpectation:
         total = jnp.zeros((), joint.mean.dtype)
         for site in self.sites:
             moments = [carried[p] for p in site.predictors]
+            size = len(pair_places(site, [m.shape for m, _ in moments])[0])
+            covariance = joint.covariance[0, begin : begin + size] if size else None
+            begin += size
             if site.name in self.fixed:
-                covariance = None
-                if len(moments) == 2:
-                    size = max(m.size for m, _ in moments)
-                    covariance = joint.covariance[0, begin : begin + size]
-                    begin += size
                 means, variances = zip(*moments, strict=True)
                 flat = PredictorMoments(
                     tuple(m.ravel() for m in means),
@@ -129,6 +183,10 @@ class JointExpectation:
                 fn, value, scale = self.likelihoods[site.name]
                 if site.route is Route.CONSTANT:
                     term = scaled_sum(fn.log_prob(value), scale)
+                elif site.route is Route.CORRELATED:
+                    assert covariance is not None
+                    found = correlated(fn, value, *moments[0], covariance)
+                    term = scaled_sum(found, scale)
                 else:
                     found = closed_form(site, fn, value, carried, bound or self.bound)
                     term = scaled_sum(found, scale)

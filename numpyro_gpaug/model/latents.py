@@ -13,11 +13,13 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
+from numpyro_gpaug._numpyro import scan_index
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
     base_distribution,
+    lookup_correlated,
     lookup_expectation,
 )
 from numpyro_gpaug.math.affine import Prior
@@ -103,7 +105,7 @@ class JointStructure(Structure):
     @property
     def size(self) -> int:
         """Of the joint Gaussian."""
-        return self.blocks[0].shape[0]
+        return self.blocks[0].shape[0] if self.blocks else 0
 
     def sizeless(self) -> JointStructure:
         return replace(self, plates={}, constraints={}, shapes=())
@@ -334,9 +336,14 @@ def whitened(
         found = whitening(message["fn"])
         if found is None:
             return None
+        numbers, index = z[message["name"]], scan_index(message)
+        if index is not None:
+            before = jnp.where(index > 0, numbers[index - 1], 0)
+            summed = message["name"] in steps
+            return found.value(numbers[index] - (before if summed else 0))
         value = found.steps if message["name"] in steps else found.value
         assert value is not None
-        return value(z[message["name"]])
+        return value(numbers)
 
     return handlers.substitute(model, substitute_fn=filled)
 
@@ -384,9 +391,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
                 check_shape(name, site)
             density = fn.log_prob(value)
             parts.densities[name] = density if scale is None else density * scale
-            expectation = elementwise_expectation(fn)
-            if expectation is not None:
-                (latent,) = expectation.latents
+            if latent := _parameter(fn):
                 parts.parameters[name] = getattr(base_distribution(fn), latent)
             parts.likelihoods[name] = Likelihood((fn, value, scale))
         elif name in sites:
@@ -399,6 +404,14 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
         else:
             parts.others[name] = Likelihood((fn, value, scale))
     return parts
+
+
+def _parameter(fn: Any) -> str | None:
+    """The parameter that may carry latents, of a registered likelihood."""
+    if found := elementwise_expectation(fn):
+        return found.latents[0]
+    several = lookup_correlated(type(base_distribution(fn)))
+    return several and several.latent
 
 
 def elementwise_expectation(fn: Any) -> Expectation | None:

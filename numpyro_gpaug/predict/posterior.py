@@ -204,8 +204,7 @@ class Posterior(Displayed):
         observed site, in nats per datum: the mean absolute difference from a rule with
         half as many nodes more, at the posterior and the data of the fit. Making the
         posterior warns above 1e-3, as a density with a kink does.
-        Empty after :meth:`load`, and where comparing takes a matrix of more than 2^24
-        entries.
+        Empty where comparing takes a matrix of more than 2^24 entries.
         """
         return dict(self._rule_errors)
 
@@ -492,7 +491,7 @@ class Posterior(Displayed):
         :raises ValueError: for a value that is not made of arrays and plain numbers.
         """
         parts = self._predictor, self._fitted, self._fit_arguments
-        write_fit(path, SavedFit(*parts, self._sites, self._marks))
+        write_fit(path, SavedFit(*parts, self._sites, self._marks, self._rule_errors))
 
     @classmethod
     def load(
@@ -514,7 +513,8 @@ class Posterior(Displayed):
         :raises ArchiveError: for a file that is foreign, truncated or damaged, and for
             another model, or a guide of another kind, than that of the fit.
         """
-        predictor, fitted, arguments, sites, marks = read_fit(path, model, guide)
-        loaded = cls(predictor, fitted, arguments)
-        loaded._sites, loaded._marks = sites, marks
+        found = read_fit(path, model, guide)
+        loaded = cls(found.predictor, found.fitted, found.arguments)
+        loaded._sites, loaded._marks = found.sites, found.marks
+        loaded._rule_errors = found.rule_errors
         return loaded

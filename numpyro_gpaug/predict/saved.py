@@ -47,6 +47,7 @@ class SavedFit(NamedTuple):
     :param arguments: what is known of the arguments of the fit.
     :param sites: posteriors of jointly Gaussian latents, by name.
     :param marks: what tells the factors of these.
+    :param rule_errors: what quadrature lost, by site.
     """
 
     predictor: Predictor
@@ -54,6 +55,7 @@ class SavedFit(NamedTuple):
     arguments: FitArguments
     sites: dict[str, SiteMoments]
     marks: dict[str, Array]
+    rule_errors: dict[str, float]
 
     def description(self) -> Description:
         """See :func:`~numpyro_gpaug.predict.archive.describe`; at the first member."""
@@ -72,6 +74,7 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
         "moments": _packed(fit.predictor.moments(fit.fitted), "moments", arrays),
         "sites": _packed(fit.sites, "sites", arrays),
         "marks": pack(fit.marks, "marks", arrays),
+        "rule_errors": pack(fit.rule_errors, "rule_errors", arrays),
         "observations": list(observations),
         "shared": list(shared),
         "structure": pack_structure(fit.predictor.structure),
@@ -122,7 +125,9 @@ def read_fit(
                 "load(path, model, guide)"
             )
     predictor = predictor_for(guide, model, structure)
-    found = SavedFit(predictor, fitted, arguments, sites, marks)
+    found = SavedFit(
+        predictor, fitted, arguments, sites, marks, part("rule_errors") or {}
+    )
     if saved is not None:
         with refusing(f"{path} does not fit the model given"):
             check_model(found.description(), saved)

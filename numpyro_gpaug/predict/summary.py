@@ -10,7 +10,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_gpaug.math.importance import weighted_quantiles
+from numpyro_gpaug.math.importance import varying, weighted_quantiles
 from numpyro_gpaug.predict.mixture import Members
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def table(
     if members is not None:
         weights = np.exp(np.asarray(members.log_weights, float))
         for name, values in members.values.items():
-            rows |= _of_members(name, np.asarray(values, float), weights)
+            rows |= _of_members(name, np.asarray(values), weights)
     columns = ["mean", "sd", "5%", "50%", "95%"]
     return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 
@@ -100,7 +100,9 @@ def _of_members(
     name: str, values: np.ndarray, weights: np.ndarray
 ) -> dict[str, list[float]]:
     mean = np.tensordot(weights, values, 1)
-    spread = np.sqrt(np.tensordot(weights, np.square(values - mean), 1))
+    moves = varying(values.reshape(len(values), -1)).reshape(mean.shape)
+    values = values.astype(float)
+    spread = np.sqrt(np.tensordot(weights, np.square(values - mean), 1)) * moves
     flat = values.reshape(len(values), -1)
     levels = weighted_quantiles(flat, weights, (0.05, 0.5, 0.95))
     entries = zip(_entries(name, mean, spread), levels.T, strict=True)

@@ -17,6 +17,7 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.draws import Run
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import entries
+from numpyro_gpaug.math.importance import varying
 
 CHAINS, WARMUP = 4, 500
 
@@ -41,10 +42,13 @@ class Corrected(Run):
     def table(self) -> dict[str, list[float]]:
         sites = self.at(self.chain_points, self.chain_z, deterministic=False)
         rows = {}
-        for label, x in entries({k: np.asarray(v, float) for k, v in sites.items()}):
+        for label, x in entries({k: np.asarray(v) for k, v in sites.items()}):
+            (moves,) = varying(x[:, None])
+            x = x.astype(float)
             worth = effective_sample_size(x.reshape(self.num_chains, -1))
             quantiles = np.quantile(x, (0.05, 0.5, 0.95))
-            rows[label] = [x.mean(), x.std(), *quantiles, float(worth)]
+            known = (x.std(), worth) if moves else (0.0, np.nan)
+            rows[label] = [x.mean(), known[0], *quantiles, float(known[1])]
         return rows
 
 

@@ -75,8 +75,9 @@ class NestedVI(Displayed):
         ones).
     :param num_draws: draws of the latents at each.
     :param correct: ``"mcmc"`` runs NUTS from the draws where k-hat is above 0.7, all
-        latents and hyperparameters whitened by the Gaussian at the mode; ``None`` only
-        warns.
+        latents and hyperparameters whitened by the Gaussian at the mode (slice moves of
+        the hyperparameters were measured, and are no faster: the theory pages have the
+        numbers); ``None`` only warns.
     :param progress_bar: whether to show one.
     :raises ValueError: for unknown options.
 

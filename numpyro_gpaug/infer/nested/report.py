@@ -135,5 +135,5 @@ def entries(sites: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """
     for name, values in sites.items():
         for place in np.ndindex(values.shape[1:]):
-            label = f"{name}[{','.join(map(str, place))}]" if place else name
+            label = f"{name}[{', '.join(map(str, place))}]" if place else name
             yield label, values[(slice(None), *place)]

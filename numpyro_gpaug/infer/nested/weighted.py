@@ -13,6 +13,7 @@ from scipy.special import logsumexp
 from numpyro_gpaug.math.importance import (
     log_mean_exp,
     smoothed,
+    varying,
     weighted_quantiles,
 )
 
@@ -127,7 +128,8 @@ class Weighted:
         return rng.permutation(np.searchsorted(edges, places).clip(0, edges.size - 1))
 
     def table(self, sites: dict[str, np.ndarray]) -> dict[str, list[float]]:
-        """Mean, standard deviation, quantiles and effective draws of every entry.
+        """Mean, standard deviation, quantiles and effective draws of every entry; of
+        one that is the same in all draws, not a number of these.
 
         :param sites: values by name, (n * draws, ...).
         """
@@ -143,10 +145,12 @@ class Weighted:
             own = (weights[:, None] * apart).reshape(*self.log_ratios.shape, -1).sum(1)
             error = np.square(own).sum(0)
             worth = variance / np.where(error > 0, error, np.inf)
+            moves = varying(values.reshape(len(weights), -1))
+            variance, worth = np.where(moves, (variance, worth), [[0.0], [np.nan]])
             quantiles = weighted_quantiles(flat, weights, (0.05, 0.5, 0.95))
             places = list(np.ndindex(values.shape[1:]))
             for i, place in enumerate(places):
-                label = f"{name}[{','.join(map(str, place))}]" if place else name
+                label = f"{name}[{', '.join(map(str, place))}]" if place else name
                 rows[label] = [
                     float(x) for x in (mean[i], np.sqrt(variance[i]), *quantiles[:, i])
                 ] + [float(worth[i])]

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed models of ``latent.py`` with everything learnt, beside statsmodels and GPBoost.
+
+``fixed`` is the largest difference of fixed effects from NUTS (everything integrated,
+the model of ``latent.py``) in its standard deviations; ``sd`` are standard deviations
+of random effects (and the noise's), of NUTS their means. The packages answer different
+questions: here hyperparameters are at the mode of the bound times their priors,
+``MixedLM`` has restricted maximum likelihood, GPBoost maximum (approximate, by Laplace)
+likelihood, and ``BayesMixedGLM`` a mean-field approximation under the priors it can
+have. ``cold`` counts everything after imports, ``warm`` a second run.
+Packages that are not installed are left out::
+
+    pip install statsmodels gpboost
+    GPAUG_DATA=/path/to/data python examples/benchmarks/peers_latent.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from common import machine, print_table, versions
+from latent import MODELS, by_nuts, load, timed
+
+import numpyro_gpaug as gpaug
+
+COLUMNS = {"data": "", "method": "", "fixed": ".2f", "sd": "", "cold": ".2f"}
+COLUMNS |= {"warm": ".3f"}
+Answer = tuple[np.ndarray, list[float]]
+
+
+def design(name: str, data: dict[str, Any]) -> np.ndarray:
+    """Columns of fixed effects, as the models have them."""
+    if name == "sleepstudy":
+        columns = [data["days"]]
+    elif name == "verbagg":
+        anger = data["anger"]
+        columns = [(anger - anger.mean()) / anger.std(), data["male"]]
+    else:
+        base, age = np.log(data["base"] / 4), np.log(data["age"])
+        columns = [base, data["treatment"], age, data["visit4"]]
+        columns = [c - c.mean() for c in columns]
+    return np.column_stack([np.ones(len(data["y"])), *columns])
+
+
+def groups(name: str, data: dict[str, Any]) -> np.ndarray:
+    """A column of codes for each grouping."""
+    if name == "sleepstudy":
+        return data["subject"][:, None]
+    if name == "verbagg":
+        return np.column_stack([data["person"], data["item"]])
+    return np.column_stack([data["patient"], np.arange(len(data["y"]))])
+
+
+def ours(name: str, data: dict[str, Any]) -> Callable[[], Answer]:
+    model = MODELS[name]
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+
+    def run() -> Answer:
+        fit = svi.run(jax.random.key(0), 200, **data, progress_bar=False)
+        found = np.asarray(svi.posterior(fit)["b"].mean)
+        return found, [float(x) for x in fit.params["sd_auto_loc"]]
+
+    return run
+
+
+def mixed_lm(name: str, data: dict[str, Any]) -> Callable[[], Answer]:
+    """Independent intercepts and slopes of normal data."""
+    import pandas
+    from statsmodels.regression.mixed_linear_model import MixedLM
+
+    table = pandas.DataFrame(data)
+    parts = {"intercept": "1", "slope": "0 + days"}
+
+    def run() -> Answer:
+        model = MixedLM.from_formula(
+            "y ~ days", table, groups="subject", re_formula="0", vc_formula=parts
+        )
+        fit = model.fit()
+        # In the order of their names.
+        return np.asarray(fit.fe_params), [*np.sqrt(fit.vcomp), np.sqrt(fit.scale)]
+
+    return run
+
+
+def bayes_mixed_glm(name: str, data: dict[str, Any]) -> Callable[[], Answer]:
+    """By a mean-field Gaussian."""
+    from scipy import sparse
+    from statsmodels.genmod import bayes_mixed_glm as glm
+
+    codes = groups(name, data)
+    each = [sparse.csr_matrix(np.eye(c.max() + 1)[c]) for c in codes.T]
+    ident = np.repeat(np.arange(len(each)), [m.shape[1] for m in each])
+    bernoulli = name == "verbagg"
+    cls = glm.BinomialBayesMixedGLM if bernoulli else glm.PoissonBayesMixedGLM
+    X, effects = design(name, data), sparse.hstack(each).tocsr()
+
+    def run() -> Answer:
+        model = cls(data["y"], X, effects, ident, vcp_p=1.0, fe_p=5.0)
+        fit = model.fit_vb()
+        return np.asarray(fit.fe_mean), [*np.exp(fit.vcp_mean)]
+
+    return run
+
+
+def gpboost(name: str, data: dict[str, Any]) -> Callable[[], Answer]:
+    import gpboost as gpb
+
+    laws = {"sleepstudy": "gaussian", "verbagg": "bernoulli_logit", "epil": "poisson"}
+    given: dict[str, Any] = {"group_data": groups(name, data)}
+    if name == "sleepstudy":
+        given["group_rand_coef_data"] = data["days"][:, None].astype(float)
+        given["ind_effect_group_rand_coef"] = [1]
+    X, y = design(name, data), data["y"].astype(float)
+
+    def run() -> Answer:
+        model = gpb.GPModel(likelihood=laws[name], **given)
+        model.fit(y=y, X=X)
+        found = np.asarray(model.get_cov_pars(format_pandas=False)).ravel()
+        fixed = np.asarray(model.get_coef(format_pandas=False)).ravel()
+        # The variance of the noise comes first.
+        ordered = [*found[1:], found[0]] if name == "sleepstudy" else found
+        return fixed[: X.shape[1]], [float(np.sqrt(x)) for x in ordered]
+
+    return run
+
+
+METHODS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+    "AutoLatentGaussian": ("numpyro", ours, ("sleepstudy", "verbagg", "epil")),
+    "MixedLM": ("statsmodels", mixed_lm, ("sleepstudy",)),
+    "BayesMixedGLM": (
+        "statsmodels", bayes_mixed_glm, ("verbagg", "epil"),
+    ),
+    "GPBoost": ("gpboost", gpboost, ("sleepstudy", "verbagg", "epil")),
+}  # fmt: skip
+
+
+def rows_of(name: str, draws: int) -> list[dict[str, Any]]:
+    data = load(name)
+    truth, seconds = timed(lambda: by_nuts(MODELS[name], data, draws, 0))
+    mean, spread = truth["b"].mean(0), truth["b"].std(0)
+    said = " ".join(f"{x:.3g}" for x in truth["sd"].mean(0))
+    rows = [{"data": name, "method": "NUTS", "sd": said, "cold": seconds}]
+    for method, (package, of, names) in METHODS.items():
+        if name not in names or importlib.util.find_spec(package) is None:
+            continue
+        run = of(name, data)
+        (fixed, deviations), cold = timed(run)
+        _, warm = timed(run)
+        rows.append({
+            "data": name, "method": method, "cold": cold, "warm": warm,
+            "fixed": float(np.max(np.abs(fixed - mean) / spread)),
+            "sd": " ".join(f"{x:.3g}" for x in deviations),
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = ["sleepstudy", "verbagg", "epil"]
+    parser.add_argument("--data", nargs="+", default=known, choices=known)
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for name in args.data:
+        found = rows_of(name, args.draws)
+        rows += found
+        print_table(found, COLUMNS)
+        if args.json:
+            about = {"machine": machine(), "versions": versions("jax", "numpyro")}
+            args.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

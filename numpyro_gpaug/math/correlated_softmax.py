@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Expectations of the softmax and of its normaliser under correlated Gaussians.
+
+Of independent latents ``E log sum_c exp(f_c)`` is a one-dimensional integral
+(:mod:`~numpyro_gpaug.math.log_sum`); of correlated ones it is an average over
+quasi-random nodes, in pairs ``x, -x`` and with the identity for second moments, so that
+quadratic functions are averaged exactly. The derivatives that are Gaussian factors are
+averages too, of the softmax s and of ``diag(s) - s s'`` (Bonnet's and Price's
+theorems), which is positive semi-definite at every node: so are the factors'
+precisions, whatever the number of nodes.
+
+Reference: Opper and Archambeau (2009), The variational Gaussian approximation
+revisited, section 2.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.scipy.special import logsumexp
+from scipy.special import ndtri
+from scipy.stats import qmc
+
+# Nodes, of which half mirror the others, and those of a rule to compare with.
+NODES, FINER = 256, 2048
+
+
+def pair_places(classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of classes, in the order in which covariances are given.
+
+    :param classes: how many.
+    """
+    return np.triu_indices(classes, 1)
+
+
+@cache
+def _nodes(classes: int, num: int) -> np.ndarray:
+    """Standard normal nodes (num, classes) of equal weight."""
+    sobol = qmc.Sobol(classes, scramble=True, seed=np.random.default_rng(0))
+    half = ndtri(sobol.random(num // 2))
+    half = half @ np.linalg.inv(np.linalg.cholesky(half.T @ half / len(half))).T
+    return np.concatenate([half, -half])
+
+
+def _factor(variance: Array, covariance: Array) -> Array:
+    """Cholesky factors (..., C, C) of covariances that may be singular, as that of a
+    class whose latent is zero is."""
+    classes = variance.shape[-1]
+    left, right = pair_places(classes)
+    places = np.zeros((classes, classes), int)
+    places[left, right] = places[right, left] = np.arange(len(left))
+    eye = np.eye(classes, dtype=bool)
+    whole = jnp.where(eye, variance[..., None], covariance[..., places])
+    found = jnp.zeros_like(whole)
+    least = 8 * jnp.finfo(whole.dtype).eps * variance
+    for j in range(classes):
+        known = jnp.matvec(found[..., :j], found[..., j, :j])
+        column = whole[..., :, j] - known
+        pivot = column[..., j]
+        seen = pivot > least[..., j]
+        root = jnp.sqrt(jnp.where(seen, pivot, 1))
+        column = jnp.where(seen[..., None], column / root[..., None], 0)
+        found = found.at[..., :, j].set(jnp.where(np.arange(classes) < j, 0, column))
+    return found
+
+
+def _averages(
+    value: Any, mean: Array, variance: Array, covariance: Array, num: int
+) -> Any:
+    """Averages of a tree of arrays over nodes, one after the other."""
+    factor = _factor(variance, covariance)
+    nodes = jnp.asarray(_nodes(mean.shape[-1], num), mean.dtype)
+
+    def add(sums: Any, node: Array) -> tuple[Any, None]:
+        found = value(mean + jnp.matvec(factor, node))
+        return jax.tree.map(jnp.add, sums, found), None
+
+    shapes = jax.eval_shape(value, mean)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.tree.map(lambda x: x / num, lax.scan(add, zeros, nodes)[0])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def expected_log_sum_exp(
+    mean: Array, variance: Array, covariance: Array, num: int = NODES
+) -> Array:
+    """``E log sum_c exp(f_c)``.
+
+    :param mean: of f, (..., C).
+    :param variance: likewise.
+    :param covariance: of pairs of classes, (..., C (C - 1) / 2), in the order of
+        :func:`pair_places`.
+    :param num: of nodes, even.
+    :return: (...).
+    """
+    return _averages(partial(logsumexp, axis=-1), mean, variance, covariance, num)
+
+
+def _forward(mean: Array, variance: Array, covariance: Array, num: int) -> Any:
+    left, right = pair_places(mean.shape[-1])
+
+    def value(f: Array) -> tuple[Array, ...]:
+        shares = jax.nn.softmax(f)
+        curved = 0.5 * shares * (1 - shares)
+        return (
+            logsumexp(f, axis=-1), shares, curved,
+            -shares[..., left] * shares[..., right],
+        )  # fmt: skip
+
+    found, *slopes = _averages(value, mean, variance, covariance, num)
+    return found, tuple(slopes)
+
+
+def _backward(num: int, slopes: tuple[Array, ...], cotangent: Array) -> Any:
+    return tuple(cotangent[..., None] * x for x in slopes)
+
+
+expected_log_sum_exp.defvjp(_forward, _backward)
+
+
+def expected_softmax(
+    mean: Array, variance: Array, covariance: Array, num: int = NODES
+) -> Array:
+    """``E softmax(f)``, (..., C); arguments as for :func:`expected_log_sum_exp`."""
+    return _averages(jax.nn.softmax, mean, variance, covariance, num)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax likelihoods of jointly Gaussian latents: expectations against product rules,
+fits and predictions against a grid, groups against one matrix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy.special import logsumexp, softmax
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.math.correlated_softmax import (
+    expected_log_sum_exp,
+    expected_softmax,
+    pair_places,
+)
+from numpyro_gpaug.model import forms
+
+N, C = 40, 3
+RNG = np.random.default_rng(2)
+T = np.linspace(-2, 2, N)
+GROUP = RNG.integers(0, 18, N)
+CLASSES = np.array([RNG.choice(C, p=softmax([0.5, t, -0.3])) for t in T])
+
+
+def moments(rng, rows, rank, size=1.0):
+    """Means, variances and covariances of pairs, of this rank."""
+    roots = size * rng.normal(size=(rows, C, rank))
+    whole = roots @ np.swapaxes(roots, 1, 2)
+    left, right = pair_places(C)
+    return rng.normal(size=(rows, C)), whole.diagonal(0, 1, 2), whole[:, left, right]
+
+
+@pytest.mark.parametrize("rank", [3, 1])
+def test_expectations_against_a_product_rule(x64, rank):
+    """Of full covariances and of singular ones."""
+    mean, variance, pairs = moments(np.random.default_rng(0), 4, rank, 0.8)
+    x, weights = np.polynomial.hermite_e.hermegauss(40)
+    grid = np.stack(np.meshgrid(x, x, x), -1).reshape(-1, C)
+    weights = np.prod(np.meshgrid(weights, weights, weights), 0).ravel()
+    weights /= weights.sum()
+    left, right = pair_places(C)
+
+    @jax.jit
+    def ours(*at):
+        value, back = jax.vjp(expected_log_sum_exp, *at)
+        return value, *back(jnp.ones_like(value)), expected_softmax(*at)
+
+    found = ours(mean, variance, pairs)
+    for i in range(len(mean)):
+        whole = np.diag(variance[i])
+        whole[left, right] = whole[right, left] = pairs[i]
+        values, vectors = np.linalg.eigh(whole)
+        f = mean[i] + grid * np.sqrt(np.maximum(values, 0)) @ vectors.T
+        shares = softmax(f, axis=1)
+        expected = (
+            weights @ logsumexp(f, axis=1), weights @ shares,
+            weights @ (0.5 * shares * (1 - shares)),
+            -weights @ (shares[:, left] * shares[:, right]), weights @ shares,
+        )  # fmt: skip
+        for got, there in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got[i], there, atol=3e-3)
+        # The precision of a factor, with its sign.
+        curved = np.diag(2 * found[2][i])
+        curved[left, right] = curved[right, left] = found[3][i]
+        assert np.linalg.eigvalsh(curved).min() > -1e-12
+
+
+def regression(t, y=None):
+    """Two numbers in three predictors, so that these are correlated."""
+    a = numpyro.sample("a", dist.Normal(0, 1.5))
+    b = numpyro.sample("b", dist.Normal(0, 1.5))
+    logits = jnp.stack([a + 0 * t, b * t + 0.5 * a, -0.3 + 0 * t], -1)
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+
+def test_a_fit_and_its_predictions_against_a_grid(x64, tmp_path):
+    svi = gpaug.ConjugateSVI(regression, gpaug.AutoLatentGaussian(regression), None)
+    fit = svi.run(jax.random.key(0), 60, T, CLASSES, progress_bar=False)
+    assert "observed, by quasi-random nodes" in repr(svi.guide)
+    axis = np.linspace(-4, 5, 151)
+    a, b = (x.ravel()[:, None] for x in np.meshgrid(axis, axis))
+
+    def logits(t):
+        parts = a + 0 * t, b * t + 0.5 * a, -0.3 + 0 * t + 0 * a
+        return np.stack(parts, -1)
+
+    f = logits(T)
+    density = np.take_along_axis(f, CLASSES[None, :, None], -1)[..., 0]
+    logs = (density - logsumexp(f, axis=-1)).sum(1) - (a + 0 * b)[:, 0] ** 2 / 4.5
+    weights = softmax(logs - b[:, 0] ** 2 / 4.5)
+    posterior = svi.posterior(fit)
+    for name, x in (("a", a[:, 0]), ("b", b[:, 0])):
+        mean = weights @ x
+        deviation = np.sqrt(weights @ np.square(x - mean))
+        law = posterior[name]
+        np.testing.assert_allclose(law.mean, mean, atol=0.07 * deviation)
+        np.testing.assert_allclose(np.sqrt(law.variance), deviation, rtol=0.05)
+    new = np.array([-1.5, 0.0, 3.0])
+    shares = np.tensordot(weights, softmax(logits(new), -1), 1)
+    found = posterior.predict_y(new)
+    np.testing.assert_allclose(found.probs, shares, atol=0.01)
+    # The bound is one, and near the evidence.
+    evidence = logsumexp(logs - b[:, 0] ** 2 / 4.5) - np.log(2 * np.pi * 1.5**2)
+    evidence += 2 * np.log(axis[1] - axis[0])
+    assert -fit.losses[-1] < evidence + 0.005
+    np.testing.assert_allclose(-fit.losses[-1], evidence, atol=0.05)
+    assert posterior.quadrature_errors["y"] < 1e-3
+    posterior.save(tmp_path / "fit.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "fit.npz", regression)
+    np.testing.assert_array_equal(loaded.predict_y(new).probs, found.probs)
+
+
+def choices(t, group, y=None):
+    """An intercept of every group and class, the first class for comparison."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    slope = numpyro.sample("slope", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("groups", 18):
+        own = numpyro.sample("own", dist.Normal(0, scale).expand([2]).to_event(1))
+    eta = own[group] + t[:, None] * slope
+    logits = jnp.concatenate([jnp.zeros((len(t), 1)), eta], 1)
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+
+def test_groups_fit_what_a_matrix_fits(x64, monkeypatch):
+    found = []
+    for overhead in (np.inf, -np.inf):
+        monkeypatch.setattr(forms, "_OVERHEAD", overhead)
+        svi = gpaug.ConjugateSVI(choices, gpaug.AutoLatentGaussian(choices))
+        fit = svi.run(jax.random.key(0), 40, T, GROUP, CLASSES, progress_bar=False)
+        posterior = svi.posterior(fit)
+        probs = posterior.predict_y(T[:5], GROUP[:5]).probs
+        found.append((posterior["own"], fit, probs))
+    assert "18 groups of 2 (own), 2 others" in repr(svi.guide)
+    (dense, one, here), (grouped, other, there) = found
+    np.testing.assert_allclose(other.losses[-1], one.losses[-1], rtol=1e-8)
+    np.testing.assert_allclose(grouped.mean, dense.mean, atol=1e-4)
+    np.testing.assert_allclose(grouped.variance, dense.variance, rtol=1e-4)
+    np.testing.assert_allclose(there, here, rtol=1e-4)
