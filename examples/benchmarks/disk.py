@@ -146,7 +146,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--columns", type=int, default=18)
     parser.add_argument("--inducing", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1000)
-    parser.add_argument("--block", type=int, default=2**15, help="rows of a pass")
+    parser.add_argument("--block", type=int, default=2**13, help="rows of a block")
     parser.add_argument("--passes", type=int, default=3, help="steps on all data")
     parser.add_argument("--steps", type=int, default=2000, help="on minibatches")
     parser.add_argument("--rate", type=float, default=0.01, help="of the gradients")

@@ -57,7 +57,7 @@ from numpyro_gpaug.infer.vi.start import (
     read_params,
 )
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.math.sharding import on_mesh, partitioned, rows_mesh
+from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.model.calls import check_count, check_given, check_key
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import MAX_SHAPES, Arguments, remembered
@@ -230,6 +230,7 @@ class ConjugateSVI(Displayed):
             the likelihood's support.
         """
         check_key(rng_key)
+        check_shards((args, kwargs))
         given = Given.split(*partitioned((args, kwargs)))
         self._check(given)
         arguments = Arguments.split(given.args, given.kwargs).on(self._mesh)
@@ -305,6 +306,7 @@ class ConjugateSVI(Displayed):
         check_count("num_steps", num_steps)
         if tol is not None and not 0 <= tol < np.inf:
             raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
+        check_shards((args, kwargs))
         given = Given.split(*partitioned((args, kwargs)))
         state, plan, feed = self._begin_run(rng_key, init_state, init_params, given)
         epoch = steps_compared(plan.structure) if plan.noisy else 0
