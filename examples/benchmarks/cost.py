@@ -42,11 +42,11 @@ SIZES = [
     *itertools.product((2048, 8192), (32, 128), (4, 16), (1,)),
     *itertools.product((2048, 8192), (32, 128), (4,), (3,)),
 ]
-TERMS = ("C N M^2", "N M D", "C N", "C M^3")
+TERMS = ("N M^2", "C N M^2", "N M D", "C N", "C M^3")
 
 
 def terms(n: int, m: int, d: int, c: int) -> list[int]:
-    return [c * n * m**2, n * m * d, c * n, c * m**3]
+    return [n * m**2, c * n * m**2, n * m * d, c * n, c * m**3]
 
 
 def model(X, y=None, *, inducing, latents):
@@ -55,18 +55,16 @@ def model(X, y=None, *, inducing, latents):
     lengthscale = numpyro.param("lengthscale", start, constraint=positive)
     Z = numpyro.param("inducing", inducing)
     kernel = gpaug.kernels.SquaredExponential(lengthscale)
-    several = latents if latents > 1 else None
-    gp = gpaug.GaussianProcess("f", kernel, Z, num_latents=several)
+    gp = gpaug.GaussianProcess("f", kernel, Z, num_latents=latents)
     with numpyro.plate("data", X.shape[0]):
-        law = dist.Categorical if latents > 1 else dist.Bernoulli
-        numpyro.sample("y", law(logits=gp(X)), obs=y)
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)).to_event(1), obs=y)
 
 
 def programs(n: int, m: int, d: int, c: int) -> dict[str, tuple[Any, Any]]:
     """Compiled programs and their arguments, by name."""
     rng = np.random.default_rng(0)
     X = rng.normal(size=(n, d)).astype(np.float32) / np.sqrt(d)
-    y = rng.integers(0, max(c, 2), n).astype(np.int32)
+    y = rng.integers(0, 2, (n, c)).astype(np.int32)
     Z = (rng.normal(size=(m, d)) / np.sqrt(d)).astype(np.float32)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
     how = {"inducing": Z, "latents": c}
