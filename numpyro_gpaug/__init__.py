@@ -43,7 +43,10 @@ from numpyro_gpaug.guides import (
     AutoSparseGP,
 )
 from numpyro_gpaug.infer import (
+    ArrowRows,
     AugmentedGaussian,
+    Batches,
+    Blocks,
     CollapsedGaussian,
     ConjugateSVI,
     EllipticalSlice,
@@ -67,12 +70,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArchiveError",
+    "ArrowRows",
     "Augmentation",
     "AugmentedGaussian",
     "AutoFunctionSpaceGP",
     "AutoLatentGaussian",
     "AutoSparseGP",
+    "Batches",
     "BayesianSVM",
+    "Blocks",
     "CholeskyError",
     "CollapsedGaussian",
     "ConjugateSVI",

@@ -195,6 +195,38 @@ class whole_plates(Messenger):
             msg["value"] = jax.numpy.arange(size)
 
 
+class weighted_plates(Messenger):
+    """Gives observations in plates a weight: a batch stands for all data.
+
+    :param fn: the model.
+    :param names: of the plates; an observation is in one of them at most.
+    :param weight: the weight.
+    """
+
+    def __init__(self, fn: Callable, names: tuple[str, ...], weight: float) -> None:
+        self.names, self.weight = names, weight
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] != "sample":
+            return
+        within = [f.name for f in msg["cond_indep_stack"] if f.name in self.names]
+        if within and not msg["is_observed"]:
+            raise ValueError(
+                f"site {msg['name']!r} has a latent for every row of the data (plate "
+                f"{within[0]!r}), of which a batch would hold a few: pass all data as "
+                "arrays"
+            )
+        if len(within) > 1:
+            raise ValueError(
+                f"site {msg['name']!r} is in plates {within}, which all have as many "
+                "members as a batch has rows: take batches of another size"
+            )
+        if within:
+            scale = msg["scale"]
+            msg["scale"] = self.weight if scale is None else self.weight * scale
+
+
 class first_rows(Messenger):
     """Gives observations weight in the first members of a plate alone.
 

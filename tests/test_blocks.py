@@ -96,7 +96,19 @@ def everything(problem, values, natural):
 
 
 @pytest.mark.parametrize(("fn", "given"), CASES)
-def test_blocks_give_the_same_numbers(fn, given, dtype) -> None:
+def test_blocks_give_the_same_numbers(fn, given) -> None:
+    check_blocks(fn, given, "float32")
+
+
+@pytest.mark.parametrize(
+    ("fn", "given"),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+)
+def test_blocks_give_the_same_numbers_in_float64(fn, given, x64) -> None:
+    check_blocks(fn, given, "float64")
+
+
+def check_blocks(fn, given, dtype):
     problem, values, natural = problem_of(fn, dtype, given)
     whole = jax.jit(lambda values: everything(problem, values, natural))(values)
     with small_blocks(2**11):

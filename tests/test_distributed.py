@@ -5,6 +5,7 @@ end."""
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,3 +72,42 @@ def test_the_others_end_when_one_is_killed(tmp_path):
     assert process.returncode != 0
     assert time.monotonic() - begun < 60
     assert re.search("heartbeat timeout|closed by peer|Connection", output)
+
+
+WORKER = """
+import sys, jax, numpy as np, numpyro, numpyro.distributions as dist
+import numpyro_gpaug as gpaug
+port, process, rows, columns = map(int, sys.argv[1:])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+def model(X, y=None, *, Z):
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+mesh = jax.make_mesh((2,), ("rows",))
+by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+data = np.ones((rows, columns), np.float32), np.ones(rows, np.int32)
+X, y = (jax.make_array_from_process_local_data(by_row, x) for x in data)
+svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+svi.run(jax.random.key(0), 2, X, y, Z=np.ones((2, columns), np.float32))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [(0, 2), (20, 3)], ids=["no rows", "columns"])
+def test_shards_that_do_not_fit_are_refused_by_all(other):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(port), str(i), *map(str, shape)],
+            env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+        )
+        for i, shape in enumerate([(20, 2), other])
+    ]  # fmt: skip
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode != 0
+        assert "ValueError: processes hold parts of unequal shapes" in errors
+        assert f"({other[0]}, {other[1]}, 'float32')" in errors

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Posteriors that go on learning from batches."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,43 +41,59 @@ def data(law, rows=400):
     return X, y, np.linspace(-3, 3, 8, dtype="f")[:, None]
 
 
-def fitted(X, y, **kwargs):
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
-    return svi.posterior(svi.run(KEY, 50, X, y, progress_bar=False, **kwargs))
+@cache
+def svi_of(law):
+    """Fits of data of one shape share a program."""
+    return gpaug.ConjugateSVI(
+        partial(model, law=law), gpaug.AutoSparseGP(partial(model, law=law)), None
+    )
 
 
-def streamed(X, y, batches, forgetting=1.0, **kwargs):
-    size = len(X) // batches
-    stream = gpaug.Stream(fitted(X[:size], y[:size], **kwargs), forgetting)
-    for start in range(size, len(X), size):
+def run(X, y, Z, law="normal"):
+    return svi_of(law).run(KEY, 50, X, y, Z=Z, progress_bar=False)
+
+
+def fitted(X, y, Z, law="normal"):
+    return svi_of(law).posterior(run(X, y, Z, law))
+
+
+def streamed(first, X, y, size, forgetting=1.0):
+    stream = gpaug.Stream(first, forgetting)
+    for start in range(0, len(X), size):
         stream.update(X[start : start + size], y[start : start + size])
     return stream
 
 
-def test_a_normal_stream_is_the_posterior_of_all_data():
+@pytest.fixture(scope="module")
+def first():
+    """Fitted to four rows of the normal data."""
     X, y, Z = data("normal")
-    whole = fitted(X, y, Z=Z)
-    stream = streamed(X, y, 100, Z=Z)
+    return fitted(X[:4], y[:4], Z)
+
+
+def test_a_normal_stream_is_the_posterior_of_all_data(first, tmp_path):
+    X, y, Z = data("normal")
+    result = run(X, y, Z)
+    whole = svi_of("normal").posterior(result)
+    stream = streamed(first, X[4:], y[4:], 4)
     for name in ("mean", "variance"):
         found, expected = (
             getattr(p.predict_f(X[:50]), name) for p in (stream.posterior, whole)
         )
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    # Bounds add up; the prior of the hyperparameter, at rest, is in every batch's.
     assert len(stream.losses) == 99
-
-
-def test_bounds_of_a_normal_stream_add_up_to_that_of_all_data():
-    X, y, Z = data("normal", 60)
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
-    how = {"Z": Z, "progress_bar": False}
-    first, whole = (svi.run(KEY, 9, X[:n], y[:n], **how) for n in (20, 60))
-    stream = gpaug.Stream(svi.posterior(first))
-    for start in (20, 40):
-        stream.update(X[start : start + 20], y[start : start + 20])
-    # The prior of the hyperparameter, at rest, is in the bound of every batch.
-    prior = float(dist.LogNormal(0.0, 1.0).log_prob(first.params["scale_auto_loc"]))
-    total = -first.losses[-1] - sum(stream.losses) - 2 * prior
-    np.testing.assert_allclose(total, -whole.losses[-1], rtol=2e-5)
+    prior = float(dist.LogNormal(0.0, 1.0).log_prob(result.params["scale_auto_loc"]))
+    losses = [run(X[:4], y[:4], Z).losses[-1], *stream.losses]
+    np.testing.assert_allclose(sum(losses) + 99 * prior, result.losses[-1], rtol=2e-5)
+    # A loaded one goes on as well.
+    first.save(tmp_path / "first.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "first.npz", svi_of("normal").model)
+    means = [
+        streamed(p, X[4:8], y[4:8], 4).posterior.predict_f(X).mean
+        for p in (first, loaded)
+    ]
+    np.testing.assert_allclose(*means, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +101,8 @@ def test_bounds_of_a_normal_stream_add_up_to_that_of_all_data():
 )
 def test_other_likelihoods_lose_little(law):
     X, y, Z = data(law)
-    stream, whole = streamed(X, y, 10, Z=Z, law=law), fitted(X, y, Z=Z, law=law)
+    begun, whole = fitted(X[:40], y[:40], Z, law), fitted(X, y, Z, law)
+    stream = streamed(begun, X[40:], y[40:], 40)
     new, y_new, _ = data(law, 300)
     losses = [
         -p.predict_y(new).log_prob(y_new).mean() for p in (stream.posterior, whole)
@@ -93,39 +112,24 @@ def test_other_likelihoods_lose_little(law):
     assert losses[0] != losses[1]
 
 
-def test_what_drifts_is_followed_by_forgetting():
-    rng = np.random.default_rng(1)
-    X = rng.uniform(-3, 3, size=(600, 1)).astype("f")
-    phase = np.repeat(np.linspace(0, np.pi, 20), 30)
-    y = 2 * np.sin(X[:, 0] + phase) + 0.3 * rng.normal(size=600)
-    Z = np.linspace(-3, 3, 8, dtype="f")[:, None]
+def test_what_drifts_is_followed_by_forgetting(first):
+    X, _, Z = data("normal")
+    phase = np.repeat(np.linspace(0, np.pi, 20), 20)
+    noise = 0.3 * np.random.default_rng(1).normal(size=400)
+    y = 2 * np.sin(X[:, 0] + phase) + noise
     now = 2 * np.sin(X[:, 0] + np.pi)
-    errors = []
-    for forgetting in (1.0, 0.7):
-        stream = streamed(X, y, 20, forgetting=forgetting, Z=Z)
-        f = stream.posterior.predict_f(X)
-        errors.append(np.sqrt(np.mean((np.asarray(f.mean) - now) ** 2)))
-    assert errors[1] < 0.5 * errors[0]
-
-
-def test_forgetting_all_but_all_goes_back_to_the_prior():
-    X, y, Z = data("normal", 40)
-    stream = gpaug.Stream(fitted(X, y, Z=Z), forgetting=1e-6)
-    alone = fitted(X[:5], y[:5], Z=Z)
-    found = stream.update(X[:5], y[:5]).predict_f(X)
-    np.testing.assert_allclose(found.mean, alone.predict_f(X).mean, atol=2e-3)
-
-
-def test_a_loaded_posterior_goes_on(tmp_path):
-    X, y, Z = data("normal", 40)
-    first = fitted(X[:20], y[:20], Z=Z)
-    first.save(tmp_path / "first.npz")
-    loaded = gpaug.Posterior.load(tmp_path / "first.npz", model)
-    means = [
-        gpaug.Stream(p).update(X[20:], y[20:]).predict_f(X).mean
-        for p in (first, loaded)
+    # Without forgetting a stream is the posterior of all data.
+    stream = streamed(first, X[4:], y[4:], 36, forgetting=0.6)
+    errors = [
+        np.sqrt(np.mean((np.asarray(p.predict_f(X).mean) - now) ** 2))
+        for p in (fitted(X, y, Z), stream.posterior)
     ]
-    np.testing.assert_allclose(*means, atol=1e-6)
+    assert errors[1] < 0.5 * errors[0]
+    # Forgetting all but all goes back to the prior.
+    stream.forgetting = 1e-6
+    found = stream.update(X[4:40], y[4:40]).predict_f(X)
+    alone = fitted(X[4:40], y[4:40], Z).predict_f(X)
+    np.testing.assert_allclose(found.mean, alone.mean, atol=2e-3)
 
 
 @pytest.mark.slow
@@ -152,14 +156,13 @@ def test_several_latents_and_weights():
     assert both_parts.weights["w"].variance < few.weights["w"].variance
 
 
-def test_refusals():
-    X, y, Z = data("normal", 20)
-    posterior = fitted(X, y, Z=Z)
+def test_refusals(first):
+    X, y, _ = data("normal", 20)
     for forgetting in (0.0, 1.5):
         with pytest.raises(ValueError, match=r"forgetting must be in \(0, 1\]"):
-            gpaug.Stream(posterior, forgetting)
+            gpaug.Stream(first, forgetting)
     with pytest.raises(ValueError, match="y has shape|NaN"):
-        gpaug.Stream(posterior).update(X, np.full(20, np.nan))
+        gpaug.Stream(first).update(X, np.full(20, np.nan))
 
     def joint(X, y=None):
         a = numpyro.sample("a", dist.Normal(0, 1))

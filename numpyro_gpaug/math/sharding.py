@@ -16,10 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 # The axis of a mesh that rows are shared out along.
 ROWS = "rows"
+# Characters by which processes tell each other what they hold.
+_LONGEST = 4096
 
 
 def shards() -> int:
@@ -90,6 +93,31 @@ def partitioned(tree: Any) -> Any:
     return jax.tree.map(auto, tree)
 
 
+def check_shards(tree: Any) -> None:
+    """Raises, in all processes alike, where they hold parts that do not fit together:
+    each would go on with a program of its own, and wait for the others for ever.
+
+    :param tree: arrays of which some may be shared among processes, and others.
+    :raises ValueError: naming the shapes and dtypes of all processes.
+    """
+    shared = [
+        x
+        for x in jax.tree.leaves(tree)
+        if isinstance(x, jax.Array) and not _traced(x) and not x.is_fully_addressable
+    ]
+    if not shared:
+        return
+    held = [(*x.addressable_shards[0].data.shape, str(x.dtype)) for x in shared]
+    text = str(held).encode()[:_LONGEST].ljust(_LONGEST)
+    everywhere = multihost_utils.process_allgather(np.frombuffer(text, np.uint8))
+    found = [bytes(row).decode().strip() for row in everywhere.reshape(-1, _LONGEST)]
+    if len(set(found)) > 1 or any(0 in x.shape for x in shared):
+        raise ValueError(
+            "processes hold parts of unequal shapes or dtypes, or without rows, by "
+            f"process: {found}; each reads as many rows, of the same columns"
+        )
+
+
 def placed(array: Any, mesh: Mesh, rows: int) -> Array:
     """An array on a mesh: shared out if it has as many rows, else copied.
 
@@ -144,6 +172,7 @@ def some_of_all(array: Any, most: int, seed: int) -> np.ndarray:
     if len(rows) > most:
         drawn = np.random.default_rng(seed).choice(len(rows), most, replace=False)
         rows = np.sort(drawn)
+    check_shards(array)
     (array,) = partitioned([array])
     everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
     found = jax.jit(lambda x, i: x[i], out_shardings=everywhere)(array, rows)

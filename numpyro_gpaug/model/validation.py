@@ -276,6 +276,21 @@ def check_observations(
             raise invalid_error(name, parameter, message)
 
 
+def all_valid(
+    model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> Array:
+    """Whether :func:`check_observations` has nothing to say; may run inside ``jit``.
+
+    :param model: the model.
+    :param structure: what it is made of.
+    :param arguments: its arguments.
+    """
+    flat = flat_functions(model)
+    trace = run_model(flat, arguments, jax.random.key(0), structure.zeros)
+    found = [jnp.asarray(x) for x in valid_observations(trace).values()]
+    return jnp.stack(found).all() if found else jnp.array(True)
+
+
 def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
     """Whether each observed site's value lies in its support, by ``(site, "")``, and
     each parameter of its likelihood satisfies its constraint, by ``(site, parameter)``;

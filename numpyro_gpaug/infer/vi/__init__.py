@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variational inference: closed-form updates, and losses for NumPyro's ``SVI``."""
 
+from numpyro_gpaug.infer.vi.arrow import ArrowRows
+from numpyro_gpaug.infer.vi.batches import Batches, Blocks
 from numpyro_gpaug.infer.vi.checkpoints import load_state, save_state
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.elbo import TraceAnalytic_ELBO
@@ -15,6 +17,9 @@ from numpyro_gpaug.infer.vi.wasserstein import (
 
 __all__ = [
     "Adaptive",
+    "ArrowRows",
+    "Batches",
+    "Blocks",
     "ConjugateResult",
     "ConjugateSVI",
     "ConjugateState",

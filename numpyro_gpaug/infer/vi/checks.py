@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.infer.vi.batches import Blocks
 from numpyro_gpaug.infer.vi.plan import fingerprint
 from numpyro_gpaug.model.calls import check_by_name, check_processes
 from numpyro_gpaug.model.inspect import require_conjugate
@@ -90,9 +91,15 @@ class CheckedData:
         :param state: of the fit.
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
+        :raises TypeError: for data that are read.
         :raises ValueError: for data a fit could only turn into NaN, and for
             observations outside the support of their likelihood.
         """
+        if any(isinstance(x, Blocks) for x in (*args, *kwargs.values())):
+            raise TypeError(
+                "a step and an evaluation take arrays: Batches and Blocks are for init "
+                "and run"
+            )
         arguments = Arguments.split(args, kwargs).on(self._mesh)
         data = fingerprint(arguments.arrays)
         leaves = jax.tree.leaves((state, arguments.arrays))

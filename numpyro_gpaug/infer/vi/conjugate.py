@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,28 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checkpoints import check_state
 from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
+from numpyro_gpaug.infer.vi.feeds import (
+    Feed,
+    Given,
+    InMemory,
+    Minibatches,
+    Reader,
+)
 from numpyro_gpaug.infer.vi.guard import Guard
 from numpyro_gpaug.infer.vi.loop import (
     CHUNK,
     bounds_of_batches,
     copied,
     evaluate,
+    run_batches,
     run_chunk,
 )
 from numpyro_gpaug.infer.vi.padding import SharedRows
+from numpyro_gpaug.infer.vi.passes import Passes, add_block
 from numpyro_gpaug.infer.vi.plan import (
     LBFGS,
     LEAST_RISE,
+    Batch,
     Plan,
     Settings,
     closed_params_of,
@@ -47,7 +58,7 @@ from numpyro_gpaug.infer.vi.start import (
 )
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.compiling import Compiled
-from numpyro_gpaug.math.sharding import on_mesh, partitioned, rows_mesh
+from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.model.calls import check_count, check_given, check_key
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.structure import MAX_SHAPES, Arguments, remembered
@@ -80,6 +91,10 @@ class ConjugateSVI(Displayed):
     ``plate(name, N, subsample_size=len(idx))``. In a run, the bound is evaluated every
     100 steps on batches that stay the same: when learning has made it fall for 200, the
     run goes back to the best state, and on at half the rate, with a warning.
+
+    *Data that do not fit into memory* are read while a run goes on: pass
+    :class:`~numpyro_gpaug.Batches` in place of the model's arguments, or
+    :class:`~numpyro_gpaug.Blocks`, of which every step sees all.
 
     :param model: a NumPyro model.
     :param guide: an :class:`~numpyro_gpaug.AutoLatentGaussian`, which holds all
@@ -170,7 +185,7 @@ class ConjugateSVI(Displayed):
         self._checked = CheckedData(model, guide, self._mesh)
         self._begin = Compiled(
             partial(initial_state, self.settings, model, guide),
-            static_argnames="static",
+            static_argnames=("static", "batch"),
         )
         self._shared = SharedRows(
             guide, self.settings, self._begin, self._plan, self._plans, self._mesh
@@ -181,6 +196,14 @@ class ConjugateSVI(Displayed):
             partial(run_chunk, self.settings),
             static_argnames=("plan", "static"), donate_argnames="state",
         )  # fmt: skip
+        self._advance_batches = Compiled(
+            partial(run_batches, self.settings),
+            static_argnames=("plan", "static"), donate_argnames="state",
+        )  # fmt: skip
+        self._sums = Compiled(
+            partial(add_block, self.settings),
+            static_argnames=("plan", "static", "augmented"),
+        )
         self._read = Compiled(partial(read_params, guide))
         self._loss, self._bounds = (
             Compiled(partial(fn, self.settings), static_argnames=("plan", "static"))
@@ -200,7 +223,7 @@ class ConjugateSVI(Displayed):
         """The initial state: every Gaussian block at its prior.
 
         :param rng_key: random key.
-        :param args: the model's arguments.
+        :param args: the model's arguments, as :meth:`run` takes them.
         :param init_params: constrained values to start from instead, by param name.
         :param kwargs: the model's keyword arguments.
         :raises NotConjugateError: if a site has no closed-form update.
@@ -208,10 +231,11 @@ class ConjugateSVI(Displayed):
             the likelihood's support.
         """
         check_key(rng_key)
-        args, kwargs = partitioned((args, kwargs))
-        check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
-        arguments = Arguments.split(args, kwargs).on(self._mesh)
-        return self._start(arguments, arguments, rng_key, init_params)
+        check_shards((args, kwargs))
+        given = Given.split(*partitioned((args, kwargs)))
+        self._check(given)
+        arguments = Arguments.split(given.args, given.kwargs).on(self._mesh)
+        return self._start(arguments, arguments, rng_key, init_params, given.batch)
 
     @one_thread
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
@@ -259,7 +283,8 @@ class ConjugateSVI(Displayed):
         :param rng_key: random key.
         :param num_steps: number of steps, at most. L-BFGS wants 20 to 90 for a dozen
             params; each is an evaluation of the collapsed bound.
-        :param args: the model's arguments.
+        :param args: the model's arguments; or :class:`~numpyro_gpaug.Batches` or
+            :class:`~numpyro_gpaug.Blocks` of them, and all else by name.
         :param progress_bar: whether to show one.
         :param tol: stop once the bound has not risen by ``tol`` nats. On full data:
             within three steps; with L-BFGS, within five that were not undone (1e-3 if
@@ -282,25 +307,22 @@ class ConjugateSVI(Displayed):
         check_count("num_steps", num_steps)
         if tol is not None and not 0 <= tol < np.inf:
             raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
-        args, kwargs = partitioned((args, kwargs))
-        begun = self._begin_run(rng_key, init_state, init_params, args, kwargs)
-        state, plan, arguments, data = begun
+        check_shards((args, kwargs))
+        given = Given.split(*partitioned((args, kwargs)))
+        state, plan, feed = self._begin_run(rng_key, init_state, init_params, given)
         epoch = steps_compared(plan.structure) if plan.noisy else 0
         searches = self.settings.optim == LBFGS and bool(plan.transforms)
         if tol is None and searches:
             tol = LEAST_RISE
         limit = np.asarray(0 if tol is None or plan.noisy else tol, state.bound.dtype)
-        guard = self._guard(num_steps, arguments, plan)
+        guard = self._guard(num_steps, feed, plan)
         losses: list[np.ndarray] = []
-        size = sum(x.size for x in arguments.arrays)
-        with Progress(num_steps, size, progress_bar) as progress:
+        with Progress(num_steps, feed.size, progress_bar) as progress, closing(feed):
             while wanted := progress.next():
-                state, chunk, steps = self._steps(
-                    state, wanted, limit, data, arguments, plan
-                )
-                losses.append(np.asarray(chunk)[: int(steps)])
+                state, chunk = feed.steps(state, wanted, limit)
+                losses.append(chunk)
                 if not np.isfinite(losses[-1]).all():
-                    self._explain(state, args, kwargs)
+                    self._explain(state, given.args, given.kwargs)
                 progress.took(losses[-1])
                 over = len(losses[-1]) < wanted or settled(losses, epoch, tol)
                 state = guard(
@@ -313,7 +335,9 @@ class ConjugateSVI(Displayed):
         if searches:
             warn_of_noise(state.hyper.optim_state, plan.structure)
         params, losses_ = self.get_params(state), np.concatenate(losses)
-        return ConjugateResult(params, state, losses_, args, kwargs, guard.restored)
+        return ConjugateResult(
+            params, state, losses_, given.args, given.kwargs, guard.restored
+        )
 
     # -- states and params ------------------------------------------------------------
 
@@ -369,30 +393,60 @@ class ConjugateSVI(Displayed):
         key: Array,
         state: ConjugateState | None,
         init_params: dict[str, Any] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[ConjugateState, Plan, Arguments, np.uint32]:
-        """Where a run starts, its plan, its arguments and their fingerprint."""
-        check_fit(self.model, self.guide, self.settings.updates, args, kwargs)
-        given = Arguments.split(args, kwargs)
-        arguments = self._shared(given, key)
+        given: Given,
+    ) -> tuple[ConjugateState, Plan, Feed]:
+        """Where a run starts, its plan, and what its steps see."""
+        self._check(given)
+        first = Arguments.split(given.args, given.kwargs)
+        arguments = self._shared(first, key) if given.batches is None else first
         if state is None:
-            state = self._start(arguments, given, key, init_params)
+            state = self._start(arguments, first, key, init_params, given.batch)
         else:
             check_state(state, "init_state")
             state = copied(state)
-        plan = self._plan_at(arguments, state)
+        plan = self._plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
         state = state._replace(
             mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
             stalled=jnp.zeros_like(state.stalled),
         )
-        return state, plan, arguments, fingerprint(given.arrays)
+        feed = self._feed(given, arguments, plan, fingerprint(first.arrays))
+        return state, plan, feed
 
-    def _guard(self, num_steps: int, arguments: Arguments, plan: Plan) -> Guard:
-        learns = (
-            plan.noisy and bool(plan.transforms) and self.settings.optim is not None
+    def _check(self, given: Given) -> None:
+        check_fit(
+            self.model, self.guide, self.settings.updates, given.args, given.kwargs
         )
+        if given.batches is not None and self._mesh is not None:
+            raise NotImplementedError(
+                "batches that are read are not shared out among devices: pass arrays "
+                "with mesh=, or batches without"
+            )
+
+    def _feed(
+        self,
+        given: Given,
+        arguments: Arguments,
+        plan: Plan,
+        data: np.uint32,
+    ) -> Feed:
+        """What steps see.
+
+        :param given: the arguments of the run.
+        :param arguments: those of a step.
+        :param plan: of the run.
+        :param data: fingerprint of the arguments.
+        """
+        if given.batches is not None:
+            reader = Reader(given, self.model, plan.structure)
+            if given.batch is None:
+                add = one_thread(self._sums)
+                return Passes(reader, plan, self._plan_at, self.settings, add, data)
+            advance, bounds_of = map(one_thread, (self._advance_batches, self._bounds))
+            return Minibatches(reader, plan, advance, bounds_of, data)
+
+        def steps(state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
+            return self._steps(state, wanted, tol, data, arguments, plan)
 
         @one_thread
         def bounds(state: ConjugateState) -> Array:
@@ -401,7 +455,13 @@ class ConjugateSVI(Displayed):
                     state, arguments.arrays, plan=plan, static=arguments.static
                 )
 
-        return Guard(bounds, num_steps if learns else 0)
+        return InMemory(arguments, steps, bounds)
+
+    def _guard(self, num_steps: int, feed: Feed, plan: Plan) -> Guard:
+        learns = (
+            plan.noisy and bool(plan.transforms) and self.settings.optim is not None
+        )
+        return Guard(feed.bounds, num_steps if learns else 0)
 
     @one_thread
     def _steps(
@@ -425,11 +485,13 @@ class ConjugateSVI(Displayed):
         given: Arguments,
         key: Array,
         init_params: dict[str, Any] | None,
+        batch: Batch | None,
     ) -> ConjugateState:
         """The initial state, checked.
 
         :param arguments: with rows that do not count, perhaps.
         :param given: without.
+        :param batch: of how many rows, if that is what they are.
         """
         # Copied: the steps overwrite the state, and with it what it is made of.
         values = copied(init_params or {})
@@ -438,7 +500,7 @@ class ConjugateSVI(Displayed):
         with on_mesh(arguments.mesh):
             state, params, valid = self._begin(
                 arguments.arrays, key, values, self.guide.initial_natural(values),
-                static=arguments.static,
+                static=arguments.static, batch=batch,
             )  # fmt: skip
         check_start(self.model, self.guide, given, params, valid, values)
         self._plan(arguments, lambda: params)
@@ -452,8 +514,14 @@ class ConjugateSVI(Displayed):
         )
         return begun[1]
 
-    def _plan_at(self, arguments: Arguments, state: ConjugateState) -> Plan:
-        return self._plan(arguments, lambda: self._constrain(state.hyper.values))
+    def _plan_at(
+        self, arguments: Arguments, state: ConjugateState, batch: Batch | None = None
+    ) -> Plan:
+        plan = self._plan(arguments, lambda: self._constrain(state.hyper.values))
+        if batch is None:
+            return plan
+        key = arguments.shapes, batch
+        return remembered(self._plans, key, lambda: plan.of_batches(batch))
 
     def _plan(self, arguments: Arguments, params: Callable[[], dict[str, Any]]) -> Plan:
         """The plan for arguments of these shapes; the model is traced for it once.
@@ -478,7 +546,8 @@ class ConjugateSVI(Displayed):
             # JAX would keep what it compiled for every one of them.
             self._plans.clear()
             programs: tuple[Any, ...] = self._begin, self._advance, self._loss
-            for program in (*programs, self._bounds):
+            programs += self._bounds, self._advance_batches, self._sums
+            for program in programs:
                 program.clear_cache()
         return remembered(self._plans, arguments.shapes, made)
 
@@ -495,8 +564,8 @@ class ConjugateSVI(Displayed):
 
 
 def _check_plates(plan: Plan, state: ConjugateState) -> None:
-    subsampled = plan.structure.subsampled
-    if set(subsampled) != set(state.epochs):
+    subsampled = set(plan.structure.subsampled) - set(plan.passed)
+    if subsampled != set(state.epochs):
         raise ValueError(
             f"the state was made for subsampled plates {sorted(state.epochs)}, but "
             f"the arguments subsample {sorted(subsampled)}: start a new run"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import jax.numpy as jnp
 from jax import Array, lax, random
 
@@ -18,11 +20,16 @@ def epoch_length(structure: Structure) -> int:
     return max(batches, default=1)
 
 
-def first_epochs(structure: Structure) -> dict[str, tuple[Array, Array]]:
-    """Epochs at their end, so that the first step shuffles."""
+def first_epochs(structure: Structure, passed: Collection[str] = ()) -> Epochs:
+    """Epochs at their end, so that the first step shuffles.
+
+    :param structure: what the model is made of.
+    :param passed: plates whose batches are passed in; there is nothing to draw.
+    """
     return {
         name: (jnp.arange(plate.size, dtype=jnp.int32), jnp.int32(plate.size))
         for name, plate in structure.subsampled.items()
+        if name not in passed
     }
 
 
@@ -33,12 +40,15 @@ def next_batch(
     NumPyro's own draw costs a sequential pass over the plate per step.
 
     :param structure: what the model is made of.
-    :param epochs: by plate, a permutation and the position in it.
+    :param epochs: by plate, a permutation and the position in it; none of a plate whose
+        batches are passed in.
     :param key: random key of the step.
     :return: indices by plate, and the epochs after them.
     """
     indices, following = {}, {}
     for k, (name, plate) in enumerate(structure.subsampled.items()):
+        if name not in epochs:
+            continue
         order, position = epochs[name]
         over = position + plate.subsample_size > plate.size
         shuffle_key = random.fold_in(key, k)

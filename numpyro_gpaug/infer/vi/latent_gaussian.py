@@ -41,6 +41,7 @@ class Evaluation(NamedTuple):
     """The bound at natural parameters, and all that the next update needs.
 
     :param bound: evidence lower bound.
+    :param expected: the expected log-likelihood in it.
     :param magnitude: sum of the magnitudes it was summed from, for rounding.
     :param moments: by block.
     :param marginals: by block.
@@ -51,6 +52,7 @@ class Evaluation(NamedTuple):
     """
 
     bound: Array
+    expected: Array
     magnitude: Array
     moments: dict[str, Any]
     marginals: dict[str, Marginals]
@@ -218,11 +220,21 @@ class LatentGaussian:
 
         differentiate = jax.value_and_grad(expected, (0, 1))
         value, (slopes, direct) = differentiate(at, floats)
+        value = jnp.asarray(value, self.dtype)
+        bound, magnitude = self.bound(value, kl)
+        return Evaluation(bound, value, magnitude, q, at, slopes, direct, kl)
+
+    def bound(self, value: Array, kl: dict[str, Array]) -> tuple[Array, Array]:
+        """The bound, and the magnitude of what it is summed from.
+
+        :param value: the expected log-likelihood.
+        :param kl: by block.
+        """
         total = sum(each.sum() for each in kl.values())
         bound = jnp.asarray(value + self.constant - total, self.dtype)
         # The constant is at most the sum of the others.
         magnitude = jnp.asarray(jnp.abs(value) + total + 1, self.dtype) + jnp.abs(bound)
-        return Evaluation(bound, magnitude, q, at, slopes, direct, kl)
+        return bound, magnitude
 
     def gradient(
         self, evaluation: Evaluation, *, restricted: bool = False
@@ -273,13 +285,24 @@ class LatentGaussian:
         :param least_precision: of the factors, see
             :func:`~numpyro_gpaug.math.affine.gaussian_factors`.
         """
-        factors = self.maps[name].factors(at, slopes, least_precision)
-        # A scale on the whole model multiplies likelihood and prior alike.
-        scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
+        information = self.information(name, q, at, slopes, least_precision)
         natural, here = self.priors[name].natural, self.latents.get(name)
-        information = self.maps[name].information(scaled, at.mean)
-        information = information.moved(selected(q.mean, here))
         if here is None:
             return jax.tree.map(jnp.add, natural, information)
         indices = jnp.asarray(here)
         return jax.tree.map(lambda x, new: x.at[indices].add(new), natural, information)
+
+    def information(
+        self,
+        name: str,
+        q: Any,
+        at: Any,
+        slopes: Any,
+        least_precision: float = -jnp.inf,
+    ) -> Any:
+        """What the data say of a block, a sum over rows; see :meth:`target`."""
+        factors = self.maps[name].factors(at, slopes, least_precision)
+        # A scale on the whole model multiplies likelihood and prior alike.
+        scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
+        information = self.maps[name].information(scaled, at.mean)
+        return information.moved(selected(q.mean, self.latents.get(name)))

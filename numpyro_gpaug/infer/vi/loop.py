@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
 from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.validation import all_valid
 
 # Steps of one compiled loop.
 CHUNK = 100
@@ -70,18 +71,81 @@ def run_chunk(
     def body(carry: Any) -> Any:
         i, state, evaluation, losses = carry
         new, evaluation = stepper.step(state, Carry(first.problem, evaluation))
-        rose = new.bound >= state.mark + tol
-        # A refused update says nothing: less of it follows, or another.
-        tried = jnp.int32(new.hyper.scale >= state.hyper.scale)
-        new = new._replace(
-            mark=jnp.where(rose, new.bound, state.mark),
-            stalled=jnp.where(rose, 0, state.stalled + tried), step=state.step + 1,
-        )  # fmt: skip
+        new = counted(state, new, tol)
         return i + 1, new, evaluation, losses.at[i].set(-new.bound)
 
     start = jnp.int32(0), state, first.evaluation, losses
     taken, state, _, losses = lax.while_loop(going, body, start)
     return state, losses, taken
+
+
+def counted(state: ConjugateState, new: ConjugateState, tol: Any) -> ConjugateState:
+    """A state after a step, which notes it, and whether the bound has risen by it.
+
+    :param state: before.
+    :param new: after.
+    :param tol: see :func:`run_chunk`.
+    """
+    rose = new.bound >= state.mark + tol
+    # A refused update says nothing: less of it follows, or another.
+    tried = jnp.int32(new.hyper.scale >= state.hyper.scale)
+    return new._replace(
+        mark=jnp.where(rose, new.bound, state.mark),
+        stalled=jnp.where(rose, 0, state.stalled + tried), step=state.step + 1,
+    )  # fmt: skip
+
+
+class Stacked(NamedTuple):
+    """Arguments with several batches.
+
+    :param arrays: array arguments of the model, those of batches with a leading axis
+        over them.
+    :param static: its other arguments, and which arrays are of batches.
+    """
+
+    arrays: tuple[Any, ...]
+    static: tuple[Any, tuple[bool, ...]]
+
+    def one(self, i: Any) -> Arguments:
+        """The arguments with one of the batches, by its number."""
+        static, of_batches = self.static
+        pairs = zip(self.arrays, of_batches, strict=True)
+        return Arguments(tuple(x[i] if of else x for x, of in pairs), static)
+
+
+def run_batches(
+    settings: Settings,
+    state: ConjugateState,
+    num_steps: Array,
+    data: Array,
+    arrays: tuple[Array, ...],
+    plan: Plan,
+    static: Any,
+) -> tuple[ConjugateState, Array, Array]:
+    """Steps on batches that are passed in, one each, in one compiled loop.
+
+    :param settings: options of the fit.
+    :param state: where to start.
+    :param num_steps: number of steps, and of batches that count.
+    :param data: fingerprint of the data.
+    :param arrays: see :class:`Stacked`.
+    :param plan: of the fit at one batch.
+    :param static: see :class:`Stacked`.
+    :return: the state; losses, and whether each batch is valid, of which as many count.
+    """
+    batches = Stacked(arrays, static)
+    state = state._replace(data=data)
+
+    def body(i: Array, carry: Any) -> Any:
+        state, losses, valid = carry
+        here = batches.one(i)
+        new, _ = Stepper(plan, settings, here).step(state, Carry((), ()))
+        new = new._replace(step=state.step + 1)
+        fine = all_valid(plan.model, plan.structure, here)
+        return new, losses.at[i].set(-new.bound), valid.at[i].set(fine)
+
+    start = state, jnp.zeros((CHUNK,), state.bound.dtype), jnp.ones((CHUNK,), bool)
+    return lax.fori_loop(0, num_steps, body, start)
 
 
 def evaluate(
@@ -104,12 +168,19 @@ def bounds_of_batches(
     static: Any,
 ) -> Array:
     """The bound of a state on minibatches that are the same for every state, with the
-    same draws of other latents, (BATCHES,)."""
-    stepper = Stepper(plan, settings, Arguments(arrays, static))
+    same draws of other latents, (BATCHES,).
 
-    def one(epochs: Any, key: Array) -> tuple[Any, Array]:
+    :param static: the model's other arguments; of batches that are passed in, with
+        ``arrays``, see :class:`Stacked`.
+    """
+
+    def one(epochs: Any, given: tuple[Array, Array]) -> tuple[Any, Array]:
+        i, key = given
+        stacked, whole = Stacked(arrays, static), Arguments(arrays, static)
+        here = stacked.one(i) if plan.passed else whole
         indices, epochs = next_batch(plan.structure, epochs, key)
+        stepper = Stepper(plan, settings, here)
         return epochs, stepper.evaluate(state, key, indices).bound
 
-    keys = random.split(random.key(0), BATCHES)
-    return lax.scan(one, first_epochs(plan.structure), keys)[1]
+    each = jnp.arange(BATCHES), random.split(random.key(0), BATCHES)
+    return lax.scan(one, first_epochs(plan.structure, plan.passed), each)[1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ import numpy as np
 from jax import Array, lax
 from numpyro.distributions import biject_to
 
+from numpyro_gpaug._numpyro import weighted_plates
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.closed_params import ClosedParam, closed_params
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
-from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.structure import Arguments, Plate, Structure
 
 if TYPE_CHECKING:
     import optax
@@ -73,6 +74,7 @@ class Plan:
     :param structure: of the model at these shapes.
     :param transforms: from unconstrained to constrained params, by name.
     :param closed: params set in closed form.
+    :param passed: plates whose batches are passed in.
     """
 
     model: Callable[..., Any]
@@ -80,6 +82,15 @@ class Plan:
     structure: Structure
     transforms: dict[str, Any]
     closed: tuple[ClosedParam, ...]
+    passed: tuple[str, ...] = ()
+
+    def of_batches(self, batch: Batch) -> Plan:
+        """The plan of steps that see one batch each.
+
+        :param batch: of how many rows.
+        """
+        model, structure, passed = seen_in_batches(self.model, self.structure, batch)
+        return replace(self, model=model, structure=structure, passed=passed)
 
     @property
     def noisy(self) -> bool:
@@ -94,6 +105,40 @@ class Plan:
     def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
         """Constrained params from unconstrained ones."""
         return {k: jax.tree.map(self.transforms[k], v) for k, v in values.items()}
+
+
+class Batch(NamedTuple):
+    """Rows in all, and those of a batch."""
+
+    rows: int
+    size: int
+
+
+def seen_in_batches(
+    model: Callable[..., Any], structure: Structure, batch: Batch
+) -> tuple[Callable[..., Any], Structure, tuple[str, ...]]:
+    """A model, at a batch, as a model of all data of which the batch is drawn.
+
+    :param model: the model.
+    :param structure: of it at the batch.
+    :param batch: of how many rows.
+    :return: the model, with observations weighted; the structure, and the plates whose
+        members a batch holds.
+    :raises ValueError: for a model without a plate of its rows.
+    """
+    rows, size = batch
+    passed = tuple(k for k, p in structure.plates.items() if p == (size, size))
+    if not passed:
+        plates = {k: tuple(p) for k, p in structure.plates.items()}
+        raise ValueError(
+            f"no plate has the {size} rows of a batch, all of which a step sees: "
+            'write plate("data", X.shape[0]), without subsample_size; plates have '
+            f"(size, subsample_size) {plates}"
+        )
+    drawn = {name: Plate(rows, size) for name in passed}
+    weighted = weighted_plates(model, passed, rows / size)
+    structure = replace(structure, plates=structure.plates | drawn)
+    return weighted, structure, passed
 
 
 def _is_optax(optim: Any) -> bool:

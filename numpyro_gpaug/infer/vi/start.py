@@ -17,7 +17,13 @@ from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import epoch_length, first_epochs
 from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.infer.vi.plan import LBFGS, Settings, transforms_of
+from numpyro_gpaug.infer.vi.plan import (
+    LBFGS,
+    Batch,
+    Settings,
+    seen_in_batches,
+    transforms_of,
+)
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.model.structure import (
@@ -42,6 +48,7 @@ def initial_state(
     given: dict[str, Any],
     natural: Natural,
     static: Any,
+    batch: Batch | None = None,
 ) -> tuple[ConjugateState, dict[str, Any], dict[tuple[str, str], Array]]:
     """The initial state, the constrained params it was made from, and whether what is
     observed is valid; pure, and one program.
@@ -54,9 +61,13 @@ def initial_state(
     :param given: constrained values to start from instead, by param name.
     :param natural: where the guide starts.
     :param static: the model's other arguments.
+    :param batch: of how many rows, if that is what the arguments are.
     """
     arguments = Arguments(arrays, static)
     structure = guide.structure_at(arguments)
+    passed: tuple[str, ...] = ()
+    if batch is not None:
+        model, structure, passed = seen_in_batches(model, structure, batch)
     args, kwargs = arguments.merge()
     # Steps fold in numbers from one.
     guide_key, model_key = random.split(random.fold_in(key, 0))
@@ -73,6 +84,7 @@ def initial_state(
     view = guide.view(structure, model, arguments, {**params, **drawn}, model_key)
     natural = guide.start_at(natural, given, view)
     state = _state(settings, structure, guide, params, natural, key)
+    state = state._replace(epochs=first_epochs(structure, passed))
     return state, params, valid_observations(trace)
 
 
@@ -137,7 +149,7 @@ def _state(
         natural=natural,
         step_sizes={name: step_size for name in natural},
         schedule={k: schedule.init(n) for k, n in natural.items()},
-        epochs=first_epochs(structure),
+        epochs={},
         bound=jnp.asarray(unknown_bound(dtype)),
         data=jnp.uint32(0),
         mark=jnp.asarray(unknown_bound(dtype)),

@@ -163,9 +163,25 @@ def starts_augmented(structure: Structure) -> bool:
     )
 
 
-def slack(evaluation: Evaluation) -> Array:
-    """How far the bound may seem to fall by rounding alone."""
+def slack(evaluation: Any) -> Array:
+    """How far the bound may seem to fall by rounding alone.
+
+    :param evaluation: with its ``bound`` and ``magnitude``.
+    """
     return 32 * jnp.finfo(evaluation.bound.dtype).eps * evaluation.magnitude
+
+
+def next_step(step: Array, tries: Array, largest_step: float) -> Array:
+    """The step size to try next time: twice this one if it was the first tried, else
+    that of the last attempt.
+
+    :param step: the first tried.
+    :param tries: how many.
+    :param largest_step: bound of it.
+    """
+    halvings = jnp.where(tries == 1, 0, tries)
+    grown = 2 * step * jnp.exp2(jnp.asarray(-halvings, step.dtype))
+    return jnp.clip(grown, 2.0**-MAX_HALVINGS, largest_step)
 
 
 def backtracked_update(
@@ -226,11 +242,9 @@ def backtracked_update(
     tries = -fresh.astype(jnp.int32)
     start = _Search(tries, jnp.array(False), old, evaluation.bound, old, evaluation)
     found = lax.while_loop(refused, attempt, start)
-    # Twice the step if it was the first tried, else that of the last attempt.
-    grown = 2 * step * halved(jnp.where(found.tries == 1, 0, found.tries))
-    next_step = jnp.clip(grown, 2.0**-MAX_HALVINGS, largest_step)
     moved = scatter(natural[name], index, found.natural)
-    return {**natural, name: moved}, found.evaluation, next_step
+    size = next_step(step, found.tries, largest_step)
+    return {**natural, name: moved}, found.evaluation, size
 
 
 class _Search(NamedTuple):

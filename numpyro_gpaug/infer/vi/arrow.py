@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of Parquet files and other Arrow data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class ArrowRows:
+    """Rows of an Arrow data set: Parquet (read by its row groups), Feather, CSV; needs
+    pyarrow, ``pip install numpyro_gpaug[arrow]``.
+
+    :param dataset: a file, a folder of them, a list of files, or a
+        ``pyarrow.dataset.Dataset``.
+    :param columns: by name of a model's argument, the column it is, which has shape
+        (rows,), or several, (rows, columns).
+    :raises ValueError: for columns that the data do not have.
+
+    **Example** ``Batches(ArrowRows("folder", X=["a", "b"], y="label"), 1000)`` are the
+    model's arguments ``X``, (rows, 2), and ``y``.
+    """
+
+    def __init__(self, dataset: Any, **columns: str | Sequence[str]) -> None:
+        from pyarrow import dataset as datasets
+
+        if not isinstance(dataset, datasets.Dataset):
+            dataset = datasets.dataset(dataset)
+        self._columns = {
+            name: [given] if isinstance(given, str) else list(given)
+            for name, given in columns.items()
+        }
+        self._flat = {name for name, given in columns.items() if isinstance(given, str)}
+        wanted = [x for names in self._columns.values() for x in names]
+        if unknown := sorted(set(wanted) - set(dataset.schema.names)):
+            raise ValueError(
+                f"the data have no columns {unknown}, but {dataset.schema.names}"
+            )
+        self._names = list(dict.fromkeys(wanted))
+        self._schema = dataset.schema
+        blocks = [x for whole in dataset.get_fragments() for x in _split(whole)]
+        self._blocks = [block for block, _ in blocks]
+        self.sizes = [rows for _, rows in blocks]
+
+    def read(self, block: int) -> dict[str, np.ndarray]:
+        """The arrays of a block, by name of an argument.
+
+        :param block: its number.
+        :raises ValueError: for missing values of integers; those of floats are NaN.
+        """
+        table = self._blocks[block].to_table(columns=self._names, schema=self._schema)
+        found = {}
+        for name, columns in self._columns.items():
+            arrays = [_numbers(table[column], column) for column in columns]
+            found[name] = arrays[0] if name in self._flat else np.stack(arrays, 1)
+        return found
+
+
+def _split(fragment: Any) -> list[tuple[Any, int]]:
+    """Row groups of Parquet, else the file, and the rows of each."""
+    if not hasattr(fragment, "split_by_row_group"):
+        return [(fragment, fragment.count_rows())]
+    # Of one row group, count_rows is that of the file.
+    return [
+        (part, sum(group.num_rows for group in part.row_groups))
+        for part in fragment.split_by_row_group()
+    ]
+
+
+def _numbers(column: Any, name: str) -> np.ndarray:
+    from pyarrow import types
+
+    if column.null_count and not types.is_floating(column.type):
+        raise ValueError(
+            f"column {name!r}, {column.type}, has {column.null_count} missing values"
+        )
+    return column.to_numpy()

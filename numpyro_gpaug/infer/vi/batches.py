@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that are read batch by batch, from arrays on disk or from any loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from numpyro_gpaug.model.calls import check_count
+
+# Rows of arrays that are read at once; one after the other on disk.
+BLOCK = 2**14
+# Rows that are in memory, and shuffled, at a time.
+SHUFFLED = 2**18
+
+
+@runtime_checkable
+class RowBlocks(Protocol):
+    """Rows that are read in blocks, in any order.
+
+    :ivar sizes: rows of every block.
+    """
+
+    sizes: Sequence[int]
+
+    def read(self, block: int) -> Any:
+        """A tuple or dict of arrays, rows first."""
+
+
+class ArrayRows:
+    """:class:`RowBlocks` of arrays, such as NumPy's memory maps.
+
+    :param arrays: a tuple or dict of arrays, rows first.
+    :raises ValueError: for arrays that differ in their number of rows.
+    """
+
+    def __init__(self, arrays: Any) -> None:
+        leaves = jax.tree.leaves(arrays)
+        shapes = [np.shape(x) for x in leaves]
+        if not all(shapes) or len({shape[0] for shape in shapes}) != 1:
+            raise ValueError(
+                f"the arrays of a source have as many rows each, but shapes {shapes}"
+            )
+        rows = shapes[0][0]
+        self._arrays = arrays
+        self._starts = range(0, rows, BLOCK)
+        self.sizes = [min(BLOCK, rows - start) for start in self._starts]
+
+    def read(self, block: int) -> Any:
+        """A tuple or dict of arrays, rows first."""
+        start = self._starts[block]
+        return jax.tree.map(lambda x: np.array(x[start : start + BLOCK]), self._arrays)
+
+
+class Blocks:
+    """All data, read block by block in every step of a fit, in place of a model's
+    arguments: ``svi.run(key, num_steps, blocks, inducing=Z)``. A thread reads ahead.
+
+    Factors of the likelihood are sums over rows, so that steps are those of data in
+    memory, to rounding, at hyperparameters that stay as they are; a step of one process
+    reads the data once. The model has to treat rows one by one: no mean over ``X``.
+
+    :param source: a tuple of arrays (the model's arguments) or a dict of them (by
+        name), rows first, that can be sliced: NumPy's memory maps, HDF5, Zarr; or an
+        :class:`~numpyro_gpaug.ArrowRows`; or any iterable of such tuples or dicts,
+        batches already (torch's ``DataLoader``, Grain), of as many rows each but for
+        the last. It is iterated over again and again.
+    :param size: rows of a block; of an iterable ``None``.
+    :param rows: number of rows in all, of an iterable.
+    :raises ValueError: for arrays of unequal length; for ``size`` or ``rows`` that are
+        lacking, or not asked for.
+
+    **Example** Continued from :class:`Batches`, where hyperparameters are learnt::
+
+        still = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim=None)
+        still.run(
+            key, 5, gpaug.Blocks((X, y), 1000), inducing=Z, init_params=result.params
+        )
+    """
+
+    def __init__(
+        self, source: Any, size: int | None = None, *, rows: int | None = None
+    ) -> None:
+        if _is_arrays(source):
+            source = ArrayRows(source)
+        self._loads = not isinstance(source, RowBlocks)
+        if self._loads:
+            _check_loader(source, size, rows)
+        elif size is None or rows is not None:
+            raise ValueError("of arrays pass the rows of a batch, size=..., alone")
+        self._source: Any = source
+        self.rows = int(sum(source.sizes) if rows is None else rows)
+        check_count("rows", self.rows)
+        first = _plain(next(iter(source), ())) if self._loads else None
+        self.size = _rows_of(first) if size is None else size
+        check_count("size", self.size)
+        if self.size > self.rows:
+            raise ValueError(
+                f"a batch of {self.size} rows is larger than all {self.rows}"
+            )
+        self.first = next(self.blocks()) if first is None else first
+
+    def blocks(self) -> Iterator[Any]:
+        """All rows once, in their order; the last block may have fewer than others."""
+        if self._loads:
+            return self._loaded(0, slack=0)
+        parts = map(self._read, range(len(self._source.sizes)))
+        return _cut(parts, self.size, -(-self.rows // self.size))
+
+    def _read(self, block: int) -> Any:
+        return _plain(self._source.read(block))
+
+    def _loaded(self, start: int, slack: int) -> Iterator[Any]:
+        """One iteration over a loader, checked.
+
+        :param start: batches that are left.
+        :param slack: rows that it may have left out at its end.
+        """
+        seen, last = 0, self.size
+        for i, batch in enumerate(self._source):
+            rows = _rows_of(_plain(batch))
+            if last < self.size or rows > self.size:
+                number, other = (i - 1, last) if last < self.size else (i, rows)
+                raise ValueError(
+                    f"batch {number} of an epoch has {other} rows, the first had "
+                    f"{self.size}: only the last of an epoch may have fewer"
+                )
+            seen, last = seen + rows, rows
+            if seen > self.rows:
+                raise ValueError(
+                    f"the source yields more than the {self.rows} rows it was said to "
+                    "have"
+                )
+            if i >= start and not (rows < self.size and slack):
+                yield _plain(batch)
+        if seen + slack < self.rows:
+            raise ValueError(
+                f"the source ended early, after {seen} of {self.rows} rows"
+            )
+
+
+class Batches(Blocks):
+    """Minibatches that are read while a fit goes on, in place of a model's arguments:
+    ``svi.run(key, num_steps, batches, inducing=Z)``. A thread reads ahead.
+
+    A step sees one batch, which stands for all rows: the model is written for all data,
+    ``plate("data", X.shape[0])``, and its observations get the weight rows / size.
+    Epochs are shuffled; what does not fill the last batch of one is left out of it.
+
+    A state knows how many batches were taken: a run that goes on from it
+    (:func:`~numpyro_gpaug.infer.load_state`) begins with the next.
+
+    :param source: see :class:`Blocks`; an iterable has an order of its own. To go on in
+        the middle of an epoch, its first batches are read and left.
+    :param size: rows of a batch; of an iterable ``None``.
+    :param rows: number of rows in all, of an iterable.
+    :param seed: of the shuffling. Blocks of rows that lie together are read in random
+        order, as many that they have 2^18 rows, and these are shuffled.
+    :raises ValueError: as :class:`Blocks` does.
+
+    **Example**
+
+    >>> import jax, numpyro, optax, numpy as np, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(X, y=None, *, inducing):
+    ...     ls = numpyro.param("ls", 1.0, constraint=dist.constraints.positive)
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(ls), inducing)
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+    >>> X = np.linspace(-3, 3, 400, dtype="float32")[:, None]  # or np.memmap(...)
+    >>> batches = gpaug.Batches((X, (X[:, 0] > 0).astype("int8")), 50)
+    >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.01))
+    >>> result = svi.run(
+    ...     jax.random.key(0), 40, batches, inducing=X[::50], progress_bar=False
+    ... )
+    >>> print(svi.posterior(result).predict_y(X[::399]).probs > 0.5)
+    [False  True]
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        size: int | None = None,
+        *,
+        rows: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(source, size, rows=rows)
+        self._seed = seed
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch."""
+        return self.rows // self.size
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """The batches of an epoch, shuffled; the same number gives the same ones.
+
+        :param number: of the epoch, from 0.
+        :param start: the first batch that is wanted.
+        """
+        if self._loads:
+            return self._loaded(start, slack=self.size - 1)
+        rng = np.random.default_rng([self._seed, number])
+        order = rng.permutation(len(self._source.sizes))
+        seeds = np.random.SeedSequence([self._seed, number, 1])
+        groups = _groups(order, self._source.sizes, max(SHUFFLED, self.size))
+        parts = self._shuffled(groups, seeds.spawn(len(groups)), start * self.size)
+        return _cut(parts, self.size, len(self) - start)
+
+    def _shuffled(
+        self, groups: list[list[int]], seeds: list[Any], skipped: int
+    ) -> Iterator[Any]:
+        """Groups of blocks, their rows shuffled.
+
+        :param skipped: rows of the epoch that are not wanted.
+        """
+        for group, seed in zip(groups, seeds, strict=True):
+            number = sum(self._source.sizes[i] for i in group)
+            if skipped >= number:
+                skipped -= number
+                continue
+            order = np.random.default_rng(seed).permutation(number)[skipped:]
+            skipped = 0
+            rows = _joined([self._read(i) for i in group])
+            yield jax.tree.map(lambda x, order=order: x.take(order, axis=0), rows)
+
+
+def check_batch(batch: Any, like: Any, size: int) -> None:
+    """Raises for a batch that is not as the first one.
+
+    :param batch: a tuple or dict of arrays.
+    :param like: the first.
+    :param size: its rows at most.
+    :raises ValueError: naming the argument, both shapes and dtypes.
+    """
+    found, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (batch, like))
+    if [name for name, _ in found] != [name for name, _ in wanted]:
+        raise ValueError(
+            f"it holds {_names(found)}, but the first one held {_names(wanted)}"
+        )
+    rows = {len(x) for _, x in found}
+    for (name, x), (_, first) in zip(found, wanted, strict=True):
+        same = x.shape[1:] == first.shape[1:] and x.dtype == first.dtype
+        if not same or len(rows) > 1 or len(x) > size:
+            raise ValueError(
+                f"argument {jax.tree_util.keystr(name)} has shape {x.shape} and dtype "
+                f"{x.dtype}, but in the first one {first.shape} and {first.dtype}"
+            )
+
+
+def _check_loader(source: Any, size: int | None, rows: int | None) -> None:
+    name = type(source).__name__
+    if size is not None or rows is None:
+        raise ValueError(
+            f"a {name} yields batches of its own: pass the number of rows in all, "
+            "rows=..., and no size"
+        )
+    if not isinstance(source, Iterable) or isinstance(source, Iterator):
+        raise ValueError(
+            f"a {name} can be read once at most, and a fit reads data again and "
+            "again: pass arrays, or what iter() can be called on for every epoch"
+        )
+
+
+def _names(leaves: Any) -> list[str]:
+    return [jax.tree_util.keystr(name) for name, _ in leaves]
+
+
+def _is_arrays(source: Any) -> bool:
+    if not isinstance(source, tuple | dict):
+        return False
+    leaves = jax.tree.leaves(source)
+    arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+    return bool(leaves) and arrays
+
+
+def _plain(batch: Any) -> Any:
+    """A tuple or dict of NumPy arrays, of the dtypes that JAX will give them."""
+
+    def array(leaf: Any) -> np.ndarray:
+        found = np.asarray(leaf)
+        return found.astype(jax.dtypes.canonicalize_dtype(found.dtype), copy=False)
+
+    if isinstance(batch, dict):
+        return {name: array(leaf) for name, leaf in batch.items()}
+    if not isinstance(batch, tuple | list):
+        raise TypeError(
+            "a batch is a tuple of arrays, or a dict of them by name; got a "
+            f"{type(batch).__name__}"
+        )
+    return tuple(array(leaf) for leaf in batch)
+
+
+def _rows_of(batch: Any) -> int:
+    shapes = [x.shape for x in jax.tree.leaves(batch)]
+    if not shapes or not shapes[0]:
+        raise ValueError(f"a batch has arrays of shapes {shapes}: there are no rows")
+    return shapes[0][0]
+
+
+def _groups(order: Any, sizes: Sequence[int], least: int) -> list[list[int]]:
+    """Blocks in an order, as many together that they have ``least`` rows."""
+    groups: list[list[int]] = [[]]
+    number = 0
+    for block in order:
+        if number >= least:
+            groups.append([])
+            number = 0
+        groups[-1].append(int(block))
+        number += sizes[block]
+    return groups
+
+
+def _joined(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _cut(parts: Iterator[Any], size: int, count: int) -> Iterator[Any]:
+    """Rows that come in parts of any length, in batches; the last may have fewer.
+
+    :param count: of the batches.
+    """
+    held: list[Any] = []
+    number = 0
+    for part in parts:
+        held, number = [*held, part], number + _rows_of(part)
+        if number < size:
+            continue
+        rows = _joined(held)
+        for start in range(0, number - size + 1, size):
+            if count == 0:
+                return
+            yield jax.tree.map(lambda x, s=start: x[s : s + size], rows)
+            count -= 1
+        done = number - number % size
+        number -= done
+        left = jax.tree.map(lambda x, done=done: x[done:], rows)
+        held = [left] if number else []
+    if number and count:
+        yield _joined(held)

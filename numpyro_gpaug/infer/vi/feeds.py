@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the steps of a run see: arguments in memory, or batches that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.infer.vi.batches import Batches, Blocks, check_batch
+from numpyro_gpaug.infer.vi.loop import BATCHES, Stacked
+from numpyro_gpaug.infer.vi.plan import Batch, Plan
+from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.validation import check_arguments, check_observations
+from numpyro_gpaug.multilabel import prefetch
+
+# Batches of one compiled loop, at most, and their bytes.
+TOGETHER, BYTES = 32, 2**22
+# Batches that are read ahead.
+AHEAD = 4
+
+
+class Feed(Protocol):
+    """What a run asks for."""
+
+    @property
+    def size(self) -> int:
+        """Entries of what a step sees."""
+
+    def steps(
+        self, state: ConjugateState, wanted: int, tol: np.ndarray
+    ) -> tuple[ConjugateState, np.ndarray]:
+        """So many steps, fewer if the bound rises no more; and their losses."""
+
+    def bounds(self, state: ConjugateState) -> Array:
+        """The bounds of a state on the same minibatches every time."""
+
+    def close(self) -> None:
+        """Ends what it began."""
+
+
+class InMemory(NamedTuple):
+    """Arguments that steps see whole.
+
+    :param arguments: of the model.
+    :param take: the steps, from state, number and tolerance: the state, losses, and
+        how many they were.
+    :param bounds: see :class:`Feed`.
+    """
+
+    arguments: Arguments
+    take: Callable[..., tuple[ConjugateState, Array, Array]]
+    bounds: Callable[[ConjugateState], Array]
+
+    @property
+    def size(self) -> int:
+        """Entries of the data."""
+        return sum(x.size for x in self.arguments.arrays)
+
+    def steps(
+        self, state: ConjugateState, wanted: int, tol: np.ndarray
+    ) -> tuple[ConjugateState, np.ndarray]:
+        state, losses, taken = self.take(state, wanted, tol)
+        return state, np.asarray(losses)[: int(taken)]
+
+    def close(self) -> None:
+        pass
+
+
+class Given(NamedTuple):
+    """A model's arguments, of which some may be :class:`Blocks` or :class:`Batches`.
+
+    :param batches: these; ``None`` if all is in memory.
+    :param args: the arguments, with the first of them.
+    :param kwargs: the keyword arguments, likewise.
+    """
+
+    batches: Blocks | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Parts the arguments of a run.
+
+        :raises TypeError: for batches beside other positional arguments, or by name.
+        """
+        found = [x for x in (*args, *kwargs.values()) if isinstance(x, Blocks)]
+        if not found:
+            return cls(None, args, kwargs)
+        if args != (found[0],):
+            raise TypeError(
+                f"{type(found[0]).__name__} are all the positional arguments, and not "
+                "passed by name: run(key, num_steps, batches, inducing=...)"
+            )
+        given = cls(found[0], (), kwargs)
+        return cls(found[0], *given.at(found[0].first))
+
+    def at(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with a batch.
+
+        :param batch: a tuple of arrays, or a dict of them.
+        :raises ValueError: for a name of a batch that is passed, too.
+        """
+        if not isinstance(batch, dict):
+            return batch, self.kwargs
+        names = set(self.batches.first) if self.batches else set()
+        others = {k: v for k, v in self.kwargs.items() if k not in names}
+        return (), {**others, **batch}
+
+    @property
+    def batch(self) -> Batch | None:
+        """Rows in all and of a batch, if a step sees one of :class:`Batches`."""
+        if not isinstance(self.batches, Batches):
+            return None
+        return Batch(self.batches.rows, self.batches.size)
+
+
+class Reader:
+    """Batches, checked, and numbered over epochs.
+
+    :param given: the arguments of the run.
+    :param model: the model.
+    :param structure: of it at a batch.
+    """
+
+    def __init__(
+        self, given: Given, model: Callable[..., Any], structure: Structure
+    ) -> None:
+        assert given.batches is not None
+        self.batches: Any = given.batches
+        self._given, self._model, self._structure = given, model, structure
+        first = self.batches.first
+        of_batch, of_others = given.at(jax.tree.map(lambda x: True, first))
+        marks = jax.tree.map(lambda x: x is True, (of_batch, of_others))
+        # Of arrays; what is True but none is dropped.
+        self._of_batches = tuple(
+            Arguments.select_arrays(given.at(first), jax.tree.leaves(marks))
+        )
+        self._first = self.arguments(first)
+
+    def arguments(self, batch: Any) -> Arguments:
+        """The model's arguments with a batch."""
+        return Arguments.split(*self._given.at(batch))
+
+    def stacked(self, batches: list[Any], places: int) -> Stacked:
+        """Arguments with batches side by side.
+
+        :param batches: one or more.
+        :param places: for as many, the last ones filled with the first batch.
+        """
+        filled = [*batches, *batches[:1] * (places - len(batches))]
+        trees = [self._given.at(batch) for batch in filled]
+        leaves = [Arguments.select_arrays(x, jax.tree.leaves(x)) for x in trees]
+        arrays = tuple(
+            np.stack(parts) if of_batches else array
+            for parts, array, of_batches in zip(
+                zip(*leaves, strict=True), self._first.arrays, self._of_batches,
+                strict=True,
+            )
+        )  # fmt: skip
+        return Stacked(arrays, (self._first.static, self._of_batches))
+
+    def from_batch(self, number: int) -> Iterator[Any]:
+        """Batches without end.
+
+        :param number: of the first, counted over epochs.
+        """
+        epoch, start = divmod(number, len(self.batches))
+        while True:
+            yield from self._checked(
+                self.batches.epoch(epoch, start), f"of epoch {epoch}", start
+            )
+            epoch, start = epoch + 1, 0
+
+    def blocks(self) -> Iterator[Any]:
+        """All rows once."""
+        return self._checked(self.batches.blocks(), "of a pass", 0)
+
+    def _checked(
+        self, batches: Iterator[Any], of_what: str, number: int
+    ) -> Iterator[Any]:
+        """Batches, of which errors say which it was.
+
+        :param of_what: they are.
+        :param number: of the first.
+        """
+        # A generator, where the thread can be ended; closed with this one.
+        ahead: Any = prefetch(batches, AHEAD)
+        with closing(ahead):
+            while True:
+                try:
+                    batch = next(ahead, None)
+                    if batch is None:
+                        return
+                    self._check(batch)
+                except Exception as error:
+                    error.add_note(f"batch {number} {of_what}")
+                    raise
+                number += 1
+                yield batch
+
+    @one_thread
+    def _check(self, batch: Any) -> None:
+        check_batch(batch, self.batches.first, self.batches.size)
+        check_arguments(self._model, *self._given.at(batch))
+
+    @one_thread
+    def explain(self, batch: Any, which: str) -> None:
+        """Raises for a batch whose observations were found not to be valid.
+
+        :param batch: the batch.
+        :param which: it is.
+        """
+        try:
+            check_observations(self._model, self._structure, self.arguments(batch))
+        except ValueError as error:
+            error.add_note(which)
+            raise
+
+
+class Minibatches:
+    """Steps that see one batch each.
+
+    :param reader: of the batches.
+    :param plan: of the fit at one.
+    :param advance: the compiled steps; see
+        :func:`~numpyro_gpaug.infer.vi.loop.run_batches`.
+    :param bounds_of: the compiled bounds on batches.
+    :param data: fingerprint of the first batch.
+    """
+
+    def __init__(
+        self, reader: Reader, plan: Plan, advance: Any, bounds_of: Any, data: np.uint32
+    ) -> None:
+        self._reader, self._plan, self._data = reader, plan, data
+        self._advance, self._bounds_of = advance, bounds_of
+        first = reader.batches.first
+        self.size = sum(x.size for x in jax.tree.leaves(first))
+        bytes_ = sum(x.nbytes for x in jax.tree.leaves(first))
+        self._together = int(np.clip(BYTES // max(bytes_, 1), 1, TOGETHER))
+        self._coming: Any = None
+        self._next = -1
+        self._compared: Stacked | None = None
+
+    def steps(
+        self, state: ConjugateState, wanted: int, tol: np.ndarray
+    ) -> tuple[ConjugateState, np.ndarray]:
+        """So many steps, and their losses."""
+        here = int(state.step)
+        if here != self._next:
+            self.close()
+            self._coming = self._reader.from_batch(here)
+        self._next = here + wanted
+        found, taken = [], []
+        while wanted:
+            number = min(wanted, self._together)
+            batches = [next(self._coming) for _ in range(number)]
+            arrays, static = self._reader.stacked(batches, self._together)
+            state, losses, valid = self._advance(
+                state, np.int32(number), self._data, arrays, plan=self._plan,
+                static=static,
+            )  # fmt: skip
+            found.append((losses, valid, number))
+            taken += batches
+            wanted -= number
+        # Looked at in the end alone: nothing waits for the steps meanwhile.
+        losses, valid = (
+            np.concatenate([np.asarray(each[k])[: each[2]] for each in found])
+            for k in (0, 1)
+        )
+        for i in np.flatnonzero(~valid):
+            epoch, number = divmod(here + int(i), len(self._reader.batches))
+            self._reader.explain(taken[i], f"batch {number} of epoch {epoch}")
+        return state, losses
+
+    def bounds(self, state: ConjugateState) -> Array:
+        """The bounds of a state on the first batches of all, of the next
+        epochs too if they are few."""
+        if self._compared is None:
+            batches: Any = self._reader.from_batch(0)
+            with closing(batches):
+                first = [next(batches) for _ in range(BATCHES)]
+            self._compared = self._reader.stacked(first, BATCHES)
+        arrays, static = self._compared
+        return self._bounds_of(state, arrays, plan=self._plan, static=static)
+
+    def close(self) -> None:
+        """Ends the thread that reads."""
+        if self._coming is not None:
+            self._coming.close()

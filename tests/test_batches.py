@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that are read while a fit goes on: minibatches, all of them in blocks, and
+sources that fail."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer import load_state, save_state
+from numpyro_gpaug.infer.vi import batches as module
+
+KEY = jax.random.key(0)
+ROWS, SIZE = 53, 10
+QUIET = {"progress_bar": False}
+
+
+def model(X, y=None, *, Z, total=None):
+    scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(scale), Z)
+    with numpyro.plate("data", total or len(X), subsample_size=len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+def weights_too(X, y=None, *, Z):
+    """Two blocks; a likelihood that is not log-concave."""
+    w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 1.0).to_event(1))
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.StudentT(4.0, gp(X) + X @ w, 0.3), obs=y)
+
+
+def effects(X, y=None, *, Z):
+    a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+    w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 1.0).to_event(1))
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(a + X @ w)), obs=y)
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(ROWS, 2)).astype("float32")
+    labels = (X[:, 0] * X[:, 1] > 0).astype("int32")
+    heavy = (X[:, 0] + 0.3 * rng.standard_t(3, ROWS)).astype("float32")
+    counts = rng.poisson(2.0, ROWS).astype("int32")
+    return SimpleNamespace(X=X, y=labels, heavy=heavy, counts=counts, Z=X[:5])
+
+
+@pytest.fixture(scope="module")
+def svi():
+    return gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """As if data were large: several blocks, and several groups of them."""
+    monkeypatch.setattr(module, "BLOCK", 8)
+    monkeypatch.setattr(module, "SHUFFLED", 20)
+
+
+# -- what is read ---------------------------------------------------------------------
+
+
+def test_epochs_are_shuffled_and_can_begin_anywhere(small, tmp_path):
+    numbers = np.memmap(tmp_path / "x", dtype="int32", mode="w+", shape=(ROWS,))
+    numbers[:] = np.arange(ROWS)
+    batches = gpaug.Batches((numbers,), SIZE, seed=1)
+    assert (batches.rows, batches.size, len(batches)) == (53, 10, 5)
+    epochs = [[x for (x,) in batches.epoch(n)] for n in range(2)]
+    for epoch in epochs:
+        assert [len(x) for x in epoch] == [SIZE] * 5
+        assert len(np.unique(epoch)) == 50
+        # Rows of several blocks come together, and not in their order.
+        assert len(np.unique(epoch[0] // 8)) > 1
+        assert (np.diff(epoch[0]) < 0).any()
+    assert not np.array_equal(*epochs)
+    for start in range(5):
+        again = gpaug.Batches((numbers,), SIZE, seed=1).epoch(1, start)
+        np.testing.assert_array_equal([x for (x,) in again], epochs[1][start:])
+    other = next(gpaug.Batches((numbers,), SIZE, seed=2).epoch(0))[0]
+    assert not np.array_equal(other, epochs[0][0])
+    whole = [x for (x,) in batches.blocks()]
+    assert [len(x) for x in whole] == [10] * 5 + [3]
+    np.testing.assert_array_equal(np.concatenate(whole), np.arange(ROWS))
+
+
+def test_parquet(data, tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"a": data.X[:, 0], "b": data.X[:, 1], "label": data.y}
+    for i, part in enumerate((slice(0, 30), slice(30, None))):
+        table = arrow.table({name: x[part] for name, x in columns.items()})
+        parquet.write_table(table, tmp_path / f"{i}.parquet", row_group_size=16)
+    rows = gpaug.ArrowRows(tmp_path, X=["b", "a"], y="label")
+    assert rows.sizes == [16, 14, 16, 7]
+    blocks = list(gpaug.Blocks(rows, SIZE).blocks())
+    X, y = (np.concatenate([block[k] for block in blocks]) for k in ("X", "y"))
+    np.testing.assert_array_equal(X, data.X[:, ::-1])
+    np.testing.assert_array_equal(y, data.y)
+    assert (X.dtype, y.dtype) == ("float32", "int32")
+    with pytest.raises(ValueError, match=r"no columns \['c'\], but \['a', 'b'"):
+        gpaug.ArrowRows(tmp_path, X="c")
+    missing = arrow.table({"label": [1, None, 0]})
+    parquet.write_table(missing, tmp_path / "missing.parquet")
+    rows = gpaug.ArrowRows(str(tmp_path / "missing.parquet"), y="label")
+    with pytest.raises(ValueError, match="'label', int64, has 1 missing"):
+        rows.read(0)
+
+
+# -- fits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "guide", "y"),
+    [
+        (weights_too, gpaug.AutoSparseGP, "heavy"),
+        pytest.param(
+            effects, gpaug.AutoLatentGaussian, "counts", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_steps_on_all_data_in_blocks_are_those_in_memory(data, fn, guide, y):
+    arrays = data.X, getattr(data, y)
+    svi = gpaug.ConjugateSVI(fn, guide(fn), None)
+    # Some guides begin where the first block of rows leads.
+    how = {"Z": data.Z, **QUIET, "init_state": svi.init(KEY, *arrays, Z=data.Z)}
+    whole = svi.run(KEY, 5, *arrays, **how)
+    read = svi.run(KEY, 5, gpaug.Blocks(arrays, 20), **how)
+    np.testing.assert_allclose(read.losses, whole.losses, rtol=1e-5)
+    for name, value in whole.params.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(read.params[name], value, atol=2e-4 * scale)
+    found, expected = (svi.posterior(r).predict_y(data.X).mean for r in (read, whole))
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    # It stops as a fit in memory does.
+    blocks = gpaug.Blocks(arrays, 20)
+    state = read.state
+    stopped = svi.run(KEY, 40, blocks, Z=data.Z, tol=0.1, init_state=state, **QUIET)
+    assert 3 <= len(stopped.losses) < 10
+
+
+def test_minibatches_are_those_of_a_plate_that_draws(data, svi):
+    """The same steps, with batches passed in one by one and the weight that NumPyro
+    gives them."""
+    batches = gpaug.Batches({"X": data.X, "y": data.y}, SIZE)
+    found = svi.run(KEY, 12, batches, Z=data.Z, **QUIET)
+    state, losses, known = None, [], {"Z": data.Z, "total": ROWS}
+    for number in range(3):
+        for batch in batches.epoch(number):
+            state = svi.init(KEY, **batch, **known) if state is None else state
+            state, loss = svi.update(state, **batch, **known)
+            losses.append(loss)
+    np.testing.assert_allclose(found.losses, losses[:12], rtol=1e-5)
+    # Nothing of the size of the data is kept.
+    assert found.state.epochs == {}
+    assert svi.posterior(found).predict_y(data.X).probs.shape == (ROWS,)
+
+
+def test_a_run_goes_on_within_an_epoch(data, svi, small, tmp_path):
+    batches = gpaug.Batches((data.X, data.y), SIZE)
+    whole = svi.run(KEY, 13, batches, Z=data.Z, **QUIET)
+    first = svi.run(KEY, 7, batches, Z=data.Z, **QUIET)
+    save_state(tmp_path / "fit.npz", first.state)
+    state = load_state(tmp_path / "fit.npz", like=svi.init(KEY, batches, Z=data.Z))
+    again = gpaug.Batches((data.X, data.y), SIZE)
+    rest = svi.run(KEY, 6, again, Z=data.Z, init_state=state, **QUIET)
+    losses = np.concatenate([first.losses, rest.losses])
+    np.testing.assert_array_equal(losses, whole.losses)
+    for name, value in whole.params.items():
+        np.testing.assert_array_equal(rest.params[name], value)
+
+
+def test_a_longer_run_is_guarded(data, svi):
+    batches = gpaug.Batches((data.X, data.y), SIZE)
+    result = svi.run(KEY, 220, batches, Z=data.Z, **QUIET)
+    assert result.losses[-40:].mean() < result.losses[:5].mean()
+    assert result.restored == ()
+
+
+class Loader:
+    """Batches, as torch's ``DataLoader`` yields them: lists of what becomes arrays."""
+
+    def __init__(self, X, y, size=SIZE):
+        self.parts = [
+            [X[i : i + size], y[i : i + size]] for i in range(0, len(X), size)
+        ]
+
+    def __iter__(self):
+        for part in self.parts:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+
+def test_any_loader(data, svi):
+    loader = Loader(data.X.astype(float), data.y.tolist())
+    batches = gpaug.Batches(loader, rows=ROWS)
+    found = svi.run(KEY, 9, batches, Z=data.Z, **QUIET)
+    first = svi.run(KEY, 7, batches, Z=data.Z, **QUIET)
+    rest = svi.run(KEY, 2, batches, Z=data.Z, init_state=first.state, **QUIET)
+    np.testing.assert_array_equal(rest.losses, found.losses[7:])
+    # The last five of 53 rows are in no batch; in blocks they are.
+    assert sum(len(x) for x, _ in batches.epoch(0)) == 50
+    assert sum(len(x) for x, _ in gpaug.Blocks(loader, rows=ROWS).blocks()) == ROWS
+
+
+# -- sources that fail ----------------------------------------------------------------
+
+
+def broken(data, number, part):
+    loader = Loader(data.X, data.y)
+    loader.parts[number:] = part if isinstance(part, list) else [part]
+    return loader
+
+
+NAN = np.full((SIZE, 2), np.nan, "float32")
+FAULTS = {
+    "ends early": ([], ValueError, "ended early, after 30 of 53 rows"),
+    "raises": (OSError("the disk is gone"), OSError, "the disk is gone"),
+    "NaN": ([[NAN, np.zeros(SIZE, int)]], ValueError, "X has shape .* 20 NaN"),
+    "another shape": (
+        [[np.zeros((SIZE, 3), "f"), np.zeros(SIZE, "int32")]], ValueError,
+        r"\[0\] has shape \(10, 3\) .*first one \(10, 2\)",
+    ),
+    "another dtype": (
+        [[np.zeros((SIZE, 2), "f"), np.zeros(SIZE, "f")]], ValueError,
+        r"\[1\] .* dtype float32, but in the first one \(10,\) and int32",
+    ),
+    "another number": ([[np.zeros((SIZE, 2), "f")]], ValueError, "it holds .* held"),
+    "unequal rows": (
+        [[np.zeros((SIZE, 2), "f"), np.zeros(SIZE - 1, "int32")]], ValueError,
+        r"\[0\] has shape|\[1\] has shape",
+    ),
+    # Seen after the steps on it and on what follows.
+    "labels": (
+        [[np.zeros((n, 2), "f"), np.full(n, label, "int32")]
+         for n, label in ((SIZE, 7), (SIZE, 0), (3, 0))],
+        ValueError, "outside the support",
+    ),
+    "no arrays": ([3], TypeError, "a batch is a tuple of arrays"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_and_placed(data, svi, fault):
+    part, error, message = FAULTS[fault]
+    batches = gpaug.Batches(broken(data, 3, part), rows=ROWS)
+    with pytest.raises(error, match=message) as raised:
+        svi.run(KEY, 9, batches, Z=data.Z, **QUIET)
+    assert raised.value.__notes__ == ["batch 3 of epoch 0"]
+
+
+def test_a_short_batch_within_an_epoch_and_too_many_rows(data, svi):
+    loader = Loader(data.X, data.y)
+    loader.parts[1] = [x[:4] for x in loader.parts[1]]
+    with pytest.raises(ValueError, match="batch 1 of an epoch has 4 rows, the first"):
+        list(gpaug.Batches(loader, rows=ROWS).epoch(0))
+    with pytest.raises(ValueError, match="more than the 40 rows"):
+        list(gpaug.Batches(Loader(data.X, data.y), rows=40).epoch(0))
+
+
+def test_a_checkpoint_on_a_full_disk_leaves_the_last(data, svi, tmp_path, monkeypatch):
+    path, batches = tmp_path / "fit.npz", gpaug.Batches((data.X, data.y), SIZE)
+    first = svi.run(KEY, 7, batches, Z=data.Z, **QUIET)
+    save_state(path, first.state)
+
+    def full(file, **arrays):
+        file.write(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="no space left"):
+        svi.run(
+            KEY, 2, batches, Z=data.Z, init_state=first.state, **QUIET,
+            callback=lambda state, losses: save_state(path, state),
+        )  # fmt: skip
+    assert list(tmp_path.iterdir()) == [path]
+    assert int(load_state(path, like=first.state).step) == 7
+
+
+def test_refusals(data, svi):
+    arrays, Z = (data.X, data.y), {"Z": data.Z}
+    for source, how, message in (
+        (arrays, {}, "size"), (arrays, {"size": 60}, "larger than all 53"),
+        ((data.X, data.y[:4]), {"size": 5}, "as many rows"),
+        (Loader(*arrays), {"size": 5}, "rows=..., and no size"),
+        (iter([arrays]), {"rows": ROWS}, "read once at most"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            gpaug.Batches(source, **how)
+    batches, blocks = gpaug.Batches(arrays, SIZE), gpaug.Blocks(arrays, SIZE)
+    state = svi.init(KEY, batches, **Z)
+    with pytest.raises(TypeError, match="are for init and run"):
+        svi.update(state, batches, **Z)
+    with pytest.raises(TypeError, match="all the positional arguments"):
+        svi.run(KEY, 2, batches, data.y, **Z, **QUIET)
+    with pytest.raises(
+        NotImplementedError, match=r"\['scale'\].*learn them on Batches"
+    ):
+        svi.run(KEY, 2, blocks, **Z, **QUIET)
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    guide = gpaug.AutoSparseGP(model)
+    with pytest.raises(NotImplementedError, match="not shared out"):
+        gpaug.ConjugateSVI(model, guide, None, mesh=mesh).run(KEY, 2, batches, **Z)
+    with pytest.raises(ValueError, match="give an optax transformation"):
+        gpaug.ConjugateSVI(model, guide).run(KEY, 2, batches, **Z, **QUIET)
+    with pytest.raises(ValueError, match=r"no plate has the 10 rows of a batch"):
+        svi.run(KEY, 2, batches, **Z, total=ROWS, **QUIET)
