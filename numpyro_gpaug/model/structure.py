@@ -336,7 +336,7 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
             f"site {name!r}: observations have shape {shape}, but the model gives them "
             f"a distribution of shape {expected}{hint}"
         )
-    for frame in site["cond_indep_stack"]:
+    for frame in site.get("cond_indep_stack", ()):
         rows = expected[frame.dim - len(fn.event_shape)]
         if rows != frame.size:  # of size 1: others cannot be broadcast
             raise ValueError(
