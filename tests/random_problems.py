@@ -42,7 +42,7 @@ from tests.conftest import enable_x64
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((24, 2, 12), (3, 1, 3), (50, 4, 20))
 # Of the first so many problems, those of one likelihood have one shape.
-FIRST = 1000
+FIRST = 1200
 CLASSES = 3
 OFF = 0.01
 STEPS, TOL = 200, 1e-5

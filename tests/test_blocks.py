@@ -11,6 +11,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.stepper import Stepper
+from numpyro_gpaug.likelihoods.expectations import predictive
 from numpyro_gpaug.likelihoods.student_t import jensen_gap
 from numpyro_gpaug.math import blocks
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
@@ -191,6 +192,55 @@ def test_elements_in_blocks(function, dtype) -> None:
         for a, b in zip(jax.jit(run)(mean, variance), whole, strict=True):
             assert a.dtype == b.dtype
             assert_close(a, b, 10)
+
+
+PREDICTED = {
+    "student": (lambda m: dist.StudentT(4.0, m, 0.5), ("loc",)),
+    "heteroscedastic": (
+        lambda m: gpaug.HeteroscedasticNormal(m, m, 2.0), ("loc", "precision_logits")
+    ),
+    "log-variance": (
+        lambda m: gpaug.LogVarianceNormal(m, m), ("loc", "log_variance")
+    ),
+    "laplace": (lambda m: dist.Laplace(m, 0.5), ("loc",)),
+    "poisson": (lambda m: gpaug.LogisticPoisson(m, 5.0), ("logits",)),
+    "binomial": (lambda m: dist.Binomial(9, logits=m), ("logits",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_predictions_hold_a_few_numbers_per_row(name) -> None:
+    make, latents = PREDICTED[name]
+
+    def law(m, v):
+        return predictive(make(m), dict.fromkeys(latents, m), dict.fromkeys(latents, v))
+
+    shapes = jax.eval_shape(law, jnp.zeros(7), jnp.ones(7))
+    leaves = jax.tree.leaves(shapes)
+    assert leaves
+    assert all(np.prod(x.shape, initial=1) <= 7 for x in leaves)
+
+
+def test_predictions_in_blocks_of_rows() -> None:
+    m, v = np.linspace(-3, 3, 60, dtype="float32"), np.float32(0.5)
+    q = np.linspace(0.01, 0.99, 60, dtype="float32")
+
+    def run(m):
+        found = []
+        for name in ("student", "heteroscedastic"):
+            make, latents = PREDICTED[name]
+            means, spread = (dict.fromkeys(latents, x) for x in (m, v + 0 * m))
+            d = predictive(make(m), means, spread)
+            y = d.icdf(q)
+            found += [y, d.cdf(y) - q, d.log_prob(y + 1)]
+        return found
+
+    whole = jax.jit(lambda m: run(m))(m)
+    assert max(np.abs(x).max() for x in whole[1::3]) < 1e-5
+    with small_blocks(2**13):
+        assert "scan" in str(jax.make_jaxpr(run)(m))
+        for a, b in zip(jax.jit(run)(m), whole, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_the_full_process_is_whole() -> None:

@@ -93,10 +93,75 @@ def test_a_plate_larger_than_its_data(batch, take) -> None:
         init(plated, X, Y, size=400, batch=batch, take=take)
 
 
+@pytest.mark.parametrize(("size", "batch"), [(8, None), (8, 4), (1, None), (12, 12)])
+def test_a_plate_smaller_than_its_data(size, batch) -> None:
+    message = rf"'data' has size {size}, .* shape \(16, 2\), of which other rows"
+    for inputs in (X, X - X.mean(0)):
+        with pytest.raises(ValueError, match=message):
+            init(plated, inputs, Y, size=size, batch=batch)
+
+
+@pytest.mark.parametrize(("rows", "labels"), [(16, 20), (20, 16), (1, 16), (16, 1)])
+@pytest.mark.parametrize("of", [0, 1])
+def test_inputs_and_labels_of_other_lengths(rows, labels, of) -> None:
+    given = toy(rows)[0], toy(labels)[1]
+    with pytest.raises(ValueError, match="plate 'data' has size"):
+        init(plated, *given, size=len(given[of]))
+
+
+def rows_passed_in(X, y=None, *, inducing, size, batch=None):
+    gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
+    with numpyro.plate("data", size, subsample_size=batch):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+
+@pytest.mark.parametrize(("size", "batch"), [(1, None), (16, 1), (400, 1)])
+def test_a_plate_of_one_row(size, batch) -> None:
+    """All rows would be broadcast into it, and count ``size`` times."""
+    with pytest.raises(ValueError, match="plate 'data', which has .* 1 of 16 rows"):
+        init(rows_passed_in, X, Y, size=size, batch=batch)
+
+
+def test_labels_that_are_a_number() -> None:
+    with pytest.raises(ValueError, match=r"have shapes \[\(16, 2\), \(\), \(4, 2\)"):
+        init(plated, X, np.int32(1), size=16)
+
+
+def test_later_rows_that_a_plate_leaves_out(fitted) -> None:
+    svi = gpaug.ConjugateSVI(plated, gpaug.AutoSparseGP(plated))
+    result = svi.run(KEY, 2, X, Y, inducing=Z, size=16, progress_bar=False)
+    more, labels = toy(20)
+    posterior = svi.posterior(result)
+    for call in (
+        lambda: svi.update(result.state, more, labels, inducing=Z, size=16),
+        lambda: svi.evaluate(result.state, more, labels, inducing=Z, size=16),
+        lambda: posterior.predict_y(more),
+    ):
+        with pytest.raises(ValueError, match="'data' has size 16, .*other rows"):
+            call()
+    np.testing.assert_allclose(
+        posterior.predict_y(more, size=20).probs[:16], posterior.predict_y(X).probs,
+        rtol=1e-5,
+    )  # fmt: skip
+
+
+def lagged(X, y, *, inducing, ahead=1):
+    """A plate of steps: its index and the next one take every observation."""
+    gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
+    with numpyro.plate("steps", len(y) - 1) as i:
+        change = gp(X[i]) + y[i]
+        numpyro.sample("y", dist.Normal(change, 1.0), obs=y[i + ahead])
+
+
 def test_plates_that_fit_their_data() -> None:
     guide = gpaug.AutoSparseGP(plated)
     guide.setup(X, Y, inducing=Z, size=16, batch=4)
     guide.setup(X[:8], Y, inducing=Z, size=16, doubled=True)
+    # Rows that are left out on purpose are left out before.
+    guide.setup(X[:8], Y[:8], inducing=Z, size=8)
+    gpaug.AutoSparseGP(lagged).setup(X[:15], X[:, 0], inducing=Z)
+    with pytest.raises(ValueError, match="'steps' has size 15, .* array of shape"):
+        gpaug.AutoSparseGP(lagged).setup(X[:15], X[:, 0], inducing=Z, ahead=2)
 
     def batched(X, y=None, *, inducing):
         """Rows passed in: the plate only says how many there are."""
@@ -212,6 +277,19 @@ def positional(X, y=None, inducing=None):
         (ValueError, "X has shape .*complex.*expected real", (X + 1j, Y)),
         (ValueError, r"X has shape .*integers above 2\*\*24",
          (2**24 + np.arange(32).reshape(16, 2), Y)),
+        (TypeError, r"y is a tuple of 16: pass an array", (X, tuple(Y))),
+        (TypeError, r"X is a masked array of shape \(16, 2\)",
+         (np.ma.masked_greater(X, 1), Y)),
+        (TypeError, r"y is a masked array .*handlers\.mask",
+         (X, np.ma.masked_equal(Y, 1))),
+        (ValueError, r'X has .*dtype float16: pass X.astype\("float32"',
+         (np.asarray(X, "float16"), Y)),
+        (ValueError, r'X has .*dtype >f4: pass X.astype', (X.astype(">f4"), Y)),
+        (ValueError, r'X has .*dtype [<>]f1[26]: pass X', (X.astype("longdouble"), Y)),
+        (ValueError, r"X has .*datetime64.*expected numbers",
+         (np.full((16, 2), np.datetime64("2020-01-01")), Y)),
+        (ValueError, r"y has .*integers up to 5000000000, of which JAX",
+         (X, 5_000_000_000 * Y.astype("int64"))),
         (TypeError, r"too many .*takes \(X, .*\(16,\), \(4, 2\), \(\)", (X, Y, Z, 1)),
     ],
 )  # fmt: skip

@@ -328,9 +328,9 @@ def test_large_steps_neither_stall_nor_seem_to_have_converged() -> None:
     # Updates were halved without end, 1.5 nats short, and the equal losses of updates
     # that had been undone were taken for convergence.
     rng = np.random.default_rng(0)
-    X = rng.uniform(-3, 3, (300, 1)).astype(np.float32)
-    y = np.sin(3 * X[:, 0]) + 0.05 * rng.normal(size=300).astype(np.float32)
-    Z = X[rng.choice(300, 40, replace=False)]
+    X = rng.uniform(-3, 3, (150, 1)).astype(np.float32)
+    y = np.sin(3 * X[:, 0]) + 0.05 * rng.normal(size=150).astype(np.float32)
+    Z = X[rng.choice(150, 25, replace=False)]
 
     fitters = {rate: make(regression, optax.adam(rate)) for rate in (0.3, 0.05)}
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from tests.random_problems import (
     FIRST,
+    LIKELIHOODS,
     Outcome,
     Problem,
     Reference,
@@ -25,6 +26,19 @@ from tests.random_problems import (
 )
 
 GOLDEN = Path(__file__).parent / "golden" / "random_problems.json"
+# Fits of these take ten times as long as others do: fewer of them.
+DEAR = ("logistic-softmax", "robust-max")
+
+
+def cases() -> list[int]:
+    """A thousand problems: a quarter as many of the dear ones as of others."""
+    names = list(LIKELIHOODS)
+    rounds = (divmod(case, len(names)) for case in range(FIRST))
+    chosen = [not (names[k] in DEAR and i % 4) for i, k in rounds]
+    return np.flatnonzero(chosen)[:1000].tolist()
+
+
+CASES = cases()
 
 
 def checksum(problem: Problem) -> int:
@@ -33,9 +47,9 @@ def checksum(problem: Problem) -> int:
 
 
 def write_golden() -> None:
-    """Writes what float64 predicts for the first problems."""
+    """Writes what float64 predicts for the problems of the test."""
     rows = []
-    for case in range(FIRST):
+    for case in CASES:
         problem = the_case(case, 0)
         reference = computed(*problem)
         _, mean, scale = reference.outcome()
@@ -58,15 +72,13 @@ def digits(scale: float) -> int:
 def run_golden() -> dict[str, Tally]:
     """Tallies by likelihood."""
     golden = json.loads(GOLDEN.read_text())
-    means, scales = (
-        [np.array(row, "float32") for row in golden[k]] for k in ("means", "scales")
-    )
+    means, scales = ([np.array(row) for row in golden[k]] for k in ("means", "scales"))
     found: dict[str, Tally] = {}
-    for case in range(FIRST):
+    for i, case in enumerate(CASES):
         name, shape, problem = the_case(case, 0)
-        if checksum(problem) != golden["sums"][case]:
+        if checksum(problem) != golden["sums"][i]:
             raise ValueError("problems differ from those of the file: write it again")
-        double, ill = Outcome(True, means[case], scales[case]), golden["ill"][case]
+        double, ill = Outcome(True, means[i], scales[i]), golden["ill"][i]
         reference = Reference(lambda double=double: double, lambda ill=ill: ill)
         counts = tally(name, shape, problem, reference)
         found[name] = found.get(name, Tally()) + counts
@@ -76,10 +88,10 @@ def run_golden() -> dict[str, Tally]:
 def test_random_problems_in_float32() -> None:
     found = run_golden()
     total = sum(found.values(), Tally())
-    assert total.number == FIRST
+    assert total.number == 1000
     assert total.errors == 0, found
     assert total.not_finite == 0, found
-    assert total.off - total.ill <= 2 * FIRST // 100, found
+    assert total.off - total.ill <= 20, found
 
 
 if __name__ == "__main__":

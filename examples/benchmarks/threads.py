@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether anything hangs: chains in parallel, and fits in a pool of threads.
 
-Two kinds of run, each in a process of its own that is ended when it takes too long:
-``chains``, two parallel chains of NumPyro's MCMC on a process of three latents, and
-``fits``, ``ConjugateSVI.run`` in four threads at once. XLA may compile and run them as
-it likes: nothing is set but the number of devices. Printed as JSON::
+Three kinds of run, all of a process of three latents, each in a Python process of its
+own that is ended when it takes too long: ``chains``, two parallel chains of NumPyro's
+MCMC; ``vectorized``, two chains in one program; and ``fits``, ``ConjugateSVI.run`` in
+four threads at once. XLA may compile and run them as it likes: nothing is set but the
+number of devices. Printed as JSON::
 
     python examples/benchmarks/threads.py --runs 20
 """
@@ -44,8 +45,8 @@ def problem(seed: int):
     return model, X, y
 
 
-def chains(seed: int) -> None:
-    """Two chains in parallel, one per device."""
+def chains(seed: int, method: str = "parallel") -> None:
+    """Two chains, one per device if in parallel."""
     import jax
     from numpyro.infer import MCMC
 
@@ -54,8 +55,8 @@ def chains(seed: int) -> None:
     model, X, y = problem(seed)
     kernel = gpaug.AugmentedGaussian(model)
     mcmc = MCMC(
-        kernel, num_warmup=100, num_samples=100, num_chains=2,
-        chain_method="parallel", progress_bar=False,
+        kernel, num_warmup=50, num_samples=50, num_chains=2,
+        chain_method=method, progress_bar=False,
     )  # fmt: skip
     mcmc.run(jax.random.key(seed), X, y, inducing=X[:INDUCING])
     jax.block_until_ready(mcmc.get_samples())
@@ -81,7 +82,12 @@ def fits(seed: int) -> None:
         list(pool.map(fit, range(THREADS)))
 
 
-KINDS = {"chains": chains, "fits": fits}
+def vectorized(seed: int) -> None:
+    """Two chains in one program."""
+    chains(seed, "vectorized")
+
+
+KINDS = {"chains": chains, "vectorized": vectorized, "fits": fits}
 
 
 def ends(kind: str, seed: int, limit: float) -> bool:
@@ -106,6 +112,7 @@ def ends(kind: str, seed: int, limit: float) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=20, help="of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--limit", type=float, default=180, help="seconds of a run")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -114,7 +121,7 @@ def main() -> None:
         KINDS[options.one](options.seed)
         return
     report = {}
-    for kind in KINDS:
+    for kind in options.kinds:
         start = time.perf_counter()
         ended = [ends(kind, seed, options.limit) for seed in range(options.runs)]
         report[kind] = {
@@ -122,6 +129,7 @@ def main() -> None:
             "hangs": ended.count(False),
             "seconds_per_run": round((time.perf_counter() - start) / options.runs, 1),
         }
+        print(f"{kind}: {report[kind]}", file=sys.stderr, flush=True)
     print(json.dumps(report, indent=1))
 
 

@@ -185,10 +185,11 @@ def _overlaps(
         distribution = base_distribution(message["fn"])
         if not message.get("is_observed") or isinstance(distribution, dist.Unit):
             continue
-        p, q = _Predictive(model, chosen, arguments, site), None
+        predicted = _Site(model, arguments, site)
+        p, q = _Predictive(predicted, chosen), None
         if not isinstance(vi, Posterior):
             latents = _latents(draws, trace, "variational")
-            q = _Predictive(model, latents, arguments, site)
+            q = _Predictive(predicted, latents)
         elif site in vi.observed:  # else a hyperparameter that a handler holds
             q = vi.predict_y(*arguments.merge()[0], site=site)
         if q is not None:
@@ -197,51 +198,59 @@ def _overlaps(
     return Dataset(found)
 
 
-class _Predictive:
-    """An observed site of a model with its latents drawn: a mixture over the draws."""
+class _Site:
+    """An observed site, as a function of a model's latents; one program for each side
+    of a comparison, if these have equally many draws."""
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        draws: Mapping[str, Any],
-        arguments: Arguments,
-        site: str,
+        self, model: Callable[..., Any], arguments: Arguments, site: str
     ) -> None:
         self.model, self.arguments, self.site = model, arguments, site
-        self.draws = {name: jnp.asarray(x) for name, x in draws.items()}
-        self.num = len(next(iter(draws.values())))
+        self.samples = jax.jit(jax.vmap(self._sample, (None, 0, 0)))
+        self.log_probs = jax.jit(self._log_probs)
 
     def _law(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Any:
         given = self.arguments._replace(arrays=arrays)
         return base_distribution(run(self.model, given, key, draw)[self.site]["fn"])
 
+    def _sample(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Array:
+        law_key, key = random.split(key)
+        return self._law(arrays, law_key, draw).sample(key)
+
+    def _log_probs(self, arrays: Any, keys: Array, draws: Any, values: Array) -> Array:
+        """Of values, by the mixture over the draws."""
+
+        def at(key: Array, draw: dict[str, Array]) -> Array:
+            d = self._law(arrays, key, draw)
+            return getattr(d, "normalized_log_prob", d.log_prob)(values)
+
+        def step(total: Array, given: Any) -> tuple[Array, None]:
+            return jnp.logaddexp(total, at(*given)), None
+
+        first = at(keys[0], {name: x[0] for name, x in draws.items()})
+        rest = keys[1:], {name: x[1:] for name, x in draws.items()}
+        return lax.scan(step, first, rest)[0] - math.log(len(keys))
+
+
+class _Predictive:
+    """An observed site of a model with its latents drawn: a mixture over the draws."""
+
+    def __init__(self, site: _Site, draws: Mapping[str, Any]) -> None:
+        self.site = site
+        self.draws = {name: jnp.asarray(x) for name, x in draws.items()}
+        self.num = len(next(iter(draws.values())))
+
     def sample(self, key: Array, sample_shape: tuple[int]) -> Array:
         chosen = np.linspace(0, self.num - 1, *sample_shape).astype(int)
         some = {name: x[chosen] for name, x in self.draws.items()}
-
-        def one(arrays: Any, key: Array, draw: dict[str, Array]) -> Array:
-            law_key, key = random.split(key)
-            return self._law(arrays, law_key, draw).sample(key)
-
         keys = random.split(key, len(chosen))
-        return jax.jit(jax.vmap(one, (None, 0, 0)))(self.arguments.arrays, keys, some)
+        return self.site.samples(self.site.arguments.arrays, keys, some)
 
     def log_prob(self, values: Array) -> Array:
-        def run(arrays: Any, keys: Array, draws: Any, values: Array) -> Array:
-            def at(key: Array, draw: dict[str, Array]) -> Array:
-                d = self._law(arrays, key, draw)
-                return getattr(d, "normalized_log_prob", d.log_prob)(values)
-
-            def step(total: Array, given: Any) -> tuple[Array, None]:
-                return jnp.logaddexp(total, at(*given)), None
-
-            first = at(keys[0], {name: x[0] for name, x in draws.items()})
-            rest = keys[1:], {name: x[1:] for name, x in draws.items()}
-            return lax.scan(step, first, rest)[0] - math.log(self.num)
-
         # Residuals of a sparse process that draws do not contain are drawn here.
         keys = random.split(random.key(0), self.num)
-        return jax.jit(run)(self.arguments.arrays, keys, self.draws, values)
+        arrays = self.site.arguments.arrays
+        return self.site.log_probs(arrays, keys, self.draws, values)
 
 
 def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:

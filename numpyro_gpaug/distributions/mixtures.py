@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +19,6 @@ from numpyro.util import is_prng_key
 from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.quadrature import gaussian_nodes, peaked_nodes
-
-
-def normal_of_noise(mean: Array, variance: Array, log_noise: Array) -> dist.Normal:
-    """Normals of a latent and noise, whose variance may be too large for its dtype.
-
-    :param mean: of the latent.
-    :param variance: of the latent.
-    :param log_noise: logarithms of the variances of the noise, with a last axis more.
-    """
-    tiny = jnp.finfo(log_noise.dtype).tiny
-    total = jnp.logaddexp(jnp.log(jnp.maximum(variance, tiny))[..., None], log_noise)
-    largest = 0.95 * math.log(float(jnp.finfo(total.dtype).max))
-    scale = jnp.exp(jnp.minimum(0.5 * total, largest))
-    return dist.Normal(mean[..., None], scale)
 
 
 class CountMixture(Elementwise):
@@ -277,58 +262,6 @@ class NodeMixture(dist.MixtureSameFamily):
             if name in vars(component)
         }
         return type(component)(**chosen).sample(key), [nodes]
-
-
-class NoiseMixture(NodeMixture):
-    """Normal observations of a noise that is a function of a normal latent.
-
-    A mixture over nodes of that latent; densities place nodes of their own, as an
-    outlier is a datum of a noise that those about the mean do not have.
-
-    :param log_noise: the logarithm of the variance of the noise, a function of the
-        latent and of ``other``.
-    :param latent: mean and variance of the function values, mean and variance of the
-        latent, and ``other``; each of the batch shape.
-    :param mean: of the observations.
-    :param variance: of the observations.
-    """
-
-    latent: tuple[Array, ...]
-    log_noise: Callable[[Array, Array], Array]
-    pytree_data_fields = ("latent",)
-    pytree_aux_fields = ("log_noise",)
-
-    def __init__(
-        self,
-        log_noise: Callable[[Array, Array], Array],
-        latent: tuple[Array, ...],
-        mean: Array,
-        variance: Array,
-        *,
-        validate_args: bool | None = None,
-    ) -> None:
-        self.log_noise, self.latent = log_noise, latent
-        loc, spread, *normal, other = latent
-        nodes, log_weights = gaussian_nodes(*normal)
-        component = normal_of_noise(loc, spread, log_noise(nodes, other[..., None]))
-        super().__init__(
-            log_weights, component, mean, variance, validate_args=validate_args
-        )
-
-    @validate_sample
-    def log_prob(self, value: ArrayLike, intermediates: Any = None) -> Array:
-        y = jnp.asarray(value, self.mean.dtype)
-        y, *latent = jnp.broadcast_arrays(y, *self.latent)
-
-        def density(f: Array, y: Array, latent: Sequence[Array]) -> Array:
-            loc, spread, _, _, other = latent
-            noise = self.log_noise(f, other)[..., None]
-            return normal_of_noise(loc, spread, noise).log_prob(y[..., None])[..., 0]
-
-        fixed = lax.stop_gradient((y, latent))
-        nodes, log_weights = peaked_nodes(lambda f: density(f, *fixed), *latent[2:4])
-        each = [x[..., None] for x in latent]
-        return jax.nn.logsumexp(log_weights + density(nodes, y[..., None], each), -1)
 
 
 class CellMixture(NodeMixture):

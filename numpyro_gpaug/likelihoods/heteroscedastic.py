@@ -16,8 +16,8 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions import HeteroscedasticNormal as Likelihood
-from numpyro_gpaug.distributions.mixtures import NoiseMixture
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
+from numpyro_gpaug.distributions.real_mixtures import NoiseMixture
 from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 from numpyro_gpaug.math.normal import LOG_2PI
 
@@ -84,17 +84,20 @@ def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
     return _constant(top) + 0.5 * expected_log_sigmoid(mg, vg) - precision * half_square
 
 
+class _Predictive(NoiseMixture):
+    def log_noise(self, latent: Array, other: Array) -> Array:
+        return jax.nn.softplus(-latent) - other
+
+    @property
+    def variance(self) -> Array:
+        # The noise is one plus a log-normal, whose mean lies above the nodes.
+        _, v, mg, vg, log_top = self._arrays()
+        return v + (1 + jnp.exp(0.5 * vg - mg)) * jnp.exp(-log_top)
+
+
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
     m, v, mg, vg = moments(_LATENTS, means, variances)
-    top = jnp.asarray(d.max_precision, m.dtype)
-    # The noise variance is one plus a log-normal, whose mean lies above the nodes.
-    variance = v + (1 + jnp.exp(0.5 * vg - mg)) / top
-    latent = tuple(jnp.broadcast_arrays(m, v, mg, vg, jnp.log(top)))
-    return NoiseMixture(_log_noise, latent, m, variance)
-
-
-def _log_noise(precision_logits: Array, log_top: Array) -> Array:
-    return jax.nn.softplus(-precision_logits) - log_top
+    return _Predictive(m, v, mg, vg, jnp.log(jnp.asarray(d.max_precision, m.dtype)))
 
 
 def _half(d, y: Array, means: Parameters, variances: Parameters) -> Array:

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions.log_variance_normal import LogVarianceNormal
-from numpyro_gpaug.distributions.mixtures import NoiseMixture
+from numpyro_gpaug.distributions.real_mixtures import NoiseMixture
 from numpyro_gpaug.math.normal import LOG_2PI
 
 from .contract import Parameters, moments, register
@@ -22,14 +22,19 @@ def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
     return -0.5 * (mg + square + LOG_2PI)
 
 
+class _Predictive(NoiseMixture):
+    def log_noise(self, latent: Array, other: Array) -> Array:
+        return latent
+
+    @property
+    def variance(self) -> Array:
+        _, v, mg, vg, _ = self._arrays()
+        return v + jnp.exp(mg + 0.5 * vg)
+
+
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
     m, v, mg, vg = moments(LATENTS, means, variances)
-    latent = tuple(jnp.broadcast_arrays(m, v, mg, vg, jnp.zeros_like(m)))
-    return NoiseMixture(_log_noise, latent, m, v + jnp.exp(mg + 0.5 * vg))
-
-
-def _log_noise(log_variance: Array, _: Array) -> Array:
-    return log_variance
+    return _Predictive(m, v, mg, vg, jnp.zeros_like(m))
 
 
 register(LogVarianceNormal, LATENTS, _expected_log_prob, _predictive)

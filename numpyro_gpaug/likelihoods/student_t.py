@@ -29,9 +29,8 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array, lax
 
-from numpyro_gpaug.distributions.mixtures import NodeMixture
+from numpyro_gpaug.distributions.real_mixtures import NormalStudentT
 from numpyro_gpaug.math.blocks import by_elements
-from numpyro_gpaug.math.quadrature import log_gamma_nodes
 
 from .contract import Augmentation, Conditionals, Parameters, register
 
@@ -139,19 +138,7 @@ def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    m, v = means["loc"], variances["loc"]
-    df, noise = (
-        jnp.broadcast_to(jnp.asarray(x, m.dtype), m.shape)
-        for x in (d.df, jnp.square(d.scale))
-    )
-    x, log_weights = log_gamma_nodes(0.5 * df)
-    spread = v[..., None] + noise[..., None] * jnp.exp(-x)
-    component = dist.Normal(m[..., None], jnp.sqrt(spread))
-    # As NumPyro's: no mean for df <= 1, an infinite variance for df <= 2.
-    mean = jnp.where(df > 1, m, jnp.nan)
-    total = v + noise * df / jnp.where(df > 2, df - 2, 1.0)
-    variance = jnp.where(df > 2, total, jnp.where(df > 1, jnp.inf, jnp.nan))
-    return NodeMixture(log_weights, component, mean, variance)
+    return NormalStudentT(d.df, means["loc"], variances["loc"], d.scale)
 
 
 register(dist.StudentT, ("loc",), _expected_log_prob, _predictive, _AUGMENTATION)

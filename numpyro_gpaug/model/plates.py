@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend.core import Literal
 from numpyro import handlers
 
@@ -15,11 +16,8 @@ from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.jaxpr import inner_jaxpr
 from numpyro_gpaug.model.structure import Arguments, Plate, Trace
 
-# Operations whose result still is an index of the plate: those before a gather.
-_KEPT = {
-    "add", "broadcast_in_dim", "convert_element_type", "reshape", "select_n",
-    "squeeze",
-}  # fmt: skip
+# Operations whose result still is the index of a plate: those before a gather.
+_KEPT = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"}
 
 
 def with_whole_sizes(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +58,11 @@ def explained(arguments: Arguments) -> Iterator[None]:
             "arrays to be indexed by others are jax.numpy's. JAX says: "
             + str(error).split("\n", 1)[0]
         ) from error
+    except IndexError as error:
+        shapes = [x.shape for x in arguments.arrays]
+        raise ValueError(
+            f"{error}: arguments of the model have shapes {shapes}"
+        ) from error
     except ValueError as error:
         if "Incompatible shapes for broadcasting" not in str(error):
             raise
@@ -75,8 +78,9 @@ def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str,
 
     :param run: the trace, from the arrays among the arguments.
     :param arguments: the model's arguments.
-    :raises ValueError: for a plate whose members index an array that has fewer: JAX
-        would repeat its last row.
+    :raises ValueError: for a plate whose members index an array that has fewer (JAX
+        would repeat its last row), or an argument that has more, which would never be
+        looked at.
     """
     plates: dict[str, Plate] = {}
 
@@ -93,36 +97,146 @@ def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str,
         jaxpr = jax.make_jaxpr(indices)(arguments.arrays).jaxpr
     # A dict is flattened by its sorted names.
     members = zip(jaxpr.outvars, sorted(plates), strict=True)
-    known = {v: name for v, name in members if not isinstance(v, Literal)}
-    _check_gathers(jaxpr, known, {k: p.size for k, p in plates.items()})
+    spans = {
+        v: _Span(name, 0, plates[name].size - 1)
+        for v, name in members
+        if not isinstance(v, Literal)
+    }
+    data = [*jaxpr.invars, *jaxpr.constvars]
+    shapes = [v.aval.shape for v in data]
+    reading = _Reading({k: p.size for k, p in plates.items()}, shapes)
+    reading.read(jaxpr, {**{v: _Data(i) for i, v in enumerate(data)}, **spans})
+    reading.check_rows()
     return plates
 
 
-def _check_gathers(jaxpr: Any, known: dict[Any, str], sizes: dict[str, int]) -> None:
-    """Raises for gathers from less than a plate has members.
+class _Span(NamedTuple):
+    """Numbers a plate's index runs over, perhaps with something added."""
 
-    :param known: plates by the variables that are indices of them; those found here
-        are added.
+    plate: str
+    low: int
+    high: int
+
+
+class _Data(NamedTuple):
+    """An argument of the model, or one changed element by element."""
+
+    number: int
+
+
+class _Never(NamedTuple):
+    """A condition that does not hold."""
+
+
+class _Reading:
+    """Of a program: which rows of arguments the indices of plates take.
+
+    :param sizes: of plates.
+    :param shapes: of arguments.
     """
-    for eqn in jaxpr.eqns:
-        plates = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
-        plate = next((p for p in plates if p is not None), None)
-        if plate is None:
-            continue
-        inner = inner_jaxpr(eqn)
-        if inner is not None:
-            within = {v: p for v, p in zip(inner.invars, plates, strict=True) if p}
-            _check_gathers(inner, within, sizes)
-            pairs = zip(eqn.outvars, inner.outvars, strict=True)
-            known |= {v: within[w] for v, w in pairs if within.get(w)}
-        elif eqn.primitive.name == "gather" and plates[1] is not None:
-            shape = eqn.invars[0].aval.shape
-            axes = eqn.params["dimension_numbers"].start_index_map
-            if any(shape[axis] < sizes[plate] for axis in axes):
+
+    def __init__(self, sizes: dict[str, int], shapes: list[tuple[int, ...]]) -> None:
+        self.sizes, self.shapes = sizes, shapes
+        # First and last rows, by argument, plate and axis.
+        self.taken: dict[tuple[_Data, str, int], list[tuple[int, int]]] = {}
+        # Arguments of which something else is used as well.
+        self.elsewhere: set[_Data] = set()
+
+    def read(self, jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
+        """What is known of the results.
+
+        :param jaxpr: the program.
+        :param known: of its variables; those found here are added.
+        :raises ValueError: for gathers from less than a plate has members.
+        """
+        for eqn in jaxpr.eqns:
+            given = _looked_up(eqn.invars, known)
+            inner = inner_jaxpr(eqn)
+            if inner is not None:
+                pairs = zip(inner.invars, given, strict=True)
+                found = self.read(inner, {v: x for v, x in pairs if x is not None})
+            else:
+                found = [self._result(eqn, given)]
+            pairs = zip(eqn.outvars, found, strict=False)
+            known |= {v: x for v, x in pairs if x is not None}
+        return _looked_up(jaxpr.outvars, known)
+
+    def _result(self, eqn: Any, given: list[Any]) -> Any:
+        if eqn.primitive.name == "gather":
+            self._gather(eqn, *given[:2])
+            return None
+        spans = [x for x in given if isinstance(x, _Span)]
+        if spans:
+            return _moved(eqn, given, spans[0])
+        data = {x for x in given if isinstance(x, _Data)}
+        for x in data:
+            shapes = [v.aval.shape for v in eqn.outvars]
+            if len(data) == 1 and shapes == [self.shapes[x.number]]:
+                return x
+        self.elsewhere |= data
+        return None
+
+    def _gather(self, eqn: Any, operand: Any, indices: Any) -> None:
+        shape = eqn.invars[0].aval.shape
+        axes = eqn.params["dimension_numbers"].start_index_map
+        if isinstance(indices, _Span) and len(axes) == 1:
+            last = indices.high + eqn.params["slice_sizes"][axes[0]] - 1
+            if last >= shape[axes[0]]:
                 raise ValueError(
-                    f"plate {plate!r} has size {sizes[plate]}, but its indices are "
-                    f"used on an array of shape {shape}: give the plate the number of "
-                    "rows, X.shape[0]"
+                    f"{self._of(indices.plate)} are used on an array of shape {shape}: "
+                    "give the plate the number of rows, X.shape[0]"
                 )
-        elif eqn.primitive.name in _KEPT:
-            known[eqn.outvars[0]] = plate
+            if isinstance(operand, _Data):
+                which = operand, indices.plate, axes[0]
+                self.taken.setdefault(which, []).append((indices.low, last))
+        elif isinstance(operand, _Data):
+            self.elsewhere.add(operand)
+
+    def check_rows(self) -> None:
+        """Raises for arguments of which a plate's indices leave rows out.
+
+        :raises ValueError: naming the plate, and the shape of the argument.
+        """
+        for (data, plate, axis), spans in self.taken.items():
+            shape = self.shapes[data.number]
+            covered = 0  # so many rows, from the first one on
+            for low, high in sorted(spans):
+                covered = max(covered, high + 1) if low <= covered else covered
+            if data not in self.elsewhere and covered < shape[axis]:
+                raise ValueError(
+                    f"{self._of(plate)} are used on an argument of shape {shape}, of "
+                    "which other rows would never be looked at: give the plate the "
+                    "number of rows, X.shape[0], or leave rows out before"
+                )
+
+    def _of(self, plate: str) -> str:
+        return f"plate {plate!r} has size {self.sizes[plate]}, but its indices"
+
+
+def _looked_up(variables: Any, known: dict[Any, Any]) -> list[Any]:
+    return [None if isinstance(v, Literal) else known.get(v) for v in variables]
+
+
+def _moved(eqn: Any, given: list[Any], span: _Span) -> Any:
+    """The index of a plate after an operation, if it still is one."""
+    name = eqn.primitive.name
+    if name in _KEPT:
+        return span
+    if name == "select_n":
+        # Negative indices count from the end: these are not.
+        return given[1] if isinstance(given[0], _Never) else None
+    constants = [int(v.val) for v in eqn.invars if _is_whole(v)]
+    if len(constants) != 1:
+        return None
+    if name == "lt" and constants == [0] and given[0] is span and span.low >= 0:
+        return _Never()
+    if name == "add" or (name == "sub" and given[0] is span):
+        by = constants[0] if name == "add" else -constants[0]
+        return span._replace(low=span.low + by, high=span.high + by)
+    return None
+
+
+def _is_whole(variable: Any) -> bool:
+    if not isinstance(variable, Literal) or np.ndim(variable.val) > 0:
+        return False
+    return np.issubdtype(np.result_type(variable.val), np.integer)

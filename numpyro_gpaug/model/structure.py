@@ -336,6 +336,13 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
             f"site {name!r}: observations have shape {shape}, but the model gives them "
             f"a distribution of shape {expected}{hint}"
         )
+    for frame in site.get("cond_indep_stack", ()):
+        rows = expected[frame.dim - len(fn.event_shape)]
+        if rows != frame.size:  # of size 1: others cannot be broadcast
+            raise ValueError(
+                f"site {name!r}: observations of shape {shape} are in plate "
+                f"{frame.name!r}, which has (or draws) {frame.size} of {rows} rows"
+            )
     if isinstance(base, CategoricalLogits | CategoricalProbs) and jnp.issubdtype(
         jnp.result_type(site["value"]), jnp.floating
     ):

@@ -98,14 +98,23 @@ def _check_kind(name: str, value: Any, rows: int) -> None:
             f"{name} is a SciPy sparse matrix of shape {value.shape}: pass an array "
             f"({name}.toarray(), or few columns by numpyro_gpaug.inducing.Subspace)"
         )
-    leaves = jax.tree.leaves(value) if isinstance(value, list) else []
-    if leaves and all(isinstance(x, int | float) for x in leaves):
+    if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} is a list of {len(value)}: pass an array (numpy.asarray({name}))"
+            f"{name} is a masked array of shape {value.shape}: pass {name}.filled(0), "
+            "and of observations the mask, for numpyro.handlers.mask(mask=...) around "
+            "their site"
+        )
+    kind = type(value).__name__
+    leaves = jax.tree.leaves(value) if kind in ("list", "tuple") else []
+    # Short tuples may be shapes of something.
+    numbers = all(isinstance(x, int | float | np.number) for x in leaves)
+    if leaves and numbers and (kind == "list" or len(leaves) == rows):
+        raise TypeError(
+            f"{name} is a {kind} of {len(value)}: pass an array (numpy.asarray({name}))"
         )
     # Shorter ones may be names of something.
     if len(leaves) == rows and leaves and all(isinstance(x, str) for x in leaves):
-        raise TypeError(f"{name} is a list of {len(value)} strings. {_ENCODE}")
+        raise TypeError(f"{name} is a {kind} of {len(value)} strings. {_ENCODE}")
 
 
 _ENCODE = (
@@ -120,7 +129,7 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
     if 0 in shape:
         raise ValueError(f"{name} has shape {shape}: it is empty")
     kind = np.dtype(value.dtype).kind if isinstance(value, np.ndarray) else "f"
-    if kind in "OUS":
+    if kind in "OUSMmV":
         raise ValueError(
             f"{name} has shape {shape} and dtype {value.dtype}; expected numbers. "
             f"{_ENCODE if len(shape) == 1 else _COLUMNS}"
@@ -130,6 +139,7 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
             f"{name} has shape {shape} and dtype {value.dtype}; expected real numbers: "
             f"pass {name}.real, or real and imaginary parts as columns"
         )
+    _check_precision(name, value, uses)
     if jax.dtypes.issubdtype(value.dtype, np.floating):
         finite = total(lambda x: abs(x) < np.inf, value)
         bad = int(np.size(value) - finite)
@@ -143,6 +153,26 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
             f"{name} has shape {shape} and integers above 2**24, which float32 rounds: "
             "number them from 0 (numpy.unique), or enable 64-bit floats"
         )
+
+
+def _check_precision(name: str, value: Any, uses: Callable[[], Sources]) -> None:
+    """Raises for numbers of which JAX has no kind, or no factorisation."""
+    shape, dtype = np.shape(value), np.dtype(value.dtype)
+    foreign = not dtype.isnative or (dtype.kind == "f" and dtype.itemsize > 8)
+    half = jax.dtypes.issubdtype(dtype, np.floating) and dtype.itemsize < 4
+    if foreign or (half and name not in set(uses().observed) - set(uses().inputs)):
+        raise ValueError(
+            f"{name} has shape {shape} and dtype {dtype.str if foreign else dtype}: "
+            f'pass {name}.astype("float32"), or "float64" where 64-bit is enabled'
+        )
+    if isinstance(value, np.ndarray) and dtype.kind in "iu":
+        kept = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
+        if value.min() < kept.min or value.max() > kept.max:
+            raise ValueError(
+                f"{name} has shape {shape} and integers up to {value.max()}, of which "
+                f"JAX would make others ({kept.dtype}): pass counts as floats, or "
+                "enable 64-bit numbers"
+            )
 
 
 def _is_rounded(value: Any) -> bool:

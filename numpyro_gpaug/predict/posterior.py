@@ -440,9 +440,10 @@ class Posterior(Displayed):
         size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
         joint = isinstance(self._predictor, JointPredictor)
         # Rows may be members of a latent, which then are no others; those on several
-        # devices stay there.
+        # devices stay there. A number of rows that is passed in may be a plate's size.
         at_once = (
             rows == size
+            or rows in [x for _, x in arguments.static[1]]
             or (joint and rows <= MAX_DENSE)
             or (arguments.mesh is not None)
         )
