@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -124,28 +125,64 @@ class PredictorMixture(Distribution):
         shape = sample_shape + self.batch_shape
         # Not categorical, which draws a number for every node.
         chosen = random.choice(node_key, len(self.weights), shape, p=self.weights)
-        if not self._elementwise:
+        known = self._event_dims()
+        if known is None:
             # A parameter may be one for several data, which are at different nodes.
             chosen = chosen.reshape(shape + (1,) * self.event_dim)
             draws = self._each(lambda d: d.sample(key, sample_shape))
             return jnp.take_along_axis(draws, chosen[None], 0)[0]
+        values = []
+        for x, dims in zip(self._moving, known, strict=True):
+            each = self.batch_shape + x.shape[x.ndim - dims :]
+            values.append(jax.vmap(partial(jnp.broadcast_to, shape=each))(x))
 
         def draw(key: Array, chosen: Array) -> Array:
-            at = [jnp.take_along_axis(x, chosen[None], 0)[0] for x in self._moving]
+            at = [
+                jnp.take_along_axis(
+                    x, chosen.reshape(1, *chosen.shape, *(1,) * dims), 0
+                )[0]
+                for x, dims in zip(values, known, strict=True)
+            ]
             return self._with(at).sample(key)
 
         flat = chosen.reshape(-1, *self.batch_shape)
         draws = jax.vmap(draw)(random.split(key, len(flat)), flat)
-        return draws.reshape(shape)
+        return draws.reshape(shape + self.event_shape)
 
-    @property
-    def _elementwise(self) -> bool:
-        """Whether parameters are numbers, and those that vary one for each datum."""
+    def _event_dims(self) -> list[int] | None:
+        """How many trailing axes of each array that varies are not those of data;
+        ``None`` unless all are parameters whose axes are known."""
         component = self._component
-        given = component.arg_constraints
-        names = [name for name in given if name in vars(component)]
-        return (
-            len(names) == len(self.leaves)
-            and not any(given[name].event_dim for name in names)
-            and all(x.shape[1:] == self.batch_shape for x in self._moving)
-        )
+        given = _parameters(component, self.batch_shape)
+        found = [given.get(id(x)) for x in jax.tree.leaves(component)]
+        moving = [f for f, v in zip(found, self.varies, strict=True) if v]
+        dims = [f for f in moving if f is not None]
+        return dims if len(dims) == len(moving) else None
+
+
+def _parameters(law: Distribution, batch_shape: tuple[int, ...]) -> dict[int, int]:
+    """The event dimensions of the parameters of a law, and of those it is made of, by
+    the identity of the arrays."""
+    if law.batch_shape != batch_shape:
+        return {}
+    dims: dict[str, int] = {}
+    for kind in reversed(type(law).__mro__):
+        constrained = vars(kind).get("arg_constraints", {})
+        if isinstance(constrained, dict):
+            dims |= {k: c.event_dim for k, c in constrained.items() if _knows(c)}
+    found = {id(x): dims[name] for name, x in vars(law).items() if name in dims}
+    inner = jax.tree.leaves(
+        law, is_leaf=lambda x: isinstance(x, Distribution) and x is not law
+    )
+    for each in inner:
+        if isinstance(each, Distribution):
+            found |= _parameters(each, batch_shape)
+    return found
+
+
+def _knows(constraint: Any) -> bool:
+    """Whether a constraint says how many event dimensions its values have."""
+    try:
+        return constraint.event_dim is not None
+    except NotImplementedError:
+        return False

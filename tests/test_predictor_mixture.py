@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures over nodes of a law's parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+
+LAWS: dict[str, Callable[[Any], dist.Distribution]] = {
+    # Made of a gamma distribution.
+    "negative binomial": lambda m: dist.NegativeBinomial2(jnp.exp(m), 3.0),
+    "beta-binomial": lambda m: dist.BetaBinomial(jnp.exp(m), 2.0, 5),
+    # As many cutpoints as data, which are for all data.
+    "ordinal": lambda m: dist.OrderedLogistic(m, jnp.linspace(-1, 1, 4)),
+    "zero-inflated": lambda m: dist.ZeroInflatedPoisson(0.2, rate=jnp.exp(m)),
+    # One scale for all data, which does not say so.
+    "truncated": lambda m: dist.TruncatedNormal(m, 0.5, low=0.0, high=8.0),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_draws_follow_the_probabilities(name: str) -> None:
+    nodes = 6
+    at = 0.7 * jax.random.normal(jax.random.key(0), (nodes, 4))
+    leaves, treedef = jax.tree.flatten(jax.vmap(LAWS[name])(at))
+    weights = jax.nn.softmax(jnp.arange(nodes) / 3)
+    varies = (True,) * len(leaves)
+    mixture = PredictorMixture(tuple(leaves), weights, treedef, varies, (4,), ())
+    draws = np.asarray(
+        jax.jit(lambda k: mixture.sample(k, (20_000,)))(jax.random.key(1))
+    )
+    assert draws.shape == (20_000, 4)
+    edges = np.arange(9.0)[:, None]
+    if mixture.is_discrete:
+        counts = np.tile(edges[:4].astype(int), 4)
+        expected = np.exp(jax.jit(jax.vmap(mixture.log_prob))(counts))
+        found = (draws == edges[:4, None]).mean(1)
+    else:
+        expected = jax.jit(jax.vmap(mixture.cdf))(np.tile(edges[1:4], 4))
+        found = (draws <= edges[1:4, None]).mean(1)
+    # Four standard errors.
+    np.testing.assert_allclose(found, expected, atol=4 * np.sqrt(0.25 / 20_000))
+    # Data are at nodes of their own: neighbours are independent.
+    assert np.abs(np.corrcoef(draws.T) - np.eye(4)).max() < 0.035
