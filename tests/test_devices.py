@@ -72,14 +72,14 @@ def data(rows, seed=0):
 def fit(model, guide, arrays, steps=6, optim=None, mesh=None, **kwargs):
     """Losses, and what goes between devices in a chunk of steps."""
     svi = gpaug.ConjugateSVI(model, guide(model), optim, mesh=mesh)
-    programs, advance = [], svi._advance
+    programs, advance = [], svi._programs.advance
 
     def watched(*args, **static):
         if not programs:
             programs.append(advance.lower(*args, **static).compile())
         return programs[0](*args)
 
-    svi._advance = watched
+    svi._programs.advance = watched
     result = svi.run(KEY, steps, *arrays, progress_bar=False, **kwargs)
     return svi, result, collectives(programs[0].as_text())
 

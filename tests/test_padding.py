@@ -141,9 +141,13 @@ def test_folds_share_programs_and_give_what_each_gives_alone(
     np.testing.assert_allclose(found.losses, losses, rtol=2e-5)
     for name, value in params.items():
         np.testing.assert_allclose(found.params[name], value, rtol=2e-3, atol=2e-3)
-    before = svi._advance._cache_size(), svi._begin._cache_size()
+    compiled = svi._programs
+    before = compiled.advance._cache_size(), compiled.begin._cache_size()
     other = fitted(svi, 134)
-    assert (svi._advance._cache_size(), svi._begin._cache_size()) == before
+    assert (
+        svi._programs.advance._cache_size(),
+        svi._programs.begin._cache_size(),
+    ) == before
     assert np.isfinite(other.losses).all()
     if both:
         np.testing.assert_allclose(other.losses, alone(svi, 134)[1], rtol=2e-5)

@@ -64,13 +64,13 @@ def assert_precise(lowered):
 )
 def test_steps_and_predictions(guide, model, args, kwargs, optim):
     svi = gpaug.ConjugateSVI(model, guide(model), optim)
-    advance, lowered = svi._advance, []
+    advance, lowered = svi._programs.advance, []
 
     def watched(*args, **static):
         lowered.append(advance.lower(*args, **static))
         return advance(*args, **static)
 
-    svi._advance = watched
+    svi._programs.advance = watched
     result = svi.run(KEY, 1, *args, progress_bar=False, **kwargs)
     assert_precise(lowered[0])
     if optim is not None:

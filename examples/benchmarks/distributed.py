@@ -74,14 +74,14 @@ def fit(args: argparse.Namespace, rows: int) -> dict[str, Any]:
     X, y = (jax.make_array_from_process_local_data(by_row, x[mine]) for x in (X, y))
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
-    texts, advance = [], svi._advance
+    texts, advance = [], svi._programs.advance
 
     def watched(*given: Any, **static: Any) -> Any:
         texts.append(advance.lower(*given, **static).compile().as_text())
         return advance(*given, **static)
 
     if args.read:
-        svi._advance = watched
+        svi._programs.advance = watched
     how = {"inducing": Z, "progress_bar": False}
     result = svi.run(jax.random.key(0), args.steps, X, y, **how)
     kinds, size = traffic(texts[0]) if args.read else ("", 0)

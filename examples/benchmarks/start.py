@@ -171,13 +171,13 @@ def compiled_steps(problem: Problem, clock: Clock) -> dict[str, Any]:
 
     def counted(learn: bool) -> dict[str, int]:
         made, texts = fit(learn), []
-        step = made.svi._advance
+        step = made.svi._programs.advance
 
         def watched(*args: Any, **how: Any) -> Any:
             texts.append(step.lower(*args, **how).compile().as_text())
             return step(*args, **how)
 
-        made.svi._advance = watched
+        made.svi._programs.advance = watched
         made.run(1)
         words = {"fusions": " fusion(", "calls": " custom-call("}
         return {key: texts[0].count(word) for key, word in words.items()}

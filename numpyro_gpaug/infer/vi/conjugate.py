@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -27,41 +25,25 @@ from numpyro_gpaug.infer.vi.feeds import (
     Reader,
 )
 from numpyro_gpaug.infer.vi.guard import Guard
-from numpyro_gpaug.infer.vi.loop import (
-    CHUNK,
-    bounds_of_batches,
-    copied,
-    evaluate,
-    run_batches,
-    run_chunk,
-)
+from numpyro_gpaug.infer.vi.loop import CHUNK, copied
 from numpyro_gpaug.infer.vi.padding import SharedRows
-from numpyro_gpaug.infer.vi.passes import Passes, add_block
+from numpyro_gpaug.infer.vi.passes import Passes
 from numpyro_gpaug.infer.vi.plan import (
     LBFGS,
     LEAST_RISE,
-    Batch,
     Plan,
     Settings,
-    closed_params_of,
     fingerprint,
-    transforms_of,
 )
+from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.progress import Progress, settled, steps_compared
 from numpyro_gpaug.infer.vi.quasi_newton import warn_of_noise
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
-from numpyro_gpaug.infer.vi.start import (
-    check_start,
-    initial_state,
-    read_params,
-)
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
-from numpyro_gpaug.model.calls import check_count, check_given, check_key
-from numpyro_gpaug.model.inspect import structure_at
-from numpyro_gpaug.model.structure import MAX_SHAPES, Arguments, remembered
+from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.validation import explain_failure
 from numpyro_gpaug.predict.posterior import Posterior
 
@@ -179,36 +161,10 @@ class ConjugateSVI(Displayed):
         self.settings = Settings(
             optim, updates, step_size, hyper_steps, hyper_every, m_step
         )
-        # By the shapes of the arguments: what a fit at such arguments needs to know.
-        self._plans: dict[Any, Plan] = {}
         self._mesh = rows_mesh(mesh, ())
         self._checked = CheckedData(model, guide, self._mesh)
-        self._begin = Compiled(
-            partial(initial_state, self.settings, model, guide),
-            static_argnames=("static", "batch"),
-        )
-        self._shared = SharedRows(
-            guide, self.settings, self._begin, self._plan, self._plans, self._mesh
-        )
-        # The state is donated: with many latents a second copy would not fit. Callers
-        # pass in none that a user holds.
-        self._advance = Compiled(
-            partial(run_chunk, self.settings),
-            static_argnames=("plan", "static"), donate_argnames="state",
-        )  # fmt: skip
-        self._advance_batches = Compiled(
-            partial(run_batches, self.settings),
-            static_argnames=("plan", "static"), donate_argnames="state",
-        )  # fmt: skip
-        self._sums = Compiled(
-            partial(add_block, self.settings),
-            static_argnames=("plan", "static", "augmented"),
-        )
-        self._read = Compiled(partial(read_params, guide))
-        self._loss, self._bounds = (
-            Compiled(partial(fn, self.settings), static_argnames=("plan", "static"))
-            for fn in (evaluate, bounds_of_batches)
-        )
+        self._programs = Programs(model, guide, self.settings)
+        self._shared = SharedRows(guide, self.settings, self._programs, self._mesh)
 
     # -- the interface of SVI ---------------------------------------------------------
 
@@ -235,12 +191,14 @@ class ConjugateSVI(Displayed):
         given = Given.split(*partitioned((args, kwargs)))
         self._check(given)
         arguments = Arguments.split(given.args, given.kwargs).on(self._mesh)
-        return self._start(arguments, arguments, rng_key, init_params, given.batch)
+        return self._programs.start(
+            arguments, arguments, rng_key, init_params, given.batch
+        )
 
     @one_thread
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
         """Constrained params of model and guide, the natural parameters among them."""
-        return self._read(state.hyper.values, state.natural)
+        return self._programs.read(state.hyper.values, state.natural)
 
     @one_thread
     def update(
@@ -252,7 +210,10 @@ class ConjugateSVI(Displayed):
         :raises ValueError: as :meth:`init` does, unless state or data are traced.
         """
         arguments, data = self._checked(state, *partitioned((args, kwargs)))
-        plan, never = self._plan_at(arguments, state), np.zeros((), state.bound.dtype)
+        plan, never = (
+            self._programs.plan_at(arguments, state),
+            np.zeros((), state.bound.dtype),
+        )
         state, losses, _ = self._steps(copied(state), 1, never, data, arguments, plan)
         return state, losses[0]
 
@@ -260,9 +221,9 @@ class ConjugateSVI(Displayed):
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
         """The loss (minus the bound) of a state on these data."""
         arguments, _ = self._checked(state, *partitioned((args, kwargs)))
-        plan = self._plan_at(arguments, state)
+        plan = self._programs.plan_at(arguments, state)
         with on_mesh(arguments.mesh):
-            return self._loss(
+            return self._programs.loss(
                 state, arguments.arrays, plan=plan, static=arguments.static
             )
 
@@ -400,11 +361,13 @@ class ConjugateSVI(Displayed):
         first = Arguments.split(given.args, given.kwargs)
         arguments = self._shared(first, key) if given.batches is None else first
         if state is None:
-            state = self._start(arguments, first, key, init_params, given.batch)
+            state = self._programs.start(
+                arguments, first, key, init_params, given.batch
+            )
         else:
             check_state(state, "init_state")
             state = copied(state)
-        plan = self._plan_at(arguments, state, given.batch)
+        plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
         state = state._replace(
             mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
@@ -440,9 +403,13 @@ class ConjugateSVI(Displayed):
         if given.batches is not None:
             reader = Reader(given, self.model, plan.structure)
             if given.batch is None:
-                add = one_thread(self._sums)
-                return Passes(reader, plan, self._plan_at, self.settings, add, data)
-            advance, bounds_of = map(one_thread, (self._advance_batches, self._bounds))
+                add = one_thread(self._programs.sums)
+                return Passes(
+                    reader, plan, self._programs.plan_at, self.settings, add, data
+                )
+            advance, bounds_of = map(
+                one_thread, (self._programs.advance_batches, self._programs.bounds)
+            )
             return Minibatches(reader, plan, advance, bounds_of, data)
 
         def steps(state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
@@ -451,7 +418,7 @@ class ConjugateSVI(Displayed):
         @one_thread
         def bounds(state: ConjugateState) -> Array:
             with on_mesh(arguments.mesh):
-                return self._bounds(
+                return self._programs.bounds(
                     state, arguments.arrays, plan=plan, static=arguments.static
                 )
 
@@ -474,93 +441,17 @@ class ConjugateSVI(Displayed):
         plan: Plan,
     ) -> tuple[ConjugateState, Array, Array]:
         with on_mesh(arguments.mesh):
-            return self._advance(
+            return self._programs.advance(
                 state, np.int32(number), tol, data, arguments.arrays, plan=plan,
                 static=arguments.static,
             )  # fmt: skip
 
-    def _start(
-        self,
-        arguments: Arguments,
-        given: Arguments,
-        key: Array,
-        init_params: dict[str, Any] | None,
-        batch: Batch | None,
-    ) -> ConjugateState:
-        """The initial state, checked.
-
-        :param arguments: with rows that do not count, perhaps.
-        :param given: without.
-        :param batch: of how many rows, if that is what they are.
-        """
-        # Copied: the steps overwrite the state, and with it what it is made of.
-        values = copied(init_params or {})
-        if values:
-            check_given(values, self._declared(given, key), self.guide.structure)
-        with on_mesh(arguments.mesh):
-            state, params, valid = self._begin(
-                arguments.arrays, key, values, self.guide.initial_natural(values),
-                static=arguments.static, batch=batch,
-            )  # fmt: skip
-        check_start(self.model, self.guide, given, params, valid, values)
-        self._plan(arguments, lambda: params)
-        return state
-
-    def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
-        """Shapes of the params as model and guide declare them."""
-        natural = self.guide.initial_natural({})
-        begun = self._begin.eval_shape(
-            arguments.arrays, key, {}, natural, static=arguments.static
-        )
-        return begun[1]
-
-    def _plan_at(
-        self, arguments: Arguments, state: ConjugateState, batch: Batch | None = None
-    ) -> Plan:
-        plan = self._plan(arguments, lambda: self._constrain(state.hyper.values))
-        if batch is None:
-            return plan
-        key = arguments.shapes, batch
-        return remembered(self._plans, key, lambda: plan.of_batches(batch))
-
-    def _plan(self, arguments: Arguments, params: Callable[[], dict[str, Any]]) -> Plan:
-        """The plan for arguments of these shapes; the model is traced for it once.
-
-        :param arguments: the model's arguments.
-        :param params: gives constrained params, should a proof want numbers.
-        """
-        guide, model = self.guide, self.model
-
-        def made() -> Plan:
-            if model is guide.model:
-                structure = guide.structure_at(arguments)
-            else:  # a wrapper of the guide's model, or another one: refused there
-                structure = structure_at(model, guide.structure, arguments)
-            names = self.settings.m_step
-            closed = closed_params_of(
-                names, model, guide, structure, arguments, params() if names else {}
-            )
-            return Plan(model, guide, structure, transforms_of(guide), closed)
-
-        if len(self._plans) >= MAX_SHAPES and arguments.shapes not in self._plans:
-            # JAX would keep what it compiled for every one of them.
-            self._plans.clear()
-            programs: tuple[Any, ...] = self._begin, self._advance, self._loss
-            programs += self._bounds, self._advance_batches, self._sums
-            for program in programs:
-                program.clear_cache()
-        return remembered(self._plans, arguments.shapes, made)
-
     def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:
         # The natural parameters follow from the rest: they are never the cause.
-        params = self._constrain(state.hyper.values)
+        params = self._programs.constrain(state.hyper.values)
         values = {**params, **self.guide.other_median(params)}
         blocks = self.guide.structure.blocks
         explain_failure(self.model, values, blocks, args, kwargs)
-
-    def _constrain(self, values: dict[str, Any]) -> dict[str, Any]:
-        transforms = transforms_of(self.guide)
-        return {k: jax.tree.map(transforms[k], v) for k, v in values.items()}
 
 
 def _check_plates(plan: Plan, state: ConjugateState) -> None:

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
-from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.plan import Settings
+from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.math.sharding import ROWS
 from numpyro_gpaug.model.latents import JointStructure
@@ -36,9 +37,7 @@ class SharedRows:
 
     :param guide: the guide.
     :param settings: options of the fit.
-    :param begin: the compiled start of a fit.
-    :param plan: makes the plan of a fit at given arguments.
-    :param plans: where it keeps them.
+    :param programs: of the fit.
     :param mesh: where rows are to be shared out.
     """
 
@@ -46,13 +45,11 @@ class SharedRows:
         self,
         guide: ConjugateGuide,
         settings: Settings,
-        begin: Any,
-        plan: Callable[[Arguments, Callable[[], dict[str, Any]]], Plan],
-        plans: dict[Any, Plan],
+        programs: Programs,
         mesh: Mesh | None,
     ) -> None:
         self._guide, self._settings, self._mesh = guide, settings, mesh
-        self._begin, self._plan, self._plans = begin, plan, plans
+        self._programs = programs
         # By the shapes of the arguments: whether a fit is the same.
         self.same: dict[Any, bool] = {}
 
@@ -74,12 +71,14 @@ class SharedRows:
 
         def begin(at: Arguments) -> Any:
             # Not made in a trace: transforms have constants of their own.
-            self._plan(at, dict)
+            self._programs.plan(at, dict)
             natural = self._guide.initial_natural({})
-            return self._begin.trace(at.arrays, key, {}, natural, static=at.static)
+            return self._programs.begin.trace(
+                at.arrays, key, {}, natural, static=at.static
+            )
 
         def problem(at: Arguments, values: Any) -> LatentGaussian:
-            stepper = Stepper(self._plan(at, dict), self._settings, at)
+            stepper = Stepper(self._programs.plan(at, dict), self._settings, at)
             return stepper.problem(values, key, {})
 
         def same() -> bool:
@@ -88,7 +87,7 @@ class SharedRows:
             noisy = structure.subsampled or self._guide.random_others
             if not noisy and self._guide.same_with_rows(arguments, more, check):
                 return True
-            self._plans.pop(more.shapes, None)
+            self._programs.plans.pop(more.shapes, None)
             return False
 
         more = arguments.with_rows(size)

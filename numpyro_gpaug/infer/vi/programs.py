@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fit compiles, and what it knows of arguments by their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+
+from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.infer.vi.loop import (
+    bounds_of_batches,
+    copied,
+    evaluate,
+    run_batches,
+    run_chunk,
+)
+from numpyro_gpaug.infer.vi.passes import add_block
+from numpyro_gpaug.infer.vi.plan import (
+    Batch,
+    Plan,
+    Settings,
+    closed_params_of,
+    transforms_of,
+)
+from numpyro_gpaug.infer.vi.start import check_start, initial_state, read_params
+from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.math.sharding import on_mesh
+from numpyro_gpaug.model.calls import check_given
+from numpyro_gpaug.model.inspect import structure_at
+from numpyro_gpaug.model.structure import MAX_SHAPES, Arguments, remembered
+
+
+class Programs:
+    """The compiled functions of one :class:`~numpyro_gpaug.ConjugateSVI`, and its plans
+    by the shapes of arguments.
+
+    :param model: the model.
+    :param guide: its guide.
+    :param settings: options of the fit.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], guide: ConjugateGuide, settings: Settings
+    ) -> None:
+        self._model, self._guide, self._settings = model, guide, settings
+        self.plans: dict[Any, Plan] = {}
+        self.begin = Compiled(
+            partial(initial_state, settings, model, guide),
+            static_argnames=("static", "batch"),
+        )
+        # The state is donated: with many latents a second copy would not fit. Callers
+        # pass in none that a user holds.
+        self.advance, self.advance_batches = (
+            Compiled(
+                partial(fn, settings), static_argnames=("plan", "static"),
+                donate_argnames="state",
+            )
+            for fn in (run_chunk, run_batches)
+        )  # fmt: skip
+        self.sums = Compiled(
+            partial(add_block, settings),
+            static_argnames=("plan", "static", "augmented"),
+        )
+        self.read = Compiled(partial(read_params, guide))
+        self.loss, self.bounds = (
+            Compiled(partial(fn, settings), static_argnames=("plan", "static"))
+            for fn in (evaluate, bounds_of_batches)
+        )
+
+    def start(
+        self,
+        arguments: Arguments,
+        given: Arguments,
+        key: Array,
+        init_params: dict[str, Any] | None,
+        batch: Batch | None,
+    ) -> ConjugateState:
+        """The initial state, checked.
+
+        :param arguments: with rows that do not count, perhaps.
+        :param given: without.
+        :param key: random key.
+        :param init_params: constrained values to start from, by param name.
+        :param batch: of how many rows, if that is what they are.
+        """
+        # Copied: the steps overwrite the state, and with it what it is made of.
+        values = copied(init_params or {})
+        if values:
+            check_given(values, self._declared(given, key), self._guide.structure)
+        with on_mesh(arguments.mesh):
+            state, params, valid = self.begin(
+                arguments.arrays, key, values, self._guide.initial_natural(values),
+                static=arguments.static, batch=batch,
+            )  # fmt: skip
+        check_start(self._model, self._guide, given, params, valid, values)
+        self.plan(arguments, lambda: params)
+        return state
+
+    def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
+        """Shapes of the params as model and guide declare them."""
+        natural = self._guide.initial_natural({})
+        begun = self.begin.eval_shape(
+            arguments.arrays, key, {}, natural, static=arguments.static
+        )
+        return begun[1]
+
+    def plan_at(
+        self, arguments: Arguments, state: ConjugateState, batch: Batch | None = None
+    ) -> Plan:
+        """The plan at a state.
+
+        :param arguments: the model's arguments.
+        :param state: the state.
+        :param batch: of how many rows, if that is what they are.
+        """
+        plan = self.plan(arguments, lambda: self.constrain(state.hyper.values))
+        if batch is None:
+            return plan
+        key = arguments.shapes, batch
+        return remembered(self.plans, key, lambda: plan.of_batches(batch))
+
+    def plan(self, arguments: Arguments, params: Callable[[], dict[str, Any]]) -> Plan:
+        """The plan for arguments of these shapes; the model is traced for it once.
+
+        :param arguments: the model's arguments.
+        :param params: gives constrained params, should a proof want numbers.
+        """
+        guide, model = self._guide, self._model
+
+        def made() -> Plan:
+            if model is guide.model:
+                structure = guide.structure_at(arguments)
+            else:  # a wrapper of the guide's model, or another one: refused there
+                structure = structure_at(model, guide.structure, arguments)
+            names = self._settings.m_step
+            closed = closed_params_of(
+                names, model, guide, structure, arguments, params() if names else {}
+            )
+            return Plan(model, guide, structure, transforms_of(guide), closed)
+
+        if len(self.plans) >= MAX_SHAPES and arguments.shapes not in self.plans:
+            # JAX would keep what it compiled for every one of them.
+            self.plans.clear()
+            programs: tuple[Any, ...] = self.begin, self.advance, self.loss
+            programs += self.bounds, self.advance_batches, self.sums
+            for program in programs:
+                program.clear_cache()
+        return remembered(self.plans, arguments.shapes, made)
+
+    def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Constrained params."""
+        transforms = transforms_of(self._guide)
+        return {k: jax.tree.map(transforms[k], v) for k, v in values.items()}
