@@ -74,7 +74,7 @@ class SharedRows:
             self._programs.plan(at, dict)
             natural = self._guide.initial_natural({})
             return self._programs.begin.trace(
-                at.arrays, key, {}, natural, static=at.static
+                at.arrays, key, {}, natural, static=at.static, batch=None
             )
 
         def problem(at: Arguments, values: Any) -> LatentGaussian:

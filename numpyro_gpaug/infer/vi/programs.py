@@ -105,7 +105,7 @@ class Programs:
         """Shapes of the params as model and guide declare them."""
         natural = self._guide.initial_natural({})
         begun = self.begin.eval_shape(
-            arguments.arrays, key, {}, natural, static=arguments.static
+            arguments.arrays, key, {}, natural, static=arguments.static, batch=None
         )
         return begun[1]
 
