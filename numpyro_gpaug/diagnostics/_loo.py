@@ -14,6 +14,9 @@ from numpyro_gpaug.diagnostics._importance import check_tree
 if TYPE_CHECKING:
     from xarray import DataTree
 
+# Noise that breaks ties, in nats.
+TIED = 1e-7
+
 
 def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any:
     """Leave-one-out log predictive density, by PSIS, without refitting.
@@ -47,6 +50,7 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
             "pseudo-likelihood, which is not normalised over labels. Score held-out "
             "labels by Posterior.log_prob(X, y) instead, which is"
         )
+    tree = _without_ties(tree)
     stats = tree.children.get("sample_stats", {})
     if "log_q" not in stats:
         return arviz_stats.loo(tree, pointwise=True, var_name=site)
@@ -56,6 +60,20 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
         )
     # Draws of a guide are independent: their relative efficiency is 1.
     return arviz_stats.loo(tree, pointwise=True, var_name=site, reff=1.0)
+
+
+def _without_ties(tree: DataTree) -> DataTree:
+    """A tree that PSIS takes: observations that all draws predict with certainty have
+    log-likelihoods that differ by rounding, or not at all, and a tail of equal values
+    cannot be fitted. They get noise of the size of float32's rounding."""
+    rng, changed = np.random.default_rng(0), {}
+    for name, values in tree["log_likelihood"].data_vars.items():
+        spread = values.max(("chain", "draw")) - values.min(("chain", "draw"))
+        noise = values.astype(float).copy(data=rng.uniform(-TIED, TIED, values.shape))
+        changed[name] = values + noise * (spread < 1000 * TIED)
+    tree = tree.copy()
+    tree["log_likelihood"] = tree["log_likelihood"].to_dataset().assign(changed)
+    return tree
 
 
 def compare(
