@@ -137,11 +137,8 @@ def test_steps_on_all_data_in_blocks_are_those_in_memory(data, fn, guide, y):
     for name, value in whole.params.items():
         scale = np.abs(value).max()
         np.testing.assert_allclose(read.params[name], value, atol=2e-4 * scale)
-    if fn is effects:
-        found, expected = (
-            svi.posterior(r).predict_y(data.X).mean for r in (read, whole)
-        )
-        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    found, expected = (svi.posterior(r).predict_y(data.X).mean for r in (read, whole))
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
     # It stops as a fit in memory does.
     blocks = gpaug.Blocks(arrays, 20)
     state = read.state
