@@ -129,9 +129,8 @@ def test_only_sums_of_the_size_of_latents_go_between_devices(case, size):
     assert sum(size for _, size in found) < 4 * rows
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(blocks.WHOLE, marks=pytest.mark.slow), 512]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [blocks.WHOLE, 512])
 def test_learning_takes_sums_alone_too(size):
     X, y, _ = data(8 * 41)
     kwargs = {"Z": X[:8], "optim": "lbfgs", "steps": 4}
@@ -187,29 +186,37 @@ def test_uneven_rows_are_filled_with_rows_of_no_weight(tmp_path):
     assert not probs.sharding.is_fully_replicated
 
 
-def test_a_step_and_an_evaluation_of_rows_on_devices():
+@pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_evaluations_and_steps_of_rows_on_devices(steps):
     X, y, _ = data(160)
     losses = []
     for arrays in ((X, y), shared_out(X, y, mesh=mesh_of(axis_type=AxisType.Explicit))):
         svi = gpaug.ConjugateSVI(process, gpaug.AutoSparseGP(process), None)
         state = svi.init(KEY, *arrays, Z=X[:8])
-        state, loss = svi.update(state, *arrays, Z=X[:8])
-        losses.append([loss, svi.evaluate(state, *arrays, Z=X[:8])])
-    np.testing.assert_allclose(*np.array(losses, float), rtol=2e-5)
+        for _ in range(steps):
+            state, loss = svi.update(state, *arrays, Z=X[:8])
+            losses.append(loss)
+        losses.append(svi.evaluate(state, *arrays, Z=X[:8]))
+    alone, shared = np.array(losses, float).reshape(2, -1)
+    np.testing.assert_allclose(shared, alone, rtol=2e-5)
 
 
-def test_stock_svi_with_the_analytic_bound():
+@pytest.mark.parametrize(
+    "method", ["evaluate", pytest.param("update", marks=pytest.mark.slow)]
+)
+def test_stock_svi_with_the_analytic_bound(method):
     X, y, _ = data(160)
     arrays = shared_out(X, y)
     guide = gpaug.AutoSparseGP(process, covariance="dense")
     optim = numpyro.optim.Adam(0.01)
     svi = SVI(process, guide, optim, gpaug.TraceAnalytic_ELBO())
     Z, losses = X[:8], []
-    state = svi.init(KEY, X, y, Z=Z)
+    state = jax.jit(lambda: svi.init(KEY, X, y, Z=Z))()
     for given in ((X, y), arrays):
-        step = jax.jit(lambda state, X, y: svi.update(state, X, y, Z=Z))
+        step = jax.jit(lambda state, X, y: getattr(svi, method)(state, X, y, Z=Z))
         compiled = step.lower(state, *given).compile()
-        losses.append(compiled(state, *given)[1])
+        found = compiled(state, *given)
+        losses.append(found if method == "evaluate" else found[1])
     found = collectives(compiled.as_text())
     assert {kind for kind, _ in found} == {"all-reduce"}
     np.testing.assert_allclose(*losses, rtol=1e-5)

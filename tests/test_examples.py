@@ -33,9 +33,6 @@ REDUCED = {
 }
 
 
-QUICK = {"learned_link"}
-
-
 def run(script: str, folder: Path, *options: str) -> str:
     """What the script prints, run in ``folder``, where it also keeps what it
     compiles."""
@@ -61,10 +58,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "script",
-    [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SCRIPTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_example_runs_and_draws(script: str, folder: Path) -> None:
     from matplotlib.image import imread
 

@@ -91,6 +91,7 @@ def test_sums_of_wide_latents_against_draws(link) -> None:
         assert np.all(np.abs(share - drawn.mean(0)) < error)
 
 
+@pytest.mark.slow
 def test_softmax_fits_at_a_large_prior_variance() -> None:
     rng = np.random.default_rng(0)
     X = rng.normal(size=(100, 2)).astype("float32")
@@ -209,7 +210,11 @@ PREDICTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PREDICTED)
+@pytest.mark.parametrize(
+    "name",
+    ["heteroscedastic", "logistic-softmax",
+     *(pytest.param(k, marks=pytest.mark.slow) for k in ("log-variance", "softmax"))],
+)  # fmt: skip
 def test_predictions_have_no_density_of_zero(name: str) -> None:
     """Nor infinite slopes; and without variance they are the likelihood."""
     make, draw, number, others, latents = PREDICTED[name]
@@ -246,7 +251,9 @@ def far_out(rng):
     return [x.astype("float32") for x in (mean, latent, *variances, y)]
 
 
-@pytest.mark.parametrize("name", ["heteroscedastic", "log-variance"])
+@pytest.mark.parametrize(
+    "name", ["log-variance", pytest.param("heteroscedastic", marks=pytest.mark.slow)]
+)
 def test_outliers_have_the_density_of_noise_beyond_the_nodes(name: str) -> None:
     """By NumPy; noise that rare is beyond 5.5 standard deviations of its latent."""
     make, _, _, _, names = PREDICTED[name]

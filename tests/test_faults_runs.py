@@ -119,7 +119,11 @@ def test_two_interrupts_end_it_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "optim"), [(model, optax.adam(0.05)), (batched, None)]
+    ("model", "optim"),
+    [
+        pytest.param(model, optax.adam(0.05), marks=pytest.mark.slow),
+        (batched, None),
+    ],
 )
 def test_a_run_goes_on_from_a_file_bit_for_bit(tmp_path, model, optim) -> None:
     path = tmp_path / "state.npz"
@@ -224,8 +228,10 @@ STACK = jnp.eye(4) + jnp.ones((3, 4, 4))
 
 @pytest.mark.parametrize(
     "function",
-    [cholesky, inverse_cholesky, lambda K: solve_lower(K, K),
-     lambda K: solve_lower(K, K, transpose=True), one_by_one(jnp.linalg.eigh)],
+    [inverse_cholesky, lambda K: solve_lower(K, K, transpose=True),
+     pytest.param(cholesky, marks=pytest.mark.slow),
+     pytest.param(lambda K: solve_lower(K, K), marks=pytest.mark.slow),
+     pytest.param(one_by_one(jnp.linalg.eigh), marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_matrices_go_to_lapack_one_by_one(function) -> None:
     both = {"stack": function, "vmap": jax.vmap(function)}
@@ -297,7 +303,7 @@ ENGINES = {
     "ellipses": lambda run: sampled(run, gpaug.EllipticalSlice(FIXED)),
     "collapsed": lambda run: sampled(run, gpaug.CollapsedGaussian(three)),
 }
-QUICK = "learning", "Gibbs"
+QUICK = ("learning",)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +330,12 @@ def regression(X, y=None, *, inducing):
         numpyro.sample("y", dist.Normal(gp(X), scale), obs=y)
 
 
-def test_large_steps_neither_stall_nor_seem_to_have_converged() -> None:
+# The loss that small steps reach.
+OPTIMUM = -179.36
+
+
+@pytest.mark.parametrize("rate", [0.3, pytest.param(0.05, marks=pytest.mark.slow)])
+def test_large_steps_neither_stall_nor_seem_to_have_converged(rate) -> None:
     # Updates were halved without end, 1.5 nats short, and the equal losses of updates
     # that had been undone were taken for convergence.
     rng = np.random.default_rng(0)
@@ -332,16 +343,20 @@ def test_large_steps_neither_stall_nor_seem_to_have_converged() -> None:
     y = np.sin(3 * X[:, 0]) + 0.05 * rng.normal(size=150).astype(np.float32)
     Z = X[rng.choice(150, 25, replace=False)]
 
-    fitters = {rate: make(regression, optax.adam(rate)) for rate in (0.3, 0.05)}
+    fitter = make(regression, optax.adam(rate))
 
-    def fitted(rate=0.3, **options):
+    def fitted(**options):
         options = {"inducing": Z, "progress_bar": False, **options}
-        return fitters[rate].run(KEY, 1500, X, y, **options)
+        return fitter.run(KEY, 1500, X, y, **options).losses
 
-    whole, stopped = fitted().losses, fitted(tol=1e-2).losses
-    assert whole[-1] < fitted(0.05).losses[-1] + 0.2
-    assert stopped[-1] < whole[-1] + 0.1
-    # It stops where there is nothing left to learn.
+    whole = fitted()
+    assert abs(whole[-1] - OPTIMUM) < 0.2
+    if rate == 0.3:
+        assert fitted(tol=1e-2)[-1] < whole[-1] + 0.1
+
+
+@pytest.mark.slow
+def test_a_fit_stops_where_there_is_nothing_left_to_learn() -> None:
     settled = make(model, optax.adam(0.3))
     assert len(run(settled, 3000, tol=1e-2).losses) < 3000
 
@@ -356,8 +371,8 @@ def test_what_is_no_state_is_refused(tmp_path) -> None:
 
 
 def test_programs_for_many_shapes_are_not_kept_for_ever(monkeypatch) -> None:
-    monkeypatch.setattr("numpyro_gpaug.infer.vi.conjugate.MAX_SHAPES", 2)
+    monkeypatch.setattr("numpyro_gpaug.infer.vi.programs.MAX_SHAPES", 1)
     svi = make()
-    for num in (64, 60, 56, 52):
+    for num in (64, 60):
         svi.run(KEY, 2, X[:num], Y[:num], inducing=Z, progress_bar=False)
-        assert svi._programs.advance._cache_size() <= 2
+        assert svi._programs.advance._cache_size() <= 1

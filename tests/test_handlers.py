@@ -20,7 +20,6 @@ from tests.routes import (
     SLOW_THREE,
     conjugate,
     fitted,
-    latents,
     loss_at,
     posterior_of,
     problem,
@@ -88,7 +87,7 @@ def test_scale_per_datum_weights_its_term(num_latents):
     assert abs(one.losses[-1] - fitted(num_latents)[1].losses[-1]) > 0.01
 
 
-@latents
+@pytest.mark.parametrize("num_latents", [ONE, SLOW_THREE])
 def test_a_masked_datum_is_a_deleted_one(num_latents):
     (X, y), _ = problem(num_latents)
     X, y = np.asarray(X), np.array(y)

@@ -194,6 +194,7 @@ def test_greedy_refuses_several_latents():
         inducing.greedy(draw(0, 20), 5, kernel=SquaredExponential(variance=np.ones(3)))
 
 
+@pytest.mark.slow
 def test_import_does_not_load_scikit_learn():
     code = "import numpyro_gpaug.inducing, sys; sys.exit('sklearn' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -333,6 +333,11 @@ def test_predictive_probabilities(x64, case) -> None:
         assert np.abs(ours - expected).max() < tolerance
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_predictive_distribution_functions_of_counts(dtype) -> None:
     """At latents of any spread; below zero, between whole numbers, at the top."""
     laws = {

@@ -205,7 +205,12 @@ def test_no_cancellation_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "error"), [(expit, 0.003), (np.exp, 0.05), (np.tanh, 0.02)]
+    ("function", "error"),
+    [
+        (np.tanh, 0.02),
+        pytest.param(expit, 0.003, marks=pytest.mark.slow),
+        pytest.param(np.exp, 0.05, marks=pytest.mark.slow),
+    ],
 )
 def test_pieces_for_an_accuracy(function, error: float) -> None:
     """Of functions in NumPy: the search takes one at as many shapes as it has steps."""

@@ -215,7 +215,7 @@ def test_latents_of_several_outputs_and_the_given_axes(series):
         plots.plot_predictive(posterior, X)
 
 
-def test_predictive_of_real_observations_counts_and_labels(series):
+def test_predictive_of_real_observations(series):
     X, y, Z = series
     real = of_function(wave, X, y, Z, "real")
     ax = plots.plot_predictive(real, X, data=(X, y))
@@ -223,11 +223,20 @@ def test_predictive_of_real_observations_counts_and_labels(series):
     law = real.predict_y(np.sort(X, 0))
     edge = ax.collections[0].get_paths()[0].vertices[:, 1]
     assert edge.max() == pytest.approx(float(law.icdf(0.95).max()), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_predictive_of_counts(series):
+    X, y, Z = series
     counts = np.random.default_rng(0).poisson(np.exp(y))
     ax = plots.plot_predictive(of_function(wave, X, counts, Z, "count"), X)
     edge = ax.collections[0].get_paths()[0].vertices[:, 1]
     assert (edge >= 0).all()
     assert edge.max() > counts.mean()
+
+
+def test_predictive_of_labels(series):
+    X, y, Z = series
     posterior = of_function(wave, X, (y > 0).astype(int), Z, "label")
     ax = plots.plot_predictive(posterior, X)
     assert not ax.collections

@@ -55,12 +55,33 @@ def assert_precise(lowered):
 @pytest.mark.parametrize(
     ("guide", "model", "args", "kwargs", "optim"),
     [
-        (gpaug.AutoSparseGP, process, (X, Y), {"Z": Z}, "lbfgs"),
-        (gpaug.AutoSparseGP, process, (X, Y), {"Z": Z}, optax.adam(0.1)),
+        pytest.param(
+            gpaug.AutoSparseGP,
+            process,
+            (X, Y),
+            {"Z": Z},
+            "lbfgs",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            gpaug.AutoSparseGP,
+            process,
+            (X, Y),
+            {"Z": Z},
+            optax.adam(0.1),
+            marks=pytest.mark.slow,
+        ),
         (gpaug.AutoSparseGP, process, (X, Y), {"Z": Z}, None),
         (gpaug.AutoLatentGaussian, grouped, (GROUP, Y), {}, "lbfgs"),
-        (gpaug.AutoLatentGaussian, grouped, (GROUP, Y), {}, None),
-    ],
+        pytest.param(
+            gpaug.AutoLatentGaussian,
+            grouped,
+            (GROUP, Y),
+            {},
+            None,
+            marks=pytest.mark.slow,
+        ),
+    ],  # fmt: skip
 )
 def test_steps_and_predictions(guide, model, args, kwargs, optim):
     svi = gpaug.ConjugateSVI(model, guide(model), optim)
@@ -98,11 +119,13 @@ def test_densities_of_models_and_their_gradients():
 def bound_of(covariance, elbo):
     guide = gpaug.AutoSparseGP(process, covariance=covariance)
     svi = SVI(process, guide, numpyro.optim.Adam(0.1), elbo)
-    state = svi.init(KEY, X, Y, Z=Z)
+    state = jax.eval_shape(lambda: svi.init(KEY, X, Y, Z=Z))
     return jax.jit(lambda state: svi.update(state, X, Y, Z=Z)).lower(state)
 
 
-@pytest.mark.parametrize("covariance", ["dense", "preconditioned"])
+@pytest.mark.parametrize(
+    "covariance", ["preconditioned", pytest.param("dense", marks=pytest.mark.slow)]
+)
 def test_the_analytic_bound(covariance):
     assert_precise(bound_of(covariance, gpaug.TraceAnalytic_ELBO()))
 
@@ -118,7 +141,7 @@ def test_function_space():
     guide = gpaug.AutoFunctionSpaceGP(process, mean)
     elbo = gpaug.TraceWasserstein_ELBO()
     svi = SVI(process, guide, numpyro.optim.Adam(0.1), elbo)
-    state = svi.init(KEY, X, Y, Z=Z)
+    state = jax.eval_shape(lambda: svi.init(KEY, X, Y, Z=Z))
     assert_precise(jax.jit(lambda state: svi.update(state, X, Y, Z=Z)).lower(state))
 
 

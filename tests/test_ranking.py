@@ -64,6 +64,11 @@ def test_scores_of_minus_infinity():
     np.testing.assert_array_equal(labels, [[4, 0, 1]])
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_linear_scores(dtype):
     rng = np.random.default_rng(0)
     h, loadings, bias = (

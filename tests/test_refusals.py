@@ -189,7 +189,14 @@ def test_a_fit_continues_on_other_data() -> None:
     _, on = run(learnt, X, y, svi=svi, init_state=first.state, **more)
     fresh = run(learnt, X, y, svi=svi, **more)[1]
     np.testing.assert_allclose(on.losses[-1], fresh.losses[-1], rtol=1e-2)
-    state = on.state
+
+
+@pytest.mark.slow
+def test_steps_continue_on_other_data() -> None:
+    X, y = toy(60)
+    Z = X[:10]
+    svi, first = run(learnt, X, y, inducing=Z, optim=optax.adam(0.05), num_steps=60)
+    state = first.state
     for _ in range(30):
         state, loss = svi.update(state, X, 1 - y, inducing=Z)
     np.testing.assert_allclose(
@@ -215,7 +222,7 @@ def test_local_latents_see_their_own_batch() -> None:
         jnp.asarray(y),
         inducing=X[::6],
         batch_size=20,
-        num_steps=900,
+        num_steps=400,
         optim=optax.adam(0.1),
     )
     z = np.asarray(result.params["z_auto_loc"])

@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.structure import Arguments
 from tests.problems import classifier, toy
 
 KEY = jax.random.key(0)
@@ -114,7 +115,9 @@ def test_steps_continue_only_on_the_data_of_their_bound() -> None:
     assert other.hyper.scale >= state.hyper.scale
 
 
-@pytest.mark.parametrize("rows", [11, 12, 13])
+@pytest.mark.parametrize(
+    "rows", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (11, 13))]
+)
 def test_inducing_inputs_are_no_rows_of_new_inputs(rows: int) -> None:
     """``len(X_new) == len(Z)``, with Z passed again."""
     X, y = toy(60)
@@ -144,6 +147,24 @@ def test_predictions_can_be_differentiated_and_compiled() -> None:
     np.testing.assert_allclose(jax.jit(total)(X[:3]), total(X[:3]), rtol=1e-5)
 
 
+def test_equal_fits_have_equal_programs() -> None:
+    """No id or address of a model, a guide or a fit gets into a program."""
+    X, y = toy(30)
+    texts = []
+    for _ in range(2):
+        model = Counted()
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
+        state = svi.init(KEY, X, y, inducing=X[:5])
+        arguments = Arguments.split((X, y), {"inducing": X[:5]})
+        program = svi._programs.advance.lower(
+            state, np.int32(1), np.float32(0), np.uint32(0), arguments.arrays,
+            plan=svi._programs.plan_at(arguments, state), static=arguments.static,
+        )  # fmt: skip
+        texts.append(program.as_text())
+    assert "cholesky" in texts[0]
+    assert texts[0] == texts[1]
+
+
 PROGRAM = """
 import collections, json, sys
 import jax
@@ -165,6 +186,7 @@ print(json.dumps([events, str(probs.sum())]))
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_every_program_compiled(tmp_path: Path) -> None:
     """No id, address or order of a set gets into a program: JAX's persistent cache,
     switched on by the user, misses nothing the second time."""

@@ -303,7 +303,11 @@ def test_one_set_of_inducing_inputs_per_latent():
 
 
 @pytest.mark.parametrize(
-    ("method", "size", "rank"), [("svd", 1_000_000, 50), ("clusters", 200_000, 60)]
+    ("method", "size", "rank"),
+    [
+        ("svd", 1_000_000, 50),
+        pytest.param("clusters", 200_000, 60, marks=pytest.mark.slow),
+    ],
 )
 def test_tall_sparse_inputs_stay_small(method, size, rank):
     columns = 100

@@ -65,8 +65,17 @@ def bound(fitters, problem, dtype, **hyper) -> float:
         return -float(run.losses[-1])
 
 
-@pytest.mark.parametrize("dim", [2, 4, 6])
-@pytest.mark.parametrize("kernel", [SMOOTH, ROUGH])
+@pytest.mark.parametrize(
+    ("dim", "kernel"),
+    [
+        (2, SMOOTH),
+        (6, ROUGH),
+        pytest.param(4, SMOOTH, marks=pytest.mark.slow),
+        pytest.param(6, SMOOTH, marks=pytest.mark.slow),
+        pytest.param(2, ROUGH, marks=pytest.mark.slow),
+        pytest.param(4, ROUGH, marks=pytest.mark.slow),
+    ],
+)
 def test_float32_loses_at_most_two_nats(dim, kernel, problems, fitters) -> None:
     for lengthscale, variance in ((2.0, 3.0), (3.0, 10.0)):
         hyper = {"kernel": kernel, "lengthscale": lengthscale, "variance": variance}
@@ -94,7 +103,9 @@ def test_draws_where_the_posterior_is_narrow(problems, fitters) -> None:
     assert draws.std(0).max() < 0.1 * np.sqrt(hyper["variance"])
 
 
-@pytest.mark.parametrize("size", [20, 200, 500])
+@pytest.mark.parametrize(
+    "size", [200, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 500))]
+)
 def test_hard_matrices_are_whitened(size) -> None:
     """Twice the same inducing inputs, and lengthscales up to a constant kernel."""
     root = jax.jit(inverse_root)
