@@ -326,6 +326,17 @@ def test_equal_ratios_have_no_tail():
     assert diagnostics.psis_khat(np.arange(50.0), np.arange(50.0)).khat == -np.inf
 
 
+def test_loo_of_what_all_draws_are_certain_of():
+    rng = np.random.default_rng(0)
+    log_prob = (-1 + 0.1 * rng.normal(size=(1, 500, 4))).astype(np.float32)
+    log_prob[..., 1], log_prob[..., 2] = 0, -1.2e-7 * rng.integers(1, 3, 500)
+    given = {"posterior": {"f": rng.normal(size=(1, 500))}}
+    given |= {"log_likelihood": {"y": log_prob}, "observed_data": {"y": np.zeros(4)}}
+    found = diagnostics.loo(from_dict(given))
+    np.testing.assert_allclose(found.elpd_i.values[1:3], 0, atol=1e-6)
+    assert found.pareto_k.values.max() < 0.7
+
+
 def test_loo_matches_leaving_one_out(exact):
     X, y, tree = exact
     K = np.asarray(kernel()(X, X))
