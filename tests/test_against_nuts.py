@@ -54,6 +54,7 @@ def compare(
     return rows
 
 
+@pytest.mark.slow
 def test_exact_sites_match_nuts(x64) -> None:
     rows = compare(20, 1.0, 2000, kinds=("exact",))
     assert rows["exact"][0] < 0.05 + 3 * rows["monte carlo"][0]

@@ -11,6 +11,11 @@ from numpyro_gpaug.math import argmax
 from numpyro_gpaug.math.argmax import argmax_probabilities, argmax_probability
 
 shares_of = jax.jit(argmax_probabilities)
+slow_in_double = pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=True,
+)
 
 
 def reference(m, v, y, more=()):
@@ -93,11 +98,25 @@ def check_accuracy(cases, dtype, more=()):
         )
 
 
-@pytest.mark.parametrize("num_classes", [2, 3, 10])
+@pytest.mark.parametrize(
+    ("dtype", "num_classes"),
+    [
+        ("float32", 10),
+        ("float64", 3),
+        *(
+            pytest.param(dtype, num, marks=pytest.mark.slow)
+            for dtype, num in (
+                ("float32", 2), ("float32", 3), ("float64", 2), ("float64", 10),
+            )
+        ),
+    ],
+    indirect=["dtype"],
+)  # fmt: skip
 def test_accuracy_at_every_scale(dtype, num_classes) -> None:
     check_accuracy(list(problems(num_classes, 60)), dtype)
 
 
+@slow_in_double
 def test_accuracy_of_many_classes(dtype) -> None:
     """Twenty classes of any scale among 980 that are alike."""
     cases = []
@@ -117,6 +136,7 @@ def test_draws() -> None:
     assert np.all(np.abs(counts - p) < 5 * np.sqrt(p * (1 - p) / len(draws)) + 1e-5)
 
 
+@slow_in_double
 def test_two_classes_in_closed_form(dtype) -> None:
     rng = np.random.default_rng(1)
     m = np.asarray(3 * rng.normal(size=(200, 2)), dtype)
@@ -127,6 +147,7 @@ def test_two_classes_in_closed_form(dtype) -> None:
     np.testing.assert_allclose(p, ndtr(gap), rtol=0, atol=tolerance)
 
 
+@slow_in_double
 def test_equivariance(dtype) -> None:
     """Under permutations exactly but for rounding; under shifts and scalings too."""
     m, v, _ = (np.array(x) for x in zip(*problems(10, 30), strict=True))
@@ -148,6 +169,7 @@ def test_equivariance(dtype) -> None:
     np.testing.assert_allclose(shifted, plain, rtol=0, atol=tolerance)
 
 
+@slow_in_double
 def test_no_variance(dtype) -> None:
     """A point mass: the largest mean, ties in equal parts, and finite derivatives."""
     m = np.asarray([[0.0, 3.0, -1.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0]], dtype)

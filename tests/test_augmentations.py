@@ -83,10 +83,29 @@ def marked(names, quick):
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-# Compiling the Polya-Gamma density and the gamma sampler takes the time.
-@pytest.mark.parametrize("name", marked(NAMES, set(NAMES) - {"binomial", "student_t"}))
+# Compiling the Polya-Gamma density of any shape and the gamma sampler takes the time.
+QUICK_CONFORMANCE = ("svm", "laplace", "poisson", "heteroscedastic")
+
+
+@pytest.mark.parametrize("name", marked(NAMES, QUICK_CONFORMANCE))
 def test_conformance(x64, name) -> None:
     check_augmentation(*likelihood(name, jnp.zeros(5)))
+
+
+@pytest.mark.parametrize("name", ["binomial", "negative_binomial"])
+def test_potentials_of_counts(name) -> None:
+    """Half of what is for sigmoid(f) less what is against it."""
+    d, y = likelihood(name, jnp.zeros(5))
+    omega = np.linspace(0.1, 2, 5).astype("float32")
+    augmentation = lookup_augmentation(type(d))
+    ((potential, precision),) = augmentation.natural(
+        d, y, {"omega": omega}, {}
+    ).values()
+    y = np.asarray(y)
+    trials, failures = np.array([0, 1, 3, 7, 20]), np.array([0.3, 1, 2.5, 4, 20])
+    against = {"binomial": trials - y, "negative_binomial": failures}[name]
+    np.testing.assert_allclose(potential, 0.5 * (y - against), rtol=1e-6)
+    np.testing.assert_array_equal(precision, omega)
 
 
 @pytest.mark.parametrize("name", marked(NAMES, {}))

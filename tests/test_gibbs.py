@@ -297,12 +297,19 @@ def test_chains_thinning_resuming_and_extra_fields() -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["sequential", "vectorized", jax.vmap])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("sequential", marks=pytest.mark.slow),
+        "vectorized",
+        pytest.param(jax.vmap, marks=pytest.mark.slow),
+    ],
+)
 def test_several_chains(method) -> None:
     kernel = gpaug.AugmentedGaussian(linear)
     mcmc = run(
         kernel, X, REALS, num_warmup=2, num_samples=4, num_chains=2,
-        chain_method=method, progress_bar=method == "sequential",
+        chain_method=method, progress_bar=method != jax.vmap,
     )  # fmt: skip
     w = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
     assert w.shape == (2, 4, 2)
@@ -423,13 +430,8 @@ def posterior_of_process_and_weights():
     return {"f.v": z[:, :6], "w": z[:, 6:]}
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        gpaug.EllipticalSlice,
-        pytest.param(gpaug.AugmentedGaussian, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [gpaug.EllipticalSlice, gpaug.AugmentedGaussian])
 def test_blocks_that_meet_are_drawn_from_the_posterior(sampler) -> None:
     data = {"inducing": X[:6], "likelihood": lambda f: dist.Bernoulli(logits=f)}
     found = many_chains(sampler(process_and_weights), (X, LABELS), data)
@@ -438,7 +440,13 @@ def test_blocks_that_meet_are_drawn_from_the_posterior(sampler) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(classifier, marks=pytest.mark.slow), noise_that_varies, softmax],
+    [
+        *(
+            pytest.param(m, marks=pytest.mark.slow)
+            for m in (classifier, noise_that_varies)
+        ),
+        softmax,
+    ],
 )
 def test_slices_find_the_gaussian_that_closed_form_updates_find(model, x64) -> None:
     inputs = X.astype(float)

@@ -102,7 +102,7 @@ def climb(fn, start, evaluations, rounding=0.0):
 @pytest.mark.parametrize(
     ("fn", "start", "evaluations"),
     [
-        (rosenbrock, [-1.2, 1.0], 70),
+        pytest.param(rosenbrock, [-1.2, 1.0], 70, marks=pytest.mark.slow),
         (rosenbrock, [-1.2, 1.0, 0.3, -0.7, 2.0], 120),
         (walled, [-3.0, 2.0, -1.0, 0.0, 1.0, 3.0], 60),
     ],
@@ -220,9 +220,9 @@ def softmax(X, y=None):
 def test_several_latents_settle_in_fewer_moves_than_sweeps(x64, monkeypatch) -> None:
     """A fit without hyperparameters only sweeps: what 20 moves lack of the optimum is
     less than what 60 sweeps do, by far."""
-    X, *_ = data(80)
+    X, *_ = data(40)
     y = (X[:, 0] > 0) + 2 * (X[:, 1] > np.sin(3 * X[:, 0]))
-    sweeps = run(fitter(softmax, None), X, y, steps=300, tol=0.0).losses
+    sweeps = run(fitter(softmax, None), X, y, steps=200, tol=0.0).losses
     monkeypatch.setattr(stepper, "SETTLED", 0.0)
     # The first move only evaluates.
     monkeypatch.setattr(settling, "MAX_MOVES", 21)
@@ -257,7 +257,9 @@ def test_other_data_are_learnt_from_anew(learnt) -> None:
     assert abs(moved.losses[-1] - there.losses[-1]) < 0.05
 
 
-@pytest.mark.parametrize(("of_data", "of_params"), [(32, 64), (64, 32)])
+@pytest.mark.parametrize(
+    ("of_data", "of_params"), [(32, 64), pytest.param(64, 32, marks=pytest.mark.slow)]
+)
 def test_data_and_params_may_differ_in_dtype(x64, of_data, of_params) -> None:
     X, _, y = data(30)
     X, y = X.astype(f"float{of_data}"), y.astype("int32")
@@ -308,6 +310,7 @@ def test_a_bound_that_falls_on_minibatches_is_seen_and_undone() -> None:
     assert losses[-1] > 1.5 * min(losses)
 
 
+@pytest.mark.slow
 def test_sound_learning_on_minibatches_is_left_alone(recwarn) -> None:
     X, y, _ = data(200)
     result = run(fitter(regression, optax.adam(0.05)), X, y, batch_size=20, steps=800)

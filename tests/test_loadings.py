@@ -17,6 +17,7 @@ from numpyro.infer import MCMC, SVI, Predictive, Trace_ELBO
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
+from tests.chains import assert_same_law, importance_draws, many_chains
 from tests.models import covariance as squared_exponential
 
 GOLDEN = json.loads(
@@ -120,6 +121,7 @@ def test_values_are_mixed_latents(x64) -> None:
         np.testing.assert_allclose(part, expected[rows, some], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_one_latent_per_output_is_a_process_with_latents(x64) -> None:
     X, y, known = problem()
     known |= {"Phi": np.eye(4), "b": np.zeros(4)}
@@ -178,6 +180,16 @@ def test_loadings_are_learnt_beside(x64) -> None:
     assert result.params["Phi"].shape == (4, 2)
 
 
+def test_labels_per_row_in_another_order_change_nothing(x64) -> None:
+    X, y, known = problem()
+    rng = np.random.default_rng(0)
+    labels = np.stack([rng.permutation(4) for _ in X])
+    chosen = np.take_along_axis(y, labels, 1)
+    result = run(fitter(), X, chosen, {**known, "labels": labels}, 3)
+    np.testing.assert_allclose(result.losses, fitted().losses[:3], rtol=1e-10)
+
+
+@pytest.mark.slow
 def test_batches_of_rows_with_their_own_labels() -> None:
     """Indices per row, weights, a batch passed in; noisy steps end near the optimum."""
     rng = np.random.default_rng(0)
@@ -259,25 +271,27 @@ def test_stock_bound_is_the_analytic_one_on_average(x64) -> None:
     np.testing.assert_allclose(loss, result.losses[-1], atol=0.25)
 
 
-def test_saved_and_loaded(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "covariance", [pytest.param("natural", marks=pytest.mark.slow), "preconditioned"]
+)
+def test_saved_and_loaded(tmp_path, covariance) -> None:
     X, y, known = problem("float32")
-    for covariance in ("natural", "preconditioned"):
-        guide = gpaug.AutoSparseGP(model, covariance=covariance)
-        guide.setup(X, y, **known)
-        rng, eye = np.random.default_rng(0), np.eye(3)
-        half = 0.2 * rng.normal(size=(2, 3, 3))
-        params = {
-            "f.v_auto_potential": rng.normal(size=(2, 3)),
-            "f.v_auto_precision": eye + half @ np.swapaxes(half, 1, 2),
-            "f.v_auto_targets": rng.normal(size=(2, 3)),
-            "f.v_auto_noise": rng.uniform(0.5, 2.0, (2, 3)),
-        }
-        params = {k: params[k].astype("float32") for k in guide.own_params()}
-        posterior = gpaug.Posterior.from_guide(model, guide, params, X, y, **known)
-        posterior.save(tmp_path / "fit.npz")
-        again = gpaug.Posterior.load(tmp_path / "fit.npz", model, guide)
-        probs = np.asarray(again.predict_y(X).probs)
-        np.testing.assert_array_equal(posterior.predict_y(X).probs, probs)
+    guide = gpaug.AutoSparseGP(model, covariance=covariance)
+    guide.setup(X, y, **known)
+    rng, eye = np.random.default_rng(0), np.eye(3)
+    half = 0.2 * rng.normal(size=(2, 3, 3))
+    params = {
+        "f.v_auto_potential": rng.normal(size=(2, 3)),
+        "f.v_auto_precision": eye + half @ np.swapaxes(half, 1, 2),
+        "f.v_auto_targets": rng.normal(size=(2, 3)),
+        "f.v_auto_noise": rng.uniform(0.5, 2.0, (2, 3)),
+    }
+    params = {k: params[k].astype("float32") for k in guide.own_params()}
+    posterior = gpaug.Posterior.from_guide(model, guide, params, X, y, **known)
+    posterior.save(tmp_path / "fit.npz")
+    again = gpaug.Posterior.load(tmp_path / "fit.npz", model, guide)
+    probs = np.asarray(again.predict_y(X).probs)
+    np.testing.assert_array_equal(posterior.predict_y(X).probs, probs)
     assert np.ptp(probs) > 0.1
     few = posterior.predict_y(X[:3], labels=np.array([2, 0])).probs
     np.testing.assert_allclose(few, probs[:3, [2, 0]], rtol=1e-5)
@@ -328,6 +342,23 @@ def test_invalid_latents(x64) -> None:
         posterior.predict_f(X, labels=np.zeros((5, 2), int), full_covariance=True)
 
 
+def test_shared_latents_are_drawn_jointly() -> None:
+    """Against importance sampling of the same posterior by NumPy."""
+    X, y, known = problem("float32")
+    at, Z, Phi, b = golden("X", "Z", "Phi", "b")
+    factor = np.linalg.cholesky(covariance_of(Z, Z))
+    A = np.linalg.solve(factor, covariance_of(Z, at))
+
+    def log_density(v):
+        f = np.einsum("kp,spm,mn->snk", Phi, v.reshape(-1, 2, 3), A) + b
+        terms = -np.logaddexp(0, -(2 * y - 1) * f)
+        return terms.sum((1, 2)) - 0.5 * (v**2).sum(1)
+
+    found = many_chains(gpaug.AugmentedGaussian(event), (X, y), known)
+    assert_same_law(found, {"f.v": importance_draws(log_density, 6)}, "f.v")
+
+
+@pytest.mark.slow
 def test_gibbs_and_slice_sampling_agree_with_each_other(x64) -> None:
     """Shared latents are drawn jointly."""
     X, y, known = problem()

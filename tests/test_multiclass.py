@@ -47,7 +47,16 @@ def brute(link, m, v, num=161):
     return w @ log_s @ w, w @ np.exp(first[:, None] - log_s) @ w
 
 
-@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("float32", "logistic"),
+        ("float64", "softmax"),
+        pytest.param("float32", "softmax", marks=pytest.mark.slow),
+        pytest.param("float64", "logistic", marks=pytest.mark.slow),
+    ],
+    indirect=["dtype"],
+)
 def test_two_classes_against_brute_force(dtype: str, name: str) -> None:
     link, rng = LINKS[name], np.random.default_rng(0)
     scale = np.logspace(-4, 1, 12)[:, None]
@@ -77,7 +86,7 @@ def test_two_classes_against_brute_force(dtype: str, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("num_classes", [3, 100])
+@pytest.mark.parametrize("num_classes", [pytest.param(3, marks=pytest.mark.slow), 100])
 def test_many_classes_against_draws(num_classes: int) -> None:
     rng = np.random.default_rng(1)
     m = rng.normal(size=num_classes).astype("float32")
@@ -124,6 +133,7 @@ def test_softmax_identities() -> None:
     np.testing.assert_allclose(shifted, value + 50, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_blocks_of_rows_change_nothing() -> None:
     rng = np.random.default_rng(3)
     m = rng.normal(size=(11, 2, 3)).astype("float32")
@@ -184,7 +194,7 @@ def golden_model(X, y=None, *, inducing, likelihood):
     ("kind", "which"),
     [
         ("collapsed", "full"),
-        ("mf", "sparse"),
+        pytest.param("mf", "sparse", marks=pytest.mark.slow),
         pytest.param("collapsed", "sparse", marks=pytest.mark.slow),
         pytest.param("mf", "full", marks=pytest.mark.slow),
     ],
@@ -337,7 +347,10 @@ def run(svi, X, y, num_steps, likelihood, **kwargs):
     return svi.run(KEY, num_steps, X, y, progress_bar=False, **kwargs)
 
 
-@pytest.mark.parametrize("likelihood", [categorical, gpaug.LogisticSoftmax])
+@pytest.mark.parametrize(
+    "likelihood",
+    [categorical, pytest.param(gpaug.LogisticSoftmax, marks=pytest.mark.slow)],
+)
 def test_exact_sites_rise_to_a_stationary_point(x64, likelihood) -> None:
     X, y = (np.asarray(a) for a in blobs(30))
     X = X.astype("float64")
@@ -366,6 +379,7 @@ def test_exact_sites_rise_to_a_stationary_point(x64, likelihood) -> None:
     assert (probs[:, 2] < 0.5).all()
 
 
+@pytest.mark.slow
 def test_minibatches_and_hyperparameters_of_the_softmax() -> None:
     X, y = blobs(120)
     svi = gpaug.ConjugateSVI(

@@ -83,15 +83,14 @@ def draws_in_common(dtype: str, num: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("dtype", "draws", "num"),
     [
-        ("float32", draws_of_grid, FEW),
-        ("float64", draws_of_grid, FEWER),
+        ("float32", draws_of_grid, FEWER),
+        pytest.param("float64", draws_of_grid, FEWER, marks=pytest.mark.slow),
         *(
             pytest.param(dtype, draws, num, marks=pytest.mark.slow)
             for dtype in ("float32", "float64")
             for draws, num in (
                 (draws_of_grid, FEW), (draws_of_grid, MANY), (draws_in_common, MANY),
             )
-            if (dtype, num) != ("float32", FEW)
         ),
     ],
     indirect=["dtype"],
@@ -121,6 +120,7 @@ def test_oracle_against_series(b, c):
         np.testing.assert_allclose(law(b, c).cdf(value), exact[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_oracle_against_moments():
     for b, c in [*GRID, (200.0, 7.0), (0.1, 1000.0)]:
         mean, sd = moments(b, c)
@@ -174,7 +174,16 @@ def exact_gaps(dtype: str) -> tuple[np.ndarray, ...]:
     return *cells.T, *np.array(found).T
 
 
-@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "divided"),
+    [
+        ("float32", False),
+        ("float32", True),
+        ("float64", False),
+        pytest.param("float64", True, marks=pytest.mark.slow),
+    ],
+    indirect=["dtype"],
+)
 def test_table_against_series(dtype, divided):
     h, x0, x, exact, rise = exact_gaps(dtype)
 
@@ -190,7 +199,7 @@ def test_table_against_series(dtype, divided):
     np.testing.assert_allclose(-slope, rise, rtol=1e-7, atol=4 * atol)
 
 
-@pytest.mark.parametrize("size", [1, len(GRID)])
+@pytest.mark.parametrize("size", [1, pytest.param(len(GRID), marks=pytest.mark.slow)])
 def test_acceptance(size):
     b, c = np.array(GRID, np.float32).T
     propose = jax.jit(_propose, static_argnums=(3, 4))
