@@ -106,6 +106,7 @@ def test_an_arrow_fits_what_a_matrix_fits(x64, of_groups):
     check_alike(*of_groups, r"40 groups of 2 \(a, b\), 22 others")
 
 
+@pytest.mark.slow
 def test_two_predictors_of_a_group(x64):
     """Given hyperparameters; with these learnt: below."""
     dense, arrow = of_both_forms(slopes, REAL, optim=None)
@@ -220,6 +221,7 @@ def test_files_and_draws_of_an_arrow(x64, of_groups, tmp_path):
     np.testing.assert_allclose(draws.mean(0), expected.mean, rtol=0.15)
 
 
+@pytest.mark.slow
 def test_minibatches_of_rows(monkeypatch):
     """Against what is exact for normal data."""
 

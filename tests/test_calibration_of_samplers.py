@@ -188,7 +188,11 @@ def test_all_augmentations_are_here() -> None:
     assert {n for names in TOGETHER.values() for n in names} <= set(LIKELIHOODS)
 
 
-@pytest.mark.parametrize("latents", TOGETHER)
+@pytest.mark.parametrize(
+    "latents",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "two latents" else n
+     for n in TOGETHER],
+)  # fmt: skip
 def test_ranks_are_uniform(latents) -> None:
     p = worst_p_value(ranks(TOGETHER[latents], jax.random.key(len(latents))))
     assert p > LEVEL / len(TOGETHER)
@@ -213,6 +217,7 @@ class _ThinsTheWrongEvents(poisson.LogisticPoisson):
         }
 
 
+@pytest.mark.slow
 def test_a_wrong_conditional_is_caught(monkeypatch) -> None:
     wrong = _ThinsTheWrongEvents()
     monkeypatch.setitem(base._REGISTRY, gpaug.LogisticPoisson, wrong)
@@ -273,7 +278,7 @@ SAMPLERS = {
     "plain, NUTS": partial(plain_in_gibbs, nuts),
     "collapsed, NUTS": partial(collapsed, nuts),
 }  # fmt: skip
-QUICK = ("elliptical", "plain", "collapsed")
+QUICK = ("elliptical", "collapsed")
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,7 @@ def test_data_that_look_at_several_steps(monkeypatch):
         svi.run(jax.random.key(0), 2, TIME, TIME[::-1], REAL, progress_bar=False)
 
 
+@pytest.mark.slow
 def test_single_precision_of_a_long_walk(monkeypatch):
     """A walk of 20000 steps, seen at one in fifty, and an intercept that it can stand
     for, against the Kalman filter in double precision."""

@@ -200,6 +200,7 @@ def test_derivatives_in_the_data_are_refused():
         jax.grad(density)(jnp.asarray(REAL))
 
 
+@SLOW
 def test_samplers_take_the_collapsed_model():
     mcmc = MCMC(
         NUTS(gpaug.collapse(noisy)), num_warmup=60, num_samples=60, num_chains=2,
