@@ -455,15 +455,19 @@ def wide(y=None):
         numpyro.sample("y", dist.Bernoulli(logits=a), obs=y)
 
 
-def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys):
-    monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", 150)
+@pytest.mark.parametrize(
+    ("warmup", "num"), [(40, 50), pytest.param(150, 250, marks=SLOW)]
+)
+def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, num):
+    monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", warmup)
+    options = {"num_points": 64, "num_draws": 2, "num_samples": 4 * num}
     y = np.arange(60) % 2
     with pytest.warns(UserWarning, match=r"k-hat .* NOT of the exact posterior"):
-        found = nested(wide, y, num_points=64, num_draws=2)
+        found = nested(wide, y, **options)
     assert found.get_extra_fields()["khat"] > 0.7
-    chains = nested(wide, y, num_points=64, num_draws=2, correct="mcmc")
+    chains = nested(wide, y, **options, correct="mcmc")
     draws = chains.get_samples(group_by_chain=True)
-    assert draws["a"].shape == (4, 250, 60)
+    assert draws["a"].shape == (4, num, 60)
     chains.print_summary()
     printed = capsys.readouterr().out
     assert "The draws are those of NUTS on the whitened model" in printed
@@ -543,9 +547,9 @@ def test_whole_runs_are_calibrated():
 # -- numbers --------------------------------------------------------------------------
 
 
-def test_weights_of_many_data_in_float32():
-    """Differences of log-weights, with 1e5 terms in each, as they are in float64."""
-    n = 100_000
+@pytest.mark.parametrize("n", [20_000, pytest.param(100_000, marks=SLOW)])
+def test_weights_of_many_data_in_float32(n):
+    """Differences of log-weights, with ``n`` terms in each, as they are in float64."""
     t = np.linspace(-1, 1, n)
     y = np.random.default_rng(0).binomial(1, 1 / (1 + np.exp(-0.5 - t)))
 
