@@ -173,7 +173,6 @@ def test_new_groups_and_sums_over_groups(x64, of_groups, monkeypatch):
         posterior.predict_f(*rows, site="average")
 
 
-@pytest.mark.slow
 def test_joint_draws_of_groups(x64, of_groups):
     posterior, *_ = of_groups[1]
     joint = posterior.predict_f(*NEW, site="eta", full_covariance=True)
