@@ -51,16 +51,26 @@ def whole(natural):
 SHAPES = [(1, 0, 0), (2, 3, 0), (1, 2, 1), (2, 0, 2), (7, 2, 1)]
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "in blocks"])
+def cases(*quick):
+    """Shapes, with rows at once and in blocks; what is not quick is slow."""
+    every = [(shape, blocks) for blocks in (False, True) for shape in SHAPES]
+    return pytest.mark.parametrize(
+        ("shape", "in_blocks"),
+        [x if x in quick else pytest.param(*x, marks=pytest.mark.slow) for x in every],
+        indirect=["in_blocks"],
+    )
+
+
+@pytest.fixture
 def in_blocks(request, monkeypatch):
     """Rows at once, or in blocks of five."""
     if request.param:
         monkeypatch.setattr(arrow_map, "rows_of_blocks", lambda *args, **kwargs: 5)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("in_blocks")
-def test_an_arrow_is_a_dense_gaussian(x64, shape):
+# No corner; groups of several and a corner, with and without singles.
+@cases(((1, 0, 0), False), ((2, 3, 0), True), ((7, 2, 1), False))
+def test_an_arrow_is_a_dense_gaussian(x64, shape, in_blocks):
     arrow, dense = problem(*shape)
     rng = np.random.default_rng(0)
     rows = arrow.offset.shape[-1]
@@ -109,9 +119,8 @@ def test_an_arrow_is_a_dense_gaussian(x64, shape):
             np.testing.assert_allclose(x, y, rtol=1e-7, atol=1e-11, err_msg=name)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("in_blocks")
-def test_pairs_of_one_group(x64, shape):
+@cases(((2, 3, 0), False), ((1, 2, 1), True))
+def test_pairs_of_one_group(x64, shape, in_blocks):
     arrow, dense = problem(*shape)
     group = np.asarray(arrow.loadings.group)
     rng = np.random.default_rng(1)

@@ -106,6 +106,7 @@ def test_an_arrow_fits_what_a_matrix_fits(x64, of_groups):
     check_alike(*of_groups, r"40 groups of 2 \(a, b\), 22 others")
 
 
+@pytest.mark.slow
 def test_two_predictors_of_a_group(x64):
     """Given hyperparameters; with these learnt: below."""
     dense, arrow = of_both_forms(slopes, REAL, optim=None)
@@ -162,10 +163,6 @@ def test_new_groups_and_sums_over_groups(x64, of_groups, monkeypatch):
     joint = posterior.predict_f(*NEW, site="eta", full_covariance=True)
     np.testing.assert_allclose(average.mean, joint.mean.mean(), rtol=1e-4)
     np.testing.assert_allclose(average.variance, joint.variance.mean(), rtol=1e-3)
-    draws = posterior.sample(jax.random.key(1), *NEW, site="eta", sample_shape=(2000,))
-    spread = np.sqrt(np.diagonal(joint.variance))
-    np.testing.assert_allclose(draws.std(0) / spread, 1, atol=0.1)
-    np.testing.assert_allclose((draws.mean(0) - joint.mean) / spread, 0, atol=0.1)
     # Of many rows no matrix is made: the same by groups.
     monkeypatch.setattr(arrow, "_MOST", 0)
     rows = [x[:8] for x in NEW]
@@ -174,6 +171,15 @@ def test_new_groups_and_sums_over_groups(x64, of_groups, monkeypatch):
     np.testing.assert_allclose(found.variance, joint.variance[:8, :8], rtol=1e-8)
     with pytest.raises(gpaug.NotConjugateError, match="'average' look at several"):
         posterior.predict_f(*rows, site="average")
+
+
+def test_joint_draws_of_groups(x64, of_groups):
+    posterior, *_ = of_groups[1]
+    joint = posterior.predict_f(*NEW, site="eta", full_covariance=True)
+    draws = posterior.sample(jax.random.key(1), *NEW, site="eta", sample_shape=(2000,))
+    spread = np.sqrt(np.diagonal(joint.variance))
+    np.testing.assert_allclose(draws.std(0) / spread, 1, atol=0.1)
+    np.testing.assert_allclose((draws.mean(0) - joint.mean) / spread, 0, atol=0.1)
 
 
 def test_what_looks_at_several_groups_is_refused(monkeypatch):
@@ -220,6 +226,7 @@ def test_files_and_draws_of_an_arrow(x64, of_groups, tmp_path):
     np.testing.assert_allclose(draws.mean(0), expected.mean, rtol=0.15)
 
 
+@pytest.mark.slow
 def test_minibatches_of_rows(monkeypatch):
     """Against what is exact for normal data."""
 

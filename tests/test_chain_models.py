@@ -152,13 +152,20 @@ def test_sums_over_steps(of_steps, monkeypatch):
         posterior.predict_f(*(x[:8] for x in new), site="growth")
 
 
-def test_files_and_draws_of_a_chain(of_steps, tmp_path):
-    posterior, result, guide = of_steps
+def test_files_of_a_chain(of_steps, tmp_path):
+    posterior, *_ = of_steps
     posterior.save(tmp_path / "fit.npz")
     loaded = gpaug.Posterior.load(tmp_path / "fit.npz", counts)
     new = TIME[:9], ITEM[:9], X[:9]
     expected = posterior.predict_y(*new)
     np.testing.assert_array_equal(loaded.predict_y(*new).mean, expected.mean)
+
+
+@pytest.mark.slow
+def test_draws_of_a_chain(of_steps):
+    posterior, result, guide = of_steps
+    new = TIME[:9], ITEM[:9], X[:9]
+    expected = posterior.predict_y(*new)
     predictive = numpyro.infer.Predictive(
         counts, guide=guide, params=result.params, num_samples=3000
     )
@@ -255,6 +262,7 @@ def test_data_that_look_at_several_steps(monkeypatch):
         svi.run(jax.random.key(0), 2, TIME, TIME[::-1], REAL, progress_bar=False)
 
 
+@pytest.mark.slow
 def test_single_precision_of_a_long_walk(monkeypatch):
     """A walk of 20000 steps, seen at one in fifty, and an intercept that it can stand
     for, against the Kalman filter in double precision."""

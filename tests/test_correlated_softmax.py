@@ -126,6 +126,7 @@ def choices(t, group, y=None):
         numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
 
 
+@pytest.mark.slow
 def test_groups_fit_what_a_matrix_fits(x64, monkeypatch):
     found = []
     for overhead in (np.inf, -np.inf):

@@ -17,6 +17,7 @@ from scipy.special import softmax
 
 import numpyro_gpaug as gpaug
 
+SLOW = pytest.mark.slow
 N = 25
 RNG = np.random.default_rng(3)
 T = np.linspace(-1, 1, N)
@@ -103,7 +104,13 @@ def fitted(model, *args, optim=None, steps=60, guide=None, **kwargs):
     return svi.posterior(result), result, guide
 
 
-@pytest.mark.parametrize("name", LAWS)
+# In closed form, by quadrature, of tails that are not log-concave, of two predictors.
+QUICK = "poisson", "zero-inflated", "ordinal", "student", "two predictors"
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=SLOW) for n in LAWS]
+)
 def test_any_likelihood_against_a_grid(x64, name):
     law, y = LAWS[name]
     posterior, _, _ = fitted(partial(regression, law=law), T, y)
@@ -167,7 +174,9 @@ def product(t, y=None):
         numpyro.sample("y", dist.Normal(a * t * b, 0.5), obs=y)
 
 
-@pytest.mark.parametrize("model", [scaled, heteroscedastic, product])
+@pytest.mark.parametrize(
+    "model", [pytest.param(scaled, marks=SLOW), heteroscedastic, product]
+)
 def test_two_predictors_against_a_grid(x64, model):
     posterior, result, guide = fitted(model, T, REAL)
     assert guide.structure.observed[0].latents == ("predictor 0", "predictor 1")
@@ -265,6 +274,7 @@ def test_normal_models_have_the_exact_posterior(x64, of_normal):
     )
 
 
+@SLOW
 def test_written_naturally_or_as_one_vector_is_the_same(x64):
     _, natural, _ = fitted(varying, T, GROUP, REAL, optim="lbfgs")
     _, vector, _ = fitted(of_one_vector, T, GROUP, REAL, optim="lbfgs")
@@ -298,6 +308,7 @@ def test_minibatches_reach_the_full_data_fit():
     np.testing.assert_allclose(*inverse, atol=0.03 * np.abs(inverse[1]).max())
 
 
+@SLOW
 def test_one_process_is_that_of_the_sparse_guide():
     def model(X, y=None, *, inducing):
         gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0, 2.0), inducing)
@@ -661,7 +672,8 @@ def test_too_many_latents_are_refused_with_their_size():
 
 
 @pytest.mark.parametrize(
-    ("group", "effects"), [(np.zeros(N, int), 1), (GROUP % 2 * 2, 6)]
+    ("group", "effects"),
+    [(np.zeros(N, int), 1), pytest.param(GROUP % 2 * 2, 6, marks=SLOW)],
 )
 def test_plates_of_one_and_groups_without_rows(group, effects):
     posterior, result, _ = fitted(
@@ -677,7 +689,9 @@ def test_plates_of_one_and_groups_without_rows(group, effects):
         )
 
 
-@pytest.mark.parametrize(("scale", "double"), [(30.0, False), (1000.0, True)])
+@pytest.mark.parametrize(
+    ("scale", "double"), [(30.0, False), pytest.param(1000.0, True, marks=SLOW)]
+)
 def test_collinear_columns_and_wide_priors(scale, double):
     """Of two columns that are the same the sum is known, as well as that of one."""
 

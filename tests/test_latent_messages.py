@@ -136,7 +136,10 @@ def test_a_posterior_is_no_tree(posterior, function):
     "law",
     [
         lambda f: dist.Normal(f, jnp.array(0.5)),
-        lambda f: dist.ZeroInflatedPoisson(jnp.array(0.3), jnp.exp(f)),
+        pytest.param(
+            lambda f: dist.ZeroInflatedPoisson(jnp.array(0.3), jnp.exp(f)),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_draws_of_mixtures_have_their_moments_and_are_independent(law):
@@ -168,26 +171,38 @@ def test_draws_of_mixtures_have_their_moments_and_are_independent(law):
     assert abs(np.corrcoef(draws.T)[0, 1]) < 4 / np.sqrt(num)
 
 
-def test_data_of_a_later_run_are_checked_too():
-    def model(group, y=None, *, groups=4):
-        with numpyro.plate("groups", groups):
-            a = numpyro.sample("a", dist.Normal(0, 1))
-        with numpyro.plate("data", len(group)):
-            numpyro.sample("y", dist.Poisson(jnp.exp(a[group])), obs=y)
+def counted(group, y=None, *, groups=4):
+    with numpyro.plate("groups", groups):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+    with numpyro.plate("data", len(group)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(a[group])), obs=y)
 
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    group, y = np.array([0, 1, 2, 3, 3]), np.array([1, 2, 0, 5, 4])
+
+@pytest.fixture
+def later():
+    """A run of a guide that has had one, its data, and the first result."""
+    svi = gpaug.ConjugateSVI(counted, gpaug.AutoLatentGaussian(counted))
+    data = np.array([0, 1, 2, 3, 3]), np.array([1, 2, 0, 5, 4])
 
     def run(*args, **kwargs):
         return svi.run(jax.random.key(0), 20, *args, progress_bar=False, **kwargs)
 
-    first = run(group, y)
+    return svi, run, data, run(*data)
+
+
+def test_data_of_a_later_run_are_checked_too(later):
+    _, run, (group, y), _ = later
     for code, what in ((4, "codes 0 to 3"), (-1, "negative ones count from the end")):
         with pytest.raises(ValueError, match=what):
             run(np.where(group == 2, code, group), y)
     with pytest.raises(ValueError, match=r"\['y'\] are not observed"):
         run(group)
-    # Another number of members is another guide's work: its own, anew.
+
+
+@pytest.mark.slow
+def test_another_number_of_members_is_another_guides_work(later):
+    """Its own, anew."""
+    svi, run, (group, y), first = later
     more = run(group, y, groups=6)
     posterior = svi.posterior(more)
     np.testing.assert_allclose(posterior["a"].variance[4:], 1, rtol=1e-4)

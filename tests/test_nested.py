@@ -200,6 +200,7 @@ def test_derivatives_in_the_data_are_refused():
         jax.grad(density)(jnp.asarray(REAL))
 
 
+@SLOW
 def test_samplers_take_the_collapsed_model():
     mcmc = MCMC(
         NUTS(gpaug.collapse(noisy)), num_warmup=60, num_samples=60, num_chains=2,
@@ -454,15 +455,19 @@ def wide(y=None):
         numpyro.sample("y", dist.Bernoulli(logits=a), obs=y)
 
 
-def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys):
-    monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", 150)
+@pytest.mark.parametrize(
+    ("warmup", "num"), [(40, 50), pytest.param(150, 250, marks=SLOW)]
+)
+def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, num):
+    monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", warmup)
+    options = {"num_points": 64, "num_draws": 2, "num_samples": 4 * num}
     y = np.arange(60) % 2
     with pytest.warns(UserWarning, match=r"k-hat .* NOT of the exact posterior"):
-        found = nested(wide, y, num_points=64, num_draws=2)
+        found = nested(wide, y, **options)
     assert found.get_extra_fields()["khat"] > 0.7
-    chains = nested(wide, y, num_points=64, num_draws=2, correct="mcmc")
+    chains = nested(wide, y, **options, correct="mcmc")
     draws = chains.get_samples(group_by_chain=True)
-    assert draws["a"].shape == (4, 250, 60)
+    assert draws["a"].shape == (4, num, 60)
     chains.print_summary()
     printed = capsys.readouterr().out
     assert "The draws are those of NUTS on the whitened model" in printed

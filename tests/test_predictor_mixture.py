@@ -24,7 +24,13 @@ LAWS: dict[str, Callable[[Any], dist.Distribution]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAWS)
+SLOW = {"beta-binomial", "ordinal"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAWS],
+)
 def test_draws_follow_the_probabilities(name: str) -> None:
     nodes = 6
     at = 0.7 * jax.random.normal(jax.random.key(0), (nodes, 4))

@@ -83,7 +83,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("autoregressive", marks=pytest.mark.slow), *list(MODELS)[1:]],
+)
 def test_evidence_and_forecasts_are_exact(x64, monkeypatch, name):
     model, kwargs, (transition, innovations, first) = MODELS[name]
     monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
@@ -162,6 +165,7 @@ def test_scans_are_read_until_nothing_more_is_carried():
     assert product.state["z"].nonlinear == "mul"
 
 
+@pytest.mark.slow
 def test_a_walk_goes_on_with_its_noise(monkeypatch):
     def model(t, y=None, *, steps=STEPS, noisy=STEPS):
         walk = numpyro.sample("walk", dist.GaussianRandomWalk(SCALE, steps))

@@ -214,6 +214,7 @@ def test_only_the_same_observations_are_compared(fitted):
         diagnostics.compare({"a": tree})
 
 
+@pytest.mark.slow
 def test_weight_vectors_of_a_posterior_are_compared(x64):
     """Weights with normal observations: q is the posterior, and so its statistics are
     known."""
