@@ -21,7 +21,7 @@ def no_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_flags_of_the_user_stand(no_flags: None, monkeypatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=2")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=true")
     assert compiler_options() == {}
 
 

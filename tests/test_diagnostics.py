@@ -327,6 +327,8 @@ def test_equal_ratios_have_no_tail():
 
 
 def test_loo_of_what_all_draws_are_certain_of():
+    from arviz_base import from_dict
+
     rng = np.random.default_rng(0)
     log_prob = (-1 + 0.1 * rng.normal(size=(1, 500, 4))).astype(np.float32)
     log_prob[..., 1], log_prob[..., 2] = 0, -1.2e-7 * rng.integers(1, 3, 500)

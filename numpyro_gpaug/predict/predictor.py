@@ -47,6 +47,9 @@ from numpyro_gpaug.predict.mixture import (
     over_members,
 )
 
+# Predictions of more rows at once are worth the compilation of faster loops.
+MANY_ROWS = 512
+
 
 class Prepared(NamedTuple):
     """What predictions at any inputs share, computed by the first of them; of a mixture
@@ -80,9 +83,9 @@ class Predictor:
             "f": self._f, "joint": self._joint, "y": self._y,
             "log_prob": self._log_prob, "draws": self._draws,
         }  # fmt: skip
-        self._compiled = Compiled(
-            self._answer, static_argnames=("what", "static", "site", "num")
-        )
+        static = "what", "static", "site", "num"
+        self._compiled = Compiled(self._answer, static_argnames=static)
+        self._optimised = jax.jit(self._answer, static_argnames=static)
         # By the shapes of the arguments.
         self._shapes: dict[Any, Any] = {}
         self._structures: dict[Any, Structure] = {}
@@ -132,8 +135,10 @@ class Predictor:
             shapes = like or self.shapes(what, arguments, fitted, site, **how)[1]
             # NumPy's: a zero of JAX's would be a program of its own for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        rows = arguments.num_rows or 0
+        program = self._optimised if rows > MANY_ROWS else self._compiled
         with on_mesh(arguments.mesh):
-            ordered, prepared = self._compiled(
+            ordered, prepared = program(
                 arguments.arrays, fitted, prepared, known, what=what,
                 static=arguments.static, site=site, **how,
             )  # fmt: skip
