@@ -186,7 +186,11 @@ def test_all_augmentations_are_here() -> None:
     assert {n for names in TOGETHER.values() for n in names} <= set(LIKELIHOODS)
 
 
-@pytest.mark.parametrize("latents", TOGETHER)
+@pytest.mark.parametrize(
+    "latents",
+    ["one latent", "two latents",
+     pytest.param("three latents", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_ranks_are_uniform(latents) -> None:
     p = worst_p_value(ranks(TOGETHER[latents], jax.random.key(len(latents))))
     assert p > LEVEL / len(TOGETHER)

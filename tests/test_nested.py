@@ -213,21 +213,28 @@ def test_samplers_take_the_collapsed_model():
     np.testing.assert_allclose(draws["sigma"].mean(), mean, atol=0.6 * deviation)
 
 
-def test_guides_take_the_collapsed_model_and_params_are_learnt():
-    def model(group, y=None):
-        sigma = numpyro.param("sigma", 1.0, constraint=dist.constraints.positive)
-        varying(group, y, law=lambda eta: dist.Normal(eta, sigma))
+def with_a_param(group, y=None):
+    sigma = numpyro.param("sigma", 1.0, constraint=dist.constraints.positive)
+    varying(group, y, law=lambda eta: dist.Normal(eta, sigma))
 
+
+def test_params_have_no_prior():
+    with pytest.raises(ValueError, match=r"params \['sigma'\] have no prior"):
+        gpaug.NestedVI(with_a_param, progress_bar=False).run(
+            jax.random.key(0), GROUP, REAL
+        )
+
+
+@pytest.mark.slow
+def test_guides_take_the_collapsed_model_and_params_are_learnt():
     import optax
 
-    collapsed = gpaug.collapse(model)
+    collapsed = gpaug.collapse(with_a_param)
     guide = AutoLaplaceApproximation(collapsed)
     svi = SVI(collapsed, guide, optax.adam(0.1), Trace_ELBO())
     fit = svi.run(jax.random.key(1), 150, GROUP, REAL, progress_bar=False)
     assert abs(fit.params["sigma"] - 0.5) < 0.2
     assert 0.2 < guide.median(fit.params)["tau"] < 1.5
-    with pytest.raises(ValueError, match=r"params \['sigma'\] have no prior"):
-        gpaug.NestedVI(model, progress_bar=False).run(jax.random.key(0), GROUP, REAL)
 
 
 # -- weighted draws -------------------------------------------------------------------

@@ -127,7 +127,8 @@ def alone(svi, num):
 
 @pytest.mark.parametrize(
     ("model", "optim", "both"),
-    [(binary, optax.adam(0.05), False), (classes, None, False), (weights, None, True),
+    [(binary, optax.adam(0.05), False), (weights, None, True),
+     pytest.param(classes, None, False, marks=pytest.mark.slow),
      (centred_outside, None, False)],
 )  # fmt: skip
 def test_folds_share_programs_and_give_what_each_gives_alone(

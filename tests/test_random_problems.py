@@ -89,9 +89,11 @@ def run_golden(chosen: Sequence[int]) -> dict[str, Tally]:
 
 
 def quick() -> list[int]:
-    """The first 250 whose likelihoods are not dear: their programs are, too."""
+    """The first 250 of every other likelihood that is not dear: their programs are
+    what takes long."""
     names = list(LIKELIHOODS)
-    cheap = [names[case % len(names)] not in DEAR for case in CASES]
+    some = [name for name in names if name not in DEAR][::2]
+    cheap = [names[case % len(names)] in some for case in CASES]
     return np.flatnonzero(cheap)[:250].tolist()
 
 

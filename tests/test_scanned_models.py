@@ -85,7 +85,8 @@ MODELS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("autoregressive", marks=pytest.mark.slow), *list(MODELS)[1:]],
+    [pytest.param(n, marks=pytest.mark.slow) for n in ("autoregressive", "scanned")]
+    + ["trend", "walk"],
 )
 def test_evidence_and_forecasts_are_exact(x64, monkeypatch, name):
     model, kwargs, (transition, innovations, first) = MODELS[name]

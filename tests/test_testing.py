@@ -15,6 +15,10 @@ Y = jnp.array([0, 1, 1, 0, 1])
 
 def test_built_in_augmentations_conform() -> None:
     check_augmentation(dist.Bernoulli(logits=jnp.zeros(5)), Y)
+
+
+@pytest.mark.slow
+def test_normal_sites_conform() -> None:
     check_augmentation(dist.Normal(jnp.zeros(5), 0.7), jnp.linspace(-2, 2, 5))
 
 

@@ -69,8 +69,12 @@ def _without_ties(tree: DataTree) -> DataTree:
     rng, changed = np.random.default_rng(0), {}
     for name, values in tree["log_likelihood"].data_vars.items():
         spread = values.max(("chain", "draw")) - values.min(("chain", "draw"))
-        noise = values.astype(float).copy(data=rng.uniform(-TIED, TIED, values.shape))
-        changed[name] = values + noise * (spread < 1000 * TIED)
+        tied = spread < 1000 * TIED
+        if tied.any():
+            noise = rng.uniform(-TIED, TIED, values.shape)
+            changed[name] = values + tied * values.astype(float).copy(data=noise)
+    if not changed:
+        return tree
     tree = tree.copy()
     tree["log_likelihood"] = tree["log_likelihood"].to_dataset().assign(changed)
     return tree
