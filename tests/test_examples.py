@@ -75,7 +75,7 @@ def test_example_runs_and_draws(script: str, folder: Path) -> None:
 def test_neither_chains_nor_threads_hang(tmp_path: Path) -> None:
     found = json.loads(run("benchmarks/threads", tmp_path, "--runs", "1"))
     assert {kind: counts["hangs"] for kind, counts in found.items()} == {
-        "chains": 0, "fits": 0
+        "chains": 0, "vectorized": 0, "fits": 0
     }  # fmt: skip
 
 
