@@ -135,8 +135,8 @@ class Predictor:
             shapes = like or self.shapes(what, arguments, fitted, site, **how)[1]
             # NumPy's: a zero of JAX's would be a program of its own for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        rows = arguments.num_rows or 0
-        program = self._optimised if rows > MANY_ROWS else self._compiled
+        many = arguments.num_rows > MANY_ROWS
+        program = self._optimised if many else self._compiled
         with on_mesh(arguments.mesh):
             ordered, prepared = program(
                 arguments.arrays, fitted, prepared, known, what=what,

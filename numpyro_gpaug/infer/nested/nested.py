@@ -76,8 +76,8 @@ class NestedVI(Displayed):
     :param num_draws: draws of the latents at each.
     :param correct: ``"mcmc"`` runs NUTS from the draws where k-hat is above 0.7, all
         latents and hyperparameters whitened by the Gaussian at the mode (slice moves of
-        the hyperparameters were measured, and are no faster: the theory pages have the
-        numbers); ``None`` only warns.
+        the hyperparameters were no faster on the two models tried: the theory pages
+        have the numbers); ``None`` only warns.
     :param progress_bar: whether to show one.
     :raises ValueError: for unknown options.
 

@@ -120,8 +120,8 @@ class Blocks:
         :param slack: rows that it may have left out at its end.
         """
         seen, last = 0, self.size
-        for i, batch in enumerate(self._source):
-            rows = _rows_of(_plain(batch))
+        for i, batch in enumerate(map(_plain, self._source)):
+            rows = _rows_of(batch)
             if last < self.size or rows > self.size:
                 number, other = (i - 1, last) if last < self.size else (i, rows)
                 raise ValueError(
@@ -135,7 +135,7 @@ class Blocks:
                     "have"
                 )
             if i >= start and not (rows < self.size and slack):
-                yield _plain(batch)
+                yield batch
         if seen + slack < self.rows:
             raise ValueError(
                 f"the source ended early, after {seen} of {self.rows} rows"

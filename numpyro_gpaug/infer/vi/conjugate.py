@@ -210,10 +210,8 @@ class ConjugateSVI(Displayed):
         :raises ValueError: as :meth:`init` does, unless state or data are traced.
         """
         arguments, data = self._checked(state, *partitioned((args, kwargs)))
-        plan, never = (
-            self._programs.plan_at(arguments, state),
-            np.zeros((), state.bound.dtype),
-        )
+        plan = self._programs.plan_at(arguments, state)
+        never = np.zeros((), state.bound.dtype)
         state, losses, _ = self._steps(copied(state), 1, never, data, arguments, plan)
         return state, losses[0]
 
