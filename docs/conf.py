@@ -3,6 +3,7 @@
 
 import os
 import sys
+import tempfile
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +57,12 @@ if os.environ.get("GPAUG_DOCS_FAST"):
     xla_flags.append("--xla_backend_optimization_level=0")
     if metadata.version("jaxlib").startswith("0.10."):
         xla_flags.append("--xla_cpu_use_fusion_emitters=false")
+        xla_flags.append("--xla_cpu_parallel_codegen_split_count=1")
+    # What one page compiled another reads, and no program says from which lines it comes.
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+    programs = tempfile.TemporaryDirectory(prefix="programs-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["XLA_FLAGS"] = " ".join(xla_flags)
 
 autodoc_member_order = "bysource"

@@ -31,6 +31,9 @@ if version("jaxlib").startswith("0.10."):
 flags.append("--xla_force_host_platform_device_count=4")
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
+# Programs say from which lines they come; nobody reads it here, and writing it takes time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 # A program that another test has compiled, in this process or beside it, is read, not
 # compiled again. The processes of "pytest -n" find the folder in their environment.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -43,6 +46,9 @@ import numpy as np  # noqa: E402
 from threadpoolctl import threadpool_limits  # noqa: E402
 
 threadpool_limits(1, user_api="blas")
+# Tracing makes many objects and few cycles: looking for them every 700 took a twentieth
+# of the tests' time.
+gc.set_threshold(20_000, 20, 20)
 
 try:
     from jax import enable_x64
