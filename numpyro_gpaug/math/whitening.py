@@ -64,9 +64,8 @@ def inverse_root(matrix: Array) -> Array:
     :return: (..., M, M), not triangular; NaN where no jitter makes K positive definite.
     """
     factor, jitter = _factorised(matrix, diagonal(matrix).mean(-1))
-    root = jnp.sqrt(jitter)
-    inverse = root * inverse_lower(factor)
-    lost = inverse @ inverse.mT
+    inverse = inverse_lower(factor)
+    lost = jitter * (inverse @ inverse.mT)
     squared = lost @ lost
     # An eigenvalue r of R has r (r - 1) <= |R^2 - R|.
     excess = jnp.sqrt(jnp.square(squared - lost).sum((-2, -1), keepdims=True))
@@ -74,7 +73,7 @@ def inverse_root(matrix: Array) -> Array:
     share = jnp.minimum(
         1, _series(_LARGEST, _LARGEST**2) / _series(largest, largest**2)
     )
-    return (inverse + share * _series(lost, squared) @ inverse) / root
+    return inverse + share * _series(lost, squared) @ inverse
 
 
 def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
@@ -117,15 +116,16 @@ def _first_unspoilt(matrix: Array, least: Array) -> tuple[Array, Array]:
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
 
     def spoilt(trial: tuple[Array, Array]) -> Array:
-        factor, jitter = trial
+        factor, following = trial
         # Of a matrix that is not positive definite pivots are NaN.
-        kept = (jnp.square(factor) >= _LEAST_PIVOT * jitter * eye).all()
-        return ~kept & (jitter < _MOST * least)[0, 0]
+        kept = (jnp.square(factor) >= _LEAST_PIVOT / 2 * following * eye).all()
+        return ~kept & (following < 2 * _MOST * least)[0, 0]
 
     def attempt(trial: tuple[Array, Array]) -> tuple[Array, Array]:
-        jitter = 2 * trial[1]
+        _, jitter = trial
         # LAPACK reads columns: the transpose of an array of rows needs no copy.
         raised = (matrix + jitter * eye).mT
-        return jnp.linalg.cholesky(raised, symmetrize_input=False), jitter
+        return jnp.linalg.cholesky(raised, symmetrize_input=False), 2 * jitter
 
-    return lax.while_loop(spoilt, attempt, (jnp.zeros_like(matrix), least / 2))
+    factor, following = lax.while_loop(spoilt, attempt, (jnp.zeros_like(matrix), least))
+    return factor, following / 2
