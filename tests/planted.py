@@ -375,9 +375,9 @@ def planted() -> list[Planted]:
         ),
         Planted(
             "Nested: the determinant of a draw's Gaussian, whole",
-            "infer/nested/draws.py",
-            "return total + lost + (prior + log_det / 2)[:, None]",
-            "return total + lost + (prior + log_det)[:, None]",
+            "infer/nested/drawer.py",
+            "ratios = total + lost + (log_prior + log_det / 2)[:, None]",
+            "ratios = total + lost + (log_prior + log_det)[:, None]",
             ("test_nested",),
         ),
         Planted(

@@ -13,7 +13,7 @@ from scipy import special, stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.nested.weighted import stratified
-from numpyro_gpaug.model import arrow
+from numpyro_gpaug.model import forms
 from tests.test_nested import (
     COUNTS,
     GROUP,
@@ -164,10 +164,10 @@ def test_arrows_predict_what_matrices_predict(monkeypatch):
     size, new = {"members": 21}, np.array([0, 7, 20])
     runs = []
     for overhead in (np.inf, -np.inf):
-        monkeypatch.setattr(arrow, "_OVERHEAD", overhead)
+        monkeypatch.setattr(forms, "_OVERHEAD", overhead)
         runs.append(nested(poisson, group, y, data={"members": 20}))
-    forms = [run._run.programs.structure.arrow is not None for run in runs]
-    assert forms == [False, True]
+    arrows = [run._run.programs.structure.arrow is not None for run in runs]
+    assert arrows == [False, True]
     dense, grouped = (run.posterior(num_points=512) for run in runs)
     a, b = (p.predict_f(new, site="eta", **size) for p in (dense, grouped))
     np.testing.assert_allclose(a.mean, b.mean, atol=0.05)

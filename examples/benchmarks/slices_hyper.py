@@ -103,13 +103,14 @@ def sampler(run: Any, ellipses: int, following: bool) -> Any:
     programs, law = run.programs, run.modes[0].law
     dtype = programs.hyper.dtype
     centre, axes = (jnp.asarray(x, dtype) for x in law[:2])
+    start = jax.tree.map(lambda x: x[0], run.start)
 
     def sample(key: Array, place: Array, noise: Array, arrays: Any, num: int) -> Any:
         def gaussian(place: Array) -> Any:
             point = centre + axes @ (place if following else 0 * place)
             values, _ = programs.hyper.values(point, arrays)
             found = programs.bound.problem(values, arrays, learns=False)
-            return programs.bound.settle(found, run.start, ENOUGH).moments
+            return programs.bound.settle(found, start, ENOUGH).moments
 
         kept = None if following else gaussian(jnp.zeros(len(centre), dtype))
 

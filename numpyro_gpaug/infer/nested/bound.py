@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 from jax.custom_derivatives import SymbolicZero
 from jax.flatten_util import ravel_pytree
@@ -48,7 +49,7 @@ class Start(NamedTuple):
     """
 
     factors: Any
-    known: Array
+    known: Array | np.ndarray
 
 
 class Settled(NamedTuple):
@@ -120,7 +121,7 @@ class CollapsedBound:
         self,
         problem: LatentGaussian,
         start: Start | None = None,
-        tolerance: float = TOLERANCE,
+        tolerance: Any = TOLERANCE,
     ) -> Settled:
         """The Gaussian that maximises the bound.
 
@@ -162,32 +163,39 @@ class CollapsedBound:
             factors = factors._replace(cross=jnp.zeros_like(factors.cross))
         return Settled(evaluation, factors)
 
-    def with_gradient(
-        self, values: dict[str, Array], arrays: Any, start: Start | None = None
-    ) -> tuple[Array, dict[str, Array], Settled]:
-        """The bound, its derivatives in the hyperparameters, and the Gaussian.
+    def with_pullback(
+        self,
+        values: dict[str, Array],
+        arrays: Any,
+        start: Start | None = None,
+        tolerance: Any = TOLERANCE,
+    ) -> tuple[Array, Callable[[], dict[str, Array]], Settled]:
+        """The bound, what computes its derivatives in the hyperparameters, and the
+        Gaussian.
 
         :param values: constrained hyperparameters and params by name.
         :param arrays: array arguments of the model.
         :param start: factors to start from, if there are any.
+        :param tolerance: the rise in nats that ends the moves.
         """
         problem, pullback = vjp(
             lambda values: self.problem(values, arrays, learns=True), values
         )
-        found = self.settle(problem, start)
-        gradient = pullback(problem.gradient(found.evaluation))
+        found = self.settle(problem, start, tolerance)
+
+        def gradient() -> dict[str, Array]:
+            return pullback(problem.gradient(found.evaluation))
+
         return found.evaluation.bound, gradient, found
 
-    def no_start(self, values: dict[str, Any], arrays: Any) -> Start:
-        """A :class:`Start` that knows nothing; values and arrays may be shapes."""
+    def shapes(self, values: dict[str, Any], arrays: Any) -> Any:
+        """Of the factors in a :class:`Start`; values and arrays may be shapes too."""
 
         def factors(values: Any, arrays: Any) -> Any:
             problem = self.problem(values, arrays, learns=False)
             return _first_factors(problem.maps[JOINT])
 
-        shapes = jax.eval_shape(factors, values, arrays)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return Start(zeros, jnp.array(False))
+        return jax.eval_shape(factors, values, arrays)
 
     def _differentiable(self) -> Callable[..., Array]:
         @jax.custom_jvp
@@ -197,7 +205,8 @@ class CollapsedBound:
 
         @jax.custom_jvp
         def with_gradient(values: Any, steps: Any, arrays: Any) -> Any:
-            return self.with_gradient(values, arrays)[:2]
+            bound, gradient, _ = self.with_pullback(values, arrays)
+            return bound, gradient()
 
         def value_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
             moved = _moves(primals[0], tangents)

@@ -18,7 +18,8 @@ from tqdm.auto import tqdm
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import Start
-from numpyro_gpaug.infer.nested.programs import Drawn, Programs
+from numpyro_gpaug.infer.nested.drawer import Drawer, Points, generator
+from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.proposal import (
     AT_MODE,
     FROM_PRIOR,
@@ -121,9 +122,7 @@ class Run:
         """
         rng = np.random.default_rng(self.seed)
         points, log_weights = stratified(*self.points(), num, rng)
-        programs, dtype = self.programs, self.programs.hyper.dtype
-        given = jnp.asarray(points, dtype), self.start, self.arrays
-        values, moments = programs.gaussians(*given)
+        values, moments = self.programs.gaussians(points, self.start, self.arrays)
         return log_weights, values, moments
 
     def table(self) -> dict[str, list[float]]:
@@ -133,73 +132,8 @@ class Run:
         return {k: [*x[:-1], x[-1] * self.independence] for k, x in rows.items()}
 
 
-class _Drawer:
-    """Calls the programs of a run, and counts.
-
-    :param programs: the programs.
-    :param arrays: array arguments of the model.
-    :param key: random key.
-    :param bar: a progress bar.
-    """
-
-    def __init__(self, programs: Programs, arrays: Any, key: Array, bar: Any) -> None:
-        self._programs, self._arrays, self._bar = programs, arrays, bar
-        self._key = key
-        self._dtype = programs.hyper.dtype
-        self.start = programs.no_start(arrays)
-        self.best, self.evaluations = -np.inf, 0
-
-    def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
-        """The collapsed log-density and its gradient; each starts where the best so far
-        has ended."""
-        self.evaluations += 1
-        value, ascent, start = self._programs.evaluate(
-            jnp.asarray(point, self._dtype), self.start, self._arrays
-        )
-        if float(value) > self.best:
-            self.best, self.start = float(value), start
-        return float(value), np.asarray(ascent, float)
-
-    def draw(self, points: np.ndarray, widths: np.ndarray, stream: int) -> Drawn:
-        """Draws of the latents at points.
-
-        :param points: (n, d).
-        :param widths: (n, draws).
-        :param stream: which random numbers.
-        """
-        chunk, num = self._programs.chunk, len(points)
-        keys = random.split(random.fold_in(self._key, stream), num)
-        parts = []
-        for begin in range(0, num, chunk):
-            chosen = np.minimum(np.arange(begin, begin + chunk), num - 1)
-            part = self._programs.draw(
-                jnp.asarray(points[chosen], self._dtype), keys[chosen],
-                jnp.asarray(widths[chosen], self._programs.structure.dtype),
-                self.start, self._arrays,
-            )  # fmt: skip
-            kept = min(chunk, num - begin)
-            parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x[:kept]), part))
-            self._bar.update(kept)
-        self.evaluations += num
-        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
-
-
-def _log_joint_over_q(drawn: Drawn) -> np.ndarray:
-    """Log of the density of data, latents and hyperparameters over that of the draw of
-    the latents, (n, draws), in double precision."""
-    total, lost, prior, log_det = (
-        np.asarray(x, float)
-        for x in (drawn.total, drawn.lost, drawn.log_prior, drawn.log_det)
-    )
-    return total + lost + (prior + log_det / 2)[:, None]
-
-
 def _without_failures(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), x, -np.inf)
-
-
-def _seed(key: Array, stream: int) -> int:
-    return int(random.bits(random.fold_in(key, stream), (), "uint32"))
 
 
 def integrated(
@@ -207,6 +141,7 @@ def integrated(
     key: Array,
     arrays: Any,
     start: np.ndarray,
+    prior: np.ndarray,
     clock: Clock,
     *,
     num_points: int,
@@ -218,31 +153,30 @@ def integrated(
     :param key: random key.
     :param arrays: array arguments of the model.
     :param start: where the search for the mode starts.
+    :param prior: unconstrained draws of the prior, if there are any.
     :param clock: counts the seconds.
     :param num_points: how many hyperparameters are drawn.
     :param progress_bar: whether to show one.
     """
-    rng = np.random.default_rng(_seed(key, 0))
+    rng = generator(key, 1)
     draws = programs.num_draws
     precise = programs.hyper.dtype == np.float64
     with tqdm(total=FIRST + num_points, disable=not progress_bar, desc="mode") as bar:
-        drawer = _Drawer(programs, arrays, key, bar)
+        drawer = Drawer(programs, arrays, rng, bar)
         with clock.part("mode and curvature"):
             modes = [climb(drawer.evaluate, start, precise)]
         bar.set_description("first draws")
         with clock.part("first draws"):
-            prior = _prior_draws(programs, arrays, key, FIRST + num_points)
             laws = [m.law for m in modes]
             share = FIRST_FROM_PRIOR if len(prior) else 0.0
             proposal = Proposal(tuple(laws), (1.0,), share)
             points = proposal.draws(FIRST, prior, rng)
             kinds = np.arange(FIRST * draws).reshape(FIRST, draws) % len(WIDENINGS)
             sizes = 1 + np.array(WIDENINGS) / np.sqrt(programs.structure.size)
-            first = drawer.draw(points, sizes[kinds], 1)
-            log_prior = np.asarray(first.log_prior, float)
-            density = proposal.log_density(points, log_prior, FIRST)
-            target = _without_failures(np.asarray(first.bound, float) + log_prior)
-            ratios = _without_failures(_log_joint_over_q(first) - density[:, None])
+            first = drawer.draw(points, sizes[kinds])
+            density = proposal.log_density(points, first.log_prior, FIRST)
+            target = _without_failures(first.bound + first.log_prior)
+            ratios = _without_failures(first.log_joint_over_q - density[:, None])
             width = float(sizes[_best_width(ratios, kinds)])
             _refuse_none(target)
         with clock.part("mode and curvature"):
@@ -253,15 +187,14 @@ def integrated(
             # The first were used before.
             points = proposal.draws(num_points, prior[::-1], rng)
             widths = np.full((num_points, draws), width)
-            drawn = drawer.draw(points, widths, 2)
-            log_prior = np.asarray(drawn.log_prior, float)
-            density = proposal.log_density(points, log_prior, num_points)
-            ratios = _log_joint_over_q(drawn) - density[:, None]
+            drawn = drawer.draw(points, widths)
+            density = proposal.log_density(points, drawn.log_prior, num_points)
+            ratios = drawn.log_joint_over_q - density[:, None]
     with clock.part("certificate"):
         weighted = _weighted(points, drawn, ratios, normalised=True)
     return Run(
         programs, arrays, weighted, clock, drawer.evaluations, width,
-        "Importance sampling", _seed(key, 3), modes, drawer.start,
+        "Importance sampling", int(rng.integers(2**32)), modes, drawer.start,
     )  # fmt: skip
 
 
@@ -271,6 +204,7 @@ def sampled(
     key: Array,
     arrays: Any,
     start: np.ndarray,
+    prior: np.ndarray,
     clock: Clock,
     *,
     num_points: int,
@@ -278,7 +212,7 @@ def sampled(
 ) -> Run:
     """NUTS on the collapsed model, for more hyperparameters than importance sampling
     can take; parameters as for :func:`integrated`."""
-    draws = programs.num_draws
+    draws, rng = programs.num_draws, generator(key, 1)
     density = programs.collapsed
     with clock.part("NUTS on the collapsed model"):
         kernel = NUTS(potential_fn=lambda point: -density(point, arrays))
@@ -294,13 +228,13 @@ def sampled(
         points = np.asarray(mcmc.get_samples(), float)
         steps = int(np.sum(mcmc.get_extra_fields()["num_steps"]))
     with tqdm(total=num_points, disable=not progress_bar, desc="draws") as bar:
-        drawer = _Drawer(programs, arrays, key, bar)
+        drawer = Drawer(programs, arrays, rng, bar)
         with clock.part("draws"):
             mean = points.mean(0)
             value, _ = drawer.evaluate(mean)
-            drawn = drawer.draw(points, np.ones((num_points, draws)), 2)
-    target = np.asarray(drawn.bound, float) + np.asarray(drawn.log_prior, float)
-    ratios = _log_joint_over_q(drawn) - target[:, None]
+            drawn = drawer.draw(points, np.ones((num_points, draws)))
+    target = drawn.bound + drawn.log_prior
+    ratios = drawn.log_joint_over_q - target[:, None]
     with clock.part("certificate"):
         weighted = _weighted(points, drawn, ratios, normalised=False)
     law = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
@@ -312,32 +246,21 @@ def sampled(
     )
     return Run(
         programs, arrays, weighted, clock, drawer.evaluations + steps, 1.0, way,
-        _seed(key, 3), [mode], drawer.start, independence=min(1.0, float(worth)),
+        int(rng.integers(2**32)), [mode], drawer.start,
+        independence=min(1.0, float(worth)),
     )  # fmt: skip
 
 
 def _weighted(
-    points: np.ndarray, drawn: Drawn, ratios: np.ndarray, *, normalised: bool
+    points: np.ndarray, drawn: Points, ratios: np.ndarray, *, normalised: bool
 ) -> Weighted:
     """The draws with their weights, which are looked at."""
-    failed = ~np.isfinite(np.asarray(drawn.bound, float))
+    failed = ~np.isfinite(drawn.bound)
     ratios = np.where(failed[:, None], np.nan, ratios)
     _refuse_none(_without_failures(ratios))
-    found = Weighted.of(points, np.asarray(drawn.z), ratios, normalised)
+    found = Weighted.of(points, drawn.z, ratios, normalised)
     assert found.khat is not None  # computed here, where it is timed
     return found
-
-
-def _prior_draws(programs: Programs, arrays: Any, key: Array, num: int) -> np.ndarray:
-    """Draws of the prior that proposals take theirs from; none if it is improper, or
-    mostly beyond what numbers can hold."""
-    keys = random.split(random.fold_in(key, 4), num)
-    try:
-        found = np.asarray(programs.hyper.prior_draws(arrays, keys), float)
-    except NotImplementedError:
-        return np.zeros((0, programs.hyper.size))
-    found = found[np.isfinite(found).all(-1)]
-    return found if len(found) > 0.6 * num else found[:0]
 
 
 def _best_width(ratios: np.ndarray, kinds: np.ndarray) -> int:
@@ -352,7 +275,7 @@ def _best_width(ratios: np.ndarray, kinds: np.ndarray) -> int:
 
 def _further_modes(
     modes: list[Mode],
-    drawer: _Drawer,
+    drawer: Drawer,
     points: np.ndarray,
     log_weights: np.ndarray,
     precise: bool,

@@ -66,13 +66,8 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     dtype = programs.hyper.dtype
     centre, axes = (jnp.asarray(x, dtype) for x in law[:2])
 
-    @jax.jit
-    def at_mode(arrays: Any) -> Any:
-        values, _ = programs.hyper.values(centre, arrays)
-        problem = programs.bound.problem(values, arrays, learns=False)
-        return programs.bound.settle(problem, run.start).moments
-
-    q = at_mode(arrays)
+    at_mode = programs.evaluate(law.mode[None], run.start, arrays, gradient=True)
+    q = jax.tree.map(lambda x: x[0], at_mode.moments)
 
     def placed(draw: dict[str, Array]) -> tuple[Array, Array]:
         z = q.mean[0] + q.spread(draw["noise"][None])[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
@@ -16,6 +17,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.infer.initialization import init_to_median
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
+from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -88,11 +90,11 @@ class Hyperparameters:
         self._static = arguments.static
         self.names = structure.others
         shapes = jax.eval_shape(self._medians, arguments.arrays, jax.random.key(0))
-        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()}
-        flat, self._unravel = ravel_pytree(zeros)
+        flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], shapes)
         self.size, self.dtype = flat.size, flat.dtype
-        self.start: Any = one_thread(jax.jit(self._flat_medians))
-        self.prior_draws: Any = one_thread(jax.jit(jax.vmap(self._drawn, (None, 0))))
+        self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in shapes.items()}
+        self.medians: Any = one_thread(Compiled(self._flat_medians))
+        self._draws: Any = one_thread(Compiled(self._drawn))
 
     def _trace(self, arrays: Any, wrap: Callable[[Any], Any]) -> Trace:
         args, kwargs = Arguments(arrays, self._static).merge()
@@ -110,7 +112,9 @@ class Hyperparameters:
         :param flat: unconstrained, (size,).
         :param arrays: array arguments of the model.
         """
-        free, jacobians = self._unravel(flat), []
+        jacobians: list[Array] = []
+        _, unravel = ravel_pytree(self._zeros)
+        free = unravel(flat)
 
         def filled(message: dict[str, Any]) -> Array | None:
             name = message["name"]
@@ -156,6 +160,19 @@ class Hyperparameters:
         )
         return ravel_pytree(_free(trace))[0]
 
+    def prior_draws(
+        self, arrays: Any, num: int, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Unconstrained draws from the prior, (num, size).
+
+        :param arrays: array arguments of the model.
+        :param num: how many.
+        :param rng: random numbers.
+        :raises NotImplementedError: for an improper prior.
+        """
+        numbers = rng.integers(2**32, size=(num, 2), dtype=np.uint32)
+        return np.asarray(self._draws(arrays, numbers), float)
+
     def _medians(self, arrays: Any, key: Array) -> dict[str, Array]:
         def wrap(model: Any) -> Any:
             seeded = handlers.seed(model, key)
@@ -166,10 +183,14 @@ class Hyperparameters:
     def _flat_medians(self, arrays: Any, key: Array) -> Array:
         return ravel_pytree(self._medians(arrays, key))[0]
 
-    def _drawn(self, arrays: Any, key: Array) -> Array:
-        return ravel_pytree(
-            _free(self._trace(arrays, lambda model: handlers.seed(model, key)))
-        )[0]
+    def _drawn(self, arrays: Any, numbers: Array) -> Array:
+        def one(number: Array) -> Array:
+            key = jax.random.wrap_key_data(number, impl="threefry2x32")
+            trace = self._trace(arrays, lambda model: handlers.seed(model, key))
+            return ravel_pytree(_free(trace))[0]
+
+        # One after the other: samplers of many draws at once compile twice as long.
+        return lax.map(one, numbers)
 
 
 def _free(trace: Trace) -> dict[str, Array]:

@@ -15,8 +15,10 @@ from jax import Array
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
-from numpyro_gpaug.infer.nested.draws import Run, integrated, sampled
+from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
+from numpyro_gpaug.infer.nested.draws import FIRST, Run, integrated, sampled
 from numpyro_gpaug.infer.nested.fallback import corrected
+from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
@@ -170,10 +172,13 @@ class NestedVI(Displayed):
                     "Write them as numpyro.sample(name, prior), or as plain numbers"
                 )
             programs = self._programs_at(bound, arguments)
-        start = self._start(programs, init_params, arguments.arrays)
-        way = integrated if programs.hyper.size <= MOST else sampled
+        with clock.part("prior"):
+            hyper, num = programs.hyper, FIRST + self.num_points
+            prior = prior_draws(hyper, arguments.arrays, num, generator(rng_key, 0))
+            start = _start(hyper, init_params, arguments.arrays, prior)
+        way = integrated if hyper.size <= MOST else sampled
         run = way(
-            programs, rng_key, arguments.arrays, start, clock,
+            programs, rng_key, arguments.arrays, start, prior, clock,
             num_points=self.num_points, progress_bar=self.progress_bar,
         )  # fmt: skip
         if self.correct == "mcmc" and not run.weighted.certified:
@@ -353,15 +358,27 @@ class NestedVI(Displayed):
             lambda: Programs(bound, arguments, self.num_draws),
         )
 
-    def _start(
-        self, programs: Programs, init_params: dict[str, Any] | None, arrays: Any
-    ) -> np.ndarray:
-        hyper = programs.hyper
-        if init_params is None:
-            return np.asarray(hyper.start(arrays, jax.random.key(0)), float)
-        if set(init_params) != set(hyper.names):
-            raise ValueError(
-                f"init_params names {sorted(init_params)}, but the hyperparameters are "
-                f"{sorted(hyper.names)}"
-            )
-        return np.asarray(hyper.flatten(init_params, arrays), float)
+
+def _start(
+    hyper: Hyperparameters,
+    init_params: dict[str, Any] | None,
+    arrays: Any,
+    prior: np.ndarray,
+) -> np.ndarray:
+    """Where the search for the mode starts, unconstrained.
+
+    :param hyper: the hyperparameters.
+    :param init_params: see :meth:`NestedVI.run`.
+    :param arrays: array arguments of the model.
+    :param prior: draws of it, if there are any.
+    """
+    if init_params is None:
+        if len(prior):
+            return np.median(prior, axis=0)
+        return np.asarray(hyper.medians(arrays, jax.random.key(0)), float)
+    if set(init_params) != set(hyper.names):
+        raise ValueError(
+            f"init_params names {sorted(init_params)}, but the hyperparameters are "
+            f"{sorted(hyper.names)}"
+        )
+    return np.asarray(hyper.flatten(init_params, arrays), float)

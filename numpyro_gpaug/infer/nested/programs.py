@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled parts of a run: the collapsed density and its gradient, weighted draws
-of the latents, and the values of a model's sites at draws."""
+"""The compiled parts of a run: the Gaussian at hyperparameters, with the collapsed
+density and its gradient; weighted draws of the latents from it; and the values of a
+model's sites at draws.
+
+Most of a short run is compiling. The Gaussian is found by one program, whatever it is
+for: the search, draws, predictions."""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
-from numpyro_gpaug.infer.nested.bound import CollapsedBound, Start
+from numpyro_gpaug.infer.nested.bound import TOLERANCE, CollapsedBound, Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.importance import compensated_sum
@@ -28,12 +33,29 @@ LARGEST_CHUNK = 64
 ENOUGH = 1e-3
 
 
+class Evaluated(NamedTuple):
+    """The Gaussian at hyperparameters; every array has a leading axis of these.
+
+    :param bound: the collapsed bound.
+    :param log_prior: log-density of the unconstrained hyperparameters.
+    :param ascent: the gradient of the sum of both, (d,); zero unless asked for.
+    :param values: constrained hyperparameters by name.
+    :param factors: the Gaussian factors that stand for the likelihood.
+    :param moments: of the Gaussian.
+    """
+
+    bound: Array
+    log_prior: Array
+    ascent: Array
+    values: dict[str, Array]
+    factors: Any
+    moments: Any
+
+
 class Drawn(NamedTuple):
     """Draws of the latents at hyperparameters; every array has a leading axis of these.
 
     :param z: whitened latents, (draws, size).
-    :param log_prior: log-density of the unconstrained hyperparameters.
-    :param bound: the collapsed bound, without it.
     :param log_det: logarithm of the determinant of the Gaussian's covariance.
     :param total: of each draw the log-density of data and latents less that of the
         draw, but for the determinant; (draws,).
@@ -41,8 +63,6 @@ class Drawn(NamedTuple):
     """
 
     z: Array
-    log_prior: Array
-    bound: Array
     log_det: Array
     total: Array
     lost: Array
@@ -66,10 +86,10 @@ class Programs:
         size, rows = self.structure.size, sum(x.size for x in arguments.arrays)
         held = 4 * size**2 + 2 * size * rows + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
+        self.batch = 1 if jax.default_backend() == "cpu" else self.chunk
         # One thread at a time traces the model.
-        self.evaluate: Any = one_thread(Compiled(self._evaluate))
+        self._settle: Any = one_thread(Compiled(self._evaluate))
         self.draw: Any = one_thread(Compiled(self._draw))
-        self.gaussians: Any = one_thread(Compiled(self._gaussians))
         self.sites: Any = one_thread(
             Compiled(self._sites, static_argnames="deterministic")
         )
@@ -77,29 +97,67 @@ class Programs:
     @one_thread
     def no_start(self, arrays: Any) -> Start:
         """A start for the first evaluation."""
-        return self.bound.no_start(*self._shapes(arrays))
-
-    def _shapes(self, arrays: Any) -> Any:
         point = jax.ShapeDtypeStruct((self.hyper.size,), self.hyper.dtype)
         values = jax.eval_shape(lambda u: self.hyper.values(u, arrays)[0], point)
-        return values, arrays
+        shapes = self.bound.shapes(values, arrays)
+        zeros = jax.tree.map(lambda s: np.zeros((1, *s.shape), s.dtype), shapes)
+        return Start(zeros, np.zeros(1, bool))
+
+    def evaluate(
+        self, points: np.ndarray, start: Start, arrays: Any, *, gradient: bool
+    ) -> Evaluated:
+        """The Gaussian at unconstrained hyperparameters.
+
+        :param points: (n, d); one, or :attr:`batch` of them.
+        :param start: where it starts, of one point.
+        :param arrays: array arguments of the model.
+        :param gradient: whether that is asked for, and the Gaussian as precise as it
+            has to be. Otherwise it is one to draw from.
+        """
+        tolerance = TOLERANCE if gradient else ENOUGH
+        points = np.asarray(points, self.hyper.dtype)
+        return self._settle(points, start, arrays, tolerance, gradient)
 
     def _evaluate(
-        self, point: Array, start: Start, arrays: Any
-    ) -> tuple[Array, Array, Start]:
-        """The log-density of unconstrained hyperparameters, its gradient, and where the
-        Gaussian ended.
+        self, points: Array, start: Start, arrays: Any, tolerance: Any, asked: Any
+    ) -> Evaluated:
+        first = jax.tree.map(lambda x: x[0], start)
 
-        :param point: (d,).
-        :param start: where it starts.
+        def one(point: Array) -> Evaluated:
+            both = jax.vjp(lambda u: self.hyper.values(u, arrays), point)
+            (values, log_prior), pull = both
+            bound, ascend, found = self.bound.with_pullback(
+                values, arrays, first, tolerance
+            )
+
+            def ascent() -> Array:
+                gradient = ascend()
+                moved = {
+                    k: jnp.asarray(gradient[k], x.dtype) for k, x in values.items()
+                }
+                return pull((moved, jnp.ones_like(log_prior)))[0]
+
+            ascended = lax.cond(asked, ascent, lambda: jnp.zeros_like(point))
+            return Evaluated(
+                bound, log_prior, ascended, values, found.factors, found.moments
+            )
+
+        return self._each(one, points)
+
+    def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
+        """Hyperparameters by name, and the moments of the Gaussian given them, as
+        precise as that of a fit; points first.
+
+        :param points: unconstrained, (n, d).
+        :param start: where the Gaussian starts, of one point.
         :param arrays: array arguments of the model.
         """
-        both = jax.vjp(lambda u: self.hyper.values(u, arrays), point)
-        (values, log_prior), pull = both
-        bound, gradient, found = self.bound.with_gradient(values, arrays, start)
-        moved = {k: jnp.asarray(gradient[k], x.dtype) for k, x in values.items()}
-        (ascent,) = pull((moved, jnp.ones_like(log_prior)))
-        return bound + log_prior, ascent, Start(found.factors, jnp.array(True))
+        found = [
+            self.evaluate(point[None], start, arrays, gradient=True) for point in points
+        ]
+        return jax.tree.map(
+            lambda *x: np.concatenate(x), *((x.values, x.moments) for x in found)
+        )
 
     def log_terms(
         self, values: dict[str, Array], z: Array, arrays: Any
@@ -119,26 +177,16 @@ class Programs:
         return jnp.concatenate(terms), trace
 
     def weigh(
-        self,
-        point: Array,
-        noise: Array,
-        widths: Array,
-        start: Start,
-        arrays: Any,
+        self, values: Any, q: Any, noise: Array, widths: Array, arrays: Any
     ) -> Drawn:
         """Draws of the latents at one point.
 
-        :param point: unconstrained hyperparameters, (d,).
+        :param values: constrained hyperparameters by name.
+        :param q: the moments of the Gaussian.
         :param noise: standard normal, (draws, size).
         :param widths: by how much wider than the Gaussian each is drawn, (draws,).
-        :param start: where the Gaussian starts.
         :param arrays: array arguments of the model.
         """
-        values, log_prior = self.hyper.values(point, arrays)
-        found = self.bound.settle(
-            self.bound.problem(values, arrays, learns=False), start, ENOUGH
-        )
-        q = found.moments
         z = q.mean + q.spread(widths[:, None] * noise)
 
         def terms(z: Array, noise: Array, width: Array) -> tuple[Array, Array]:
@@ -148,36 +196,25 @@ class Programs:
             data, _ = self.log_terms(values, z, arrays)
             return compensated_sum(jnp.concatenate([data, latents]))
 
-        total, lost = jax.vmap(terms)(z, noise, widths)
-        bound = found.evaluation.bound
-        return Drawn(z, log_prior, bound, q.log_det[0], total, lost)
+        return Drawn(z, q.log_det[0], *jax.vmap(terms)(z, noise, widths))
 
     def _draw(
-        self, points: Array, keys: Array, widths: Array, start: Start, arrays: Any
+        self, parts: tuple[Any, ...], noise: Array, widths: Array, arrays: Any
     ) -> Drawn:
-        shape = self.num_draws, self.structure.size
+        """Draws of the latents.
 
-        def one(each: tuple[Array, Array, Array]) -> Drawn:
-            point, key, widths = each
-            noise = random.normal(key, shape, self.structure.dtype)
-            return self.weigh(point, noise, widths, start, arrays)
-
-        return self._each(one, (points, keys, widths))
-
-    def _gaussians(self, points: Array, start: Start, arrays: Any) -> Any:
-        """Hyperparameters by name, and the moments of the Gaussian given them.
-
-        :param points: unconstrained, (n, d).
-        :param start: where the Gaussian starts.
+        :param parts: of evaluations, hyperparameters and moments, in order.
+        :param noise: standard normal, (n, draws, size).
+        :param widths: (n, draws).
         :param arrays: array arguments of the model.
         """
+        at = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
-        def one(point: Array) -> Any:
-            values, _ = self.hyper.values(point, arrays)
-            problem = self.bound.problem(values, arrays, learns=False)
-            return values, self.bound.settle(problem, start).moments
+        def one(each: Any) -> Drawn:
+            (values, q), noise, widths = each
+            return self.weigh(values, q, noise, widths, arrays)
 
-        return self._each(one, points)
+        return self._each(one, (at, noise, widths))
 
     def _each(self, function: Callable[[Any], Any], draws: Any) -> Any:
         """One after the other on a CPU, which compiles in half the time and takes as
