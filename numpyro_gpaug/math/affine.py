@@ -115,6 +115,14 @@ class AffineMap(NamedTuple):
         spread = jnp.square(rows).sum(-2)
         return Marginals(self.offset + shift, self.residual + spread)
 
+    def explained(self) -> Array:
+        """Share of the variance of each predictor that standard normal latents explain,
+        (latents, n); 1 where there is none."""
+        spread = jnp.square(self.projection).sum(-2)
+        total = spread + self.residual
+        some = total > 0
+        return jnp.where(some, spread / jnp.where(some, total, 1), 1)
+
     def covariances(self, q: Moments, left: Array, right: Array) -> Array:
         """Covariances of pairs of predictors, (latents, P).
 

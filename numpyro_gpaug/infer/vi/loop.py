@@ -56,6 +56,7 @@ def run_chunk(
     bound = jnp.where(state.data == data, state.bound, unknown)
     state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
+    state = stepper.noted(state, first)
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
