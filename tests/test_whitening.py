@@ -15,7 +15,6 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import kernels
 from numpyro_gpaug.inducing import kmeans
-from numpyro_gpaug.math import whitening
 from numpyro_gpaug.math.linalg import inverse_cholesky
 from numpyro_gpaug.math.whitening import inverse_root, least_jitter
 from tests.conftest import enable_x64
@@ -171,29 +170,6 @@ def test_derivatives_of_what_a_root_is_used_for(vectorised, x64) -> None:
     both = jax.jit(lambda at: [slope(r, at) for r in (inverse_root, inverse_cholesky)])
     ours, theirs = both(np.array([0.3, -0.5]))
     np.testing.assert_allclose(ours, theirs, rtol=1e-8)
-
-
-def test_derivatives_where_the_jitter_is_seen(x64, monkeypatch) -> None:
-    """Of what a root is, which there is not the root of K: a search stops where slopes
-    are those of another bound."""
-    monkeypatch.setattr(whitening, "least_jitter", lambda *_: 1e-3)
-    Z = np.random.default_rng(0).normal(size=(2, 12, 1))
-    X = np.random.default_rng(1).normal(size=(5, 1))
-    weights = np.random.default_rng(2).normal(size=(12, 5))
-
-    @jax.jit
-    def both(at):
-        def value(at):
-            kernel = SMOOTH(*jnp.exp(at))
-            # Not of A'A alone: a rotation of what is whitened counts too.
-            return (weights * (inverse_root(kernel(Z, Z)) @ kernel(Z, X))).sum()
-
-        steps = 1e-5 * jnp.eye(2)
-        pairs = jax.vmap(value)(at + steps) - jax.vmap(value)(at - steps)
-        return jax.grad(value)(at), pairs / 2e-5
-
-    slope, difference = both(np.log([2.0, 3.0]))
-    np.testing.assert_allclose(slope, difference, rtol=1e-5)
 
 
 def test_what_is_not_positive_definite_is_nan() -> None:

@@ -14,7 +14,7 @@ whitened is never larger than it says.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,37 +57,12 @@ def inverse_root(matrix: Array) -> Array:
     """``V`` with ``V K V' = I`` as far as the dtype resolves K, and no more elsewhere.
 
     Made from the smallest jitter, of those that double from :func:`least_jitter`, whose
-    Cholesky factor is not spoilt by rounding. Its derivative is that of what it is, not
-    of the root of K: with the jitter a fixed part of the trace, and what stays
-    unexplained with it. (A bound that falls where its gradient says it rises stops a
-    search: with the derivative of the root, slopes were off by half where the noise of
-    a regression is near the jitter.)
+    Cholesky factor is not spoilt by rounding. Its derivative is that of an inverse
+    factor, ``-half(V dK V') V``: the jitter is a constant.
 
     :param matrix: K, (..., M, M), symmetric to rounding and positive semi-definite.
     :return: (..., M, M), not triangular; NaN where no jitter makes K positive definite.
     """
-    inverse, lost, squared, share, root = _parts(matrix)
-    return (inverse + share * _series(lost, squared) @ inverse) / root
-
-
-class _Parts(NamedTuple):
-    """What a root is made of.
-
-    :param inverse: ``sqrt(j) L^-1``.
-    :param lost: R.
-    :param squared: its square.
-    :param share: of the series that is taken, (..., 1, 1).
-    :param root: of the jitter j, likewise.
-    """
-
-    inverse: Array
-    lost: Array
-    squared: Array
-    share: Array
-    root: Array
-
-
-def _parts(matrix: Array) -> _Parts:
     factor, jitter = _factorised(matrix, diagonal(matrix).mean(-1))
     root = jnp.sqrt(jitter)
     inverse = root * inverse_lower(factor)
@@ -99,7 +74,7 @@ def _parts(matrix: Array) -> _Parts:
     share = jnp.minimum(
         1, _series(_LARGEST, _LARGEST**2) / _series(largest, largest**2)
     )
-    return _Parts(inverse, lost, squared, share, root)
+    return (inverse + share * _series(lost, squared) @ inverse) / root
 
 
 def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
@@ -122,18 +97,9 @@ def _series(first: Any, second: Any) -> Any:
 @inverse_root.defjvp
 @precise
 def _inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    ((matrix,), (tangent,)) = primals, tangents
-    inverse, lost, squared, share, root = _parts(matrix)
-    kept, scaled = share * _series(lost, squared), inverse / root
-    # The jitter is a fixed part of the trace: d log j.
-    growth = (diagonal(tangent).sum(-1) / diagonal(matrix).sum(-1))[..., None, None]
-    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
-    half = lower_half(scaled, tangent + growth * jnp.square(root) * eye)
-    turned = half @ lost
-    change = growth * lost - turned - turned.mT
-    product = change @ lost
-    moved = share * _series(change, product + product.mT) - half - kept @ half
-    return scaled + kept @ scaled, moved @ scaled
+    (tangent,) = tangents
+    inverse = inverse_root(*primals)
+    return inverse, -lower_half(inverse, tangent) @ inverse
 
 
 def _factorised(matrix: Array, scale: Array) -> tuple[Array, Array]:
