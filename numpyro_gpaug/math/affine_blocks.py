@@ -74,6 +74,10 @@ class AffineBlocks:
         """
         return self._of_rows(lambda map_: map_.marginals(q))
 
+    def prior_variance(self) -> Array:
+        """As :meth:`numpyro_gpaug.math.affine.AffineMap.prior_variance`."""
+        return self._of_rows(AffineMap.prior_variance)
+
     def explained(self) -> Array:
         """As :meth:`numpyro_gpaug.math.affine.AffineMap.explained`."""
         return self._of_rows(AffineMap.explained)

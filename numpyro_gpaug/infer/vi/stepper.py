@@ -171,6 +171,8 @@ class Stepper:
         values = moved(state.hyper)
         problem, pullback = self._problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
+        processes = tuple(block.name for block in self._structure.processes)
+        unresolved = problem.unresolved(evaluation, processes)
         bound, rounding = evaluation.bound, slack(evaluation)
         first = state.bound <= unknown_bound(state.bound.dtype)
         here = state._replace(
@@ -180,7 +182,9 @@ class Stepper:
 
         def on() -> ConjugateState:
             ascent = pullback(problem.gradient(evaluation))
-            hyper = quasi_newton.accepted(state.hyper, values, bound, ascent, first)
+            hyper = quasi_newton.accepted(
+                state.hyper, values, bound, ascent, first, unresolved
+            )
             if self._plan.closed:
                 best = self._maximised(problem, evaluation, values, ascent)
                 hyper = hyper._replace(update=hyper.update | best)
@@ -195,7 +199,9 @@ class Stepper:
             )  # fmt: skip
 
         return lax.cond(
-            first | quasi_newton.accepts(state.hyper, bound, rounding), on, back
+            first | quasi_newton.accepts(state.hyper, bound, rounding + unresolved),
+            on,
+            back,
         )
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
