@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyperparameters: L-BFGS on the collapsed bound, and minibatches that run away."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -12,9 +13,11 @@ import optax
 import pytest
 import scipy.optimize
 import scipy.stats
+from numpyro import handlers
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.vi import quasi_newton, settling, stepper
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.infer.vi import quasi_newton, reach, settling, stepper
 from numpyro_gpaug.infer.vi.hyper import Hyper
 
 KEY = jax.random.key(0)
@@ -90,7 +93,7 @@ def climb(fn, start, evaluations, rounding=0.0):
         value, ascent = differentiate(here)
         first = jnp.isinf(bound)
         if first or quasi_newton.accepts(hyper, value, rounding):
-            hyper, bound = accept(hyper, here, value, ascent, first), value
+            hyper, bound = accept(hyper, here, value, ascent, first, 0.0), value
         else:
             hyper, _ = refuse(hyper, value, rounding, 1.0)
         bounds.append(float(bound))
@@ -133,7 +136,7 @@ def test_noise_is_told_from_curvature(x64) -> None:
     search = hyper.optim_state._replace(noise=jnp.asarray(3.0))
     for functions, cause in (({}, "wide priors"), ({"f": None}, "a rougher kernel")):
         structure = SimpleNamespace(functions=functions)
-        with pytest.warns(UserWarning, match=f"about 3 nats .*{cause}"):
+        with pytest.warns(UserWarning, match=f"up to 3 nats .*{cause}"):
             quasi_newton.warn_of_noise(search, structure)
 
 
@@ -185,6 +188,11 @@ def test_regression_reaches_the_marginal_likelihoods_maximum(x64) -> None:
         *map(result.params.get, ("variance", "scale")),
     ]
     np.testing.assert_allclose(np.log(found), reference.x, atol=0.05)
+    # What rounding leaves of residual variances, times the slopes of the bound in them.
+    *_, variance, scale = found
+    unresolved = np.finfo(float).eps * 40**0.5 * 40 * variance / (2 * scale**2)
+    seen = result.state.hyper.optim_state.unresolved
+    np.testing.assert_allclose(seen, unresolved, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -195,11 +203,15 @@ def learnt():
     return svi, (X, y), run(svi, X, y)
 
 
-def test_a_fit_ends_where_the_collapsed_bound_is_highest(learnt) -> None:
+@pytest.fixture(scope="module")
+def fixed():
+    return fitter(classifier, None)
+
+
+def test_a_fit_ends_where_the_collapsed_bound_is_highest(learnt, fixed) -> None:
     _, (X, y), result = learnt
     assert len(result.losses) < 60
     assert (np.diff(result.losses) < 1e-3).all()
-    fixed = fitter(classifier, None)
     here = {k: np.float32(result.params[k]) for k in ("lengthscale", "variance")}
     at = run(fixed, X, y, tol=1e-5, **here).losses[-1]
     assert abs(at - result.losses[-1]) < 5e-3
@@ -283,6 +295,48 @@ def test_searches_are_refused_where_bounds_are_noisy() -> None:
         fitter(regression, hyper_every=3)
     with pytest.raises(ValueError, match="got 'adam'"):
         fitter(regression, "adam")
+
+
+# -- inputs that no inducing input is near to ------------------------------------------
+
+
+def test_inputs_far_from_all_inducing_inputs_are_named(learnt, fixed) -> None:
+    """Fifteen rows, the inducing inputs, are explained wherever they are."""
+    svi, (X, y), result = learnt
+    assert result.state.unreached["f"] == 0
+    here = {"lengthscale": np.float32(1e-8), "variance": np.float32(1)}
+    message = (
+        r'"f"\): of 81% .* are {} or more \([\d.]+e\+07 lengthscales\) .*'
+        "lengthscale is too short for these inputs"
+    )
+    with pytest.warns(UserWarning, match=message.format(r"[\d.]+e\+07")) as seen:
+        run(svi, 1e8 * X, y)
+    assert len(seen) == 1
+    with pytest.warns(UserWarning, match=message.format(r"0\.\d+")) as seen:
+        run(fixed, X, y, **here)
+    assert len(seen) == 1
+
+
+def diagnosed(kernel, X, Z):
+    with handlers.seed(rng_seed=0):
+        gp = gpaug.GaussianProcess("f", kernel, jnp.asarray(Z))
+        return reach._diagnosis(Conditional(gp, jnp.asarray(X), None))
+
+
+def test_what_is_diagnosed_and_what_is_not() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, 8)).astype("float32")
+    few, smooth = X[:5], gpaug.kernels.SquaredExponential
+    noisy = gpaug.kernels.from_function(
+        lambda X, Z: smooth(3.0)(X, Z), lambda X: smooth(3.0)(X) + 10
+    )
+    # Few inducing inputs among many columns, white noise in the kernel, no variance.
+    for kernel, rows in ((smooth(1.5), X), (noisy, X), (gpaug.kernels.Linear(), 0 * X)):
+        assert diagnosed(kernel, rows, few) is None
+    elsewhere = diagnosed(smooth(0.1) + smooth(2.0), X, 1e3 * few)
+    assert re.search(r"different units or places: .* [\d.]+ and \de\+03", elsewhere)
+    shifted = diagnosed(smooth(np.full((2, 1), 3.0)), X, few + 100)
+    assert re.search(r"\([\d.e+]+ lengthscales\).* different units or places", shifted)
 
 
 # -- minibatches -----------------------------------------------------------------------

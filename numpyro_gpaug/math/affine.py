@@ -115,6 +115,17 @@ class AffineMap(NamedTuple):
         spread = jnp.square(rows).sum(-2)
         return Marginals(self.offset + shift, self.residual + spread)
 
+    def prior_variance(self) -> Array:
+        """Of the predictors under standard normal latents, (latents, n)."""
+        return jnp.square(self.projection).sum(-2) + self.residual
+
+    def explained(self) -> Array:
+        """Share of :meth:`prior_variance` that the latents explain, (latents, n); 1
+        where there is none."""
+        total = self.prior_variance()
+        some = total > 0
+        return jnp.where(some, 1 - self.residual / jnp.where(some, total, 1), 1)
+
     def covariances(self, q: Moments, left: Array, right: Array) -> Array:
         """Covariances of pairs of predictors, (latents, P).
 

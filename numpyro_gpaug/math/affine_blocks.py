@@ -74,6 +74,14 @@ class AffineBlocks:
         """
         return self._of_rows(lambda map_: map_.marginals(q))
 
+    def prior_variance(self) -> Array:
+        """As :meth:`numpyro_gpaug.math.affine.AffineMap.prior_variance`."""
+        return self._of_rows(AffineMap.prior_variance)
+
+    def explained(self) -> Array:
+        """As :meth:`numpyro_gpaug.math.affine.AffineMap.explained`."""
+        return self._of_rows(AffineMap.explained)
+
     def given(self, z: Array) -> Marginals:
         """Marginals of the predictors given latents (latents, M)."""
         return self._of_rows(lambda map_: map_.given(z))
@@ -122,7 +130,7 @@ class AffineBlocks:
             part = AffineMap(*program(*part))
         return part.select(self.latents)
 
-    def _of_rows(self, function: Callable[[AffineMap], Marginals]) -> Marginals:
+    def _of_rows(self, function: Callable[[AffineMap], Any]) -> Any:
         def block(part: Any) -> Any:
             return jax.tree.map(jnp.transpose, function(self._block(part)))
 

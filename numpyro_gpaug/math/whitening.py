@@ -58,7 +58,9 @@ def inverse_root(matrix: Array) -> Array:
 
     Made from the smallest jitter, of those that double from :func:`least_jitter`, whose
     Cholesky factor is not spoilt by rounding. Its derivative is that of an inverse
-    factor, ``-half(V dK V') V``: the jitter is a constant.
+    factor, ``-half(V dK V') V``: of the root of K, not of what the jitter makes of it.
+    Where noise is near the jitter the two differ by half, and searches that go by this
+    one end nearer to float64's optimum.
 
     :param matrix: K, (..., M, M), symmetric to rounding and positive semi-definite.
     :return: (..., M, M), not triangular; NaN where no jitter makes K positive definite.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ from numpyro_gpaug.infer.vi.plan import (
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.progress import Progress, settled, steps_compared
 from numpyro_gpaug.infer.vi.quasi_newton import warn_of_noise
+from numpyro_gpaug.infer.vi.reach import warn_of_reach
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
@@ -293,6 +295,10 @@ class ConjugateSVI(Displayed):
                     break
         if searches:
             warn_of_noise(state.hyper.optim_state, plan.structure)
+        warn_of_reach(
+            state, plan.structure, self.model, partial(self._values, state),
+            given.args, given.kwargs,
+        )  # fmt: skip
         params, losses_ = self.get_params(state), np.concatenate(losses)
         return ConjugateResult(
             params, state, losses_, given.args, given.kwargs, guard.restored
@@ -446,10 +452,13 @@ class ConjugateSVI(Displayed):
 
     def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:
         # The natural parameters follow from the rest: they are never the cause.
-        params = self._programs.constrain(state.hyper.values)
-        values = {**params, **self.guide.other_median(params)}
         blocks = self.guide.structure.blocks
-        explain_failure(self.model, values, blocks, args, kwargs)
+        explain_failure(self.model, self._values(state), blocks, args, kwargs)
+
+    def _values(self, state: ConjugateState) -> dict[str, Any]:
+        """Params and other latents."""
+        params = self._programs.constrain(state.hyper.values)
+        return {**params, **self.guide.other_median(params)}
 
 
 def _check_plates(plan: Plan, state: ConjugateState) -> None:

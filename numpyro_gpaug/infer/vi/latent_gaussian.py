@@ -10,6 +10,7 @@ for log-concave likelihoods, and a step is a convex combination of natural param
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -235,6 +236,24 @@ class LatentGaussian:
         # The constant is at most the sum of the others.
         magnitude = jnp.asarray(jnp.abs(value) + total + 1, self.dtype) + jnp.abs(bound)
         return bound, magnitude
+
+    def unresolved(self, evaluation: Evaluation, processes: tuple[str, ...]) -> Array:
+        """By how much bounds at different hyperparameters may differ because kernel
+        matrices are rounded. A residual variance, the difference of two that are as
+        large as the prior's, is known to ``eps sqrt(M)`` of it, about the norm of what
+        rounding adds to a matrix; what the bound makes of that are its slopes.
+
+        :param evaluation: of the problem.
+        :param processes: names of their blocks.
+        """
+        maps: Any = self.maps
+        total = jnp.zeros((), self.dtype)
+        for name in processes:
+            slopes = jnp.abs(evaluation.slopes[name].variance)
+            size = evaluation.moments[name].mean.shape[-1]
+            known = float(jnp.finfo(self.dtype).eps) * math.sqrt(size)
+            total += known * (slopes * maps[name].prior_variance()).sum()
+        return total
 
     def gradient(
         self, evaluation: Evaluation, *, restricted: bool = False

@@ -18,6 +18,8 @@ from numpyro_gpaug.model.validation import all_valid
 
 # Steps of one compiled loop.
 CHUNK = 100
+# Nats: a search whose bounds are known less well sees slower that they rise.
+RESOLVED = 0.1
 # Minibatches on which two states are compared.
 BATCHES = 16
 
@@ -56,13 +58,15 @@ def run_chunk(
     bound = jnp.where(state.data == data, state.bound, unknown)
     state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
+    state = stepper.noted(state, first)
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
         patience: Any = 3
         if stepper.searches:
             search = state.hyper.optim_state
-            patience = jnp.where(search.noise > tol, 15, 5)
+            noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
+            patience = jnp.where(noisy, 15, 5)
             patience = jnp.where(search.exhausted & (i > 0), 0, patience)
         elif stepper.learns:
             patience = jnp.maximum(40 * stepper.every, state.step // 5)

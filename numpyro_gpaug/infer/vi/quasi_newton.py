@@ -51,6 +51,7 @@ class Search(NamedTuple):
     :param best: the highest bound accepted, which falls within noise are measured from:
         one after the other they would add up.
     :param noise: of the bound: what it was seen to fall by where it should not.
+    :param unresolved: of the bound at the present values, by rounding of matrices.
     :param exhausted: whether no update makes the bound rise any more.
     :param fresh: whether no direction has led nowhere yet.
     """
@@ -60,6 +61,7 @@ class Search(NamedTuple):
     steepest: Array
     best: Array
     noise: Array
+    unresolved: Array
     exhausted: Array
     fresh: Array
 
@@ -72,7 +74,7 @@ def start(values: dict[str, Any]) -> Search:
     flat, _ = ravel_pytree(values)
     memory, no = _lbfgs().init(flat), jnp.array(False)
     zero = jnp.zeros((), flat.dtype)
-    return Search(memory, jnp.zeros_like(flat), no, zero, zero, no, ~no)
+    return Search(memory, jnp.zeros_like(flat), no, zero, zero, zero, no, ~no)
 
 
 def accepts(hyper: Hyper, bound: Array, rounding: Array) -> Array:
@@ -94,6 +96,7 @@ def accepted(
     bound: Array,
     ascent: dict[str, Any],
     first: Array,
+    unresolved: Array | float,
 ) -> Hyper:
     """The next update.
 
@@ -102,6 +105,7 @@ def accepted(
     :param bound: there.
     :param ascent: its gradient.
     :param first: whether nothing that is remembered concerns these data.
+    :param unresolved: see :class:`Search`.
     """
     (here, unravel), (gradient, _) = ravel_pytree(values), ravel_pytree(ascent)
     search: Search = jax.tree.map(
@@ -121,7 +125,7 @@ def accepted(
     best = jnp.where(first, bound, jnp.maximum(search.best, bound))
     search = search._replace(
         memory=memory, gradient=gradient, steepest=steepest, best=best,
-        exhausted=jnp.array(False),
+        unresolved=jnp.asarray(unresolved, best.dtype), exhausted=jnp.array(False),
     )  # fmt: skip
     return Hyper(values, unravel(update), jnp.ones_like(hyper.scale), search)
 
@@ -132,7 +136,7 @@ def refused(
     """Less of an update that did not make the bound rise enough; steepest ascent, once
     too little of it is left; then nothing.
 
-    In float32 an ill-conditioned kernel makes a bound noisier than its sum is. Where
+    In float32 an ill-conditioned kernel may make a bound noisier than it seems. Where
     nothing is left to gain by less of an update, next to nothing of it is tried: by
     what the bound changes there is noise, and is allowed for from there on: Xie, Byrd
     and Nocedal (2020), Analysis of the BFGS method with errors.
@@ -181,6 +185,7 @@ def refused(
             search.steepest | over,
             best,
             noise,
+            search.unresolved,
             none,
             search.fresh & ~over,
         ),
@@ -195,14 +200,14 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
     :param search: how it went.
     :param structure: of the model.
     """
-    noise = float(search.noise)
+    noise = max(float(search.noise), float(search.unresolved))
     if noise > NOISY:
         cause, cure = "very many data, wide priors, an ill-conditioned covariance", ""
         if structure.functions:
             cause = "an ill-conditioned kernel matrix: smooth functions, little noise"
             cure = ", or a rougher kernel"
         warnings.warn(
-            f"rounding makes the bound uncertain by about {noise:.2g} nats ({cause}); "
+            f"rounding makes the bound uncertain by up to {noise:.2g} nats ({cause}); "
             "learning may have ended as many below the optimum. Use float64, "
             f"jax.config.update('jax_enable_x64', True){cure}",
             stacklevel=3,

@@ -24,6 +24,8 @@ class ConjugateState(NamedTuple):
     :param data: fingerprint of the data that it is the bound of.
     :param mark: the bound when it last rose by ``tol``.
     :param stalled: steps since.
+    :param unreached: by process, the share of function values of which inducing values
+        say next to nothing (:mod:`~numpyro_gpaug.infer.vi.reach`).
     :param step: steps taken.
     :param rng_key: random key.
     """
@@ -37,6 +39,7 @@ class ConjugateState(NamedTuple):
     data: Array
     mark: Array
     stalled: Array
+    unreached: dict[str, Array]
     step: Array
     rng_key: Array
 

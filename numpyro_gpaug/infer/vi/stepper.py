@@ -19,6 +19,7 @@ from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.vi.hyper import Hyper, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
+from numpyro_gpaug.infer.vi.reach import share_unreached
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
@@ -85,6 +86,16 @@ class Stepper:
         problem = self.problem(state.hyper.values, self.key(state), {})
         return Carry(problem, problem.unevaluated(state.natural))
 
+    def noted(self, state: ConjugateState, first: Carry) -> ConjugateState:
+        """A state with what is known of a problem that cannot change.
+
+        :param state: the state.
+        :param first: from :meth:`start`.
+        """
+        if not isinstance(first.problem, LatentGaussian):
+            return state
+        return state._replace(unreached=self._unreached(first.problem))
+
     def evaluate(
         self, state: ConjugateState, key: Array, indices: dict[str, Array]
     ) -> Evaluation:
@@ -148,8 +159,9 @@ class Stepper:
         at = problem, pullback, evaluation
         hyper = self._next_hyper(state, values, at, gradient, further)
         new = state._replace(
-            hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound
-        )
+            hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
+            unreached=self._unreached(problem),
+        )  # fmt: skip
         fell = ~(evaluation.bound >= state.bound - slack(evaluation))
         same = state._replace(hyper=refused(state.hyper))
         return lax.cond(fell, lambda: same, lambda: _flagged(new, hyper))
@@ -159,13 +171,20 @@ class Stepper:
         values = moved(state.hyper)
         problem, pullback = self._problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
+        processes = tuple(block.name for block in self._structure.processes)
+        unresolved = problem.unresolved(evaluation, processes)
         bound, rounding = evaluation.bound, slack(evaluation)
         first = state.bound <= unknown_bound(state.bound.dtype)
-        here = state._replace(natural=natural, step_sizes=steps, bound=evaluation.bound)
+        here = state._replace(
+            natural=natural, step_sizes=steps, bound=evaluation.bound,
+            unreached=self._unreached(problem),
+        )  # fmt: skip
 
         def on() -> ConjugateState:
             ascent = pullback(problem.gradient(evaluation))
-            hyper = quasi_newton.accepted(state.hyper, values, bound, ascent, first)
+            hyper = quasi_newton.accepted(
+                state.hyper, values, bound, ascent, first, unresolved
+            )
             if self._plan.closed:
                 best = self._maximised(problem, evaluation, values, ascent)
                 hyper = hyper._replace(update=hyper.update | best)
@@ -180,7 +199,9 @@ class Stepper:
             )  # fmt: skip
 
         return lax.cond(
-            first | quasi_newton.accepts(state.hyper, bound, rounding), on, back
+            first | quasi_newton.accepts(state.hyper, bound, rounding + unresolved),
+            on,
+            back,
         )
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
@@ -210,6 +231,7 @@ class Stepper:
         new = state._replace(
             hyper=hyper, natural=whole.scatter(state.natural, natural),
             schedule=schedules, epochs=epochs, bound=bound,
+            unreached=self._unreached(whole),
         )  # fmt: skip
         return _flagged(new, hyper)
 
@@ -254,6 +276,11 @@ class Stepper:
             problem, state.natural, state.step_sizes, sweep,
             lambda moves: self._augmented(after(moves)), SETTLED,
         )  # fmt: skip
+
+    def _unreached(self, problem: LatentGaussian) -> dict[str, Array]:
+        maps: Any = problem.maps
+        names = [block.name for block in self._structure.processes]
+        return {name: share_unreached(maps[name]) for name in names}
 
     def _augmented(self, state: ConjugateState) -> Array | None:
         """Whether a step takes its factors from the augmented bound, to start safely;
