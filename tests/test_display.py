@@ -91,10 +91,25 @@ def test_a_result_tells_its_bound_and_params():
     result = ConjugateResult({"b": np.zeros((3, 3))}, None, losses)
     assert repr(result).split("\n") == [
         "ConjugateResult",
-        "  steps  3",
-        "  bound  -2.5",
-        "  rise   0.5 nats, of the last tenth of the steps",
-        "  b      array (3, 3)",
+        "  steps    3",
+        "  bound    -2.5",
+        "  verdict  too short: 3 steps tell nothing: run at least 5",
+        "  b        array (3, 3)",
     ]
     params, _, _ = result  # still the tuple that NumPyro's is
     assert params is result.params
+
+
+@pytest.mark.parametrize(
+    ("losses", "stopped", "verdict"),
+    [
+        (3.0 - np.arange(20) / 10, False, "still improving: run more steps"),
+        (3.0 + np.arange(20) / 10, False, "getting worse: lower the step size"),
+        (np.full(20, 3.0), False, "converged: 0 nats over the last 2 steps"),
+        (np.array([3.0, 2.0]), True, "converged: the bound came to rest"),
+    ],
+)
+def test_a_result_says_whether_it_has_converged(losses, stopped, verdict):
+    result = ConjugateResult({}, None, losses, stopped=stopped)
+    assert verdict in repr(result)
+    assert verdict in result._repr_html_()

@@ -6,7 +6,6 @@ Only ``arviz_base`` and ``arviz_stats`` are used, which have the same names on P
 3.11 (0.8) and later (1.x).
 """
 
-from numpyro_gpaug.diagnostics._convergence import Convergence, convergence
 from numpyro_gpaug.diagnostics._importance import Psis, psis_estimates, psis_khat
 from numpyro_gpaug.diagnostics._loo import compare, loo
 from numpyro_gpaug.diagnostics._mcmc import vi_against_mcmc
@@ -19,6 +18,7 @@ from numpyro_gpaug.diagnostics._scores import (
     reliability_curve,
 )
 from numpyro_gpaug.diagnostics._tree import to_datatree
+from numpyro_gpaug.math.convergence import Convergence, convergence
 
 __all__ = [
     "Convergence",

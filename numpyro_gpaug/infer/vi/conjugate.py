@@ -278,6 +278,7 @@ class ConjugateSVI(Displayed):
         limit = np.asarray(0 if tol is None or plan.noisy else tol, state.bound.dtype)
         guard = self._guard(num_steps, feed, plan)
         losses: list[np.ndarray] = []
+        over = False
         with Progress(num_steps, feed.size, progress_bar) as progress, closing(feed):
             while wanted := progress.next():
                 state, chunk = feed.steps(state, wanted, limit)
@@ -301,8 +302,9 @@ class ConjugateSVI(Displayed):
         )  # fmt: skip
         params, losses_ = self.get_params(state), np.concatenate(losses)
         return ConjugateResult(
-            params, state, losses_, given.args, given.kwargs, guard.restored
-        )
+            params, state, losses_, given.args, given.kwargs, guard.restored,
+            stopped=over,
+        )  # fmt: skip
 
     # -- states and params ------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from numpyro.infer.svi import SVIRunResult
 
 from numpyro_gpaug._display import Displayed, Rows, brief
 from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.math.convergence import convergence
 
 
 class ConjugateResult(Displayed, SVIRunResult):
@@ -23,11 +24,14 @@ class ConjugateResult(Displayed, SVIRunResult):
     :param kwargs: its keyword arguments.
     :param restored: where learning on minibatches had made the bound fall, the steps at
         which the run went back, each with the step whose state it went back to.
+    :param stopped: whether the run ended before its steps, the bound having come to
+        rest.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     restored: tuple[tuple[int, int], ...]
+    stopped: bool
 
     def __new__(
         cls,
@@ -37,10 +41,12 @@ class ConjugateResult(Displayed, SVIRunResult):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         restored: tuple[tuple[int, int], ...] = (),
+        *,
+        stopped: bool = False,
     ) -> Self:
         result = super().__new__(cls, params, state, losses)
         result.args, result.kwargs = args, kwargs or {}
-        result.restored = restored
+        result.restored, result.stopped = restored, stopped
         return result
 
     def _display(self) -> tuple[str, Rows]:
@@ -48,12 +54,16 @@ class ConjugateResult(Displayed, SVIRunResult):
         rows = [("steps", str(len(losses)))]
         if len(losses):
             rows.append(("bound", f"{-losses[-1]:.6g}"))
-        if len(losses) > 1:
-            n = max(1, len(losses) // 10)
-            # Of minibatches a single loss says little.
-            rise = losses[-2 * n : -n].mean() - losses[-n:].mean()
-            rows.append(("rise", f"{rise:.2g} nats, of the last tenth of the steps"))
+            rows.append(("verdict", self._verdict(losses)))
         if self.restored:
             rows.append(("restored", f"{len(self.restored)} times, as the bound fell"))
         rows += [(name, brief(value)) for name, value in self.params.items()]
         return "ConjugateResult", rows
+
+    def _verdict(self, losses: np.ndarray) -> str:
+        if self.stopped:
+            return "converged: the bound came to rest before the last step"
+        found = convergence(losses)
+        if not found.converged:
+            return f"{found.verdict}: {found.suggestion}"
+        return f"converged: {found.change:.2g} nats over the last {found.window} steps"
