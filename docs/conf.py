@@ -60,7 +60,7 @@ if os.environ.get("GPAUG_DOCS_FAST"):
     if metadata.version("jaxlib").startswith("0.10."):
         xla_flags.append("--xla_cpu_use_fusion_emitters=false")
         xla_flags.append("--xla_cpu_parallel_codegen_split_count=1")
-    # What one page compiled another reads, and no program says from which lines it comes.
+    # What one page compiled another reads; programs do not say where they come from.
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     programs = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name

@@ -31,7 +31,7 @@ if version("jaxlib").startswith("0.10."):
 flags.append("--xla_force_host_platform_device_count=4")
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
-# Programs say from which lines they come; nobody reads it here, and writing it takes time.
+# Programs say where they come from; nobody reads it here, and writing it takes time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 # A program that another test has compiled, in this process or beside it, is read, not
