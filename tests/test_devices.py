@@ -222,6 +222,71 @@ def test_stock_svi_with_the_analytic_bound(method):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+def latents_mesh(rows, latents):
+    devices = jax.devices()[: rows * latents]
+    return jax.make_mesh((rows, latents), ("rows", "latents"), devices=devices)
+
+
+def labels(X, y=None, *, Z, latents):
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z, num_latents=latents)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("law", "rows", "size"),
+    [
+        ("labels", 2, 512),
+        pytest.param("softmax", 2, 512, marks=pytest.mark.slow),
+        pytest.param("softmax", 1, blocks.WHOLE, marks=pytest.mark.slow),
+        pytest.param("labels", 1, blocks.WHOLE, marks=pytest.mark.slow),
+    ],
+)
+def test_latents_shared_out_among_devices(law, rows, size):
+    latents = 8
+    X, _, _ = data(256)
+    rng = np.random.default_rng(1)
+    if law == "labels":
+        model, kwargs = labels, {}
+        y = rng.integers(0, 2, (256, latents))
+    else:
+        model, kwargs = process, {"law": law}
+        y = rng.integers(0, latents, 256)
+    kwargs |= {"Z": X[:8], "latents": latents}
+    again, alone, _ = fit(model, gpaug.AutoSparseGP, (X, y), **kwargs)
+    mesh = latents_mesh(rows, DEVICES // rows)
+    with small_blocks(size):
+        svi, result, found = fit(model, gpaug.AutoSparseGP, (X, y), mesh=mesh, **kwargs)
+    np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
+    # Sums over rows or classes: no latent goes to another device.
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    for leaf in jax.tree.leaves(result.state.natural):
+        here = leaf.addressable_shards[0].data
+        assert here.shape == (latents * rows // DEVICES, *leaf.shape[1:])
+    probs = svi.posterior(result).predict_y(X[:40]).probs
+    expected = again.posterior(alone).predict_y(X[:40]).probs
+    np.testing.assert_allclose(probs, expected, atol=1e-4)
+
+
+def test_latents_that_cannot_be_shared_out():
+    X, y, group = data(160)
+    how = {"mesh": latents_mesh(1, DEVICES)}
+    with pytest.raises(ValueError, match="'f' has 6"):
+        fit(
+            process,
+            gpaug.AutoSparseGP,
+            (X, y),
+            Z=X[:8],
+            latents=6,
+            law="softmax",
+            **how,
+        )
+    with pytest.raises(ValueError, match="evenly: none is"):
+        fit(process, gpaug.AutoSparseGP, (X, y), Z=X[:8], **how)
+    with pytest.raises(ValueError, match="one Gaussian"):
+        fit(grouped, gpaug.AutoLatentGaussian, (X, group, y), groups=10, **how)
+
+
 def test_uneven_rows_where_none_can_be_added():
     X, y, group = data(163)
     guide = gpaug.AutoLatentGaussian

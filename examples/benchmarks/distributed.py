@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows shared out: over simulated devices, and over two processes of one core each.
+"""Rows shared out: over simulated devices, and over two processes of one core each;
+latents shared out over simulated devices.
 
 ``devices``: full-data steps on 1, 2, 4 and 8 simulated devices: the bound, and from the
 compiled program the kinds of what goes between devices and its bytes per step (which do
 not depend on the rows: told at N and at 2 N). ``processes``: seconds per step of one
-process against two, each on a core of its own::
+process against two, each on a core of its own. ``latents``: a process for each of
+``--labels`` labels on one device and shared out among 8: the bound, and the memory of
+one device from the compiled program::
 
     python examples/benchmarks/distributed.py --json distributed.json
     python examples/benchmarks/distributed.py --parts processes --rows 1000000
@@ -98,6 +101,55 @@ def fit(args: argparse.Namespace, rows: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def fit_labels(args: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """Steps of a process per label, shared out among all devices."""
+    import jax
+    import numpy as np
+    import numpyro
+    import numpyro.distributions as dist
+
+    import numpyro_gpaug as gpaug
+
+    def model(X: Any, y: Any = None, *, inducing: Any) -> None:
+        kernel = gpaug.kernels.SquaredExponential(1.0, 4.0)
+        gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=args.labels)
+        with numpyro.plate("data", len(X)):
+            law = dist.Bernoulli(logits=gp(X)).to_event(1)
+            numpyro.sample("y", law, obs=y)
+
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-3, 3, size=(rows, 2)).astype(np.float32)
+    y = (rng.uniform(size=(rows, args.labels)) < 0.1).astype(np.int32)
+    mesh = jax.make_mesh((1, jax.device_count()), ("rows", "latents"))
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None, mesh=mesh)
+    programs, advance = [], svi._programs.advance
+
+    def watched(*given: Any, **static: Any) -> Any:
+        if not programs:
+            programs.append(advance.lower(*given, **static).compile())
+        return programs[0](*given)
+
+    svi._programs.advance = watched
+    Z = X[: args.inducing].copy()
+    how = {"inducing": Z, "progress_bar": False}
+    result = svi.run(jax.random.key(0), args.steps, X, y, **how)
+    begun = time.perf_counter()
+    svi.run(jax.random.key(0), args.steps, X, y, init_state=result.state, **how)
+    seconds = time.perf_counter() - begun
+    memory, (kinds, size) = (
+        programs[0].memory_analysis(),
+        traffic(programs[0].as_text()),
+    )
+    (posterior,) = result.state.natural.values()
+    held = sum(x.addressable_shards[0].data.nbytes for x in posterior)
+    return {
+        "labels": args.labels, "devices": jax.device_count(), "between": kinds,
+        "bytes": size, "bound": float(-result.losses[-1]), "posterior_MB": held / 1e6,
+        "temporary_MB": memory.temp_size_in_bytes / 1e6,
+        "ms_step": 1e3 * seconds / args.steps,
+    }  # fmt: skip
+
+
 def work(args: argparse.Namespace) -> None:
     """What a worker process does; the first prints JSON."""
     if hasattr(os, "sched_setaffinity") and args.core is not None:
@@ -109,13 +161,17 @@ def work(args: argparse.Namespace) -> None:
         jax.distributed.initialize(
             f"127.0.0.1:{args.port}", args.processes, args.process
         )
-    found = fit(args, args.worker)
+    found = (fit_labels if args.of_labels else fit)(args, args.worker)
     if jax.process_index() == 0:
         print(json.dumps(found))
 
 
 def spawn(
-    args: argparse.Namespace, rows: int, devices: int = 1, processes: int = 1
+    args: argparse.Namespace,
+    rows: int,
+    devices: int = 1,
+    processes: int = 1,
+    also: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Runs workers and returns what the first printed."""
     with socket.socket() as free:
@@ -125,7 +181,7 @@ def spawn(
     command = [
         sys.executable, str(HERE), "--worker", str(rows), "--port", str(port),
         "--processes", str(processes), "--steps", str(args.steps),
-        "--inducing", str(args.inducing),
+        "--inducing", str(args.inducing), "--labels", str(args.labels), *also,
     ]  # fmt: skip
     if devices == processes == 1 or processes > 1:
         cores = [["--core", str(i)] for i in range(processes)]
@@ -146,9 +202,10 @@ def spawn(
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", default="devices,processes")
+    parser.add_argument("--parts", default="devices,processes,latents")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--small", type=int, default=80_000, help="rows of devices")
+    parser.add_argument("--labels", type=int, default=2000)
     parser.add_argument("--inducing", type=int, default=100)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path)
@@ -156,6 +213,7 @@ def main() -> None:
     for name in ("worker", "port", "process", "core"):
         parser.add_argument(f"--{name}", **hidden)
     parser.add_argument("--processes", default=1, **hidden)
+    parser.add_argument("--of-labels", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--read", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -178,6 +236,12 @@ def main() -> None:
         output["speed_up"] = rows[0]["ms_step"] / rows[1]["ms_step"]
         print_table(rows, columns)
         print(f"two processes of one core each: {output['speed_up']:.2f} times as fast")
+    if "latents" in args.parts:
+        found = [spawn(args, 512, d, also=("--of-labels",)) for d in (1, 8)]
+        output["latents"] = found
+        sizes = {"posterior_MB": ".1f", "temporary_MB": ".1f"}
+        del columns["rows"]
+        print_table(found, {"labels": "d"} | columns | sizes)
     if args.json:
         args.json.write_text(json.dumps(output, indent=1))
 

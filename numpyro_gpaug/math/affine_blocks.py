@@ -27,6 +27,7 @@ from numpyro_gpaug.math.affine import (
 )
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks, remade
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
+from numpyro_gpaug.math.sharding import latents_apart
 
 
 @partial(
@@ -103,7 +104,7 @@ class AffineBlocks:
         # Rows that fill the last block have factors of zero.
         given = factors, about
         cut = jax.tree.map(lambda x: cut_rows(x.T, self._size, "constant"), given)
-        parts = self._parts, cut
+        parts = self._parts, latents_apart(cut, -1)
 
         def block(part: Any) -> NaturalGaussian:
             rows, given = part
@@ -132,9 +133,10 @@ class AffineBlocks:
 
     def _of_rows(self, function: Callable[[AffineMap], Any]) -> Any:
         def block(part: Any) -> Any:
-            return jax.tree.map(jnp.transpose, function(self._block(part)))
+            of_block = jax.tree.map(jnp.transpose, function(self._block(part)))
+            return latents_apart(of_block, -1)
 
-        found = over_blocks(block, self._parts, self.number)
+        found = latents_apart(over_blocks(block, self._parts, self.number), -1)
         return jax.tree.map(jnp.transpose, found)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.math.sharding import kept_apart, shards
+from numpyro_gpaug.math.sharding import kept_apart, latent_parts, shards
 
 # In bytes. A loop takes longer to compile: up to the first everything is whole.
 WHOLE = 2**25
@@ -86,7 +86,8 @@ def by_elements(
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in arrays))
     rows = math.prod(shape)
     size = rows_of_blocks(rows, each, dtype)
-    if size is None:
+    # Which axis is over latents is not known here: cut across it, all would move.
+    if size is None or latent_parts(0) > 1:
         return function(*arrays)
     # Rows are last. Those of one device stay together if they come first.
     cut = [cut_rows(jnp.broadcast_to(x, shape).T.ravel(), size) for x in arrays]

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from numpyro_gpaug.math.sharding import by_latents
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -102,7 +104,8 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
         if len(flat[0]) == 1:
             found = jax.tree.map(lambda x: x[None], single(*(x[0] for x in flat)))
         else:
-            found = lax.map(lambda each: single(*each), tuple(flat))
+            each_of = by_latents(partial(lax.map, lambda each: single(*each)), count)
+            found = each_of(tuple(flat))
         return jax.tree.map(lambda x: x.reshape(leading + x.shape[1:]), found)
 
     return of_each

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows on several devices.
+"""Rows, and latents, on several devices.
 
 Everything here is a sum over data: arrays whose rows are shared out among devices need
 sums of what is of the size of the latents, and nothing else has to move. JAX's
@@ -10,6 +10,7 @@ done to rows that mixes those of one device with another's.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,8 +20,8 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-# The axis of a mesh that rows are shared out along.
-ROWS = "rows"
+# The axes of a mesh that rows and latents are shared out along.
+ROWS, LATENTS = "rows", "latents"
 # Characters by which processes tell each other what they hold.
 _LONGEST = 4096
 
@@ -35,7 +36,60 @@ def kept_apart(parts: Array) -> Array:
     the devices that hold them, and so its derivative."""
     if parts.shape[0] == 1:
         return parts
-    return jax.lax.with_sharding_constraint(parts, PartitionSpec(ROWS))
+    return _constrained(parts, ROWS, 0)
+
+
+def latent_parts(count: int) -> int:
+    """Parts that a stack over latents comes in, inside of :func:`on_mesh`; 1 where it
+    is whole on every device, and inside of :func:`by_latents`.
+
+    :param count: the number of latents.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = dict(mesh.shape).get(LATENTS, 1)
+    return 1 if count % parts or LATENTS in mesh.manual_axes else parts
+
+
+def by_latents(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """A function of stacks over latents that treats one like the other, each device its
+    own part; the partitioner would bring them together for a loop over them.
+
+    :param function: of arrays whose first axis is over the latents.
+    :param count: the number of latents.
+    """
+    if latent_parts(count) == 1:
+        return function
+    spec = PartitionSpec(LATENTS)
+    return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names={LATENTS})
+
+
+def mesh_of_latents(tree: Any) -> Mesh | None:
+    """The mesh that some array's first axis, over latents, is shared out along.
+
+    :param tree: of arrays.
+    """
+    for leaf in jax.tree.leaves(tree):
+        sharding = None if _traced(leaf) else getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and LATENTS in sharding.spec[:1]:
+            devices: Any = sharding.mesh
+            return rows_mesh(devices, ())
+    return None
+
+
+def latents_apart(tree: Any, axis: int = 0) -> Any:
+    """Arrays with an axis over latents, said to stay on the devices that hold their
+    part of them.
+
+    :param tree: of such arrays.
+    :param axis: over latents.
+    """
+
+    def apart(array: Array) -> Array:
+        if not array.ndim or latent_parts(array.shape[axis]) == 1:
+            return array
+        return _constrained(array, LATENTS, axis % array.ndim)
+
+    return jax.tree.map(apart, tree)
 
 
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -44,20 +98,28 @@ def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def rows_mesh(mesh: Mesh | None, arrays: Iterable[Any]) -> Mesh | None:
-    """The devices of a mesh, or of the first array that is on several, in one line.
+    """The devices of a mesh, or of the first array that is on several, by what is
+    shared out along them.
 
-    :param mesh: whose first axis rows are to be shared out along; ``None`` to ask the
-        arrays.
-    :param arrays: of which the first with sharded rows counts.
-    :return: a mesh of axes ``"rows"`` and ``"copies"``, which the partitioner is free
-        to use; ``None`` if all is on one device.
+    :param mesh: latents are to be shared out along its axis ``"latents"``, rows along
+        the first other one; ``None`` to ask the arrays.
+    :param arrays: of which the first with sharded rows counts, or else one on a mesh
+        that has latents.
+    :return: a mesh of axes ``"rows"``, ``"latents"`` and ``"copies"``, the last free
+        for the partitioner to use; ``None`` if all is on one device.
     :raises ValueError: for an array whose rows are whole but whose columns are not.
     """
     if mesh is not None:
-        return _lined_up(mesh, mesh.axis_names[:1])
+        others = [name for name in mesh.axis_names if name != LATENTS]
+        return _lined_up(mesh, others[:1])
+    latents_alone: Any = None
     for array in arrays:
         sharding = None if _traced(array) else getattr(array, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        if not isinstance(sharding, NamedSharding):
+            continue
+        if sharding.is_fully_replicated:
+            if dict(sharding.mesh.shape).get(LATENTS, 1) > 1:
+                latents_alone = latents_alone or sharding.mesh
             continue
         first, *others = (*sharding.spec, None)
         if first is None or any(others):
@@ -68,7 +130,7 @@ def rows_mesh(mesh: Mesh | None, arrays: Iterable[Any]) -> Mesh | None:
             )
         devices: Any = sharding.mesh
         return _lined_up(devices, (first,) if isinstance(first, str) else first)
-    return None
+    return None if latents_alone is None else rows_mesh(latents_alone, ())
 
 
 def partitioned(tree: Any) -> Any:
@@ -198,12 +260,25 @@ def _renamed(array: jax.Array, target: Sharding) -> Array:
 
 
 def _lined_up(mesh: Mesh, axes: Iterable[str]) -> Mesh:
-    axes = tuple(axes)
-    order = [mesh.axis_names.index(name) for name in axes]
-    order += [i for i, name in enumerate(mesh.axis_names) if name not in axes]
-    count = int(np.prod([mesh.shape[name] for name in axes]))
-    devices = np.transpose(mesh.devices, order).reshape(count, -1)
-    return Mesh(devices, (ROWS, "copies"), axis_types=(AxisType.Auto,) * 2)
+    axes, names = tuple(axes), mesh.axis_names
+    latents = [name for name in names if name == LATENTS and name not in axes]
+    others = [name for name in names if name not in (*axes, *latents)]
+    order = [names.index(name) for name in (*axes, *latents, *others)]
+    sizes = [math.prod(mesh.shape[name] for name in some) for some in (axes, latents)]
+    devices = np.transpose(mesh.devices, order).reshape(*sizes, -1)
+    lines = np.moveaxis(devices, 1, -1).reshape(-1, sizes[1])
+    if any(len({device.process_index for device in line}) > 1 for line in lines):
+        raise ValueError(
+            f"the mesh {mesh.shape} has latents in several processes: rows can be "
+            "shared out among processes, latents among the devices of each"
+        )
+    return Mesh(devices, (ROWS, LATENTS, "copies"), axis_types=(AxisType.Auto,) * 3)
+
+
+def _constrained(array: Array, name: str, axis: int) -> Array:
+    free: list[Any] = [PartitionSpec.UNCONSTRAINED] * array.ndim
+    free[axis] = name
+    return jax.lax.with_sharding_constraint(array, PartitionSpec(*free))
 
 
 def _traced(array: Any) -> bool:

@@ -26,7 +26,7 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.linalg import Moments
-from numpyro_gpaug.math.sharding import on_mesh
+from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.predictors import of_site
@@ -137,7 +137,7 @@ class Predictor:
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         many = arguments.num_rows > MANY_ROWS
         program = self._optimised if many else self._compiled
-        with on_mesh(arguments.mesh):
+        with on_mesh(arguments.mesh or mesh_of_latents(fitted)):
             ordered, prepared = program(
                 arguments.arrays, fitted, prepared, known, what=what,
                 static=arguments.static, site=site, **how,

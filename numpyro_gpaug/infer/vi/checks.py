@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.batches import Blocks
 from numpyro_gpaug.infer.vi.plan import fingerprint
+from numpyro_gpaug.math.sharding import LATENTS
 from numpyro_gpaug.model.calls import check_by_name, check_processes
 from numpyro_gpaug.model.inspect import require_conjugate
 from numpyro_gpaug.model.latents import JointStructure
@@ -48,6 +49,27 @@ def check_fit(
     require_conjugate(structure, updates)
     check_processes(structure)
     check_by_name(model, args, kwargs)
+
+
+def check_latents(structure: Structure, mesh: Mesh | None) -> None:
+    """Raises if a mesh has an axis for latents that cannot be shared out along it.
+
+    :param structure: of the model.
+    :param mesh: from :func:`~numpyro_gpaug.math.sharding.rows_mesh`.
+    :raises ValueError: naming the processes.
+    """
+    parts = 1 if mesh is None else mesh.shape[LATENTS]
+    if parts == 1:
+        return
+    joint = isinstance(structure, JointStructure)
+    counts = {b.name: b.shape[0] for b in structure.blocks if len(b.shape) > 1}
+    if joint or not counts or any(count % parts for count in counts.values()):
+        found = ", ".join(f"{name!r} has {n}" for name, n in counts.items())
+        raise ValueError(
+            f"the mesh has an axis 'latents' of {parts} devices, along which the "
+            "latents of processes with num_latents are shared out evenly: "
+            + ("AutoLatentGaussian has one Gaussian" if joint else found or "none is")
+        )
 
 
 def _nothing_gaussian(structure: Structure) -> str:

@@ -17,7 +17,7 @@ from numpyro_gpaug._display import Displayed, Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checkpoints import check_state
-from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit
+from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit, check_latents
 from numpyro_gpaug.infer.vi.feeds import (
     Feed,
     Given,
@@ -111,7 +111,10 @@ class ConjugateSVI(Displayed):
         many rows as the first, of full data made even by rows of no weight. Not needed
         for arrays that are on several devices already (``jax.device_put`` with a
         ``NamedSharding``), of one process or several. Between devices goes what has
-        the size of the latents, nothing that has rows.
+        the size of the latents, nothing that has rows. Along an axis named
+        ``"latents"`` the latents of processes with ``num_latents`` are shared out:
+        every device holds the posteriors of its part alone, and a softmax sends sums
+        over classes, of the size of the rows.
     :raises ValueError: for unknown options.
 
     **Example**
@@ -375,6 +378,7 @@ class ConjugateSVI(Displayed):
             state = copied(state)
         plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
+        check_latents(plan.structure, arguments.mesh)
         state = state._replace(
             mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
             stalled=jnp.zeros_like(state.stalled),

@@ -13,6 +13,7 @@ from numpyro_gpaug.infer.vi.epochs import first_epochs, next_batch
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
+from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.validation import all_valid
 
@@ -76,6 +77,7 @@ def run_chunk(
         i, state, evaluation, losses = carry
         new, evaluation = stepper.step(state, Carry(first.problem, evaluation))
         new = counted(state, new, tol)
+        new = new._replace(natural=latents_apart(new.natural))
         return i + 1, new, evaluation, losses.at[i].set(-new.bound)
 
     start = jnp.int32(0), state, first.evaluation, losses

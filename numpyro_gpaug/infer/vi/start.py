@@ -26,6 +26,7 @@ from numpyro_gpaug.infer.vi.plan import (
 )
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
@@ -82,7 +83,7 @@ def initial_state(
         if site["type"] == "param"
     }
     view = guide.view(structure, model, arguments, {**params, **drawn}, model_key)
-    natural = guide.start_at(natural, given, view)
+    natural = latents_apart(guide.start_at(natural, given, view))
     state = _state(settings, structure, guide, params, natural, key)
     state = state._replace(epochs=first_epochs(structure, passed))
     return state, params, valid_observations(trace)
