@@ -14,12 +14,14 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from numpyro.infer import autoguide
+from numpyro.infer.svi import SVIRunResult
 from scipy import stats
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
+from numpyro_gpaug.diagnostics._arviz import part_of_arviz
 
 NOISE = 0.7
 
@@ -283,6 +285,25 @@ def test_importing_the_package_does_not_import_arviz():
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("part", ["arviz_base", "arviz_stats"])
+def test_a_part_of_arviz_that_is_missing_or_broken(part, monkeypatch, tmp_path):
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, part, None)
+        with pytest.raises(ImportError, match=f"{part} does not.*install -U .arviz-b"):
+            part_of_arviz(part)
+    (tmp_path / f"{part}.py").write_text("raise AttributeError('of matplotlib')")
+    monkeypatch.delitem(sys.modules, part, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="of matplotlib"):
+        part_of_arviz(part)
+
+
+def test_a_result_is_not_its_params():
+    result, guide = SVIRunResult({}, None, np.zeros(1)), gpaug.AutoSparseGP(regression)
+    with pytest.raises(TypeError, match="a SVIRunResult: pass .*result.params"):
+        diagnostics.to_datatree(random.key(0), regression, guide, result)
+
+
 # -- importance sampling --------------------------------------------------------------
 
 
@@ -294,6 +315,7 @@ def test_ratios_of_an_exact_posterior_are_the_evidence(exact):
     np.testing.assert_allclose(ratios, evidence, atol=1e-6)
     psis = diagnostics.psis_khat(tree)
     assert psis.khat < 0.2
+    assert repr(psis).endswith("good, 4000 draws worth 4000)")
     np.testing.assert_allclose(psis.log_weights, -np.log(4000), atol=1e-6)
 
 

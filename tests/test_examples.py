@@ -176,6 +176,13 @@ def test_table_of_links_takes_folds_with_fewer_rows_than_a_batch(
     assert jax.eval_shape(chosen, X, y).shape == (12,)
 
 
+def test_errata_are_what_brute_force_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    for line in importlib.import_module("errata").lines():
+        np.testing.assert_allclose(line.right, line.checked, atol=1e-5, err_msg=line)
+        assert abs(line.printed - line.right) > 0.01, line
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_example_has_options_for_data_and_seed(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -24,7 +24,7 @@ LAWS: dict[str, Callable[[Any], dist.Distribution]] = {
 }
 
 
-SLOW = {"beta-binomial", "ordinal"}
+SLOW = {"beta-binomial", "ordinal", "zero-inflated"}
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,23 @@ def test_draws_follow_the_probabilities(name: str) -> None:
     np.testing.assert_allclose(found, expected, atol=4 * np.sqrt(0.25 / 20_000))
     # Data are at nodes of their own: neighbours are independent.
     assert np.abs(np.corrcoef(draws.T) - np.eye(4)).max() < 0.035
+
+
+class Silent(dist.Distribution):
+    """A law of a user's that says no more than it has to."""
+
+    support = dist.constraints.real
+    arg_constraints: dict[str, Any] = {"loc": dist.constraints.real}
+
+    def __init__(self, loc: Any, *, validate_args: bool | None = None) -> None:
+        self.loc = loc
+        super().__init__(jnp.shape(loc), validate_args=validate_args)
+
+
+@pytest.mark.parametrize("name", ["mean", "variance"])
+def test_moments_that_a_law_does_not_know(name: str) -> None:
+    treedef = jax.tree.structure(Silent(jnp.zeros(2)))
+    leaves = (jnp.zeros((3, 2)),)
+    mixture = PredictorMixture(leaves, jnp.ones(3) / 3, treedef, (True,), (2,), ())
+    with pytest.raises(NotImplementedError, match="Silent has no mean: take .*draws"):
+        getattr(mixture, name)

@@ -297,7 +297,7 @@ def test_inducing_inputs_computed_from_the_rows_of_the_data() -> None:
 
     X, _ = toy(20)
     svi, result = run(model, X, X[:, 0])
-    with pytest.raises(ValueError, match=r"\['X'\].*by keyword"):
+    with pytest.raises(ValueError, match=r"\['X'\].*inducing=Z by keyword"):
         svi.posterior(result)
 
 

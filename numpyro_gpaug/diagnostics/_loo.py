@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from numpyro_gpaug.diagnostics._arviz import part_of_arviz
 from numpyro_gpaug.diagnostics._importance import check_tree
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     Reference: Magnusson, Andersen, Jonasson and Vehtari (2019), Bayesian
     leave-one-out cross-validation for large data.
     """
-    import arviz_stats
-
+    arviz_stats = part_of_arviz("arviz_stats")
     check_tree(tree)
     pseudo = tree.children.get("pseudo_log_likelihood", {})
     if site in pseudo or (site is None and "log_likelihood" not in tree.children):
@@ -116,8 +116,6 @@ def compare(
     >>> list(compare({"poor": tree(-2.0), "better": tree(-1.0)}).index)
     ['better', 'poor']
     """
-    import arviz_stats
-
     if len(trees) < 2:
         raise ValueError(f"trees holds {list(trees)}: there is nothing to compare")
     first, *others = trees.items()
@@ -136,7 +134,7 @@ def compare(
     with warnings.catch_warnings():
         # ArviZ 0.8 calls pandas in a way that pandas 3.1 deprecates.
         warnings.filterwarnings("ignore", "The inplace keyword")
-        return arviz_stats.compare(scores)
+        return part_of_arviz("arviz_stats").compare(scores)
 
 
 def _observed(tree: DataTree, site: str | None) -> np.ndarray:

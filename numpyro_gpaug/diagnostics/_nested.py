@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, random
 from numpyro.distributions import Unit
 
+from numpyro_gpaug.diagnostics._arviz import part_of_arviz
 from numpyro_gpaug.diagnostics._run import run
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
@@ -29,8 +30,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     :param key: random key, of replicated observations.
     :param nested: after a run.
     """
-    from arviz_base import from_dict
-
+    from_dict = part_of_arviz("arviz_base").from_dict
     draws = nested.get_samples(group_by_chain=True)
     chains, num = next(iter(draws.values())).shape[:2]
     flat = {k: x.reshape(chains * num, *x.shape[2:]) for k, x in draws.items()}

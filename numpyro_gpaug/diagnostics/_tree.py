@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.diagnostics._arviz import part_of_arviz
 from numpyro_gpaug.diagnostics._nested import tree_of_nested
 from numpyro_gpaug.diagnostics._run import run
 from numpyro_gpaug.gp.process import Conditional
@@ -97,10 +98,13 @@ def to_datatree(
     :param kwargs: the model's keyword arguments.
     :return: a :class:`xarray.DataTree`. ``arviz_base`` and ``arviz_stats``, which are
         installed with the package, read it on every Python; ``import arviz``, with its
-        plots, works from Python 3.12 on, as only arviz 1.0 reads such trees.
+        plots, works from Python 3.12 on, as only arviz 1.0 reads such trees; on 3.11
+        there is ``arviz_plots``.
     :raises ValueError: for fewer than two draws.
     :raises TypeError: for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`, a model
-        without guide and params, and a nested run with them.
+        without guide and params, a result in place of its params, and a nested run
+        with any of them.
+    :raises ImportError: where ``arviz_base`` does not import, with what to install.
 
     **Example**
 
@@ -129,6 +133,9 @@ def to_datatree(
         return tree_of_nested(key, model)
     if guide is None or params is None:
         raise TypeError("pass a guide and its params, or a NestedVI after its run")
+    if not isinstance(params, Mapping):
+        given = type(params).__name__
+        raise TypeError(f"params is a {given}: pass the result's, result.params")
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2, got {num_samples}")
     if isinstance(guide, AutoFunctionSpaceGP):
@@ -295,8 +302,7 @@ def _evaluate(
 def _as_tree(
     latents: dict[str, np.ndarray], log_q: np.ndarray, evaluated: _Evaluated
 ) -> DataTree:
-    from arviz_base import from_dict
-
+    from_dict = part_of_arviz("arviz_base").from_dict
     draws, model = evaluated.draws, evaluated.model
     densities = draws.likelihoods.items()
     no_likelihood = model.factors | model.pseudo

@@ -90,14 +90,26 @@ class PredictorMixture(Distribution):
     def support(self) -> Any:
         return self._component.support
 
+    def _known(self, name: str, function: Callable[[Any], Array], draws: str) -> Array:
+        """What every component knows of itself, or what to do where it does not."""
+        try:
+            return self._each(function)
+        except NotImplementedError as error:
+            said = f"{type(self._component).__name__} has no {name}: take {draws}"
+            raise NotImplementedError(str(error) or said) from None
+
+    def _moment(self, name: str) -> Array:
+        draws = f"that of draws, predicted.sample(key, (1000,)), or define {name} there"
+        return self._known(name, lambda d: getattr(d, name), draws)
+
     @property
     def mean(self) -> Array:
-        return self._average(self._each(lambda d: d.mean))
+        return self._average(self._moment("mean"))
 
     @property
     def variance(self) -> Array:
-        means = self._each(lambda d: d.mean)
-        within = self._average(self._each(lambda d: d.variance))
+        means = self._moment("mean")
+        within = self._average(self._moment("variance"))
         return within + self._average(jnp.square(means - self._average(means)))
 
     def log_prob(self, value: Array) -> Array:
@@ -110,13 +122,9 @@ class PredictorMixture(Distribution):
         return self._average(self._each(lambda d: d.cdf(value)))
 
     def icdf(self, q: Array) -> Array:
-        try:
-            quantiles = self._each(lambda d: d.icdf(q))
-        except NotImplementedError as error:
-            name = type(self._component).__name__
-            said = f"{name} has no icdf in NumPyro: take quantiles of draws, "
-            said += "numpy.quantile(predicted.sample(key, (1000,)), q, axis=0)"
-            raise NotImplementedError(str(error) or said) from None
+        draws = "quantiles of draws, "
+        draws += "numpy.quantile(predicted.sample(key, (1000,)), q, axis=0)"
+        quantiles = self._known("icdf", lambda d: d.icdf(q), draws)
         found = bisected_icdf(self.cdf, q, quantiles.min(0), quantiles.max(0))
         return jnp.ceil(found) if self.is_discrete else found
 

@@ -23,6 +23,10 @@ class Psis(NamedTuple):
     khat: float
     log_weights: np.ndarray
 
+    def __repr__(self) -> str:
+        worth = f"{len(self.log_weights)} draws worth {self.effective_draws:.0f}"
+        return f"Psis(khat={self.khat:.2f}, {self.verdict}, {worth})"
+
     @property
     def verdict(self) -> str:
         """``"good"`` below 0.5, ``"usable"`` below 0.7, else ``"unreliable"``."""

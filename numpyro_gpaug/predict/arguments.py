@@ -56,8 +56,9 @@ class FitArguments(NamedTuple):
         if lost := [name for name in inducing if name in parameters[: len(args)]]:
             raise ValueError(
                 f"inducing inputs or hyperparameters are computed from {lost}, which "
-                "change at prediction: pass them by keyword (inducing=Z), or make them "
-                "params"
+                "change at prediction: write def model(X, y=None, *, inducing) and run "
+                "it with inducing=Z by keyword, which is remembered (Z may be X), or "
+                "make them params"
             )
         kept = {k: v for k, v in kwargs.items() if k not in observations}
         rows = {n for p in structure.plates.values() for n in p}

@@ -41,7 +41,8 @@ def collapse(model: Callable[..., Any]) -> Callable[..., None]:
     ``vmap``. The collapsed model is called as ``model`` is, observations included; its
     sites are the hyperparameters, with the names, priors and plates that they have in
     ``model``, the params, and the factor ``"collapsed_bound"``. Deterministic sites are
-    left out: they may depend on latents.
+    left out: they may depend on latents. ``Predictive(model, draws)`` of its draws has
+    the latents from their prior: :class:`~numpyro_gpaug.NestedVI` predicts.
 
     :param model: a NumPyro model as :class:`~numpyro_gpaug.AutoLatentGaussian` takes
         it, on full data.
