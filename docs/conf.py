@@ -69,7 +69,7 @@ if os.environ.get("GPAUG_DOCS_FAST"):
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     programs = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["XLA_FLAGS"] = " ".join(xla_flags)
 
 autodoc_member_order = "bysource"
