@@ -25,7 +25,7 @@ class ConjugateState(NamedTuple):
     :param mark: the bound when it last rose by ``tol``.
     :param stalled: steps since.
     :param unreached: by process, the share of function values of which inducing values
-        say next to nothing (:mod:`~numpyro_gpaug.infer.vi.reach`).
+        say next to nothing.
     :param step: steps taken.
     :param rng_key: random key.
     """
