@@ -6,7 +6,12 @@ import sys
 import tempfile
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.parallel import make_chunks
 
 import numpyro_gpaug
 
@@ -64,7 +69,7 @@ if os.environ.get("GPAUG_DOCS_FAST"):
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     programs = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["XLA_FLAGS"] = " ".join(xla_flags)
 
 autodoc_member_order = "bysource"
@@ -79,3 +84,23 @@ nitpick_ignore_regex = [
     ("py:.*", r"(jax|numpy|numpyro|xarray)\..*"),
     ("py:.*", "Array|ArrayLike|sample_with_intermediates"),
 ]
+
+
+def spread(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
+    """Deals the notebooks out to the processes in turn.
+
+    Each process reads one block of neighbours in this list, and by name all notebooks
+    are neighbours: few processes would run them all, one after another.
+    """
+    texts = {name: Path(env.doc2path(name)).read_text() for name in docnames}
+    docnames.sort(key=lambda name: -texts[name].count("{code-cell}"))
+    size = max(map(len, make_chunks(docnames, app.parallel)), default=1)
+    count = len(docnames) // size
+    # Pages that are left over wait for a process: those without cells.
+    whole, rest = docnames[: size * count], docnames[size * count :]
+    docnames[:] = [*chain(*(whole[i::count] for i in range(count))), *rest]
+
+
+def setup(app: Sphinx) -> None:
+    """Connects what this file defines."""
+    app.connect("env-before-read-docs", spread)

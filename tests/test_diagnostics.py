@@ -256,6 +256,25 @@ def test_latents_weights_plates_masks_scales_and_factors(x64):
     np.testing.assert_allclose(flat(tree, "log_q"), prior, rtol=1e-6)
 
 
+def test_data_and_params_are_arguments_of_one_program(x64):
+    X, y, _ = data()
+    Z, runs = X[::4], []
+
+    def counted(X, y=None, Z=None):
+        runs.append(None)
+        regression(X, y, Z)
+
+    guide = gpaug.AutoSparseGP(counted)
+    params, _ = gaussian(X, y, Z)
+    draws(counted, {k: 2 * v for k, v in params.items()}, X, y + 1, guide=guide, Z=Z)
+    before = len(runs)
+    found = draws(counted, params, X, y, guide=guide, Z=Z)
+    assert len(runs) == before
+    for name in ("log_p", "log_q"):
+        expected = flat(sparse_tree(regression), name)
+        np.testing.assert_allclose(flat(found, name), expected, rtol=1e-12)
+
+
 def test_chunks_do_not_change_the_answer(x64, monkeypatch):
     X, y, _ = data()
     Z = X[::4]
@@ -277,7 +296,14 @@ def test_chunks_do_not_change_the_answer(x64, monkeypatch):
 
 
 def test_importing_the_package_does_not_import_arviz():
-    heavy = "sklearn", "arviz_base", "arviz_stats", "xarray", "matplotlib"
+    heavy = (
+        "sklearn",
+        "arviz_base",
+        "arviz_stats",
+        "xarray",
+        "matplotlib",
+        "scipy.stats",
+    )
     code = f"import sys, numpyro_gpaug; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

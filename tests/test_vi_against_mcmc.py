@@ -8,7 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from arviz_base import from_numpyro
+from arviz_base import from_dict, from_numpyro
 from jax import random
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, Predictive
@@ -202,6 +202,21 @@ def test_loo_of_a_fit_and_of_mcmc_in_one_table(fitted):
     assert abs(table["elpd"]["VI"] - table["elpd"]["MCMC"]) < 0.3
     # ArviZ reads the trees without help.
     assert set(arviz_stats.compare({"a": tree, "b": from_mcmc}).index) == {"a", "b"}
+
+
+def test_observations_that_cannot_be_left_out_are_counted():
+    """Ratios ``u^-k`` of uniform draws have a Pareto tail of shape k."""
+    u = np.random.default_rng(0).uniform(size=(1, 1000, 4))
+
+    def tree(k):
+        groups = {"posterior": {"f": u}, "log_likelihood": {"y": np.log(u) * k}}
+        return from_dict({**groups, "observed_data": {"y": np.zeros(4)}})
+
+    light, heavy = tree(0.2), tree(np.array([0.2, 1.5, 0.2, 1.5]))
+    table = diagnostics.compare({"heavy": heavy, "light": light})
+    assert dict(table["bad_k"]) == {"light": 0, "heavy": 2}
+    with pytest.warns(UserWarning, match="shape parameter of Pareto"):
+        diagnostics.loo(heavy)
 
 
 def test_only_the_same_observations_are_compared(fitted):

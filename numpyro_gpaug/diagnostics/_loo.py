@@ -96,8 +96,10 @@ def compare(
     :return: ArviZ's table, a ``pandas.DataFrame`` with one row per model, the best
         first: ``elpd`` and its standard error ``se``, ``elpd_diff`` to the best and its
         standard error ``dse``, all in nats summed over observations, and ``weight`` of
-        the stacked predictions. ArviZ 1 adds diagnostics and rounds; unrounded values
-        are those of :func:`loo`.
+        the stacked predictions; and ``bad_k``, how many observations have a
+        ``pareto_k`` above ArviZ's ``good_k`` (0.7 from 2200 draws on): it counts what
+        :func:`loo` warns of, and ``elpd`` is not reliable where it is many. ArviZ 1
+        adds diagnostics and rounds; unrounded values are those of :func:`loo`.
     :raises ValueError: for fewer than two trees, observations that differ, or a
         pseudo-likelihood.
 
@@ -113,8 +115,11 @@ def compare(
     ...         "observed_data": {"y": np.zeros(20)},
     ...     }
     ...     return from_dict(groups)
-    >>> list(compare({"poor": tree(-2.0), "better": tree(-1.0)}).index)
-    ['better', 'poor']
+    >>> found = compare({"poor": tree(-2.0), "better": tree(-1.0)})
+    >>> print(found[["rank", "bad_k"]])
+            rank  bad_k
+    better     0      0
+    poor       1      0
     """
     if len(trees) < 2:
         raise ValueError(f"trees holds {list(trees)}: there is nothing to compare")
@@ -130,11 +135,15 @@ def compare(
                 f"{name!r} one of shape {found.shape} or with other values: models "
                 "are compared on the same observations, in the same units and order"
             )
-    scores = {name: loo(tree, site, correct=correct) for name, tree in trees.items()}
     with warnings.catch_warnings():
+        # The table counts what this warns of.
+        warnings.filterwarnings("ignore", "Estimated shape parameter of Pareto")
+        scores = {n: loo(tree, site, correct=correct) for n, tree in trees.items()}
         # ArviZ 0.8 calls pandas in a way that pandas 3.1 deprecates.
         warnings.filterwarnings("ignore", "The inplace keyword")
-        return part_of_arviz("arviz_stats").compare(scores)
+        table = part_of_arviz("arviz_stats").compare(scores)
+    bad = {n: int((s.pareto_k > s.good_k).sum()) for n, s in scores.items()}
+    return table.assign(bad_k=[bad[name] for name in table.index])
 
 
 def _observed(tree: DataTree, site: str | None) -> np.ndarray:

@@ -33,9 +33,10 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.math.affine import selected as _selected
+from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.predictors import of_site
-from numpyro_gpaug.model.structure import Arguments, Observed, Structure
+from numpyro_gpaug.model.structure import Arguments, Observed, Structure, remembered
 from numpyro_gpaug.model.view import NUM_NODES, ModelView, nodes_of
 
 if TYPE_CHECKING:
@@ -144,20 +145,18 @@ def to_datatree(
             "there are no importance ratios: judge it on held-out data, by "
             "Posterior.log_prob, brier_score and expected_calibration_error"
         )
-    model, arguments = whole_plates(model), Arguments.split(args, kwargs)
-    if isinstance(guide, AutoSparseGP):
-        structure = guide.setup(*args, **kwargs).structure
-    else:
-        structure = inspect_model(model, *args, **kwargs)
-    structure = structure_at(model, structure, arguments)
-    names = (*(b.site for b in structure.blocks), *structure.others)
+    arguments = Arguments.split(args, kwargs)
+    programs = _programs(model, guide, arguments, args, kwargs)
     guide_key, model_key = random.split(key)
-    latents, log_q, delta = _draw(
-        guide, params, arguments, random.split(guide_key, num_samples), names
+    latents, log_q = programs.draw(
+        arguments.arrays, params, random.split(guide_key, num_samples)
     )
-    fixed = {n for n in delta if (latents[n] == latents[n][:1]).all()}
+    latents, log_q = jax.tree.map(np.asarray, latents), np.asarray(log_q, float)
+    fixed = {n for n in programs.delta if (latents[n] == latents[n][:1]).all()}
     evaluated = _evaluate(
-        _Model(model, structure, params, arguments),
+        programs,
+        arguments.arrays,
+        params,
         random.split(model_key, num_samples),
         {n: v[0] for n, v in latents.items() if n in fixed},
         {n: v for n, v in latents.items() if n not in fixed},
@@ -168,34 +167,6 @@ def to_datatree(
 
         tree["fit"] = DataTree(Dataset({"losses": ("step", np.asarray(losses))}))
     return tree
-
-
-def _draw(
-    guide: Callable[..., Any],
-    params: dict[str, Any],
-    arguments: Arguments,
-    keys: Array,
-    names: tuple[str, ...],
-) -> tuple[dict[str, np.ndarray], np.ndarray, set[str]]:
-    """Latents, log densities, and which latents the guide declares by a ``Delta``.
-
-    A ``Delta`` alone does not make a latent fixed: guides such as ``AutoLowRank...``
-    draw an auxiliary vector and declare latents as ``Delta``s whose ``log_density`` is
-    the Jacobian, so the sum over all the guide's sites is the density of the latents.
-    """
-    delta: set[str] = set()
-
-    def draw(arrays: tuple[Array, ...], key: Array) -> tuple[dict[str, Array], Array]:
-        args, kwargs = arguments._replace(arrays=arrays).merge()
-        seeded = handlers.seed(handlers.substitute(guide, data=params), key)
-        trace = handlers.trace(seeded).get_trace(*args, **kwargs)
-        fns = {n: base_distribution(trace[n]["fn"]) for n in names}
-        delta.update(n for n, fn in fns.items() if isinstance(fn, dist.Delta))
-        drawn = [site for site in trace.values() if site["type"] == "sample"]
-        return {n: trace[n]["value"] for n in names}, _log_density(drawn)
-
-    drawn, log_q = jax.jit(jax.vmap(draw, (None, 0)))(arguments.arrays, keys)
-    return jax.tree.map(np.asarray, drawn), np.asarray(log_q, float), delta
 
 
 class _Draws(NamedTuple):
@@ -212,34 +183,55 @@ class _Evaluated(NamedTuple):
     draws: _Draws
     log_p: np.ndarray
     observed: dict[str, np.ndarray]
-    model: _Model
+    model: _Programs
 
 
-class _Model:
-    """The model at one draw; kinds of sites are noted while it is traced."""
+class _Programs:
+    """A guide's draws, and its model at them, compiled once for arguments of one shape;
+    kinds of sites are noted while both are traced."""
 
     def __init__(
         self,
         model: Callable[..., Any],
+        guide: Callable[..., Any],
         structure: Structure,
-        params: dict[str, Any],
-        arguments: Arguments,
+        static: Any,
     ) -> None:
-        self.model, self.params, self.arguments = model, params, arguments
-        self.structure = structure
+        self.model, self.guide = model, guide
+        self.structure, self.static = structure, static
         # Given a draw, weight vectors are known, and the processes' residuals are all
         # that is left to integrate.
         self.given_weights = dataclasses.replace(structure, blocks=structure.processes)
+        self.delta: set[str] = set()
         self.dims: dict[str, list[str]] = {}
         self.factors: set[str] = set()
         self.pseudo: set[str] = set()
+        self.draw: Any = Compiled(jax.vmap(self._draw, (None, None, 0)))
+        self.at: Any = Compiled(jax.vmap(self._at, (None, None, 0, None, 0), (0, None)))
 
-    def at(
-        self, arrays: Any, key: Array, fixed: Any, drawn: Any
+    def _draw(
+        self, arrays: Any, params: Any, key: Array
+    ) -> tuple[dict[str, Array], Array]:
+        """Latents and their log density. Which of them the guide declares by a
+        ``Delta`` is noted, but that alone does not make a latent fixed: guides such as
+        ``AutoLowRank...`` draw an auxiliary vector and declare latents as ``Delta``s
+        whose ``log_density`` is the Jacobian, so the sum over all the guide's sites is
+        the density of the latents."""
+        args, kwargs = Arguments(arrays, self.static).merge()
+        seeded = handlers.seed(handlers.substitute(self.guide, data=params), key)
+        trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+        names = (*(b.site for b in self.structure.blocks), *self.structure.others)
+        fns = {n: base_distribution(trace[n]["fn"]) for n in names}
+        self.delta.update(n for n, fn in fns.items() if isinstance(fn, dist.Delta))
+        drawn = [site for site in trace.values() if site["type"] == "sample"]
+        return {n: trace[n]["value"] for n in names}, _log_density(drawn)
+
+    def _at(
+        self, arrays: Any, params: Any, key: Array, fixed: Any, drawn: Any
     ) -> tuple[_Draws, dict[str, Array]]:
-        """What it gives, and the observations."""
-        given = self.arguments._replace(arrays=arrays)
-        values = {**self.params, **fixed, **drawn}
+        """What the model gives at one draw, and the observations."""
+        given = Arguments(arrays, self.static)
+        values = {**params, **fixed, **drawn}
         noise_key, bound_key, new_key = random.split(key, 3)
         trace = run(self.model, given, noise_key, values, "noise")
         self.dims = {k: names for k, s in trace.items() if (names := _plate_names(s))}
@@ -273,22 +265,50 @@ class _Model:
         return max(1, size * width)
 
 
+# By model, guide and the shapes of arguments; few, for each keeps these alive.
+_CACHE: dict[Any, _Programs] = {}
+_MAX_PROGRAMS = 8
+
+
+def _programs(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    arguments: Arguments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> _Programs:
+    """Compiled programs, those of the last few models and guides remembered."""
+
+    def made() -> _Programs:
+        whole: Any = whole_plates(model)
+        if isinstance(guide, AutoSparseGP):
+            structure = guide.setup(*args, **kwargs).structure
+        else:
+            structure = inspect_model(whole, *args, **kwargs)
+        structure = structure_at(whole, structure, arguments)
+        return _Programs(whole, guide, structure, arguments.static)
+
+    key = model, guide, arguments.shapes
+    return remembered(_CACHE, key, made, _MAX_PROGRAMS)
+
+
 def _evaluate(
-    model: _Model,
+    model: _Programs,
+    arrays: tuple[Array, ...],
+    params: dict[str, Any],
     keys: Array,
     fixed: dict[str, np.ndarray],
     drawn: dict[str, np.ndarray],
 ) -> _Evaluated:
     """The model at every draw, in chunks that bound the memory."""
-    batched = jax.jit(jax.vmap(model.at, (None, 0, None, 0), (0, None)))
-    arrays, total = model.arguments.arrays, len(keys)
-    shapes, _ = jax.eval_shape(batched, arrays, keys, fixed, drawn)
+    total = len(keys)
+    shapes, _ = model.at.eval_shape(arrays, params, keys, fixed, drawn)
     chunk = min(total, max(1, _BUDGET // model.numbers_held(shapes, fixed)))
     parts = []
     for start in range(0, total, chunk):
         chosen = np.minimum(np.arange(start, start + chunk), total - 1)
         block = {n: v[chosen] for n, v in drawn.items()}
-        part, observed = batched(arrays, keys[chosen], fixed, block)
+        part, observed = model.at(arrays, params, keys[chosen], fixed, block)
         kept = min(chunk, total - start)
         parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x[:kept]), part))
     draws = jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)

@@ -24,7 +24,6 @@ import numpy as np
 from jax import Array, lax
 from jax.scipy.special import logsumexp
 from scipy.special import ndtri
-from scipy.stats import qmc
 
 # Nodes, of which half mirror the others, and those of a rule to compare with.
 NODES, FINER = 256, 2048
@@ -41,6 +40,8 @@ def pair_places(classes: int) -> tuple[np.ndarray, np.ndarray]:
 @cache
 def _nodes(classes: int, num: int) -> np.ndarray:
     """Standard normal nodes (num, classes) of equal weight."""
+    from scipy.stats import qmc  # half a second to import
+
     sobol = qmc.Sobol(classes, scramble=True, seed=np.random.default_rng(0))
     half = ndtri(sobol.random(num // 2))
     half = half @ np.linalg.inv(np.linalg.cholesky(half.T @ half / len(half))).T

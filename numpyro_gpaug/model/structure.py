@@ -248,10 +248,12 @@ class Arguments(NamedTuple):
 MAX_SHAPES = 64
 
 
-def remembered(cache: dict[Any, Any], key: Any, made: Callable[[], Any]) -> Any:
-    """What is cached for a key, made if need be; the oldest of very many is dropped."""
+def remembered(
+    cache: dict[Any, Any], key: Any, made: Callable[[], Any], most: int = MAX_SHAPES
+) -> Any:
+    """What is cached for a key, made if need be; the oldest of ``most`` is dropped."""
     if key not in cache:
-        if len(cache) >= MAX_SHAPES:
+        if len(cache) >= most:
             cache.pop(next(iter(cache)))
         cache[key] = made()
     return cache[key]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy import special
-from scipy.stats import qmc
 
 # Degrees of freedom: tails that those of a posterior in unconstrained space, which fall
 # like exponentials at the slowest, do not exceed.
@@ -63,6 +62,8 @@ class StudentT(NamedTuple):
 
     def draws(self, num: int, rng: np.random.Generator) -> np.ndarray:
         """Quasi-random draws, (num, d): a scrambled Halton sequence."""
+        from scipy.stats import qmc  # half a second to import
+
         d = len(self.mode)
         uniform = qmc.Halton(d + 1, scramble=True, seed=rng).random(num)
         uniform = np.clip(uniform, 1e-9, 1 - 1e-9)
