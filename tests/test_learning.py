@@ -64,7 +64,7 @@ def run(svi, *args, steps=100, **kwargs):
     return svi.run(KEY, steps, *args, progress_bar=False, **kwargs)
 
 
-# -- the search, on functions ----------------------------------------------------------
+# -- the search, on functions of five numbers, which share what is compiled ------------
 
 
 def rosenbrock(z):
@@ -114,7 +114,7 @@ def climb(fn, start, evaluations, rounding=0.0, unresolved=0.0):
     [
         pytest.param(rosenbrock, [-1.2, 1.0], 70, marks=pytest.mark.slow),
         (rosenbrock, [-1.2, 1.0, 0.3, -0.7, 2.0], 120),
-        (walled, [-3.0, 2.0, -1.0, 0.0, 1.0, 3.0], 60),
+        (walled, [-3.0, 2.0, -1.0, 0.0, 3.0], 60),
     ],
 )
 def test_a_search_finds_the_maximum(x64, fn, start, evaluations) -> None:
@@ -155,7 +155,7 @@ def test_noise_is_told_from_curvature(x64) -> None:
 
 
 def test_steps_double_where_the_slope_stays(x64) -> None:
-    bounds, _, hyper = climb(flat, [0.0, 0.0], 12)
+    bounds, _, hyper = climb(flat, [0.0] * 5, 12)
     assert (np.diff(bounds) > 0).all()
     assert float(hyper.values["z"].sum()) > 30
 
@@ -164,7 +164,7 @@ def test_a_search_that_cannot_rise_says_so(x64) -> None:
     def wall(z):
         return jnp.where((z == 1).all(), z.sum(), jnp.nan)
 
-    *_, hyper = climb(wall, [1.0, 1.0], 60)
+    *_, hyper = climb(wall, [1.0] * 5, 60)
     assert bool(hyper.optim_state.exhausted)
     assert not np.any(hyper.update["z"])
 
@@ -189,7 +189,7 @@ def test_a_first_step_within_rounding_leads_on(x64) -> None:
     def valley(z):
         return -1e4 * (z[0] - 1) ** 2 - 10 * (z[1] - 1) ** 2
 
-    bounds, *_ = climb(valley, [1.001, 0.0], 60, rounding=1.0)
+    bounds, *_ = climb(valley, [1.001, 0.0, 0.0, 0.0, 0.0], 60, rounding=1.0)
     assert bounds[0] < -10
     assert bounds[-1] > -1
 
