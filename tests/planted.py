@@ -306,8 +306,8 @@ def planted() -> list[Planted]:
         Planted(
             "L-BFGS: sign of the parabola of a refused update",
             "infer/vi/quasi_newton.py",
-            "    best = slope / (2 * (slope - rise))",
-            "    best = slope / (-2 * (slope - rise))",
+            "    part = slope / (2 * (slope - rise))",
+            "    part = slope / (-2 * (slope - rise))",
             ("test_learning",),
         ),
         Planted(

@@ -12,7 +12,10 @@ from numpyro import handlers
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import kernels
 from numpyro_gpaug._display import as_html, as_text, brief
+from numpyro_gpaug.infer.vi import quasi_newton
+from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.result import ConjugateResult
+from numpyro_gpaug.infer.vi.state import ConjugateState
 
 X, Y = np.linspace(0, 1, 8, dtype="float32")[:, None], np.arange(8) % 2
 
@@ -113,3 +116,14 @@ def test_a_result_says_whether_it_has_converged(losses, stopped, verdict):
     result = ConjugateResult({}, None, losses, stopped=stopped)
     assert verdict in repr(result)
     assert verdict in result._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("noise", "verdict"), [(0.1, "converged"), (3.0, "up to 3 nats, and the best is")]
+)
+def test_a_result_says_how_well_its_bound_is_known(noise, verdict):
+    search = quasi_newton.start({"a": np.zeros(1)})._replace(noise=noise)
+    hyper = Hyper({}, {}, np.ones(()), search)
+    state = ConjugateState(hyper, *[None] * (len(ConjugateState._fields) - 1))
+    result = ConjugateResult({}, state, np.array([3.0, 2.0]), stopped=True)
+    assert verdict in repr(result)

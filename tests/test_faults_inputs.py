@@ -2,6 +2,8 @@
 """What a fit is given: bad data, labels, plates, keys and starts raise early and by
 name; nothing ends in NaN or in a fit of something else."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ KEY = jax.random.key(0)
 X, Y = toy(16)
 Z = X[:4]
 KERNEL = gpaug.kernels.Matern52
+FORGOTTEN = r"site 'y' has no observed value: .*numpyro\.sample\(\.\.\., obs=y\)"
 
 
 def bad(X, row=0):
@@ -53,6 +56,44 @@ def test_a_step_refuses_what_a_fit_refuses(fitted, step) -> None:
         call(result.state, bad(X), Y, inducing=Z)
     with pytest.raises(ValueError, match=r"convert -1/\+1 labels with \(y \+ 1\) // 2"):
         call(result.state, X, 2 * Y - 1, inducing=Z)
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        call(result.state, X, inducing=Z)
+
+
+def init_joint(model, *args):
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    return svi.init(KEY, *args)
+
+
+def effects(X, y=None, *, law):
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", law(b * X[:, 0]), obs=y)
+
+
+def analytic(model):
+    guide = gpaug.AutoLatentGaussian(model, covariance="dense")
+    loss = gpaug.TraceAnalytic_ELBO()
+    return numpyro.infer.SVI(model, guide, optax.adam(0.1), loss)
+
+
+def logits(f):
+    return dist.Bernoulli(logits=f)
+
+
+@pytest.mark.parametrize(
+    ("law", "forgets"),
+    [
+        (logits, lambda m: init_joint(m, X)),
+        (logits, lambda m: gpaug.NestedVI(m).run(KEY, X)),
+        (logits, lambda m: gpaug.EllipticalSlice(m).init(KEY, 0, None, (X,), {})),
+        (dist.Normal, lambda m: analytic(m).run(KEY, 1, X, progress_bar=False)),
+    ],
+)
+def test_observations_that_were_forgotten_are_named(law, forgets) -> None:
+    """Discrete ones, which no latent can be, and real ones, which could."""
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        forgets(partial(effects, law=law))
 
 
 def test_checks_of_steps_cost_one_compilation_and_none_under_jit(fitted) -> None:

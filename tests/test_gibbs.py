@@ -343,7 +343,7 @@ def test_refusals_name_the_way_out() -> None:
     refuse(gpaug.CollapsedGaussian(classifier), "no hyperparameters", X, LABELS)
     whole = gpaug.with_residual(classifier, "site")
     refuse(gpaug.AugmentedGaussian(whole), "with_residual", X, LABELS)
-    no_data = "no observed site|observations"
+    no_data = "'y' has no observed value"
     refuse(gpaug.AugmentedGaussian(classifier), no_data, X, None, error=ValueError)
 
 

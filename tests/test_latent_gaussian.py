@@ -507,6 +507,20 @@ def test_a_gaussian_in_a_scale_is_a_hyperparameter():
     )
 
 
+def test_a_flat_prior_has_a_point_and_says_what_would_be_gaussian():
+    def model(t, y=None):
+        level = numpyro.sample(
+            "level", dist.ImproperUniform(dist.constraints.real, (), ())
+        )
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(level + b[GROUP % 3])), obs=y)
+
+    guide = structure_of(model, T, COUNTS)
+    assert guide.structure.others == ("level",)
+    assert "a point (AutoDelta): its prior is flat" in str(guide)
+
+
 def test_a_kernel_parameter_with_a_normal_prior_is_a_hyperparameter():
     def model(t, y=None):
         log_ls = numpyro.sample("log_ls", dist.Normal(0, 1))

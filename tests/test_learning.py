@@ -31,10 +31,14 @@ def data(num=60, columns=2, seed=0):
     return X, f + 0.2 * rng.normal(size=num), (f + rng.logistic(size=num) / 3) > 0
 
 
-def regression(X, y=None, *, batch_size=None):
+def regression(X, y=None, *, batch_size=None, flat=False):
     lengthscales = numpyro.param("lengthscales", jnp.ones(2), constraint=positive)
     variance = numpyro.param("variance", 1.0, constraint=positive)
-    scale = numpyro.param("scale", 0.5, constraint=positive)
+    if flat:
+        prior = dist.ImproperUniform(positive, (), ())
+        scale = numpyro.sample("scale", prior)
+    else:
+        scale = numpyro.param("scale", 0.5, constraint=positive)
     kernel = gpaug.kernels.SquaredExponential(lengthscales, variance)
     gp = gpaug.GaussianProcess("f", kernel, inducing=jnp.asarray(X)[:40])
     with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as idx:
@@ -60,7 +64,7 @@ def run(svi, *args, steps=100, **kwargs):
     return svi.run(KEY, steps, *args, progress_bar=False, **kwargs)
 
 
-# -- the search, on functions ----------------------------------------------------------
+# -- the search, on functions of five numbers, which share what is compiled ------------
 
 
 def rosenbrock(z):
@@ -79,27 +83,30 @@ def flat(z):
     return -jnp.exp(-0.1 * z.sum())
 
 
-def climb(fn, start, evaluations, rounding=0.0):
-    """The values at every evaluation, and the last state."""
+def climb(fn, start, evaluations, rounding=0.0, unresolved=0.0):
+    """The best values at every evaluation, the values of those that were accepted, and
+    the last state."""
     differentiate = jax.jit(jax.value_and_grad(lambda values: fn(values["z"])))
     accept, refuse = map(jax.jit, (quasi_newton.accepted, quasi_newton.refused))
     values = {"z": jnp.asarray(start)}
     zero = jax.tree.map(jnp.zeros_like, values)
     hyper = Hyper(values, zero, jnp.ones(()), quasi_newton.start(values))
-    bound, bounds = -jnp.inf, []
+    best, bests, kept = -jnp.inf, [], []
     for _ in range(evaluations):
-        step = jax.tree.map(lambda u: hyper.scale * u, hyper.update)  # noqa: B023
-        here = jax.tree.map(jnp.add, hyper.values, step)
+        here = quasi_newton.moved(hyper)
         value, ascent = differentiate(here)
-        first = jnp.isinf(bound)
-        if first or quasi_newton.accepts(hyper, value, rounding):
-            hyper, bound = accept(hyper, here, value, ascent, first, 0.0), value
+        first = jnp.isinf(best)
+        if first or quasi_newton.accepts(hyper, best, value, rounding, unresolved):
+            hyper = accept(hyper, here, ascent, first)
+            kept.append(float(value))
+            if value >= best:
+                hyper, best = quasi_newton.improved(hyper, here, unresolved), value
         else:
-            hyper, _ = refuse(hyper, value, rounding, 1.0)
-        bounds.append(float(bound))
+            hyper = refuse(hyper, best, value, rounding, 1.0)
+        bests.append(float(best))
         if hyper.optim_state.exhausted:
             break
-    return np.array(bounds), hyper
+    return np.array(bests), np.array(kept), hyper
 
 
 @pytest.mark.parametrize(
@@ -107,12 +114,12 @@ def climb(fn, start, evaluations, rounding=0.0):
     [
         pytest.param(rosenbrock, [-1.2, 1.0], 70, marks=pytest.mark.slow),
         (rosenbrock, [-1.2, 1.0, 0.3, -0.7, 2.0], 120),
-        (walled, [-3.0, 2.0, -1.0, 0.0, 1.0, 3.0], 60),
+        (walled, [-3.0, 2.0, -1.0, 0.0, 3.0], 60),
     ],
 )
 def test_a_search_finds_the_maximum(x64, fn, start, evaluations) -> None:
-    bounds, hyper = climb(fn, start, evaluations)
-    assert (np.diff(bounds) >= 0).all()
+    bounds, kept, hyper = climb(fn, start, evaluations)
+    assert (np.diff(kept) >= 0).all()
     assert bounds[-1] > -1e-8
     size = len(start)
     best = np.ones(size) if fn is rosenbrock else np.full(size, 0.4)
@@ -128,11 +135,18 @@ def test_noise_is_told_from_curvature(x64) -> None:
     def _(primals, tangents):
         return noisy(*primals), jax.jvp(rosenbrock, primals, tangents)[1]
 
-    bounds, hyper = climb(noisy, [-1.2, 1.0, 0.3, -0.7, 2.0], 200)
+    start = [-1.2, 1.0, 0.3, -0.7, 2.0]
+    *_, hyper = climb(noisy, start, 200)
     assert 1e-3 < hyper.optim_state.noise < 0.2
     assert float(rosenbrock(hyper.values["z"])) > -0.5
-    exact, _ = climb(rosenbrock, [-1.2, 1.0, 0.3, -0.7, 2.0], 200)
+    exact, *_ = climb(rosenbrock, start, 200)
     assert exact[-1] > -1e-6
+    # Where it is known how noisy, falls are taken, but never far below the best.
+    bests, kept, hyper = climb(noisy, start, 120, unresolved=0.1)
+    below = np.maximum.accumulate(kept) - kept
+    assert 0.01 < below.max() < 0.2
+    assert bests[-1] == kept.max() == noisy(hyper.values["z"])
+    assert float(rosenbrock(hyper.values["z"])) > -0.2
     search = hyper.optim_state._replace(noise=jnp.asarray(3.0))
     for functions, cause in (({}, "wide priors"), ({"f": None}, "a rougher kernel")):
         structure = SimpleNamespace(functions=functions)
@@ -141,7 +155,7 @@ def test_noise_is_told_from_curvature(x64) -> None:
 
 
 def test_steps_double_where_the_slope_stays(x64) -> None:
-    bounds, hyper = climb(flat, [0.0, 0.0], 12)
+    bounds, _, hyper = climb(flat, [0.0] * 5, 12)
     assert (np.diff(bounds) > 0).all()
     assert float(hyper.values["z"].sum()) > 30
 
@@ -150,9 +164,23 @@ def test_a_search_that_cannot_rise_says_so(x64) -> None:
     def wall(z):
         return jnp.where((z == 1).all(), z.sum(), jnp.nan)
 
-    _, hyper = climb(wall, [1.0, 1.0], 60)
+    *_, hyper = climb(wall, [1.0] * 5, 60)
     assert bool(hyper.optim_state.exhausted)
     assert not np.any(hyper.update["z"])
+
+
+def test_a_fall_is_not_excused_by_how_little_is_known_below(x64) -> None:
+    values = {"z": jnp.ones(2)}
+    hyper = Hyper(values, values, jnp.ones(()), quasi_newton.start(values))
+    hyper = quasi_newton.improved(hyper, values, jnp.asarray(1.0))
+    for fall, unresolved, taken in (
+        (1.9, 1.0, True),
+        (2.1, 1.0, False),
+        (2.1, 1e3, False),
+        (1.1, 0.2, True),
+        (1.3, 0.2, False),
+    ):
+        assert quasi_newton.accepts(hyper, 5.0, 5 - fall, 0.0, unresolved) == taken
 
 
 def test_a_first_step_within_rounding_leads_on(x64) -> None:
@@ -161,7 +189,7 @@ def test_a_first_step_within_rounding_leads_on(x64) -> None:
     def valley(z):
         return -1e4 * (z[0] - 1) ** 2 - 10 * (z[1] - 1) ** 2
 
-    bounds, _ = climb(valley, [1.001, 0.0], 60, rounding=1.0)
+    bounds, *_ = climb(valley, [1.001, 0.0, 0.0, 0.0, 0.0], 60, rounding=1.0)
     assert bounds[0] < -10
     assert bounds[-1] > -1
 
@@ -180,12 +208,13 @@ def test_regression_reaches_the_marginal_likelihoods_maximum(x64) -> None:
         return -scipy.stats.multivariate_normal(np.zeros(40), cov).logpdf(y)
 
     reference = scipy.optimize.minimize(loss, np.log([1, 1, 1, 0.5]), method="BFGS")
-    result = run(fitter(regression), X, y)
+    # A flat prior adds nothing: a point estimate is the likelihood's maximum.
+    result = run(fitter(regression), X, y, flat=True)
     assert len(result.losses) < 40
     assert abs(result.losses[-1] - reference.fun) < 1e-3
     found = [
         *result.params["lengthscales"],
-        *map(result.params.get, ("variance", "scale")),
+        *map(result.params.get, ("variance", "scale_auto_loc")),
     ]
     np.testing.assert_allclose(np.log(found), reference.x, atol=0.05)
     # What rounding leaves of residual variances, times the slopes of the bound in them.

@@ -296,6 +296,30 @@ def test_the_evidence_of_a_normal_model_against_a_grid(of_normal):
     assert np.exp(run.log_weights).sum(1) @ spread < 1e-3
 
 
+def flat(group, y=None, *, width=None):
+    """A level with a flat prior, or with one that is as good as flat."""
+    real = dist.constraints.real
+    law = dist.ImproperUniform(real, (), ()) if width is None else dist.Normal(0, width)
+    level = numpyro.sample("level", law)
+    with numpyro.plate("groups", G):
+        effect = numpyro.sample("effect", dist.Normal(0, 1))
+    with numpyro.plate("data", len(group)):
+        numpyro.sample("y", dist.Normal(level + effect[group], 0.5), obs=y)
+
+
+@pytest.mark.slow
+def test_a_flat_prior_is_the_limit_of_wide_ones():
+    improper = nested(flat, GROUP, REAL)
+    proper = nested(partial(flat, width=100.0), GROUP, REAL)
+    tables = [x.summary()[["mean", "sd"]].loc["level"] for x in (improper, proper)]
+    np.testing.assert_allclose(*tables, atol=0.1 * tables[1]["sd"])
+    fields = [x.get_extra_fields() for x in (improper, proper)]
+    error = sum(f["log_evidence_error"] for f in fields)
+    missing = np.log(100 * np.sqrt(2 * np.pi))
+    difference = fields[0]["log_evidence"] - fields[1]["log_evidence"]
+    assert abs(difference - missing) < 4 * error + 0.01
+
+
 def poisson_truth():
     """Evidence and moments of the Poisson model, by sums over tau, the level, and
     each effect: given the two, effects are independent."""

@@ -332,7 +332,7 @@ def test_unsuitable_models_and_guides() -> None:
 def test_no_observations() -> None:
     X, _ = toy(20)
     svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
-    with pytest.raises(ValueError, match="no observed site"):
+    with pytest.raises(ValueError, match="site 'y' has no observed value"):
         svi.run(KEY, 2, X, inducing=X[:5], progress_bar=False)
 
 

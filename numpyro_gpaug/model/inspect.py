@@ -325,6 +325,7 @@ class Dependencies:
                 raise NotConjugateError(
                     f"the distribution of {prior!r} depends on the process "
                     f"{sorted(sources)[0]!r}; only that of an observed site may. "
+                    "If it is data, pass the model its values (obs=...); "
                     "MCMC(NUTS(model)) samples such a model"
                 )
 

@@ -49,11 +49,17 @@ from numpyro_gpaug.model.structure import (
     Plate,
     Structure,
     Trace,
+    is_improper,
     run_model,
+    unobserved_error,
 )
 
 # Predictors of one datum whose expectation is by quadrature.
 _MOST = 2
+IMPROPER = (
+    "its prior is flat, so that it is a point: with a wide one, such as "
+    "dist.Normal(0, 100), it is Gaussian"
+)
 
 
 class _Survey(NamedTuple):
@@ -187,6 +193,10 @@ def _surveyed(
                 latent.append(name)
                 _refuse(site, any(is_data(s) for s in trace.values() if "fn" in s))
                 found = whitening(site["fn"])
+                support = getattr(site["fn"], "support", None)
+                anywhere = getattr(support, "base_constraint", support)
+                if is_improper(site) and anywhere is constraints.real:
+                    held.append((name, IMPROPER))
                 if found is not None and site["scale"] is not None:
                     held.append(
                         (
@@ -271,10 +281,12 @@ def _refuse(site: dict[str, Any], observes: bool) -> None:
             "numpyro.handlers.mask(mask=obs_mask) around the site instead"
         )
     if site["fn"].is_discrete:
-        missing = "pass its observations (obs=y); if it is no observation, "
+        if not observes:
+            raise unobserved_error([name])
         raise NotConjugateError(
-            f"the latent site {name!r} is discrete: {'' if observes else missing}sum "
-            "it out (a mixture likelihood), observe it, or sample the model by MCMC"
+            f"the latent site {name!r} is discrete: if it is data, pass the model its "
+            "values (obs=...); else sum it out (a mixture likelihood), or sample the "
+            "model by MCMC"
         )
 
 

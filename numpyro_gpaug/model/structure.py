@@ -4,7 +4,7 @@ how it is run with some of them filled in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,12 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from numpyro import handlers
-from numpyro.distributions import CategoricalLogits, CategoricalProbs
+from numpyro.distributions import (
+    CategoricalLogits,
+    CategoricalProbs,
+    ImproperUniform,
+)
+from numpyro.infer import init_to_feasible
 
 from numpyro_gpaug._numpyro import first_rows, residual_policy
 from numpyro_gpaug.gp.process import Conditional
@@ -314,9 +319,61 @@ def run_model(
     if size is not None:
         model = first_rows(model, arguments.arrays[-1], size)
     filled = fill(handlers.seed(model, key), values)
+    filled = handlers.substitute(filled, substitute_fn=_somewhere)
     with handlers.block(expose_types=expose_types):
         policy = residual_policy(filled, "mean")
         return handlers.trace(policy).get_trace(*args, **kwargs)
+
+
+def is_improper(site: dict[str, Any]) -> bool:
+    """Whether a site has a flat prior, which cannot be drawn from.
+
+    :param site: its message.
+    """
+    sampled = site["type"] == "sample" and not site["is_observed"]
+    return sampled and isinstance(base_distribution(site["fn"]), ImproperUniform)
+
+
+def _somewhere(site: dict[str, Any]) -> Array | None:
+    """A value for a site that has none and cannot be drawn."""
+    if site["type"] == "sample" and site["value"] is None and is_improper(site):
+        return init_to_feasible(site)
+    return None
+
+
+def unobserved_error(names: Iterable[str]) -> ValueError:
+    """The error for data that were not passed in.
+
+    :param names: of the sites that have no observed value but need one.
+    """
+    quoted = " and ".join(map(repr, names))
+    return ValueError(
+        f"site {quoted} has no observed value: was an argument left out? Pass the "
+        "model its values, and those to the site, numpyro.sample(..., obs=y)"
+    )
+
+
+def check_observed(
+    model: Callable[..., Any], structure: Any, arguments: Arguments
+) -> None:
+    """Raises for a model in which no site has an observed value.
+
+    :param model: the model.
+    :param structure: of it.
+    :param arguments: its arguments.
+    :raises ValueError: naming the site that comes last, which most likely is the one.
+    """
+    if structure.observed:
+        return
+    names: list[str] = []
+
+    def visit(arrays: tuple[Array, ...]) -> None:
+        given = arguments._replace(arrays=arrays)
+        trace = run_model(flat_functions(model), given, jax.random.key(0), {})
+        names.extend(k for k, site in trace.items() if site["type"] == "sample")
+
+    jax.eval_shape(visit, arguments.arrays)
+    raise unobserved_error(names[-1:])
 
 
 def check_shape(name: str, site: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from numpyro_gpaug.model.structure import (
     is_array,
     remembered,
     run_model,
+    unobserved_error,
 )
 
 
@@ -286,7 +287,11 @@ def check_observations(
         names: list[tuple[str, str]] = []
 
         def flags(arrays: tuple[Array, ...]) -> list[Array]:
-            found = valid_observations(run(arrays))
+            trace = run(arrays)
+            data = [k for k in (s.name for s in structure.observed) if k in trace]
+            if missing := [k for k in data if not trace[k]["is_observed"]]:
+                raise unobserved_error(missing)
+            found = valid_observations(trace)
             names[:] = found
             return list(found.values())
 

@@ -21,7 +21,7 @@ from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.inspect import inspect_model
-from numpyro_gpaug.model.structure import Arguments, Block, Structure
+from numpyro_gpaug.model.structure import Arguments, Block, Structure, check_observed
 from numpyro_gpaug.model.validation import (
     check_arguments,
     check_observations,
@@ -180,10 +180,8 @@ class GaussianKernel(MCMCKernel):
 
     def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         structure = self.read(args, kwargs)
-        if not structure.observed:
-            raise ValueError(
-                "the model has no observed site: pass the observations (y)"
-            )
+        arguments = Arguments.split(args, kwargs)
+        check_observed(self._model, structure, arguments)
         if not structure.blocks:
             raise ValueError(
                 f"{self._name} samples {self._kinds} on which likelihoods depend "
@@ -194,7 +192,6 @@ class GaussianKernel(MCMCKernel):
                 f"plates {sorted(structure.subsampled)} draw subsamples: an exact "
                 "sampler needs all of the data; drop subsample_size"
             )
-        arguments = Arguments.split(args, kwargs)
         check_observations(self._model, structure, arguments)
         self._structure = structure
 

@@ -17,7 +17,7 @@ from numpyro_gpaug.math.sharding import LATENTS
 from numpyro_gpaug.model.calls import check_by_name, check_processes
 from numpyro_gpaug.model.inspect import require_conjugate
 from numpyro_gpaug.model.latents import JointStructure
-from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.structure import Arguments, Structure, check_observed
 from numpyro_gpaug.model.validation import check_arguments, check_observations
 
 
@@ -40,12 +40,9 @@ def check_fit(
     check_arguments(model, args, kwargs)
     guide.check_data(*args, **kwargs)
     structure = guide.structure
+    check_observed(model, structure, Arguments.split(args, kwargs))
     if not structure.blocks:
         raise ValueError(_nothing_gaussian(structure))
-    if not structure.observed:
-        raise ValueError(
-            "the model has no observed site: pass the observations (y) to init or run"
-        )
     require_conjugate(structure, updates)
     check_processes(structure)
     check_by_name(model, args, kwargs)

@@ -67,8 +67,9 @@ class ConjugateSVI(Displayed):
     hyperparameters, or with an optax transformation, a step moves each block once. No
     step lowers the bound by more than rounding (unless ``other`` draws latents at
     random): an update of the hyperparameters that would is undone, and less of it
-    tried. (Where a kernel matrix is ill-conditioned, rounding in float32 can be nats: a
-    run then warns.)
+    tried. (Where a kernel matrix is ill-conditioned, rounding in float32 can be nats:
+    L-BFGS then goes on where falls may be rounding, the best state it has seen is the
+    one kept, and a run warns.)
 
     *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step.
     Batches may also be passed in, ``update(state, X[idx], y[idx])`` inside

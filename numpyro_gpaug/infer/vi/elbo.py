@@ -26,6 +26,7 @@ from numpyro_gpaug.model.structure import (
     Block,
     Structure,
     Trace,
+    check_observed,
     flat_functions,
     run_model,
 )
@@ -105,6 +106,7 @@ class TraceAnalytic_ELBO(ELBO):
             structure = inspect_joint(model, 1.0, *args, **kwargs)
         else:
             structure = inspect_model(model, *args, **kwargs)
+        check_observed(model, structure, arguments)
 
         def particle(key: Array) -> Array:
             guide_key, model_key = random.split(key)

@@ -19,8 +19,9 @@ from numpyro_gpaug.model.validation import all_valid
 
 # Steps of one compiled loop.
 CHUNK = 100
-# Nats: a search whose bounds are known less well sees slower that they rise.
-RESOLVED = 0.1
+# Steps without a rise that end a search; of one whose bounds are known to less than so
+# many nats, which sees slower that they rise.
+PATIENCE, LONG_PATIENCE, RESOLVED = 5, 15, 0.1
 # Minibatches on which two states are compared.
 BATCHES = 16
 
@@ -67,7 +68,7 @@ def run_chunk(
         if stepper.searches:
             search = state.hyper.optim_state
             noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
-            patience = jnp.where(noisy, 15, 5)
+            patience = jnp.where(noisy, LONG_PATIENCE, PATIENCE)
             patience = jnp.where(search.exhausted & (i > 0), 0, patience)
         elif stepper.learns:
             patience = jnp.maximum(40 * stepper.every, state.step // 5)

@@ -12,7 +12,12 @@ of a fit is one evaluation, at the end of the pending update:
 - else: the next direction, from this pair of points too. Its curvature is positive, so
   that the direction ascends.
 
-Reference: Nocedal and Wright (2006), Numerical Optimization, sections 3.1, 3.5, 7.2.
+Rounding makes bounds noisy, and the search goes on where the bound fell by no more than
+noise. So where it is need not be the best it has seen, which is what a fit keeps and
+what falls are measured from: one after the other they would add up.
+
+References: Nocedal and Wright (2006), Numerical Optimization, sections 3.1, 3.5, 7.2;
+Xie, Byrd and Nocedal (2020), Analysis of the BFGS method with errors.
 """
 
 from __future__ import annotations
@@ -42,24 +47,23 @@ NOISY = 0.5
 
 
 class Search(NamedTuple):
-    """State of the search.
+    """State of the search. The values that it belongs to are the best seen.
 
     :param memory: optax's, which holds the last point that a direction was taken from,
         and minus the gradient there.
-    :param gradient: of the bound at the present values, flat.
+    :param here: where the search is, flat: the pending update starts there.
+    :param gradient: of the bound there, flat.
     :param steepest: whether the pending update is along it.
-    :param best: the highest bound accepted, which falls within noise are measured from:
-        one after the other they would add up.
     :param noise: of the bound: what it was seen to fall by where it should not.
-    :param unresolved: of the bound at the present values, by rounding of matrices.
+    :param unresolved: of the best bound, by rounding of matrices.
     :param exhausted: whether no update makes the bound rise any more.
     :param fresh: whether no direction has led nowhere yet.
     """
 
     memory: Any
+    here: Array
     gradient: Array
     steepest: Array
-    best: Array
     noise: Array
     unresolved: Array
     exhausted: Array
@@ -74,38 +78,50 @@ def start(values: dict[str, Any]) -> Search:
     flat, _ = ravel_pytree(values)
     memory, no = _lbfgs().init(flat), jnp.array(False)
     zero = jnp.zeros((), flat.dtype)
-    return Search(memory, jnp.zeros_like(flat), no, zero, zero, zero, no, ~no)
+    return Search(memory, flat, jnp.zeros_like(flat), no, zero, zero, no, ~no)
 
 
-def accepts(hyper: Hyper, bound: Array, rounding: Array) -> Array:
-    """Whether the bound has risen enough by the pending update.
+def moved(hyper: Hyper) -> dict[str, Any]:
+    """Hyperparameters after the pending update.
+
+    :param hyper: before it.
+    """
+    search: Search = hyper.optim_state
+    _, unravel = ravel_pytree(hyper.values)
+    update = hyper.scale * ravel_pytree(hyper.update)[0]
+    return unravel(search.here + jnp.asarray(update, search.here.dtype))
+
+
+def accepts(
+    hyper: Hyper, best: Array, bound: Array, rounding: Array, unresolved: Array | float
+) -> Array:
+    """Whether the bound has risen enough by the pending update, as far as is known.
 
     :param hyper: before the update.
-    :param bound: after it.
-    :param rounding: of the bound.
+    :param best: the highest bound seen.
+    :param bound: after the update.
+    :param rounding: of the sum that it is.
+    :param unresolved: see :class:`Search`; of the bound after the update. Where it is
+        more than that of the best, a fall is no better excused: a search that went
+        where bounds are known worse would excuse ever more.
     """
-    rise = bound - hyper.optim_state.best
+    search: Search = hyper.optim_state
+    known = search.unresolved
+    matrices = known + jnp.minimum(known, unresolved)
     least = SUFFICIENT * hyper.scale * jnp.maximum(_slope(hyper), 0)
-    allowed = jnp.maximum(rounding, hyper.optim_state.noise)
-    return (rise >= least - allowed) & (hyper.scale > PROBE)
+    allowed = jnp.maximum(rounding + matrices, search.noise)
+    return (bound - best >= least - allowed) & (hyper.scale > PROBE)
 
 
 def accepted(
-    hyper: Hyper,
-    values: dict[str, Any],
-    bound: Array,
-    ascent: dict[str, Any],
-    first: Array,
-    unresolved: Array | float,
+    hyper: Hyper, values: dict[str, Any], ascent: dict[str, Any], first: Array
 ) -> Hyper:
     """The next update.
 
     :param hyper: before the update that is accepted.
     :param values: unconstrained params after it.
-    :param bound: there.
-    :param ascent: its gradient.
+    :param ascent: the gradient of the bound there.
     :param first: whether nothing that is remembered concerns these data.
-    :param unresolved: see :class:`Search`.
     """
     (here, unravel), (gradient, _) = ravel_pytree(values), ravel_pytree(ascent)
     search: Search = jax.tree.map(
@@ -121,40 +137,48 @@ def accepted(
         lambda a, b: jnp.where(further, a, b),
         (2 * last, memory), (direction, next_memory),
     )  # fmt: skip
-    bound = jnp.asarray(bound, search.best.dtype)
-    best = jnp.where(first, bound, jnp.maximum(search.best, bound))
     search = search._replace(
-        memory=memory, gradient=gradient, steepest=steepest, best=best,
-        unresolved=jnp.asarray(unresolved, best.dtype), exhausted=jnp.array(False),
+        memory=memory, here=here, gradient=gradient, steepest=steepest,
+        exhausted=jnp.array(False),
     )  # fmt: skip
-    return Hyper(values, unravel(update), jnp.ones_like(hyper.scale), search)
+    scale = jnp.ones_like(hyper.scale)
+    return Hyper(hyper.values, unravel(update), scale, search)
+
+
+def improved(hyper: Hyper, values: dict[str, Any], unresolved: Array) -> Hyper:
+    """With values that are the best seen.
+
+    :param hyper: any.
+    :param values: unconstrained params.
+    :param unresolved: see :class:`Search`.
+    """
+    search: Search = hyper.optim_state
+    known = jnp.asarray(unresolved, search.unresolved.dtype)
+    return hyper._replace(values=values, optim_state=search._replace(unresolved=known))
 
 
 def refused(
-    hyper: Hyper, bound: Array, rounding: Array, largest_noise: Array
-) -> tuple[Hyper, Array]:
+    hyper: Hyper, best: Array, bound: Array, rounding: Array, largest_noise: Array
+) -> Hyper:
     """Less of an update that did not make the bound rise enough; steepest ascent, once
     too little of it is left; then nothing.
 
     In float32 an ill-conditioned kernel may make a bound noisier than it seems. Where
     nothing is left to gain by less of an update, next to nothing of it is tried: by
-    what the bound changes there is noise, and is allowed for from there on: Xie, Byrd
-    and Nocedal (2020), Analysis of the BFGS method with errors.
+    what the bound changes there is noise, and is allowed for from there on.
 
     :param hyper: before the update.
-    :param bound: after it, NaN or minus infinity if there is none.
+    :param best: the highest bound seen.
+    :param bound: after the update, NaN or minus infinity if there is none.
     :param rounding: of the bound. A gain of less is none.
     :param largest_noise: a larger fall is none of noise.
-    :return: hyperparameters, and whether noise made the bound fall: the one just seen
-        is then that of the present values as much as the one it was compared with.
     """
     search: Search = hyper.optim_state
-    bound = jnp.asarray(bound, search.best.dtype)
-    rise = bound - search.best
+    rise = bound - best
     probing = hyper.scale <= PROBE
     slope = hyper.scale * _slope(hyper)
-    best = slope / (2 * (slope - rise))
-    factor = jnp.where(best > 0.1, jnp.minimum(best, 0.5), 0.1)
+    part = slope / (2 * (slope - rise))
+    factor = jnp.where(part > 0.1, jnp.minimum(part, 0.5), 0.1)
     less = hyper.scale * factor
     # Along a first gradient a step may gain next to nothing though others gain much:
     # one within rounding, from gradient to gradient, tells which.
@@ -165,32 +189,27 @@ def refused(
     noisy = noisy & (change < largest_noise)
     over = probing & ~noisy
     none = over & search.steepest
-    here, unravel = ravel_pytree(hyper.values)
-    steepest, again = _direction(search.gradient, _lbfgs().init(here), here)
-    update = jnp.where(over, steepest, ravel_pytree(hyper.update)[0])
+    again = _lbfgs().init(search.here)
+    steepest, again = _direction(search.gradient, again, search.here)
+    flat, unravel = ravel_pytree(hyper.update)
+    update = jnp.where(none, 0, jnp.where(over, steepest, flat))
     scale = jnp.where(hopeless | (less < PROBE), PROBE, less)
-    noise = jnp.where(noisy, change, search.noise)
-    fell = noisy & (rise < 0)
-    best = jnp.where(fell, bound, search.best)
-    memory = jax.tree.map(
-        lambda new, old: jnp.where(over, new, old), again, search.memory
-    )
-    hyper = Hyper(
-        hyper.values,
-        unravel(jnp.where(none, 0, update)),
-        jnp.asarray(jnp.where(probing, 1, scale), hyper.scale.dtype),
-        Search(
-            memory,
-            search.gradient,
-            search.steepest | over,
-            best,
-            noise,
-            search.unresolved,
-            none,
-            search.fresh & ~over,
+    search = search._replace(
+        memory=jax.tree.map(
+            lambda new, old: jnp.where(over, new, old), again, search.memory
         ),
+        steepest=search.steepest | over,
+        noise=jnp.asarray(jnp.where(noisy, change, search.noise), search.noise.dtype),
+        exhausted=none,
+        fresh=search.fresh & ~over,
     )
-    return hyper, fell
+    scale = jnp.asarray(jnp.where(probing, 1, scale), hyper.scale.dtype)
+    return Hyper(hyper.values, unravel(update), scale, search)
+
+
+def uncertainty(search: Search) -> float:
+    """Of the best bound, in nats."""
+    return max(float(search.noise), float(search.unresolved))
 
 
 def warn_of_noise(search: Search, structure: Structure) -> None:
@@ -200,7 +219,7 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
     :param search: how it went.
     :param structure: of the model.
     """
-    noise = max(float(search.noise), float(search.unresolved))
+    noise = uncertainty(search)
     if noise > NOISY:
         cause, cure = "very many data, wide priors, an ill-conditioned covariance", ""
         if structure.functions:

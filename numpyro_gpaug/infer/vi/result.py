@@ -9,6 +9,7 @@ import numpy as np
 from numpyro.infer.svi import SVIRunResult
 
 from numpyro_gpaug._display import Displayed, Rows, brief
+from numpyro_gpaug.infer.vi.quasi_newton import NOISY, Search, uncertainty
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.convergence import convergence
 
@@ -19,7 +20,8 @@ class ConjugateResult(Displayed, SVIRunResult):
 
     :param params: constrained params of model and guide.
     :param state: to continue from.
-    :param losses: minus the bound, of the steps taken.
+    :param losses: minus the bound after each step; of L-BFGS, minus the highest so far,
+        which is that of ``params`` and ``state``.
     :param args: the model's arguments.
     :param kwargs: its keyword arguments.
     :param restored: where learning on minibatches had made the bound fall, the steps at
@@ -61,6 +63,13 @@ class ConjugateResult(Displayed, SVIRunResult):
         return "ConjugateResult", rows
 
     def _verdict(self, losses: np.ndarray) -> str:
+        known = isinstance(self.state, ConjugateState)
+        search = self.state.hyper.optim_state if known else None
+        if isinstance(search, Search) and uncertainty(search) > NOISY:
+            return (
+                "as good as rounding tells: bounds are uncertain by up to "
+                f"{uncertainty(search):.2g} nats, and the best is kept (try float64)"
+            )
         if self.stopped:
             return "converged: the bound came to rest before the last step"
         found = convergence(losses)

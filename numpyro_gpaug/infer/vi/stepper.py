@@ -168,41 +168,41 @@ class Stepper:
 
     def _search_step(self, state: ConjugateState) -> ConjugateState:
         """Full data: the collapsed bound at the pending update's end."""
-        values = moved(state.hyper)
+        values = quasi_newton.moved(state.hyper)
         problem, pullback = self._problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
+        best, bound, rounding = state.bound, evaluation.bound, slack(evaluation)
         processes = tuple(block.name for block in self._structure.processes)
         unresolved = problem.unresolved(evaluation, processes)
-        bound, rounding = evaluation.bound, slack(evaluation)
-        first = state.bound <= unknown_bound(state.bound.dtype)
-        here = state._replace(
-            natural=natural, step_sizes=steps, bound=evaluation.bound,
-            unreached=self._unreached(problem),
-        )  # fmt: skip
+        first = best <= unknown_bound(best.dtype)
 
-        def on() -> ConjugateState:
+        def on() -> Hyper:
             ascent = pullback(problem.gradient(evaluation))
-            hyper = quasi_newton.accepted(
-                state.hyper, values, bound, ascent, first, unresolved
-            )
-            if self._plan.closed:
-                best = self._maximised(problem, evaluation, values, ascent)
-                hyper = hyper._replace(update=hyper.update | best)
-            return _flagged(here._replace(hyper=hyper), hyper)
+            hyper = quasi_newton.accepted(state.hyper, values, ascent, first)
+            if not self._plan.closed:
+                return hyper
+            most = self._maximised(problem, evaluation, values, ascent)
+            return hyper._replace(update=hyper.update | most)
 
-        def back() -> ConjugateState:
+        def back() -> Hyper:
             largest = LARGEST_NOISE * evaluation.magnitude
-            hyper, noisy = quasi_newton.refused(state.hyper, bound, rounding, largest)
-            return lax.cond(
-                noisy, lambda: here._replace(hyper=hyper),
-                lambda: state._replace(hyper=hyper),
+            return quasi_newton.refused(state.hyper, best, bound, rounding, largest)
+
+        enough = quasi_newton.accepts(state.hyper, best, bound, rounding, unresolved)
+        goes_on = first | enough
+        hyper = lax.cond(goes_on, on, back)
+
+        def better() -> ConjugateState:
+            return state._replace(
+                hyper=quasi_newton.improved(hyper, values, unresolved),
+                natural=natural, step_sizes=steps, bound=bound,
+                unreached=self._unreached(problem),
             )  # fmt: skip
 
-        return lax.cond(
-            first | quasi_newton.accepts(state.hyper, bound, rounding + unresolved),
-            on,
-            back,
-        )
+        # A first bound of NaN is shown.
+        rose = goes_on & ~(bound < best)
+        new = lax.cond(rose, better, lambda: state._replace(hyper=hyper))
+        return _flagged(new, hyper)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """A minibatch, or other latents drawn at random: no bound to compare with, so a
