@@ -637,7 +637,7 @@ def test_sizes_from_arguments_and_masks_are_explained():
         with numpyro.plate("data", N):
             numpyro.sample("y", dist.Poisson(jnp.exp(b * t)), obs=y)
 
-    with pytest.raises(gpaug.NotConjugateError, match="pass its observations"):
+    with pytest.raises(ValueError, match="'y' has no observed value"):
         structure_of(counts, T)
 
 
