@@ -56,8 +56,9 @@ def run_chunk(
     """
     stepper = Stepper(plan, settings, Arguments(arrays, static))
     losses = jnp.zeros((CHUNK,), state.bound.dtype)
-    unknown = unknown_bound(state.bound.dtype)
-    bound = jnp.where(state.data == data, state.bound, unknown)
+    bound = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
+    if stepper.learns:  # else no step looks at the last one's
+        bound = jnp.where(state.data == data, state.bound, bound)
     state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
     state = stepper.noted(state, first)
@@ -79,7 +80,10 @@ def run_chunk(
         new, evaluation = stepper.step(state, Carry(first.problem, evaluation))
         new = counted(state, new, tol)
         new = new._replace(natural=latents_apart(new.natural))
-        return i + 1, new, evaluation, losses.at[i].set(-new.bound)
+        noted = losses.at[i].set(
+            -new.bound, mode="promise_in_bounds", wrap_negative_indices=False
+        )
+        return i + 1, new, evaluation, noted
 
     start = jnp.int32(0), state, first.evaluation, losses
     taken, state, _, losses = lax.while_loop(going, body, start)
@@ -95,7 +99,8 @@ def counted(state: ConjugateState, new: ConjugateState, tol: Any) -> ConjugateSt
     """
     rose = new.bound >= state.mark + tol
     # A refused update says nothing: less of it follows, or another.
-    tried = jnp.int32(new.hyper.scale >= state.hyper.scale)
+    rests = new.hyper is state.hyper
+    tried = 1 if rests else jnp.int32(new.hyper.scale >= state.hyper.scale)
     return new._replace(
         mark=jnp.where(rose, new.bound, state.mark),
         stalled=jnp.where(rose, 0, state.stalled + tried), step=state.step + 1,

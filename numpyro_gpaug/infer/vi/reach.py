@@ -48,7 +48,8 @@ def share_unreached(map_: AffineMap | AffineBlocks) -> Array:
     :param map_: of a process, from its inducing values.
     """
     explained = map_.explained()
-    return (explained < LEAST_EXPLAINED).mean(dtype=explained.dtype)
+    each = jnp.asarray(1 / explained.size, explained.dtype)
+    return jnp.where(explained < LEAST_EXPLAINED, each, 0).sum()
 
 
 @one_thread

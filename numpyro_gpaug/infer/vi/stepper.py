@@ -280,7 +280,8 @@ class Stepper:
     def _unreached(self, problem: LatentGaussian) -> dict[str, Array]:
         maps: Any = problem.maps
         names = [block.name for block in self._structure.processes]
-        return {name: share_unreached(maps[name]) for name in names}
+        # Of the dtype of the latents, which data need not have.
+        return {n: share_unreached(maps[n]).astype(problem.dtype) for n in names}
 
     def _augmented(self, state: ConjugateState) -> Array | None:
         """Whether a step takes its factors from the augmented bound, to start safely;

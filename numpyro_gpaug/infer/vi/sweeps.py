@@ -239,7 +239,7 @@ def backtracked_update(
     def halved(tries: Array) -> Array:
         return jnp.exp2(jnp.asarray(-tries, step.dtype))
 
-    tries = -fresh.astype(jnp.int32)
+    tries = jnp.where(fresh, jnp.int32(-1), jnp.int32(0))
     start = _Search(tries, jnp.array(False), old, evaluation.bound, old, evaluation)
     found = lax.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
