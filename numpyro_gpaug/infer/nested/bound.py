@@ -27,6 +27,7 @@ from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, starts_augmented
 from numpyro_gpaug.math.affine import GaussianFactors
 from numpyro_gpaug.math.arrow_map import ArrowMap
+from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.pairs import PairedMap, PairFactors
 from numpyro_gpaug.model.latents import JOINT, JointStructure
@@ -198,15 +199,26 @@ class CollapsedBound:
         return jax.eval_shape(factors, values, arrays)
 
     def _differentiable(self) -> Callable[..., Array]:
-        @jax.custom_jvp
-        def value(values: Any, steps: Any, arrays: Any) -> Array:
+        # Whoever runs the collapsed model runs it a few times outside of any program
+        # (NUTS to find its sites and where to start): operation by operation that
+        # would compile more than two hundred programs.
+        @Compiled
+        def settled_bound(values: Any, arrays: Any) -> Array:
             problem = self.problem(values, arrays, learns=False)
             return self.settle(problem).evaluation.bound
 
-        @jax.custom_jvp
-        def with_gradient(values: Any, steps: Any, arrays: Any) -> Any:
+        @Compiled
+        def bound_and_gradient(values: Any, arrays: Any) -> Any:
             bound, gradient, _ = self.with_pullback(values, arrays)
             return bound, gradient()
+
+        @jax.custom_jvp
+        def value(values: Any, steps: Any, arrays: Any) -> Array:
+            return settled_bound(values, arrays)
+
+        @jax.custom_jvp
+        def with_gradient(values: Any, steps: Any, arrays: Any) -> Any:
+            return bound_and_gradient(values, arrays)
 
         def value_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
             moved = _moves(primals[0], tangents)
