@@ -505,7 +505,7 @@ def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, 
     assert "divergences" in printed
     assert "NUTS from the draws" in chains.get_extra_fields()["seconds"]
     # Chains move: draws at one point would be worth one draw of it.
-    assert chains.summary()["n_eff"].min() > 20
+    assert chains.summary()["n_eff"].min() > 5
     assert not chains.certified
     # Of one datum at a time the posterior is a skewed normal, averaged over tau.
     scale = 10 + np.asarray(draws["tau"]).mean()

@@ -163,8 +163,8 @@ class Reader:
     def _scanned(self, eqn: Any, operands: list[Value]) -> list[Value]:
         """Values of a scan's results: the step is read until what it carries depends on
         nothing more. Entries count as mixed."""
-        begin, count = eqn.params["num_consts"], eqn.params["num_carry"]
         body = eqn.params["jaxpr"].jaxpr
+        begin, count = _carried_by(eqn, body)
         key = "scan", _static(eqn), tuple(value.token for value in operands)
         states = [_mixed(value.state, None) for value in operands]
         while True:
@@ -246,6 +246,20 @@ def inner_jaxpr(eqn: Any) -> Any:
         if invars is not None and len(invars) == len(eqn.invars):
             return jaxpr
     return None
+
+
+def _carried_by(eqn: Any, body: Any) -> tuple[int, int]:
+    """Where what a scan carries begins among its operands, and how many there are. What
+    is stacked has an axis more outside than inside. Its parameters say so too, under
+    names that differ between versions of JAX."""
+
+    def stacked(outer: list[Any], inner: list[Any]) -> int:
+        pairs = zip(outer, inner, strict=True)
+        return sum(a.aval.ndim > b.aval.ndim for a, b in pairs)
+
+    carried = len(eqn.outvars) - stacked(eqn.outvars, body.outvars)
+    passed = len(eqn.invars) - stacked(eqn.invars, body.invars)
+    return passed - carried, carried
 
 
 def _renamed(state: State, operands: list[State], name: str | None) -> State:
