@@ -460,3 +460,21 @@ def test_inducing_inputs_by_position_are_told_their_name() -> None:
     svi = gpaug.ConjugateSVI(keyword, gpaug.AutoSparseGP(keyword))
     with pytest.raises(TypeError, match="pass inducing=... by name"):
         svi.init(jax.random.key(0), X, np.zeros(5, int), X)
+
+
+def test_one_fitter_for_data_of_two_dtypes(x64) -> None:
+    """A guide keeps the dtype of the data that set it up."""
+
+    def model(X, y=None, *, Z):
+        scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(scale), Z)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+
+    X = np.random.default_rng(0).normal(size=(30, 1))
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    found = [
+        svi.run(jax.random.key(0), 3, x, X[:, 0] > 0, Z=x[:5], progress_bar=False)
+        for x in (X, X.astype(np.float32))
+    ]
+    np.testing.assert_allclose(found[1].losses, found[0].losses, rtol=1e-5)

@@ -49,6 +49,19 @@ def traffic(text: str) -> tuple[str, int]:
     return " ".join(sorted(kinds)) or "nothing", total
 
 
+def watched(svi: Any) -> list[Any]:
+    """Where the program of a fit's steps will be, compiled by the first."""
+    programs, advance = [], svi._programs.advance
+
+    def step(*given: Any, **static: Any) -> Any:
+        if not programs:
+            programs.append(advance.lower(*given, **static).compile())
+        return advance(*given, **static)
+
+    svi._programs.advance = step
+    return programs
+
+
 def fit(args: argparse.Namespace, rows: int) -> dict[str, Any]:
     """Steps at fixed hyperparameters on this process's share of the rows."""
     import jax
@@ -77,17 +90,10 @@ def fit(args: argparse.Namespace, rows: int) -> dict[str, Any]:
     X, y = (jax.make_array_from_process_local_data(by_row, x[mine]) for x in (X, y))
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
-    texts, advance = [], svi._programs.advance
-
-    def watched(*given: Any, **static: Any) -> Any:
-        texts.append(advance.lower(*given, **static).compile().as_text())
-        return advance(*given, **static)
-
-    if args.read:
-        svi._programs.advance = watched
+    programs = watched(svi) if args.read else []
     how = {"inducing": Z, "progress_bar": False}
     result = svi.run(jax.random.key(0), args.steps, X, y, **how)
-    kinds, size = traffic(texts[0]) if args.read else ("", 0)
+    kinds, size = traffic(programs[0].as_text()) if args.read else ("", 0)
     seconds = []
     for _ in range(ROUNDS):
         begun = time.perf_counter()
@@ -122,24 +128,15 @@ def fit_labels(args: argparse.Namespace, rows: int) -> dict[str, Any]:
     y = (rng.uniform(size=(rows, args.labels)) < 0.1).astype(np.int32)
     mesh = jax.make_mesh((1, jax.device_count()), ("rows", "latents"))
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None, mesh=mesh)
-    programs, advance = [], svi._programs.advance
-
-    def watched(*given: Any, **static: Any) -> Any:
-        if not programs:
-            programs.append(advance.lower(*given, **static).compile())
-        return programs[0](*given)
-
-    svi._programs.advance = watched
+    programs = watched(svi)
     Z = X[: args.inducing].copy()
     how = {"inducing": Z, "progress_bar": False}
     result = svi.run(jax.random.key(0), args.steps, X, y, **how)
     begun = time.perf_counter()
     svi.run(jax.random.key(0), args.steps, X, y, init_state=result.state, **how)
     seconds = time.perf_counter() - begun
-    memory, (kinds, size) = (
-        programs[0].memory_analysis(),
-        traffic(programs[0].as_text()),
-    )
+    memory = programs[0].memory_analysis()
+    kinds, size = traffic(programs[0].as_text())
     (posterior,) = result.state.natural.values()
     held = sum(x.addressable_shards[0].data.nbytes for x in posterior)
     return {
