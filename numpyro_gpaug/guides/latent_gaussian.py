@@ -30,9 +30,10 @@ from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import JOINT, JointStructure, whitened
+from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.marginals import with_latent_axis
 from numpyro_gpaug.model.structure import Arguments, remembered
+from numpyro_gpaug.model.whitened import whitened
 
 Natural = NaturalGaussian | ArrowNatural | ChainNatural
 
@@ -203,7 +204,7 @@ class AutoLatentGaussian(ProcessGuide):
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
             missing[:] = view.unobserved
-            misfit = jnp.zeros(()) if missing else view.misfit(None)
+            misfit = jnp.zeros(()) if missing else view.misfit
             return [extremes for _, extremes in gathers], misfit
 
         return jax.jit(checked), indexed, missing

@@ -20,19 +20,18 @@ from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import of_this_process, total
+from numpyro_gpaug.model.observations import check_shape, unobserved_error
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
     Structure,
     Trace,
-    check_shape,
     conditional_of,
     flat_functions,
     is_array,
     remembered,
     run_model,
-    unobserved_error,
 )
 
 

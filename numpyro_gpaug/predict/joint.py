@@ -17,7 +17,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
-from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import Arguments, Block, Structure, remembered
 from numpyro_gpaug.predict.mixture import (
@@ -65,7 +65,7 @@ class JointPredictor(Predictor):
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
             reached = [extremes for _, extremes in gathers]
-            return reached, view.marks(), view.misfit(site)
+            return reached, view.marks(), view.misfit_of(site)
 
         indexed: list[Any] = []
         program = remembered(
@@ -127,14 +127,14 @@ class JointPredictor(Predictor):
         program = remembered(self._sites, arguments.shapes, lambda: jax.jit(found))
         return program(arguments.arrays, fitted)
 
-    _seen = JointView
+    _seen = JointPredictiveView
     _structure_at = staticmethod(joint_structure_at)
 
     def _stand_in(self, message: dict[str, Any]) -> Array:
         fn = message["fn"]
         return fn.support.feasible_like(jnp.zeros(fn.shape()))
 
-    def _extended(self, view: JointView, fit: Fit) -> Any:
+    def _extended(self, view: JointPredictiveView, fit: Fit) -> Any:
         """Moments of the latents that the model has at these arguments: new members of
         a plate are at their prior."""
         q: Any = fit.moments[JOINT]

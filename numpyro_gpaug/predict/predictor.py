@@ -29,6 +29,7 @@ from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.inspect import structure_at
+from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
@@ -36,7 +37,6 @@ from numpyro_gpaug.model.structure import (
     Block,
     Observed,
     Structure,
-    check_shape,
     remembered,
 )
 from numpyro_gpaug.model.view import ModelView

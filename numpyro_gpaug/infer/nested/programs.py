@@ -22,8 +22,8 @@ from numpyro_gpaug.infer.nested.bound import TOLERANCE, CollapsedBound, Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.importance import compensated_sum
-from numpyro_gpaug.model.latents import whitened
 from numpyro_gpaug.model.structure import Arguments, Trace, run_model
+from numpyro_gpaug.model.whitened import whitened
 
 # Numbers held at once while draws are made.
 BUDGET = 2**21
