@@ -20,6 +20,7 @@ from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
+from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
@@ -29,7 +30,6 @@ from numpyro_gpaug.model.structure import (
     run_model,
     without_gaussians,
 )
-from numpyro_gpaug.model.validation import check_observations
 from numpyro_gpaug.model.view import ModelView
 
 

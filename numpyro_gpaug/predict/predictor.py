@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import Array, lax, random
 from numpyro import handlers
 from numpyro.distributions import Distribution
@@ -46,6 +47,7 @@ from numpyro_gpaug.predict.mixture import (
     mixed,
     over_members,
 )
+from numpyro_gpaug.predict.summary import SiteMoments
 
 # Predictions of more rows at once are worth the compilation of faster loops.
 MANY_ROWS = 512
@@ -173,6 +175,30 @@ class Predictor:
         """Moments of the Gaussian blocks that are the same for all members, latent axis
         first."""
         return jax.jit(self._moments)(fitted.own) if fitted.own else {}
+
+    def weights(self, fitted: Fitted) -> dict[str, dist.MultivariateNormal]:
+        """Posteriors of the plain Gaussian weight vectors, by site.
+
+        :param fitted: what was fitted.
+        """
+        found = {}
+        for block in self.structure.weights:
+            mean, whitener = self.moments(fitted)[block.name]
+            covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
+            found[block.site] = dist.MultivariateNormal(
+                mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
+            )
+        return found
+
+    def sites(
+        self, arguments: Arguments, fitted: Fitted
+    ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
+        """What is known of jointly Gaussian latents: here there are none.
+
+        :param arguments: of the model at the fit.
+        :param fitted: what was fitted.
+        """
+        return {}, {}, {}
 
     def block(self, site: str | None) -> Block:
         """The Gaussian process of this name; the only one for ``None``."""
