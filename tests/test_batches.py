@@ -144,6 +144,13 @@ def test_steps_on_all_data_in_blocks_are_those_in_memory(data, fn, guide, y):
     state = read.state
     stopped = svi.run(KEY, 40, blocks, Z=data.Z, tol=0.1, init_state=state, **QUIET)
     assert 3 <= len(stopped.losses) < 10
+    # Nor does it keep quiet of inducing inputs that are out of reach.
+    for name, share in whole.state.unreached.items():
+        assert share == read.state.unreached[name] == 0
+        how["Z"] = data.Z + 1e6
+        with pytest.warns(UserWarning, match="different units or places") as seen:
+            svi.run(KEY, 1, blocks, **how)
+        assert len(seen) == 1
 
 
 def test_minibatches_are_those_of_a_plate_that_draws(data, svi):

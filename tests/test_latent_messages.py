@@ -101,12 +101,24 @@ def of_a_process(X, y=None, *, inducing):
 
 
 @pytest.fixture(scope="module")
-def posterior():
+def svi():
     guide = gpaug.AutoLatentGaussian(of_a_process)
-    svi = gpaug.ConjugateSVI(of_a_process, guide, None)
+    return gpaug.ConjugateSVI(of_a_process, guide, None)
+
+
+@pytest.fixture(scope="module")
+def posterior(svi):
     X, Z = T[:, None], T[::4, None]
     result = svi.run(KEY, 3, X, REAL, inducing=Z, progress_bar=False)
+    assert result.state.unreached == {"f": 0}
     return svi.posterior(result)
+
+
+def test_inputs_far_from_all_inducing_inputs_are_named(svi, posterior):
+    far = T[::4, None] + 1e6
+    with pytest.warns(UserWarning, match=r'"f"\): of 100% .* different units') as seen:
+        svi.run(KEY, 3, T[:, None], REAL, inducing=far, progress_bar=False)
+    assert len(seen) == 1
 
 
 def test_tables_leave_out_whitened_inducing_values(posterior, tmp_path):

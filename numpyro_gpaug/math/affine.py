@@ -24,6 +24,11 @@ from jax import Array, random
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 
+# A share of the prior variance, a squared correlation: below it the best predictor from
+# the inducing values moves by less than a hundredth of their deviations. White noise in
+# a kernel, ten times the rest, leaves a tenth.
+LEAST_EXPLAINED = 1e-4
+
 
 class Marginals(NamedTuple):
     """Means and variances of predictors, (latents, n)."""
@@ -261,6 +266,15 @@ class AffineMap(NamedTuple):
         potential, precision = self.information(factors)
         eye = jnp.eye(precision.shape[-1], dtype=precision.dtype)
         return NaturalGaussian(potential, eye + precision)
+
+
+def share_unexplained(explained: Array) -> Array:
+    """The share of predictors of which the latents explain next to nothing.
+
+    :param explained: from :meth:`AffineMap.explained`.
+    """
+    each = jnp.asarray(1 / explained.size, explained.dtype)
+    return jnp.where(explained < LEAST_EXPLAINED, each, 0).sum()
 
 
 def unstandardised(q: Moments, prior: Prior) -> Moments:

@@ -173,6 +173,14 @@ class JointView:
         single = predictors.arrow if arrow else predictors.dense
         return {JOINT: single if pairs is None else PairedMap(single, *pairs)}
 
+    def unreached(self, maps: dict[str, Any]) -> dict[str, Array]:
+        """By process, the share of function values of which its inducing values explain
+        next to nothing.
+
+        :param maps: from :meth:`maps`, of predictors, in which processes are mixed.
+        """
+        return self._at_zero(self._program.outputs.unreached)
+
     @property
     def _root_shapes(self) -> list[Any]:
         return [self._program.avals[root] for root in self._roots]

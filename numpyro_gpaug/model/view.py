@@ -13,7 +13,7 @@ from jax import Array, random
 
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
-from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior
+from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior, share_unexplained
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
@@ -167,6 +167,15 @@ class ModelView:
             factor = f.gp.inverse_factor if factors is None else factors[block.name]
             found[block.name] = f.map_through(factor)
         return {**found, **self.weight_maps()}
+
+    def unreached(self, maps: dict[str, Any]) -> dict[str, Array]:
+        """By process, the share of function values of which its inducing values explain
+        next to nothing.
+
+        :param maps: from :meth:`maps`.
+        """
+        names = [block.name for block in self.structure.processes]
+        return {name: share_unexplained(maps[name].explained()) for name in names}
 
     def weight_maps(self) -> dict[str, AffineMap]:
         """Those of plain weight vectors."""

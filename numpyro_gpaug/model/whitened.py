@@ -20,6 +20,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_correlated,
     lookup_expectation,
 )
+from numpyro_gpaug.math.affine import AffineMap, share_unexplained
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import Likelihood
@@ -38,6 +39,8 @@ class Parts(NamedTuple):
     :param values: of Gaussian sites and of deterministic ones.
     :param factors: of Gaussian sites whose values mix numbers by them.
     :param residuals: variances of function values given inducing values, by process.
+    :param unreached: the share of them that inducing values say next to nothing of,
+        likewise.
     """
 
     densities: dict[str, Any]
@@ -47,6 +50,7 @@ class Parts(NamedTuple):
     spreads: dict[str, Any]
     values: dict[str, Any]
     residuals: dict[str, Any]
+    unreached: dict[str, Any]
     factors: dict[str, Any]
 
 
@@ -107,13 +111,15 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
     :param sites: names of Gaussian sites.
     :param observed: of observed sites, which need not be so in a prediction.
     """
-    parts = Parts({}, {}, {}, {}, {}, {}, {}, {})
+    parts = Parts({}, {}, {}, {}, {}, {}, {}, {}, {})
     for name, site in trace.items():
         if site["type"] == "deterministic":
             parts.values[name] = site["value"]
             if isinstance(site.get("fn"), Conditional):
-                outputs = site["fn"].outputs
-                parts.residuals[name] = outputs.variances(site["fn"].residual)
+                f = site["fn"]
+                parts.residuals[name] = f.outputs.variances(f.residual)
+                map_ = AffineMap(f.mean, f.projection, f.residual)
+                parts.unreached[name] = share_unexplained(map_.explained())
         if site["type"] != "sample":
             continue
         fn, value, scale = site["fn"], site["value"], site["scale"]

@@ -211,6 +211,7 @@ def _problem(
         coupled=(),
         likelihood=likelihood,
         constant=0.0,
+        unreached={},
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from numpyro_gpaug.infer.vi.differentiation import split_floats
 from numpyro_gpaug.math.affine import (
@@ -64,7 +64,15 @@ class Evaluation(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("maps", "priors", "scales", "latents", "likelihood", "constant"),
+    data_fields=(
+        "maps",
+        "priors",
+        "scales",
+        "latents",
+        "likelihood",
+        "constant",
+        "unreached",
+    ),  # fmt: skip
     meta_fields=("coupled", "learns"),
 )
 @dataclass(frozen=True)
@@ -80,6 +88,8 @@ class LatentGaussian:
     :param likelihood: the expected log-likelihood, a function (and pytree) of the
         marginals and of the kind of bound.
     :param constant: the part of the bound that does not depend on the blocks.
+    :param unreached: by process, the share of function values of which inducing values
+        say next to nothing.
     :param learns: whether evaluations keep what :meth:`gradient` needs.
     """
 
@@ -90,6 +100,7 @@ class LatentGaussian:
     coupled: tuple[str, ...]
     likelihood: Callable[..., Array]
     constant: Array | float
+    unreached: dict[str, Array]
     learns: bool = False
 
     @classmethod
@@ -103,21 +114,27 @@ class LatentGaussian:
         :param constant: see the class.
         :param learns: see the class.
         """
+        maps = {name: map_.keep() for name, map_ in view.maps().items()}
+        priors = view.priors()
+        # Of the dtype of the latents, which data need not have.
+        dtype = _dtype(priors)
+        unreached = view.unreached(jax.tree.map(lax.stop_gradient, maps))
         return cls(
-            maps={name: map_.keep() for name, map_ in view.maps().items()},
-            priors=view.priors(),
+            maps=maps,
+            priors=priors,
             scales={b.name: view.block_scale(b) for b in view.structure.blocks},
             latents=view.selected(),
             coupled=view.coupled(),
             likelihood=view.expected(bound),
             constant=constant,
+            unreached={k: share.astype(dtype) for k, share in unreached.items()},
             learns=learns,
         )
 
     @property
     def dtype(self) -> Any:
         """Of the bound; other latents may be in JAX's default dtype."""
-        return jnp.result_type(*(prior.loc for prior in self.priors.values()))
+        return _dtype(self.priors)
 
     # Minibatches of latents.
 
@@ -325,3 +342,7 @@ class LatentGaussian:
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled, at.mean)
         return information.moved(selected(q.mean, self.latents.get(name)))
+
+
+def _dtype(priors: Mapping[str, Any]) -> Any:
+    return jnp.result_type(*(prior.loc for prior in priors.values()))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ class Pass(NamedTuple):
     :param expected: the expected log-likelihood.
     :param information: what the data say of each block.
     :param targets: where a whole step takes each block.
+    :param values: by process, of how many function values inducing values say next to
+        nothing, and how many there are.
     :param valid: whether all observations are.
     """
 
@@ -49,6 +52,7 @@ class Pass(NamedTuple):
     expected: Array
     information: Natural
     targets: Natural
+    values: dict[str, Array]
     valid: Array
 
 
@@ -92,14 +96,20 @@ def add_block(
     }
     value = at.expected
     valid = all_valid(plan.model, plan.structure, Arguments(arrays, static))
+    sizes = {k: math.prod(f.shape) for k, f in plan.structure.functions.items()}
+    values = {
+        name: sizes[name] * jnp.stack([share, jnp.ones_like(share)])
+        for name, share in problem.unreached.items()
+    }
     if before is not None:
         valid = before.valid & valid
         value = before.expected + value
         found = jax.tree.map(jnp.add, before.information, found)
+        values = jax.tree.map(jnp.add, before.values, values)
     bound, magnitude = problem.bound(value, at.divergences)
     priors = {name: problem.priors[name].natural for name in found}
     targets = jax.tree.map(jnp.add, priors, found)
-    return Pass(bound, magnitude, value, found, targets, valid)
+    return Pass(bound, magnitude, value, found, targets, values, valid)
 
 
 class Passes:
@@ -186,7 +196,8 @@ class Passes:
             state = state._replace(natural=natural, step_sizes=sizes, bound=there.bound)
             here = there
         self._here = here
-        return state
+        unreached = {name: none / all_ for name, (none, all_) in here.values.items()}
+        return state._replace(unreached=unreached)
 
     def _pass(self, state: ConjugateState, *, last: bool) -> Pass:
         """One reading of all data.

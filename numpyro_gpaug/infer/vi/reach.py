@@ -12,44 +12,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project, residual_variance
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.affine import AffineMap
-from numpyro_gpaug.math.affine_blocks import AffineBlocks
+from numpyro_gpaug.math.affine import LEAST_EXPLAINED, AffineMap, share_unexplained
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
-    conditional_of,
     flat_functions,
     run_model,
 )
 
-# A share of the prior variance, a squared correlation: below it the best predictor from
-# the inducing values moves by less than a hundredth of their deviations. White noise in
-# a kernel, ten times the rest, leaves a tenth.
-LEAST_EXPLAINED = 1e-4
 # Of the rows, of which a fit may know as little: those that are inducing inputs
 # themselves are explained wherever the others are.
 MOST_UNREACHED = 0.5
 # Rows that a diagnosis looks at, and how much wider X may be than inducing inputs.
 ROWS, WIDER = 256, 10
-
-
-def share_unreached(map_: AffineMap | AffineBlocks) -> Array:
-    """The share of function values of which the inducing values explain next to
-    nothing.
-
-    :param map_: of a process, from its inducing values.
-    """
-    explained = map_.explained()
-    each = jnp.asarray(1 / explained.size, explained.dtype)
-    return jnp.where(explained < LEAST_EXPLAINED, each, 0).sum()
 
 
 @one_thread
@@ -70,18 +51,14 @@ def warn_of_reach(
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     """
-    suspects = [
-        block
-        for block in structure.processes
-        if float(state.unreached[block.name]) > MOST_UNREACHED
-    ]
+    suspects = [k for k, share in state.unreached.items() if share > MOST_UNREACHED]
     if not suspects:
         return
-    zeros = {b.site: jnp.zeros(b.shape, b.dtype) for b in structure.blocks}
     arguments, key = Arguments.split(args, kwargs), jax.random.key(0)
-    trace = run_model(flat_functions(model), arguments, key, {**zeros, **values()})
-    for block in suspects:
-        message = _diagnosis(conditional_of(trace, block))
+    filled = {**structure.zeros, **values()}
+    trace = run_model(flat_functions(model), arguments, key, filled)
+    for name in suspects:
+        message = _diagnosis(trace[name]["fn"])
         if message:
             warnings.warn(message, stacklevel=4)
 
@@ -93,7 +70,8 @@ def _diagnosis(conditional: Conditional) -> str | None:
     X = X[:: max(1, len(X) // ROWS)]
     projection = project(gp.kernel, gp.inducing, gp.inverse_factor, X)
     residual = residual_variance(lead(gp.kernel(X), 1), projection)
-    share = float(share_unreached(AffineMap(residual, projection, residual)))
+    explained = AffineMap(residual, projection, residual).explained()
+    share = float(share_unexplained(explained))
     if share <= MOST_UNREACHED:
         return None
     rows = np.asarray(X, float).reshape(len(X), -1)

@@ -152,7 +152,7 @@ def _state(
         data=jnp.uint32(0),
         mark=jnp.asarray(unknown_bound(dtype)),
         stalled=jnp.int32(0),
-        unreached={b.name: jnp.zeros((), dtype) for b in structure.processes},
+        unreached={name: jnp.zeros((), dtype) for name in structure.functions},
         step=jnp.int32(0),
         rng_key=key,
     )

@@ -19,7 +19,6 @@ from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.vi.hyper import Hyper, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
-from numpyro_gpaug.infer.vi.reach import share_unreached
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, flagged, unknown_bound
@@ -94,7 +93,7 @@ class Stepper:
         """
         if not isinstance(first.problem, LatentGaussian):
             return state
-        return state._replace(unreached=self._unreached(first.problem))
+        return state._replace(unreached=first.problem.unreached)
 
     def evaluate(
         self, state: ConjugateState, key: Array, indices: dict[str, Array]
@@ -160,7 +159,7 @@ class Stepper:
         hyper = self._next_hyper(state, values, at, gradient, further)
         new = state._replace(
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
-            unreached=self._unreached(problem),
+            unreached=problem.unreached,
         )  # fmt: skip
         fell = ~(evaluation.bound >= state.bound - slack(evaluation))
         same = state._replace(hyper=refused(state.hyper))
@@ -196,7 +195,7 @@ class Stepper:
             return state._replace(
                 hyper=quasi_newton.improved(hyper, values, unresolved),
                 natural=natural, step_sizes=steps, bound=bound,
-                unreached=self._unreached(problem),
+                unreached=problem.unreached,
             )  # fmt: skip
 
         # A first bound of NaN is shown.
@@ -231,7 +230,7 @@ class Stepper:
         new = state._replace(
             hyper=hyper, natural=whole.scatter(state.natural, natural),
             schedule=schedules, epochs=epochs, bound=bound,
-            unreached=self._unreached(whole),
+            unreached=whole.unreached,
         )  # fmt: skip
         return flagged(new, hyper)
 
@@ -276,12 +275,6 @@ class Stepper:
             problem, state.natural, state.step_sizes, sweep,
             lambda moves: self._augmented(after(moves)), SETTLED,
         )  # fmt: skip
-
-    def _unreached(self, problem: LatentGaussian) -> dict[str, Array]:
-        maps: Any = problem.maps
-        names = [block.name for block in self._structure.processes]
-        # Of the dtype of the latents, which data need not have.
-        return {n: share_unreached(maps[n]).astype(problem.dtype) for n in names}
 
     def _augmented(self, state: ConjugateState) -> Array | None:
         """Whether a step takes its factors from the augmented bound, to start safely;
