@@ -24,6 +24,7 @@ from numpyro_gpaug.guides.sparse_gp import NATURAL
 from numpyro_gpaug.math.affine import GaussianFactors
 from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural
 from numpyro_gpaug.math.chain import ChainMoments, ChainNatural
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import check_groups
@@ -207,7 +208,7 @@ class AutoLatentGaussian(ProcessGuide):
             misfit = jnp.zeros(()) if missing else view.misfit
             return [extremes for _, extremes in gathers], misfit
 
-        return jax.jit(checked), indexed, missing
+        return few(checked), indexed, missing
 
     # Natural parameters.
 

@@ -21,6 +21,7 @@ from numpyro.distributions import (
 
 from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.compiling import quick_options
 from numpyro_gpaug.math.sharding import of_this_process
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -137,7 +138,8 @@ def check_observations(
             names[:] = found
             return list(found.values())
 
-        return names, jax.jit(flags).lower(arguments.arrays).compile()
+        lowered = jax.jit(flags).lower(arguments.arrays)
+        return names, lowered.compile(quick_options())
 
     # A guide may be called in a trace that does not concern its arguments. Compiled
     # outside of that context: within it JAX runs constants operation by operation.

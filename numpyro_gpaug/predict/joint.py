@@ -17,6 +17,7 @@ from numpyro.distributions import Distribution
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
@@ -74,7 +75,7 @@ class JointPredictor(Predictor):
 
         indexed: list[Any] = []
         program = remembered(
-            self._checks, (arguments.shapes, site), lambda: (jax.jit(checks), indexed)
+            self._checks, (arguments.shapes, site), lambda: (few(checks), indexed)
         )
         reached, here, misfit = program[0](arguments.arrays, fitted.first)
         check_groups(misfit, f"values of {site!r}")
@@ -131,7 +132,7 @@ class JointPredictor(Predictor):
             total = averaged(about, fitted, weights)
             return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
 
-        program = remembered(self._sites, arguments.shapes, lambda: jax.jit(found))
+        program = remembered(self._sites, arguments.shapes, lambda: few(found))
         at, marks, errors = program(arguments.arrays, fitted)
         # Inducing values are whitened: predict_f has the process.
         hidden = {f"{name}.v" for name in self.structure.functions}

@@ -25,7 +25,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.whitening import cholesky_of_sums
@@ -86,7 +86,7 @@ class Predictor:
             "log_prob": self._log_prob, "draws": self._draws,
         }  # fmt: skip
         static = "what", "static", "site", "num"
-        self._compiled = Compiled(self._answer, static_argnames=static)
+        self._compiled = few(self._answer, static_argnames=static)
         self._optimised = jax.jit(self._answer, static_argnames=static)
         # By the shapes of the arguments.
         self._shapes: dict[Any, Any] = {}
