@@ -86,7 +86,9 @@ def test_walks_of_a_panel(monkeypatch):
     assert re.search(found, repr(guide))
     structure = guide.structure
     flat = jnp.asarray(np.random.default_rng(0).normal(size=structure.size))
-    sums, white = structure.split(flat), structure.split(structure.white(flat))
+    links = tuple(np.ones((3, STEPS, 1, 1), np.float32) for _ in structure.chains)
+    sums = structure.split(flat)
+    white = structure.split(structure.white(flat, links))
     for name in ("level", "spread"):
         np.testing.assert_allclose(np.cumsum(white[name], -1), sums[name], atol=1e-5)
 
@@ -241,7 +243,10 @@ def test_what_is_no_chain(monkeypatch):
     guide = gpaug.AutoLatentGaussian(doubled)
     guide.setup(TIME, REAL)
     assert "40 Gaussian latents, dense" in repr(guide)
-    with pytest.raises(gpaug.NotConjugateError, match=r"random walks \(\['walk'\]\)"):
+    with pytest.raises(
+        gpaug.NotConjugateError,
+        match=r"random walks and autoregressions \(\['walk'\]\)",
+    ):
         gpaug.AutoLatentGaussian(doubled).setup(TIME, REAL, steps=6000)
 
 
