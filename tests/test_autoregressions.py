@@ -68,7 +68,9 @@ def trend(steps):
         slope = numpyro.sample("slope", dist.Normal(phi * slope, 0.5 * scale))
         return (level, slope), level
 
-    return scan(step, (0.0, 0.0), None, length=steps)[1][:, None]
+    (_, last), levels = scan(step, (0.0, 0.0), None, length=steps)
+    numpyro.deterministic("last", last)
+    return levels[:, None]
 
 
 def vector(steps):
@@ -246,6 +248,10 @@ def test_a_chain_of_counts_is_a_dense_gaussian(x64, monkeypatch, states):
     table, expected = posterior.summary(), dense.summary()
     for column in ("mean", "sd"):
         np.testing.assert_allclose(table[column], expected[column], atol=1e-3)
+    if states is trend:
+        last, there = (x.predict_f(*args[:2], site="last") for x in (posterior, dense))
+        np.testing.assert_allclose(last.mean, there.mean, atol=1e-3)
+        np.testing.assert_allclose(last.variance, there.variance, rtol=1e-2)
 
 
 @pytest.mark.slow

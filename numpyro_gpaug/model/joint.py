@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.arrow import ArrowPrior
@@ -108,6 +109,13 @@ class JointView:
         if not self.structure.chains:
             return []
         known = {loop.steps: loop for loop in self.loops}
+        for steps in self.structure.chains:
+            if steps not in known:
+                names = [name for name, _ in steps.sites]
+                raise NotConjugateError(
+                    f"steps of {names} followed each other where the guide was set up, "
+                    "and do not with these arguments: set up another guide with these"
+                )
         return [self.chained(known[steps]) for steps in self.structure.chains]
 
     @property

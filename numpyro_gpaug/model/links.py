@@ -24,7 +24,7 @@ from jax.extend.core import Literal
 from numpyro_gpaug.math import small
 from numpyro_gpaug.model.arrow import relative
 from numpyro_gpaug.model.latents import JointStructure
-from numpyro_gpaug.model.loops import Loop, names
+from numpyro_gpaug.model.loops import Loop, affine, names
 from numpyro_gpaug.model.program import Program
 
 
@@ -62,11 +62,12 @@ class Chained:
         self._known = known
         self._sites = [name for name, _ in loop.steps.sites]
         self._shape = *structure.along(loop.steps), structure.each(loop.steps)
-        # What steps leave that depends on the numbers.
+        # What steps leave that depends on the numbers affinely.
         self._moving = [
             k
             for k, x in enumerate(loop.stacked)
             if not names(program, [x]).isdisjoint(self._sites)
+            and affine(program, x, self._sites)
         ]
         self._push = self._linearised()
         self.links = self._links()

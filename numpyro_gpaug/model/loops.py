@@ -62,6 +62,8 @@ def loops(program: Program, structure: JointStructure) -> Iterator[Loop]:
             name for k, x, _ in states for name in names(program, [x])
         }
         added = {k: shape for k, shape in shapes.items() if k in reached}
+        if not all(affine(program, x, added) for _, x, _ in states):
+            continue
         for steps in _groupings(added, length, [shape for _, shape in moved]):
             yield loop._replace(steps=steps, states=tuple(moved))
 
@@ -111,6 +113,17 @@ def names(program: Program, variables: Any) -> set[str]:
     :param variables: their numbers, or literals.
     """
     return {k for x in variables for k in program.value(x).state}
+
+
+def affine(program: Program, variable: Any, inputs: Collection[str]) -> bool:
+    """Whether a variable depends on some inputs affinely, if it does at all.
+
+    :param program: that has them.
+    :param variable: its number, or a literal.
+    :param inputs: their names.
+    """
+    state = program.value(variable).state
+    return all(state[k].affine for k in inputs if k in state)
 
 
 def _groupings(
