@@ -59,18 +59,20 @@ def begun(steps):
 
 
 def trend(steps):
-    """A level that a slope moves, which forgets."""
+    """Levels that slopes move, which forget."""
     phi, scale, _ = hyperparameters()
 
     def step(state, _):
         level, slope = state
-        level = numpyro.sample("level", dist.Normal(level + slope, scale))
-        slope = numpyro.sample("slope", dist.Normal(phi * slope, 0.5 * scale))
+        with numpyro.plate("items", ITEMS):
+            level = numpyro.sample("level", dist.Normal(level + slope, scale))
+            slope = numpyro.sample("slope", dist.Normal(phi * slope, 0.5 * scale))
         return (level, slope), level
 
-    (_, last), levels = scan(step, (0.0, 0.0), None, length=steps)
+    start = jnp.zeros((2, ITEMS))
+    (_, last), levels = scan(step, tuple(start), None, length=steps)
     numpyro.deterministic("last", last)
-    return levels[:, None]
+    return levels
 
 
 def vector(steps):
@@ -121,12 +123,14 @@ def guided(states, *args, **kwargs):
 @pytest.mark.parametrize(
     ("states", "form"),
     [
-        (panel, r"3 chains of 24 steps of 1 \(x\), 0 others"),
+        (trend, r"3 chains of 24 steps of 2 \(level, slope\), 0 others"),
+        pytest.param(
+            panel, r"3 chains of 24 steps of 1 \(x\), 0 others", marks=pytest.mark.slow
+        ),
         pytest.param(
             begun, r"a chain of 23 steps of 1 \(noise\), 1 others",
             marks=pytest.mark.slow,
         ),
-        (trend, r"a chain of 24 steps of 2 \(level, slope\), 0 others"),
         pytest.param(
             vector, r"a chain of 24 steps of 2 \(x\), 0 others", marks=pytest.mark.slow
         ),

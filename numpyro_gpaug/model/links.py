@@ -171,14 +171,18 @@ class Chained:
         both = [*loop.carried, *loop.stacked]
         found = dict(zip(both, program.run(both, known | none), strict=True))
         x = self._structure.grouped(loop.steps, numbers).reshape(*self._shape, 1)
-        state = _before(small.product(links.loadings, x))[..., 0]
+        state = small.product(links.loadings, x)
+        if not loop.carried:
+            # A running sum leaves its states.
+            (sums,), (k,) = self._states(state[..., 0]), loop.stacked
+            return found | {k: found[k] + jnp.moveaxis(sums, 0, loop.axis)}
         white = (x - small.product(links.values, _before(x)))[..., 0]
-        states, left = self._push(self._states(state), self._numbers(white))
+        before = self._states(_before(state)[..., 0])
+        states, left = self._push(before, self._numbers(white))
         for k, x in zip(self._moving, left, strict=True):
             found[loop.stacked[k]] += jnp.moveaxis(x, 0, loop.axis)
         for (k, _), x in zip(loop.states, states, strict=True):
-            if loop.carried:
-                found[loop.carried[k]] += x[-1]
+            found[loop.carried[k]] += x[-1]
         return found
 
 
