@@ -174,9 +174,15 @@ class Hyperparameters:
         return np.asarray(self._draws(arrays, numbers), float)
 
     def _medians(self, arrays: Any, key: Array) -> dict[str, Array]:
+        median = init_to_median()
+
+        def start(site: dict[str, Any]) -> Any:
+            # Latents in a scan are there, and zero.
+            return None if site["value"] is not None else median(site)
+
         def wrap(model: Any) -> Any:
             seeded = handlers.seed(model, key)
-            return handlers.substitute(seeded, substitute_fn=init_to_median())
+            return handlers.substitute(seeded, substitute_fn=start)
 
         return _free(self._trace(arrays, wrap))
 

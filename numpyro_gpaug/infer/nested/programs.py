@@ -160,11 +160,11 @@ class Programs:
         )
 
     def log_terms(
-        self, values: dict[str, Array], z: Array, arrays: Any
+        self, values: dict[str, Array], white: Array, arrays: Any
     ) -> tuple[Array, Trace]:
-        """Log-densities of all data given hyperparameters and latents, flat, and the
-        trace that they are from."""
-        model = whitened(self._model, self.structure.split(z), self.structure.steps)
+        """Log-densities of all data given hyperparameters and the standard normal
+        numbers that latents are made of, flat, and the trace that they are from."""
+        model = whitened(self._model, self.structure.split(white))
         arguments = Arguments(arrays, self.static)
         trace = run_model(model, arguments, random.key(0), values)
         terms = []
@@ -175,6 +175,12 @@ class Programs:
             density = density if scale is None else density * scale
             terms.append(jnp.ravel(density).astype(self.structure.dtype))
         return jnp.concatenate(terms), trace
+
+    def _links(self, values: dict[str, Array], arrays: Any) -> tuple[Array, ...]:
+        """Of chains, at given hyperparameters."""
+        arguments, guide = Arguments(arrays, self.static), self.bound.guide
+        view = guide.view(self.structure, self._model, arguments, values, random.key(0))
+        return view.links
 
     def weigh(
         self, values: Any, q: Any, noise: Array, widths: Array, arrays: Any
@@ -188,12 +194,13 @@ class Programs:
         :param arrays: array arguments of the model.
         """
         z = q.mean + q.spread(widths[:, None] * noise)
+        links = self._links(values, arrays)
 
         def terms(z: Array, noise: Array, width: Array) -> tuple[Array, Array]:
             # Both Gaussian log-densities at once: their difference is small.
-            white = self.structure.white(z)
+            white = self.structure.white(z, links)
             latents = 0.5 * (noise - white) * (noise + white) + jnp.log(width)
-            data, _ = self.log_terms(values, z, arrays)
+            data, _ = self.log_terms(values, white, arrays)
             return compensated_sum(jnp.concatenate([data, latents]))
 
         return Drawn(z, q.log_det[0], *jax.vmap(terms)(z, noise, widths))
@@ -226,8 +233,8 @@ class Programs:
         """Log-density of data, whitened latents and unconstrained hyperparameters, up
         to a constant."""
         values, log_prior = self.hyper.values(point, arrays)
-        data, _ = self.log_terms(values, z, arrays)
-        white = self.structure.white(z)
+        white = self.structure.white(z, self._links(values, arrays))
+        data, _ = self.log_terms(values, white, arrays)
         return data.sum() + log_prior - 0.5 * jnp.square(white).sum()
 
     def _sites(
@@ -245,7 +252,8 @@ class Programs:
 
         def one(draw: tuple[Array, Array]) -> dict[str, Array]:
             values, _ = self.hyper.values(draw[0], arrays)
-            _, trace = self.log_terms(values, draw[1], arrays)
+            white = self.structure.white(draw[1], self._links(values, arrays))
+            _, trace = self.log_terms(values, white, arrays)
             return {
                 k: site["value"]
                 for k, site in trace.items()
