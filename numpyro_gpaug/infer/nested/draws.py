@@ -30,6 +30,7 @@ from numpyro_gpaug.infer.nested.proposal import (
 from numpyro_gpaug.infer.nested.report import Clock
 from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
+from numpyro_gpaug.math.threads import threads_for
 
 # Points from which the proposal and the width are learnt, and the part of them that
 # comes from the prior.
@@ -96,7 +97,8 @@ class Run:
         :param deterministic: whether deterministic sites are among them.
         """
         given = jnp.asarray(points, self.programs.hyper.dtype), z, self.arrays
-        with self.clock.part("values of sites"):
+        size = self.programs.structure.size
+        with self.clock.part("values of sites"), threads_for(size):
             found = self.programs.sites(*given, deterministic=deterministic)
             return jax.block_until_ready(found)
 
@@ -122,7 +124,8 @@ class Run:
         """
         rng = np.random.default_rng(self.seed)
         points, log_weights = stratified(*self.points(), num, rng)
-        values, moments = self.programs.gaussians(points, self.start, self.arrays)
+        with threads_for(self.programs.structure.size):
+            values, moments = self.programs.gaussians(points, self.start, self.arrays)
         return log_weights, values, moments
 
     def table(self) -> dict[str, list[float]]:

@@ -22,6 +22,7 @@ from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
+from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Arguments, remembered
@@ -177,14 +178,15 @@ class NestedVI(Displayed):
             prior = prior_draws(hyper, arguments.arrays, num, generator(rng_key, 0))
             start = _start(hyper, init_params, arguments.arrays, prior)
         way = integrated if hyper.size <= MOST else sampled
-        run = way(
-            programs, rng_key, arguments.arrays, start, prior, clock,
-            num_points=self.num_points, progress_bar=self.progress_bar,
-        )  # fmt: skip
-        if self.correct == "mcmc" and not run.weighted.certified:
-            with clock.part("NUTS from the draws"):
-                run = corrected(run, programs, rng_key, self.num_samples)
-        elif not run.weighted.certified:
+        with threads_for(programs.structure.size):
+            run = way(
+                programs, rng_key, arguments.arrays, start, prior, clock,
+                num_points=self.num_points, progress_bar=self.progress_bar,
+            )  # fmt: skip
+            if self.correct == "mcmc" and not run.weighted.certified:
+                with clock.part("NUTS from the draws"):
+                    run = corrected(run, programs, rng_key, self.num_samples)
+        if not run.weighted.certified and self.correct is None:
             warnings.warn(
                 f"{certificate(run)}. (correct='mcmc' runs NUTS from them)",
                 stacklevel=3,
