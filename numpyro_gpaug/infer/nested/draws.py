@@ -128,10 +128,15 @@ class Run:
             values, moments = self.programs.gaussians(points, self.start, self.arrays)
         return log_weights, values, moments
 
+    def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
+        """The sites that a table is of: all but inducing values, which are whitened."""
+        functions = self.programs.structure.functions
+        hidden = {f"{name}.v" for name in functions}
+        return {k: np.asarray(x) for k, x in sites.items() if k not in hidden}
+
     def table(self) -> dict[str, list[float]]:
         """Moments and quantiles of every entry of every sample site."""
-        sites = self.sites(deterministic=False)
-        rows = self.weighted.table({k: np.asarray(x) for k, x in sites.items()})
+        rows = self.weighted.table(self.shown(self.sites(deterministic=False)))
         return {k: [*x[:-1], x[-1] * self.independence] for k, x in rows.items()}
 
 
