@@ -147,13 +147,28 @@ def _is_distribution(leaf: Any) -> bool:
 
 class PointGuide(AutoDelta):
     """``AutoDelta`` that starts quickly: its prototype takes one run of the model, in
-    one compiled program, where NumPyro's takes three and an operation at a time."""
+    one compiled program, where NumPyro's takes three and an operation at a time.
+
+    :param model: the model.
+    :param init_loc_fn: as in ``AutoDelta``.
+    :param compiled: ``jax.jit``, or what stands for it.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        init_loc_fn: Callable[..., Any],
+        compiled: Callable[..., Any],
+    ) -> None:
+        self._compiled = compiled
+        super().__init__(model, init_loc_fn=init_loc_fn)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         trace: dict[str, Any] = {}
         key = numpyro.prng_key()
 
-        @jax.jit
+        @self._compiled
         def first(key: jax.Array) -> Ordered:
             seeded = seed(self.model, key)
             started = substitute(seeded, substitute_fn=self.init_loc_fn)

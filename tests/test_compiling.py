@@ -6,23 +6,27 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from numpyro_gpaug.math import compiling
-from numpyro_gpaug.math.compiling import Compiled, compiler_options
+from numpyro_gpaug.math.compiling import Compiled, Work, compiler_options, quick_options
+
+LEVEL = "xla_backend_optimization_level"
 
 
 @pytest.fixture
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if nobody had set XLA_FLAGS, which those of the tests hide."""
     monkeypatch.delenv("XLA_FLAGS")
-    compiler_options.cache_clear()
+    compiling._known.cache_clear()
     yield
-    compiler_options.cache_clear()
+    compiling._known.cache_clear()
 
 
 def test_flags_of_the_user_stand(no_flags: None, monkeypatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=true")
-    assert compiler_options() == {}
+    flags = f"--xla_cpu_use_fusion_emitters=true --{LEVEL}=3"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert compiler_options() == quick_options() == {}
 
 
 @pytest.mark.usefixtures("no_flags")
@@ -35,7 +39,7 @@ def test_options_that_this_jaxlib_lacks_are_not_asked_for(monkeypatch) -> None:
 @pytest.mark.usefixtures("no_flags")
 def test_inside_other_programs(monkeypatch) -> None:
     # One that every jaxlib has.
-    monkeypatch.setattr(compiling, "_OPTIONS", {"xla_backend_optimization_level": 1})
+    monkeypatch.setattr(compiling, "_OPTIONS", {LEVEL: 1})
     double = Compiled(lambda x, times: times * x, static_argnames="times")
     assert compiler_options()
     assert double(3.0, times=2) == 6
@@ -47,6 +51,54 @@ def test_inside_other_programs(monkeypatch) -> None:
     assert jax.vmap(lambda x: double(x, times=2))(jnp.ones(3)).tolist() == [2, 2, 2]
     with pytest.raises(ValueError, match="of its own"):
         Compiled(_raises)(1.0)
+
+
+@pytest.mark.usefixtures("no_flags")
+def test_small_programs_are_left_as_they_are_written() -> None:
+    calls = []
+
+    def wave(x: jax.Array, times: int) -> jax.Array:
+        calls.append(x.shape)
+        for _ in range(times):
+            x = jnp.sin(x)
+        return x
+
+    compiled = Compiled(wave, runs=1000, static_argnames="times")
+    small, large = jnp.ones(100), jnp.ones(10_000)
+    for x in (small, large, small):
+        assert jnp.allclose(compiled(x, times=3), jnp.sin(jnp.sin(jnp.sin(x))))
+    # The choice does not trace again.
+    assert calls == [(100,), (10_000,)]
+    chosen = list(compiled._chosen.values())
+    assert chosen == [compiled._unoptimised, compiled._optimised]
+    assert compiled._unoptimised is not compiled._optimised
+    once = compiling.once(wave, static_argnames="times")
+    once(large, times=3)
+    assert list(once._chosen.values()) == [once._unoptimised]
+
+
+def test_work() -> None:
+    x = jnp.ones((5, 5))
+
+    def work(function) -> Work:
+        return Work.of(jax.make_jaxpr(function)(x).jaxpr)
+
+    assert work(lambda x: jnp.sin(x) + 1) == (2, 50)
+    # A library's; what it is given is not.
+    assert work(lambda x: jnp.sin(x) @ x) == (2, 25)
+    assert work(lambda x: lax.scan(lambda c, _: (c * 2, None), x, None, 7)) == (1, 175)
+    assert (
+        work(lambda x: lax.fori_loop(0, x[0, 0].astype(int), _twice, x)).elements < 60
+    )
+    branches = jnp.sin, lambda x: x * x * x
+    cheapest = work(lambda x: lax.cond(x[0, 0] > 0, *branches, x))
+    # To take an element, squeeze it, compare and convert it to an index; three.
+    assert cheapest.operations >= 3
+    assert 25 <= cheapest.elements < 35
+
+
+def _twice(_: jax.Array, x: jax.Array) -> jax.Array:
+    return x * 2
 
 
 def _raises(x: jax.Array) -> jax.Array:

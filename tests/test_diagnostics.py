@@ -281,7 +281,7 @@ def test_chunks_do_not_change_the_answer(x64, monkeypatch):
     params, _ = gaussian(X, y, Z)
     trees = [sparse_tree(regression)]
     monkeypatch.setattr(
-        diagnostics._tree, "_BUDGET", 2 * 20 * 32
+        diagnostics._draws, "_BUDGET", 2 * 20 * 32
     )  # chunks of 2, 2 and 1
     trees.append(draws(regression, params, X, y, Z=Z))
     for group in (

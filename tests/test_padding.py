@@ -163,7 +163,7 @@ def test_no_rows_are_added_where_they_could_change_a_fit(model) -> None:
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
     found = fitted(svi, 133)
     np.testing.assert_allclose(found.losses, alone(svi, 133)[1], rtol=1e-6)
-    assert list(svi._shared.same.values()) == [False]
+    assert list(svi._runs.shared.same.values()) == [False]
 
 
 ROWWISE = {

@@ -3,7 +3,8 @@ r"""What the package's choice of XLA's options costs and saves.
 
 Each workload runs in a process of its own on one core, with the options of
 ``numpyro_gpaug.math.compiling`` and with XLA's defaults, in turns: seconds to compile
-and do it once, then the quickest of several times at the same shapes::
+and do it once, then the quickest of several times at the same shapes, and after how
+many times the defaults would have been quicker in all::
 
     python examples/benchmarks/compiling.py --repeats 3 --json compiling.json
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -24,14 +26,20 @@ from typing import Any
 import numpy as np
 from common import THREADS, machine, print_table, versions
 
-# Any flag of the two: what a user sets stands, and this is its default.
-DEFAULT = "--xla_cpu_use_fusion_emitters=true"
+# What a user sets stands; these are XLA's own values.
+DEFAULTS = {
+    "xla_cpu_use_fusion_emitters": "true", "xla_backend_optimization_level": "3",
+}  # fmt: skip
 COLUMNS = {
     "workload": "", "cold": ".2f", "cold_default": ".2f", "cold_ratio": ".2f",
-    "warm": ".3f", "warm_default": ".3f", "warm_ratio": ".2f",
+    "warm": ".4f", "warm_default": ".4f", "warm_ratio": ".2f", "times": ".0f",
 }  # fmt: skip
 # Rows, inducing inputs, likelihood, whether hyperparameters are learnt, batch size.
 FITS: dict[str, tuple[int, int, str, bool, int | None]] = {
+    "small, fixed": (200, 20, "bernoulli", False, None),
+    "small": (200, 20, "bernoulli", True, None),
+    "small, Student-t": (200, 20, "student", True, None),
+    "smallish": (500, 50, "bernoulli", True, None),
     "fixed": (4500, 100, "bernoulli", False, None),
     "learning": (4500, 100, "bernoulli", True, None),
     "learning, more rows": (50_000, 100, "bernoulli", True, None),
@@ -39,7 +47,12 @@ FITS: dict[str, tuple[int, int, str, bool, int | None]] = {
     "softmax": (3000, 60, "softmax", True, None),
     "minibatches": (100_000, 100, "bernoulli", True, 500),
 }
-WORKLOADS = (*FITS, "predictions", "groups", "nested")
+# Rows that are predicted, and after which fit.
+PREDICTIONS = {
+    "first predictions": (100, "small"), "predictions of 500 rows": (500, "fixed"),
+    "predictions of classes": (100, "softmax"), "predictions": (100_000, "fixed"),
+}  # fmt: skip
+WORKLOADS = (*FITS, *PREDICTIONS, "groups", "nested")
 STEPS = 6
 
 
@@ -86,7 +99,7 @@ def fit_of(
 
     def fit() -> Any:
         key = jax.random.key(0)
-        steps = 100 if batch else STEPS
+        steps = 100 if batch or rows < 1000 else STEPS
         return svi.run(key, steps, X, y, inducing=X[:size], progress_bar=False)
 
     return fit, svi
@@ -98,11 +111,11 @@ def _adam() -> Any:
     return optax.adam(0.05)
 
 
-def predictions() -> Callable[[], Any]:
-    """Of 100 000 rows."""
-    fit, svi = fit_of(*FITS["learning"])
+def predictions(rows: int, after: str) -> Callable[[], Any]:
+    """Of some rows, after a fit."""
+    fit, svi = fit_of(*FITS[after])
     posterior = svi.posterior(fit())
-    X = np.random.default_rng(1).normal(size=(100_000, 10)).astype(np.float32)
+    X = np.random.default_rng(1).normal(size=(rows, 10)).astype(np.float32)
     return lambda: np.asarray(posterior.predict_y(X).probs)
 
 
@@ -134,8 +147,8 @@ def work(name: str) -> Callable[[], Any]:
     """What is timed."""
     if name in FITS:
         return fit_of(*FITS[name])[0]
-    if name == "predictions":
-        return predictions()
+    if name in PREDICTIONS:
+        return predictions(*PREDICTIONS[name])
     import jax
 
     import numpyro_gpaug as gpaug
@@ -161,8 +174,8 @@ def worker(name: str, repeats: int, clock: str) -> None:
     import jax
 
     now = time.process_time if clock == "cpu" else time.perf_counter
-    start = now()
     job = work(name)
+    start = now()
     jax.block_until_ready(job())
     cold, warm = now() - start, []
     for _ in range(repeats):
@@ -183,10 +196,10 @@ def spawned(name: str, flags: str, clock: str) -> dict[str, float]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def row(name: str, repeats: int, clock: str) -> dict[str, Any]:
+def row(name: str, default: str, repeats: int, clock: str) -> dict[str, Any]:
     """Medians over pairs of processes, and of their ratios."""
     pairs = [
-        (spawned(name, "", clock), spawned(name, DEFAULT, clock))
+        (spawned(name, "", clock), spawned(name, default, clock))
         for _ in range(repeats)
     ]
     found: dict[str, Any] = {"workload": name, "pairs": pairs}
@@ -195,6 +208,8 @@ def row(name: str, repeats: int, clock: str) -> dict[str, Any]:
         found[key], found[f"{key}_default"] = map(statistics.median, (ours, default))
         ratios = [a / b for a, b in zip(ours, default, strict=True)]
         found[f"{key}_ratio"] = statistics.median(ratios)
+    saved, lost = (found[f"{k}_default"] - found[k] for k in ("cold", "warm"))
+    found["times"] = saved / -lost if lost < 0 < saved else math.inf
     return found
 
 
@@ -213,13 +228,16 @@ def main() -> None:
     if args.worker:
         worker(args.worker, 5, args.clock)
         return
-    from numpyro_gpaug.math.compiling import compiler_options
+    from numpyro_gpaug.math.compiling import quick_options
 
-    if not compiler_options():
+    asked = quick_options()
+    if not asked:
         parser.exit(message="this jaxlib has no such options, or XLA_FLAGS has one\n")
+    default = " ".join(f"--{name}={DEFAULTS[name]}" for name in asked)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    rows = [row(name, args.repeats, args.clock) for name in args.workloads.split(";")]
+    names = args.workloads.split(";")
+    rows = [row(name, default, args.repeats, args.clock) for name in names]
     output = {"machine": machine(), "rows": rows}
     output["versions"] = versions("jax", "jaxlib", "numpyro", "numpyro_gpaug")
     print_table(rows, COLUMNS)

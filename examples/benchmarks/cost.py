@@ -70,7 +70,7 @@ def programs(n: int, m: int, d: int, c: int) -> dict[str, tuple[Any, Any]]:
     how = {"inducing": Z, "latents": c}
     state = svi.init(jax.random.key(0), X, y, **how)
     arguments = Arguments.split((X, y), how)
-    plan = svi._plan_at(arguments, state)
+    plan = svi._programs.plan_at(arguments, state)
     rest = Settings(None, "exact", None, 1, None, ())
 
     def sweep(state: Any, arrays: Any) -> Any:

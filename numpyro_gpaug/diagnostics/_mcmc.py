@@ -20,6 +20,7 @@ from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.diagnostics._run import run
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.structure import Arguments, Trace
 from numpyro_gpaug.predict.posterior import Posterior
 
@@ -206,8 +207,8 @@ class _Site:
         self, model: Callable[..., Any], arguments: Arguments, site: str
     ) -> None:
         self.model, self.arguments, self.site = model, arguments, site
-        self.samples = jax.jit(jax.vmap(self._sample, (None, 0, 0)))
-        self.log_probs = jax.jit(self._log_probs)
+        self.samples = few(jax.vmap(self._sample, (None, 0, 0)))
+        self.log_probs = few(self._log_probs)
 
     def _law(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Any:
         given = self.arguments._replace(arrays=arrays)

@@ -64,23 +64,22 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     densities, replicated = everywhere(arguments.arrays, keys, values)
     trace = run(nested.model, arguments, key, {k: x[0] for k, x in values.items()})
     observed = {k: np.asarray(trace[k]["value"]) for k in densities}
-
-    def by_chain(found: dict[str, Array]) -> dict[str, np.ndarray]:
-        return {
-            k: np.asarray(x).reshape(chains, num, *x.shape[1:])
-            for k, x in found.items()
-        }
-
     groups = {
         "posterior": {k: np.asarray(x) for k, x in draws.items()},
-        "posterior_predictive": by_chain(replicated),
-        "log_likelihood": by_chain(densities),
+        "posterior_predictive": _by_chain(replicated, chains, num),
+        "log_likelihood": _by_chain(densities, chains, num),
     }
     return from_dict(
         {**{k: g for k, g in groups.items() if g}, "observed_data": observed},
         sample_dims=["chain", "draw"],
         attrs={"/": {"inference_library": "numpyro_gpaug"}},
     )
+
+
+def _by_chain(found: dict[str, Array], chains: int, num: int) -> dict[str, np.ndarray]:
+    return {
+        k: np.asarray(x).reshape(chains, num, *x.shape[1:]) for k, x in found.items()
+    }
 
 
 def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:

@@ -20,6 +20,7 @@ from numpyro_gpaug._numpyro import (
     deterministic_site,
     residual_policy,
 )
+from numpyro_gpaug.gp.checks import as_inputs, as_loadings, columns
 from numpyro_gpaug.gp.kernels import as_kernel
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.gp.projection import latent_first, lead, project, residual_variance
@@ -259,9 +260,9 @@ class GaussianProcess(Displayed):
                 f'GaussianProcess("{name}"): inducing is None; pass the inducing '
                 "inputs, or the training inputs for the full process"
             )
-        self.inducing = _as_inputs(inducing, "inducing")
+        self.inducing = as_inputs(inducing, "inducing")
         self.mean = mean
-        self.loadings, self.bias = _as_loadings(loadings, bias, num_latents)
+        self.loadings, self.bias = as_loadings(loadings, bias, num_latents)
         if self.loadings is not None:
             num_latents = self.loadings.shape[1]
         self.num_latents = num_latents
@@ -326,12 +327,12 @@ class GaussianProcess(Displayed):
         :raises ValueError: if the columns of ``X`` and of the inducing inputs differ,
             or for ``latents`` of another shape.
         """
-        X = _as_inputs(X, "X")
-        if X.ndim > 2 or _columns(X) != _columns(self.inducing):
+        X = as_inputs(X, "X")
+        if X.ndim > 2 or columns(X) != columns(self.inducing):
             raise ValueError(
                 f'GaussianProcess("{self.name}") was called at X of shape {X.shape}; '
                 f"its inducing inputs have shape {self.inducing.shape}: expected (N, "
-                f"{_columns(self.inducing)})"
+                f"{columns(self.inducing)})"
             )
         if latents is not None:
             self._check_latents(X, latents)
@@ -380,39 +381,3 @@ def with_residual(model: Callable, policy: str) -> Callable:
     if policy not in _POLICIES:
         raise ValueError(f"policy must be one of {_POLICIES}, got {policy!r}")
     return residual_policy(model, policy)
-
-
-def _as_inputs(X: Array, name: str) -> Array:
-    X = jnp.asarray(X)
-    if X.ndim not in (1, 2, 3) or 0 in X.shape:
-        raise ValueError(
-            f"{name} has shape {X.shape}; expected a non-empty array (rows, columns)"
-        )
-    return X if jnp.issubdtype(X.dtype, jnp.floating) else X.astype(float)
-
-
-def _as_loadings(
-    loadings: Any, bias: Any, num_latents: int | None
-) -> tuple[Array | None, Array | None]:
-    if loadings is None:
-        if bias is not None:
-            raise ValueError("bias= is that of outputs with loadings=; pass mean=")
-        return None, None
-    loadings = jnp.asarray(loadings)
-    if loadings.ndim != 2 or num_latents not in (None, loadings.shape[1]):
-        raise ValueError(
-            f"loadings has shape {loadings.shape}; expected (outputs, latents)"
-            + ("" if num_latents is None else f" with num_latents={num_latents}")
-        )
-    if bias is not None:
-        bias = jnp.asarray(bias)
-        if bias.shape != loadings.shape[:1]:
-            raise ValueError(
-                f"bias has shape {bias.shape}; expected one per output, "
-                f"{loadings.shape[:1]}"
-            )
-    return loadings, bias
-
-
-def _columns(X: Array) -> int:
-    return 1 if X.ndim == 1 else X.shape[-1]

@@ -17,9 +17,11 @@ from numpyro.infer.initialization import init_to_median
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.guides.function_posterior import FunctionPosterior
+from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
+from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
@@ -29,7 +31,6 @@ from numpyro_gpaug.model.structure import (
     run_model,
     without_gaussians,
 )
-from numpyro_gpaug.model.validation import check_observations
 from numpyro_gpaug.model.view import ModelView
 
 
@@ -228,7 +229,7 @@ class ProcessGuide(Displayed):
             expose=[*structure.others, *structure.plates],
         )
         if self._other_class is AutoDelta:
-            return PointGuide(fixed, init_loc_fn=init_to_median())
+            return PointGuide(fixed, init_loc_fn=init_to_median(), compiled=once)
         return self._other_class(fixed)
 
     def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:

@@ -24,15 +24,17 @@ from numpyro_gpaug.guides.sparse_gp import NATURAL
 from numpyro_gpaug.math.affine import GaussianFactors
 from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural
 from numpyro_gpaug.math.chain import ChainMoments, ChainNatural
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import JOINT, JointStructure, whitened
+from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.marginals import with_latent_axis
 from numpyro_gpaug.model.structure import Arguments, remembered
+from numpyro_gpaug.model.whitened import whitened
 
 Natural = NaturalGaussian | ArrowNatural | ChainNatural
 
@@ -203,10 +205,10 @@ class AutoLatentGaussian(ProcessGuide):
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
             missing[:] = view.unobserved
-            misfit = jnp.zeros(()) if missing else view.misfit(None)
+            misfit = jnp.zeros(()) if missing else view.misfit
             return [extremes for _, extremes in gathers], misfit
 
-        return jax.jit(checked), indexed, missing
+        return few(checked), indexed, missing
 
     # Natural parameters.
 

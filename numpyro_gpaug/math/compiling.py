@@ -3,31 +3,55 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
-from functools import cache, update_wrapper
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cache, partial, update_wrapper
+from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 # jaxlib's older code generator for CPUs: programs of linear algebra spend their time in
 # library calls and in loops that either vectorises (examples/benchmarks/compiling.py).
 # Later versions do not have it.
 _OPTIONS = {"xla_cpu_use_fusion_emitters": False}
+# Loops are left as they are written: the graph is still optimised, and linear algebra
+# is done by libraries.
+_UNOPTIMISED = {"xla_backend_optimization_level": 0}
+# Seconds that this saves for each operation of a program, and seconds by which the
+# program runs longer for each element its operations make, measured by
+# examples/benchmarks/compiling.py.
+SAVED, LOST = 1.7e-3, 4e-9
+# A fit of a few hundred steps should not take longer by it.
+RUNS = 500
+# Shapes of arguments whose choice is remembered.
+MAX_SHAPES = 256
+
+
+def compiler_options() -> dict[str, Any]:
+    """What programs of this package ask of XLA: nothing on accelerators, and no option
+    that this jaxlib lacks or that ``XLA_FLAGS`` sets."""
+    return {name: value for name, value in _OPTIONS.items() if _known(name, value)}
+
+
+def quick_options() -> dict[str, Any]:
+    """:func:`compiler_options` where the time to compile matters more than the time to
+    run."""
+    asked = {**_OPTIONS, **_UNOPTIMISED}
+    return {name: value for name, value in asked.items() if _known(name, value)}
 
 
 @cache
-def compiler_options() -> dict[str, Any]:
-    """What programs of this package ask of XLA: nothing on accelerators, by a jaxlib
-    without these options, or where ``XLA_FLAGS`` says otherwise."""
+def _known(name: str, value: Any) -> bool:
     flags = os.environ.get("XLA_FLAGS", "")
-    if jax.default_backend() != "cpu" or any(name in flags for name in _OPTIONS):
-        return {}
+    if jax.default_backend() != "cpu" or name in flags:
+        return False
     try:
-        jax.jit(_nothing, compiler_options=_OPTIONS).lower(0.0).compile()
+        jax.jit(_nothing, compiler_options={name: value}).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
-        return {}
-    return _OPTIONS
+        return False
+    return True
 
 
 def _nothing(x: Any) -> Any:
@@ -38,14 +62,27 @@ class Compiled:
     """``jax.jit`` with :func:`compiler_options`; inside another program, which has
     options of its own, without.
 
+    A program of many operations on small arrays takes seconds to compile and less than
+    a millisecond to run: it is compiled without LLVM's optimisations if it then saves
+    more time than it loses in ``runs``.
+
     :param function: what is compiled.
+    :param runs: how often a program is expected to run before the process ends, the
+        iterations of loops of unknown length among them.
     :param options: of ``jax.jit``.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        self._function, self._options = function, options
+    def __init__(
+        self, function: Callable[..., Any], *, runs: int = RUNS, **options: Any
+    ) -> None:
+        self._function, self._runs, self._options = function, runs, options
         self._inner = jax.jit(function, **options)
-        self._outer: Any = None
+        self._optimised: Any = None
+        self._unoptimised: Any = None
+        # By the shapes of the arguments.
+        self._chosen: dict[Any, Any] = {}
+        names = options.get("static_argnames", ())
+        self._static = {names} if isinstance(names, str) else set(names)
         update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +90,7 @@ class Compiled:
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             return self._inner(*args, **kwargs)
         try:
-            return self._whole(*args, **kwargs)
+            return self._program(args, kwargs)(*args, **kwargs)
         except ValueError as error:
             # A program around it may trace what is given no traced argument.
             if "top-level" not in str(error):
@@ -69,11 +106,94 @@ class Compiled:
     @property
     def _whole(self) -> Any:
         # Not before the first call: a guide may be made before jax.distributed starts.
-        if self._outer is None:
-            options = compiler_options()
-            self._outer = (
-                jax.jit(self._function, compiler_options=options, **self._options)
-                if options
-                else self._inner
-            )
-        return self._outer
+        if self._optimised is None:
+            options, quick = compiler_options(), quick_options()
+            self._optimised = self._unoptimised = self._with(options)
+            if quick != options:
+                self._unoptimised = self._with(quick)
+        return self._optimised
+
+    def _with(self, options: dict[str, Any]) -> Any:
+        if not options:
+            return self._inner
+        return jax.jit(self._function, compiler_options=options, **self._options)
+
+    def _program(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._whole is self._unoptimised:
+            return self._whole
+        dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
+        static = tuple((k, v) for k, v in kwargs.items() if k in self._static)
+        leaves, tree = jax.tree.flatten((args, dynamic))
+        key = tree, static, tuple(getattr(x, "shape", ()) for x in leaves)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            # JAX remembers the trace: the call that follows does not repeat it.
+            work = Work.of(self._inner.trace(*args, **kwargs).jaxpr.jaxpr)
+            lost, saved = LOST * work.elements, SAVED * work.operations
+            if len(self._chosen) >= MAX_SHAPES:
+                self._chosen.clear()
+            quick = self._runs * lost <= saved
+            chosen = self._unoptimised if quick else self._optimised
+            self._chosen[key] = chosen
+        return chosen
+
+
+# Of functions that are called once at each shape of their arguments, and of those that
+# are called some times: a notebook looks at a posterior again and again.
+once = partial(Compiled, runs=1)
+few = partial(Compiled, runs=50)
+
+
+class Work(NamedTuple):
+    """What a program has to do beside calls of libraries.
+
+    :param operations: number of them, as written.
+    :param elements: of the arrays they make: times the length of a ``scan``, once for a
+        loop of unknown length, and of branches the cheapest, as the others are taken
+        the first time or rarely.
+    """
+
+    operations: int
+    elements: int
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr) -> Work:
+        """The work of a program.
+
+        :param jaxpr: the program.
+        """
+        return _work(jaxpr, {})
+
+
+_LIBRARIES = {"dot_general", "cholesky", "triangular_solve", "eigh", "svd", "qr"}
+
+
+def _work(jaxpr: Jaxpr, known: dict[int, Work]) -> Work:
+    operations = elements = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        parts = []
+        for part in _parts(eqn.params):
+            if id(part) not in known:
+                known[id(part)] = _work(part, known)
+            parts.append(known[id(part)])
+        if parts:
+            operations += sum(part.operations for part in parts)
+            made = (part.elements for part in parts)
+            times = eqn.params["length"] if name == "scan" else 1
+            elements += times * (min(made) if name == "cond" else sum(made))
+        else:
+            operations += 1
+            if name not in _LIBRARIES:
+                shapes = (getattr(x.aval, "shape", ()) for x in eqn.outvars)
+                elements += sum(math.prod(shape) for shape in shapes)
+    return Work(operations, elements)
+
+
+def _parts(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    for value in params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, Jaxpr):
+                yield part

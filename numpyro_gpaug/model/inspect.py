@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,15 @@ from numpyro.distributions import constraints
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
-from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
-from numpyro_gpaug.likelihoods.expectations import (
-    Route,
-    base_distribution,
-    lookup_expectation,
-)
+from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.model.dependencies import Dependencies
 from numpyro_gpaug.model.gaussians import whitening
-from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
-    Observed,
-    Plate,
     Structure,
     Trace,
-    check_shape,
     conditional_of,
     flat_functions,
     run_model,
@@ -53,19 +45,20 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
     :return: a :class:`Structure`.
     """
     arguments = Arguments.split(args, kwargs)
-    candidates, sites = _survey(model, arguments)
+    sites = _Survey(model, arguments)
+    candidates = sites.candidates
     found = Dependencies(model, arguments, candidates, sites.inputs)
     weights = [b for b in candidates if not b.is_process and found.is_weight(b.name)]
     processes = [b for b in candidates if b.is_process]
     routes = [found.observed(n, (*processes, *weights)) for n in sites.observed]
     weights = [b for b in weights if found.in_closed_form(b.name, routes)]
-    found.refuse_unsupported(sites.latent, bool(sites.observed))
+    found.refuse_unsupported(tuple(sites.latent), bool(sites.observed))
     owned = {b.site for b in candidates if b.is_process or b in weights}
     others = tuple(
         n for n in sites.latent if n not in owned and not found.is_likelihood(n)
     )
     if sites.observed:
-        _refuse_latents(others, sites.discrete, candidates)
+        _refuse_latents(others, tuple(sites.discrete), candidates)
     blocks = tuple(sorted(
         (b for b in candidates if b.site in owned),
         key=lambda b: sites.latent.index(b.site),
@@ -135,84 +128,70 @@ def structure_at(
     return replace(structure, plates=plates, functions=functions)
 
 
-_INSTEAD = {
-    "BernoulliProbs": "Bernoulli(logits=f)",
-    "BinomialProbs": "Binomial(n, logits=f)",
-    "CategoricalProbs": "Categorical(logits=f)",
-    "NegativeBinomialProbs": "NegativeBinomialLogits(r, f)",
-    "Poisson": "numpyro_gpaug.Linked(f, link, Poisson) and LogisticPoisson",
-}
+class _Survey:
+    """The sites of a model, from a trace without arithmetic: names of its ``observed``
+    sites and of its ``latent`` ones, which may be ``discrete`` or ``gaussian``;
+    ``plates``, ``constraints`` of params, and ``candidates`` for blocks, which are the
+    processes and the vector normals, with the shapes of their ``inputs``.
 
+    :param model: a NumPyro model.
+    :param arguments: its arguments.
+    """
 
-class _Sites(NamedTuple):
-    latent: tuple[str, ...]
-    discrete: tuple[str, ...]
-    gaussian: tuple[str, ...]
-    observed: tuple[str, ...]
-    plates: dict[str, Plate]
-    constraints: dict[str, Any]
-    inputs: dict[str, jax.ShapeDtypeStruct]
+    def __init__(self, model: Callable[..., Any], arguments: Arguments) -> None:
+        self.candidates: list[Block] = []
+        self.latent: list[str] = []
+        self.discrete: list[str] = []
+        self.gaussian: list[str] = []
+        self.observed: list[str] = []
+        self.constraints: dict[str, Any] = {}
+        self.inputs: dict[str, jax.ShapeDtypeStruct] = {}
 
+        def abstract(arrays: tuple[Array, ...]) -> Trace:
+            given = arguments._replace(arrays=arrays)
+            trace = run_model(with_whole_sizes(model), given, jax.random.key(0), {})
+            self._visit(trace)
+            return trace
 
-def _survey(
-    model: Callable[..., Any], arguments: Arguments
-) -> tuple[list[Block], _Sites]:
-    """Names and shapes; candidates are the processes and the vector normals."""
-    candidates: list[Block] = []
-    constraints_: dict[str, Any] = {}
-    inputs: dict[str, jax.ShapeDtypeStruct] = {}
-    latent: list[str] = []
-    discrete: list[str] = []
-    gaussian: list[str] = []
-    observed: list[str] = []
+        self.plates = trace_plates(abstract, arguments)
 
-    def visit(trace: Trace) -> None:
+    def _visit(self, trace: Trace) -> None:
         process_sites = set()
         for name, site in trace.items():
             if isinstance(site.get("fn"), Conditional):
                 v = trace[f"{name}.v"]
                 process_sites.add(f"{name}.v")
                 if not v["is_observed"]:
-                    candidates.append(_block(name, f"{name}.v", v))
+                    self.candidates.append(_block(name, f"{name}.v", v))
         for name, site in trace.items():
             if site["type"] == "param":
-                constraints_[name] = site["kwargs"].get("constraint", constraints.real)
+                constraint = site["kwargs"].get("constraint", constraints.real)
+                self.constraints[name] = constraint
             elif site["type"] == "sample" and site["is_observed"]:
-                observed.append(name)
+                self.observed.append(name)
             elif site["type"] == "sample":
-                latent.append(name)
-                if site["fn"].is_discrete:
-                    discrete.append(name)
-                if whitening(site["fn"]) is not None:
-                    gaussian.append(name)
-                if "process" in site["infer"] and name not in process_sites:
-                    process = site["infer"]["process"]
-                    raise ValueError(
-                        f'GaussianProcess("{process}") is never called: its values at '
-                        "the inputs are gp(X)"
-                    )
-                if name not in process_sites and _is_vector_normal(site):
-                    candidates.append(_block(name, name, site))
-        for name in (n for b in candidates for n in (b.name, b.site)):
+                self._visit_latent(name, site, process_sites)
+        for name in (n for b in self.candidates for n in (b.name, b.site)):
             value = trace[name]["value"]
-            inputs[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            self.inputs[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
 
-    def abstract(arrays: tuple[Array, ...]) -> Trace:
-        given = arguments._replace(arrays=arrays)
-        trace = run_model(with_whole_sizes(model), given, jax.random.key(0), {})
-        visit(trace)
-        return trace
-
-    plates = trace_plates(abstract, arguments)
-    return candidates, _Sites(
-        tuple(latent),
-        tuple(discrete),
-        tuple(gaussian),
-        tuple(observed),
-        plates,
-        constraints_,
-        inputs,
-    )
+    def _visit_latent(
+        self, name: str, site: dict[str, Any], process_sites: set[str]
+    ) -> None:
+        self.latent.append(name)
+        if site["fn"].is_discrete:
+            self.discrete.append(name)
+        if whitening(site["fn"]) is not None:
+            self.gaussian.append(name)
+        if name in process_sites:
+            return
+        if "process" in site["infer"]:
+            raise ValueError(
+                f'GaussianProcess("{site["infer"]["process"]}") is never called: its '
+                "values at the inputs are gp(X)"
+            )
+        if _is_vector_normal(site):
+            self.candidates.append(_block(name, name, site))
 
 
 def _block(name: str, site: str, message: dict[str, Any]) -> Block:
@@ -229,226 +208,6 @@ def _is_vector_normal(site: dict[str, Any]) -> bool:
     vector = len(fn.event_shape) == 1 and fn.batch_shape == ()
     plain = isinstance(base_distribution(fn), dist.Normal)
     return vector and plain and not site["cond_indep_stack"]
-
-
-class Dependencies:
-    """How each part of a model depends on each candidate block.
-
-    :param model: the model.
-    :param arguments: its arguments.
-    :param candidates: blocks.
-    :param inputs: shapes of their function values and sites, by name.
-    """
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        arguments: Arguments,
-        candidates: list[Block],
-        inputs: dict[str, jax.ShapeDtypeStruct],
-    ) -> None:
-        self.processes = {b.name for b in candidates if b.is_process}
-        self.vectors = {b.site: b.name for b in candidates if b.is_process}
-        self.registered: dict[str, tuple[str, ...]] = {}
-        self.classes: dict[str, type] = {}
-        self.shared: dict[str, bool] = {}
-        self.correlated: dict[str, bool] = {}
-        self.joint: dict[str, bool] = {}
-
-        def parts(values: dict[str, Any]) -> dict[str, Any]:
-            trace = run_model(model, arguments, jax.random.key(0), values)
-            return self._parts(trace, candidates, values)
-
-        self.states: dict[str, Any] = dependence_tree(parts, inputs)
-
-    def _parts(
-        self, trace: Trace, candidates: list[Block], values: dict[str, Any]
-    ) -> dict[str, Any]:
-        """What may depend on a block: likelihood parameters, densities, all else."""
-        carried: dict[str, Any] = {}
-        densities: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
-        for name, site in trace.items():
-            if site["type"] == "sample" and site["is_observed"]:
-                check_shape(name, site)
-                base = base_distribution(site["fn"])
-                self.classes[name] = type(base)
-                latents = _latents(type(base))
-                self.registered[name] = latents
-                shared = base.batch_shape == () and site["fn"].batch_shape != ()
-                self.shared[name] = shared
-                carried[name] = {k: getattr(base, k) for k in latents}
-                ranks = [jnp.ndim(parameter) for parameter in carried[name].values()]
-                self.joint[name] = max(ranks, default=0) > len(base.batch_shape)
-                densities[name] = site["fn"].log_prob(site["value"])
-                rest[name] = [
-                    value for k, value in vars(base).items()
-                    if k in (*base.arg_constraints, "family_parameters")
-                    and k not in latents
-                ]  # fmt: skip
-            elif site["type"] == "sample" and name not in values:
-                rest[name] = jax.tree.leaves(site["fn"])
-        for block in candidates:
-            if block.is_process:
-                f = conditional_of(trace, block)
-                rest[block.name] = [
-                    f.mean, f.prior_variance, f.projection, f.gp.loadings,
-                    f.gp.bias,
-                ]  # fmt: skip
-                self.correlated[block.name] = f.gp.loadings is not None
-        return {"carried": carried, "densities": densities, "rest": rest}
-
-    def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
-        """Raises for models whose processes feed something other than likelihoods.
-
-        :param latents: all latent sites.
-        :param observed: whether anything is observed; if nothing is, a latent site that
-            depends on a process is an observation that was not passed in.
-        :raises NotConjugateError: naming the two sites.
-        """
-        for site, name in self.vectors.items():
-            if any(site in leaf.state for leaf in jax.tree.leaves(self.states)):
-                raise NotConjugateError(
-                    f"the inducing values {site!r} are used directly; use the function "
-                    f"values {name!r}, or fit by MCMC(NUTS(model))"
-                )
-        priors = (*self.processes, *(latents if observed else ()))
-        for prior in priors:
-            leaves = jax.tree.leaves(self.states["rest"].get(prior, []))
-            sources = {n for leaf in leaves for n in leaf.state} & self.processes
-            if sources and prior.endswith("_unobserved"):
-                raise NotConjugateError(
-                    f"obs_mask makes {prior!r} a latent: leave out what is missing by "
-                    "numpyro.handlers.mask(mask=obs_mask) around the site instead"
-                )
-            if sources:
-                raise NotConjugateError(
-                    f"the distribution of {prior!r} depends on the process "
-                    f"{sorted(sources)[0]!r}; only that of an observed site may. "
-                    "If it is data, pass the model its values (obs=...); "
-                    "MCMC(NUTS(model)) samples such a model"
-                )
-
-    def is_likelihood(self, latent: str) -> bool:
-        """Whether a latent site is an observation that was not passed in: its own
-        distribution depends on a process."""
-        leaves = jax.tree.leaves(self.states["rest"].get(latent, []))
-        return any(self.processes & set(leaf.state) for leaf in leaves)
-
-    def is_weight(self, name: str) -> bool:
-        """Whether nothing but likelihood predictors depends on a vector normal, and
-        they affinely, so that its update has a closed form."""
-        rest = jax.tree.leaves(self.states["rest"])
-        if any(name in leaf.state for leaf in rest):
-            return False
-        reached = False
-        for site, latents in self.registered.items():
-            for latent in latents:
-                dependence = self.states["carried"][site][latent].state.get(name)
-                reached |= dependence is not None
-                if dependence is not None and not dependence.affine:
-                    return False
-            if not latents and name in self.states["densities"][site].state:
-                return False
-        return reached
-
-    def in_closed_form(self, weight: str, routes: list[Observed]) -> bool:
-        """Whether every observed site of a weight vector has a closed form (nodes
-        run over function values only)."""
-        densities = self.states["densities"]
-        reached = [r for r in routes if weight in densities[r.name].state]
-        return all(r.route is Route.CLOSED_FORM for r in reached)
-
-    def observed(self, name: str, blocks: tuple[Block, ...]) -> Observed:
-        """The route of an observed site."""
-        density = self.states["densities"][name].state
-        reached = tuple(b.name for b in blocks if b.name in density)
-        processes = tuple(n for n in reached if n in self.processes)
-        augmented = lookup_augmentation(self.classes[name]) is not None
-        expectation = lookup_expectation(self.classes[name])
-        log_concave = expectation is not None and expectation.log_concave
-        if processes and self.shared[name]:
-            cls = self.classes[name].__name__
-            raise ValueError(
-                f"site {name!r}: every datum is given one and the same {cls}, which "
-                f"takes the function values of {processes[0]!r} at all data for its "
-                "own; if its last axis runs over classes, construct the process with "
-                "num_latents=C"
-            )
-        if not reached:
-            return Observed(
-                name, (), (), Route.CONSTANT, (), augmented, log_concave, None
-            )
-        reason = self._why_not_closed(name, reached)
-        latents = self.registered[name] if reason is None else ()
-        if latents and expectation is not None:
-            route = Route.CLOSED_FORM
-        elif len(reached) == 1 and density[reached[0]].elementwise:
-            route = Route.GAUSS_HERMITE
-        else:
-            route = Route.MONTE_CARLO
-        self._refuse_correlated(name, processes, route)
-        states = [self.states["carried"][name][latent].state for latent in latents]
-        sources = tuple(tuple(b for b in reached if b in state) for state in states)
-        return Observed(
-            name, latents, sources, route, processes, augmented, log_concave, reason
-        )
-
-    def _refuse_correlated(
-        self, name: str, processes: tuple[str, ...], route: Route
-    ) -> None:
-        """Raises if a likelihood looks at several outputs that share latents: each by
-        itself is Gaussian with a known variance, and that is all the bound uses."""
-        correlated = [p for p in processes if self.correlated[p]]
-        joint = self.joint[name] or route is Route.MONTE_CARLO
-        if correlated and joint:
-            raise NotConjugateError(
-                f"site {name!r}: the outputs of {correlated[0]!r} share latents "
-                f"(loadings=), so that they are correlated, and "
-                f"{self.classes[name].__name__} is no closed-form likelihood of one "
-                "output at a time; MCMC(NUTS(model)) samples this model"
-            )
-
-    def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
-        if not self.registered[name]:
-            cls = self.classes[name].__name__
-            instead = _INSTEAD.get(cls, "numpyro_gpaug.Linked(f, link, family)")
-            return f"no closed form is registered for {cls} (one is for {instead})"
-        for leaf in jax.tree.leaves(self.states["rest"][name]):
-            if touched := [r for r in reached if r in leaf.state]:
-                return (
-                    f"a parameter of {self.classes[name].__name__} other than "
-                    f"{self.registered[name]} depends on {touched[0]!r}"
-                )
-        carriers: dict[str, str] = {}
-        for latent in self.registered[name]:
-            state = self.states["carried"][name][latent].state
-            for block in reached:
-                if block in state and carriers.setdefault(block, latent) != latent:
-                    return (
-                        f"{carriers[block]!r} and {latent!r} of "
-                        f"{self.classes[name].__name__} both depend on {block!r}, but "
-                        "they must be independent: give each its own GaussianProcess"
-                    )
-                dependence = state.get(block)
-                if dependence is None:
-                    continue
-                if not dependence.affine:
-                    return (
-                        f"{latent!r} is not affine in {block!r}: it passes through "
-                        f"{dependence.nonlinear!r}"
-                    )
-                if block in self.processes and not dependence.elementwise:
-                    return f"{latent!r} mixes several function values of {block!r}"
-        return None
-
-
-def _latents(cls: type) -> tuple[str, ...]:
-    expectation = lookup_expectation(cls)
-    if expectation is not None:
-        return expectation.latents
-    augmentation = lookup_augmentation(cls)
-    return () if augmentation is None else augmentation.latents
 
 
 def require_conjugate(structure: Structure, updates: str) -> None:

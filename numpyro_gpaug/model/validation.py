@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what users pass in; every error names the argument and its shape."""
+"""Checks of arguments and params that users pass in, and the likely causes of a bound
+that is not finite; every error names the argument and its shape."""
 
 from __future__ import annotations
 
@@ -11,28 +12,18 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
-from jax import Array
 from numpyro.distributions import constraints
 
-from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.errors import CholeskyError
-from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.sharding import of_this_process, total
+from numpyro_gpaug.math.sharding import total
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
-    Structure,
-    Trace,
-    check_shape,
     conditional_of,
     flat_functions,
     is_array,
-    remembered,
     run_model,
-    unobserved_error,
 )
 
 
@@ -256,163 +247,4 @@ def cholesky_message(gp: Any) -> str:
         f"kernel matrix failed with {jitter} in {gram.dtype}. "
         f"Likely cause: {'; or '.join(causes)}. Use distinct inducing inputs "
         "(numpyro_gpaug.inducing.kmeans), a larger jitter=, or float64"
-    )
-
-
-def check_observations(
-    model: Callable[..., Any],
-    structure: Structure,
-    arguments: Arguments,
-    programs: dict[Any, Any] | None = None,
-) -> None:
-    """Raises for observations outside the support of their likelihood, or parameters
-    of it that break their constraints, at initial params; traced ones are not looked
-    at.
-
-    :param model: the model.
-    :param structure: what it is made of.
-    :param arguments: its arguments.
-    :param programs: those compiled before, by shapes of arguments.
-    :raises ValueError: naming the site and what was expected.
-    """
-    if any(isinstance(x, jax.core.Tracer) for x in arguments.arrays):
-        return
-    flat = flat_functions(model)
-
-    def run(arrays: tuple[Array, ...]) -> Trace:
-        given = arguments._replace(arrays=arrays)
-        return run_model(flat, given, jax.random.key(0), structure.zeros)
-
-    def compiled_flags() -> tuple[list[tuple[str, str]], Any]:
-        names: list[tuple[str, str]] = []
-
-        def flags(arrays: tuple[Array, ...]) -> list[Array]:
-            trace = run(arrays)
-            data = [k for k in (s.name for s in structure.observed) if k in trace]
-            if missing := [k for k in data if not trace[k]["is_observed"]]:
-                raise unobserved_error(missing)
-            found = valid_observations(trace)
-            names[:] = found
-            return list(found.values())
-
-        return names, jax.jit(flags).lower(arguments.arrays).compile()
-
-    # A guide may be called in a trace that does not concern its arguments. Compiled
-    # outside of that context: within it JAX runs constants operation by operation.
-    cached = {} if programs is None else programs
-    names, compiled = remembered(cached, arguments.shapes, compiled_flags)
-    with jax.ensure_compile_time_eval():
-        inside_all = compiled(arguments.arrays)
-    for (name, parameter), inside in zip(names, inside_all, strict=True):
-        # The model may close over values that are traced.
-        if not isinstance(inside, jax.core.Tracer) and not inside:
-            with numpyro.validation_enabled(is_validate=False):
-                message = run(arguments.arrays)[name]
-            raise invalid_error(name, parameter, message)
-
-
-def all_valid(
-    model: Callable[..., Any], structure: Structure, arguments: Arguments
-) -> Array:
-    """Whether :func:`check_observations` has nothing to say; may run inside ``jit``.
-
-    :param model: the model.
-    :param structure: what it is made of.
-    :param arguments: its arguments.
-    """
-    flat = flat_functions(model)
-    trace = run_model(flat, arguments, jax.random.key(0), structure.zeros)
-    found = [jnp.asarray(x) for x in valid_observations(trace).values()]
-    return jnp.stack(found).all() if found else jnp.array(True)
-
-
-def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
-    """Whether each observed site's value lies in its support, by ``(site, "")``, and
-    each parameter of its likelihood satisfies its constraint, by ``(site, parameter)``;
-    may run inside ``jit``.
-
-    :param trace: a trace of the model.
-    :raises ValueError: for observations of the wrong shape, naming both shapes.
-    """
-    valid: dict[tuple[str, str], Array] = {}
-    for name, site in trace.items():
-        if site["type"] != "sample" or not site["is_observed"]:
-            continue
-        check_shape(name, site)
-        fn, value = site["fn"], jnp.asarray(site["value"])
-        if isinstance(base_distribution(fn), dist.Unit):
-            continue  # numpyro.factor
-        inside = fn.support(value)
-        if isinstance(fn, dist.MaskedDistribution):
-            inside = inside | ~jnp.asarray(fn._mask)
-        valid[name, ""] = jnp.all(inside)
-        base = base_distribution(fn)
-        for k, constraint in base.arg_constraints.items():
-            if constraint in (constraints.real, constraints.real_vector):
-                continue  # nothing to break, and logits cost a factorisation
-            if k in vars(base) and not constraints.is_dependent(constraint):
-                value = jnp.asarray(getattr(base, k))
-                # What is not finite has a cause of its own (a failed Cholesky, say),
-                # which the first steps find.
-                finite = jnp.all(jnp.isfinite(value))
-                valid[name, k] = jnp.all(constraint(value)) | ~finite
-        if isinstance(base, Linked):
-            for k, inside in base.valid_parameters().items():
-                valid[name, k] = inside
-    return valid
-
-
-def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError:
-    """The error for what :func:`valid_observations` found invalid.
-
-    :param name: the site.
-    :param parameter: the parameter that breaks its constraint; empty if it is the
-        observations that leave their support.
-    :param site: the message of the site, executed.
-    """
-    base = base_distribution(site["fn"])
-    cls = type(base).__name__
-    if parameter:
-        value = of_this_process(getattr(base, parameter))
-        wanted: Any = base.arg_constraints[parameter]
-        if constraints.is_dependent(wanted):
-            wanted = f"the constraints of {type(base.components()).__name__}"
-        return ValueError(
-            f"site {name!r}: parameter {parameter!r} of {cls}, of shape {value.shape}, "
-            f"takes values {np.unique(value)[:5]}, which do not satisfy {wanted}"
-        )
-    value = of_this_process(site["value"])
-    hint, shown = "", str(np.unique(value)[:5])
-    if np.isnan(value).any():
-        shown = f"{np.isnan(value).sum()} NaN"
-        hint = (
-            ". Leave out what is missing by numpyro.handlers.mask(mask=...) around the "
-            "site"
-        )
-    elif base.support is constraints.nonnegative_integer:
-        hint = ". Counts are whole numbers, 0 or more"
-    elif hasattr(base, "total_count"):
-        hint = ". Counts are whole numbers from 0 to total_count"
-    elif base.is_discrete and value.min() < 0:
-        hint = ". Labels are 0/1 (or 0..C-1): convert -1/+1 labels with (y + 1) // 2"
-    elif base.is_discrete:
-        hint = _hint_of_labels(base, value)
-    return ValueError(
-        f"site {name!r}: observations of shape {value.shape} take values "
-        f"{shown}, outside the support of {cls}{hint}"
-    )
-
-
-def _hint_of_labels(base: dist.Distribution, value: np.ndarray) -> str:
-    bound = getattr(base.support, "upper_bound", None)
-    known, found = 1 + int(1 if bound is None else bound), len(np.unique(value))
-    if found <= known:
-        return (
-            f". Labels are 0..{known - 1}: numpy.unique(y, return_inverse=True)[1] "
-            "numbers them"
-        )
-    observed = "" if bound is not None else " and observe dist.Categorical(logits=f)"
-    return (
-        f". The model knows {known} classes: for {found}, numbered 0..{found - 1}, "
-        f"give the process num_latents={found}{observed}"
     )

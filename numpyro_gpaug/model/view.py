@@ -17,6 +17,7 @@ from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
+from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import (
     ExpectedLogLikelihood,
     Likelihood,
@@ -29,7 +30,6 @@ from numpyro_gpaug.model.structure import (
     Observed,
     Structure,
     Trace,
-    check_shape,
     conditional_of,
     run_model,
 )

@@ -24,6 +24,7 @@ from jax.dtypes import canonicalize_dtype
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
 from numpyro_gpaug.model.structure import (
@@ -144,7 +145,7 @@ def describe(
             k: gp.kernel(_first(gp.inducing), gp.inducing) for k, gp in found.items()
         }
 
-    return lines, jax.jit(covariances)(kept.arrays, values)
+    return lines, once(covariances)(kept.arrays, values)
 
 
 def check_model(found: Description, saved: Description) -> None:

@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import Array, random
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
-from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import Arguments, Block, Structure, remembered
 from numpyro_gpaug.predict.mixture import (
@@ -27,6 +30,9 @@ from numpyro_gpaug.predict.mixture import (
 )
 from numpyro_gpaug.predict.predictor import Predictor
 from numpyro_gpaug.predict.summary import MAX_JOINT, SiteMoments
+
+# Of an expectation by quadrature, in nats per datum.
+MOST_ERROR = 1e-3
 
 
 class JointPredictor(Predictor):
@@ -65,11 +71,11 @@ class JointPredictor(Predictor):
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
             reached = [extremes for _, extremes in gathers]
-            return reached, view.marks(), view.misfit(site)
+            return reached, view.marks(), view.misfit_of(site)
 
         indexed: list[Any] = []
         program = remembered(
-            self._checks, (arguments.shapes, site), lambda: (jax.jit(checks), indexed)
+            self._checks, (arguments.shapes, site), lambda: (few(checks), indexed)
         )
         reached, here, misfit = program[0](arguments.arrays, fitted.first)
         check_groups(misfit, f"values of {site!r}")
@@ -92,7 +98,9 @@ class JointPredictor(Predictor):
         for ``None`` the only observed site, by its predictor."""
         return Block(site or self.observed(None).name, "", (), None)
 
-    def sites(self, arguments: Arguments, fitted: Fitted) -> Any:
+    def sites(
+        self, arguments: Arguments, fitted: Fitted
+    ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
         """Posteriors of all Gaussian sites, at the arguments of the fit; what tells
         their factors; and errors of quadrature by observed site. Of a mixture the last
         two are those of its first member.
@@ -124,17 +132,25 @@ class JointPredictor(Predictor):
             total = averaged(about, fitted, weights)
             return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
 
-        program = remembered(self._sites, arguments.shapes, lambda: jax.jit(found))
-        return program(arguments.arrays, fitted)
+        program = remembered(self._sites, arguments.shapes, lambda: few(found))
+        at, marks, errors = program(arguments.arrays, fitted)
+        # Inducing values are whitened: predict_f has the process.
+        hidden = {f"{name}.v" for name in self.structure.functions}
+        names = [s.name for s in self.structure.sites if s.name not in hidden]
+        lost = {name: float(x) for name, x in errors.items()}
+        return {name: SiteMoments(*at[name]) for name in names}, marks, lost
 
-    _seen = JointView
+    def weights(self, fitted: Fitted) -> dict[str, dist.MultivariateNormal]:
+        return {}
+
+    _seen = JointPredictiveView
     _structure_at = staticmethod(joint_structure_at)
 
     def _stand_in(self, message: dict[str, Any]) -> Array:
         fn = message["fn"]
         return fn.support.feasible_like(jnp.zeros(fn.shape()))
 
-    def _extended(self, view: JointView, fit: Fit) -> Any:
+    def _extended(self, view: JointPredictiveView, fit: Fit) -> Any:
         """Moments of the latents that the model has at these arguments: new members of
         a plate are at their prior."""
         q: Any = fit.moments[JOINT]
@@ -204,3 +220,20 @@ def predictor_for(
         kind: Any = JointPredictor if joint else Predictor
         found = guide.predictors[id(model)] = kind(model, structure, guide)
     return found
+
+
+def warn_of_quadrature(errors: dict[str, float]) -> None:
+    """Warns of expectations that quadrature does not resolve.
+
+    :param errors: of them, by observed site, in nats per datum.
+    """
+    for site, error in errors.items():
+        if error > MOST_ERROR:
+            warnings.warn(
+                f"the expectations of {site!r} are off by about {error:.1g} nats "
+                "per datum: its log-density has a kink, or falls within much less "
+                "than a predictor's posterior standard deviation, which "
+                "Gauss-Hermite quadrature does not resolve. "
+                "MCMC(EllipticalSlice(model)) draws from the exact posterior",
+                stacklevel=5,
+            )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,12 @@ from jax import Array, lax, random
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.structure import is_array
+
+# Draws of what another autoguide owns.
+MEMBERS = 64
 
 
 class FunctionValues(NamedTuple):
@@ -51,6 +57,31 @@ class Fitted(NamedTuple):
     values: dict[str, Any]
     own: Mapping[str, dict[str, Array] | Moments]
     members: Members | None = None
+
+    @classmethod
+    def of_guide(cls, guide: ProcessGuide, params: dict[str, Any]) -> Fitted:
+        """What a guide holds; a mixture where another autoguide draws latents.
+
+        :param guide: of the model, set up.
+        :param params: of both.
+        """
+        values, own = guide.split_params(params)
+        members = None
+        if guide.random_others:
+            draws = guide.other_draws(random.key(0), params, MEMBERS)
+            even = jnp.full(MEMBERS, -math.log(MEMBERS))
+            members = Members(even, draws, {})
+        return cls({**values, **guide.other_median(params)}, own, members)
+
+    @property
+    def points(self) -> dict[str, Any]:
+        """Latents and params that are held at a value."""
+        drawn = set() if self.members is None else set(self.members.values)
+        return {
+            k: v
+            for k, v in self.values.items()
+            if is_array(v) and not (k.endswith("_auto_loc") or k in drawn)
+        }
 
     @property
     def size(self) -> int | None:

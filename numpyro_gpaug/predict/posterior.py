@@ -4,34 +4,29 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax import Array, random
+from jax import Array
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._display import Displayed, Rows, brief, name_of
 from numpyro_gpaug._numpyro import one_thread, whole_plates
-from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
-from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.display import latent_rows, observed_rows
-from numpyro_gpaug.model.forms import MAX_DENSE
-from numpyro_gpaug.model.latents import JointStructure
-from numpyro_gpaug.model.structure import Arguments, Structure, is_array
-from numpyro_gpaug.model.validation import check_observations
-from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
-from numpyro_gpaug.predict.joint import JointPredictor, predictor_for
-from numpyro_gpaug.predict.mixture import Fitted, FunctionValues, Members
-from numpyro_gpaug.predict.predictor import Predictor, Prepared, is_traced
+from numpyro_gpaug.model.observations import check_observations
+from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.predict.arguments import FitArguments
+from numpyro_gpaug.predict.calls import Calls
+from numpyro_gpaug.predict.joint import predictor_for, warn_of_quadrature
+from numpyro_gpaug.predict.mixture import Fitted, FunctionValues
+from numpyro_gpaug.predict.predictor import Predictor, is_traced
 from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.summary import SiteMoments, table
 
@@ -39,11 +34,6 @@ if TYPE_CHECKING:
     import pandas
 
 BATCH_SIZE = 1024
-SMALL_BATCH = 128
-# Of an expectation by quadrature, in nats per datum.
-MOST_ERROR = 1e-3
-# Draws of what another autoguide owns.
-MEMBERS = 64
 
 
 class Posterior(Displayed):
@@ -74,9 +64,8 @@ class Posterior(Displayed):
         self._predictor = predictor
         self._fitted = fitted
         self._fit_arguments = arguments
-        self._prepared: Prepared | None = None
+        self._calls = Calls(predictor, fitted, arguments)
         self._sites: dict[str, SiteMoments] = {}
-        self._marks: dict[str, Array] = {}
         self._rule_errors: dict[str, float] = {}
 
     @classmethod
@@ -103,13 +92,7 @@ class Posterior(Displayed):
         arguments = Arguments.split(args, kwargs)
         structure = guide.setup(*args, **kwargs).structure_at(arguments)
         guide.check_params(params)
-        values, own = guide.split_params(params)
-        members = None
-        if guide.random_others:
-            draws = guide.other_draws(random.key(0), params, MEMBERS)
-            even = jnp.full(MEMBERS, -math.log(MEMBERS))
-            members = Members(even, draws, {})
-        fitted = Fitted({**values, **guide.other_median(params)}, own, members)
+        fitted = Fitted.of_guide(guide, params)
         predictor = predictor_for(guide, model, structure)
         return cls.of_fit(predictor, fitted, structure, args, kwargs)
 
@@ -131,18 +114,12 @@ class Posterior(Displayed):
         :param kwargs: keyword arguments.
         """
         arguments, first = Arguments.split(args, kwargs), fitted.first.values
-        model = predictor.model
         origins = predictor.sources(arguments, structure, first)
-        given = FitArguments.of_fit(model, structure, origins, args, kwargs)
+        given = FitArguments.of_fit(predictor.model, structure, origins, args, kwargs)
         made = cls(predictor, fitted, given)
-        if isinstance(predictor, JointPredictor):
-            found, made._marks, errors = predictor.sites(arguments, made._fitted)
-            made._rule_errors = {k: float(x) for k, x in errors.items()}
-            made._warn_of_quadrature()
-            # Inducing values are whitened: predict_f has the process.
-            hidden = {f"{name}.v" for name in structure.functions}
-            names = [site.name for site in predictor.structure.sites]
-            made._sites = {k: SiteMoments(*found[k]) for k in names if k not in hidden}
+        known = predictor.sites(arguments, fitted)
+        made._sites, made._calls.marks, made._rule_errors = known
+        warn_of_quadrature(made._rule_errors)
         return made
 
     @property
@@ -208,18 +185,6 @@ class Posterior(Displayed):
         """
         return dict(self._rule_errors)
 
-    def _warn_of_quadrature(self) -> None:
-        for site, error in self._rule_errors.items():
-            if error > MOST_ERROR:
-                warnings.warn(
-                    f"the expectations of {site!r} are off by about {error:.1g} nats "
-                    "per datum: its log-density has a kink, or falls within much less "
-                    "than a predictor's posterior standard deviation, which "
-                    "Gauss-Hermite quadrature does not resolve. "
-                    "MCMC(EllipticalSlice(model)) draws from the exact posterior",
-                    stacklevel=5,
-                )
-
     @property
     def weights(self) -> dict[str, dist.MultivariateNormal]:
         """Posteriors of the plain Gaussian weight vectors, by site; where a process
@@ -241,16 +206,7 @@ class Posterior(Displayed):
         >>> [f"{x:.1f}" for x in w.mean]
         ['0.9', '-0.1']
         """
-        found = {}
-        structure = self._predictor.structure
-        joint = isinstance(structure, JointStructure)
-        for block in () if joint else structure.weights:
-            mean, whitener = self._predictor.moments(self._fitted)[block.name]
-            covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
-            found[block.site] = dist.MultivariateNormal(
-                mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
-            )
-        return found
+        return self._predictor.weights(self._fitted)
 
     def __getitem__(self, site: str) -> Distribution:
         """The posterior of a Gaussian latent: a normal, or a multivariate normal of a
@@ -286,22 +242,11 @@ class Posterior(Displayed):
         sites = dict(self._sites)
         for name, normal in self.weights.items():
             sites[name] = SiteMoments(normal.mean, normal.variance, None)
-        return table(sites, self._points(), self._fitted.members)
+        return table(sites, self._fitted.points, self._fitted.members)
 
     def print_summary(self) -> None:
         """Prints the table of :meth:`summary`, whole, to two decimals."""
         print(self.summary().to_string(float_format="{:.2f}".format))
-
-    def _points(self) -> dict[str, Any]:
-        """Latents and params that are held at a value."""
-        values = {k: v for k, v in self._fitted.values.items() if is_array(v)}
-        members = self._fitted.members
-        drawn = set() if members is None else set(members.values)
-        return {
-            k: v
-            for k, v in values.items()
-            if not (k.endswith("_auto_loc") or k in drawn)
-        }
 
     # -- prediction -------------------------------------------------------------------
 
@@ -328,10 +273,10 @@ class Posterior(Displayed):
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
         block = self._predictor.block(site)
-        called = self._arguments(args, kwargs)
+        called = self._calls.unobserved(args, kwargs)
         if full_covariance:
-            return self._call("joint", called[0], block.name)
-        return self._stream("f", called, block.name, batch_size)
+            return self._calls("joint", called[0], block.name)
+        return self._calls.stream("f", called, block.name, batch_size)
 
     def predict_y(
         self,
@@ -351,8 +296,8 @@ class Posterior(Displayed):
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
         observed = self._predictor.observed(site)
-        called = self._arguments(args, kwargs)
-        return self._stream("y", called, observed.name, batch_size)
+        called = self._calls.unobserved(args, kwargs)
+        return self._calls.stream("y", called, observed.name, batch_size)
 
     def log_prob(
         self,
@@ -371,7 +316,7 @@ class Posterior(Displayed):
         observed = self._predictor.observed(site)
         model, structure = self._predictor.model, self._predictor.structure
         called = self._fit_arguments.joined(model, args, kwargs)
-        found = self._stream("log_prob", called, observed.name, batch_size)
+        found = self._calls.stream("log_prob", called, observed.name, batch_size)
         if not is_traced(called[0]) and np.isnan(found).any():
             check_observations(whole_plates(model), structure, called[0])
         return found
@@ -395,85 +340,16 @@ class Posterior(Displayed):
         """
         check_key(key)
         block = self._predictor.block(site)
-        arguments, _ = self._arguments(args, kwargs)
+        arguments, _ = self._calls.unobserved(args, kwargs)
         num = math.prod(sample_shape)
-        draws, factorised = self._call("draws", arguments, block.name, key=key, num=num)
-        if not factorised:
-            raise CholeskyError(
-                f"the posterior covariance of {draws.shape[1]} new inputs did not "
-                "factorise: are there duplicate rows?"
-            )
+        draws = self._calls.draws(arguments, block.name, key, num)
         return draws.reshape(*sample_shape, *draws.shape[1:])
-
-    # -- arguments and streaming ---------------------------------------------------
-
-    def _arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Arguments, tuple[bool, ...]]:
-        model, fit = self._predictor.model, self._fit_arguments
-        absent = fit.without_observations(model, len(args))
-        return fit.joined(model, args, {**absent, **kwargs})
-
-    def _call(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
-        if isinstance(self._predictor, JointPredictor) and not is_traced(arguments):
-            self._predictor.check(arguments, self._fitted, self._marks, site)
-        answer, prepared = self._predictor(
-            what, arguments, self._fitted, self._prepared, site, **how
-        )
-        # Inside a caller's transformation it is not for others. Threads that come first
-        # at once compute the same twice, and keep either.
-        if not is_traced(arguments):
-            self._prepared = prepared
-        return answer
-
-    def _stream(
-        self,
-        what: str,
-        called: tuple[Arguments, tuple[bool, ...]],
-        site: str,
-        batch_size: int,
-    ) -> Any:
-        """Blocks of rows, the last one padded, put together again."""
-        check_count("batch_size", batch_size)
-        arguments, by_row = called
-        rows = arguments.arrays[by_row.index(True)].shape[0]
-        size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
-        joint = isinstance(self._predictor, JointPredictor)
-        # Rows may be members of a latent, which then are no others; those on several
-        # devices stay there. A number of rows that is passed in may be a plate's size.
-        at_once = (
-            rows == size
-            or rows in [x for _, x in arguments.static[1]]
-            or (joint and rows <= MAX_DENSE)
-            or (arguments.mesh is not None)
-        )
-        if is_traced(arguments) or at_once:
-            return self._call(what, arguments, site)
-        # The answer's structure (a distribution knows its batch shape) at all rows; run
-        # first, so that an error tells the shape that was passed in, not a padded one.
-        whole, like = self._predictor.shapes(what, arguments, self._fitted, site)
-        blocks = []
-        for start in range(0, rows, size):
-            chosen = np.minimum(np.arange(start, start + size), rows - 1)
-            arrays: tuple[Any, ...] = tuple(
-                np.asarray(a)[chosen] if flag else a
-                for a, flag in zip(arguments.arrays, by_row, strict=True)
-            )
-            block = arguments._replace(arrays=arrays)
-            blocks.append(self._call(what, block, site, like=like))
-        leaves = [
-            joined_rows(leaf.shape, parts)
-            for leaf, *parts in zip(
-                jax.tree.leaves(whole), *map(jax.tree.leaves, blocks), strict=True
-            )
-        ]
-        return jax.tree.unflatten(jax.tree.structure(whole), leaves)
 
     def _display(self) -> tuple[str, Rows]:
         structure = self._predictor.structure
         points = [
             (name, str(np.shape(value)), f"held at {brief(value)}")
-            for name, value in self._points().items()
+            for name, value in self._fitted.points.items()
         ]
         title = f"Posterior of {name_of(self._predictor.model)}"
         if self._fitted.size is not None:
@@ -492,7 +368,9 @@ class Posterior(Displayed):
         :raises ValueError: for a value that is not made of arrays and plain numbers.
         """
         parts = self._predictor, self._fitted, self._fit_arguments
-        write_fit(path, SavedFit(*parts, self._sites, self._marks, self._rule_errors))
+        write_fit(
+            path, SavedFit(*parts, self._sites, self._calls.marks, self._rule_errors)
+        )
 
     @classmethod
     def load(
@@ -516,6 +394,6 @@ class Posterior(Displayed):
         """
         found = read_fit(path, model, guide)
         loaded = cls(found.predictor, found.fitted, found.arguments)
-        loaded._sites, loaded._marks = found.sites, found.marks
+        loaded._sites, loaded._calls.marks = found.sites, found.marks
         loaded._rule_errors = found.rule_errors
         return loaded

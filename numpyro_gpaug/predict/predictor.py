@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import Array, lax, random
 from numpyro import handlers
 from numpyro.distributions import Distribution
@@ -24,11 +25,12 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.inspect import structure_at
+from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
@@ -36,7 +38,6 @@ from numpyro_gpaug.model.structure import (
     Block,
     Observed,
     Structure,
-    check_shape,
     remembered,
 )
 from numpyro_gpaug.model.view import ModelView
@@ -46,6 +47,7 @@ from numpyro_gpaug.predict.mixture import (
     mixed,
     over_members,
 )
+from numpyro_gpaug.predict.summary import SiteMoments
 
 # Predictions of more rows at once are worth the compilation of faster loops.
 MANY_ROWS = 512
@@ -84,7 +86,7 @@ class Predictor:
             "log_prob": self._log_prob, "draws": self._draws,
         }  # fmt: skip
         static = "what", "static", "site", "num"
-        self._compiled = Compiled(self._answer, static_argnames=static)
+        self._compiled = few(self._answer, static_argnames=static)
         self._optimised = jax.jit(self._answer, static_argnames=static)
         # By the shapes of the arguments.
         self._shapes: dict[Any, Any] = {}
@@ -173,6 +175,30 @@ class Predictor:
         """Moments of the Gaussian blocks that are the same for all members, latent axis
         first."""
         return jax.jit(self._moments)(fitted.own) if fitted.own else {}
+
+    def weights(self, fitted: Fitted) -> dict[str, dist.MultivariateNormal]:
+        """Posteriors of the plain Gaussian weight vectors, by site.
+
+        :param fitted: what was fitted.
+        """
+        found = {}
+        for block in self.structure.weights:
+            mean, whitener = self.moments(fitted)[block.name]
+            covariance = jnp.swapaxes(whitener, -1, -2) @ whitener
+            found[block.site] = dist.MultivariateNormal(
+                mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
+            )
+        return found
+
+    def sites(
+        self, arguments: Arguments, fitted: Fitted
+    ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
+        """What is known of jointly Gaussian latents: here there are none.
+
+        :param arguments: of the model at the fit.
+        :param fitted: what was fitted.
+        """
+        return {}, {}, {}
 
     def block(self, site: str | None) -> Block:
         """The Gaussian process of this name; the only one for ``None``."""

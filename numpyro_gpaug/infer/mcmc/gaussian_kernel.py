@@ -21,12 +21,9 @@ from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.inspect import inspect_model
-from numpyro_gpaug.model.structure import Arguments, Block, Structure, check_observed
-from numpyro_gpaug.model.validation import (
-    check_arguments,
-    check_observations,
-    cholesky_message,
-)
+from numpyro_gpaug.model.observations import check_observations, check_observed
+from numpyro_gpaug.model.structure import Arguments, Block, Structure
+from numpyro_gpaug.model.validation import check_arguments, cholesky_message
 from numpyro_gpaug.model.view import ModelView
 
 

@@ -18,8 +18,9 @@ from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.inspect_joint import inspect_joint
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import JOINT, JointStructure, white_numbers, whitened
+from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import Arguments, run_model
+from numpyro_gpaug.model.whitened import white_numbers, whitened
 
 
 class JointEllipse(NamedTuple):

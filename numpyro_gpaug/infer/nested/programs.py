@@ -21,8 +21,8 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.bound import TOLERANCE, CollapsedBound, Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.math.importance import compensated_sum
-from numpyro_gpaug.model.latents import whitened
 from numpyro_gpaug.model.structure import Arguments, Trace, run_model
+from numpyro_gpaug.model.whitened import whitened
 
 # Numbers held at once while draws are made.
 BUDGET = 2**21

@@ -17,8 +17,9 @@ from numpyro_gpaug.math.sharding import LATENTS
 from numpyro_gpaug.model.calls import check_by_name, check_processes
 from numpyro_gpaug.model.inspect import require_conjugate
 from numpyro_gpaug.model.latents import JointStructure
-from numpyro_gpaug.model.structure import Arguments, Structure, check_observed
-from numpyro_gpaug.model.validation import check_arguments, check_observations
+from numpyro_gpaug.model.observations import check_observations, check_observed
+from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.validation import check_arguments
 
 
 def check_fit(

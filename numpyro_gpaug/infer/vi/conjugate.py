@@ -8,7 +8,6 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -16,33 +15,18 @@ from jax.sharding import Mesh
 from numpyro_gpaug._display import Displayed, Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
-from numpyro_gpaug.infer.vi.checkpoints import check_state
-from numpyro_gpaug.infer.vi.checks import CheckedData, check_fit, check_latents
-from numpyro_gpaug.infer.vi.feeds import (
-    Feed,
-    Given,
-    InMemory,
-    Minibatches,
-    Reader,
-)
-from numpyro_gpaug.infer.vi.guard import Guard
+from numpyro_gpaug.infer.vi.checks import CheckedData
+from numpyro_gpaug.infer.vi.feeds import Given
 from numpyro_gpaug.infer.vi.loop import CHUNK, copied
-from numpyro_gpaug.infer.vi.padding import SharedRows
-from numpyro_gpaug.infer.vi.passes import Passes
-from numpyro_gpaug.infer.vi.plan import (
-    LBFGS,
-    LEAST_RISE,
-    Plan,
-    Settings,
-    fingerprint,
-)
+from numpyro_gpaug.infer.vi.plan import LBFGS, LEAST_RISE, Settings
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.progress import Progress, settled, steps_compared
 from numpyro_gpaug.infer.vi.quasi_newton import warn_of_noise
 from numpyro_gpaug.infer.vi.reach import warn_of_reach
 from numpyro_gpaug.infer.vi.result import ConjugateResult
+from numpyro_gpaug.infer.vi.runs import Runs
 from numpyro_gpaug.infer.vi.schedules import Schedule
-from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.structure import Arguments
@@ -170,7 +154,7 @@ class ConjugateSVI(Displayed):
         self._mesh = rows_mesh(mesh, ())
         self._checked = CheckedData(model, guide, self._mesh)
         self._programs = Programs(model, guide, self.settings)
-        self._shared = SharedRows(guide, self.settings, self._programs, self._mesh)
+        self._runs = Runs(model, guide, self.settings, self._programs, self._mesh)
 
     # -- the interface of SVI ---------------------------------------------------------
 
@@ -195,7 +179,7 @@ class ConjugateSVI(Displayed):
         check_key(rng_key)
         check_shards((args, kwargs))
         given = Given.split(*partitioned((args, kwargs)))
-        self._check(given)
+        self._runs.check(given)
         arguments = Arguments.split(given.args, given.kwargs).on(self._mesh)
         return self._programs.start(
             arguments, arguments, rng_key, init_params, given.batch
@@ -218,7 +202,9 @@ class ConjugateSVI(Displayed):
         arguments, data = self._checked(state, *partitioned((args, kwargs)))
         plan = self._programs.plan_at(arguments, state)
         never = np.zeros((), state.bound.dtype)
-        state, losses, _ = self._steps(copied(state), 1, never, data, arguments, plan)
+        state, losses, _ = self._runs.steps(
+            copied(state), 1, never, data, arguments, plan
+        )
         return state, losses[0]
 
     @one_thread
@@ -268,19 +254,16 @@ class ConjugateSVI(Displayed):
             second one raises.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
-        check_key(rng_key)
-        check_count("num_steps", num_steps)
-        if tol is not None and not 0 <= tol < np.inf:
-            raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
+        _check_run(rng_key, num_steps, tol)
         check_shards((args, kwargs))
         given = Given.split(*partitioned((args, kwargs)))
-        state, plan, feed = self._begin_run(rng_key, init_state, init_params, given)
+        state, plan, feed = self._runs.begin(rng_key, init_state, init_params, given)
         epoch = steps_compared(plan.structure) if plan.noisy else 0
         searches = self.settings.optim == LBFGS and bool(plan.transforms)
         if tol is None and searches:
             tol = LEAST_RISE
         limit = np.asarray(0 if tol is None or plan.noisy else tol, state.bound.dtype)
-        guard = self._guard(num_steps, feed, plan)
+        guard = self._runs.guard(num_steps, feed, plan)
         losses: list[np.ndarray] = []
         over = False
         with Progress(num_steps, feed.size, progress_bar) as progress, closing(feed):
@@ -356,107 +339,6 @@ class ConjugateSVI(Displayed):
             rows.append(("m_step", ", ".join(given.m_step)))
         return "ConjugateSVI", rows
 
-    # -- plans and params -------------------------------------------------------------
-
-    @one_thread
-    def _begin_run(
-        self,
-        key: Array,
-        state: ConjugateState | None,
-        init_params: dict[str, Any] | None,
-        given: Given,
-    ) -> tuple[ConjugateState, Plan, Feed]:
-        """Where a run starts, its plan, and what its steps see."""
-        self._check(given)
-        first = Arguments.split(given.args, given.kwargs)
-        arguments = self._shared(first, key) if given.batches is None else first
-        if state is None:
-            state = self._programs.start(
-                arguments, first, key, init_params, given.batch
-            )
-        else:
-            check_state(state, "init_state")
-            state = copied(state)
-        plan = self._programs.plan_at(arguments, state, given.batch)
-        _check_plates(plan, state)
-        check_latents(plan.structure, arguments.mesh)
-        state = state._replace(
-            mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
-            stalled=jnp.zeros_like(state.stalled),
-        )
-        feed = self._feed(given, arguments, plan, fingerprint(first.arrays))
-        return state, plan, feed
-
-    def _check(self, given: Given) -> None:
-        check_fit(
-            self.model, self.guide, self.settings.updates, given.args, given.kwargs
-        )
-        if given.batches is not None and self._mesh is not None:
-            raise NotImplementedError(
-                "batches that are read are not shared out among devices: pass arrays "
-                "with mesh=, or batches without"
-            )
-
-    def _feed(
-        self,
-        given: Given,
-        arguments: Arguments,
-        plan: Plan,
-        data: np.uint32,
-    ) -> Feed:
-        """What steps see.
-
-        :param given: the arguments of the run.
-        :param arguments: those of a step.
-        :param plan: of the run.
-        :param data: fingerprint of the arguments.
-        """
-        if given.batches is not None:
-            reader = Reader(given, self.model, plan.structure)
-            if given.batch is None:
-                add = one_thread(self._programs.sums)
-                return Passes(
-                    reader, plan, self._programs.plan_at, self.settings, add, data
-                )
-            advance, bounds_of = map(
-                one_thread, (self._programs.advance_batches, self._programs.bounds)
-            )
-            return Minibatches(reader, plan, advance, bounds_of, data)
-
-        def steps(state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
-            return self._steps(state, wanted, tol, data, arguments, plan)
-
-        @one_thread
-        def bounds(state: ConjugateState) -> Array:
-            with on_mesh(arguments.mesh):
-                return self._programs.bounds(
-                    state, arguments.arrays, plan=plan, static=arguments.static
-                )
-
-        return InMemory(arguments, steps, bounds)
-
-    def _guard(self, num_steps: int, feed: Feed, plan: Plan) -> Guard:
-        learns = (
-            plan.noisy and bool(plan.transforms) and self.settings.optim is not None
-        )
-        return Guard(feed.bounds, num_steps if learns else 0)
-
-    @one_thread
-    def _steps(
-        self,
-        state: ConjugateState,
-        number: int,
-        tol: np.ndarray,
-        data: np.uint32,
-        arguments: Arguments,
-        plan: Plan,
-    ) -> tuple[ConjugateState, Array, Array]:
-        with on_mesh(arguments.mesh):
-            return self._programs.advance(
-                state, np.int32(number), tol, data, arguments.arrays, plan=plan,
-                static=arguments.static,
-            )  # fmt: skip
-
     def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:
         # The natural parameters follow from the rest: they are never the cause.
         blocks = self.guide.structure.blocks
@@ -468,10 +350,8 @@ class ConjugateSVI(Displayed):
         return {**params, **self.guide.other_median(params)}
 
 
-def _check_plates(plan: Plan, state: ConjugateState) -> None:
-    subsampled = set(plan.structure.subsampled) - set(plan.passed)
-    if subsampled != set(state.epochs):
-        raise ValueError(
-            f"the state was made for subsampled plates {sorted(state.epochs)}, but "
-            f"the arguments subsample {sorted(subsampled)}: start a new run"
-        )
+def _check_run(rng_key: Array, num_steps: int, tol: float | None) -> None:
+    check_key(rng_key)
+    check_count("num_steps", num_steps)
+    if tol is not None and not 0 <= tol < np.inf:
+        raise ValueError(f"tol must be a number >= 0 or None, got {tol}")

@@ -20,13 +20,13 @@ from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.inspect_joint import inspect_joint
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
+from numpyro_gpaug.model.observations import check_observed
 from numpyro_gpaug.model.predictors import scaled_sum
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
     Structure,
     Trace,
-    check_observed,
     flat_functions,
     run_model,
 )

@@ -16,8 +16,9 @@ from numpyro_gpaug.infer.vi.batches import Batches, Blocks, check_batch
 from numpyro_gpaug.infer.vi.loop import BATCHES, Stacked
 from numpyro_gpaug.infer.vi.plan import Batch, Plan
 from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Arguments, Structure
-from numpyro_gpaug.model.validation import check_arguments, check_observations
+from numpyro_gpaug.model.validation import check_arguments
 from numpyro_gpaug.multilabel import prefetch
 
 # Batches of one compiled loop, at most, and their bytes.

@@ -14,8 +14,8 @@ from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
 from numpyro_gpaug.math.sharding import latents_apart
+from numpyro_gpaug.model.observations import all_valid
 from numpyro_gpaug.model.structure import Arguments
-from numpyro_gpaug.model.validation import all_valid
 
 # Steps of one compiled loop.
 CHUNK = 100

@@ -26,8 +26,8 @@ from numpyro_gpaug.infer.vi.sweeps import (
     slopes_at,
     starts_augmented,
 )
+from numpyro_gpaug.model.observations import all_valid
 from numpyro_gpaug.model.structure import Arguments
-from numpyro_gpaug.model.validation import all_valid
 
 # Steps without a rise of the bound that end a run, as in memory.
 PATIENCE = 3

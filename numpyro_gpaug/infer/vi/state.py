@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -48,3 +49,13 @@ def unknown_bound(dtype: Any) -> Any:
     """What any bound is larger than. No infinity: ``jax_debug_infs`` looks at what
     compiled functions return."""
     return jnp.finfo(dtype).min
+
+
+def flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
+    """A bound of NaN if the gradient is not finite: every later step would be refused,
+    and the fit would seem to have converged."""
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(hyper.update)]
+    if not finite:
+        return state
+    good = jnp.stack(finite).all()
+    return state._replace(bound=jnp.where(good, state.bound, jnp.nan))

@@ -22,7 +22,7 @@ from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.reach import share_unreached
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, settled
-from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.infer.vi.state import ConjugateState, flagged, unknown_bound
 from numpyro_gpaug.infer.vi.sweeps import (
     backtracked_sweep,
     damped_sweep,
@@ -164,7 +164,7 @@ class Stepper:
         )  # fmt: skip
         fell = ~(evaluation.bound >= state.bound - slack(evaluation))
         same = state._replace(hyper=refused(state.hyper))
-        return lax.cond(fell, lambda: same, lambda: _flagged(new, hyper))
+        return lax.cond(fell, lambda: same, lambda: flagged(new, hyper))
 
     def _search_step(self, state: ConjugateState) -> ConjugateState:
         """Full data: the collapsed bound at the pending update's end."""
@@ -202,7 +202,7 @@ class Stepper:
         # A first bound of NaN is shown.
         rose = goes_on & ~(bound < best)
         new = lax.cond(rose, better, lambda: state._replace(hyper=hyper))
-        return _flagged(new, hyper)
+        return flagged(new, hyper)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """A minibatch, or other latents drawn at random: no bound to compare with, so a
@@ -233,7 +233,7 @@ class Stepper:
             schedule=schedules, epochs=epochs, bound=bound,
             unreached=self._unreached(whole),
         )  # fmt: skip
-        return _flagged(new, hyper)
+        return flagged(new, hyper)
 
     def _refuse_adaptive(self, problem: LatentGaussian) -> None:
         if isinstance(self._schedule, Adaptive) and any(
@@ -390,13 +390,3 @@ class Stepper:
     def key(self, state: ConjugateState) -> Array:
         """The random key of the next step."""
         return random.fold_in(state.rng_key, state.step + 1)
-
-
-def _flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
-    """A bound of NaN if the gradient is not finite: every later step would be refused,
-    and the fit would seem to have converged."""
-    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(hyper.update)]
-    if not finite:
-        return state
-    good = jnp.stack(finite).all()
-    return state._replace(bound=jnp.where(good, state.bound, jnp.nan))

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model gives at draws of its guide: densities of latents and of observations,
+and replicated data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array, random
+from numpyro import handlers
+
+from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.diagnostics._run import run
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    is_pseudo,
+    lookup_expectation,
+    predictive,
+    through_wrappers,
+)
+from numpyro_gpaug.math.affine import selected as _selected
+from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.model.inspect import inspect_model, structure_at
+from numpyro_gpaug.model.predictors import of_site
+from numpyro_gpaug.model.structure import Arguments, Observed, Structure, remembered
+from numpyro_gpaug.model.view import NUM_NODES, ModelView, nodes_of
+
+# Numbers held at once while draws are evaluated: 64 MiB in float32.
+_BUDGET = 2**24
+
+
+class Draws(NamedTuple):
+    """What the model gives at draws, by site; the first axis runs over draws."""
+
+    deterministic: dict[str, Any]
+    replicated: dict[str, Any]
+    likelihoods: dict[str, Any]
+    scaled: dict[str, Any]
+    prior: Any
+
+
+class Evaluated(NamedTuple):
+    """The model at all draws.
+
+    :param draws: what it gives at them.
+    :param log_p: log joint density of each draw and the observations.
+    :param observed: observations by site.
+    :param model: how it was evaluated.
+    """
+
+    draws: Draws
+    log_p: np.ndarray
+    observed: dict[str, np.ndarray]
+    model: Programs
+
+
+class Programs:
+    """A guide's draws, and its model at them, compiled once for arguments of one shape;
+    kinds of sites are noted while both are traced."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        structure: Structure,
+        static: Any,
+    ) -> None:
+        self.model, self.guide = model, guide
+        self.structure, self.static = structure, static
+        # Given a draw, weight vectors are known, and the processes' residuals are all
+        # that is left to integrate.
+        self.given_weights = dataclasses.replace(structure, blocks=structure.processes)
+        self.delta: set[str] = set()
+        self.dims: dict[str, list[str]] = {}
+        self.factors: set[str] = set()
+        self.pseudo: set[str] = set()
+        self.draw: Any = Compiled(jax.vmap(self._draw, (None, None, 0)))
+        self.at: Any = Compiled(jax.vmap(self._at, (None, None, 0, None, 0), (0, None)))
+
+    def _draw(
+        self, arrays: Any, params: Any, key: Array
+    ) -> tuple[dict[str, Array], Array]:
+        """Latents and their log density. Which of them the guide declares by a
+        ``Delta`` is noted, but that alone does not make a latent fixed: guides such as
+        ``AutoLowRank...`` draw an auxiliary vector and declare latents as ``Delta``s
+        whose ``log_density`` is the Jacobian, so the sum over all the guide's sites is
+        the density of the latents."""
+        args, kwargs = Arguments(arrays, self.static).merge()
+        seeded = handlers.seed(handlers.substitute(self.guide, data=params), key)
+        trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+        names = (*(b.site for b in self.structure.blocks), *self.structure.others)
+        fns = {n: base_distribution(trace[n]["fn"]) for n in names}
+        self.delta.update(n for n, fn in fns.items() if isinstance(fn, dist.Delta))
+        drawn = [site for site in trace.values() if site["type"] == "sample"]
+        return {n: trace[n]["value"] for n in names}, _log_density(drawn)
+
+    def _at(
+        self, arrays: Any, params: Any, key: Array, fixed: Any, drawn: Any
+    ) -> tuple[Draws, dict[str, Array]]:
+        """What the model gives at one draw, and the observations."""
+        given = Arguments(arrays, self.static)
+        values = {**params, **fixed, **drawn}
+        noise_key, bound_key, new_key = random.split(key, 3)
+        trace = run(self.model, given, noise_key, values, "noise")
+        self.dims = {k: names for k, s in trace.items() if (names := _plate_names(s))}
+        view = ModelView(self.given_weights, self.model, given, values, bound_key)
+        likelihoods = _log_likelihoods(view, {**fixed, **drawn})
+        deterministic = {
+            n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"
+        }
+        observed, replicated, scaled = {}, {}, {}
+        new_keys = random.split(new_key, len(likelihoods) + 1)
+        for name, new_key in zip(likelihoods, new_keys, strict=False):
+            message = trace[name]
+            scaled[name] = _scaled(likelihoods[name], message["scale"])
+            if isinstance(base_distribution(message["fn"]), dist.Unit):
+                self.factors.add(name)  # numpyro.factor: a density of no observation
+                continue
+            if is_pseudo(message["fn"]):
+                self.pseudo.add(name)
+            observed[name] = message["value"]
+            replicated[name] = message["fn"].sample(new_key)
+        prior = _log_density([trace[n] for n in drawn])
+        return Draws(deterministic, replicated, likelihoods, scaled, prior), observed
+
+    def numbers_held(self, shapes: Draws, fixed: dict[str, Any]) -> int:
+        """How many numbers the likelihoods of one draw take while they are computed."""
+        size = sum(math.prod(s.shape[1:]) for s in jax.tree.leaves(shapes.likelihoods))
+        width = NUM_NODES
+        if not fixed.keys() >= set(self.structure.others):
+            # K_ZX is another one for every draw.
+            width += sum(math.prod(b.shape) for b in self.given_weights.blocks)
+        return max(1, size * width)
+
+
+# By model, guide and the shapes of arguments; few, for each keeps these alive.
+_CACHE: dict[Any, Programs] = {}
+_MAX_PROGRAMS = 8
+
+
+def programs_for(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    arguments: Arguments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Programs:
+    """Compiled programs, those of the last few models and guides remembered.
+
+    :param model: the model.
+    :param guide: its guide.
+    :param arguments: of the model.
+    :param args: the same, as they were passed.
+    :param kwargs: likewise.
+    """
+
+    def made() -> Programs:
+        whole: Any = whole_plates(model)
+        if isinstance(guide, AutoSparseGP):
+            structure = guide.setup(*args, **kwargs).structure
+        else:
+            structure = inspect_model(whole, *args, **kwargs)
+        structure = structure_at(whole, structure, arguments)
+        return Programs(whole, guide, structure, arguments.static)
+
+    key = model, guide, arguments.shapes
+    return remembered(_CACHE, key, made, _MAX_PROGRAMS)
+
+
+def evaluated_at(
+    model: Programs,
+    arrays: tuple[Array, ...],
+    params: dict[str, Any],
+    keys: Array,
+    fixed: dict[str, np.ndarray],
+    drawn: dict[str, np.ndarray],
+) -> Evaluated:
+    """The model at every draw, in chunks that bound the memory.
+
+    :param model: of :func:`programs_for`.
+    :param arrays: its array arguments.
+    :param params: of model and guide.
+    :param keys: random keys, one for each draw.
+    :param fixed: latents that are the same in all draws.
+    :param drawn: the others.
+    """
+    total = len(keys)
+    shapes, _ = model.at.eval_shape(arrays, params, keys, fixed, drawn)
+    chunk = min(total, max(1, _BUDGET // model.numbers_held(shapes, fixed)))
+    parts = []
+    for start in range(0, total, chunk):
+        chosen = np.minimum(np.arange(start, start + chunk), total - 1)
+        block = {n: v[chosen] for n, v in drawn.items()}
+        part, observed = model.at(arrays, params, keys[chosen], fixed, block)
+        kept = min(chunk, total - start)
+        parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x[:kept]), part))
+    draws = jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)
+    # In double precision, as the ratios are small differences of large sums.
+    log_p = draws.prior.astype(float) + sum(
+        v.astype(float).reshape(total, -1).sum(-1) for v in draws.scaled.values()
+    )
+    return Evaluated(draws, log_p, jax.tree.map(np.asarray, observed), model)
+
+
+def _log_likelihoods(view: ModelView, latents: Any) -> dict[str, Array]:
+    """Per observed site, the log density of each observation given the draw."""
+    at, maps, selected = {}, view.maps(), view.selected()
+    for block in view.structure.blocks:
+        v = latents[block.site]
+        v = _selected(v if v.ndim > 1 else v[None], selected[block.name])
+        at[block.name] = maps[block.name].given(v)
+    means, spreads = view.predictors.moments(at)
+    carried = view.predictors.marginals(at)
+
+    def one(site: Observed) -> Array:
+        message = view.message(site.name)
+        fn, y = message["fn"], message["value"]
+        if site.route is Route.CONSTANT or not site.processes:
+            return fn.log_prob(y)
+        registered = lookup_expectation(type(base_distribution(fn))) is not None
+        if site.route is Route.CLOSED_FORM and registered and not is_pseudo(fn):
+            value = predictive(fn, *of_site(carried, site)).log_prob(y)
+            return through_wrappers(fn, lambda _: value)
+        return _mixture(view, site, means, spreads)
+
+    return {site.name: one(site) for site in view.structure.observed}
+
+
+def _mixture(
+    view: ModelView, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
+) -> Array:
+    """The same without a closed form: by nodes if each datum depends on one latent,
+    else by draws. Without residuals, as on a full process, both are exact."""
+    pseudo = len(site.processes) == 1 and is_pseudo(view.message(site.name)["fn"])
+    nodal = site._replace(route=Route.GAUSS_HERMITE) if pseudo else site
+    z, weights = nodes_of(nodal, means, random.key(0))
+
+    def density(z: dict[str, Array]) -> Array:
+        moved = {k: means[k] + jnp.sqrt(spreads[k]) * z[k] for k in z}
+        message = view.trace({**means, **moved})[site.name]
+        return message["fn"].log_prob(message["value"])
+
+    values = jax.vmap(density)(z)
+    log_weights = jnp.log(weights).reshape((-1,) + (1,) * (values.ndim - 1))
+    return jax.nn.logsumexp(values + log_weights, 0)
+
+
+def _log_density(sites: list[dict[str, Any]]) -> Array:
+    terms = [_scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum() for s in sites]
+    return sum(terms[1:], terms[0]) if terms else jnp.zeros(())
+
+
+def _scaled(value: Array, scale: Any) -> Array:
+    return value if scale is None else value * scale
+
+
+def _plate_names(site: dict[str, Any]) -> list[str]:
+    """Plates as names of dimensions; ArviZ names the axes that are left."""
+    frames = {frame.dim: frame.name for frame in site.get("cond_indep_stack", ())}
+    if isinstance(site.get("fn"), Conditional):
+        # Rows come first in function values, whatever the dim of their plate.
+        return [frames[-1]] if frames.keys() == {-1} else []
+    if site["type"] != "sample" or not frames:
+        return []
+    batch = site["fn"].batch_shape
+    axes = range(-len(batch), 0)
+    return [frames.get(d, f"{site['name']}_dim_{i}") for i, d in enumerate(axes)]

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of a Gaussian process as arrays, and errors for those of other shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def as_inputs(X: Array, name: str) -> Array:
+    """Inputs as floats.
+
+    :param X: inputs.
+    :param name: of the argument.
+    :raises ValueError: for an empty array, and one of another number of axes.
+    """
+    X = jnp.asarray(X)
+    if X.ndim not in (1, 2, 3) or 0 in X.shape:
+        raise ValueError(
+            f"{name} has shape {X.shape}; expected a non-empty array (rows, columns)"
+        )
+    return X if jnp.issubdtype(X.dtype, jnp.floating) else X.astype(float)
+
+
+def as_loadings(
+    loadings: Any, bias: Any, num_latents: int | None
+) -> tuple[Array | None, Array | None]:
+    """Loadings and bias as arrays, if there are any.
+
+    :param loadings: of outputs on latents.
+    :param bias: of outputs.
+    :param num_latents: how many latents there are, if that is given.
+    :raises ValueError: for other shapes, and a bias without loadings.
+    """
+    if loadings is None:
+        if bias is not None:
+            raise ValueError("bias= is that of outputs with loadings=; pass mean=")
+        return None, None
+    loadings = jnp.asarray(loadings)
+    if loadings.ndim != 2 or num_latents not in (None, loadings.shape[1]):
+        raise ValueError(
+            f"loadings has shape {loadings.shape}; expected (outputs, latents)"
+            + ("" if num_latents is None else f" with num_latents={num_latents}")
+        )
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        if bias.shape != loadings.shape[:1]:
+            raise ValueError(
+                f"bias has shape {bias.shape}; expected one per output, "
+                f"{loadings.shape[:1]}"
+            )
+    return loadings, bias
+
+
+def columns(X: Array) -> int:
+    """How many columns inputs have; one, of scalar inputs."""
+    return 1 if X.ndim == 1 else X.shape[-1]

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the runs of a fitter start, and what their steps see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.infer.vi.checkpoints import check_state
+from numpyro_gpaug.infer.vi.checks import check_fit, check_latents
+from numpyro_gpaug.infer.vi.feeds import (
+    Feed,
+    Given,
+    InMemory,
+    Minibatches,
+    Reader,
+)
+from numpyro_gpaug.infer.vi.guard import Guard
+from numpyro_gpaug.infer.vi.loop import copied
+from numpyro_gpaug.infer.vi.padding import SharedRows
+from numpyro_gpaug.infer.vi.passes import Passes
+from numpyro_gpaug.infer.vi.plan import Plan, Settings, fingerprint
+from numpyro_gpaug.infer.vi.programs import Programs
+from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.math.sharding import on_mesh
+from numpyro_gpaug.model.structure import Arguments
+
+
+class Runs:
+    """The runs of one :class:`~numpyro_gpaug.ConjugateSVI`.
+
+    :param model: the model.
+    :param guide: its guide.
+    :param settings: options of the fit.
+    :param programs: what is compiled for it.
+    :param mesh: where rows are to be shared out.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: ConjugateGuide,
+        settings: Settings,
+        programs: Programs,
+        mesh: Mesh | None,
+    ) -> None:
+        self._model, self._guide, self._settings = model, guide, settings
+        self._programs, self._mesh = programs, mesh
+        self.shared = SharedRows(guide, settings, programs, mesh)
+
+    @one_thread
+    def begin(
+        self,
+        key: Array,
+        state: ConjugateState | None,
+        init_params: dict[str, Any] | None,
+        given: Given,
+    ) -> tuple[ConjugateState, Plan, Feed]:
+        """Where a run starts, its plan, and what its steps see.
+
+        :param key: random key.
+        :param state: to continue from, if it does.
+        :param init_params: constrained values to start from, by param name.
+        :param given: the arguments of the run.
+        """
+        self.check(given)
+        first = Arguments.split(given.args, given.kwargs)
+        arguments = self.shared(first, key) if given.batches is None else first
+        if state is None:
+            state = self._programs.start(
+                arguments, first, key, init_params, given.batch
+            )
+        else:
+            check_state(state, "init_state")
+            state = copied(state)
+        plan = self._programs.plan_at(arguments, state, given.batch)
+        _check_plates(plan, state)
+        check_latents(plan.structure, arguments.mesh)
+        state = state._replace(
+            mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
+            stalled=jnp.zeros_like(state.stalled),
+        )
+        feed = self._feed(given, arguments, plan, fingerprint(first.arrays))
+        return state, plan, feed
+
+    def check(self, given: Given) -> None:
+        """Raises for arguments that cannot be fitted.
+
+        :param given: the arguments of a run.
+        """
+        check_fit(
+            self._model, self._guide, self._settings.updates, given.args, given.kwargs
+        )
+        if given.batches is not None and self._mesh is not None:
+            raise NotImplementedError(
+                "batches that are read are not shared out among devices: pass arrays "
+                "with mesh=, or batches without"
+            )
+
+    def _feed(
+        self,
+        given: Given,
+        arguments: Arguments,
+        plan: Plan,
+        data: np.uint32,
+    ) -> Feed:
+        """What steps see.
+
+        :param given: the arguments of the run.
+        :param arguments: those of a step.
+        :param plan: of the run.
+        :param data: fingerprint of the arguments.
+        """
+        if given.batches is not None:
+            reader = Reader(given, self._model, plan.structure)
+            if given.batch is None:
+                add = one_thread(self._programs.sums)
+                return Passes(
+                    reader, plan, self._programs.plan_at, self._settings, add, data
+                )
+            advance, bounds_of = map(
+                one_thread, (self._programs.advance_batches, self._programs.bounds)
+            )
+            return Minibatches(reader, plan, advance, bounds_of, data)
+
+        def steps(state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
+            return self.steps(state, wanted, tol, data, arguments, plan)
+
+        @one_thread
+        def bounds(state: ConjugateState) -> Array:
+            with on_mesh(arguments.mesh):
+                return self._programs.bounds(
+                    state, arguments.arrays, plan=plan, static=arguments.static
+                )
+
+        return InMemory(arguments, steps, bounds)
+
+    def guard(self, num_steps: int, feed: Feed, plan: Plan) -> Guard:
+        """What looks after a run on minibatches that learns hyperparameters.
+
+        :param num_steps: of the run.
+        :param feed: of its steps.
+        :param plan: of it.
+        """
+        learns = (
+            plan.noisy and bool(plan.transforms) and self._settings.optim is not None
+        )
+        return Guard(feed.bounds, num_steps if learns else 0)
+
+    @one_thread
+    def steps(
+        self,
+        state: ConjugateState,
+        number: int,
+        tol: np.ndarray,
+        data: np.uint32,
+        arguments: Arguments,
+        plan: Plan,
+    ) -> tuple[ConjugateState, Array, Array]:
+        """Steps on arguments in memory: the state, losses, and how many they were.
+
+        :param state: to start from, which is overwritten.
+        :param number: of steps, at most.
+        :param tol: see :func:`~numpyro_gpaug.infer.vi.loop.run_chunk`.
+        :param data: fingerprint of the arguments.
+        :param arguments: of the model.
+        :param plan: of the fit.
+        """
+        with on_mesh(arguments.mesh):
+            return self._programs.advance(
+                state, np.int32(number), tol, data, arguments.arrays, plan=plan,
+                static=arguments.static,
+            )  # fmt: skip
+
+
+def _check_plates(plan: Plan, state: ConjugateState) -> None:
+    subsampled = set(plan.structure.subsampled) - set(plan.passed)
+    if subsampled != set(state.epochs):
+        raise ValueError(
+            f"the state was made for subsampled plates {sorted(state.epochs)}, but "
+            f"the arguments subsample {sorted(subsampled)}: start a new run"
+        )

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How each part of a model depends on each of its Gaussian processes and weight
+vectors, read from its jaxpr, and which route each observed site therefore takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    lookup_expectation,
+)
+from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.observations import check_shape
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    Block,
+    Observed,
+    Trace,
+    conditional_of,
+    run_model,
+)
+
+_INSTEAD = {
+    "BernoulliProbs": "Bernoulli(logits=f)",
+    "BinomialProbs": "Binomial(n, logits=f)",
+    "CategoricalProbs": "Categorical(logits=f)",
+    "NegativeBinomialProbs": "NegativeBinomialLogits(r, f)",
+    "Poisson": "numpyro_gpaug.Linked(f, link, Poisson) and LogisticPoisson",
+}
+
+
+class Dependencies:
+    """How each part of a model depends on each candidate block.
+
+    :param model: the model.
+    :param arguments: its arguments.
+    :param candidates: blocks.
+    :param inputs: shapes of their function values and sites, by name.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        candidates: list[Block],
+        inputs: dict[str, jax.ShapeDtypeStruct],
+    ) -> None:
+        self.processes = {b.name for b in candidates if b.is_process}
+        self.vectors = {b.site: b.name for b in candidates if b.is_process}
+        self.registered: dict[str, tuple[str, ...]] = {}
+        self.classes: dict[str, type] = {}
+        self.shared: dict[str, bool] = {}
+        self.correlated: dict[str, bool] = {}
+        self.joint: dict[str, bool] = {}
+
+        def parts(values: dict[str, Any]) -> dict[str, Any]:
+            trace = run_model(model, arguments, jax.random.key(0), values)
+            return self._parts(trace, candidates, values)
+
+        self.states: dict[str, Any] = dependence_tree(parts, inputs)
+
+    def _parts(
+        self, trace: Trace, candidates: list[Block], values: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What may depend on a block: likelihood parameters, densities, all else."""
+        carried: dict[str, Any] = {}
+        densities: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for name, site in trace.items():
+            if site["type"] == "sample" and site["is_observed"]:
+                check_shape(name, site)
+                base = base_distribution(site["fn"])
+                self.classes[name] = type(base)
+                latents = _latents(type(base))
+                self.registered[name] = latents
+                shared = base.batch_shape == () and site["fn"].batch_shape != ()
+                self.shared[name] = shared
+                carried[name] = {k: getattr(base, k) for k in latents}
+                ranks = [jnp.ndim(parameter) for parameter in carried[name].values()]
+                self.joint[name] = max(ranks, default=0) > len(base.batch_shape)
+                densities[name] = site["fn"].log_prob(site["value"])
+                rest[name] = [
+                    value for k, value in vars(base).items()
+                    if k in (*base.arg_constraints, "family_parameters")
+                    and k not in latents
+                ]  # fmt: skip
+            elif site["type"] == "sample" and name not in values:
+                rest[name] = jax.tree.leaves(site["fn"])
+        for block in candidates:
+            if block.is_process:
+                f = conditional_of(trace, block)
+                rest[block.name] = [
+                    f.mean, f.prior_variance, f.projection, f.gp.loadings,
+                    f.gp.bias,
+                ]  # fmt: skip
+                self.correlated[block.name] = f.gp.loadings is not None
+        return {"carried": carried, "densities": densities, "rest": rest}
+
+    def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
+        """Raises for models whose processes feed something other than likelihoods.
+
+        :param latents: all latent sites.
+        :param observed: whether anything is observed; if nothing is, a latent site that
+            depends on a process is an observation that was not passed in.
+        :raises NotConjugateError: naming the two sites.
+        """
+        for site, name in self.vectors.items():
+            if any(site in leaf.state for leaf in jax.tree.leaves(self.states)):
+                raise NotConjugateError(
+                    f"the inducing values {site!r} are used directly; use the function "
+                    f"values {name!r}, or fit by MCMC(NUTS(model))"
+                )
+        priors = (*self.processes, *(latents if observed else ()))
+        for prior in priors:
+            leaves = jax.tree.leaves(self.states["rest"].get(prior, []))
+            sources = {n for leaf in leaves for n in leaf.state} & self.processes
+            if sources and prior.endswith("_unobserved"):
+                raise NotConjugateError(
+                    f"obs_mask makes {prior!r} a latent: leave out what is missing by "
+                    "numpyro.handlers.mask(mask=obs_mask) around the site instead"
+                )
+            if sources:
+                raise NotConjugateError(
+                    f"the distribution of {prior!r} depends on the process "
+                    f"{sorted(sources)[0]!r}; only that of an observed site may. "
+                    "If it is data, pass the model its values (obs=...); "
+                    "MCMC(NUTS(model)) samples such a model"
+                )
+
+    def is_likelihood(self, latent: str) -> bool:
+        """Whether a latent site is an observation that was not passed in: its own
+        distribution depends on a process."""
+        leaves = jax.tree.leaves(self.states["rest"].get(latent, []))
+        return any(self.processes & set(leaf.state) for leaf in leaves)
+
+    def is_weight(self, name: str) -> bool:
+        """Whether nothing but likelihood predictors depends on a vector normal, and
+        they affinely, so that its update has a closed form."""
+        rest = jax.tree.leaves(self.states["rest"])
+        if any(name in leaf.state for leaf in rest):
+            return False
+        reached = False
+        for site, latents in self.registered.items():
+            for latent in latents:
+                dependence = self.states["carried"][site][latent].state.get(name)
+                reached |= dependence is not None
+                if dependence is not None and not dependence.affine:
+                    return False
+            if not latents and name in self.states["densities"][site].state:
+                return False
+        return reached
+
+    def in_closed_form(self, weight: str, routes: list[Observed]) -> bool:
+        """Whether every observed site of a weight vector has a closed form (nodes
+        run over function values only)."""
+        densities = self.states["densities"]
+        reached = [r for r in routes if weight in densities[r.name].state]
+        return all(r.route is Route.CLOSED_FORM for r in reached)
+
+    def observed(self, name: str, blocks: tuple[Block, ...]) -> Observed:
+        """The route of an observed site."""
+        density = self.states["densities"][name].state
+        reached = tuple(b.name for b in blocks if b.name in density)
+        processes = tuple(n for n in reached if n in self.processes)
+        augmented = lookup_augmentation(self.classes[name]) is not None
+        expectation = lookup_expectation(self.classes[name])
+        log_concave = expectation is not None and expectation.log_concave
+        if processes and self.shared[name]:
+            cls = self.classes[name].__name__
+            raise ValueError(
+                f"site {name!r}: every datum is given one and the same {cls}, which "
+                f"takes the function values of {processes[0]!r} at all data for its "
+                "own; if its last axis runs over classes, construct the process with "
+                "num_latents=C"
+            )
+        if not reached:
+            return Observed(
+                name, (), (), Route.CONSTANT, (), augmented, log_concave, None
+            )
+        reason = self._why_not_closed(name, reached)
+        latents = self.registered[name] if reason is None else ()
+        if latents and expectation is not None:
+            route = Route.CLOSED_FORM
+        elif len(reached) == 1 and density[reached[0]].elementwise:
+            route = Route.GAUSS_HERMITE
+        else:
+            route = Route.MONTE_CARLO
+        self._refuse_correlated(name, processes, route)
+        states = [self.states["carried"][name][latent].state for latent in latents]
+        sources = tuple(tuple(b for b in reached if b in state) for state in states)
+        return Observed(
+            name, latents, sources, route, processes, augmented, log_concave, reason
+        )
+
+    def _refuse_correlated(
+        self, name: str, processes: tuple[str, ...], route: Route
+    ) -> None:
+        """Raises if a likelihood looks at several outputs that share latents: each by
+        itself is Gaussian with a known variance, and that is all the bound uses."""
+        correlated = [p for p in processes if self.correlated[p]]
+        joint = self.joint[name] or route is Route.MONTE_CARLO
+        if correlated and joint:
+            raise NotConjugateError(
+                f"site {name!r}: the outputs of {correlated[0]!r} share latents "
+                f"(loadings=), so that they are correlated, and "
+                f"{self.classes[name].__name__} is no closed-form likelihood of one "
+                "output at a time; MCMC(NUTS(model)) samples this model"
+            )
+
+    def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
+        if not self.registered[name]:
+            cls = self.classes[name].__name__
+            instead = _INSTEAD.get(cls, "numpyro_gpaug.Linked(f, link, family)")
+            return f"no closed form is registered for {cls} (one is for {instead})"
+        for leaf in jax.tree.leaves(self.states["rest"][name]):
+            if touched := [r for r in reached if r in leaf.state]:
+                return (
+                    f"a parameter of {self.classes[name].__name__} other than "
+                    f"{self.registered[name]} depends on {touched[0]!r}"
+                )
+        carriers: dict[str, str] = {}
+        for latent in self.registered[name]:
+            state = self.states["carried"][name][latent].state
+            for block in reached:
+                if block in state and carriers.setdefault(block, latent) != latent:
+                    return (
+                        f"{carriers[block]!r} and {latent!r} of "
+                        f"{self.classes[name].__name__} both depend on {block!r}, but "
+                        "they must be independent: give each its own GaussianProcess"
+                    )
+                dependence = state.get(block)
+                if dependence is None:
+                    continue
+                if not dependence.affine:
+                    return (
+                        f"{latent!r} is not affine in {block!r}: it passes through "
+                        f"{dependence.nonlinear!r}"
+                    )
+                if block in self.processes and not dependence.elementwise:
+                    return f"{latent!r} mixes several function values of {block!r}"
+        return None
+
+
+def _latents(cls: type) -> tuple[str, ...]:
+    expectation = lookup_expectation(cls)
+    if expectation is not None:
+        return expectation.latents
+    augmentation = lookup_augmentation(cls)
+    return () if augmentation is None else augmentation.latents

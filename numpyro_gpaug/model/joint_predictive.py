@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of a model at fixed params, from all of its Gaussian latents together."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    lookup_correlated,
+    predictive,
+)
+from numpyro_gpaug.math.correlated_softmax import FINER, NODES
+from numpyro_gpaug.math.expectation import (
+    PredictorMoments,
+    nodes,
+    placed,
+    rule_differences,
+)
+from numpyro_gpaug.model.arrow import Predictors
+from numpyro_gpaug.model.frontier import frontier
+from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.joint import REGISTERED, JointView
+from numpyro_gpaug.model.joint_expectation import (
+    Split,
+    correlated,
+    ordered_roots,
+    pair_places,
+)
+from numpyro_gpaug.model.structure import Observed
+
+
+class JointPredictiveView(JointView):
+    """A model at fixed params and other latents, asked for what Gaussians on its
+    latents say of its sites."""
+
+    def marks(self) -> dict[str, Array]:
+        """Numbers that tell the factors of sites whose values are mixed by them, and
+        the arguments that these are computed from: a covariance of places may be that
+        of other places."""
+        found = self._at_zero(self._program.outputs.factors)
+        if not found:
+            return {}
+        arrays = {str(i): x for i, x in enumerate(self.arguments.arrays)}
+
+        def factors(inputs: dict[str, Array]) -> Any:
+            arguments = self.arguments._replace(arrays=tuple(inputs.values()))
+            here = self.structure, self._model, arguments, self.values, self._key
+            view = JointPredictiveView(*here)
+            return view._at_zero(view._program.outputs.factors)
+
+        shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in arrays.items()}
+        sources = dependence_tree(factors, shapes)
+
+        def mark(name: str) -> Array:
+            used = {k for leaf in jax.tree.leaves(sources[name]) for k in leaf.state}
+            leaves = [*jax.tree.leaves(found[name]), *(arrays[k] for k in sorted(used))]
+            flat = jnp.concatenate([jnp.ravel(x).astype(float) for x in leaves])
+            waves = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
+            return jnp.stack([flat.sum(), (flat * waves).sum()])
+
+        return {name: mark(name) for name in found}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a Gaussian or deterministic site's values.
+
+        :param name: of the site.
+        """
+        return tuple(self._program.avals[self._variable(name)].shape)
+
+    def affine(self, name: str) -> Predictors:
+        """The values of a Gaussian or deterministic site.
+
+        :param name: of the site.
+        :raises NotConjugateError: if it is not affine in the latents.
+        """
+        variable = self._variable(name)
+        state = self._program.value(variable).state
+        for source, dependence in state.items():
+            if dependence.nonlinear:
+                raise NotConjugateError(
+                    f"{name!r} is not affine in {source!r} ({dependence.nonlinear}): "
+                    "draw from it with numpyro.infer.Predictive(model, guide=guide, "
+                    "params=fit.params, num_samples=...)"
+                )
+        return self._affine([variable])
+
+    def misfit_of(self, name: str) -> Array:
+        """How far what is predicted is from looking at one group each; zero where a
+        matrix takes it whatever it looks at.
+
+        :param name: of the site.
+        """
+        if self.structure.arrow is None:
+            return jnp.zeros((), self.structure.dtype)
+        known = {s.name: s for s in self.structure.observed}
+        if name in known:
+            found = [self._affine([root]) for root in self._of_site(known[name])]
+        else:
+            found = [self.affine(name)]
+        worst = [each.misfit() for each in found if each.many]
+        return jnp.max(jnp.stack([jnp.zeros((), self.structure.dtype), *worst]))
+
+    def _variable(self, name: str) -> Any:
+        """What holds a site's values; of an observed site its predictor: in closed form
+        the parameter of its likelihood, otherwise the one root of its density."""
+        values = self._program.outputs.values
+        if name in values:
+            return values[name].variable
+        known = {s.name: self._of_site(s) for s in self.structure.observed}
+        if name not in known:
+            raise ValueError(
+                f"site={name!r}: the values that can be predicted are "
+                f"{sorted([*known, *values])}; numpyro.deterministic gives a predictor "
+                "a name"
+            )
+        if len(known[name]) != 1 or not self._has_root_of_its_own(name):
+            raise ValueError(
+                f"site={name!r}: its likelihood does not depend on one predictor for "
+                f"each datum: give one a name, numpyro.deterministic('eta', ...), and "
+                "predict that, predict_f(..., site='eta')"
+            )
+        return known[name][0]
+
+    def _has_root_of_its_own(self, name: str) -> bool:
+        """Whether the one root of a site's density has an entry for each datum, which
+        no data scale before they are looked at."""
+        found, program = self.frontiers[name], self._program
+        density = program.avals[program.outputs.densities[name].variable]
+        closed = name in {
+            s.name for s in self.structure.observed if s.route in REGISTERED
+        }
+        whole = program.avals[found.roots[0]].size >= density.size
+        return closed or (whole and not found.scaled[0])
+
+    def _marginals(self, variables: list[Any], q: Any) -> PredictorMoments:
+        """Moments of one or two predictors of each datum, flat."""
+        sizes = [self._program.avals[v].size for v in variables]
+        ends = np.cumsum(sizes)
+        map_ = self._affine(variables).matrices
+        mean, variance = map_.marginals(q)
+        means, variances = (jnp.split(x[0], ends[:-1]) for x in (mean, variance))
+        covariance = None
+        if len(sizes) == 2:
+            places = jnp.arange(sizes[0]), sizes[0] + jnp.arange(sizes[1])
+            covariance = map_.covariances(q, *jnp.broadcast_arrays(*places))[0]
+        return PredictorMoments(tuple(means), tuple(variances), covariance)
+
+    def predictive(self, site: Observed, q: Any) -> Distribution:
+        """The distribution of new observations, the latents integrated out.
+
+        :param site: the observed site.
+        :param q: moments of the latents.
+        """
+        parts, program = self._program.outputs, self._program
+        if site.route is Route.CLOSED_FORM:
+            parameter = parts.parameters[site.name].variable
+            (mean,), (variance,), _ = self._marginals([parameter], q)
+            (law,) = self._at_zero([parts.likelihoods[site.name]])
+            (latent,) = site.latents
+            shape = self._program.avals[parameter].shape
+            return predictive(
+                law.fn,
+                {latent: mean.reshape(shape)},
+                {latent: variance.reshape(shape)},
+            )
+        fn = base_distribution(parts.likelihoods[site.name].fn)
+        if site.route is Route.CORRELATED:
+            mean, variance, pairs = self._correlated(site, q)
+            entry = lookup_correlated(type(fn))
+            assert entry is not None
+            pairs = pairs.reshape(*mean.shape[:-1], -1)
+            return entry.predictive(fn, mean, variance, pairs)
+        leaves, treedef = jax.tree.flatten(fn)
+        variables = [leaf.variable for leaf in leaves]
+        varies = tuple(program.depends(v) for v in variables)
+        moving = [v for v, moves in zip(variables, varies, strict=True) if moves]
+        found = frontier(program, moving)
+        if found.reason is not None or len(found.roots) > 2:
+            raise NotConjugateError(
+                f"the parameters of {site.name!r} are no functions of one or two "
+                f"predictors for each datum: {found.reason}"
+            )
+        roots = ordered_roots(program, found)
+        at = self._marginals(roots, q)
+        split = Split(program, found)
+        numbers = program.run(list(found.fixed), {})
+        x, weights = nodes(len(roots), at.means[0].dtype)
+        place = partial(split.outputs, numbers)
+        moved = iter(jax.vmap(lambda node: place(placed(at, node)))(x))
+        still = iter(self._at_zero([
+            leaf for leaf, moves in zip(leaves, varies, strict=True) if not moves
+        ]))  # fmt: skip
+        given = tuple(next(moved) if moves else next(still) for moves in varies)
+        return PredictorMixture(
+            given, weights, treedef, varies, fn.batch_shape, fn.event_shape
+        )
+
+    def rule_errors(self, q: Any) -> dict[str, Array]:
+        """How far quadrature is off, as a finer rule says, in nats per datum (a mean of
+        absolute differences), by site; nothing where that takes too large a matrix.
+
+        :param q: moments of the latents.
+        """
+        found: dict[str, Array] = {}
+        for site in self.structure.observed:
+            if site.route not in (Route.GAUSS_HERMITE, Route.CORRELATED):
+                continue
+            roots = self._of_site(site)
+            if self._affine(roots).many and self.structure.arrow is None:
+                continue
+            if site.route is Route.CORRELATED:
+                found[site.name] = self._node_error(site, q)
+                continue
+            split = self._split(site)
+            numbers = self._program.run(list(split.frontier.fixed), {})
+            at = self._marginals(roots, q)
+            differences = rule_differences(partial(split.outputs, numbers), at)
+            total = jnp.stack([jnp.abs(x).sum() for x in differences]).sum()
+            found[site.name] = total / max(m.size for m in at.means)
+        return found
+
+    def _node_error(self, site: Observed, q: Any) -> Array:
+        """See :meth:`rule_errors`; of an average over quasi-random nodes."""
+        (law,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
+        at = self._correlated(site, q)
+        rough, fine = (correlated(law.fn, law.value, *at, n) for n in (NODES, FINER))
+        return jnp.abs(rough - fine).mean()
+
+    def _correlated(self, site: Observed, q: Any) -> tuple[Array, Array, Array]:
+        """Moments of the correlated predictors of each datum of a site."""
+        (root,) = self._of_site(site)
+        shape = self._program.avals[root].shape
+        map_ = self._affine([root]).matrices
+        mean, variance = (x[0].reshape(shape) for x in map_.marginals(q))
+        pairs = (jnp.asarray(x) for x in pair_places(site, [shape]))
+        return mean, variance, map_.covariances(q, *pairs)[0]
+
+    def _split(self, site: Observed) -> Split:
+        return Split(self._program, self.frontiers[site.name])

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model read as a function of some of its Gaussian sites: which of them cannot be
+held jointly with the others, and which route each observed site takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    lookup_correlated,
+    lookup_expectation,
+)
+from numpyro_gpaug.model.exponentials import has_form
+from numpyro_gpaug.model.frontier import frontier
+from numpyro_gpaug.model.joint_survey import Survey
+from numpyro_gpaug.model.latents import GaussianSite
+from numpyro_gpaug.model.program import Program
+from numpyro_gpaug.model.structure import Arguments, Observed, run_model
+from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
+
+# Predictors of one datum whose expectation is by quadrature.
+_MOST = 2
+
+
+class Reading:
+    """A model read as a function of some of its Gaussian sites.
+
+    :param model: a NumPyro model.
+    :param arguments: its arguments.
+    :param sites: the Gaussian sites.
+    :param survey: of the model.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        sites: tuple[GaussianSite, ...],
+        survey: Survey,
+    ) -> None:
+        self._survey = survey
+        self._classes: dict[str, type] = {}
+        shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
+        self._processes = set(survey.functions)
+
+        def parts(z: dict[str, Array]) -> Parts:
+            seeded = whitened(model, z)
+            trace = run_model(seeded, arguments, jax.random.key(0), {})
+            for name in survey.observed:
+                self._classes[name] = type(base_distribution(trace[name]["fn"]))
+            return parts_of(trace, tuple(z), tuple(survey.observed))
+
+        self.program = Program(parts, shapes | survey.functions)
+        self.parts: Parts = self.program.outputs
+
+    def _sources(self, tree: Any) -> set[str]:
+        leaves = jax.tree.leaves(tree)
+        found = {k for x in leaves for k in self.program.value(x.variable).state}
+        return found - self._processes
+
+    def blamed(self) -> dict[str, str]:
+        """Sites that cannot all be part of a joint Gaussian, and what each does."""
+        for name, spread in self.parts.spreads.items():
+            if sources := self._sources(spread):
+                return {s: f"it is in the scale of {name!r}" for s in sources}
+        for name, law in self.parts.others.items():
+            if sources := self._sources(law.tree[0]):
+                return {s: f"the prior of {name!r} depends on it" for s in sources}
+        for name in self._survey.observed:
+            if reason := self._why_not(name):
+                density = self.parts.densities[name].variable
+                sources = set(self.program.value(density).state) - self._processes
+                if len(sources) < 2:
+                    raise NotConjugateError(
+                        f"site {name!r}: its log-density is no sum over data of "
+                        f"functions of one or two affine predictors: {reason}. "
+                        f"{_instead(reason)}; MCMC(NUTS(model)) samples any model"
+                    )
+                return {s: f"in the density of {name!r}, {reason}" for s in sources}
+        return {}
+
+    def _why_not(self, name: str) -> str | None:
+        if not self.program.depends(self.parts.densities[name].variable):
+            return None
+        if self._closed(name):
+            return self._mixed_residual((self.parts.parameters[name].variable,))
+        found = frontier(self.program, [self.parts.densities[name].variable])
+        if found.reason is not None:
+            return found.reason
+        if len(found.roots) > _MOST:
+            return f"there are {len(found.roots)} predictors"
+        return self._mixed_residual(found.roots)
+
+    def _mixed_residual(self, roots: tuple[int, ...]) -> str | None:
+        """Function values of a sparse process have a variance of their own given the
+        inducing values, which each datum can count for one value only."""
+        for process in self._processes:
+            states = [self.program.value(r).state.get(process) for r in roots]
+            reached = [s for s in states if s is not None]
+            if len(reached) > 1 or any(not s.elementwise for s in reached):
+                return (
+                    f"several function values of the sparse process {process!r} reach "
+                    "one datum: write it without inducing inputs, numpyro.sample("
+                    f'"{process}", dist.MultivariateNormal(mean, kernel(X, X)))'
+                )
+        return None
+
+    def _closed(self, name: str) -> bool:
+        """Whether all that depends on latents is the parameter of a registered
+        likelihood, and it affinely."""
+        if name not in self.parts.parameters:
+            return False
+        parameter = self.parts.parameters[name].variable
+        if not self.program.affine(parameter):
+            return False
+        token = self.program.value(parameter).token
+        leaves = jax.tree.leaves(self.parts.likelihoods[name])
+        values = [self.program.value(leaf.variable) for leaf in leaves]
+        return all(v.token == token for v in values if v.state)
+
+    def observed(self, name: str) -> Observed:
+        """The route of an observed site."""
+        cls = self._classes[name]
+        augmented = lookup_augmentation(cls) is not None
+        variable = self.parts.densities[name].variable
+        if not self.program.depends(variable):
+            return Observed(
+                name, (), (), Route.CONSTANT, (), augmented, log_concave=False,
+                reason=None,
+            )  # fmt: skip
+        if self._closed(name) and (several := lookup_correlated(cls)):
+            return Observed(
+                name, (several.latent,), ((),), Route.CORRELATED, (), augmented,
+                log_concave=True, reason=None,
+            )  # fmt: skip
+        if self._closed(name):
+            expectation = lookup_expectation(cls)
+            assert expectation is not None
+            return Observed(
+                name, expectation.latents, ((),), Route.CLOSED_FORM, (), augmented,
+                expectation.log_concave, None,
+            )  # fmt: skip
+        found = frontier(self.program, [variable])
+        num, form = len(found.roots), has_form(found, self.program.avals)
+        return Observed(
+            name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
+            Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, (), augmented=False,
+            log_concave=False, reason=None,
+        )  # fmt: skip
+
+
+def _instead(reason: str) -> str:
+    """What to write where a likelihood is refused for this reason."""
+    if reason.startswith("scan "):
+        return (
+            "Let the scan return its states, and write what is not affine in them and "
+            "the observed sites after it, in a plate"
+        )
+    return (
+        "Of softmax likelihoods Categorical(logits=eta), with eta affine, is taken; "
+        "others of Gaussian processes are for AutoSparseGP"
+    )

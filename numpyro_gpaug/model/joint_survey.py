@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sites of a model, and which of them are Gaussian by their own law alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro.distributions import constraints
+
+from numpyro_gpaug._numpyro import is_scanned
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.model.gaussians import whitening
+from numpyro_gpaug.model.latents import GaussianSite
+from numpyro_gpaug.model.observations import unobserved_error
+from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
+from numpyro_gpaug.model.structure import Arguments, Trace, is_improper, run_model
+
+IMPROPER = (
+    "its prior is flat, so that it is a point: with a wide one, such as "
+    "dist.Normal(0, 100), it is Gaussian"
+)
+SCALED = "its density is scaled, by handlers.scale or a plate that is subsampled"
+
+
+class Survey:
+    """The sites of a model, from a trace without arithmetic: names of its ``latent``
+    and ``observed`` sites, ``candidates`` for a joint Gaussian and those among them
+    that may be ``walks``, latents that are ``held`` apart and why, ``plates``,
+    ``constraints`` of params, ``shapes`` of values and of ``functions``, and the
+    ``dtype`` of the Gaussian.
+
+    :param model: a NumPyro model.
+    :param arguments: its arguments.
+    :param data: names of observed sites, where they are not observed.
+    :raises NotConjugateError: for latents that no guide takes.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        data: tuple[str, ...] = (),
+    ) -> None:
+        self._data = data
+        self.candidates: list[GaussianSite] = []
+        self.latent: list[str] = []
+        self.observed: list[str] = []
+        self.constraints: dict[str, Any] = {}
+        self.held: list[tuple[str, str]] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.functions: dict[str, jax.ShapeDtypeStruct] = {}
+        self.walks: list[str] = []
+        dtypes: list[Any] = []
+
+        def abstract(arrays: tuple[Array, ...]) -> Trace:
+            given = arguments._replace(arrays=arrays)
+            trace = run_model(with_whole_sizes(model), given, jax.random.key(0), {})
+            self._visit(trace)
+            values = [trace[site.name]["value"] for site in self.candidates]
+            dtypes.extend(map(jnp.result_type, values))
+            return trace
+
+        self.plates = trace_plates(abstract, arguments)
+        self.dtype = jnp.result_type(*dtypes) if dtypes else jnp.result_type(float)
+
+    def _is_data(self, site: dict[str, Any]) -> bool:
+        return site.get("is_observed", False) or site["name"] in self._data
+
+    def _visit(self, trace: Trace) -> None:
+        rows = {
+            frame.name
+            for site in trace.values()
+            if site["type"] == "sample" and self._is_data(site)
+            for frame in site["cond_indep_stack"]
+        }
+        observes = any(self._is_data(s) for s in trace.values() if "fn" in s)
+        for name, site in trace.items():
+            if site["type"] == "param":
+                constraint = site["kwargs"].get("constraint", constraints.real)
+                self.constraints[name] = constraint
+            elif site["type"] == "sample":
+                self.shapes[name] = jnp.shape(site["value"])
+                if self._is_data(site):
+                    self.observed.append(name)
+                else:
+                    self.latent.append(name)
+                    _refuse(site, observes)
+                    self._visit_latent(name, site, rows)
+            elif isinstance(site.get("fn"), Conditional):
+                f = site["fn"]
+                self.functions[name] = jax.ShapeDtypeStruct(f.shape, f.dtype)
+
+    def _visit_latent(self, name: str, site: dict[str, Any], rows: set[str]) -> None:
+        """Whether it is Gaussian.
+
+        :param rows: plates of data.
+        """
+        found = whitening(site["fn"])
+        support = getattr(site["fn"], "support", None)
+        anywhere = getattr(support, "base_constraint", support)
+        if is_improper(site) and anywhere is constraints.real:
+            self.held.append((name, IMPROPER))
+        if found is None:
+            return
+        if site["scale"] is not None:
+            self.held.append((name, SCALED))
+            return
+        local = any(frame.name in rows for frame in site["cond_indep_stack"])
+        known = tuple(found.shape), self.shapes[name]
+        self.candidates.append(GaussianSite(name, *known, local))
+        # States of a scan may add up, as a walk's do.
+        scanned = is_scanned(site) and len(found.shape) == 1
+        if found.steps is not None or scanned:
+            self.walks.append(name)
+
+
+def _refuse(site: dict[str, Any], observes: bool) -> None:
+    """Raises for a latent that no guide takes.
+
+    :param site: its message.
+    :param observes: whether the model observes anything.
+    """
+    name = site["name"]
+    if name.endswith("_unobserved"):
+        raise NotConjugateError(
+            f"obs_mask makes {name!r} a latent: leave out what is missing by "
+            "numpyro.handlers.mask(mask=obs_mask) around the site instead"
+        )
+    if site["fn"].is_discrete:
+        if not observes:
+            raise unobserved_error([name])
+        raise NotConjugateError(
+            f"the latent site {name!r} is discrete: if it is data, pass the model its "
+            "values (obs=...); else sum it out (a mixture likelihood), or sample the "
+            "model by MCMC"
+        )

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model run from the standard normal numbers that its Gaussian latents are made of,
+and what such a run leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from numpyro import handlers
+
+from numpyro_gpaug._numpyro import scan_index
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.likelihoods.expectations import (
+    Expectation,
+    base_distribution,
+    lookup_correlated,
+    lookup_expectation,
+)
+from numpyro_gpaug.model.gaussians import whitening
+from numpyro_gpaug.model.observations import check_shape
+from numpyro_gpaug.model.predictors import Likelihood
+from numpyro_gpaug.model.structure import Trace
+
+
+class Parts(NamedTuple):
+    """What a run of the model leaves, as outputs of a :class:`Program`.
+
+    :param densities: scaled log-densities of observed sites.
+    :param parameters: of observed sites with a registered likelihood, the parameter
+        that may carry latents.
+    :param likelihoods: of observed sites.
+    :param others: the laws of all other latents.
+    :param spreads: of Gaussian sites, what must not depend on latents.
+    :param values: of Gaussian sites and of deterministic ones.
+    :param factors: of Gaussian sites whose values mix numbers by them.
+    :param residuals: variances of function values given inducing values, by process.
+    """
+
+    densities: dict[str, Any]
+    parameters: dict[str, Any]
+    likelihoods: dict[str, Likelihood]
+    others: dict[str, Likelihood]
+    spreads: dict[str, Any]
+    values: dict[str, Any]
+    residuals: dict[str, Any]
+    factors: dict[str, Any]
+
+
+def whitened(
+    model: Callable[..., Any], z: dict[str, Any], steps: Collection[str] = ()
+) -> Callable[..., Any]:
+    """``model`` with Gaussian sites filled in from standard normal numbers.
+
+    :param z: by site; by process, what is added to its function values.
+    :param steps: random walks of which the running sums are given instead.
+    """
+
+    def filled(message: dict[str, Any]) -> Array | None:
+        if isinstance(message.get("fn"), Conditional) and message["name"] in z:
+            return message["fn"]() + z[message["name"]]
+        if message["type"] != "sample" or message["name"] not in z:
+            return None
+        found = whitening(message["fn"])
+        if found is None:
+            return None
+        numbers, index = z[message["name"]], scan_index(message)
+        if index is not None:
+            before = jnp.where(index > 0, numbers[index - 1], 0)
+            summed = message["name"] in steps
+            return found.value(numbers[index] - (before if summed else 0))
+        value = found.steps if message["name"] in steps else found.value
+        assert value is not None
+        return value(numbers)
+
+    return handlers.substitute(model, substitute_fn=filled)
+
+
+def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
+    """The standard normal numbers that the values of Gaussian sites are made of.
+
+    :param trace: of the model at these values.
+    :param names: of the sites.
+    :raises NotConjugateError: for a site of which there is more than one choice.
+    """
+    found = {}
+    for name in names:
+        site = trace[name]
+        numbers = getattr(whitening(site["fn"]), "numbers", None)
+        if numbers is None:
+            raise NotConjugateError(
+                f"{name!r} is made of more standard normal numbers than it has "
+                "entries (LowRankMultivariateNormal), which its values do not give: "
+                "write MultivariateNormal"
+            )
+        found[name] = numbers(site["value"])
+    return found
+
+
+def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) -> Parts:
+    """What a trace of a :func:`whitened` model leaves.
+
+    :param trace: of the model.
+    :param sites: names of Gaussian sites.
+    :param observed: of observed sites, which need not be so in a prediction.
+    """
+    parts = Parts({}, {}, {}, {}, {}, {}, {}, {})
+    for name, site in trace.items():
+        if site["type"] == "deterministic":
+            parts.values[name] = site["value"]
+            if isinstance(site.get("fn"), Conditional):
+                outputs = site["fn"].outputs
+                parts.residuals[name] = outputs.variances(site["fn"].residual)
+        if site["type"] != "sample":
+            continue
+        fn, value, scale = site["fn"], site["value"], site["scale"]
+        if name in observed:
+            if site["is_observed"]:
+                check_shape(name, site)
+            density = fn.log_prob(value)
+            parts.densities[name] = density if scale is None else density * scale
+            if latent := _parameter(fn):
+                parts.parameters[name] = getattr(base_distribution(fn), latent)
+            parts.likelihoods[name] = Likelihood((fn, value, scale))
+        elif name in sites:
+            found = whitening(fn)
+            assert found is not None
+            parts.spreads[name] = found.spread
+            if found.mixes:
+                parts.factors[name] = found.spread
+            parts.values[name] = value
+        else:
+            parts.others[name] = Likelihood((fn, value, scale))
+    return parts
+
+
+def _parameter(fn: Any) -> str | None:
+    """The parameter that may carry latents, of a registered likelihood."""
+    if found := elementwise_expectation(fn):
+        return found.latents[0]
+    several = lookup_correlated(type(base_distribution(fn)))
+    return several and several.latent
+
+
+def elementwise_expectation(fn: Any) -> Expectation | None:
+    """The registered expectation of a likelihood, if it has one and looks at one
+    predictor for each datum."""
+    base = base_distribution(fn)
+    found = lookup_expectation(type(base))
+    if found is None or len(found.latents) != 1:
+        return None
+    rank = jnp.ndim(getattr(base, found.latents[0]))
+    # One and the same law for several data is a sum over them of functions of one
+    # number: for quadrature.
+    shared = base.batch_shape == () and fn.batch_shape != ()
+    return None if shared or rank > len(base.batch_shape) else found

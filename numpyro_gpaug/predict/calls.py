@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of what predictions compile: on any number of rows, in blocks of one shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.model.calls import check_count
+from numpyro_gpaug.model.forms import MAX_DENSE
+from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
+from numpyro_gpaug.predict.joint import JointPredictor
+from numpyro_gpaug.predict.mixture import Fitted
+from numpyro_gpaug.predict.predictor import Predictor, Prepared, is_traced
+
+SMALL_BATCH = 128
+
+
+class Calls:
+    """Calls of a predictor for one fit; what it prepares is passed on from the first.
+
+    :param predictor: the model and what its guide says of function values.
+    :param fitted: what was fitted.
+    :param arguments: what is known of the arguments of the fit.
+    :ivar marks: what tells the factors of jointly Gaussian latents of the fit.
+    """
+
+    def __init__(
+        self, predictor: Predictor, fitted: Fitted, arguments: FitArguments
+    ) -> None:
+        self._predictor, self._fitted = predictor, fitted
+        self._arguments = arguments
+        self._prepared: Prepared | None = None
+        self.marks: dict[str, Array] = {}
+
+    def unobserved(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Arguments, tuple[bool, ...]]:
+        """The model's arguments at new inputs, without observations; and which of their
+        arrays have a row per datum.
+
+        :param args: as they were passed.
+        :param kwargs: likewise.
+        """
+        model, fit = self._predictor.model, self._arguments
+        absent = fit.without_observations(model, len(args))
+        return fit.joined(model, args, {**absent, **kwargs})
+
+    def __call__(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
+        """All rows at once.
+
+        :param what: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
+        :param arguments: of the model.
+        :param site: what is predicted.
+        :param how: options of this kind of prediction.
+        """
+        if isinstance(self._predictor, JointPredictor) and not is_traced(arguments):
+            self._predictor.check(arguments, self._fitted, self.marks, site)
+        answer, prepared = self._predictor(
+            what, arguments, self._fitted, self._prepared, site, **how
+        )
+        # Inside a caller's transformation it is not for others. Threads that come first
+        # at once compute the same twice, and keep either.
+        if not is_traced(arguments):
+            self._prepared = prepared
+        return answer
+
+    def draws(self, arguments: Arguments, site: str, key: Array, num: int) -> Array:
+        """Joint draws of function values; the first axis runs over them.
+
+        :param arguments: of the model.
+        :param site: which process.
+        :param key: random key.
+        :param num: how many.
+        :raises CholeskyError: if the covariance does not factorise.
+        """
+        draws, factorised = self("draws", arguments, site, key=key, num=num)
+        if not factorised:
+            raise CholeskyError(
+                f"the posterior covariance of {draws.shape[1]} new inputs did not "
+                "factorise: are there duplicate rows?"
+            )
+        return draws
+
+    def stream(
+        self,
+        what: str,
+        called: tuple[Arguments, tuple[bool, ...]],
+        site: str,
+        batch_size: int,
+    ) -> Any:
+        """Blocks of rows, the last one padded, put together again.
+
+        :param what: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
+        :param called: arguments, and which arrays have a row per datum.
+        :param site: what is predicted.
+        :param batch_size: rows of a block.
+        """
+        check_count("batch_size", batch_size)
+        arguments, by_row = called
+        rows = arguments.arrays[by_row.index(True)].shape[0]
+        size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
+        joint = isinstance(self._predictor, JointPredictor)
+        # Rows may be members of a latent, which then are no others; those on several
+        # devices stay there. A number of rows that is passed in may be a plate's size.
+        at_once = (
+            rows == size
+            or rows in [x for _, x in arguments.static[1]]
+            or (joint and rows <= MAX_DENSE)
+            or (arguments.mesh is not None)
+        )
+        if is_traced(arguments) or at_once:
+            return self(what, arguments, site)
+        # The answer's structure (a distribution knows its batch shape) at all rows; run
+        # first, so that an error tells the shape that was passed in, not a padded one.
+        whole, like = self._predictor.shapes(what, arguments, self._fitted, site)
+        blocks = []
+        for start in range(0, rows, size):
+            chosen = np.minimum(np.arange(start, start + size), rows - 1)
+            arrays: tuple[Any, ...] = tuple(
+                np.asarray(a)[chosen] if flag else a
+                for a, flag in zip(arguments.arrays, by_row, strict=True)
+            )
+            block = arguments._replace(arrays=arrays)
+            blocks.append(self(what, block, site, like=like))
+        leaves = [
+            joined_rows(leaf.shape, parts)
+            for leaf, *parts in zip(
+                jax.tree.leaves(whole), *map(jax.tree.leaves, blocks), strict=True
+            )
+        ]
+        return jax.tree.unflatten(jax.tree.structure(whole), leaves)
