@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.math.arrow import SMALL
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.arrow import PROBES, ROUNDING, Predictors, relative
 from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
 
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
     def misfit(self, structure: JointStructure) -> float:
         """See :meth:`~numpyro_gpaug.model.arrow.Predictors.misfit`."""
 
-        @Compiled
+        @once
         def misfit(arrays: tuple[Array, ...], pairs: Any) -> Array:
             return self.at(structure, arrays).misfit(pairs)
 
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
         at which, and how far random numbers are from what these two say, relative to
         their terms. One program says it all."""
 
-        @Compiled
+        @once
         def looked_at(arrays: tuple[Array, ...]) -> list[tuple[Array, Array, Array]]:
             predictors = self.at(structure, arrays)
             return [_looked_at(predictors, single) for single in singles]

@@ -147,5 +147,5 @@ def _unconstrained(
             )
     if not draws:
         return np.zeros((1, 0))
-    free = compiled(jax.vmap(hyper.flatten, in_axes=(0, None)))
+    free = compiled(jax.vmap(hyper.flatten, in_axes=(0, None)), runs=1)
     return np.asarray(free(draws, arrays), float)
