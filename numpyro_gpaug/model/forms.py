@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.math.arrow import SMALL
+from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.arrow import PROBES, ROUNDING, Predictors, relative
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
@@ -47,7 +48,7 @@ class Asked(NamedTuple):
     def misfit(self, structure: JointStructure) -> float:
         """See :meth:`~numpyro_gpaug.model.arrow.Predictors.misfit`."""
 
-        @jax.jit
+        @once
         def misfit(arrays: tuple[Array, ...], pairs: Any) -> Array:
             return self.view(structure, arrays).predictors.misfit(pairs)
 
@@ -78,7 +79,7 @@ class Asked(NamedTuple):
         and how far random numbers are from what these two say, relative to their terms.
         One program says it all."""
 
-        @jax.jit
+        @once
         def looked_at(arrays: tuple[Array, ...]) -> list[tuple[Array, Array, Array]]:
             predictors = self.view(structure, arrays).predictors
             return [_looked_at(predictors, single) for single in singles]

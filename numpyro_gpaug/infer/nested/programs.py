@@ -19,8 +19,7 @@ from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.bound import TOLERANCE, CollapsedBound, Start
-from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.structure import Arguments, Trace, run_model
 from numpyro_gpaug.model.whitened import whitened
@@ -87,12 +86,10 @@ class Programs:
         held = 4 * size**2 + 2 * size * rows + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
         self.batch = 1 if jax.default_backend() == "cpu" else self.chunk
-        # One thread at a time traces the model.
-        self._settle: Any = one_thread(Compiled(self._evaluate))
-        self.draw: Any = one_thread(Compiled(self._draw))
-        self.sites: Any = one_thread(
-            Compiled(self._sites, static_argnames="deterministic")
-        )
+        # Some 600 points, of a few moves each, for a run; and blocks of 64 of them.
+        self._settle = compiled(self._evaluate, runs=2000)
+        self.draw = compiled(self._draw, runs=10)
+        self.sites = compiled(self._sites, runs=2, static_argnames="deterministic")
 
     @one_thread
     def no_start(self, arrays: Any) -> Start:
