@@ -355,15 +355,15 @@ def planted() -> list[Planted]:
         Planted(
             "Chains: a forecast is as sure as its first step",
             "math/chain.py",
-            "jnp.asarray(ahead, dtype)[:, None], later)",
-            "later, later)",
+            "linear(congruent, links, noise.at[:, :1].set(start))",
+            "linear(congruent, links, jnp.zeros_like(noise).at[:, :1].set(start))",
             ("test_chain",),
         ),
         Planted(
-            "Chains: running sums are taken for the numbers that are summed",
+            "Chains: what follows is taken for the numbers that it is made of",
             "model/latents.py",
-            "white = jnp.where(np.array(self.chain.linked), apart, along)",
-            "white = jnp.where(np.array(self.chain.linked), along, along)",
+            "white = along - small.product(link, before)",
+            "white = along",
             ("test_chain_models",),
         ),
         Planted(

@@ -15,6 +15,7 @@ from numpyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoLaplaceApproximation
 from numpyro.infer.util import log_density, potential_energy
 from scipy import special, stats
+from threadpoolctl import threadpool_info, threadpool_limits
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.nested.programs import Programs
@@ -22,6 +23,7 @@ from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
 from numpyro_gpaug.math.importance import compensated_sum, smoothed
+from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.predict import summary
 from numpyro_gpaug.predict.mixture import Members
@@ -730,6 +732,17 @@ def test_one_draw_far_out_does_not_stand_for_all():
     found = weighted(ratios)
     raw = np.exp(ratios[7, 2] - special.logsumexp(ratios))
     assert np.exp(found.log_weights[7, 2]) < raw / 2
+
+
+def test_small_matrices_take_one_thread():
+    def threads():
+        return {x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"}
+
+    with threadpool_limits(2, user_api="blas"):
+        for size, expected in ((10, {1}), (10_000, {2})):
+            with threads_for(size):
+                assert threads() == expected
+        assert threads() == {2}
 
 
 # -- what is refused ------------------------------------------------------------------

@@ -40,16 +40,21 @@ def of_counts():
 
 def exact_mixture():
     """Weights of the hyperparameters over a grid, and mean, covariance and noise of the
-    groups at each, by conditioning."""
+    groups at each."""
     values, logs, _ = grid()
     tau, sigma = values["tau"].astype(float), values["sigma"].astype(float)
+    return special.softmax(logs), *conditioned(tau, sigma), sigma
+
+
+def conditioned(tau, sigma):
+    """Mean and covariance of the groups given hyperparameters."""
     prior = 4 + tau[:, None, None] ** 2 * np.eye(G + 1)
     counts = np.bincount(GROUP, minlength=G + 1)
     seen = np.diag(counts) / sigma[:, None, None] ** 2
     cover = np.linalg.inv(np.linalg.inv(prior) + seen)
     sums = np.bincount(GROUP, REAL, minlength=G + 1)
     mean = cover @ sums / sigma[:, None] ** 2
-    return special.softmax(logs), mean, cover, sigma
+    return mean, cover
 
 
 def test_normal_models_are_predicted_exactly(of_normal):
@@ -75,6 +80,39 @@ def test_normal_models_are_predicted_exactly(of_normal):
     )
     at = weights @ stats.norm(loc, scale).cdf(law.icdf(jnp.array(0.9)))
     np.testing.assert_allclose(at, 0.9, atol=0.01)
+
+
+def test_draws_of_a_collapsed_model_predict_and_draw_latents(of_normal):
+    collapsed = gpaug.collapse(noisy)
+    few = {"tau": np.array([0.2, 0.7, 2.0]), "sigma": np.array([0.8, 0.5, 0.4])}
+    means, covers = conditioned(few["tau"], few["sigma"])
+    mean = means.mean(0)
+    cover = (covers + (means - mean)[:, :, None] * (means - mean)[:, None]).mean(0)
+    posterior = collapsed.posterior(few, GROUP, REAL)
+    f = posterior.predict_f(NEW, site="eta", members=G + 1, full_covariance=True)
+    np.testing.assert_allclose(f.mean, mean[NEW], atol=1e-3)
+    np.testing.assert_allclose(f.variance, cover[np.ix_(NEW, NEW)], rtol=1e-3)
+
+    many = {k: np.tile(x, 400) for k, x in few.items()}
+    draws = collapsed.sample_latents(jax.random.key(0), many, GROUP, REAL)
+    assert draws["eta"].shape == (1200, len(GROUP))
+    np.testing.assert_array_equal(draws["sigma"], many["sigma"].astype(np.float32))
+    np.testing.assert_allclose(draws["a"].mean(0), mean[:G], atol=0.06)
+    np.testing.assert_allclose(np.cov(draws["a"].T), cover[:G, :G], atol=0.03)
+
+    # Of the same draws of hyperparameters the weighted run says the same.
+    samples = of_normal.get_samples()
+    ours = collapsed.posterior(samples, GROUP, REAL, num_points=100).summary()
+    theirs = of_normal.posterior().summary()
+    assert (ours["mean"] - theirs["mean"]).abs().max() < 0.3 * theirs["sd"].min()
+
+    for wrong, said in (
+        ({"tau": few["tau"]}, r"no draws of the hyperparameters \['sigma'\]"),
+        ({**few, "tau": np.ones((3, 2))}, r"'tau' have shape \(3, 2\)"),
+        ({**few, "tau": np.ones(4)}, "as many draws as the others"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            collapsed.posterior(wrong, GROUP, REAL)
 
 
 def test_counts_against_weighted_draws(of_counts):
@@ -234,6 +272,9 @@ def test_a_process_at_new_inputs_against_its_draws():
     expected = predictive(jax.random.key(2), INPUTS, Z=Z)["y"].mean(0)
     law = posterior.predict_y(INPUTS)
     np.testing.assert_allclose(law.probs, expected, atol=0.06)
+    # Inducing values are whitened: no table has them.
+    assert list(run.summary().index) == ["length", "scale"]
+    assert set(run.get_samples()) > {"f.v", "f"}
 
 
 @pytest.mark.slow

@@ -76,25 +76,25 @@ def fitted(model, **kwargs):
 SQUARE = np.array([[SCALE**2]])
 NOISY = np.array([[0.3, 0.0], [0.1, 0.2]])
 MODELS = {
-    "autoregressive": (autoregressive, {}, ([[PHI]], SQUARE, np.eye(1))),
-    "trend": (trend, {}, ([[1, 1], [0, 1]], NOISY @ NOISY.T, np.zeros((2, 2)))),
-    "scanned": (scanned, {"phi": PHI}, ([[PHI]], SQUARE, np.eye(1))),
-    "walk": (scanned, {"phi": 1.0}, ([[1.0]], SQUARE, np.eye(1))),
-}
+    "autoregressive": (autoregressive, {}, ([[PHI]], SQUARE, np.eye(1)), "1 (x), 1"),
+    "trend": (
+        trend, {}, ([[1, 1], [0, 1]], NOISY @ NOISY.T, np.zeros((2, 2))), "2 (x), 0",
+    ),
+    "scanned": (scanned, {"phi": PHI}, ([[PHI]], SQUARE, np.eye(1)), "1 (x), 1"),
+    "walk": (scanned, {"phi": 1.0}, ([[1.0]], SQUARE, np.eye(1)), "1 (x), 1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) for n in ("autoregressive", "scanned")]
-    + ["trend", "walk"],
+    [pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "scanned"]
+    + ["scanned"],
 )
 def test_evidence_and_forecasts_are_exact(x64, monkeypatch, name):
-    model, kwargs, (transition, innovations, first) = MODELS[name]
+    model, kwargs, (transition, innovations, first), form = MODELS[name]
     monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
     svi, fit = fitted(model, **kwargs)
-    # What adds up is a chain.
-    form = "a chain of 30 steps of 1 (x), 1 others" if name == "walk" else "dense"
-    assert form in repr(svi.guide)
+    assert f"a chain of 30 steps of {form} others" in repr(svi.guide)
     ahead = STEPS + 5
     prior = cover(np.array(transition), innovations, first, ahead)[:, 0, :, 0]
     past = prior[:STEPS, :STEPS] + NOISE**2 * np.eye(STEPS)
@@ -107,11 +107,12 @@ def test_evidence_and_forecasts_are_exact(x64, monkeypatch, name):
     np.testing.assert_allclose(found.mean, gain @ REAL, rtol=1e-6)
     variance = np.diag(prior - gain @ prior[:STEPS])
     np.testing.assert_allclose(found.variance, variance, rtol=1e-6)
+    if name == "scanned":
+        goes_back(svi, fit)
 
 
-def test_draws_of_a_scan_go_back_into_it():
-    """As sites of NumPyro's own programs, in their shapes."""
-    svi, fit = fitted(scanned, phi=PHI)
+def goes_back(svi, fit):
+    """Draws are sites of NumPyro's own programs, in their shapes."""
     predictive = numpyro.infer.Predictive(
         scanned, guide=svi.guide, params=fit.params, num_samples=2000
     )

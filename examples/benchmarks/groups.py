@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random effects of very many groups and walks of very many steps, by
+"""Random effects of very many groups, walks and autoregressions of very many steps, by
 ``AutoLatentGaussian`` and ``ConjugateSVI``.
 
 ``rows``: simulated binary data with a random intercept and slope of a tenth as many
@@ -9,7 +9,8 @@ lecturers by 2972 students, crossed, with departments, all variance components l
 by a Normal likelihood (beside the exact evidence by sparse factorisation, SciPy's
 SuperLU) and an ordinal one. ``walk``: simulated counts along a random walk of as many
 steps as rows, seen once each, with an intercept and the walk's scale learnt (it is .01:
-``error`` is the distance from it)::
+``error`` is the distance from it). ``series``: the same along an autoregression in
+NumPyro's ``scan``, its coefficient learnt too (.95, of which ``error`` is)::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/groups.py --json groups.json
 
@@ -34,6 +35,8 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from common import data_folder, machine, peak_memory, print_table, versions
+from numpyro.contrib.control_flow import scan
+from scipy import signal
 
 import numpyro_gpaug as gpaug
 
@@ -86,6 +89,22 @@ def walking(step: Any, steps: int, y: Any = None) -> None:
     walk = numpyro.sample("walk", dist.GaussianRandomWalk(scale, steps))
     with numpyro.plate("data", len(step)):
         numpyro.sample("y", dist.Poisson(jnp.exp(level + walk[step])), obs=y)
+
+
+def returning(step: Any, steps: int, y: Any = None) -> None:
+    """Counts along an autoregression."""
+    phi = numpyro.sample("phi", dist.Uniform(-1, 1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    level = numpyro.sample("level", dist.Normal(0, 2.0))
+
+    def follow(x: Any, t: Any) -> tuple[Any, Any]:
+        spread = jnp.where(t == 0, scale / jnp.sqrt(1 - phi**2), scale)
+        x = numpyro.sample("x", dist.Normal(phi * x, spread))
+        return x, x
+
+    _, x = scan(follow, 0.0, jnp.arange(steps))
+    with numpyro.plate("data", len(step)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + x[step])), obs=y)
 
 
 def simulated(rows: int) -> tuple[Any, ...]:
@@ -148,6 +167,25 @@ def fit_walk(rows: int) -> dict[str, Any]:
         "fit": "walk", "rows": rows, "latents": rows + 1,
         "steps": len(result.losses), "bound": -float(result.losses[-1]),
         "cold": cold, "warm": warm, "error": abs(scale - 0.01), "hyper": scale,
+    }  # fmt: skip
+
+
+def fit_series(rows: int) -> dict[str, Any]:
+    """One length of the autoregression."""
+    rng = np.random.default_rng(0)
+    noise = 0.2 * rng.normal(size=rows)
+    noise[0] /= math.sqrt(1 - 0.95**2)
+    x = signal.lfilter([1.0], [1.0, -0.95], noise)
+    y = rng.poisson(np.exp(1 + x)).astype(np.int32)
+    guide = gpaug.AutoLatentGaussian(returning)
+    svi = gpaug.ConjugateSVI(returning, guide)
+    given = np.arange(rows), rows, y
+    result, (cold, warm) = twice(svi, 100, given, {}, None)
+    phi = float(result.params["phi_auto_loc"])
+    return {
+        "fit": "series", "rows": rows, "latents": rows + 1,
+        "steps": len(result.losses), "bound": -float(result.losses[-1]),
+        "cold": cold, "warm": warm, "error": abs(phi - 0.95), "hyper": phi,
     }  # fmt: skip
 
 
@@ -237,16 +275,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         jax.config.update("jax_enable_x64", args.float64)
-        sized = {"rows": fit_rows, "walk": fit_walk}.get(args.child)
+        kinds = {"rows": fit_rows, "walk": fit_walk, "series": fit_series}
+        sized = kinds.get(args.child)
         found = sized(args.rows[0]) if sized else fit_ratings(args.child)
         print(json.dumps(found | {"MiB": peak_memory()}))
         return
     table = [child("rows", rows, args.float64) for rows in args.rows]
-    table += [child("walk", steps, args.float64) for steps in args.steps]
+    for kind in ("walk", "series"):
+        table += [child(kind, steps, args.float64) for steps in args.steps]
     if data_folder() is not None:
         table += [child(kind, 0, args.float64) for kind in args.ratings]
     print_table(table, COLUMNS)
-    slopes = {kind: log_slopes(table, kind) for kind in ("rows", "walk")}
+    slopes = {kind: log_slopes(table, kind) for kind in ("rows", "walk", "series")}
     print("slopes on logarithmic scales:", slopes)
     if args.json:
         report = {"rows": table, "slopes": slopes, "machine": machine()}

@@ -28,9 +28,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from agreement import of_chains
 from common import machine, print_table, versions
 from jax import Array, lax, random
-from nested import CHAINS, of_chains, problem
+from nested import CHAINS, for_nuts, problem
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_gpaug as gpaug
@@ -208,13 +209,13 @@ def nuts_speed(model: Any, data: Any, names: Any, draws: int) -> tuple[float, fl
 
 
 def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    model, for_nuts, data = problem(name)
+    model, data = problem(name)
     nested = gpaug.NestedVI(model, num_points=128, progress_bar=False)
     nested.run(random.key(0), **data)
     run, names = nested._run, set(nested.latents)
     size = {"data": name, "latents": run.programs.structure.size}
     size["hyper"] = run.programs.hyper.size
-    worth, speed = nuts_speed(for_nuts, data, names, args.draws)
+    worth, speed = nuts_speed(for_nuts(model), data, names, args.draws)
     rows = [
         size
         | {"method": "NUTS", "draws": CHAINS * args.draws}

@@ -62,7 +62,8 @@ class AutoLatentGaussian(ProcessGuide):
     and groups; beside these, at most 5000 latents are held. The steps of random walks
     (``GaussianRandomWalk``, of any length, several together, and noise of every step)
     of which every datum looks at one are chains (``math/chain.py``), in the same way;
-    so are states that add up in NumPyro's ``scan``.
+    so are autoregressions and other states of a few numbers, in NumPyro's ``scan``, of
+    ``GaussianStateSpace`` or written out, whose coefficients are hyperparameters.
 
     A likelihood is anything whose log-density is a sum over data of functions of one or
     two affine predictors: in closed form where registered, or where it is affine in a
@@ -227,7 +228,7 @@ class AutoLatentGaussian(ProcessGuide):
         structure = self.structure
         size, dtype = structure.size, structure.dtype
         if structure.arrow is not None:
-            return structure.prior.natural
+            return structure.prior(structure.no_links).natural
         # NumPy's: of JAX's each would be a program of its own.
         zeros: Any = np.zeros((1, size), dtype)
         eye: Any = np.eye(size, dtype=dtype)[None]
@@ -250,7 +251,8 @@ class AutoLatentGaussian(ProcessGuide):
         single = map_.single if isinstance(map_, PairedMap) else map_
         seen = GaussianFactors(single.offset, jnp.ones_like(single.offset))
         added = single.information(seen)
-        return {JOINT: jax.tree.map(jnp.add, natural[JOINT], added)}
+        prior = view.priors()[JOINT].natural
+        return {JOINT: jax.tree.map(jnp.add, prior, added)}
 
     def natural_params(self, natural: dict[str, Natural]) -> dict[str, Array]:
         """Natural parameters as params by name."""
@@ -261,7 +263,7 @@ class AutoLatentGaussian(ProcessGuide):
         if not self.conjugate:
             return _DENSE
         structure = self.structure
-        grouped = ArrowNatural if structure.chain is None else ChainNatural
+        grouped = ChainNatural if structure.chains else ArrowNatural
         return _names(grouped if structure.arrow else NaturalGaussian)
 
     def split_params(
@@ -297,15 +299,17 @@ class AutoLatentGaussian(ProcessGuide):
         :return: values by site name.
         """
         self.begin(*args, **kwargs)
-        structure: Any = self.structure_at(Arguments.split(args, kwargs))
+        arguments = Arguments.split(args, kwargs)
+        structure: Any = self.structure_at(arguments)
         values = self.draw_others(*args, **kwargs)
         auxiliary = {"is_auxiliary": True}
         flat = numpyro.sample(f"_{JOINT}", self._gaussian(), infer=auxiliary)
-        model = whitened(self.model, structure.split(flat), structure.steps)
+        links = self.view(structure, self.model, arguments, values, random.key(0)).links
+        white = structure.unlinked(structure.split(flat), links)
+        model = whitened(self.model, white)
         filled = handlers.substitute(model, data=values)
         with handlers.block():
             trace = handlers.trace(handlers.seed(filled, 0)).get_trace(*args, **kwargs)
-        white = structure.split(structure.white(flat))
         for site in structure.sites:
             value, fn = trace[site.name]["value"], trace[site.name]["fn"]
             # The density of values is that of the numbers they are made of, times what
@@ -363,10 +367,10 @@ def _form(structure: JointStructure) -> str:
     """Of the precision matrix, in words."""
     if structure.arrow is None:
         return "dense"
-    groups, each, corner, chain = structure.sizes
+    groups, each, corner, steps = structure.sizes
     names = ", ".join(name for name, _ in structure.arrow.groups.sites)
     what = f"an arrow: {groups} groups"
-    if chain is not None:
-        what = f"{groups // chain.steps} chains of {chain.steps} steps"
-        what = f"a chain of {groups} steps" if groups == chain.steps else what
+    if steps is not None:
+        what = f"{groups // steps} chains of {steps} steps"
+        what = f"a chain of {groups} steps" if groups == steps else what
     return f"{what} of {each} ({names}), {corner} others dense"

@@ -41,30 +41,20 @@ from numpyro_gpaug.math import linalg, small
 SMALL = 6
 
 
-class Chain(NamedTuple):
-    """Groups that are the steps of chains (:mod:`numpyro_gpaug.math.chain`).
-
-    :param steps: of each chain, one after the other.
-    :param linked: which of the R numbers of a step are tied to the next one's.
-    """
-
-    steps: int
-    linked: tuple[bool, ...]
-
-
 class ArrowSizes(NamedTuple):
     """How latents are laid out, the groups' first.
 
     :param groups: G.
     :param each: R.
     :param corner: K.
-    :param chain: of groups that are steps; ``None`` for others.
+    :param steps: of each chain, one after the other, where groups are the steps of
+        chains (:mod:`numpyro_gpaug.math.chain`); ``None`` for others.
     """
 
     groups: int
     each: int
     corner: int
-    chain: Chain | None = None
+    steps: int | None = None
 
     @property
     def total(self) -> int:

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Joint Gaussians of very many latents along chains: random walks.
+r"""Joint Gaussians of very many latents along chains: random walks, autoregressions
+and other linear states.
 
 Latents ``z = (x_1, ..., x_T, u)``: R numbers of each of T steps, and K numbers that any
-datum may depend on. A number of a walk is the running sum of standard normal ones, so
-that the prior ties each step to the next,
+datum may depend on. The prior ties each step to the one before it by a link, a matrix
+that may depend on hyperparameters,
 
-.. math:: p(x) \propto \exp\Big(-\frac12 \sum_t x_t' W_t x_t
-    - \frac12 \sum_t (x_t - x_{t+1})' C_t (x_t - x_{t+1})\Big),
+.. math:: x_t = A_t x_{t-1} + \epsilon_t, \quad \epsilon_t \sim N(0, I),
 
-with C of ones and W of one at a chain's start; numbers that are not tied (the noise of
-a step) have ones in W. A datum looks at one step and at ``u`` and adds to W, to the
-border B (R, K) of its step and to the corner. The precision is kept in these parts and
-is positive definite by construction. With the precision ``E_t`` of a step given all
-before it (:func:`~numpyro_gpaug.math.recurrences.filtered`), ``M_t = E_t + C_t`` and
-``G_t = M_t^{-1} C_t`` the numbers ``y_t = x_t - G_t x_{t+1}`` and ``u`` are Gaussian
-with an arrow for a precision, of blocks M: :mod:`~numpyro_gpaug.math.arrow` does the
-rest, between two recurrences. Work and memory are linear in T.
+with links of one for a random walk, of its coefficient for an autoregression, of zero
+for noise of every step and at a chain's start. A datum looks at one step and at ``u``
+and adds W (R, R) to the precision of its step, and to the border B (R, K) and the
+corner. The precision is kept in these parts and is positive definite by construction.
+With the precision ``E_t`` of a step given all before it
+(:func:`~numpyro_gpaug.math.recurrences.filtered`), ``M_t = E_t + A_{t+1}' A_{t+1}`` and
+``G_t = M_t^{-1} A_{t+1}'`` the numbers ``y_t = x_t - G_t x_{t+1}`` and ``u`` are
+Gaussian with an arrow for a precision, of blocks M: :mod:`~numpyro_gpaug.math.arrow`
+does the rest, between two recurrences. Work and memory are linear in T.
 
 References: Rue and Held (2005), Gaussian Markov random fields, section 2.4; Rauch, Tung
-and Striebel (1965), Maximum likelihood estimates of linear dynamic systems.
+and Striebel (1965), Maximum likelihood estimates of linear dynamic systems; Sarkka and
+Garcia-Fernandez (2021), Temporal parallelization of Bayesian smoothers, of which the
+recurrences in blocks are a variant.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.math import linalg, small
-from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes, Chain, log_det_of
-from numpyro_gpaug.math.recurrences import filtered, linear
+from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes, log_det_of
+from numpyro_gpaug.math.recurrences import congruent, filtered, linear
 
 
 class ChainMoments(NamedTuple):
@@ -124,8 +127,8 @@ class ChainMoments(NamedTuple):
         corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
         own = own + jnp.einsum("gre,en->grn", self.shrunk[0], corner)
         along = own.reshape(*self.gain.shape[1:4], -1)
-        after = jnp.pad(along[:, 1:], [(0, 0), (0, 1), (0, 0), (0, 0)])
-        apart = (along - small.product(self.gain[0], after)).reshape(own.shape)
+        apart = along - small.product(self.gain[0], _next(along))
+        apart = apart.reshape(own.shape)
         rows = small.product(small.inverse_lower(self.inverse[0]).mT, apart)
         found = jnp.concatenate([rows.reshape(-1, flat.shape[-1]), corner])
         return found.T.reshape(*lead, self.rank)
@@ -147,17 +150,20 @@ class ChainMoments(NamedTuple):
         along = numbers.reshape(*self.gain.shape[1:4], -1)
         return _back(self.gain[0], along).reshape(numbers.shape)
 
-    def extended(self, sizes: ArrowSizes, places: np.ndarray) -> ChainMoments:
+    def extended(
+        self, sizes: ArrowSizes, places: np.ndarray, links: Array
+    ) -> ChainMoments:
         """With chains that go on longer, or end sooner, and new chains and latents of
         the corner, all at their prior given what is known.
 
         :param sizes: of the latents wanted.
         :param places: where they are among these, -1 for new ones.
+        :param links: of the chains wanted, (chains, steps, R, R).
         """
-        assert sizes.chain is not None
         groups, corner = sizes.split(places)
+        wanted = links.shape[1]
         each, (chains, steps) = self.sizes.each, self.gain.shape[1:3]
-        first = groups[:: sizes.chain.steps, 0]
+        first = groups[::wanted, 0]
         # A chain is known from its first step on, or not at all.
         old, chain = first >= 0, first // each // steps
         parts = _Parts(*(x[0].reshape(chains, steps, *x.shape[2:]) for x in (
@@ -165,8 +171,8 @@ class ChainMoments(NamedTuple):
             self.inverse, self.gain.reshape(self.inverse.shape),
             self.roots, self.shrunk,
         )))  # fmt: skip
-        known = _continued(_Parts(*(x[chain] for x in parts)), sizes.chain)
-        fresh = _continued(_unseen(parts, sizes.chain), sizes.chain)
+        known = _continued(_Parts(*(x[chain] for x in parts)), links)
+        fresh = _continued(_unseen(parts, len(links)), links)
         chosen = (
             jnp.where(old.reshape(-1, *[1] * (x.ndim - 1)), x, y)
             for x, y in zip(known, fresh, strict=True)
@@ -200,55 +206,48 @@ class _Parts(NamedTuple):
     shrunk: Array
 
 
-def _unseen(parts: _Parts, chain: Chain) -> _Parts:
-    """The first step of a chain of which nothing is known."""
-    one = _Parts(*(jnp.zeros_like(x[:1, :1]) for x in parts))
-    eye = jnp.broadcast_to(jnp.eye(len(chain.linked)), one.roots.shape)
-    return one._replace(roots=eye.astype(one.roots.dtype))
+def _unseen(parts: _Parts, chains: int) -> _Parts:
+    """The first steps of chains of which nothing is known."""
+    none = (jnp.zeros((chains, 1, *x.shape[2:]), x.dtype) for x in parts)
+    one = _Parts(*none)
+    eye = jnp.eye(one.roots.shape[-1], dtype=one.roots.dtype)
+    return one._replace(roots=jnp.broadcast_to(eye, one.roots.shape))
 
 
-def _continued(parts: _Parts, chain: Chain) -> _Parts:
+def _continued(parts: _Parts, links: Array) -> _Parts:
     """Chains that end where others are wanted to: cut short, or gone on with.
 
     :param parts: of the chains.
-    :param chain: as wanted.
+    :param links: as wanted.
     """
-    last = min(parts.mean.shape[1], chain.steps) - 1
-    dtype, linked = parts.mean.dtype, np.array(chain.linked)
-    eye = jnp.eye(len(linked), dtype=dtype)
+    last = min(parts.mean.shape[1], links.shape[1]) - 1
     end = jax.tree.map(lambda x: x[:, last:][:, :1], parts)
-    ahead = np.arange(chain.steps - last)
     # Steps from the last on are a chain of their own, of which nothing else is known.
-    covariance = small.product(end.roots.mT, end.roots)
-    unlinked = jnp.broadcast_to(
-        jnp.where(linked, 0, eye), (len(parts.mean), len(ahead) - 1, *eye.shape)
-    )
-    own = jnp.concatenate([small.inverse(covariance), unlinked], 1)
-    links = jnp.asarray(np.where(ahead[:, None] < len(ahead) - 1, linked, 0), dtype)
-    links = jnp.broadcast_to(links, (len(parts.mean), *links.shape))
-    stiff = filtered(own, links) + links[..., None] * eye
-    inverse = small.inverse_cholesky(stiff)
-    gain = small.product(inverse.mT, inverse) * links[..., None, :]
-    later = jnp.asarray(ahead > 0)[:, None]
-    grown = jnp.where(linked, jnp.asarray(ahead, dtype)[:, None], later)
-    follows = jnp.where(later, jnp.asarray(linked, dtype), 1)
-    spread = follows[..., None] * covariance * follows[..., None, :]
-    tail = _Parts(
-        follows * end.mean, inverse, gain,
-        small.cholesky(spread + grown[..., None] * eye).mT,
-        follows[..., None] * end.shrunk,
-    )  # fmt: skip
+    links = links[:, last:].at[:, 0].set(0)
+    noise = jnp.broadcast_to(_eye(links), links.shape)
+    start = congruent(end.roots.mT, jnp.broadcast_to(_eye(links), end.roots.shape))
+    covariance = linear(congruent, links, noise.at[:, :1].set(start))
+    stiff, ahead = small.inverse(covariance), _next(links)
+    inverse = small.inverse_cholesky(stiff + small.product(ahead.mT, ahead))
+    gain = small.product(small.product(inverse.mT, inverse), ahead.mT)
+    begun = jnp.concatenate([end.mean[..., None], end.shrunk], -1)
+    none = [(0, 0), (0, links.shape[1] - 1), (0, 0), (0, 0)]
+    follows = linear(small.product, links, jnp.pad(begun, none))
+    roots = small.cholesky(covariance).mT
+    tail = _Parts(follows[..., 0], inverse, gain, roots, follows[..., 1:])
     return jax.tree.map(lambda x, y: jnp.concatenate([x[:, :last], y], 1), parts, tail)
 
 
 class ChainNatural(NamedTuple):
-    """A Gaussian along chains in natural parameters.
+    """A Gaussian along chains in natural parameters; what is added to one has links of
+    zero.
 
     :param potential: (1, G R + K).
-    :param groups: W, (1, G, R, R).
+    :param groups: W, what is added to the precision of each step, (1, G, R, R).
     :param border: B, (1, G, R, K).
     :param corner: of the precision, (1, K, K).
-    :param links: the diagonals of C, (1, chains, steps, R); zero at a chain's end.
+    :param links: A, how a step follows the one before it, (1, chains, steps, R, R);
+        zero at a chain's start.
     """
 
     potential: Array
@@ -267,14 +266,14 @@ class ChainNatural(NamedTuple):
         """Mean and factors of the covariance; NaN where the precision is not positive
         definite."""
         sizes, links = self.sizes, self.links[0]
-        eye = jnp.eye(sizes.each, dtype=links.dtype)
-        along = (*links.shape, sizes.each)
-        stiff = filtered(self.groups[0].reshape(along), links) + links[..., None] * eye
+        ahead, along = _next(links), links.shape[:3]
+        stiff = filtered(self.groups[0].reshape(links.shape), links)
+        stiff += small.product(ahead.mT, ahead)
         covariance = small.inverse(stiff)
-        gain = covariance * links[..., None, :]
+        gain = small.product(covariance, ahead.mT)
         own, corner = sizes.split(self.potential)
         ahead = jnp.concatenate([own[0][..., None], self.border[0]], -1)
-        ahead = _ahead(gain, ahead.reshape(*links.shape, -1))
+        ahead = _ahead(gain, ahead.reshape(*along, -1))
         ahead = ahead.reshape(*self.groups.shape[:3], -1)
         q = ArrowNatural(
             sizes.joined(ahead[..., 0], corner),
@@ -282,9 +281,9 @@ class ChainNatural(NamedTuple):
         ).moments()  # fmt: skip
         own, corner = sizes.split(q.mean)
         back = jnp.concatenate([own[0][..., None], q.shrunk[0]], -1)
-        back = _back(gain, back.reshape(*links.shape, -1))
+        back = _back(gain, back.reshape(*along, -1))
         back = back.reshape(*self.groups.shape[:3], -1)
-        covariance = linear(_congruent, gain, covariance, reverse=True)
+        covariance = linear(congruent, gain, covariance, reverse=True)
         roots = small.cholesky(covariance).mT.reshape(self.groups.shape)
         mean = sizes.joined(back[..., 0], corner)
         return ChainMoments(
@@ -292,85 +291,84 @@ class ChainNatural(NamedTuple):
         )
 
     def moved(self, z: Array) -> ChainNatural:
-        """That of latents, from that of their deviations from ``z``, (1, G R + K); see
-        :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`."""
-        arrow = ArrowNatural(*self[:4]).moved(z)
-        own, corner = self.sizes.split(arrow.potential)
-        steps, _ = self.sizes.split(z)
-        x = steps.reshape(self.links.shape)
-        pulled = self.links[:, :, :-1] * (x[:, :, :-1] - x[:, :, 1:])
-        pulled = jnp.pad(pulled, [(0, 0), (0, 0), (1, 1), (0, 0)])
-        added = (pulled[:, :, 1:] - pulled[:, :, :-1]).reshape(own.shape)
-        return self._replace(potential=self.sizes.joined(own + added, corner))
+        """What is added for latents, from what is for their deviations from ``z``,
+        (1, G R + K); see :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`."""
+        return self._replace(potential=ArrowNatural(*self[:4]).moved(z).potential)
 
     def stand_in(self) -> ChainMoments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""
-        gain = self.groups.reshape(*self.links.shape, self.sizes.each)
         return ChainMoments(
-            self.potential, self.groups, gain, self.groups, self.border, self.corner
-        )
+            self.potential, self.groups, self.links, self.groups, self.border,
+            self.corner,
+        )  # fmt: skip
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("loc",), meta_fields=("sizes",))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("loc", "links"), meta_fields=("sizes",),
+)  # fmt: skip
 @dataclass(frozen=True)
 class ChainPrior:
-    """Running sums of standard normal numbers along chains, and such numbers alone.
+    """Numbers along chains, each a link times the one before it and a standard normal
+    number, and such numbers alone.
 
     :param loc: zeros (1, G R + K).
-    :param sizes: of the latents, with their chain.
+    :param links: (chains, steps, R, R); zero at a chain's start.
+    :param sizes: of the latents.
     """
 
     loc: Array
+    links: Array
     sizes: ArrowSizes
 
     @property
     def natural(self) -> ChainNatural:
         """Potential and precision."""
         groups, each, corner, _ = self.sizes
-        dtype, (own, links) = self.loc.dtype, self._parts
-        blocks = own.reshape(1, groups, 1, each) * jnp.eye(each, dtype=dtype)
-        border = jnp.zeros((1, groups, each, corner), dtype)
+        dtype = self.loc.dtype
+        none = jnp.zeros((1, groups, each, each + corner), dtype)
         eye = jnp.eye(corner, dtype=dtype)[None]
-        return ChainNatural(self.loc, blocks, border, eye, links[None])
-
-    @property
-    def _parts(self) -> tuple[Array, Array]:
-        """Diagonals of W and C, (chains, steps, R)."""
-        chain = self.sizes.chain
-        assert chain is not None
-        linked, step = np.array(chain.linked), np.arange(chain.steps)[:, None]
-        shape = self.sizes.groups // chain.steps, chain.steps, len(linked)
-        parts = ~linked | (step == 0), linked & (step < chain.steps - 1)
-        own, links = (
-            jnp.broadcast_to(jnp.asarray(x, self.loc.dtype), shape) for x in parts
-        )
-        return own, links
+        parts = none[..., :each], none[..., each:]
+        return ChainNatural(self.loc, *parts, eye, self.links[None])
 
     def divergence(self, q: ChainMoments) -> Array:
         """KL(q || prior), (1,), as a sum over steps: each is as small as what is
         learnt of it."""
-        own, links = self._parts
+        links = self.links
         steps, corner = self.sizes.split(q.mean)
-        mean = steps.reshape(links.shape)
-        inverse, roots, shrunk = (
-            x[0].reshape(*links.shape, x.shape[-1])
-            for x in (q.inverse, q.roots, q.shrunk)
+        mean, inverse, roots, shrunk = (
+            x[0].reshape(*links.shape[:3], x.shape[-1])
+            for x in (steps[..., None], q.inverse, q.roots, q.shrunk)
         )
-        square = jnp.square(mean) + jnp.square(shrunk).sum(-1)
-        square += jnp.square(roots).sum(-2)
-        apart = jnp.eye(self.sizes.each, dtype=mean.dtype) - q.gain[0, :, :-1]
-        step = jnp.square(inverse[:, :-1]).sum(-2)
-        step += jnp.square(small.product(roots[:, 1:], apart.mT)).sum(-2)
-        step += jnp.square(shrunk[:, :-1] - shrunk[:, 1:]).sum(-1)
-        step += jnp.square(mean[:, :-1] - mean[:, 1:])
-        step = jnp.pad(step, [(0, 0), (0, 1), (0, 0)])
+        ahead, known = _next(links), jnp.concatenate([mean, shrunk], -1)
+        # The noise of a step, which is what it is apart from its link: that of the
+        # first is the step itself.
+        apart = known - small.product(links, _before(known))
+        lost = _eye(links) - small.product(ahead, q.gain[0])
+        spread = small.product(_next(roots), lost.mT)
+        own = small.product(inverse, ahead.mT)
+        noise = (jnp.square(x).sum((-2, -1)) for x in (apart, spread, own))
         logs = 2 * jnp.log(jnp.abs(linalg.diagonal(inverse)))
-        along = own * square + links * step - 1 - logs
+        along = sum(noise) - (1 + logs).sum(-1)
         whitener = q.whitener[0]
         rest = jnp.square(corner[0]) - 1
         rest -= 2 * jnp.log(jnp.abs(linalg.diagonal(whitener)))
         total = along.sum() + rest.sum() + jnp.square(whitener).sum()
-        return 0.5 * total[None]
+        return 0.5 * (total + jnp.square(roots[:, 0]).sum())[None]
+
+
+def _eye(matrices: Array) -> Array:
+    return jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
+
+
+def _next(along: Array) -> Array:
+    """Of each step, what is the next one's, (chains, steps, ...); zero at the end."""
+    return jnp.pad(along[:, 1:], [(0, 0), (0, 1)] + [(0, 0)] * (along.ndim - 2))
+
+
+def _before(along: Array) -> Array:
+    """Of each step, what is that before it's; zero at the start."""
+    return jnp.pad(along[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (along.ndim - 2))
 
 
 def _ahead(gain: Array, numbers: Array) -> Array:
@@ -379,14 +377,9 @@ def _ahead(gain: Array, numbers: Array) -> Array:
     :param gain: (chains, steps, R, R).
     :param numbers: b, (chains, steps, R, n).
     """
-    before = jnp.pad(gain[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)])
-    return linear(small.product, before.mT, numbers)
+    return linear(small.product, _before(gain).mT, numbers)
 
 
 def _back(gain: Array, numbers: Array) -> Array:
     """``x_t = b_t + G_t x_{t+1}``; arguments as for :func:`_ahead`."""
     return linear(small.product, gain, numbers, reverse=True)
-
-
-def _congruent(transition: Array, covariance: Array) -> Array:
-    return small.product(small.product(transition, covariance), transition.mT)

@@ -36,9 +36,9 @@ class ChainMap(ArrowMap):
         return self._unlinked(super().coupling(cross, left, right))
 
     def _unlinked(self, natural: ArrowNatural) -> ChainNatural:
-        groups, each, _, chain = self.sizes
-        assert chain is not None
-        shape = 1, groups // chain.steps, chain.steps, each
+        groups, each, _, steps = self.sizes
+        assert steps is not None
+        shape = 1, groups // steps, steps, each, each
         return ChainNatural(*natural, jnp.zeros(shape, natural.potential.dtype))
 
     def covariance(self, q: ChainMoments) -> Array:

@@ -60,67 +60,69 @@ def linear(
 def filtered(own: Array, links: Array) -> Array:
     r"""Precisions of each step given all before it.
 
-    Of the quadratic form :math:`\sum_t x_t' W_t x_t + (x_t - x_{t+1})' C_t (x_t -
-    x_{t+1})` all steps before t are minimised out: what is left of ``x_t``, without its
-    link to the next, is
+    Of steps :math:`x_t = A_t x_{t-1} + \epsilon_t` with standard normal noise, seen by
+    factors of precisions W, that of a step given all factors up to its own is
 
-    .. math:: E_t = W_t + (E_{t-1}^{-1} + C_{t-1}^{-1})^{-1},
+    .. math:: E_t = W_t + (I + A_t E_{t-1}^{-1} A_t')^{-1},
 
     a sum of positive terms however it is computed here: of a walk that is hardly seen
     it is the small difference of numbers near one otherwise.
 
     :param own: W, (chains, steps, R, R).
-    :param links: C, diagonal, (chains, steps, R); zero at the ends of chains. Numbers
-        that are not linked at other steps need an own precision there.
+    :param links: A, (chains, steps, R, R); zero at the starts of chains.
     """
-    eye, chains, steps = _eye(own), *own.shape[:2]
-    # Steps that fill the last block have a precision to be divided by.
-    filling = jnp.broadcast_to(eye, (chains, -steps % _size(steps), *eye.shape))
-    cut = _cut(jnp.concatenate([own, filling], 1)), _cut(links)
+    eye, steps = _eye(own), own.shape[1]
+    cut = _cut(own), _cut(links)
 
     def alone(carry: Any, here: Any) -> Any:
-        """What a block makes of no information that enters it: of its first step given
-        the next block's (``spread`` about ``gain`` times it), and of the latter."""
+        """What a block makes of the step before it, y: its last step has the mean
+        ``gain y`` and covariance ``spread``, and it knows y with precision ``seen``."""
         spread, gain, seen = carry
         weights, link = here
-        inverse, step, seen = _linked(seen + weights, link[..., None] * eye)
-        spread += small.product(small.product(gain, inverse), gain.mT)
-        return (spread, small.product(gain, step), seen), None
+        spread, gain = _followed(link, spread), small.product(link, gain)
+        before = small.inverse(spread)
+        spread = small.inverse(before + weights)
+        left, moved = (small.product(spread, x) for x in (before, weights))
+        said = small.product(left.mT, small.product(weights, left))
+        said += small.product(moved.mT, small.product(before, moved))
+        seen += small.product(gain.mT, small.product(said, gain))
+        return (spread, small.product(left, gain), seen), None
 
-    # Nothing leaves the last block, whose end need not be seen at all.
+    # Nothing leaves the last block, which may not be full.
     before = tuple(x[:, :, :-1] for x in cut)
     zeros = jnp.zeros_like(before[0][0])
     start = zeros, jnp.broadcast_to(eye, zeros.shape), zeros
-    (spread, gain, seen), _ = lax.scan(alone, start, before)
+    blocks, _ = lax.scan(alone, start, before)
 
     def across(entering: Array, block: Any) -> Any:
-        stiffness, gain, seen = block
-        _, _, passed = _linked(entering, stiffness)
-        leaving = seen + small.product(small.product(gain.mT, passed), gain)
+        spread, gain, seen = block
+        known = small.inverse(entering + seen)
+        leaving = small.inverse(spread + congruent(gain, known))
         return leaving, leaving
 
-    blocks = small.inverse(spread), gain, seen
     by_block = tuple(jnp.moveaxis(x, 1, 0) for x in blocks)
-    first = jnp.zeros((chains, *eye.shape), own.dtype)
+    # Chains start at a link of zero, whatever is before it.
+    first = jnp.broadcast_to(eye, (len(own), *eye.shape))
     _, leaving = lax.scan(across, first, by_block)
     entering = jnp.concatenate([first[None], leaving])
 
     def inside(entering: Array, here: Any) -> Any:
         weights, link = here
-        seen = entering + weights
-        return _linked(seen, link[..., None] * eye)[2], seen
+        seen = weights + small.inverse(_followed(link, small.inverse(entering)))
+        return seen, seen
 
     _, found = lax.scan(inside, jnp.moveaxis(entering, 0, 1), cut)
     return _whole(found, steps)
 
 
-def _linked(seen: Array, link: Array) -> tuple[Array, Array, Array]:
-    """Of ``x' E x + (x - y)' C (x - y)``: ``(E + C)^-1``, the minimum K y over x, and
-    the form ``y' P y`` that is left, as the sum of its two parts."""
-    inverse = small.inverse(seen + link)
-    here, apart = small.product(inverse, link), small.product(inverse, seen)
-    left = small.product(here.mT, small.product(seen, here))
-    return inverse, here, left + small.product(apart.mT, small.product(link, apart))
+def _followed(link: Array, covariance: Array) -> Array:
+    """The covariance of the next step."""
+    return _eye(link) + congruent(link, covariance)
+
+
+def congruent(matrix: Array, covariance: Array) -> Array:
+    """``A P A'``, of matrices (..., R, R)."""
+    return small.product(small.product(matrix, covariance), matrix.mT)
 
 
 def _eye(matrices: Array) -> Array:

@@ -102,7 +102,7 @@ class Predictors(NamedTuple):
         value, index = jnp.concatenate(values, -1), jnp.concatenate(places, -1)
         rows = Loadings(own, group, dense, value, index)
         sizes = structure.sizes
-        kind = ArrowMap if sizes.chain is None else ChainMap
+        kind = ArrowMap if sizes.steps is None else ChainMap
         return kind(self.offset[None], rows, self.residual[None], sizes)
 
     def _pushed(self, grouping: Grouping | None) -> Callable[[Array], Array]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form of a model's joint Gaussian, chosen by cost: one dense matrix, an arrow
-where latents come in groups, chains where these are steps of random walks."""
+where latents come in groups, chains where these are steps that follow each other."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from jax.core import Tracer
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.math.arrow import SMALL
+from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.arrow import PROBES, ROUNDING, Predictors, relative
+from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
+from numpyro_gpaug.model.loops import Loop
 
 # Gaussian latents that are held by one dense matrix: all, or those beside groups.
 MAX_DENSE = 5000
@@ -31,13 +34,13 @@ _OVERHEAD = 5e7
 class Asked(NamedTuple):
     """A model's predictors, to be asked what they look at.
 
-    :param at: predictors of all data, from a structure and arrays.
+    :param view: the model seen, from a structure and arrays.
     :param arrays: the arguments' arrays.
     :param pairs: predictors that likelihoods look at in pairs.
     :param rows: how many predictors there are.
     """
 
-    at: Callable[[JointStructure, tuple[Array, ...]], Predictors]
+    view: Callable[[JointStructure, tuple[Array, ...]], JointView]
     arrays: tuple[Array, ...]
     pairs: tuple[Array, Array] | None
     rows: int
@@ -45,53 +48,71 @@ class Asked(NamedTuple):
     def misfit(self, structure: JointStructure) -> float:
         """See :meth:`~numpyro_gpaug.model.arrow.Predictors.misfit`."""
 
-        @jax.jit
+        @once
         def misfit(arrays: tuple[Array, ...], pairs: Any) -> Array:
-            return self.at(structure, arrays).misfit(pairs)
+            return self.view(structure, arrays).predictors.misfit(pairs)
 
         return float(misfit(self.arrays, self.pairs))
+
+    def chains(self, structure: JointStructure) -> tuple[Grouping, ...]:
+        """Sites of which steps follow each other, whatever looks at them: as numbers of
+        one chain and of several, where they may be both. None where the arguments are
+        traced."""
+        loops: list[Loop] = []
+
+        @jax.jit
+        def misfits(arrays: tuple[Array, ...]) -> list[Array]:
+            view = self.view(structure, arrays)
+            loops[:] = view.loops
+            return [view.chained(loop).links.misfit for loop in loops]
+
+        found = misfits(self.arrays)
+        if any(isinstance(misfit, Tracer) for misfit in found):
+            return ()
+        pairs = zip(loops, found, strict=True)
+        return tuple(loop.steps for loop, misfit in pairs if misfit < ROUNDING)
 
     def looked_at(
         self, structure: JointStructure, singles: list[Grouping]
     ) -> list[tuple[Any, Any, Any]]:
-        """By grouping of one site: whether each predictor looks at any of its members,
-        at which, and how far random numbers are from what these two say, relative to
-        their terms. One program says it all."""
+        """By grouping: whether each predictor looks at any of its members, at which,
+        and how far random numbers are from what these two say, relative to their terms.
+        One program says it all."""
 
-        @jax.jit
+        @once
         def looked_at(arrays: tuple[Array, ...]) -> list[tuple[Array, Array, Array]]:
-            predictors = self.at(structure, arrays)
+            predictors = self.view(structure, arrays).predictors
             return [_looked_at(predictors, single) for single in singles]
 
         return looked_at(self.arrays)
 
 
-def find_form(
-    structure: JointStructure, walks: tuple[str, ...], asked: Asked, uses: float
-) -> JointStructure:
-    """A structure in the form that costs least: of groups, of steps of random walks, or
-    as it is, one dense matrix, which it is too where the arguments are traced.
+def find_form(structure: JointStructure, asked: Asked, uses: float) -> JointStructure:
+    """A structure in the form that costs least: of groups, of steps of chains, or as it
+    is, one dense matrix, which it is too where the arguments are traced.
 
     :param structure: of a model, dense.
-    :param walks: sites whose numbers may be running sums.
     :param asked: its predictors.
     :param uses: how many times as long as a fit's the program's savings are counted.
     """
     overhead, rows = _OVERHEAD / uses, asked.rows
     if _dense_cost(rows, structure.size) < overhead:
         return structure
-    stepwise = structure.in_steps(walks)
-    singles = [
-        Grouping(((site.name, axes),))
+    chains = asked.chains(structure)
+    stepwise = structure.in_steps(_once(chains))
+    singles = [*(x for x in chains if structure.each(x) <= SMALL)]
+    singles += [
+        Grouping(((site.name, _ordered(structure, site, axes, chains)),))
         for site in structure.sites
         for axes in _axes(site.shape)
+        if not _is_steps((site.name, axes), chains)
     ]
     told = asked.looked_at(stepwise, singles)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(told)):
         return structure
     members = [_group_of_data(answer, asked.pairs) for answer in told]
     found = _groupings(structure, zip(singles, members, strict=True))
-    forms = [_arrow(structure, found, walks), _chain(structure, found, walks)]
+    forms = [_arrow(structure, found, chains), _chain(structure, found, chains)]
     known = sorted(
         (form for form in forms if form is not None),
         key=lambda form: (_cost(form, rows), form.sizes.corner),
@@ -103,35 +124,45 @@ def find_form(
     return structure
 
 
+def _once(chains: tuple[Grouping, ...]) -> tuple[Grouping, ...]:
+    """The first of those that have sites in common."""
+    found: dict[str, Grouping] = {}
+    for steps in chains:
+        names = [name for name, _ in steps.sites]
+        if found.keys().isdisjoint(names):
+            found |= dict.fromkeys(names, steps)
+    return tuple(dict.fromkeys(found.values()))
+
+
 def _arrow(
-    structure: JointStructure, found: list[Grouping], walks: tuple[str, ...]
+    structure: JointStructure, found: list[Grouping], chains: tuple[Grouping, ...]
 ) -> JointStructure | None:
     """With the largest grouping, but for steps, for groups.
 
     :param structure: of a model, dense.
     :param found: groupings, which may have sites in common.
-    :param walks: sites whose numbers were running sums.
+    :param chains: sites whose numbers were steps that follow each other.
     """
-    chosen = _disjoint(structure, [_without_steps(structure, g, walks) for g in found])
+    chosen = _disjoint(structure, [_without_steps(g, chains) for g in found])
     if not chosen:
         return None
     return structure.with_arrow(Arrow(chosen[0], tuple(chosen[1:])))
 
 
 def _chain(
-    structure: JointStructure, found: list[Grouping], walks: tuple[str, ...]
+    structure: JointStructure, found: list[Grouping], chains: tuple[Grouping, ...]
 ) -> JointStructure | None:
-    """With the steps of the largest walks, and what else steps have, for groups;
+    """With the steps of the largest chains, and what else steps have, for groups;
     arguments as for :func:`_arrow`."""
-    along = [g for g in (_of_steps(structure, g, walks) for g in found) if g.sites]
+    along = [g for g in (_of_steps(structure, g, chains) for g in found) if g.sites]
     if not along:
         return None
     first = max(along, key=lambda g: structure.members(g) * structure.each(g))
     names = {name for name, _ in first.sites}
-    others = [_without_steps(structure, g, walks) for g in found]
+    others = [_without_steps(g, chains) for g in found]
     others = [Grouping(tuple(s for s in g.sites if s[0] not in names)) for g in others]
     chosen = _disjoint(structure, others)
-    ordered = structure.in_steps(names & set(walks))
+    ordered = structure.in_steps(tuple(x for x in chains if _within(x, first)))
     return ordered.with_arrow(Arrow(first, tuple(chosen)))
 
 
@@ -147,37 +178,34 @@ def _disjoint(structure: JointStructure, found: list[Grouping]) -> list[Grouping
     return chosen
 
 
-def _is_steps(
-    structure: JointStructure, site: tuple[str, tuple[int, ...]], walks: tuple[str, ...]
-) -> bool:
-    """Whether members of a site are steps of walks, not whole ones."""
+def _is_steps(site: tuple[str, tuple[int, ...]], chains: tuple[Grouping, ...]) -> bool:
+    """Whether members of a site are steps of chains, not whole ones."""
     name, axes = site
-    return name in walks and len(structure.site(name).shape) - 1 in axes
+    return any(dict(x.sites).get(name, (None,))[-1] in axes for x in chains)
 
 
-def _without_steps(
-    structure: JointStructure, grouping: Grouping, walks: tuple[str, ...]
-) -> Grouping:
-    sites = grouping.sites
-    return Grouping(tuple(s for s in sites if not _is_steps(structure, s, walks)))
+def _within(steps: Grouping, grouping: Grouping) -> bool:
+    return set(steps.sites) <= set(grouping.sites)
+
+
+def _without_steps(grouping: Grouping, chains: tuple[Grouping, ...]) -> Grouping:
+    return Grouping(tuple(s for s in grouping.sites if not _is_steps(s, chains)))
 
 
 def _of_steps(
-    structure: JointStructure, grouping: Grouping, walks: tuple[str, ...]
+    structure: JointStructure, grouping: Grouping, chains: tuple[Grouping, ...]
 ) -> Grouping:
     """The sites of a grouping whose members are steps of chains of one length; none
     where there are none."""
-    along = [s for s in grouping.sites if _is_steps(structure, s, walks)]
+    along = [x for x in chains if _within(x, grouping)]
     if not along:
         return Grouping(())
-    length = structure.site(along[0][0]).shape[-1]
-    same = {name for name, _ in along if structure.site(name).shape[-1] == length}
+    same = [x for x in along if structure.along(x) == structure.along(along[0])]
+    kept = {site for x in same for site in x.sites}
     steps = Grouping(tuple(
-        s for s in grouping.sites if s[0] in same or s[0] not in walks
+        s for s in grouping.sites if s in kept or not _is_steps(s, chains)
     ))  # fmt: skip
-    few = structure.each(steps) <= SMALL
-    alone = structure.each(Grouping(tuple(along[:1]))) <= SMALL
-    return steps if few else Grouping(tuple(along[:1]) if alone else ())
+    return steps if structure.each(steps) <= SMALL else along[0]
 
 
 def _groupings(
@@ -186,14 +214,14 @@ def _groupings(
     """Sites of which every datum looks at one member, together where it is the same.
 
     :param structure: of the model.
-    :param members: groupings of one site, with the member of each predictor, -1 for
-        none; ``None`` where some look at several.
+    :param members: groupings of one site, or of one chain, with the member of each
+        predictor, -1 for none; ``None`` where some look at several.
     """
     known: list[tuple[Grouping, np.ndarray]] = []
     for single, group in members:
         if group is None:
             continue
-        ((name, _),) = single.sites
+        name = single.sites[0][0]
         for i, (other, seen) in enumerate(known):
             same = structure.members(other) == structure.members(single)
             both = (group >= 0) & (seen >= 0)
@@ -216,6 +244,22 @@ def _axes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             members = prod(shape[a] for a in axes)
             if members >= _FEWEST and prod(shape) <= _WIDEST * members:
                 yield axes
+
+
+def _ordered(
+    structure: JointStructure,
+    site: GaussianSite,
+    axes: tuple[int, ...],
+    chains: tuple[Grouping, ...],
+) -> tuple[int, ...]:
+    """Axes over members in the order that they have in a chain of as many: of sites in
+    plates that are scanned the first is over steps."""
+    members = {a: site.shape[a] for a in axes}
+    for (name, along), *_ in (steps.sites for steps in chains):
+        shape = structure.site(name).shape
+        if members == {a: shape[a] for a in along}:
+            return along
+    return axes
 
 
 def _looked_at(
@@ -272,11 +316,11 @@ def _cost(structure: JointStructure, rows: int) -> float:
     return border + seen
 
 
-def refuse_large(structure: JointStructure, walks: tuple[str, ...] = ()) -> None:
+def refuse_large(structure: JointStructure, chains: tuple[Grouping, ...] = ()) -> None:
     """Raises for a joint Gaussian that needs too large a matrix.
 
     :param structure: of a model.
-    :param walks: sites that might have been held as chains.
+    :param chains: that might have been held as such.
     :raises NotConjugateError: naming the largest site.
     """
     grouped = structure.arrow is not None
@@ -292,18 +336,19 @@ def refuse_large(structure: JointStructure, walks: tuple[str, ...] = ()) -> None
         f"{4 * size**2 / 2**30:.0f} GiB in float32; at most {MAX_DENSE} are held "
         f"jointly where a datum looks at more than one member of a group. The largest "
         f"site is {largest.name!r} of shape {largest.value_shape}"
-        f"{_walking(left, walks)}; MCMC(NUTS(model)) samples any model"
+        f"{_following(left, chains)}; MCMC(NUTS(model)) samples any model"
     )
 
 
-def _walking(left: list[GaussianSite], walks: tuple[str, ...]) -> str:
-    """Why random walks are not held as chains, where they are not."""
-    names = [s.name for s in left if s.name in walks]
+def _following(left: list[GaussianSite], chains: tuple[Grouping, ...]) -> str:
+    """Why chains are not held as such, where they are not."""
+    along = {name for x in chains for name, _ in x.sites}
+    names = [s.name for s in left if s.name in along]
     if not names:
         return ""
     return (
-        f". Of random walks ({names}) any number of steps is held where every datum "
-        "looks at one, walk[t], of all of them the same, and other groups have few "
-        "members: not at a sum or difference of steps, nor at several walks that are "
-        "indexed differently"
+        f". Of random walks and autoregressions ({names}) any number of steps is held "
+        "where every datum looks at one, walk[t], of all of them the same, and other "
+        "groups have few members: not at a sum or difference of steps, nor at several "
+        "walks that are indexed differently"
     )

@@ -38,8 +38,6 @@ class Whitening(NamedTuple):
     :param numbers: gives the numbers of a value; ``None`` where there are more of them.
     :param mixes: whether a value is made of several of the numbers by a factor: the
         same numbers then mean something else where the factor is another.
-    :param steps: of a random walk, gives a value from the running sums of the numbers
-        along their last axis.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +45,6 @@ class Whitening(NamedTuple):
     spread: Any
     numbers: Callable[[Array], Array] | None
     mixes: bool = False
-    steps: Callable[[Array], Array] | None = None
 
 
 def whitening(fn: dist.Distribution) -> Whitening | None:
@@ -102,7 +99,6 @@ def _(base: dist.GaussianRandomWalk, shape: tuple[int, ...]) -> Whitening:
     return Whitening(
         shape, lambda z: jnp.cumsum(scale * z, -1), scale,
         lambda x: jnp.diff(x, axis=-1, prepend=0) / scale,
-        steps=lambda s: scale * s,
     )  # fmt: skip
 
 
@@ -187,5 +183,4 @@ def _(base: dist.TransformedDistribution, shape: tuple[int, ...]) -> Whitening |
         value=partial(transformed, found.value),
         spread=(found.spread, factors),
         numbers=found.numbers and numbers,
-        steps=found.steps and partial(transformed, found.steps),
     )

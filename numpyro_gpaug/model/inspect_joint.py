@@ -15,7 +15,6 @@ from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.model.arrow import Predictors
 from numpyro_gpaug.model.forms import Asked, find_form, refuse_large
 from numpyro_gpaug.model.indices import check_indices, program_of_others
 from numpyro_gpaug.model.joint import JointView
@@ -27,6 +26,7 @@ from numpyro_gpaug.model.latents import (
     JointStructure,
     joint_block,
 )
+from numpyro_gpaug.model.loops import refuse_reversed
 from numpyro_gpaug.model.structure import Arguments, Structure
 
 
@@ -53,6 +53,7 @@ def inspect_joint(
         name, reason = _chosen(model, arguments, sites, survey, blamed)
         held.append((name, reason))
         sites = tuple(s for s in sites if s.name != name)
+    refuse_reversed(found.program, survey.scanned)
     check_indices(found.program)
     names = {s.name for s in sites}
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
@@ -73,16 +74,15 @@ def inspect_joint(
     if not sites or not survey.observed:
         return structure
 
-    def at(structure: JointStructure, arrays: tuple[Array, ...]) -> Predictors:
+    def seen(structure: JointStructure, arrays: tuple[Array, ...]) -> JointView:
         given = arguments._replace(arrays=arrays)
-        return JointView(structure, model, given, {}, jax.random.key(0)).predictors
+        return JointView(structure, model, given, {}, jax.random.key(0))
 
-    walks = tuple(name for name in survey.walks if name in names)
-    view = JointView(structure, model, arguments, {}, jax.random.key(0))
-    asked = Asked(at, arguments.arrays, view.pairs, view.rows)
-    structure = find_form(structure, walks, asked, uses)
-    refuse_large(structure, walks)
-    return structure
+    view = seen(structure, arguments.arrays)
+    asked = Asked(seen, arguments.arrays, view.pairs, view.rows)
+    form = find_form(structure, asked, uses)
+    refuse_large(form, tuple(loop.steps for loop in view.loops))
+    return form
 
 
 def _chosen(
@@ -119,7 +119,7 @@ def joint_structure_at(
     survey = Survey(model, arguments, data)
     names = {s.name for s in structure.sites}
     sites = tuple(s for s in survey.candidates if s.name in names)
-    here = structure.with_sites(sites).in_steps(structure.steps)
+    here = structure.with_sites(sites).in_steps(structure.chains)
     for grouping in here.arrow.all if here.arrow else ():
         _check_members(here, grouping)
     shapes = tuple(survey.shapes.items())

@@ -164,7 +164,7 @@ class Reader:
         """Values of a scan's results: the step is read until what it carries depends on
         nothing more. Entries count as mixed."""
         body = eqn.params["jaxpr"].jaxpr
-        begin, count = _carried_by(eqn, body)
+        begin, count = carried_by(eqn, body)
         key = "scan", _static(eqn), tuple(value.token for value in operands)
         states = [_mixed(value.state, None) for value in operands]
         while True:
@@ -248,7 +248,7 @@ def inner_jaxpr(eqn: Any) -> Any:
     return None
 
 
-def _carried_by(eqn: Any, body: Any) -> tuple[int, int]:
+def carried_by(eqn: Any, body: Any) -> tuple[int, int]:
     """Where what a scan carries begins among its operands, and how many there are. What
     is stacked has an axis more outside than inside. Its parameters say so too, under
     names that differ between versions of JAX."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.arrow import ArrowPrior
@@ -27,7 +28,9 @@ from numpyro_gpaug.model.joint_expectation import (
     ordered_roots,
     pair_places,
 )
-from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.latents import JOINT, Grouping, JointStructure
+from numpyro_gpaug.model.links import Chained
+from numpyro_gpaug.model.loops import Loop, loops
 from numpyro_gpaug.model.program import Gather, Program
 from numpyro_gpaug.model.structure import Arguments, Block, Observed, Trace, run_model
 from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
@@ -66,7 +69,7 @@ class JointView:
         observed = tuple(site.name for site in structure.observed)
 
         def parts(z: dict[str, Array]) -> Parts:
-            model = whitened(self._model, z, self.structure.steps)
+            model = whitened(self._model, z)
             trace = run_model(model, self.arguments, self._key, self.values)
             self._shown = {k for k in observed if trace[k]["is_observed"]}
             return parts_of(trace, tuple(z), observed)
@@ -86,6 +89,39 @@ class JointView:
         zeros = self._at(self._shapes | self.structure.functions)
         wanted = [leaf.variable for leaf in leaves]
         return jax.tree.unflatten(treedef, program.run(wanted, zeros))
+
+    @property
+    def loops(self) -> list[Loop]:
+        """Where the numbers of its sites may follow each other: of the same ones the
+        first."""
+        found: dict[Grouping, Loop] = {}
+        for loop in loops(self._program, self.structure):
+            found.setdefault(loop.steps, loop)
+        return list(found.values())
+
+    def chained(self, loop: Loop) -> Chained:
+        """A loop, at these hyperparameters."""
+        zeros = self._at(self._shapes | self.structure.functions)
+        return Chained(self._program, self.structure, loop, zeros)
+
+    @cached_property
+    def _chains(self) -> list[Chained]:
+        if not self.structure.chains:
+            return []
+        known = {loop.steps: loop for loop in self.loops}
+        for steps in self.structure.chains:
+            if steps not in known:
+                names = [name for name, _ in steps.sites]
+                raise NotConjugateError(
+                    f"steps of {names} followed each other where the guide was set up, "
+                    "and do not with these arguments: set up another guide with these"
+                )
+        return [self.chained(known[steps]) for steps in self.structure.chains]
+
+    @property
+    def links(self) -> tuple[Array, ...]:
+        """By chain of the structure, those of its steps."""
+        return tuple(chain.links.values for chain in self._chains)
 
     @cached_property
     def frontiers(self) -> dict[str, Frontier]:
@@ -121,11 +157,15 @@ class JointView:
 
     def _affine(self, variables: list[Any]) -> Predictors:
         program, structure = self._program, self.structure
-        rest = self._at(structure.functions)
+        rest, chains = self._at(structure.functions), self._chains
+        links = self.links
 
-        def values(z: dict[str, Array]) -> Array:
-            known = {program.inputs[k]: x for k, x in z.items()}
-            found = program.run(variables, rest | known)
+        def values(numbers: dict[str, Array]) -> Array:
+            z = structure.unlinked(numbers, links)
+            known = rest | {program.inputs[k]: x for k, x in z.items()}
+            for chain in chains:
+                known |= chain.results(numbers, known)
+            found = program.run(variables, known)
             return jnp.concatenate([x.ravel() for x in found])
 
         zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self._shapes.items()}
@@ -206,8 +246,8 @@ class JointView:
         return jnp.asarray(np.concatenate(left)), jnp.asarray(np.concatenate(right))
 
     def priors(self) -> dict[str, Prior | ArrowPrior | ChainPrior]:
-        """Standard normal, or running sums of such numbers."""
-        return {JOINT: self.structure.prior}
+        """Standard normal, or steps that follow each other."""
+        return {JOINT: self.structure.prior(self.links)}
 
     def block_scale(self, block: Block) -> Any:
         """The factor of the KL: none is supported but one."""

@@ -30,7 +30,7 @@ SCALED = "its density is scaled, by handlers.scale or a plate that is subsampled
 class Survey:
     """The sites of a model, from a trace without arithmetic: names of its ``latent``
     and ``observed`` sites, ``candidates`` for a joint Gaussian and those among them
-    that may be ``walks``, latents that are ``held`` apart and why, ``plates``,
+    that are ``scanned``, latents that are ``held`` apart and why, ``plates``,
     ``constraints`` of params, ``shapes`` of values and of ``functions``, and the
     ``dtype`` of the Gaussian.
 
@@ -54,7 +54,7 @@ class Survey:
         self.held: list[tuple[str, str]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.functions: dict[str, jax.ShapeDtypeStruct] = {}
-        self.walks: list[str] = []
+        self.scanned: list[str] = []
         dtypes: list[Any] = []
 
         def abstract(arrays: tuple[Array, ...]) -> Trace:
@@ -113,10 +113,8 @@ class Survey:
         local = any(frame.name in rows for frame in site["cond_indep_stack"])
         known = tuple(found.shape), self.shapes[name]
         self.candidates.append(GaussianSite(name, *known, local))
-        # States of a scan may add up, as a walk's do.
-        scanned = is_scanned(site) and len(found.shape) == 1
-        if found.steps is not None or scanned:
-            self.walks.append(name)
+        if is_scanned(site):
+            self.scanned.append(name)
 
 
 def _refuse(site: dict[str, Any], observes: bool) -> None:

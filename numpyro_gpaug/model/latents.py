@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -12,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug.math import small
 from numpyro_gpaug.math.affine import Prior
-from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes, Chain
+from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
 from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.model.structure import Block, Structure
 
@@ -26,15 +26,12 @@ class GaussianSite(NamedTuple):
     :param value_shape: of its values.
     :param local: whether it has members for every datum: in a prediction these are
         others.
-    :param steps: of a random walk, whether the numbers are running sums of standard
-        normal ones along their last axis, instead of these.
     """
 
     name: str
     shape: tuple[int, ...]
     value_shape: tuple[int, ...]
     local: bool
-    steps: bool = False
 
 
 class Grouping(NamedTuple):
@@ -48,7 +45,7 @@ class Grouping(NamedTuple):
 
 class Arrow(NamedTuple):
     """The form of a joint Gaussian of very many latents, see
-    :mod:`numpyro_gpaug.math.arrow`; where the groups are the steps of random walks,
+    :mod:`numpyro_gpaug.math.arrow`; where the groups are the steps of chains,
     :mod:`numpyro_gpaug.math.chain`.
 
     :param groups: what is eliminated.
@@ -73,6 +70,9 @@ class JointStructure(Structure):
     :param held: Gaussian sites that are not among them, and why.
     :param shapes: of the values of all sites.
     :param arrow: the form of its precision matrix; ``None`` for a dense one.
+    :param chains: sites whose numbers are not standard normal, but follow each other
+        from step to step by links (:mod:`numpyro_gpaug.model.links`), which are no part
+        of the structure: the last of the axes over members is over steps.
     """
 
     sites: tuple[GaussianSite, ...] = ()
@@ -80,6 +80,7 @@ class JointStructure(Structure):
     held: tuple[tuple[str, str], ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     arrow: Arrow | None = None
+    chains: tuple[Grouping, ...] = ()
 
     @property
     def zeros(self) -> dict[str, Array]:
@@ -153,52 +154,83 @@ class JointStructure(Structure):
         assert self.arrow is not None
         groups, each = self.members(self.arrow.groups), self.each(self.arrow.groups)
         corner = self.size - groups * each
-        return ArrowSizes(groups, each, corner, self.chain)
+        steps = self.along(self.chains[0])[1] if self.chains else None
+        return ArrowSizes(groups, each, corner, steps)
 
     # Of chains.
 
-    def in_steps(self, names: Collection[str]) -> JointStructure:
-        """This structure with the numbers of some walks, and of no others, running
-        sums."""
-        changed = tuple(s._replace(steps=s.name in names) for s in self.sites)
-        return replace(self, sites=changed)
+    def in_steps(self, chains: tuple[Grouping, ...]) -> JointStructure:
+        """This structure with the numbers of some sites, and of no others, following
+        each other."""
+        return replace(self, chains=chains)
 
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """Sites whose numbers are running sums."""
-        return tuple(s.name for s in self.sites if s.steps)
+    def along(self, steps: Grouping) -> tuple[int, int]:
+        """How many chains there are, and steps of each."""
+        name, axes = steps.sites[0]
+        length = self.site(name).shape[axes[-1]]
+        return self.members(steps) // length, length
 
-    @property
-    def chain(self) -> Chain | None:
-        """Of an arrow whose groups are steps."""
-        if self.arrow is None or not self.steps:
-            return None
-        members = self.members(self.arrow.groups)
-        linked: list[bool] = []
-        for name, _ in self.arrow.groups.sites:
-            site = self.site(name)
-            linked += [site.steps] * (prod(site.shape) // members)
-        return Chain(self.site(self.steps[0]).shape[-1], tuple(linked))
+    def unlinked(
+        self, numbers: dict[str, Array], links: tuple[Array, ...]
+    ) -> dict[str, Array]:
+        """The standard normal numbers that numbers by site are made of.
 
-    def white(self, flat: Array) -> Array:
-        """The standard normal numbers that latents (..., size) are made of."""
-        if self.chain is None:
+        :param links: by chain, (chains, steps, R, R).
+        """
+        found = dict(numbers)
+        for steps, link in zip(self.chains, links, strict=True):
+            along = self.grouped(steps, numbers).reshape(*link.shape[:3], 1)
+            before = jnp.pad(along[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)])
+            white = along - small.product(link, before)
+            found |= self._ungrouped(steps, white.reshape(-1, link.shape[-1]))
+        return found
+
+    def white(self, flat: Array, links: tuple[Array, ...]) -> Array:
+        """The standard normal numbers that latents (size,) are made of.
+
+        :param links: by chain, (chains, steps, R, R).
+        """
+        if not self.chains:
             return flat
-        sums, corner = self.sizes.split(flat)
-        along = sums.reshape(*sums.shape[:-2], -1, self.chain.steps, sums.shape[-1])
-        before = [(0, 0)] * (along.ndim - 2) + [(1, 0), (0, 0)]
-        apart = along - jnp.pad(along[..., :-1, :], before)
-        white = jnp.where(np.array(self.chain.linked), apart, along)
-        return self.sizes.joined(white.reshape(sums.shape), corner)
+        return self.joined(self.unlinked(self.split(flat), links))
 
     @property
-    def prior(self) -> Prior | ArrowPrior | ChainPrior:
-        """Of its numbers."""
+    def no_links(self) -> tuple[Array, ...]:
+        """Those of steps that do not follow each other."""
+        sizes = ((*self.along(x), *[self.each(x)] * 2) for x in self.chains)
+        return tuple(jnp.zeros(size, self.dtype) for size in sizes)
+
+    def whole_links(self, links: tuple[Array, ...]) -> Array:
+        """Of all numbers of a step, (chains, steps, R, R): zero of those that are no
+        part of a chain.
+
+        :param links: by chain.
+        """
+        assert self.arrow is not None
+        begins, begin = {}, 0
+        for site in self.arrow.groups.sites:
+            begins[site[0]] = begin
+            begin += self.each(Grouping((site,)))
+        found = jnp.zeros((*links[0].shape[:2], begin, begin), self.dtype)
+        for steps, link in zip(self.chains, links, strict=True):
+            own = np.concatenate([
+                begins[site[0]] + np.arange(self.each(Grouping((site,))))
+                for site in steps.sites
+            ])  # fmt: skip
+            found = found.at[:, :, own[:, None], own].set(link)
+        return found
+
+    def prior(self, links: tuple[Array, ...]) -> Prior | ArrowPrior | ChainPrior:
+        """Of its numbers.
+
+        :param links: by chain.
+        """
         zeros = jnp.zeros((1, self.size), self.dtype)
         if self.arrow is None:
             return Prior(zeros, zeros + 1)
-        kind = ArrowPrior if self.chain is None else ChainPrior
-        return kind(zeros, self.sizes)
+        if not self.chains:
+            return ArrowPrior(zeros, self.sizes)
+        return ChainPrior(zeros, self.whole_links(links), self.sizes)
 
     @property
     def width(self) -> int:

@@ -4,7 +4,7 @@ and what such a run leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -54,13 +54,10 @@ class Parts(NamedTuple):
     factors: dict[str, Any]
 
 
-def whitened(
-    model: Callable[..., Any], z: dict[str, Any], steps: Collection[str] = ()
-) -> Callable[..., Any]:
+def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]:
     """``model`` with Gaussian sites filled in from standard normal numbers.
 
     :param z: by site; by process, what is added to its function values.
-    :param steps: random walks of which the running sums are given instead.
     """
 
     def filled(message: dict[str, Any]) -> Array | None:
@@ -72,13 +69,7 @@ def whitened(
         if found is None:
             return None
         numbers, index = z[message["name"]], scan_index(message)
-        if index is not None:
-            before = jnp.where(index > 0, numbers[index - 1], 0)
-            summed = message["name"] in steps
-            return found.value(numbers[index] - (before if summed else 0))
-        value = found.steps if message["name"] in steps else found.value
-        assert value is not None
-        return value(numbers)
+        return found.value(numbers if index is None else numbers[index])
 
     return handlers.substitute(model, substitute_fn=filled)
 

@@ -195,7 +195,7 @@ def check_moments(
 
 def moments_of(structure: JointStructure) -> Any:
     """Moments of its Gaussian, as shapes."""
-    return jax.eval_shape(lambda: structure.prior.natural.moments())
+    return jax.eval_shape(lambda: structure.prior(structure.no_links).natural.moments())
 
 
 def _zeros(leaf: Any) -> Any:
@@ -296,6 +296,7 @@ def pack_structure(structure: Structure) -> dict[str, Any]:
             "sites": structure.sites,
             "held": structure.held,
             "arrow": structure.arrow and [g.sites for g in structure.arrow.all],
+            "chains": [steps.sites for steps in structure.chains],
         }
     return joint | {
         "blocks": [[b.name, b.site, b.shape, str(b.dtype)] for b in structure.blocks],
@@ -333,19 +334,22 @@ def unpack_structure(packed: dict[str, Any]) -> Structure:
     return JointStructure(
         **kept,
         sites=tuple(
-            GaussianSite(name, tuple(shape), tuple(value_shape), *rest)
-            for name, shape, value_shape, *rest in packed["sites"]
+            GaussianSite(name, tuple(shape), tuple(value_shape), local)
+            for name, shape, value_shape, local in packed["sites"]
         ),
         dtype=structure.blocks[0].dtype,
         held=tuple(map(tuple, packed["held"])),
         arrow=_unpack_arrow(packed.get("arrow")),
+        chains=tuple(map(_unpack_grouping, packed.get("chains", []))),
     )
 
 
 def _unpack_arrow(packed: Any) -> Arrow | None:
     if packed is None:
         return None
-    groups, *others = (
-        Grouping(tuple((name, tuple(axes)) for name, axes in sites)) for sites in packed
-    )
+    groups, *others = map(_unpack_grouping, packed)
     return Arrow(groups, tuple(others))
+
+
+def _unpack_grouping(sites: Any) -> Grouping:
+    return Grouping(tuple((name, tuple(axes)) for name, axes in sites))

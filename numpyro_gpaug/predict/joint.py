@@ -158,7 +158,9 @@ class JointPredictor(Predictor):
         places = self.structure.places(here)
         if here.arrow is None:
             return q.extended(places)
-        return q.extended(here.sizes, places)
+        if not here.chains:
+            return q.extended(here.sizes, places)
+        return q.extended(here.sizes, places, here.whole_links(view.links))
 
     def _f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
         at = view.affine(site).matrices.marginals(self._extended(view, fit))

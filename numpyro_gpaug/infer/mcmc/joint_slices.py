@@ -61,9 +61,9 @@ class JointSlices(Slices):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> JointStructure:
         found = inspect_joint(self._model, 1.0, *args, **kwargs)
-        if found.chain is None:
+        if not found.chains:
             return found
-        # Slices go around standard normal numbers, and those of chains are sums.
+        # Slices go around standard normal numbers, and those of chains are not.
         dense = found.in_steps(()).with_arrow(None)
         refuse_large(dense)
         return dense

@@ -4,20 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import update_wrapper
 from typing import Any
 
 import numpyro
+from jax import Array
 
 from numpyro_gpaug.infer.nested.hyperparameters import declared, sizes
+from numpyro_gpaug.infer.nested.predictions import AtDraws, mixture, refuse_params
+from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.structure import Arguments, remembered
 from numpyro_gpaug.model.validation import check_arguments
+from numpyro_gpaug.predict import Posterior
 
 SITE = "collapsed_bound"
 
 
-def collapse(model: Callable[..., Any]) -> Callable[..., None]:
+def collapse(model: Callable[..., Any]) -> CollapsedModel:
     r"""A NumPyro model of the hyperparameters of ``model`` alone, its Gaussian latents
     integrated out by the best Gaussian there is for them.
 
@@ -41,8 +46,12 @@ def collapse(model: Callable[..., Any]) -> Callable[..., None]:
     ``vmap``. The collapsed model is called as ``model`` is, observations included; its
     sites are the hyperparameters, with the names, priors and plates that they have in
     ``model``, the params, and the factor ``"collapsed_bound"``. Deterministic sites are
-    left out: they may depend on latents. ``Predictive(model, draws)`` of its draws has
-    the latents from their prior: :class:`~numpyro_gpaug.NestedVI` predicts.
+    left out: they may depend on latents.
+
+    What it returns, a :class:`~numpyro_gpaug.infer.CollapsedModel`, is called like any
+    model, and knows the way back from draws of hyperparameters: its ``posterior``
+    predicts, its ``sample_latents`` draws the latents. ``Predictive(model, draws)`` of
+    draws without these has the latents from their *prior*.
 
     :param model: a NumPyro model as :class:`~numpyro_gpaug.AutoLatentGaussian` takes
         it, on full data.
@@ -56,33 +65,111 @@ def collapse(model: Callable[..., Any]) -> Callable[..., None]:
     >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
     >>> import numpyro_gpaug as gpaug
     >>> from numpyro.infer import MCMC, NUTS
-    >>> def model(X, y):
+    >>> def model(X, y=None):
     ...     scale = numpyro.sample("scale", dist.HalfNormal(1))
     ...     K = gpaug.kernels.Matern52(0.5)(X, X) + 1e-4 * jnp.eye(len(X))
     ...     f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(X)), K))
     ...     with numpyro.plate("data", len(X)):
     ...         numpyro.sample("y", dist.Normal(f, scale), obs=y)
     >>> X = jnp.linspace(0, 1, 12)[:, None]
-    >>> kernel = NUTS(gpaug.collapse(model))
+    >>> y = jnp.sin(6 * X[:, 0])
+    >>> collapsed = gpaug.collapse(model)
+    >>> kernel = NUTS(collapsed)
     >>> mcmc = MCMC(kernel, num_warmup=50, num_samples=50, progress_bar=False)
-    >>> mcmc.run(jax.random.key(0), X, jnp.sin(6 * X[:, 0]))
+    >>> mcmc.run(jax.random.key(0), X, y)
     >>> sorted(mcmc.get_samples())
     ['scale']
+
+    Its draws predict, and the latents can be drawn at each of them:
+
+    >>> posterior = collapsed.posterior(mcmc.get_samples(), X, y)
+    >>> bool(abs(posterior.predict_y(X).mean - y).max() < 0.5)
+    True
+    >>> draws = collapsed.sample_latents(jax.random.key(1), mcmc.get_samples(), X, y)
+    >>> draws["f"].shape
+    (50, 12)
 
     References: Khan and Lin (2017), Conjugate-computation variational inference;
     Lazaro-Gredilla and Titsias (2011), Variational heteroscedastic Gaussian process
     regression (the marginalised bound).
     """
-    bounds = CollapsedBounds(model, projected=False)
+    return CollapsedModel(model)
 
-    @wraps(model)
-    def collapsed(*args: Any, **kwargs: Any) -> None:
-        check_arguments(model, args, kwargs)
+
+class CollapsedModel:
+    """What :func:`~numpyro_gpaug.collapse` returns: a NumPyro model of the
+    hyperparameters alone, and the way back to latents and predictions.
+
+    :param model: the model.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.model = model
+        self._bounds = CollapsedBounds(model, projected=False)
+        self._programs: dict[Any, Programs] = {}
+        update_wrapper(self, model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        check_arguments(self.model, args, kwargs)
         arguments = Arguments.split(args, kwargs)
-        bound = bounds.at(arguments, args, kwargs)
+        bound = self._bounds.at(arguments, args, kwargs)
         args, kwargs = arguments.merge()  # arrays of JAX's
-        trace = declared(model, bound.structure, args, kwargs)
+        trace = declared(self.model, bound.structure, args, kwargs)
         values = {name: site["value"] for name, site in trace.items()}
         numpyro.factor(SITE, bound(values, sizes(trace), arguments.arrays))
 
-    return collapsed
+    def posterior(
+        self, samples: dict[str, Any], *args: Any, num_points: int = 64, **kwargs: Any
+    ) -> Posterior:
+        r"""Predictions averaged over draws of the hyperparameters: mixtures, as
+        :meth:`NestedVI.posterior <numpyro_gpaug.NestedVI.posterior>` makes them.
+
+        Given hyperparameters the latents have the Gaussian that attains the bound:
+        their posterior, with Normal likelihoods, and an approximation with others, as
+        the draws themselves are then.
+
+        :param samples: hyperparameters by name, equally weighted, draws first, (draws,
+            ...): ``mcmc.get_samples()``. Others are ignored.
+        :param args: the model's arguments of the fit, observations included.
+        :param num_points: of how many draws, evenly spread over all, the mixtures are.
+            Memory and time of a prediction grow with it.
+        :param kwargs: the model's keyword arguments.
+        :return: predictions, with the arguments and methods of
+            :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.
+        :raises ValueError: for draws that are missing or of another shape, and for
+            params, which have no draws.
+        """
+        check_count("num_points", num_points)
+        arguments, programs = self._read(args, kwargs)
+        at = AtDraws(programs, arguments.arrays, samples)
+        values, moments = at.gaussians(num_points)
+        return mixture(programs, arguments, values, moments)
+
+    def sample_latents(
+        self, key: Array, samples: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Array]:
+        """Draws of all sites, hyperparameters, Gaussian latents and deterministic
+        ones, as those of NUTS on the whole model: ``Predictive(model, draws)`` takes
+        them. At each draw of the hyperparameters the latents are drawn once from the
+        Gaussian that :meth:`posterior` has there.
+
+        :param key: random key.
+        :param samples: as for :meth:`posterior`.
+        :param args: the model's arguments of the fit, observations included.
+        :param kwargs: the model's keyword arguments.
+        :return: by name, draws first.
+        :raises ValueError: as :meth:`posterior`.
+        """
+        check_key(key)
+        arguments, programs = self._read(args, kwargs)
+        return AtDraws(programs, arguments.arrays, samples).sites(key)
+
+    def _read(self, args: Any, kwargs: Any) -> tuple[Arguments, Programs]:
+        check_arguments(self.model, args, kwargs)
+        arguments = Arguments.split(args, kwargs)
+        bound = self._bounds.at(arguments, args, kwargs)
+        refuse_params(bound, "draws of a collapsed model are of")
+        programs = remembered(
+            self._programs, arguments.shapes, lambda: Programs(bound, arguments, 1)
+        )
+        return arguments, programs

@@ -30,6 +30,7 @@ from numpyro_gpaug.infer.nested.proposal import (
 from numpyro_gpaug.infer.nested.report import Clock
 from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
+from numpyro_gpaug.math.threads import threads_for
 
 # Points from which the proposal and the width are learnt, and the part of them that
 # comes from the prior.
@@ -96,7 +97,8 @@ class Run:
         :param deterministic: whether deterministic sites are among them.
         """
         given = jnp.asarray(points, self.programs.hyper.dtype), z, self.arrays
-        with self.clock.part("values of sites"):
+        size = self.programs.structure.size
+        with self.clock.part("values of sites"), threads_for(size):
             found = self.programs.sites(*given, deterministic=deterministic)
             return jax.block_until_ready(found)
 
@@ -122,13 +124,19 @@ class Run:
         """
         rng = np.random.default_rng(self.seed)
         points, log_weights = stratified(*self.points(), num, rng)
-        values, moments = self.programs.gaussians(points, self.start, self.arrays)
+        with threads_for(self.programs.structure.size):
+            values, moments = self.programs.gaussians(points, self.start, self.arrays)
         return log_weights, values, moments
+
+    def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
+        """The sites that a table is of: all but inducing values, which are whitened."""
+        functions = self.programs.structure.functions
+        hidden = {f"{name}.v" for name in functions}
+        return {k: np.asarray(x) for k, x in sites.items() if k not in hidden}
 
     def table(self) -> dict[str, list[float]]:
         """Moments and quantiles of every entry of every sample site."""
-        sites = self.sites(deterministic=False)
-        rows = self.weighted.table({k: np.asarray(x) for k, x in sites.items()})
+        rows = self.weighted.table(self.shown(self.sites(deterministic=False)))
         return {k: [*x[:-1], x[-1] * self.independence] for k, x in rows.items()}
 
 

@@ -42,7 +42,7 @@ class Corrected(Run):
     def table(self) -> dict[str, list[float]]:
         sites = self.at(self.chain_points, self.chain_z, deterministic=False)
         rows = {}
-        for label, x in entries({k: np.asarray(v) for k, v in sites.items()}):
+        for label, x in entries(self.shown(sites)):
             (moves,) = varying(x[:, None])
             x = x.astype(float)
             worth = effective_sample_size(x.reshape(self.num_chains, -1))

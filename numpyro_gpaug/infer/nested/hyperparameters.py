@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
@@ -24,6 +25,27 @@ from numpyro_gpaug.model.structure import (
     Trace,
     without_gaussians,
 )
+
+
+def compiled(
+    function: Callable[..., Any], *, runs: int, **options: Any
+) -> Callable[..., Any]:
+    """A program that runs the model: one thread at a time traces it, without NumPyro's
+    checks of parameters, which were made when the model was read. Of traced values they
+    see nothing, and each of their operations is compiled.
+
+    :param function: what is compiled.
+    :param runs: how often it is expected to run.
+    :param options: of ``jax.jit``.
+    """
+    program = Compiled(function, runs=runs, **options)
+
+    @one_thread
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with numpyro.validation_enabled(False):
+            return program(*args, **kwargs)
+
+    return called
 
 
 def declared(
@@ -93,8 +115,8 @@ class Hyperparameters:
         flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], shapes)
         self.size, self.dtype = flat.size, flat.dtype
         self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in shapes.items()}
-        self.medians: Any = one_thread(Compiled(self._flat_medians))
-        self._draws: Any = one_thread(Compiled(self._drawn))
+        self.medians = compiled(self._flat_medians, runs=1)
+        self._draws = compiled(self._drawn, runs=1)
 
     def _trace(self, arrays: Any, wrap: Callable[[Any], Any]) -> Trace:
         args, kwargs = Arguments(arrays, self._static).merge()
@@ -174,9 +196,15 @@ class Hyperparameters:
         return np.asarray(self._draws(arrays, numbers), float)
 
     def _medians(self, arrays: Any, key: Array) -> dict[str, Array]:
+        median = init_to_median()
+
+        def start(site: dict[str, Any]) -> Any:
+            # Latents in a scan are there, and zero.
+            return None if site["value"] is not None else median(site)
+
         def wrap(model: Any) -> Any:
             seeded = handlers.seed(model, key)
-            return handlers.substitute(seeded, substitute_fn=init_to_median())
+            return handlers.substitute(seeded, substitute_fn=start)
 
         return _free(self._trace(arrays, wrap))
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -19,16 +18,15 @@ from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
 from numpyro_gpaug.infer.nested.draws import FIRST, Run, integrated, sampled
 from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
+from numpyro_gpaug.infer.nested.predictions import mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
+from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.calls import check_count, check_key
-from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Arguments, remembered
 from numpyro_gpaug.model.validation import check_arguments
 from numpyro_gpaug.predict import Posterior
-from numpyro_gpaug.predict.joint import predictor_for
-from numpyro_gpaug.predict.mixture import Fitted, Members
 
 # Hyperparameters that are integrated by importance sampling; more go to NUTS.
 MOST = 8
@@ -166,25 +164,22 @@ class NestedVI(Displayed):
             check_arguments(self._bounds.model, args, kwargs)
             arguments = Arguments.split(args, kwargs)
             bound = self._bounds.at(arguments, args, kwargs)
-            if params := sorted(bound.structure.constraints):
-                raise ValueError(
-                    f"params {params} have no prior: NestedVI integrates sample sites. "
-                    "Write them as numpyro.sample(name, prior), or as plain numbers"
-                )
+            refuse_params(bound, "NestedVI integrates")
             programs = self._programs_at(bound, arguments)
         with clock.part("prior"):
             hyper, num = programs.hyper, FIRST + self.num_points
             prior = prior_draws(hyper, arguments.arrays, num, generator(rng_key, 0))
             start = _start(hyper, init_params, arguments.arrays, prior)
         way = integrated if hyper.size <= MOST else sampled
-        run = way(
-            programs, rng_key, arguments.arrays, start, prior, clock,
-            num_points=self.num_points, progress_bar=self.progress_bar,
-        )  # fmt: skip
-        if self.correct == "mcmc" and not run.weighted.certified:
-            with clock.part("NUTS from the draws"):
-                run = corrected(run, programs, rng_key, self.num_samples)
-        elif not run.weighted.certified:
+        with threads_for(programs.structure.size):
+            run = way(
+                programs, rng_key, arguments.arrays, start, prior, clock,
+                num_points=self.num_points, progress_bar=self.progress_bar,
+            )  # fmt: skip
+            if self.correct == "mcmc" and not run.weighted.certified:
+                with clock.part("NUTS from the draws"):
+                    run = corrected(run, programs, rng_key, self.num_samples)
+        if not run.weighted.certified and self.correct is None:
             warnings.warn(
                 f"{certificate(run)}. (correct='mcmc' runs NUTS from them)",
                 stacklevel=3,
@@ -278,19 +273,13 @@ class NestedVI(Displayed):
         """
         check_count("num_points", num_points)
         run = self._known()
-        bound = run.programs.bound
         log_weights, values, moments = run.gaussians(num_points)
-        members = Members(
-            jnp.asarray(log_weights, run.programs.hyper.dtype), values, {JOINT: moments}
-        )
-        predictor = predictor_for(bound.guide, self.model, bound.structure)
-        args, kwargs = self.arguments.merge()
-        fitted = Fitted({}, {}, members)
-        return Posterior.of_fit(predictor, fitted, bound.structure, args, kwargs)
+        return mixture(run.programs, self.arguments, values, moments, log_weights)
 
     def print_summary(self) -> None:
-        """Prints a table of all sites, the certificate, the evidence, and where the
-        time went.
+        """Prints a table of all latents but inducing values, which are whitened
+        (``nested.posterior().predict_f`` has the process), the certificate, the
+        evidence, and where the time went.
 
         ``n_eff`` is what the draws are worth for the mean of that entry.
 

@@ -19,8 +19,7 @@ from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.bound import TOLERANCE, CollapsedBound, Start
-from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.structure import Arguments, Trace, run_model
 from numpyro_gpaug.model.whitened import whitened
@@ -87,12 +86,10 @@ class Programs:
         held = 4 * size**2 + 2 * size * rows + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
         self.batch = 1 if jax.default_backend() == "cpu" else self.chunk
-        # One thread at a time traces the model.
-        self._settle: Any = one_thread(Compiled(self._evaluate))
-        self.draw: Any = one_thread(Compiled(self._draw))
-        self.sites: Any = one_thread(
-            Compiled(self._sites, static_argnames="deterministic")
-        )
+        # Some 600 points, of a few moves each, for a run; and blocks of 64 of them.
+        self._settle = compiled(self._evaluate, runs=2000)
+        self.draw = compiled(self._draw, runs=10)
+        self.sites = compiled(self._sites, runs=2, static_argnames="deterministic")
 
     @one_thread
     def no_start(self, arrays: Any) -> Start:
@@ -160,11 +157,11 @@ class Programs:
         )
 
     def log_terms(
-        self, values: dict[str, Array], z: Array, arrays: Any
+        self, values: dict[str, Array], white: Array, arrays: Any
     ) -> tuple[Array, Trace]:
-        """Log-densities of all data given hyperparameters and latents, flat, and the
-        trace that they are from."""
-        model = whitened(self._model, self.structure.split(z), self.structure.steps)
+        """Log-densities of all data given hyperparameters and the standard normal
+        numbers that latents are made of, flat, and the trace that they are from."""
+        model = whitened(self._model, self.structure.split(white))
         arguments = Arguments(arrays, self.static)
         trace = run_model(model, arguments, random.key(0), values)
         terms = []
@@ -175,6 +172,12 @@ class Programs:
             density = density if scale is None else density * scale
             terms.append(jnp.ravel(density).astype(self.structure.dtype))
         return jnp.concatenate(terms), trace
+
+    def _links(self, values: dict[str, Array], arrays: Any) -> tuple[Array, ...]:
+        """Of chains, at given hyperparameters."""
+        arguments, guide = Arguments(arrays, self.static), self.bound.guide
+        view = guide.view(self.structure, self._model, arguments, values, random.key(0))
+        return view.links
 
     def weigh(
         self, values: Any, q: Any, noise: Array, widths: Array, arrays: Any
@@ -188,12 +191,13 @@ class Programs:
         :param arrays: array arguments of the model.
         """
         z = q.mean + q.spread(widths[:, None] * noise)
+        links = self._links(values, arrays)
 
         def terms(z: Array, noise: Array, width: Array) -> tuple[Array, Array]:
             # Both Gaussian log-densities at once: their difference is small.
-            white = self.structure.white(z)
+            white = self.structure.white(z, links)
             latents = 0.5 * (noise - white) * (noise + white) + jnp.log(width)
-            data, _ = self.log_terms(values, z, arrays)
+            data, _ = self.log_terms(values, white, arrays)
             return compensated_sum(jnp.concatenate([data, latents]))
 
         return Drawn(z, q.log_det[0], *jax.vmap(terms)(z, noise, widths))
@@ -226,8 +230,8 @@ class Programs:
         """Log-density of data, whitened latents and unconstrained hyperparameters, up
         to a constant."""
         values, log_prior = self.hyper.values(point, arrays)
-        data, _ = self.log_terms(values, z, arrays)
-        white = self.structure.white(z)
+        white = self.structure.white(z, self._links(values, arrays))
+        data, _ = self.log_terms(values, white, arrays)
         return data.sum() + log_prior - 0.5 * jnp.square(white).sum()
 
     def _sites(
@@ -245,7 +249,8 @@ class Programs:
 
         def one(draw: tuple[Array, Array]) -> dict[str, Array]:
             values, _ = self.hyper.values(draw[0], arrays)
-            _, trace = self.log_terms(values, draw[1], arrays)
+            white = self.structure.white(draw[1], self._links(values, arrays))
+            _, trace = self.log_terms(values, white, arrays)
             return {
                 k: site["value"]
                 for k, site in trace.items()

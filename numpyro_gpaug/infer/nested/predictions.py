@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Gaussian latents at draws of hyperparameters: predictions, and draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_gpaug.infer.nested.bound import CollapsedBound, Start
+from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
+from numpyro_gpaug.infer.nested.programs import Programs
+from numpyro_gpaug.math.threads import threads_for
+from numpyro_gpaug.model.latents import JOINT
+from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.predict import Posterior
+from numpyro_gpaug.predict.joint import predictor_for
+from numpyro_gpaug.predict.mixture import Fitted, Members
+
+
+def mixture(
+    programs: Programs,
+    arguments: Arguments,
+    values: dict[str, Array],
+    moments: Any,
+    log_weights: np.ndarray | None = None,
+) -> Posterior:
+    """Predictions averaged over hyperparameters.
+
+    :param programs: of the model.
+    :param arguments: of the fit.
+    :param values: hyperparameters by name, with a leading axis (n,).
+    :param moments: of the Gaussian given them, likewise.
+    :param log_weights: of the hyperparameters, normalised, (n,); equal by default.
+    """
+    bound = programs.bound
+    if log_weights is None:
+        num = len(jax.tree.leaves(moments)[0])
+        log_weights = np.full(num, -np.log(num))
+    weights = jnp.asarray(log_weights, programs.hyper.dtype)
+    members = Members(weights, values, {JOINT: moments})
+    model = bound.guide.model
+    predictor = predictor_for(bound.guide, model, bound.structure)
+    args, kwargs = arguments.merge()
+    fitted = Fitted({}, {}, members)
+    return Posterior.of_fit(predictor, fitted, bound.structure, args, kwargs)
+
+
+def refuse_params(bound: CollapsedBound, what: str) -> None:
+    """Raises for params: they have no prior.
+
+    :param what: what needs one.
+    """
+    if params := sorted(bound.structure.constraints):
+        raise ValueError(
+            f"params {params} have no prior: {what} sample sites. "
+            "Write them as numpyro.sample(name, prior), or as plain numbers"
+        )
+
+
+class AtDraws:
+    """The Gaussian at draws of the hyperparameters of a collapsed model.
+
+    :param programs: of the model at its arguments.
+    :param arrays: array arguments.
+    :param samples: hyperparameters by name, (draws, ...); others are ignored.
+    :raises ValueError: for draws that are missing or not of these shapes.
+    """
+
+    def __init__(
+        self, programs: Programs, arrays: Any, samples: dict[str, Any]
+    ) -> None:
+        self._programs, self._arrays = programs, arrays
+        self._size = programs.structure.size
+        self.points = _unconstrained(programs.hyper, arrays, samples)
+        start = programs.no_start(arrays)
+        with threads_for(self._size):
+            first = programs.evaluate(self.points[:1], start, arrays, gradient=True)
+            self._start = Start(first.factors, np.ones(1, bool))
+
+    def gaussians(self, num: int) -> Any:
+        """Hyperparameters by name and moments of the Gaussian at some of the draws,
+        evenly spread over them.
+
+        :param num: how many, if there are as many.
+        """
+        total = len(self.points)
+        chosen = np.arange(min(num, total)) * total // min(num, total)
+        with threads_for(self._size):
+            return self._programs.gaussians(
+                self.points[chosen], self._start, self._arrays
+            )
+
+    def sites(self, key: Array) -> dict[str, Array]:
+        """Values of all sites, the Gaussian latents drawn once at each draw.
+
+        :param key: random key.
+        """
+        programs, arrays = self._programs, self._arrays
+        shape = len(self.points), self._size
+        noise = np.asarray(random.normal(key, shape, programs.structure.dtype))
+        # One point after the other: all their covariances may not fit in memory.
+        with threads_for(self._size):
+            z = [
+                _drawn(self._gaussian(point), each)
+                for point, each in zip(self.points, noise, strict=True)
+            ]
+            points = jnp.asarray(self.points, programs.hyper.dtype)
+            found = programs.sites(points, np.stack(z), arrays, deterministic=True)
+            return jax.block_until_ready(found)
+
+    def _gaussian(self, point: np.ndarray) -> Any:
+        found = self._programs.evaluate(
+            point[None], self._start, self._arrays, gradient=True
+        )
+        return found.moments
+
+
+@jax.jit
+def _drawn(moments: Any, noise: Array) -> Array:
+    q = jax.tree.map(lambda x: x[0], moments)
+    return q.mean[0] + q.spread(noise[None])[0]
+
+
+def _unconstrained(
+    hyper: Hyperparameters, arrays: Any, samples: dict[str, Any]
+) -> np.ndarray:
+    flat = jax.ShapeDtypeStruct((hyper.size,), hyper.dtype)
+    wanted = jax.eval_shape(lambda flat: hyper.values(flat, arrays)[0], flat)
+    if missing := sorted(set(wanted) - set(samples)):
+        raise ValueError(
+            f"samples have no draws of the hyperparameters {missing}: they are "
+            f"{sorted(samples)}"
+        )
+    draws = {k: jnp.asarray(samples[k], x.dtype) for k, x in wanted.items()}
+    counts = {x.shape[:1] for x in draws.values()}
+    for name, x in wanted.items():
+        found = draws[name].shape
+        if found[1:] != x.shape or len(counts) > 1 or found[:1] == (0,):
+            raise ValueError(
+                f"draws of {name!r} have shape {found}, not (draws, "
+                f"{', '.join(map(str, x.shape))}) with as many draws as the others: "
+                "get_samples() without group_by_chain has one axis of draws"
+            )
+    if not draws:
+        return np.zeros((1, 0))
+    free = compiled(jax.vmap(hyper.flatten, in_axes=(0, None)), runs=1)
+    return np.asarray(free(draws, arrays), float)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model's program carries numbers of Gaussian sites on from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+from jax import Array
+from jax.extend.core import jaxpr_as_fun
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.math.arrow import SMALL
+from numpyro_gpaug.model.jaxpr import carried_by
+from numpyro_gpaug.model.latents import Grouping, JointStructure
+from numpyro_gpaug.model.program import Program
+
+# What is carried on, and what is left, of what is the same at all steps, what was
+# carried, and what a step has of its own.
+_Step = Callable[..., tuple[list[Array], list[Array]]]
+
+
+class Loop(NamedTuple):
+    """A scan, or a running sum.
+
+    :param steps: sites whose numbers are added to the state; members are the steps of
+        all chains, which are the last of the axes.
+    :param states: what of all that is carried is the state, and its shapes.
+    :param operands: variables: what is the same at all steps, what is carried into the
+        first (zero if there are none) and what each step has of its own.
+    :param carried: variables: what is carried out of the last step.
+    :param stacked: variables: what each step leaves.
+    :param axis: over steps, of what they have and leave.
+    :param step: what a step does.
+    """
+
+    steps: Grouping
+    states: tuple[tuple[int, tuple[int, ...]], ...]
+    operands: tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
+    carried: tuple[Any, ...]
+    stacked: tuple[Any, ...]
+    axis: int
+    step: _Step
+
+
+def loops(program: Program, structure: JointStructure) -> Iterator[Loop]:
+    """Those along which numbers of Gaussian sites may follow each other.
+
+    :param program: of a model, from standard normal numbers.
+    :param structure: of the model.
+    """
+    shapes = {s.name: s.shape for s in structure.sites}
+    for operation in program.operations:
+        name, params = operation.eqn.primitive.name, operation.eqn.params
+        if name not in _KINDS or params["reverse"]:
+            continue
+        length, states, loop = _KINDS[name](program, operation)
+        entering = names(program, (*loop.operands[0], *loop.operands[2]))
+        moved = [(k, s) for k, x, s in states if entering & names(program, [x])]
+        reached = entering & {
+            name for k, x, _ in states for name in names(program, [x])
+        }
+        added = {k: shape for k, shape in shapes.items() if k in reached}
+        if not all(affine(program, x, added) for _, x, _ in states):
+            continue
+        for steps in _groupings(added, length, [shape for _, shape in moved]):
+            yield loop._replace(steps=steps, states=tuple(moved))
+
+
+# How many steps there are; of what is carried the place, a variable that depends on
+# what it does, and the shape; and the loop.
+_Found = tuple[int, list[tuple[int, Any, tuple[int, ...]]], Loop]
+
+
+def _scanned(program: Program, operation: Any) -> _Found:
+    eqn, operands, results = operation
+    body = eqn.params["jaxpr"]
+    begin, count = carried_by(eqn, body.jaxpr)
+    run = jaxpr_as_fun(body)
+
+    def step(*operands: Any) -> tuple[list[Array], list[Array]]:
+        found = run(*operands)
+        return list(found[:count]), list(found[count:])
+
+    parts = operands[:begin], operands[begin:][:count], operands[begin:][count:]
+    carried, stacked = results[:count], results[count:]
+    states = [(k, x, program.avals[x].shape) for k, x in enumerate(carried)]
+    none = Grouping(())
+    loop = Loop(none, (), parts, carried, stacked, 0, step)
+    return eqn.params["length"], states, loop
+
+
+def _summed(program: Program, operation: Any) -> _Found:
+    eqn, operands, results = operation
+    axis, shape = eqn.params["axis"], program.avals[results[0]].shape
+
+    def step(before: Array, here: Array) -> tuple[list[Array], list[Array]]:
+        return [before + here], [before + here]
+
+    states = [(0, results[0], (*shape[:axis], *shape[axis + 1 :]))]
+    loop = Loop(Grouping(()), (), ((), (), operands), (), results, axis, step)
+    return shape[axis], states, loop
+
+
+_KINDS = {"scan": _scanned, "cumsum": _summed}
+
+
+def names(program: Program, variables: Any) -> set[str]:
+    """Inputs that variables depend on.
+
+    :param program: that has them.
+    :param variables: their numbers, or literals.
+    """
+    return {k for x in variables for k in program.value(x).state}
+
+
+def affine(program: Program, variable: Any, inputs: Collection[str]) -> bool:
+    """Whether a variable depends on some inputs affinely, if it does at all.
+
+    :param program: that has them.
+    :param variable: its number, or a literal.
+    :param inputs: their names.
+    """
+    state = program.value(variable).state
+    return all(state[k].affine for k in inputs if k in state)
+
+
+def _groupings(
+    sites: dict[str, tuple[int, ...]], length: int, states: list[tuple[int, ...]]
+) -> Iterator[Grouping]:
+    """How numbers may be those of steps, as many at each as the state has, for every
+    choice of leading axes of the state that are over chains, most of them first.
+
+    :param sites: shapes by name.
+    :param length: steps of a chain.
+    :param states: shapes of what is carried.
+    """
+    for axis in range(max(map(len, sites.values()), default=0)):
+        over = {k: x for k, x in sites.items() if x[axis : axis + 1] == (length,)}
+        each = [(*x[:axis], *x[axis + 1 :]) for x in over.values()]
+        if not over:
+            continue
+        most = min(map(len, (*each, *states)))
+        for batch in range(most, -1, -1):
+            leading = {x[:batch] for x in (*each, *states)}
+            own, carried = (sum(prod(x[batch:]) for x in y) for y in (each, states))
+            if len(leading) == 1 and own == carried <= SMALL:
+                places = [k + (k >= axis) for k in range(batch)]
+                yield Grouping(tuple((k, (*places, axis)) for k in over))
+
+
+def refuse_reversed(program: Program, scanned: Collection[str]) -> None:
+    """Raises for Gaussian sites in a scan from the last step to the first.
+
+    :param program: of a model.
+    :param scanned: sites that are sampled in a scan.
+    :raises NotConjugateError: naming them.
+    """
+    for eqn, operands, _ in program.operations:
+        if eqn.primitive.name == "scan" and eqn.params["reverse"]:
+            if found := sorted(names(program, operands) & set(scanned)):
+                raise NotConjugateError(
+                    f"{found} are sampled in scan(..., reverse=True), of which NumPyro "
+                    "takes values in the order in which they are sampled, but returns "
+                    "them in the reverse: scan over reversed inputs instead, xs[::-1]"
+                )

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States that follow each other by links that hyperparameters say: held as chains, and
+fitted like the dense Gaussians that they are."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.contrib.control_flow import scan
+from scipy import optimize
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.model import forms
+
+STEPS, ITEMS, NOISE = 24, 3, 0.4
+rng = np.random.default_rng(0)
+# Several rows at a step, steps without rows, the first and last among them.
+SEEN = np.setdiff1d(np.arange(STEPS), [0, 5, 6, STEPS - 1])
+TIME = np.sort(rng.choice(SEEN, 60))
+ITEM = rng.integers(0, ITEMS, len(TIME))
+REAL = rng.normal(size=len(TIME))
+COUNTS = rng.poisson(2.0, len(TIME))
+
+
+def hyperparameters():
+    phi = numpyro.sample("phi", dist.Uniform(-1, 1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    return phi, scale, scale / jnp.sqrt(1 - phi**2)
+
+
+def panel(steps):
+    """Series with the same coefficient, from the law that they keep."""
+    phi, scale, kept = hyperparameters()
+
+    def step(x, t):
+        with numpyro.plate("items", ITEMS):
+            law = dist.Normal(phi * x, jnp.where(t == 0, kept, scale))
+            x = numpyro.sample("x", law)
+        return x, x
+
+    return scan(step, jnp.zeros(ITEMS), jnp.arange(steps))[1]
+
+
+def begun(steps):
+    """One series, of numbers that are not centred, from a state of its own."""
+    phi, scale, kept = hyperparameters()
+    first = numpyro.sample("first", dist.Normal(0, kept))
+
+    def step(x, _):
+        x = phi * x + scale * numpyro.sample("noise", dist.Normal(0, 1))
+        return x, x
+
+    _, x = scan(step, first, None, length=steps - 1)
+    return jnp.concatenate([first[None], x])[:, None]
+
+
+def trend(steps):
+    """Levels that slopes move, which forget."""
+    phi, scale, _ = hyperparameters()
+
+    def step(state, _):
+        level, slope = state
+        with numpyro.plate("items", ITEMS):
+            level = numpyro.sample("level", dist.Normal(level + slope, scale))
+            slope = numpyro.sample("slope", dist.Normal(phi * slope, 0.5 * scale))
+        return (level, slope), level
+
+    start = jnp.zeros((2, ITEMS))
+    (_, last), levels = scan(step, tuple(start), None, length=steps)
+    numpyro.deterministic("last", last)
+    return levels
+
+
+def vector(steps):
+    phi, scale, _ = hyperparameters()
+    transition = phi * jnp.array([[0.9, 0.3], [-0.3, 0.9]])
+    law = dist.GaussianStateSpace(steps, transition, scale_tril=scale * jnp.eye(2))
+    return numpyro.sample("x", law)[:, :1]
+
+
+def written_out(steps):
+    """Without NumPyro's scan."""
+    phi, scale, _ = hyperparameters()
+    noise = numpyro.sample("noise", dist.Normal(0, 1).expand([steps]).to_event(1))
+    _, x = jax.lax.scan(lambda x, e: (phi * x + scale * e,) * 2, 0.0, noise)
+    return x[:, None]
+
+
+def walk(steps):
+    """Running sums, written out."""
+    _, scale, _ = hyperparameters()
+    noise = numpyro.sample("noise", dist.Normal(0, 1).expand([steps]).to_event(1))
+    return jnp.cumsum(scale * noise)[:, None]
+
+
+def model_of(states, likelihood="normal"):
+    def model(t, item, y=None, *, steps=STEPS):
+        x = numpyro.deterministic("states", states(steps))
+        eta = x[t, item % x.shape[1]]
+        with numpyro.plate("data", len(t)):
+            law = dist.Normal(eta, NOISE)
+            law = law if likelihood == "normal" else dist.Poisson(jnp.exp(1 + eta))
+            numpyro.sample("y", law, obs=y)
+
+    return model
+
+
+def forced(monkeypatch, overhead=-np.inf):
+    """Has chains chosen however few their steps are, or never."""
+    monkeypatch.setattr(forms, "_OVERHEAD", overhead)
+
+
+def guided(states, *args, **kwargs):
+    guide = gpaug.AutoLatentGaussian(model_of(states, **kwargs))
+    guide.setup(TIME, ITEM, REAL if not kwargs else COUNTS)
+    return guide
+
+
+@pytest.mark.parametrize(
+    ("states", "form"),
+    [
+        (trend, r"3 chains of 24 steps of 2 \(level, slope\), 0 others"),
+        pytest.param(
+            panel, r"3 chains of 24 steps of 1 \(x\), 0 others", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            begun, r"a chain of 23 steps of 1 \(noise\), 1 others",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            vector, r"a chain of 24 steps of 2 \(x\), 0 others", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            written_out, r"a chain of 24 steps of 1 \(noise\), 0 others",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            walk, r"a chain of 24 steps of 1 \(noise\), 0 others",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_a_chain(monkeypatch, states, form):
+    forced(monkeypatch)
+    assert re.search(form + " dense", repr(guided(states)))
+
+
+def kept_law(phi, scale, steps=STEPS):
+    """Covariance (steps, items, steps, items) of a panel."""
+    apart = np.abs(np.arange(steps)[:, None] - np.arange(steps))
+    along = scale**2 / (1 - phi**2) * phi**apart
+    return np.einsum("ts,ij->tisj", along, np.eye(ITEMS))
+
+
+def evidence(phi, scale):
+    """Exact log marginal likelihood of a panel, and log prior but for a constant."""
+    rows = TIME * ITEMS + ITEM
+    whole = kept_law(phi, scale).reshape(STEPS * ITEMS, -1)[np.ix_(rows, rows)]
+    whole += NOISE**2 * np.eye(len(rows))
+    factor = np.linalg.cholesky(whole)
+    white = np.linalg.solve(factor, REAL)
+    logs = np.log(np.diag(factor)).sum() + 0.5 * len(rows) * np.log(2 * np.pi)
+    return -0.5 * white @ white - logs
+
+
+def log_prior(phi, scale):
+    return np.log(0.5) + 0.5 * np.log(2 / np.pi) - 0.5 * scale**2
+
+
+def test_the_collapsed_bound_is_the_evidence(x64, monkeypatch):
+    """Its derivatives in what links are made of, too."""
+    forced(monkeypatch)
+    collapsed = gpaug.collapse(model_of(panel))
+
+    @jax.jit
+    @jax.value_and_grad
+    def density(at):
+        values = {"phi": at[0], "scale": at[1]}
+        args = TIME, ITEM, REAL
+        return numpyro.infer.util.log_density(collapsed, args, {}, values)[0]
+
+    for at in [(0.6, 0.5), (-0.8, 0.3), (0.999, 0.2), (0.0, 1.0)]:
+        value, slopes = density(jnp.array(at))
+        exact = evidence(*at) + log_prior(*at)
+        np.testing.assert_allclose(value, exact, rtol=1e-9)
+        for k, slope in enumerate(slopes):
+            step = 1e-5 * np.eye(2)[k]
+            above, below = (
+                evidence(*x) + log_prior(*x) for x in (at + step, at - step)
+            )
+            np.testing.assert_allclose(slope, (above - below) / 2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_learnt_panel_and_its_forecasts(x64, monkeypatch, tmp_path):
+    forced(monkeypatch)
+    model = model_of(panel)
+    guide = gpaug.AutoLatentGaussian(model)
+    svi = gpaug.ConjugateSVI(model, guide)
+    args = TIME, ITEM, REAL
+    fit = svi.run(jax.random.key(0), 100, *args, progress_bar=False, tol=1e-10)
+    assert "3 chains of 24 steps of 1 (x), 0 others" in repr(guide)
+
+    def loss(at):
+        phi, scale = np.tanh(at[0]), np.exp(at[1])
+        return -evidence(phi, scale) - log_prior(phi, scale)
+
+    best = optimize.minimize(loss, [0.1, -1.0], options={"gtol": 1e-8})
+    learnt = [fit.params[f"{name}_auto_loc"] for name in ("phi", "scale")]
+    np.testing.assert_allclose(fit.losses[-1], best.fun, rtol=1e-9)
+    found = np.tanh(best.x[0]), np.exp(best.x[1])
+    np.testing.assert_allclose(learnt, found, rtol=1e-3, atol=1e-4)
+
+    ahead, rows = STEPS + 4, TIME * ITEMS + ITEM
+    prior = kept_law(*learnt, ahead).reshape(ahead * ITEMS, -1)
+    seen = prior[np.ix_(rows, rows)] + NOISE**2 * np.eye(len(rows))
+    gain = np.linalg.solve(seen, prior[rows]).T
+    variance = np.diag(prior - gain @ prior[rows])
+    posterior = svi.posterior(fit)
+    posterior.save(tmp_path / "panel.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "panel.npz", model)
+    for each in (posterior, loaded):
+        states = each.predict_f(*args[:2], steps=ahead, site="states")
+        np.testing.assert_allclose(states.mean.ravel(), gain @ REAL, atol=1e-8)
+        np.testing.assert_allclose(states.variance.ravel(), variance, rtol=1e-8)
+    y = posterior.predict_y(*args[:2], steps=ahead)
+    np.testing.assert_allclose(y.mean, (gain @ REAL)[rows], atol=1e-8)
+    np.testing.assert_allclose(y.variance, variance[rows] + NOISE**2, rtol=1e-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", [panel, begun, trend, vector])
+def test_a_chain_of_counts_is_a_dense_gaussian(x64, monkeypatch, states):
+    model, found = model_of(states, "poisson"), []
+    for overhead in (np.inf, -np.inf):
+        forced(monkeypatch, overhead)
+        guide = gpaug.AutoLatentGaussian(model)
+        svi = gpaug.ConjugateSVI(model, guide)
+        args = TIME, ITEM, COUNTS
+        fit = svi.run(jax.random.key(0), 60, *args, progress_bar=False)
+        found.append((svi.posterior(fit), fit, repr(guide)))
+    (dense, one, said), (posterior, other, form) = found
+    assert "chain" in form
+    assert "chain" not in said
+    np.testing.assert_allclose(other.losses[-1], one.losses[-1], rtol=1e-8)
+    for name in [k for k in one.params if "latents" not in k]:
+        np.testing.assert_allclose(other.params[name], one.params[name], rtol=1e-3)
+    table, expected = posterior.summary(), dense.summary()
+    for column in ("mean", "sd"):
+        np.testing.assert_allclose(table[column], expected[column], atol=1e-3)
+    if states is trend:
+        last, there = (x.predict_f(*args[:2], site="last") for x in (posterior, dense))
+        np.testing.assert_allclose(last.mean, there.mean, atol=1e-3)
+        np.testing.assert_allclose(last.variance, there.variance, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_a_coefficient_is_integrated(monkeypatch):
+    """By points and their weights, against a grid, with Normal data."""
+    forced(monkeypatch)
+    nested = gpaug.NestedVI(model_of(panel), num_points=128, progress_bar=False)
+    nested.run(jax.random.key(0), TIME, ITEM, REAL)
+    phi, scale = np.linspace(-0.995, 0.995, 80), np.linspace(0.01, 3, 80)
+    logs = np.array([[evidence(a, b) + log_prior(a, b) for b in scale] for a in phi])
+    density = np.exp(logs - logs.max())
+    cell = (phi[1] - phi[0]) * (scale[1] - scale[0])
+    exact = np.log(density.sum() * cell) + logs.max()
+    found = nested.get_extra_fields()
+    error = found["log_evidence_error"]
+    assert abs(found["log_evidence"] - exact) < 4 * error < 0.4
+    draws = nested.get_samples()
+    mean = (phi[:, None] * density).sum() / density.sum()
+    spread = np.sqrt(((phi[:, None] - mean) ** 2 * density).sum() / density.sum())
+    np.testing.assert_allclose(draws["phi"].mean(), mean, atol=0.2 * spread)
+
+
+def kalman(t, y, phi, scale, steps):
+    """Log marginal likelihood of single observations of a series that keeps its law,
+    and means and variances of its states given all before them."""
+    mean, variance, total = 0.0, scale**2 / (1 - phi**2), 0.0
+    seen, states = dict(zip(t, y, strict=True)), []
+    for step in range(steps):
+        if step:
+            mean, variance = phi * mean, phi**2 * variance + scale**2
+        if step in seen:
+            whole, off = variance + NOISE**2, seen[step] - mean
+            total -= 0.5 * (np.log(2 * np.pi * whole) + off**2 / whole)
+            mean, variance = mean + variance / whole * off, variance * NOISE**2 / whole
+        states.append((mean, variance))
+    return total, np.array(states)
+
+
+@pytest.mark.slow
+def test_single_precision_of_a_long_series():
+    """20000 steps near a random walk, half of them seen, against the Kalman filter in
+    double precision."""
+    steps, phi, scale = 20_000, 0.999, 0.05
+    draws = np.random.default_rng(0)
+    x = np.zeros(steps)
+    for t in range(1, steps):
+        x[t] = phi * x[t - 1] + scale * draws.normal()
+    t = np.sort(draws.choice(steps, steps // 2, replace=False))
+    y = x[t] + NOISE * draws.normal(size=len(t))
+
+    def model(t, y=None):
+        phi = numpyro.param("phi", 0.999, constraint=dist.constraints.real)
+        scale = numpyro.param("scale", 0.05, constraint=dist.constraints.positive)
+        first = numpyro.sample("first", dist.Normal(0, scale / jnp.sqrt(1 - phi**2)))
+
+        def step(x, _):
+            x = numpyro.sample("x", dist.Normal(phi * x, scale))
+            return x, x
+
+        _, x = scan(step, first, None, length=steps - 1)
+        x = numpyro.deterministic("states", jnp.concatenate([first[None], x]))
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(x[t], NOISE), obs=y)
+
+    guide = gpaug.AutoLatentGaussian(model)
+    svi = gpaug.ConjugateSVI(model, guide, optim=None)
+    fit = svi.run(jax.random.key(0), 10, t, y, progress_bar=False)
+    assert "a chain of 19999 steps of 1 (x), 1 others" in repr(guide)
+    exact, before = kalman(t, y, phi, scale, steps)
+    np.testing.assert_allclose(-fit.losses[-1], exact, atol=0.05)
+    # All smoothed, backwards from the last.
+    mean, variance = before.T.copy()
+    for k in range(steps - 2, -1, -1):
+        ahead = phi**2 * before[k, 1] + scale**2
+        gain = phi * before[k, 1] / ahead
+        mean[k] += gain * (mean[k + 1] - phi * before[k, 0])
+        variance[k] += gain**2 * (variance[k + 1] - ahead)
+    found = svi.posterior(fit).predict_f(t, site="states")
+    np.testing.assert_allclose(found.mean, mean, atol=2e-3 * np.abs(mean).max())
+    np.testing.assert_allclose(found.variance, variance, rtol=2e-3)
+
+
+def test_a_scan_from_the_end_is_refused():
+    def backwards(steps):
+        def step(x, _):
+            x = numpyro.sample("x", dist.Normal(0.5 * x, 1))
+            return x, x
+
+        return scan(step, 0.0, None, length=steps, reverse=True)[1][:, None]
+
+    with pytest.raises(gpaug.NotConjugateError, match=r"\['x'\] .* reverse=True"):
+        guided(backwards)
