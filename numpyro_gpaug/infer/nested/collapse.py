@@ -36,17 +36,19 @@ def collapse(model: Callable[..., Any]) -> Callable[..., None]:
     inducing inputs than data, whose values keep their variance given inducing values.
 
     The gradient is that of the bound with q held fixed, which the envelope theorem
-    makes exact at the optimum; second derivatives (``AutoLaplaceApproximation``) are
-    differences of gradients, third ones there are none. Everything may be mapped by
-    ``vmap``. The collapsed model is called as ``model`` is, observations included; its
-    sites are the hyperparameters, with the names, priors and plates that they have in
-    ``model``, the params, and the factor ``"collapsed_bound"``. Deterministic sites are
-    left out: they may depend on latents. ``Predictive(model, draws)`` of its draws has
-    the latents from their prior: :class:`~numpyro_gpaug.NestedVI` predicts.
+    makes exact at the optimum; second derivatives
+    (:class:`~numpyro.infer.autoguide.AutoLaplaceApproximation`) are differences of
+    gradients, third ones there are none. Everything may be mapped by :func:`jax.vmap`.
+    The collapsed model is called as ``model`` is, observations included; its sites are
+    the hyperparameters, with the names, priors and plates that they have in ``model``,
+    the params, and the factor ``"collapsed_bound"``. Deterministic sites are left out:
+    they may depend on latents. ``Predictive(model, draws)`` of its draws has the
+    latents from their prior: :class:`~numpyro_gpaug.NestedVI` predicts.
 
     :param model: a NumPyro model as :class:`~numpyro_gpaug.AutoLatentGaussian` takes
         it, on full data.
-    :return: a NumPyro model, for NUTS, SVI or any other algorithm.
+    :return: a NumPyro model, for :class:`~numpyro.infer.NUTS`,
+        :class:`~numpyro.infer.SVI` or any other algorithm.
     :raises NotConjugateError: when called, for a model that is not of this form.
     :raises ValueError: when called, for arguments that cannot be right, and plates that
         draw a subsample.
