@@ -42,6 +42,7 @@ WRITTEN = (
     "dist.NegativeBinomialLogits(r, f)",
     "gpaug.LogisticPoisson(f, max_rate)",
 )
+MODULES = {"dist": dist.__name__, "gpaug": gpaug.__name__}
 HEADER = (
     "likelihood",
     "carries latents",
@@ -89,8 +90,9 @@ def _row(text: str, d: Any) -> tuple[str, ...]:
     except NotImplementedError:
         predicted = "no"
     steps = [name for cls, name in maximisers._REGISTRY if cls is type(d)]
+    module, name = text.partition("(")[0].split(".")
     return (
-        f"`{text}`",
+        f"{{py:obj}}`{text} <{MODULES[module]}.{name}>`",
         ", ".join(f"`{name}`" for name in entry.latents),
         "yes, log-concave" if entry.log_concave else "yes",
         "yes" if type(d) in augmentation._REGISTRY else "no",

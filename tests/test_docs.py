@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every public name has a docstring and a place in the API reference; the pages name no
-folder of a machine. (Links are checked by the build, ``sphinx -W``.)"""
+folder of a machine; other projects have what is linked to. (Links to our own names are
+checked by the build, ``sphinx -W``.)"""
 
 import importlib
 import inspect
@@ -13,6 +14,7 @@ import numpyro_gpaug
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
+INVENTORIES = sorted((DOCS / "inventories").glob("*.txt"))
 MODULES = [
     name
     for name in numpyro_gpaug.__all__
@@ -34,14 +36,14 @@ def resolve(name: str) -> object:
     return getattr(importlib.import_module(module), attribute)
 
 
-@pytest.mark.parametrize("name", public_names())
-def test_public_names_have_docstrings(name: str) -> None:
-    found = resolve(name)
-    # A class's own, not its base's; a dataclass without one has its signature there.
-    own = vars(found).get("__doc__") if isinstance(found, type) else found.__doc__
-    summary = (own or "").strip()
-    assert summary, f"{name} has no docstring"
-    assert not summary.startswith(f"{name.rpartition('.')[2]}("), summary
+def test_public_names_have_docstrings() -> None:
+    for name in public_names():
+        found = resolve(name)
+        # A class's own, not its base's; a dataclass without one has its signature.
+        own = vars(found).get("__doc__") if isinstance(found, type) else found.__doc__
+        summary = (own or "").strip()
+        assert summary, f"{name} has no docstring"
+        assert not summary.startswith(f"{name.rpartition('.')[2]}("), summary
 
 
 def test_public_names_are_in_the_reference() -> None:
@@ -86,3 +88,30 @@ def test_pictures_are_small_and_shown() -> None:
     for picture in pictures:
         assert picture.stat().st_size < 100_000, picture.name
         assert f"_static/{picture.name}" in shown
+
+
+@pytest.mark.parametrize("path", INVENTORIES, ids=lambda path: path.stem)
+def test_other_projects_have_the_names_that_are_linked_to(path: Path) -> None:
+    (_, address), *entries = map(str.split, path.read_text().splitlines())
+    assert re.fullmatch(r"https://\S+/", address)
+    names = [name for name, _, _ in entries]
+    assert names == sorted(set(names))
+    for name, kind, page in entries:
+        found = resolve(name)  # of the installed version
+        assert kind == "data" or isinstance(found, type) is (kind == "class"), name
+        assert callable(found), name
+        assert re.fullmatch(r"[\w/.]+\.html(#[\w.]+)?", page), page
+
+
+def test_names_of_other_projects_that_are_linked_to_are_listed() -> None:
+    lines = [path.read_text().splitlines()[1:] for path in INVENTORIES]
+    listed = {line.split()[0] for line in sum(lines, [])}
+    projects = {name.partition(".")[0] for name in listed}
+    sources = (DOCS.parent / "numpyro_gpaug").rglob("*.py")
+    linked = set()
+    for path in (*PAGES, *sources):
+        role = r"[:}]`(?:[^`<]*<)?~?([\w.]+)>?`"
+        linked |= set(re.findall(role, path.read_text()))
+    linked = {name for name in linked if name.partition(".")[0] in projects}
+    assert len(linked) > 30
+    assert linked <= listed

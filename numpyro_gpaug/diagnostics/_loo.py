@@ -26,7 +26,7 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     :class:`~numpyro_gpaug.NestedVI`, which are of the posterior, have none.
 
     :param tree: a tree from :func:`to_datatree`; or one of MCMC draws, as
-        ``arviz_base.from_numpyro(mcmc, log_likelihood=True)`` makes it.
+        :func:`arviz_base.from_numpyro` makes it with ``log_likelihood=True``.
     :param site: which observed site, if the model has several.
     :param correct: whether to reweight draws from the guide to the posterior, by
         ``log_p`` and ``log_q``, as well as from the posterior to that without the
@@ -87,13 +87,13 @@ def compare(
 
     All must have observed the same data in the same units, and a density is not
     comparable with a probability: a ``Normal`` of counts has no place beside a
-    ``Poisson``. (``arviz_stats.compare`` takes the trees too, but takes the draws of a
-    guide for draws from the posterior.)
+    ``Poisson``. (:func:`arviz_stats.compare` takes the trees too, but takes the draws
+    of a guide for draws from the posterior.)
 
     :param trees: by name, at least two; each as in :func:`loo`.
     :param site: which observed site, if the models have several.
     :param correct: as in :func:`loo`.
-    :return: ArviZ's table, a ``pandas.DataFrame`` with one row per model, the best
+    :return: ArviZ's table, a :class:`pandas.DataFrame` with one row per model, the best
         first: ``elpd`` and its standard error ``se``, ``elpd_diff`` to the best and its
         standard error ``dse``, all in nats summed over observations, and ``weight`` of
         the stacked predictions; and ``bad_k``, how many observations have a

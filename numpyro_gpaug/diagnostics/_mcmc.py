@@ -46,9 +46,10 @@ def vi_against_mcmc(
     Monte Carlo error alone makes a ``mean_difference`` of about
     :math:`1 / \sqrt{n}` with n effective draws, and a ``wasserstein`` of that size.
 
-    :param model: the model that MCMC ran. One with ``numpyro.param`` sites has to hold
-        them where the fit left them, there and here:
-        ``numpyro.handlers.substitute(model, data=result.params)``.
+    :param model: the model that MCMC ran. One with :func:`numpyro.param` sites has to
+        hold them where the fit left them, there and here:
+        ``substitute(model, data=result.params)``
+        (:class:`numpyro.handlers.substitute`).
     :param vi: a tree from :func:`to_datatree`; or draws by site, (num_draws, ...); or a
         :class:`~numpyro_gpaug.Posterior`, whose function values and weight vectors are
         compared without Monte Carlo error, and which says nothing of other sites.

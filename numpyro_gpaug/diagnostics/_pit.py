@@ -26,9 +26,10 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
     are too narrow, with a slope that they are too low or too high.
 
     :param predictive: ``posterior.predict_y(X)``, a distribution of batch shape (N,);
-        or draws, (num_draws, N), such as replicates of ``numpyro.infer.Predictive``.
-        Counts and labels sum probabilities up to ``y``; real observations use the
-        distribution's ``cdf``, and where it has none, ranks among 1000 draws.
+        or draws, (num_draws, N), such as replicates of
+        :class:`numpyro.infer.Predictive`. Counts and labels sum probabilities up to
+        ``y``; real observations use the distribution's ``cdf``, and where it has none,
+        ranks among 1000 draws.
     :param y: (N,), the observations.
     :param key: random key, for the draws.
     :return: (N,), in [0, 1]. Of ranks among S draws it is uniform over ``(0, 1)``, too:

@@ -57,8 +57,9 @@ def to_datatree(
     training inputs as inducing inputs that is the model itself.
 
     ``log_p`` and ``log_q`` are densities of the same latents, in the space the model
-    declares them in. A latent that the guide holds at a point (``AutoDelta``) has no
-    density: both take it as given, and importance ratios speak about the rest.
+    declares them in. A latent that the guide holds at a point
+    (:class:`~numpyro.infer.autoguide.AutoDelta`) has no density: both take it as given,
+    and importance ratios speak about the rest.
 
     Of a :class:`~numpyro_gpaug.NestedVI` after its run, ``to_datatree(key, nested)``:
     its equally weighted draws, which are of the posterior already, so that there is no

@@ -41,7 +41,8 @@ class Linked(Distribution):
     :param f: latents, any shape; with two links, (..., 2).
     :param link: a :class:`~numpyro_gpaug.PiecewiseLink`, or a pair of them.
     :param family: takes the link's value (the values of both), and ``parameters`` by
-        name, to a NumPyro distribution without event dimensions: ``dist.Poisson``,
+        name, to a NumPyro distribution without event dimensions:
+        :class:`dist.Poisson <numpyro.distributions.Poisson>`,
         ``lambda rate, shape: dist.Gamma(shape, rate)``. Static: whatever may be traced
         has to be among ``parameters``.
     :param parameters: further arguments of ``family``; with f and the links' heights
@@ -289,11 +290,11 @@ class PiecewiseNormal(Linked):
     the noise around it is normal (for skewed noise, link the parameter of a skewed
     family: :class:`Linked`).
 
-    The heights may be constants, a ``numpyro.param``, or a latent vector with a normal
-    prior, ``numpyro.sample("heights", dist.Normal(mean, sd).to_event(1))``: the update
-    of its Gaussian posterior is closed-form, [1] section 3.5. The expectation is exact;
-    as printed there, equation (24) also adds the variance of a height to the noise
-    inside the logarithm, and is no bound.
+    The heights may be constants, a :func:`numpyro.param`, or a latent vector with a
+    normal prior, ``numpyro.sample("heights", dist.Normal(mean, sd).to_event(1))``: the
+    update of its Gaussian posterior is closed-form, [1] section 3.5. The expectation is
+    exact; as printed there, equation (24) also adds the variance of a height to the
+    noise inside the logarithm, and is no bound.
 
     :param f: latents, any shape.
     :param link: the inverse link.

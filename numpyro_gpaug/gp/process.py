@@ -198,8 +198,9 @@ class GaussianProcess(Displayed):
     :math:`A = L^{-1} K_{ZX}` and :math:`r_i = k(x_i, x_i) - |A_i|^2`.
 
     The residual noise is added only in prediction and inside stock evidence lower
-    bounds; log densities (NUTS, ``log_likelihood``) use its mean 0, so MCMC with fewer
-    inducing inputs than data targets the projected process. See :func:`with_residual`.
+    bounds; log densities (:class:`~numpyro.infer.NUTS`,
+    :func:`~numpyro.infer.log_likelihood`) use its mean 0, so MCMC with fewer inducing
+    inputs than data targets the projected process. See :func:`with_residual`.
 
     :param name: name of the site of function values.
     :param kernel: any :class:`numpyro_gpaug.kernels.Kernel`, tinygp kernel, or plain
@@ -213,10 +214,11 @@ class GaussianProcess(Displayed):
         without a latent axis.
     :param loadings: :math:`\Phi`, (K, P): a semiparametric latent-factor model, in
         which K outputs :math:`f = \Phi h + b` share P independent latents h, which the
-        kernel, ``inducing`` and ``mean`` are of. Usually a ``numpyro.param``, started
-        at random or from data (at zero nothing moves). For likelihoods that look at one
-        output at a time: outputs of one input are correlated, which the bound does not
-        need to know, and densities of predictions (a sum over outputs) leave out.
+        kernel, ``inducing`` and ``mean`` are of. Usually a :func:`numpyro.param`,
+        started at random or from data (at zero nothing moves). For likelihoods that
+        look at one output at a time: outputs of one input are correlated, which the
+        bound does not need to know, and densities of predictions (a sum over outputs)
+        leave out.
     :param bias: b, (K,), with ``loadings``; zero by default.
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; 0 is
         allowed. By default the smallest that factorises, of those that double from

@@ -39,8 +39,8 @@ class AutoFunctionSpaceGP(ProcessGuide):
 
     The mean is any function, a neural network for one. Such a Q need not have a density
     with respect to the prior, so that no evidence lower bound exists: fit it with
-    :class:`~numpyro_gpaug.TraceWasserstein_ELBO` and ``numpyro.infer.SVI``, predict
-    with ``Posterior.from_guide(model, guide, params, X, y)``. Of Wild, Hu and
+    :class:`~numpyro_gpaug.TraceWasserstein_ELBO` and :class:`numpyro.infer.SVI`,
+    predict with ``Posterior.from_guide(model, guide, params, X, y)``. Of Wild, Hu and
     Sejdinovic (2022), *Generalized variational inference in function spaces*.
 
     A function of its params alone, which are those of ``mean`` and ``kernel`` and, with
@@ -50,8 +50,8 @@ class AutoFunctionSpaceGP(ProcessGuide):
 
     :param model: a NumPyro model with one ``GaussianProcess``.
     :param mean: :math:`m_Q`, a function of the inputs X (N, D) that returns (N,), or
-        (N, C) for a process with ``num_latents=C``. It may call ``numpyro.param`` and
-        NumPyro's module functions (``numpyro.contrib.module.eqx_module``,
+        (N, C) for a process with ``num_latents=C``. It may call :func:`numpyro.param`
+        and NumPyro's module functions (``numpyro.contrib.module.eqx_module``,
         ``nnx_module``, ``flax_module``), without state that changes. Not called with
         anything else than X: the mean of the prior is not added to it.
     :param kernel: :math:`r`. A kernel (``k(X, Z)`` and ``k(X)``, with a leading axis

@@ -60,9 +60,10 @@ class AutoLatentGaussian(ProcessGuide):
     member of a grouping (random effects, of crossed groupings the larger), and that
     costs less, it is an arrow (``math/arrow.py``): work and memory are linear in rows
     and groups; beside these, at most 5000 latents are held. The steps of random walks
-    (``GaussianRandomWalk``, of any length, several together, and noise of every step)
-    of which every datum looks at one are chains (``math/chain.py``), in the same way;
-    so are autoregressions and other states of a few numbers, in NumPyro's ``scan``, of
+    (:class:`~numpyro.distributions.GaussianRandomWalk`, of any length, several
+    together, and noise of every step) of which every datum looks at one are chains
+    (``math/chain.py``), in the same way; so are autoregressions and other states of a
+    few numbers, in NumPyro's :func:`~numpyro.contrib.control_flow.scan`, of
     ``GaussianStateSpace`` or written out, whose coefficients are hyperparameters.
 
     A likelihood is anything whose log-density is a sum over data of functions of one or
@@ -76,11 +77,12 @@ class AutoLatentGaussian(ProcessGuide):
     :param covariance: ``"natural"``: potential and precision, what
         :class:`~numpyro_gpaug.ConjugateSVI` moves in closed form; ``"dense"``: mean and
         a triangular factor of the covariance of at most 5000 latents, for
-        ``numpyro.infer.SVI`` with :class:`~numpyro_gpaug.TraceAnalytic_ELBO` (no draws
-        of these latents) or any loss of NumPyro's. It starts at a tenth of the prior's
-        standard deviations, where rates ``exp(f)`` are moderate.
+        :class:`numpyro.infer.SVI` with :class:`~numpyro_gpaug.TraceAnalytic_ELBO` (no
+        draws of these latents) or any loss of NumPyro's. It starts at a tenth of the
+        prior's standard deviations, where rates ``exp(f)`` are moderate.
     :param other: class of the autoguide for all other latents, built as
-        ``other(model)``; the default ``AutoDelta`` gives their posterior mode.
+        ``other(model)``; the default :class:`~numpyro.infer.autoguide.AutoDelta` gives
+        their posterior mode.
     :raises ValueError: for an unknown ``covariance``.
     :raises NotConjugateError: when it is set up, for a model with discrete latents, or
         with a likelihood that is not of this form, or with too many latents.

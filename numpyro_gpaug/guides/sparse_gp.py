@@ -46,8 +46,9 @@ class AutoSparseGP(ProcessGuide):
     NumPyro autoguide on all other latents.
 
     A function of its params alone: the dict of arrays is the fit, and
-    ``Predictive(model, guide=guide, params=params, num_samples=...)`` works at inputs
-    of any size. ``guide.structure`` says which site went where.
+    ``Predictive(model, guide=guide, params=params, num_samples=...)``
+    (:class:`numpyro.infer.Predictive`) works at inputs of any size. ``guide.structure``
+    says which site went where.
 
     :param model: a NumPyro model.
     :param covariance: ``"natural"``: potential and precision, what
@@ -62,9 +63,10 @@ class AutoSparseGP(ProcessGuide):
         :math:`\nu = (K + \Sigma) \mu`, observations with that noise, which keep
         gradients well scaled. Draws of it do factorise K, jitter included.
     :param other: class of the autoguide for all other latents (for example
-        ``AutoNormal``), built as ``other(model)``; the default ``AutoDelta`` gives
-        their posterior mode, started at prior medians. Predictions average over the
-        draws of one that is random.
+        :class:`~numpyro.infer.autoguide.AutoNormal`), built as ``other(model)``; the
+        default :class:`~numpyro.infer.autoguide.AutoDelta` gives their posterior mode,
+        started at prior medians. Predictions average over the draws of one that is
+        random.
     :raises ValueError: for an unknown ``covariance``.
 
     **Example**

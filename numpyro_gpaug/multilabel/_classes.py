@@ -18,7 +18,8 @@ class ClassBatch(NamedTuple):
     :param classes: the K classes drawn.
     :param rows: indices of the data, (B,).
     :param own: the position of the class of each among those drawn, (B,).
-    :param scale: how many data each stands for, (B,): for ``numpyro.handlers.scale``.
+    :param scale: how many data each stands for, (B,): for
+        :class:`numpyro.handlers.scale`.
     """
 
     classes: Array

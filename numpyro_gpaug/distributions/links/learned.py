@@ -21,7 +21,7 @@ def learned_link(
     constraint: constraints.Constraint = constraints.real,
     order: str = "free",
 ) -> PiecewiseLink:
-    """A link whose heights are a ``numpyro.param``.
+    """A link whose heights are a :func:`numpyro.param`.
 
     :param name: name of the param.
     :param initial: the link to start from, heights (K,) inside the constraint.
@@ -30,8 +30,9 @@ def learned_link(
     :param order: ``"free"``, or ``"increasing"`` for heights that increase with the
         function value; the param then holds ``biject_to(constraint).inv(heights)``
         (logits, of probabilities), increasing. The heights of a fit are
-        ``numpyro.handlers.substitute(fn, data=result.params)().heights``, with ``fn``
-        the function that calls this one.
+        ``substitute(fn, data=result.params)().heights``
+        (:class:`numpyro.handlers.substitute`), with ``fn`` the function that calls this
+        one.
     :raises ValueError: for initial heights outside the constraint, or not increasing
         where they have to be.
 

@@ -77,7 +77,8 @@ class PiecewiseLink:
     ) -> PiecewiseLink:
         """A link that follows a function, on edges equally spaced.
 
-        :param function: elementwise, e.g. ``jax.nn.sigmoid`` or ``jnp.exp``.
+        :param function: elementwise, e.g. :func:`jax.nn.sigmoid` or
+            :func:`jax.numpy.exp`.
         :param num_pieces: K >= 2.
         :param lower: the first finite edge.
         :param upper: the last one.

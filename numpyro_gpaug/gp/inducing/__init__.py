@@ -4,7 +4,7 @@
 Every function takes the training inputs ``X (N, D)``, where ``(N,)`` is read as
 ``(N, 1)``, and returns ``Z (num_inducing, D)``: distinct rows, in the dtype in which
 JAX holds ``X``. Pass ``Z`` to the Gaussian process as it is, or as the initial value of
-a ``numpyro.param`` to learn it. The same seed gives the same ``Z``.
+a :func:`numpyro.param` to learn it. The same seed gives the same ``Z``.
 
 :func:`kmeans` is a good default. :func:`greedy` looks at the kernel and picks what it
 resolves worst, :func:`gmm` follows clusters of unequal width, and :func:`random` costs

@@ -130,8 +130,9 @@ class Subspace:
         N. Halko, P. G. Martinsson and J. A. Tropp, *Finding structure with randomness*,
         SIAM Review 53, 2011, algorithm 4.4.
 
-        :param X: training inputs (N, D): an array, or any SciPy sparse matrix, which is
-            used as CSR; duplicate entries add up.
+        :param X: training inputs (N, D): an array, or any SciPy sparse matrix
+            (:class:`~scipy.sparse.csr_array`), which is used as CSR; duplicate
+            entries add up.
         :param rank: number R of directions.
         :param method: ``"svd"`` or ``"clusters"``.
         :param seed: seed of the start.
@@ -197,7 +198,7 @@ class Subspace:
         """Inducing inputs in the columns of :meth:`transform`, for use in a model.
 
         :param A: coordinates in the subspace, (M, R) or (C, M, R); may be traced, as a
-            ``numpyro.param`` is.
+            :func:`numpyro.param` is.
         :return: (M, R + 1) or (C, M, R + 1): a column of zeros is appended.
         """
         A = jnp.asarray(A)

@@ -4,7 +4,7 @@
 Any object with ``k(X, Z) -> (N, M)`` and ``k(X) -> (N,)``, the diagonal, is a
 :class:`Kernel`: the classes here, every kernel of ``tinygp``, or a plain function
 lifted by :func:`as_kernel`. Hyperparameters are constrained values, whatever
-``numpyro.sample`` or ``numpyro.param`` returns.
+:func:`numpyro.sample` or :func:`numpyro.param` returns.
 
 Shapes are the same for every class below:
 

@@ -68,8 +68,9 @@ class CollapsedGaussian(AugmentedGaussian):
     Several chains run in sequence, in parallel or by ``chain_method=jax.vmap``.
 
     :param model: a NumPyro model.
-    :param kernel: class of the kernel that moves the hyperparameters; any that can be a
-        block of ``Gibbs``, called with a model.
+    :param kernel: class of the kernel that moves the hyperparameters,
+        :class:`~numpyro.infer.NUTS` or any that can be a block of ``Gibbs``, called
+        with a model.
     :raises NotConjugateError: at ``init``, as for ``AugmentedGaussian``, and for
         hyperparameters on which a parameter of a likelihood depends, and likelihoods
         some of whose latents are drawn without auxiliaries (``HeteroscedasticNormal``).

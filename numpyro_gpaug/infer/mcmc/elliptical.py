@@ -47,16 +47,16 @@ class EllipticalSlice(MCMCKernel):
     The target is exactly the posterior, but a Gaussian much narrower than it makes
     draws that reach its tails rare and then dwell there, which short chains do not
     show. Look at :func:`~numpyro_gpaug.diagnostics.psis_khat` of a fit first: above 0.7
-    (in a model whose latents share no predictor), use another sampler, NUTS if the
-    likelihood has no augmentation.
+    (in a model whose latents share no predictor), use another sampler,
+    :class:`~numpyro.infer.NUTS` if the likelihood has no augmentation.
 
     Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
     N)) once, and O(N) for each likelihood it takes to leave the slice (two to three).
     Blocks that share a predictor count as one, of all their latents. Where latents are
     held jointly a draw runs the model once besides, for the values of its sites.
 
-    Hyperparameters are held at values by
-    ``handlers.condition(model, data={"tau": 0.5})``, or go to another block
+    Hyperparameters are held at values by :class:`numpyro.handlers.condition`,
+    ``condition(model, data={"tau": 0.5})``, or go to another block
     (``Gibbs([(EllipticalSlice(model), ["f.v"]), (NUTS(model), None)])``).
     The Gaussian then is computed again, by some ten Cholesky factorisations, whenever
     they have moved; a given fit stays as it is, as good as it was for the values it
@@ -65,9 +65,9 @@ class EllipticalSlice(MCMCKernel):
     from draws of the Gaussian.
 
     :param model: a NumPyro model; with a fit, the model that was fitted, its
-        ``numpyro.param`` sites (if it has any) fixed at the fit:
-        ``handlers.substitute(model, data=params)``. MCMC would keep them at their
-        initial values.
+        :func:`numpyro.param` sites (if it has any) fixed at the fit by
+        :class:`numpyro.handlers.substitute`, ``substitute(model, data=params)``. MCMC
+        would keep them at their initial values.
     :param guide: an :class:`~numpyro_gpaug.AutoSparseGP` that was fitted, of any
         covariance but the preconditioned.
     :param params: params of the fit, as in ``result.params``.

@@ -71,8 +71,9 @@ class AugmentedGaussian(GaussianKernel):
     *What is sampled* is what every log density of the model says. With fewer inducing
     inputs than data that is the process projected on them, without its residual; with
     ``inducing=X_train`` it is the full process, which a comparison should use.
-    ``numpyro.param`` sites stay at their initial values: give what is to be inferred a
-    prior, or fix it with ``handlers.substitute(model, data=params)``.
+    :func:`numpyro.param` sites stay at their initial values: give what is to be
+    inferred a prior, or fix it with :class:`numpyro.handlers.substitute`,
+    ``substitute(model, data=params)``.
 
     A sweep costs one Cholesky factorisation of min(M, N) rows per process (of all their
     latents together, where several processes or weights are summed). Hyperparameters

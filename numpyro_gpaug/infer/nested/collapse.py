@@ -41,12 +41,13 @@ def collapse(model: Callable[..., Any]) -> CollapsedModel:
     inducing inputs than data, whose values keep their variance given inducing values.
 
     The gradient is that of the bound with q held fixed, which the envelope theorem
-    makes exact at the optimum; second derivatives (``AutoLaplaceApproximation``) are
-    differences of gradients, third ones there are none. Everything may be mapped by
-    ``vmap``. The collapsed model is called as ``model`` is, observations included; its
-    sites are the hyperparameters, with the names, priors and plates that they have in
-    ``model``, the params, and the factor ``"collapsed_bound"``. Deterministic sites are
-    left out: they may depend on latents.
+    makes exact at the optimum; second derivatives
+    (:class:`~numpyro.infer.autoguide.AutoLaplaceApproximation`) are differences of
+    gradients, third ones there are none. Everything may be mapped by :func:`jax.vmap`.
+    The collapsed model is called as ``model`` is, observations included; its sites are
+    the hyperparameters, with the names, priors and plates that they have in ``model``,
+    the params, and the factor ``"collapsed_bound"``. Deterministic sites are left out:
+    they may depend on latents.
 
     What it returns, a :class:`~numpyro_gpaug.infer.CollapsedModel`, is called like any
     model, and knows the way back from draws of hyperparameters: its ``posterior``
@@ -55,7 +56,8 @@ def collapse(model: Callable[..., Any]) -> CollapsedModel:
 
     :param model: a NumPyro model as :class:`~numpyro_gpaug.AutoLatentGaussian` takes
         it, on full data.
-    :return: a NumPyro model, for NUTS, SVI or any other algorithm.
+    :return: a NumPyro model, for :class:`~numpyro.infer.NUTS`,
+        :class:`~numpyro.infer.SVI` or any other algorithm.
     :raises NotConjugateError: when called, for a model that is not of this form.
     :raises ValueError: when called, for arguments that cannot be right, and plates that
         draw a subsample.

@@ -253,7 +253,7 @@ class NestedVI(Displayed):
         :math:`\theta`, which have the Gaussian :math:`q(z \mid \theta)`, as after
         :class:`~numpyro_gpaug.ConjugateSVI`; weights of draws do not belong to it.
         Predictions from draws, which these correct, at groups of the fit:
-        ``numpyro.infer.Predictive(model, nested.get_samples())``.
+        :class:`Predictive(model, nested.get_samples()) <numpyro.infer.Predictive>`.
 
         Members of a plate that the fit had not are drawn from their prior at each
         :math:`\theta`. Joint draws (:meth:`~numpyro_gpaug.Posterior.sample`) share one
@@ -289,7 +289,7 @@ class NestedVI(Displayed):
         print(lines(run))
 
     def summary(self) -> Any:
-        """The table of :meth:`print_summary`, a ``pandas.DataFrame``.
+        """The table of :meth:`print_summary`, a :class:`pandas.DataFrame`.
 
         :raises RuntimeError: before a run.
         """

@@ -71,8 +71,8 @@ class ConjugateSVI(Displayed):
         ``covariance="natural"``, of many independent processes.
     :param optim: how params of the model and of the other guide (hyperparameters,
         inducing inputs) are learnt: ``"lbfgs"`` on full data, which needs no learning
-        rate; an optax transformation, which minibatches need; ``None`` keeps them as
-        they are.
+        rate; an optax transformation such as :func:`optax.adam`, which minibatches
+        need; ``None`` keeps them as they are.
     :param updates: ``"augmented"`` (monotone whatever happens, looser bound),
         ``"exact"`` (conjugate-computation VI, tighter), or ``"auto"``: one augmented
         step where the likelihood has one and is not log-concave, then exact.
@@ -94,7 +94,7 @@ class ConjugateSVI(Displayed):
         set to its maximiser takes all for noise.
     :param mesh: devices along whose first axis rows are shared out: arrays that have as
         many rows as the first, of full data made even by rows of no weight. Not needed
-        for arrays that are on several devices already (``jax.device_put`` with a
+        for arrays that are on several devices already (:func:`jax.device_put` with a
         ``NamedSharding``), of one process or several. Between devices goes what has
         the size of the latents, nothing that has rows. Along an axis named
         ``"latents"`` the latents of processes with ``num_latents`` are shared out:

@@ -37,7 +37,8 @@ BOUNDS = ("exact", "augmented")
 
 class TraceAnalytic_ELBO(ELBO):
     """Evidence lower bound with every Gaussian-process value integrated out; with the
-    guide :class:`~numpyro_gpaug.AutoLatentGaussian`, every Gaussian latent.
+    guide :class:`~numpyro_gpaug.AutoLatentGaussian`, every Gaussian latent. A loss for
+    :class:`numpyro.infer.SVI`.
 
     The expected log-likelihood is exact (closed form or one-dimensional integrals) for
     registered likelihoods, Gauss-Hermite quadrature with 32 nodes where the likelihood

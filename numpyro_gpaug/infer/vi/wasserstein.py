@@ -29,7 +29,8 @@ ESTIMATORS = ("symmetric", "spectral")
 
 
 class TraceWasserstein_ELBO(ELBO):
-    r"""Minus the expected log-likelihood, and the Wasserstein distance to the prior.
+    r"""Minus the expected log-likelihood, and the Wasserstein distance to the prior. A
+    loss for :class:`numpyro.infer.SVI`.
 
     .. math::
         -\sum_n E_Q \log p(y_n \mid F(x_n)) + w \sum_j \widehat{W}_2^2(P_j, Q_j)
