@@ -346,10 +346,10 @@ def planted() -> list[Planted]:
             ("test_arrow_models",),
         ),
         Planted(
-            "Chains: what is known from before a block is left out",
+            "Chains: what a block says of the step before it is left out",
             "math/recurrences.py",
-            "        seen = entering + weights",
-            "        seen = 0 * entering + weights",
+            "known = small.inverse(entering + seen)",
+            "known = small.inverse(entering)",
             ("test_chain",),
         ),
         Planted(
