@@ -153,16 +153,10 @@ class Posterior(Displayed):
         fitted = self._fitted._replace(own=moments)
         return Posterior(self._predictor, fitted, self._fit_arguments)
 
-    def arguments_at(
-        self, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the model at other data, with those of the fit that are
-        remembered.
-
-        :param args: as the model takes them.
-        :param kwargs: likewise.
-        """
-        return self._fit_arguments.joined(self.model, args, kwargs)[0].merge()
+    @property
+    def arguments(self) -> FitArguments:
+        """What is known of the arguments of the fit."""
+        return self._fit_arguments
 
     @property
     def processes(self) -> tuple[str, ...]:
