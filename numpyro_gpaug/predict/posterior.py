@@ -148,10 +148,11 @@ class Posterior(Displayed):
         process those of its whitened inducing values."""
         return self._predictor.moments(self._fitted)
 
-    def moved(self, moments: dict[str, Moments]) -> Posterior:
-        """The same posterior with other :attr:`moments`; it shares what is compiled."""
+    def moved(self, moments: dict[str, Moments], **kwargs: Any) -> Posterior:
+        """The same posterior with other :attr:`moments`, and keyword arguments in place
+        of the fit's; it shares what is compiled."""
         fitted = self._fitted._replace(own=moments)
-        return Posterior(self._predictor, fitted, self._fit_arguments)
+        return Posterior(self._predictor, fitted, self.arguments.holding(kwargs))
 
     @property
     def arguments(self) -> FitArguments:

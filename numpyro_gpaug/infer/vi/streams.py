@@ -151,23 +151,22 @@ class Stream:
         """What is known before a batch, of processes at its inducing inputs: as a
         posterior, its moments with what is forgotten, and nats lost by the move."""
         posterior, values = self.posterior, self.posterior.values
-        known, moments = posterior.arguments.kwargs, posterior.moments
-        old = self._moves.changed(args, kwargs, known, values)
-        before = {**kwargs, **old}
+        known, moments = posterior.arguments, posterior.moments
+        old = self._moves.changed(args, kwargs, known.kwargs, values)
         if self.forgetting < 1:
-            guide = self._guide_for(moments, args, before)
-            moments = self._blended(moments, guide.priors, self.forgetting)
+            # Of weights alone: where inducing inputs are changes nothing.
+            priors = self._guide.setup(*args, **kwargs).priors
+            moments = self._blended(moments, priors, self.forgetting)
         if not old:
             return posterior, moments, 0.0
-        given = Arguments.split(args, kwargs)
-        moments, lost = self._moves(
-            Arguments.split(args, before), given, values, moments
-        )
-        guide = self._guide_for(moments, args, kwargs)
-        structure = guide.structure_at(given)
-        predictor = predictor_for(guide, posterior.model, structure)
-        fitted = Fitted(values, moments)
-        at = Posterior.of_fit(predictor, fitted, structure, args, kwargs)
+        before = Arguments.split(args, {**kwargs, **old})
+        after = Arguments.split(args, kwargs)
+        moments, lost = self._moves(before, after, values, moments)
+        guide, new = self._guide_for(moments, args, kwargs), {k: kwargs[k] for k in old}
+        if guide.structure.blocks == posterior.structure.blocks:
+            return posterior.moved(moments, **new), moments, lost
+        predictor = predictor_for(guide, posterior.model, guide.structure)
+        at = Posterior(predictor, Fitted(values, moments), known.holding(new))
         return at, moments, lost
 
     def _guide_for(
@@ -185,9 +184,12 @@ class Stream:
 def _blended(
     moments: dict[str, Moments], priors: dict[str, Prior], share: Any
 ) -> dict[str, Moments]:
-    """``q^share p^(1 - share)`` of every block."""
+    """``q^share p^(1 - share)`` of every block; priors are standard normal where they
+    are not given."""
 
-    def of_block(q: Moments, prior: Prior) -> Moments:
+    def of_block(q: Moments, prior: Prior | None) -> Moments:
+        if prior is None:
+            prior = Prior(jnp.zeros_like(q.mean), jnp.ones_like(q.mean))
         root = q.precision_root()
         precision = root @ root.mT
         potential = jnp.einsum("...ij,...j->...i", precision, q.mean)
@@ -195,4 +197,4 @@ def _blended(
         blended = (share * x + (1 - share) * p for x, p in pairs)
         return NaturalGaussian(*blended).moments()
 
-    return {name: of_block(q, priors[name]) for name, q in moments.items()}
+    return {name: of_block(q, priors.get(name)) for name, q in moments.items()}
