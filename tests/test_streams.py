@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Posteriors that go on learning from batches."""
 
+import warnings
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,11 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.vi.moving import InducingMoves
+from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.math.projecting import projected
+from numpyro_gpaug.model.structure import Arguments
+from tests.conftest import enable_x64
 
 KEY = jax.random.key(0)
 LAWS = {
@@ -31,30 +38,31 @@ def model(X, y=None, *, Z, law="normal"):
 
 def data(law, rows=400):
     rng = np.random.default_rng(0)
-    X = rng.uniform(-3, 3, size=(rows, 1)).astype("f")
+    X, Z = rng.uniform(-3, 3, size=(rows, 1)).astype("f"), np.linspace(-3, 3, 8)
+    X[:4, 0] = Z[::2]
     f = 2 * np.sin(X[:, 0])
     y = {
         "normal": f + 0.3 * rng.normal(size=rows),
         "bernoulli": (rng.uniform(size=rows) < 1 / (1 + np.exp(-2 * f))).astype(int),
         "poisson": rng.poisson(9 / (1 + np.exp(-f))),
     }[law]
-    return X, y, np.linspace(-3, 3, 8, dtype="f")[:, None]
+    return X, y, Z.astype("f")[:, None]
 
 
 @cache
-def svi_of(law):
-    """Fits of data of one shape share a program."""
+def svi_of(law, num=8):
+    """Fits of data of one shape and as many inducing inputs share a program."""
     return gpaug.ConjugateSVI(
         partial(model, law=law), gpaug.AutoSparseGP(partial(model, law=law)), None
     )
 
 
 def run(X, y, Z, law="normal"):
-    return svi_of(law).run(KEY, 50, X, y, Z=Z, progress_bar=False)
+    return svi_of(law, len(Z)).run(KEY, 50, X, y, Z=Z, progress_bar=False)
 
 
 def fitted(X, y, Z, law="normal"):
-    return svi_of(law).posterior(run(X, y, Z, law))
+    return svi_of(law, len(Z)).posterior(run(X, y, Z, law))
 
 
 def streamed(first, X, y, size, forgetting=1.0):
@@ -66,7 +74,7 @@ def streamed(first, X, y, size, forgetting=1.0):
 
 @pytest.fixture(scope="module")
 def first():
-    """Fitted to four rows of the normal data."""
+    """Fitted to four rows of the normal data, at inducing inputs."""
     X, y, Z = data("normal")
     return fitted(X[:4], y[:4], Z)
 
@@ -75,7 +83,10 @@ def test_a_normal_stream_is_the_posterior_of_all_data(first, tmp_path):
     X, y, Z = data("normal")
     result = run(X, y, Z)
     whole = svi_of("normal").posterior(result)
-    stream = streamed(first, X[4:], y[4:], 36)
+    # From a file, as of the posterior itself.
+    first.save(tmp_path / "first.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "first.npz", svi_of("normal").model)
+    stream = streamed(loaded, X[4:], y[4:], 36)
     for name in ("mean", "variance"):
         found, expected = (
             getattr(p.predict_f(X[:50]), name) for p in (stream.posterior, whole)
@@ -86,23 +97,22 @@ def test_a_normal_stream_is_the_posterior_of_all_data(first, tmp_path):
     prior = float(dist.LogNormal(0.0, 1.0).log_prob(result.params["scale_auto_loc"]))
     losses = [run(X[:4], y[:4], Z).losses[-1], *stream.losses]
     np.testing.assert_allclose(sum(losses) + 11 * prior, result.losses[-1], rtol=2e-5)
-    # A loaded one goes on as well.
-    first.save(tmp_path / "first.npz")
-    loaded = gpaug.Posterior.load(tmp_path / "first.npz", svi_of("normal").model)
-    means = [
-        streamed(p, X[4:40], y[4:40], 36).posterior.predict_f(X).mean
-        for p in (first, loaded)
-    ]
-    np.testing.assert_allclose(*means, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "law", ["bernoulli", pytest.param("poisson", marks=pytest.mark.slow)]
 )
 def test_other_likelihoods_lose_little(law):
+    """Of data that go right, and inducing inputs that move with them."""
     X, y, Z = data(law)
-    begun, whole = fitted(X[:40], y[:40], Z, law), fitted(X, y, Z, law)
-    stream = streamed(begun, X[40:], y[40:], 40)
+    order = np.argsort(X[:, 0])
+    X, y = X[order], y[order]
+    left = np.linspace(-3, 0, 8, dtype="f")[:, None]
+    begun, whole = fitted(X[:40], y[:40], left, law), fitted(X, y, Z, law)
+    stream = gpaug.Stream(begun)
+    stream.update(X[40:80], y[40:80], Z=Z)
+    for start in range(80, len(X), 40):
+        stream.update(X[start : start + 40], y[start : start + 40])
     new, y_new, _ = data(law, 300)
     losses = [
         -p.predict_y(new).log_prob(y_new).mean() for p in (stream.posterior, whole)
@@ -125,11 +135,132 @@ def test_what_drifts_is_followed_by_forgetting(first):
         for p in (fitted(X, y, Z), stream.posterior)
     ]
     assert errors[1] < 0.5 * errors[0]
-    # Forgetting all but all goes back to the prior.
-    stream.forgetting = 1e-6
-    found = stream.update(X[4:40], y[4:40]).predict_f(X)
-    alone = fitted(X[4:40], y[4:40], Z).predict_f(X)
-    np.testing.assert_allclose(found.mean, alone.mean, atol=2e-3)
+
+
+def matern(X, Z, scale):
+    """The model's kernel."""
+    r = np.sqrt(5.0) / scale * np.abs(X.astype(float) - Z.T)
+    return 2 * (1 + r + r * r / 3) * np.exp(-r)
+
+
+def conditional(X, y, noise, new, scale):
+    """Mean and covariance at new inputs of the full process, in float64."""
+    cross, gram = matern(new, X, scale), matern(X, X, scale) + np.diag(noise)
+    weights = np.linalg.solve(gram, cross.T).T
+    return weights @ y, matern(new, new, scale) - weights @ cross.T
+
+
+def test_inducing_inputs_may_be_added_and_come_in_another_order(first):
+    """With all data so far at inducing inputs, which remain among those of later
+    batches, a normal stream is exact regression, of old data with as much more noise as
+    they are forgotten."""
+    X, y, Z = data("normal")
+    scale, share = float(first.values["scale"]), 0.8
+    added = np.append(Z, np.linspace(-2.5, 4, 4, dtype="f")[:, None], 0)[::-1]
+    X = np.concatenate([X[:4], added[:6], added[3:9]])
+    y = np.append(y[:4], np.sin(np.arange(12))).astype("f")
+    stream = gpaug.Stream(first, share)
+    noise = np.full(4, 0.09)
+    # They are remembered.
+    for end, how in ((10, {"Z": added}), (16, {})):
+        start = len(noise)
+        old, new = slice(start), slice(start, end)
+        stream.update(X[new], y[new], **how)
+        noise = noise / share
+        mean, covariance = conditional(X[old], y[old], noise, X[new], scale)
+        density = dist.MultivariateNormal(mean, covariance + 0.09 * np.eye(6))
+        # The prior of the hyperparameter, at rest, is in every batch's bound.
+        expected = density.log_prob(y[new]) + dist.LogNormal().log_prob(scale)
+        np.testing.assert_allclose(stream.losses[-1], -expected, atol=1e-3)
+        noise = np.append(noise, np.full(6, 0.09))
+    new = np.linspace(-3, 5, 7, dtype="f")[:, None]
+    mean, covariance = conditional(X, y, noise, new, scale)
+    found = stream.posterior.predict_f(new)
+    np.testing.assert_allclose(found.mean, mean, atol=5e-5)
+    np.testing.assert_allclose(found.variance, np.diag(covariance), atol=5e-5)
+
+
+def wandering(batches):
+    """Data whose inputs go right, and inducing inputs of each batch."""
+    rng = np.random.default_rng(2)
+    X = np.sort(rng.uniform(0, 3 * batches, (120 * batches, 1)), 0).astype("f")
+    f = 2 * np.sin(X[:, 0])
+    y = (rng.uniform(size=len(X)) < 1 / (1 + np.exp(-f))).astype(int)
+    return X, y, np.arange(0, 3 * batches + 0.1, 0.75, dtype="f")[:, None]
+
+
+@pytest.mark.slow
+def test_inputs_that_go_elsewhere_take_inducing_inputs_along():
+    batches = 6
+    X, y, Z = wandering(batches)
+    law, old, new = "bernoulli", slice(None, None, 2), slice(1, None, 2)
+    X, y, X_new, y_new = X[old], y[old], X[new], y[new]
+    begun, whole = fitted(X[:60], y[:60], Z[:5], law), fitted(X, y, Z, law)
+    resting, moving = gpaug.Stream(begun), gpaug.Stream(begun)
+    batches = [slice(60 * k, 60 * k + 60) for k in range(1, batches)]
+    for k, rows in enumerate(batches):
+        moving.update(X[rows], y[rows], Z=Z[: 4 * k + 9])
+    # A batch that is refused leaves the stream as it was.
+    with pytest.raises(ValueError, match="NaN"):
+        resting.update(X[rows], np.full(60, np.nan), Z=Z)
+    assert resting.posterior is begun
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in batches[:-1]:
+            resting.update(X[rows], y[rows])
+    with pytest.warns(UserWarning, match="the inducing values explain less than"):
+        resting.update(X[batches[-1]], y[batches[-1]])
+    whole, rested, moved = (
+        -np.asarray(p.predict_y(X_new).log_prob(y_new)).mean()
+        for p in (whole, resting.posterior, moving.posterior)
+    )
+    assert abs(moved - whole) < 0.005 < 0.2 * (rested - whole)
+    assert sum(moving.losses) < sum(resting.losses)
+
+
+def gaussian_kl(mean, covariance, other_mean, other):
+    inverse, shift = np.linalg.inv(other), mean - other_mean
+    log_dets = np.linalg.slogdet(other)[1] - np.linalg.slogdet(covariance)[1]
+    trace = np.trace(inverse @ covariance) - len(mean)
+    return 0.5 * (trace + shift @ inverse @ shift + log_dets)
+
+
+def test_what_is_carried_is_nearest():
+    """Against the joint Gaussians of a and b; with more variance than the prior's in
+    one direction, as likelihoods that are not log-concave leave, too."""
+    rng = np.random.default_rng(3)
+    size, other = 3, 4
+    # Covariances of b, in rows, with a: all singular values below 1.
+    left, _, right = np.linalg.svd(rng.normal(size=(other, size)), full_matrices=False)
+    A = left @ np.diag([0.98, 0.7, 0.2]) @ right
+    root = np.linalg.qr(rng.normal(size=(2, size, size)))[0]
+    S = np.einsum("cij,cj,ckj->cik", root, [[1.5, 0.3, 1e-2], [0.9, 0.5, 0.1]], root)
+    m = rng.normal(size=(2, size))
+    # A whitener that is not triangular.
+    whitener = root @ np.linalg.cholesky(S).swapaxes(1, 2)
+    q = Moments(*(jnp.asarray(x, jnp.float32) for x in (m, whitener)))
+    found, lost = jax.jit(projected)(q, jnp.asarray(A, jnp.float32)[None])
+    for c in range(2):
+        # D of the paper, where it exists: the precision that old data add is its
+        # inverse, and what b does not say of a is not added to D.
+        added = np.linalg.inv(S[c]) - np.eye(size)
+        covariance = np.linalg.inv(np.eye(other) + A @ added @ A.T)
+        mean = covariance @ A @ np.linalg.solve(S[c], m[c])
+        W = np.asarray(found.whitener[c])
+        np.testing.assert_allclose(W.T @ W, covariance, atol=1e-5)
+        np.testing.assert_allclose(found.mean[c], mean, atol=1e-5)
+        # (a, b) under p(a | b) q(b), and under q_old(a) p(b | a).
+        eye = np.eye(size)
+        new = np.block([
+            [A.T @ covariance @ A + eye - A.T @ A, A.T @ covariance],
+            [covariance @ A, covariance],
+        ])  # fmt: skip
+        old = np.block([
+            [S[c], S[c] @ A.T], [A @ S[c], A @ S[c] @ A.T + np.eye(other) - A @ A.T]
+        ])  # fmt: skip
+        means = [np.append(A.T @ mean, mean), np.append(m[c], A @ m[c])]
+        expected = gaussian_kl(means[0], new, means[1], old)
+        np.testing.assert_allclose(lost[c], expected, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -169,7 +300,44 @@ def test_refusals(first):
         with numpyro.plate("data", len(X)):
             numpyro.sample("y", dist.Normal(a + X[:, 0] * 0, 1.0), obs=y)
 
-    svi = gpaug.ConjugateSVI(joint, gpaug.AutoLatentGaussian(joint))
-    result = svi.run(KEY, 2, X, y, progress_bar=False)
+    structure = gpaug.AutoLatentGaussian(joint).setup(X, y).structure
     with pytest.raises(NotImplementedError, match="AutoSparseGP"):
-        gpaug.Stream(svi.posterior(result))
+        gpaug.Stream(SimpleNamespace(structure=structure))
+
+
+def test_moves_that_are_refused(first):
+    X, y, Z = data("normal", 20)
+    stream = gpaug.Stream(first)
+    with pytest.raises(ValueError, match=r"inducing inputs have shape \(8, 2\)"):
+        stream.update(X, y, Z=np.repeat(Z, 2, 1))
+    with pytest.raises(ValueError, match=r'pass Z.astype\("float32"\)'):
+        stream.update(X, y, Z=Z.astype(np.float16))
+
+    def moved(model, before, after, values=None):
+        moves, kwargs = InducingMoves(model), {"Z": after}
+        moves.changed((X, y), kwargs, {"Z": before}, values or {})
+        pair = (Arguments.split((X, y), {"Z": z}) for z in (before, after))
+        return moves(*pair, values or {}, {"f": Moments(jnp.zeros((1, 8)), EYE)})
+
+    EYE = jnp.eye(8)[None]
+
+    def process(X, y, Z, **how):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z, **how)
+        return gp(X)
+
+    def of_a_param(X, y, Z):
+        return process(X, y, numpyro.param("inputs", Z))
+
+    def of_another_scale(X, y, Z):
+        kernel = gpaug.kernels.Matern52(jnp.max(Z))
+        return gpaug.GaussianProcess("f", kernel, Z)(X)
+
+    with enable_x64(True), pytest.raises(ValueError, match="have dtype float64, and"):
+        moved(process, Z, Z.astype(float))
+    with pytest.raises(ValueError, match=r"start at \['Z'\] and stay"):
+        moved(of_a_param, Z, Z + 1, {"inputs": Z})
+    with pytest.raises(ValueError, match="the kernel of 'f' is another"):
+        moved(of_another_scale, Z, Z + 1)
+    each = np.stack([Z, Z])
+    with pytest.raises(NotImplementedError, match="one set that all latents share"):
+        moved(partial(process, num_latents=2), each, each + 1)

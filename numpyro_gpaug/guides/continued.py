@@ -42,9 +42,10 @@ class ContinuedGP(AutoSparseGP):
 
     @property
     def priors(self) -> dict[str, Prior]:
-        """Priors of the model, latent axis first, by block."""
+        """Priors of the plain weight vectors, latent axis first, by block; those of
+        inducing vectors are standard normal."""
         found = {}
-        for block in self.structure.blocks:
+        for block in self.structure.weights:
             rows = (-1, block.shape[-1])
             found[block.name] = Prior(*(
                 jnp.reshape(x, rows) for x in self._first[block.name]

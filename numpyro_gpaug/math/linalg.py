@@ -238,6 +238,12 @@ class Moments(NamedTuple):
         columns = deviation[..., None]
         return solve_lower(self.whitener, columns, transpose=True)[..., 0]
 
+    def precision_root(self) -> Array:
+        """``R`` with precision ``R R'``, upper triangular, (..., M, M), of whatever
+        whitener; to the digits that this has, of which its square has half."""
+        triangle = one_by_one(partial(jnp.linalg.qr, mode="r"))(self.whitener)
+        return inverse_lower(triangle.mT).mT
+
     def extended(self, places: np.ndarray) -> Moments:
         """With new latents, at a standard normal prior, of one set of latents.
 

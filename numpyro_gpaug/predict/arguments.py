@@ -74,6 +74,10 @@ class FitArguments(NamedTuple):
         data = args, {k: v for k, v in kwargs.items() if k not in kept}
         return cls(kept, observations, shared, jax.tree.map(_by_shape, data))
 
+    def holding(self, kwargs: dict[str, Any]) -> FitArguments:
+        """These with other keyword arguments of the fit."""
+        return self._replace(kwargs={**self.kwargs, **kwargs})
+
     def joined(
         self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Arguments, tuple[bool, ...]]:

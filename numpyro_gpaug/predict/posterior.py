@@ -148,21 +148,16 @@ class Posterior(Displayed):
         process those of its whitened inducing values."""
         return self._predictor.moments(self._fitted)
 
-    def moved(self, moments: dict[str, Moments]) -> Posterior:
-        """The same posterior with other :attr:`moments`; it shares what is compiled."""
+    def moved(self, moments: dict[str, Moments], **kwargs: Any) -> Posterior:
+        """The same posterior with other :attr:`moments`, and keyword arguments in place
+        of the fit's; it shares what is compiled."""
         fitted = self._fitted._replace(own=moments)
-        return Posterior(self._predictor, fitted, self._fit_arguments)
+        return Posterior(self._predictor, fitted, self.arguments.holding(kwargs))
 
-    def arguments_at(
-        self, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of the model at other data, with those of the fit that are
-        remembered.
-
-        :param args: as the model takes them.
-        :param kwargs: likewise.
-        """
-        return self._fit_arguments.joined(self.model, args, kwargs)[0].merge()
+    @property
+    def arguments(self) -> FitArguments:
+        """What is known of the arguments of the fit."""
+        return self._fit_arguments
 
     @property
     def processes(self) -> tuple[str, ...]:

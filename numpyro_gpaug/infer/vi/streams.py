@@ -12,9 +12,13 @@ import numpy as np
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides.continued import ContinuedGP, earlier_params
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
+from numpyro_gpaug.infer.vi.moving import InducingMoves
 from numpyro_gpaug.math.affine import Prior
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, inverse_cholesky
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.predict.joint import predictor_for
+from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.posterior import Posterior
 
 # Steps of one update; it stops earlier, once the bound rises no more.
@@ -27,10 +31,18 @@ class Stream:
 
     The posterior so far, :math:`q_{t-1}(v)` of the inducing values, is the prior of the
     next batch: :math:`q_t(v) \propto q_{t-1}(v) \prod_i t_i(v)` with the Gaussian
-    factors :math:`t_i` of its data, found by the same closed-form updates. Inducing
-    inputs and hyperparameters stay as they are. With a Normal likelihood the result
-    does not depend on how data come in batches, and is the posterior of all of them to
-    rounding; with others, factors of old data are not improved any more.
+    factors :math:`t_i` of its data, found by the same closed-form updates.
+    Hyperparameters stay as they are. With a Normal likelihood and inducing inputs at
+    rest the result does not depend on how data come in batches, and is the posterior of
+    all of them to rounding; with others, factors of old data are not improved any more.
+
+    Inducing inputs may be added or moved with any batch: pass others in the model's
+    keyword argument that holds them. The posterior is first carried to these,
+    :math:`q(b) \propto p(b) \exp \mathrm{E}_{p(a | b)} \log q_{t-1}(a) / p(a)` for old
+    inducing values a and new ones b, which is the nearest process in Kullback-Leibler
+    divergence. That is 0 where the new inputs contain the old, of which nothing is
+    lost, and what old inputs knew that are dropped is kept as far as the others tell
+    their values.
 
     A forgetting factor :math:`\gamma < 1` takes the posterior back towards the prior
     before each batch, :math:`q_{t-1}^\gamma p^{1 - \gamma}`: data of :math:`k` batches
@@ -61,8 +73,15 @@ class Stream:
     >>> print(stream.update(X[1::2], y[1::2]).predict_y(X[:1]).probs.round(1))
     [0.3]
 
+    Data go on to the right, and inducing inputs with them:
+
+    >>> more = jnp.concatenate([X[::4], X[::4] + 6])
+    >>> moved = stream.update(X[even] + 6, y[even], inducing=more)
+    >>> moved.predict_f(X + 6).mean.shape, len(more)
+    ((20,), 10)
+
     Reference: Bui, Nguyen and Turner (2017), Streaming sparse Gaussian process
-    approximations, with inducing inputs and hyperparameters at rest.
+    approximations, section 3.1, with hyperparameters at rest.
     """
 
     def __init__(self, posterior: Posterior, forgetting: float = 1.0) -> None:
@@ -80,9 +99,14 @@ class Stream:
             )
         self.posterior, self.forgetting = posterior, forgetting
         self.losses: list[float] = []
-        self._guide = ContinuedGP(posterior.model)
-        self._svi = ConjugateSVI(posterior.model, self._guide, None)
+        self._moves = InducingMoves(posterior.model)
         self._blended: Any = one_thread(jax.jit(_blended))
+        self._begin(posterior.model)
+
+    def _begin(self, model: Any) -> None:
+        """Programs of a model with a number of inducing inputs."""
+        self._guide = ContinuedGP(model)
+        self._svi = ConjugateSVI(model, self._guide, None)
         self._moments: Any = one_thread(jax.jit(self._guide.moments))
 
     def update(self, *args: Any, **kwargs: Any) -> Posterior:
@@ -90,45 +114,87 @@ class Stream:
 
         :param args: the model's arguments at it, observations included. Batches of the
             same shape share a program.
-        :param kwargs: its keyword arguments, where they differ from the fit's.
+        :param kwargs: its keyword arguments, where they differ from those before. Other
+            inducing inputs than before are remembered, like those of a fit; as many as
+            before share a program, of another number compile their own.
         :return: the posterior of all data so far, also ``stream.posterior``. Minus its
             bound on the log density of the batch given those before (and of the prior
-            of hyperparameters that rest) is the last of ``stream.losses``.
-        :raises ValueError: for what a fit refuses.
+            of hyperparameters that rest) is the last of ``stream.losses``; where
+            inducing inputs moved, the divergence of the process that was carried from
+            the one before is part of it.
+        :raises ValueError: for what a fit refuses; for inducing inputs of other columns
+            or another dtype, for those that the model has as a param, and for kernels
+            that change with them.
+        :raises NotImplementedError: for a move of a set of inducing inputs per latent.
         """
-        args, kwargs = self.posterior.arguments_at(*args, **kwargs)
-        guide = self._guide
-        guide.setup(*args, **kwargs)
-        values, moments = self.posterior.values, self.posterior.moments
-        blocks = guide.structure.blocks
-        if self.forgetting < 1:
-            moments = self._blended(moments, guide.priors, self.forgetting)
+        known, model = self.posterior.arguments, self.posterior.model
+        args, kwargs = known.joined(model, args, kwargs)[0].merge()
+        posterior, moments, lost = self._prior(args, kwargs)
+        guide, values = self._guide_for(moments, args, kwargs), posterior.values
         params = {k: v for k, v in values.items() if k in guide.constraints}
         for name in guide.structure.others:
             params[f"{name}_auto_loc"] = values[name]
-        for block in blocks:
+        for block in guide.structure.blocks:
             params |= earlier_params(block, moments[block.name])
         result = self._svi.run(
             jax.random.key(0), STEPS, *args, tol=SETTLED, progress_bar=False,
             init_params=params, **kwargs,
         )  # fmt: skip
         _, own = guide.split_params(result.params)
-        self.losses.append(float(np.asarray(result.losses[-1])))
-        self.posterior = self.posterior.moved(self._moments(own))
+        self.losses.append(float(np.asarray(result.losses[-1])) + lost)
+        self.posterior = posterior.moved(self._moments(own))
         return self.posterior
+
+    def _prior(
+        self, args: Any, kwargs: Any
+    ) -> tuple[Posterior, dict[str, Moments], float]:
+        """What is known before a batch, of processes at its inducing inputs: as a
+        posterior, its moments with what is forgotten, and nats lost by the move."""
+        posterior, values = self.posterior, self.posterior.values
+        known, moments = posterior.arguments, posterior.moments
+        old = self._moves.changed(args, kwargs, known.kwargs, values)
+        if self.forgetting < 1:
+            # Of weights alone: where inducing inputs are changes nothing.
+            priors = self._guide.setup(*args, **kwargs).priors
+            moments = self._blended(moments, priors, self.forgetting)
+        if not old:
+            return posterior, moments, 0.0
+        before = Arguments.split(args, {**kwargs, **old})
+        after = Arguments.split(args, kwargs)
+        moments, lost = self._moves(before, after, values, moments)
+        guide, new = self._guide_for(moments, args, kwargs), {k: kwargs[k] for k in old}
+        if guide.structure.blocks == posterior.structure.blocks:
+            return posterior.moved(moments, **new), moments, lost
+        predictor = predictor_for(guide, posterior.model, guide.structure)
+        at = Posterior(predictor, Fitted(values, moments), known.holding(new))
+        return at, moments, lost
+
+    def _guide_for(
+        self, moments: dict[str, Moments], args: Any, kwargs: Any
+    ) -> ContinuedGP:
+        """The guide of a number of inducing inputs: one at a time."""
+        guide = self._guide.setup(*args, **kwargs)
+        sizes = {b.name: b.shape[-1] for b in guide.structure.blocks}
+        if any(q.mean.shape[-1] != sizes[name] for name, q in moments.items()):
+            self._begin(guide.model)
+            guide = self._guide.setup(*args, **kwargs)
+        return guide
 
 
 def _blended(
     moments: dict[str, Moments], priors: dict[str, Prior], share: Any
 ) -> dict[str, Moments]:
-    """``q^share p^(1 - share)`` of every block."""
+    """``q^share p^(1 - share)`` of every block; priors are standard normal where they
+    are not given."""
 
-    def of_block(q: Moments, prior: Prior) -> Moments:
-        white = inverse_cholesky(q.whitener.mT @ q.whitener)
-        precision = white.mT @ white
+    def of_block(q: Moments, prior: Prior | None) -> Moments:
+        if prior is None:
+            prior = Prior(jnp.zeros_like(q.mean), jnp.ones_like(q.mean))
+        root = q.precision_root()
+        precision = root @ root.mT
         potential = jnp.einsum("...ij,...j->...i", precision, q.mean)
         pairs = zip((potential, precision), prior.natural, strict=True)
         blended = (share * x + (1 - share) * p for x, p in pairs)
         return NaturalGaussian(*blended).moments()
 
-    return {name: of_block(q, priors[name]) for name, q in moments.items()}
+    return {name: of_block(q, priors.get(name)) for name, q in moments.items()}

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of processes at some inducing inputs, carried to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.gp.process import Conditional, GaussianProcess
+from numpyro_gpaug.gp.projection import lead, project
+from numpyro_gpaug.math.linalg import Moments, precise
+from numpyro_gpaug.math.projecting import projected
+from numpyro_gpaug.model.sources import sources
+from numpyro_gpaug.model.structure import (
+    Arguments,
+    flat_functions,
+    remembered,
+    run_model,
+)
+
+# Of the elements of a kernel matrix that the same program computes twice.
+_SAME = 1e-4
+
+
+class InducingMoves:
+    """Moves of the inducing inputs of a model, compiled once for each two shapes.
+
+    :param model: the model.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+        self._sources: dict[Any, tuple[str, ...]] = {}
+        self._program: Any = one_thread(
+            jax.jit(self._moved, static_argnames=("before", "after"))
+        )
+
+    def changed(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[str, Any],
+        values: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Arguments that inducing inputs are computed from, and that are others now: as
+        they were.
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        :param before: these before, where they are remembered.
+        :param values: of params and other latents.
+        :raises ValueError: for one that a param starts at, which rests.
+        """
+        others = {
+            k: v for k, v in before.items() if k in kwargs and not _same(v, kwargs[k])
+        }
+        if not others:
+            return {}
+        inducing = self._origins(args, kwargs, values)
+        found = {k: v for k, v in others.items() if k in inducing}
+        if len(found) < len(others):
+            # Params at where they start are computed from arguments.
+            started = self._origins(args, kwargs, {})
+            if idle := [k for k in others if k in started and k not in inducing]:
+                raise ValueError(
+                    f"params of the model start at {idle} and stay where the fit left "
+                    "them: a stream moves inducing inputs that the model uses as they "
+                    "are passed, not those that are a param"
+                )
+        return found
+
+    def _origins(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, Any]
+    ) -> tuple[str, ...]:
+        """Arguments that inducing matrices are computed from."""
+        given = Arguments.split(args, kwargs)
+        return remembered(
+            self._sources, (given.shapes, bool(values)),
+            lambda: sources(self._model, *given.merge(), None, values).inducing,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        before: Arguments,
+        after: Arguments,
+        values: dict[str, Any],
+        moments: dict[str, Moments],
+    ) -> tuple[dict[str, Moments], float]:
+        """Moments of all blocks at the new inducing inputs, and the divergence of the
+        new processes from the old ones.
+
+        :param before: the model's arguments with the old inducing inputs.
+        :param after: with the new ones.
+        :param values: of params and other latents.
+        :param moments: of the blocks.
+        :raises ValueError: for inducing inputs of other columns or another dtype, and
+            for hyperparameters that have changed with them.
+        :raises NotImplementedError: for a set of inducing inputs per latent.
+        """
+        moved, lost, shifts = self._program(
+            before.arrays, after.arrays, values, moments,
+            before=before.static, after=after.static,
+        )  # fmt: skip
+        for name, shift in shifts.items():
+            if not float(shift) < _SAME:
+                raise ValueError(
+                    f"the kernel of {name!r} is another at the new arguments: a stream "
+                    "moves inducing inputs, and hyperparameters stay as they are"
+                )
+        return moved, float(lost)
+
+    @precise
+    def _moved(
+        self,
+        before_arrays: Any,
+        after_arrays: Any,
+        values: Any,
+        moments: dict[str, Moments],
+        before: Any,
+        after: Any,
+    ) -> tuple[dict[str, Moments], Array, dict[str, Array]]:
+        old = self._processes(Arguments(before_arrays, before), values)
+        new = self._processes(Arguments(after_arrays, after), values)
+        moved, lost, shifts = dict(moments), jnp.zeros(()), {}
+        for name, gp in old.items():
+            _check(name, gp, new[name])
+            shifts[name] = _shift(gp, new[name])
+            moved[name], each = projected(moments[name], _projection(gp, new[name]))
+            lost += each.sum()
+        return moved, lost, shifts
+
+    def _processes(
+        self, arguments: Arguments, values: Mapping[str, Any]
+    ) -> dict[str, GaussianProcess]:
+        flat = flat_functions(self._model)
+        trace = run_model(flat, arguments, jax.random.key(0), dict(values))
+        found = {name: site.get("fn") for name, site in trace.items()}
+        return {n: fn.gp for n, fn in found.items() if isinstance(fn, Conditional)}
+
+
+def _projection(old: GaussianProcess, new: GaussianProcess) -> Array:
+    """Covariances of the whitened values at new inducing inputs, in rows, with those at
+    the old."""
+    cross = project(new.kernel, new.inducing, new.inverse_factor, old.inducing)
+    return cross @ old.inverse_factor.mT
+
+
+def _shift(old: GaussianProcess, new: GaussianProcess) -> Array:
+    """How far the kernel has moved, relative to its values."""
+    grams = [lead(gp.kernel(old.inducing, old.inducing), 2) for gp in (old, new)]
+    return jnp.abs(grams[0] - grams[1]).max() / jnp.abs(grams[0]).max()
+
+
+def _check(name: str, old: GaussianProcess, new: GaussianProcess) -> None:
+    shapes = old.inducing.shape, new.inducing.shape
+    if any(len(shape) > 2 for shape in shapes):
+        raise NotImplementedError(
+            f"the inducing inputs of {name!r} have shape {shapes[1]} and had "
+            f"{shapes[0]}: a stream moves one set that all latents share, (M, D)"
+        )
+    if shapes[0][1:] != shapes[1][1:]:
+        raise ValueError(
+            f"the inducing inputs of {name!r} have shape {shapes[1]} and had "
+            f"{shapes[0]}: their columns are others"
+        )
+    if old.inducing.dtype != new.inducing.dtype:
+        raise ValueError(
+            f"the inducing inputs of {name!r} have dtype {new.inducing.dtype}, and "
+            f"those of the fit {old.inducing.dtype}"
+        )
+
+
+def _same(left: Any, right: Any) -> bool:
+    leaves = [jax.tree.leaves(x) for x in (left, right)]
+    if len(leaves[0]) != len(leaves[1]):
+        return False
+    pairs = zip(*leaves, strict=True)
+    return all(x is y or np.array_equal(x, y) for x, y in pairs)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What is known of some whitened function values, said of others.
+
+Values ``a = A' b + r`` of a process are known as ``q(a) = N(m, S)``, where ``p(a)`` and
+``p(b)`` are standard normal and ``r`` is independent of ``b`` with covariance ``I - A'
+A``. Of all processes that know of ``b`` alone, ``p(f | b) q(b)``, the nearest one to
+``p(f | a) q(a)`` in Kullback-Leibler divergence is
+
+.. math::
+
+    q(b) \propto p(b) \exp \mathrm{E}_{p(a | b)} \log \frac{q(a)}{p(a)}
+    = N(b; \Lambda^{-1} A S^{-1} m, \Lambda^{-1}), \quad
+    \Lambda = I - A A^\top + A S^{-1} A^\top.
+
+This is the variational optimum without new data of Bui, Nguyen and Turner (2017,
+section 3.1): old data enter with the noise :math:`D = (S^{-1} - I)^{-1}`, without the
+:math:`I - A^\top A` that power EP adds to it, and what the move loses is the bound's
+trace term and more. :math:`\Lambda` is a sum of positive semi-definite matrices with no
+common null space, whether the likelihood is log-concave (:math:`S \le I`) or not.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, diagonal, precise
+
+
+@precise
+def projected(q: Moments, projection: Array) -> tuple[Moments, Array]:
+    """That of ``b``, from what is known of ``a``.
+
+    :param q: moments of a, (latents, K).
+    :param projection: A, (1 or latents, M, K).
+    :return: moments of b, (latents, M), and the divergence of its process from that of
+        ``q``, (latents,): 0 where ``b`` determines ``a``, but for rounding.
+    """
+    root = q.precision_root()
+    known = projection @ root
+    eye = jnp.eye(projection.shape[-2], dtype=projection.dtype)
+    apart = eye - projection @ projection.mT
+    # Deviations from the regression of b on the mean of a: none where b is a in another
+    # order, and small where it holds nearly as much.
+    start = jnp.matvec(projection, q.mean)
+    unsaid = jnp.vecmat(q.mean - jnp.vecmat(start, projection), root)
+    potential = jnp.matvec(known, unsaid) - jnp.vecmat(start, apart)
+    precision = jnp.broadcast_to(apart + known @ known.mT, (*start.shape, len(eye)))
+    found = NaturalGaussian(potential, precision).moments()
+    found = found._replace(mean=start + found.mean)
+    return found, _divergence(q, found, projection, root, apart)
+
+
+def _divergence(
+    q: Moments, new: Moments, projection: Array, root: Array, apart: Array
+) -> Array:
+    """KL of the process of ``new`` from that of ``q``: sums of squares, the trace term
+    of the bound, and determinants."""
+    eye = jnp.eye(projection.shape[-1], dtype=projection.dtype)
+    left = eye - projection.mT @ projection
+    trace = (root * (left @ root)).sum((-2, -1)) - diagonal(left).sum(-1)
+    missed = jnp.vecmat(q.mean - jnp.vecmat(new.mean, projection), root)
+    prior = new.mean * jnp.vecmat(new.mean, apart)
+    distance = jnp.square(missed).sum(-1) + prior.sum(-1)
+    log_det = 2 * jnp.log(jnp.abs(diagonal(root))).sum(-1)
+    return 0.5 * (trace + distance - new.log_det - log_det)
