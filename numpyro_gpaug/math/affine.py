@@ -268,13 +268,12 @@ class AffineMap(NamedTuple):
         return NaturalGaussian(potential, eye + precision)
 
 
-def share_unexplained(explained: Array) -> Array:
-    """The share of predictors of which the latents explain next to nothing.
+def unexplained(explained: Array) -> Array:
+    """Of which predictors the latents explain next to nothing.
 
     :param explained: from :meth:`AffineMap.explained`.
     """
-    each = jnp.asarray(1 / explained.size, explained.dtype)
-    return jnp.where(explained < LEAST_EXPLAINED, each, 0).sum()
+    return explained < LEAST_EXPLAINED
 
 
 def unstandardised(q: Moments, prior: Prior) -> Moments:

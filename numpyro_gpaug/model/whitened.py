@@ -20,7 +20,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_correlated,
     lookup_expectation,
 )
-from numpyro_gpaug.math.affine import AffineMap, share_unexplained
+from numpyro_gpaug.math.affine import AffineMap, unexplained
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import Likelihood
@@ -39,8 +39,7 @@ class Parts(NamedTuple):
     :param values: of Gaussian sites and of deterministic ones.
     :param factors: of Gaussian sites whose values mix numbers by them.
     :param residuals: variances of function values given inducing values, by process.
-    :param unreached: the share of them that inducing values say next to nothing of,
-        likewise.
+    :param unreached: of which of them inducing values say next to nothing, likewise.
     """
 
     densities: dict[str, Any]
@@ -110,7 +109,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
                 f = site["fn"]
                 parts.residuals[name] = f.outputs.variances(f.residual)
                 map_ = AffineMap(f.mean, f.projection, f.residual)
-                parts.unreached[name] = share_unexplained(map_.explained())
+                parts.unreached[name] = unexplained(map_.explained())
         if site["type"] != "sample":
             continue
         fn, value, scale = site["fn"], site["value"], site["scale"]

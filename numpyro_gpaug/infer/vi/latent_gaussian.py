@@ -88,8 +88,8 @@ class LatentGaussian:
     :param likelihood: the expected log-likelihood, a function (and pytree) of the
         marginals and of the kind of bound.
     :param constant: the part of the bound that does not depend on the blocks.
-    :param unreached: by process, the share of function values of which inducing values
-        say next to nothing.
+    :param unreached: by process, of which function values inducing values say next to
+        nothing.
     :param learns: whether evaluations keep what :meth:`gradient` needs.
     """
 
@@ -116,9 +116,6 @@ class LatentGaussian:
         """
         maps = {name: map_.keep() for name, map_ in view.maps().items()}
         priors = view.priors()
-        # Of the dtype of the latents, which data need not have.
-        dtype = _dtype(priors)
-        unreached = view.unreached(jax.tree.map(lax.stop_gradient, maps))
         return cls(
             maps=maps,
             priors=priors,
@@ -127,14 +124,19 @@ class LatentGaussian:
             coupled=view.coupled(),
             likelihood=view.expected(bound),
             constant=constant,
-            unreached={k: share.astype(dtype) for k, share in unreached.items()},
+            unreached=view.unreached(jax.tree.map(lax.stop_gradient, maps)),
             learns=learns,
         )
 
     @property
+    def shares_unreached(self) -> dict[str, Array]:
+        """The shares of :attr:`unreached`."""
+        return {k: x.mean(dtype=self.dtype) for k, x in self.unreached.items()}
+
+    @property
     def dtype(self) -> Any:
         """Of the bound; other latents may be in JAX's default dtype."""
-        return _dtype(self.priors)
+        return jnp.result_type(*(prior.loc for prior in self.priors.values()))
 
     # Minibatches of latents.
 
@@ -342,7 +344,3 @@ class LatentGaussian:
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled, at.mean)
         return information.moved(selected(q.mean, self.latents.get(name)))
-
-
-def _dtype(priors: Mapping[str, Any]) -> Any:
-    return jnp.result_type(*(prior.loc for prior in priors.values()))

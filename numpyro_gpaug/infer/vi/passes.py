@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -96,10 +95,10 @@ def add_block(
     }
     value = at.expected
     valid = all_valid(plan.model, plan.structure, Arguments(arrays, static))
-    sizes = {k: math.prod(f.shape) for k, f in plan.structure.functions.items()}
+    dtype = problem.dtype
     values = {
-        name: sizes[name] * jnp.stack([share, jnp.ones_like(share)])
-        for name, share in problem.unreached.items()
+        name: jnp.stack([x.sum(dtype=dtype), jnp.asarray(x.size, dtype)])
+        for name, x in problem.unreached.items()
     }
     if before is not None:
         valid = before.valid & valid

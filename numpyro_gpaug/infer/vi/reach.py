@@ -18,7 +18,7 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project, residual_variance
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.affine import LEAST_EXPLAINED, AffineMap, share_unexplained
+from numpyro_gpaug.math.affine import LEAST_EXPLAINED, AffineMap, unexplained
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
@@ -71,7 +71,7 @@ def _diagnosis(conditional: Conditional) -> str | None:
     projection = project(gp.kernel, gp.inducing, gp.inverse_factor, X)
     residual = residual_variance(lead(gp.kernel(X), 1), projection)
     explained = AffineMap(residual, projection, residual).explained()
-    share = float(share_unexplained(explained))
+    share = float(unexplained(explained).mean())
     if share <= MOST_UNREACHED:
         return None
     rows = np.asarray(X, float).reshape(len(X), -1)

@@ -93,7 +93,7 @@ class Stepper:
         """
         if not isinstance(first.problem, LatentGaussian):
             return state
-        return state._replace(unreached=first.problem.unreached)
+        return state._replace(unreached=first.problem.shares_unreached)
 
     def evaluate(
         self, state: ConjugateState, key: Array, indices: dict[str, Array]
@@ -159,7 +159,7 @@ class Stepper:
         hyper = self._next_hyper(state, values, at, gradient, further)
         new = state._replace(
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
-            unreached=problem.unreached,
+            unreached=problem.shares_unreached,
         )  # fmt: skip
         fell = ~(evaluation.bound >= state.bound - slack(evaluation))
         same = state._replace(hyper=refused(state.hyper))
@@ -195,7 +195,7 @@ class Stepper:
             return state._replace(
                 hyper=quasi_newton.improved(hyper, values, unresolved),
                 natural=natural, step_sizes=steps, bound=bound,
-                unreached=problem.unreached,
+                unreached=problem.shares_unreached,
             )  # fmt: skip
 
         # A first bound of NaN is shown.
@@ -230,7 +230,7 @@ class Stepper:
         new = state._replace(
             hyper=hyper, natural=whole.scatter(state.natural, natural),
             schedule=schedules, epochs=epochs, bound=bound,
-            unreached=whole.unreached,
+            unreached=whole.shares_unreached,
         )  # fmt: skip
         return flagged(new, hyper)
 
