@@ -14,6 +14,7 @@ from jax import Array
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments, precise
 from numpyro_gpaug.math.projecting import projected
 from numpyro_gpaug.model.sources import sources
@@ -38,7 +39,7 @@ class InducingMoves:
         self._model = model
         self._sources: dict[Any, tuple[str, ...]] = {}
         self._program: Any = one_thread(
-            jax.jit(self._moved, static_argnames=("before", "after"))
+            few(self._moved, static_argnames=("before", "after"))
         )
 
     def changed(
