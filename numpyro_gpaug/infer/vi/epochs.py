@@ -33,6 +33,25 @@ def first_epochs(structure: Structure, passed: Collection[str] = ()) -> Epochs:
     }
 
 
+def drawn_batch(
+    structure: Structure, key: Array, passed: Collection[str] = ()
+) -> dict[str, Array]:
+    """Indices of every subsampled plate drawn with replacement, for a look at a state:
+    shuffling millions of rows takes as long as a hundred steps.
+
+    :param structure: what the model is made of.
+    :param key: random key.
+    :param passed: plates whose batches are passed in.
+    """
+    return {
+        name: random.randint(
+            random.fold_in(key, k), (plate.subsample_size,), 0, plate.size
+        )
+        for k, (name, plate) in enumerate(structure.subsampled.items())
+        if name not in passed
+    }
+
+
 def next_batch(
     structure: Structure, epochs: Epochs, key: Array
 ) -> tuple[dict[str, Array], Epochs]:

@@ -131,7 +131,10 @@ class LatentGaussian:
     @property
     def shares_unreached(self) -> dict[str, Array]:
         """The shares of :attr:`unreached`."""
-        return {k: x.mean(dtype=self.dtype) for k, x in self.unreached.items()}
+        shares = {
+            k: jnp.asarray(1 / x.size, self.dtype) for k, x in self.unreached.items()
+        }
+        return {k: jnp.where(x, shares[k], 0).sum() for k, x in self.unreached.items()}
 
     @property
     def dtype(self) -> Any:

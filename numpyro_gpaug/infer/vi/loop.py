@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
-from numpyro_gpaug.infer.vi.epochs import first_epochs, next_batch
+from numpyro_gpaug.infer.vi.epochs import drawn_batch
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
@@ -186,13 +186,12 @@ def bounds_of_batches(
         ``arrays``, see :class:`Stacked`.
     """
 
-    def one(epochs: Any, given: tuple[Array, Array]) -> tuple[Any, Array]:
+    def one(given: tuple[Array, Array]) -> Array:
         i, key = given
         stacked, whole = Stacked(arrays, static), Arguments(arrays, static)
         here = stacked.one(i) if plan.passed else whole
-        indices, epochs = next_batch(plan.structure, epochs, key)
-        stepper = Stepper(plan, settings, here)
-        return epochs, stepper.evaluate(state, key, indices).bound
+        indices = drawn_batch(plan.structure, key, plan.passed)
+        return Stepper(plan, settings, here).evaluate(state, key, indices).bound
 
     each = jnp.arange(BATCHES), random.split(random.key(0), BATCHES)
-    return lax.scan(one, first_epochs(plan.structure, plan.passed), each)[1]
+    return lax.map(one, each)
