@@ -362,7 +362,7 @@ def planted() -> list[Planted]:
         Planted(
             "Chains: what follows is taken for the numbers that it is made of",
             "model/latents.py",
-            "white = along - small.product(link, before)",
+            "white = along - small.product(link, step_before(along))",
             "white = along",
             ("test_chain_models",),
         ),

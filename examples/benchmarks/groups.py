@@ -26,6 +26,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,37 +156,32 @@ def fit_rows(rows: int) -> dict[str, Any]:
 
 def fit_walk(rows: int) -> dict[str, Any]:
     """One length of the walk."""
-    rng = np.random.default_rng(0)
-    walk = np.cumsum(0.01 * rng.normal(size=rows))
-    y = rng.poisson(np.exp(1 + walk)).astype(np.int32)
-    guide = gpaug.AutoLatentGaussian(walking)
-    svi = gpaug.ConjugateSVI(walking, guide)
-    given = np.arange(rows), rows, y
-    result, (cold, warm) = twice(svi, 100, given, {}, None)
-    scale = float(result.params["scale_auto_loc"])
-    return {
-        "fit": "walk", "rows": rows, "latents": rows + 1,
-        "steps": len(result.losses), "bound": -float(result.losses[-1]),
-        "cold": cold, "warm": warm, "error": abs(scale - 0.01), "hyper": scale,
-    }  # fmt: skip
+    x = np.cumsum(0.01 * np.random.default_rng(0).normal(size=rows))
+    return fit_steps("walk", walking, x, "scale", 0.01)
 
 
 def fit_series(rows: int) -> dict[str, Any]:
     """One length of the autoregression."""
-    rng = np.random.default_rng(0)
-    noise = 0.2 * rng.normal(size=rows)
+    noise = 0.2 * np.random.default_rng(0).normal(size=rows)
     noise[0] /= math.sqrt(1 - 0.95**2)
     x = signal.lfilter([1.0], [1.0, -0.95], noise)
+    return fit_steps("series", returning, x, "phi", 0.95)
+
+
+def fit_steps(
+    name: str, model: Callable[..., Any], x: np.ndarray, hyper: str, truth: float
+) -> dict[str, Any]:
+    """Counts of the rates ``exp(1 + x)``; ``error`` is of a hyperparameter."""
+    rows, rng = len(x), np.random.default_rng(1)
     y = rng.poisson(np.exp(1 + x)).astype(np.int32)
-    guide = gpaug.AutoLatentGaussian(returning)
-    svi = gpaug.ConjugateSVI(returning, guide)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     given = np.arange(rows), rows, y
     result, (cold, warm) = twice(svi, 100, given, {}, None)
-    phi = float(result.params["phi_auto_loc"])
+    found = float(result.params[f"{hyper}_auto_loc"])
     return {
-        "fit": "series", "rows": rows, "latents": rows + 1,
+        "fit": name, "rows": rows, "latents": rows + 1,
         "steps": len(result.losses), "bound": -float(result.losses[-1]),
-        "cold": cold, "warm": warm, "error": abs(phi - 0.95), "hyper": phi,
+        "cold": cold, "warm": warm, "error": abs(found - truth), "hyper": found,
     }  # fmt: skip
 
 

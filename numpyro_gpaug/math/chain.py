@@ -37,7 +37,13 @@ from jax import Array
 
 from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes, log_det_of
-from numpyro_gpaug.math.recurrences import congruent, filtered, linear
+from numpyro_gpaug.math.recurrences import (
+    congruent,
+    filtered,
+    linear,
+    step_after,
+    step_before,
+)
 
 
 class ChainMoments(NamedTuple):
@@ -127,7 +133,7 @@ class ChainMoments(NamedTuple):
         corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
         own = own + jnp.einsum("gre,en->grn", self.shrunk[0], corner)
         along = own.reshape(*self.gain.shape[1:4], -1)
-        apart = along - small.product(self.gain[0], _next(along))
+        apart = along - small.product(self.gain[0], step_after(along))
         apart = apart.reshape(own.shape)
         rows = small.product(small.inverse_lower(self.inverse[0]).mT, apart)
         found = jnp.concatenate([rows.reshape(-1, flat.shape[-1]), corner])
@@ -227,7 +233,7 @@ def _continued(parts: _Parts, links: Array) -> _Parts:
     noise = jnp.broadcast_to(_eye(links), links.shape)
     start = congruent(end.roots.mT, jnp.broadcast_to(_eye(links), end.roots.shape))
     covariance = linear(congruent, links, noise.at[:, :1].set(start))
-    stiff, ahead = small.inverse(covariance), _next(links)
+    stiff, ahead = small.inverse(covariance), step_after(links)
     inverse = small.inverse_cholesky(stiff + small.product(ahead.mT, ahead))
     gain = small.product(small.product(inverse.mT, inverse), ahead.mT)
     begun = jnp.concatenate([end.mean[..., None], end.shrunk], -1)
@@ -266,7 +272,7 @@ class ChainNatural(NamedTuple):
         """Mean and factors of the covariance; NaN where the precision is not positive
         definite."""
         sizes, links = self.sizes, self.links[0]
-        ahead, along = _next(links), links.shape[:3]
+        ahead, along = step_after(links), links.shape[:3]
         stiff = filtered(self.groups[0].reshape(links.shape), links)
         stiff += small.product(ahead.mT, ahead)
         covariance = small.inverse(stiff)
@@ -340,12 +346,12 @@ class ChainPrior:
             x[0].reshape(*links.shape[:3], x.shape[-1])
             for x in (steps[..., None], q.inverse, q.roots, q.shrunk)
         )
-        ahead, known = _next(links), jnp.concatenate([mean, shrunk], -1)
+        ahead, known = step_after(links), jnp.concatenate([mean, shrunk], -1)
         # The noise of a step, which is what it is apart from its link: that of the
         # first is the step itself.
-        apart = known - small.product(links, _before(known))
+        apart = known - small.product(links, step_before(known))
         lost = _eye(links) - small.product(ahead, q.gain[0])
-        spread = small.product(_next(roots), lost.mT)
+        spread = small.product(step_after(roots), lost.mT)
         own = small.product(inverse, ahead.mT)
         noise = (jnp.square(x).sum((-2, -1)) for x in (apart, spread, own))
         logs = 2 * jnp.log(jnp.abs(linalg.diagonal(inverse)))
@@ -361,23 +367,13 @@ def _eye(matrices: Array) -> Array:
     return jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
 
 
-def _next(along: Array) -> Array:
-    """Of each step, what is the next one's, (chains, steps, ...); zero at the end."""
-    return jnp.pad(along[:, 1:], [(0, 0), (0, 1)] + [(0, 0)] * (along.ndim - 2))
-
-
-def _before(along: Array) -> Array:
-    """Of each step, what is that before it's; zero at the start."""
-    return jnp.pad(along[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (along.ndim - 2))
-
-
 def _ahead(gain: Array, numbers: Array) -> Array:
     """``x_t = b_t + G_{t-1}' x_{t-1}``.
 
     :param gain: (chains, steps, R, R).
     :param numbers: b, (chains, steps, R, n).
     """
-    return linear(small.product, _before(gain).mT, numbers)
+    return linear(small.product, step_before(gain).mT, numbers)
 
 
 def _back(gain: Array, numbers: Array) -> Array:

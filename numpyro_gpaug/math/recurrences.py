@@ -125,6 +125,17 @@ def congruent(matrix: Array, covariance: Array) -> Array:
     return small.product(small.product(matrix, covariance), matrix.mT)
 
 
+def step_after(along: Array) -> Array:
+    """Of each step, (chains, steps, ...), what is that after it's; zero at the end."""
+    return jnp.pad(along[:, 1:], [(0, 0), (0, 1)] + [(0, 0)] * (along.ndim - 2))
+
+
+def step_before(along: Array) -> Array:
+    """Of each step, (chains, steps, ...), what is that before it's; zero at the
+    start."""
+    return jnp.pad(along[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (along.ndim - 2))
+
+
 def _eye(matrices: Array) -> Array:
     return jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
 

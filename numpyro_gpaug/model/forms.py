@@ -60,7 +60,7 @@ class Asked(NamedTuple):
         traced."""
         loops: list[Loop] = []
 
-        @jax.jit
+        @once
         def misfits(arrays: tuple[Array, ...]) -> list[Array]:
             view = self.view(structure, arrays)
             loops[:] = view.loops

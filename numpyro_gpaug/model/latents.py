@@ -15,6 +15,7 @@ from numpyro_gpaug.math import small
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
 from numpyro_gpaug.math.chain import ChainPrior
+from numpyro_gpaug.math.recurrences import step_before
 from numpyro_gpaug.model.structure import Block, Structure
 
 
@@ -180,8 +181,7 @@ class JointStructure(Structure):
         found = dict(numbers)
         for steps, link in zip(self.chains, links, strict=True):
             along = self.grouped(steps, numbers).reshape(*link.shape[:3], 1)
-            before = jnp.pad(along[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)])
-            white = along - small.product(link, before)
+            white = along - small.product(link, step_before(along))
             found |= self._ungrouped(steps, white.reshape(-1, link.shape[-1]))
         return found
 

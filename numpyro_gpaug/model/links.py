@@ -22,6 +22,7 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from numpyro_gpaug.math import small
+from numpyro_gpaug.math.recurrences import step_before
 from numpyro_gpaug.model.arrow import relative
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.loops import Loop, affine, names
@@ -152,7 +153,7 @@ class Chained:
         columns, after = jnp.moveaxis(found[:-1], 0, -1), found[-1]
         carried, added = columns[..., :each], columns[..., each:]
         inverse = small.product(small.inverse(small.product(added.mT, added)), added.mT)
-        values = small.product(inverse, small.product(carried, _before(added)))
+        values = small.product(inverse, small.product(carried, step_before(added)))
         terms = columns * asked[-1][..., None, :]
         off = after - terms.sum(-1) + 0 * values.sum(-1)
         return Links(values, added, relative(off, jnp.abs(terms).sum(-1)))
@@ -176,17 +177,11 @@ class Chained:
             # A running sum leaves its states.
             (sums,), (k,) = self._states(state[..., 0]), loop.stacked
             return found | {k: found[k] + jnp.moveaxis(sums, 0, loop.axis)}
-        white = (x - small.product(links.values, _before(x)))[..., 0]
-        before = self._states(_before(state)[..., 0])
+        white = (x - small.product(links.values, step_before(x)))[..., 0]
+        before = self._states(step_before(state)[..., 0])
         states, left = self._push(before, self._numbers(white))
         for k, x in zip(self._moving, left, strict=True):
             found[loop.stacked[k]] += jnp.moveaxis(x, 0, loop.axis)
         for (k, _), x in zip(loop.states, states, strict=True):
             found[loop.carried[k]] += x[-1]
         return found
-
-
-def _before(along: Array) -> Array:
-    """Of each step, (chains, steps, ...), what is that before it's; zero at the
-    start."""
-    return jnp.pad(along[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (along.ndim - 2))
