@@ -299,6 +299,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the whole job."""
+    start = time.perf_counter()
     args = parse(argv)
     keep_compiled_programs()
     data = split(*load(args.data), args.seed)
@@ -310,6 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, rival in baselines(data, args.seed).items():
         probs[name] = rival.predict_proba(data.X_test)[:, 1]
     report_scores(probs, data.y_test)
+    print(f"after {time.perf_counter() - start:.2f} s, imports apart")
     report_fit(fitted, num_data)
     check_saved(posterior, data.X_test, args.save)
     draw(data, fitted, probs, args.out)

@@ -150,7 +150,8 @@ class PointGuide(AutoDelta):
     one compiled program, where NumPyro's takes three and an operation at a time.
 
     :param model: the model.
-    :param init_loc_fn: as in ``AutoDelta``.
+    :param start: from a random key, the ``substitute_fn`` of a run of the model that
+        gives latents their first values.
     :param compiled: ``jax.jit``, or what stands for it.
     """
 
@@ -158,11 +159,11 @@ class PointGuide(AutoDelta):
         self,
         model: Callable[..., Any],
         *,
-        init_loc_fn: Callable[..., Any],
+        start: Callable[[jax.Array], Callable[..., Any]],
         compiled: Callable[..., Any],
     ) -> None:
-        self._compiled = compiled
-        super().__init__(model, init_loc_fn=init_loc_fn)
+        self._start, self._compiled = start, compiled
+        super().__init__(model)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         trace: dict[str, Any] = {}
@@ -171,7 +172,7 @@ class PointGuide(AutoDelta):
         @self._compiled
         def first(key: jax.Array) -> Ordered:
             seeded = seed(self.model, key)
-            started = substitute(seeded, substitute_fn=self.init_loc_fn)
+            started = substitute(seeded, substitute_fn=self._start(key))
             with block():
                 found = handlers_trace(started).get_trace(*args, **kwargs)
             trace.update(found)

@@ -14,6 +14,9 @@ For each stage (the first fit, ``posterior()``, the first prediction, a second f
 later prediction): calls of the user's model function, programs that JAX compiled or
 found in its cache, seconds it spent tracing, lowering and compiling (or reading). Then
 fusions and calls of libraries in one step of the README's model, compiled.
+
+``--parts classify`` runs ``classify.py`` again and again, with an empty cache the first
+time: wall seconds from its imports done to its scores, rivals' fits included.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ import argparse
 import importlib
 import json
 import os
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -279,6 +284,21 @@ def print_ratios(rows: list[dict[str, Any]]) -> None:
             print(f"  {words}: {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
+def classify(repeats: int) -> list[float]:
+    """Seconds until ``classify.py`` has its scores, of a first start and later ones."""
+    script = HERE.parent.parent / "classify.py"
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": folder}
+        for _ in range(repeats + 1):
+            done = subprocess.run(
+                [sys.executable, str(script), "--no-progress"], cwd=folder,
+                env=environment, capture_output=True, text=True, check=True,
+            )  # fmt: skip
+            seconds.append(float(re.search(r"after (\S+) s, imports", done.stdout)[1]))
+    return seconds
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -292,12 +312,19 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    output: dict[str, Any] = {"machine": machine(), "clock": args.clock}
+    parts = args.parts.split(",")
+    if "classify" in parts:
+        parts.remove("classify")
+        first, *later = output["classify"] = classify(args.repeats)
+        shown = ", ".join(f"{x:.2f}" for x in later)
+        print(f"{output['machine']}; wall seconds, all cores")
+        print(f"classify.py to its scores: at first {first:.2f}, then {shown}\n")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     methods = {OURS: sys.executable, "bare": sys.executable}
     if args.gpflow:
         methods["gpflow"] = args.gpflow
-    output: dict[str, Any] = {"machine": machine(), "clock": args.clock}
     output["versions"] = versions("jax", "jaxlib", "numpyro")
     print(
         f"{output['machine']}; {args.clock} seconds, one core, {args.dtype}, medians\n"
@@ -310,7 +337,7 @@ def main() -> None:
         problems["waveform"] = make_problem("ratsch_waveform", 100, 5.0, learn=False)
     except FileNotFoundError as error:
         print(f"waveform skipped: {error}")
-    for name in args.parts.split(","):
+    for name in parts:
         if (problem := problems[name]) is not None:
             rows = output[name] = run_problem(name, problem, methods, args)
             print()

@@ -12,7 +12,6 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoDelta, AutoGuide
-from numpyro.infer.initialization import init_to_median
 
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import PointGuide
@@ -22,6 +21,7 @@ from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.observations import check_observations
+from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
@@ -229,7 +229,7 @@ class ProcessGuide(Displayed):
             expose=[*structure.others, *structure.plates],
         )
         if self._other_class is AutoDelta:
-            return PointGuide(fixed, init_loc_fn=init_to_median(), compiled=once)
+            return PointGuide(fixed, start=MedianStart, compiled=once)
         return self._other_class(fixed)
 
     def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:

@@ -15,11 +15,11 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
-from numpyro.infer.initialization import init_to_median
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import (
     Arguments,
     Trace,
@@ -196,7 +196,7 @@ class Hyperparameters:
         return np.asarray(self._draws(arrays, numbers), float)
 
     def _medians(self, arrays: Any, key: Array) -> dict[str, Array]:
-        median = init_to_median()
+        median = MedianStart(key)
 
         def start(site: dict[str, Any]) -> Any:
             # Latents in a scan are there, and zero.

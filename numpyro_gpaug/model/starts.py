@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where hyperparameters start."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.scipy.special import ndtr
+from numpyro.distributions import (
+    Distribution,
+    ExpandedDistribution,
+    Independent,
+    MaskedDistribution,
+    Normal,
+    TransformedDistribution,
+)
+from numpyro.infer.initialization import init_to_median
+
+_DRAWS = 15
+_POOL = 64
+_WRAPPERS = ExpandedDistribution, Independent, MaskedDistribution
+
+
+class MedianStart:
+    """The median of 15 draws from the prior, as NumPyro's ``init_to_median``, and of
+    the same law: where entries are independent and have quantiles, the quantile where
+    the median of 15 standard normal draws has its own.
+
+    Those draws are one call for all sites: every call and every sort are programs that
+    cost a twentieth of a second each to compile. Not the prior's own median:
+    hyperparameters of one prior would start alike, and a sum of two kernels would never
+    tell them apart.
+
+    :param key: random key.
+    """
+
+    def __init__(self, key: Array) -> None:
+        self._key, self._taken = key, 0
+        self._pool = _medians(key, _POOL)
+
+    def __call__(self, site: dict[str, Any]) -> Any:
+        """A ``substitute_fn`` of NumPyro's handler.
+
+        :param site: a site of a model's trace.
+        :return: its value, or ``None`` where NumPyro's function has none.
+        """
+        latent = site["type"] == "sample" and not site["is_observed"]
+        if not latent or site["value"] is not None or site["fn"].support.is_discrete:
+            return init_to_median(site)
+        shape = tuple(site["kwargs"].get("sample_shape", ())) + site["fn"].shape()
+        try:
+            return _quantile(site["fn"], self._normals(shape))
+        except (NotImplementedError, ImportError):
+            return init_to_median(site)
+
+    def _normals(self, shape: tuple[int, ...]) -> Array:
+        num, start = math.prod(shape), self._taken
+        self._taken = start + num
+        if self._taken > _POOL:
+            # Not kept: a site may be in a loop, whose values must not leave it.
+            return _medians(jax.random.fold_in(self._key, start), num).reshape(shape)
+        return self._pool[start : self._taken].reshape(shape)
+
+
+def _medians(key: Array, num: int) -> Array:
+    draws = jax.random.normal(key, (_DRAWS, num))
+    return jnp.sort(draws, axis=0)[_DRAWS // 2]
+
+
+def _quantile(prior: Distribution, normal: Array) -> Array:
+    """Where a distribution has as much mass below as a standard normal.
+
+    :param prior: the distribution, of independent scalars.
+    :param normal: of the shape of its draws.
+    :raises NotImplementedError: if it has no quantiles.
+    """
+    while isinstance(prior, _WRAPPERS):
+        prior = prior.base_dist
+    if prior.event_shape:
+        raise NotImplementedError
+    if isinstance(prior, Normal):
+        return prior.loc + prior.scale * normal
+    if isinstance(prior, TransformedDistribution):
+        # Up or down: the law of a median of draws is the same from either end.
+        value = _quantile(prior.base_dist, normal)
+        for transform in prior.transforms:
+            value = transform(value)
+        return value
+    return prior.icdf(ndtr(normal))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First values of hyperparameters: NumPyro's median of draws, at less cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro import handlers
+from numpyro.contrib.control_flow import scan
+from numpyro.distributions.transforms import AffineTransform
+from numpyro.infer.initialization import init_to_median
+from scipy.stats import ks_2samp
+
+from numpyro_gpaug.model.starts import MedianStart
+
+PRIORS = {
+    "normal": dist.Normal(2.0, 3.0),
+    "vector": dist.LogNormal(jnp.array([-1.0, 2.0]), 0.5).to_event(1),
+    "plate": dist.Normal(1.0, 2.0).expand([2, 3]).to_event(1),
+    "half_normal": dist.HalfNormal(2.0),
+    "half_cauchy": dist.HalfCauchy(1.0).expand([2]),
+    "exponential": dist.Exponential(3.0),
+    "falling": dist.TransformedDistribution(
+        dist.LogNormal(0.0, 1.0), AffineTransform(1.0, -2.0)
+    ),
+    "interval": dist.Uniform(-1.0, 2.0).mask(False),
+}
+WITHOUT = {
+    "joint": dist.MultivariateNormal(jnp.ones(3), jnp.eye(3)),
+    "improper": dist.ImproperUniform(dist.constraints.positive, (), ()),
+}
+
+
+def starts(priors, function):
+    """``function(key)`` gives a ``substitute_fn``; values from one key."""
+
+    def model():
+        for name, prior in priors.items():
+            numpyro.sample(name, prior)
+
+    def one(key):
+        seeded = handlers.seed(model, jax.random.fold_in(key, 1))
+        started = handlers.substitute(seeded, substitute_fn=function(key))
+        trace = handlers.trace(started).get_trace()
+        return {name: trace[name]["value"] for name in priors}
+
+    return one
+
+
+def test_starts_have_the_law_of_numpyros():
+    keys = jax.random.split(jax.random.key(0), 500)
+    ours = jax.jit(jax.vmap(starts(PRIORS, MedianStart)))(keys)
+    theirs = jax.jit(jax.vmap(starts(PRIORS, lambda _: init_to_median())))(keys)
+    for name, found in ours.items():
+        assert found.shape == theirs[name].shape
+        columns = (np.reshape(x, (500, -1)).T for x in (found, theirs[name]))
+        for a, b in zip(*columns, strict=True):
+            assert ks_2samp(a, b).pvalue > 1e-3, name
+    plate = np.reshape(ours["plate"], (500, -1))
+    assert np.abs(np.corrcoef(plate.T) - np.eye(6)).max() < 0.2
+
+
+def test_priors_without_quantiles_start_as_numpyro_says():
+    key = jax.random.key(0)
+    ours = starts(WITHOUT, MedianStart)(key)
+    theirs = starts(WITHOUT, lambda _: init_to_median())(key)
+    for name, found in ours.items():
+        np.testing.assert_array_equal(found, theirs[name])
+
+
+def test_starts_in_loops_and_beyond_the_pool():
+    def model():
+        numpyro.sample("many", dist.Normal(0.0, 1.0).expand([100]))
+
+        def step(carry, _):
+            drift = numpyro.sample("drift", dist.LogNormal(0.0, 1.0).expand([70]))
+            return carry + drift.sum(), None
+
+        scan(step, 0.0, jnp.arange(3))
+        numpyro.sample("last", dist.Normal(0.0, 1.0))
+
+    @jax.jit
+    def started(key):
+        run = handlers.substitute(
+            handlers.seed(model, key), substitute_fn=MedianStart(key)
+        )
+        trace = handlers.trace(run).get_trace()
+        return {k: trace[k]["value"] for k in ("many", "drift", "last")}
+
+    values = started(jax.random.key(0))
+    assert values["drift"].shape == (3, 70)
+    assert len(np.unique(values["many"])) == 100
+    assert np.isfinite(values["last"])
