@@ -743,6 +743,14 @@ def test_small_matrices_take_one_thread():
             with threads_for(size):
                 assert threads() == expected
         assert threads() == {2}
+        # Those of two threads overlap: whoever leaves last lifts the limit.
+        first, second = threads_for(10), threads_for(10)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert threads() == {1}
+        second.__exit__(None, None, None)
+        assert threads() == {2}
 
 
 # -- what is refused ------------------------------------------------------------------

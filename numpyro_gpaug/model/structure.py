@@ -113,6 +113,11 @@ class Structure:
         """The blocks that are plain weight vectors."""
         return tuple(b for b in self.blocks if not b.is_process)
 
+    @property
+    def largest(self) -> int:
+        """Rows of the largest matrix that a step factorises, if it is dense."""
+        return max((b.shape[-1] for b in self.blocks), default=0)
+
     def sources(self) -> dict[str, tuple[str, ...]]:
         """Names of the blocks that each predictor depends on."""
         return {

@@ -28,6 +28,7 @@ from numpyro_gpaug.infer.vi.runs import Runs
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
+from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.validation import explain_failure
@@ -266,7 +267,8 @@ class ConjugateSVI(Displayed):
         guard = self._runs.guard(num_steps, feed, plan)
         losses: list[np.ndarray] = []
         over = False
-        with Progress(num_steps, feed.size, progress_bar) as progress, closing(feed):
+        progress = Progress(num_steps, feed.size, progress_bar)
+        with progress, closing(feed), threads_for(plan.structure.largest):
             while wanted := progress.next():
                 state, chunk = feed.steps(state, wanted, limit)
                 losses.append(chunk)
