@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import optimize
 
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.proposal import StudentT
@@ -42,6 +41,8 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
     :param precise: whether these are in double precision.
     :raises CholeskyError: if the density is not finite where it starts.
     """
+    from scipy import optimize  # a fifth of a second to import
+
     first, _ = evaluate(start)
     if not np.isfinite(first):
         raise CholeskyError(
@@ -61,6 +62,7 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
     # Noise of the bound in float32 is about 1e-6 of it.
     least = 1e-10 if precise else 1e-7
     options = {"maxiter": 100, "ftol": least, "gtol": 1e-3}
+
     found = optimize.minimize(
         descend, start, jac=True, method="L-BFGS-B", options=options
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.spatial import KDTree
 from scipy.special import logsumexp
 
 from numpyro_gpaug.math.importance import (
@@ -78,6 +77,8 @@ class Weighted:
         evaluated: such points would weigh what their nearest neighbours weigh."""
         if not self.failed.any() or self.points.shape[1] == 0:
             return float(self.failed.mean())
+        from scipy.spatial import KDTree  # a tenth of a second to import
+
         good = self.points[~self.failed]
         spread = good.std(0) + 1e-12
         _, nearest = KDTree(good / spread).query(self.points[self.failed] / spread)
