@@ -303,6 +303,7 @@ def test_importing_the_package_does_not_import_arviz():
         "xarray",
         "matplotlib",
         "scipy.stats",
+        "scipy.optimize",
     )
     code = f"import sys, numpyro_gpaug; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run(
