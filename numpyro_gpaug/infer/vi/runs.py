@@ -121,10 +121,13 @@ class Runs:
         if given.batches is not None:
             reader = Reader(given, self._model, plan.structure)
             if given.batch is None:
-                add = one_thread(self._programs.sums)
-                return Passes(
-                    reader, plan, self._programs.plan_at, self._settings, add, data
+                add, slopes = map(
+                    one_thread, (self._programs.sums, self._programs.slopes)
                 )
+                return Passes(
+                    reader, plan, self._programs.plan_at, self._settings, add, slopes,
+                    data,
+                )  # fmt: skip
             advance, bounds_of = map(
                 one_thread, (self._programs.advance_batches, self._programs.bounds)
             )
