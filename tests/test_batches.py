@@ -363,10 +363,7 @@ def test_refusals(data, svi):
         NotImplementedError, match=r"\['scale'\], by optim='lbfgs' alone; or learn"
     ):
         svi.run(KEY, 2, blocks, **Z, **QUIET)
-    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     guide = gpaug.AutoSparseGP(model)
-    with pytest.raises(NotImplementedError, match="not shared out"):
-        gpaug.ConjugateSVI(model, guide, None, mesh=mesh).run(KEY, 2, batches, **Z)
     with pytest.raises(ValueError, match="give an optax transformation"):
         gpaug.ConjugateSVI(model, guide).run(KEY, 2, batches, **Z, **QUIET)
     with pytest.raises(ValueError, match=r"no plate has the 10 rows of a batch"):

@@ -198,6 +198,20 @@ def placed(array: Any, mesh: Mesh, rows: int) -> Array:
     return _renamed(array, target)
 
 
+def rows_placed(array: np.ndarray, mesh: Mesh | None, axis: int) -> Any:
+    """An array whose rows are along some axis, these shared out among the devices of a
+    mesh.
+
+    :param array: the array.
+    :param mesh: from :func:`rows_mesh`; ``None`` leaves the array as it is.
+    :param axis: of the rows.
+    """
+    if mesh is None:
+        return array
+    spec = PartitionSpec(*[None] * axis, ROWS)
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
 def of_this_process(array: Any) -> np.ndarray:
     """The part of an array that this process holds, for whoever looks at numbers: all
     of it but where several processes share the rows."""

@@ -150,7 +150,7 @@ def run_batches(
         state, losses, valid = carry
         here = batches.one(i)
         new, _ = Stepper(plan, settings, here).step(state, Carry((), ()))
-        new = new._replace(step=state.step + 1)
+        new = new._replace(step=state.step + 1, natural=latents_apart(new.natural))
         fine = all_valid(plan.model, plan.structure, here)
         return new, losses.at[i].set(-new.bound), valid.at[i].set(fine)
 

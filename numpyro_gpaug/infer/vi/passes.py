@@ -37,6 +37,7 @@ from numpyro_gpaug.infer.vi.sweeps import (
     starts_augmented,
 )
 from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.observations import all_valid
 from numpyro_gpaug.model.structure import Arguments
 
@@ -316,10 +317,12 @@ class Passes:
         share = jnp.ones((), state.bound.dtype)
         for block in self._reader.blocks():
             arguments = self._reader.arguments(block)
-            ascent = self._add_slopes(
-                state, ascent, share, arguments.arrays,
-                plan=self._plan_at(arguments, state), static=arguments.static,
-            )  # fmt: skip
+            plan = self._plan_at(arguments, state)
+            with on_mesh(self._reader.mesh):
+                ascent = self._add_slopes(
+                    state, ascent, share, arguments.arrays, plan=plan,
+                    static=arguments.static,
+                )  # fmt: skip
             share = jnp.zeros_like(share)
         return ascent
 
@@ -361,10 +364,11 @@ class Passes:
         for block in self._reader.blocks():
             arguments = self._reader.arguments(block)
             plan = self._plan_at(arguments, state)
-            found = self._add(
-                state, found, arguments.arrays, plan=plan,
-                static=arguments.static, augmented=kind,
-            )  # fmt: skip
+            with on_mesh(self._reader.mesh):
+                found = self._add(
+                    state, found, arguments.arrays, plan=plan,
+                    static=arguments.static, augmented=kind,
+                )  # fmt: skip
         if not found.valid:
             for number, block in enumerate(self._reader.blocks()):
                 self._reader.explain(block, f"batch {number} of a pass")
