@@ -84,7 +84,16 @@ def fit(model, guide, arrays, steps=6, optim=None, mesh=None, what="advance", **
 
     setattr(svi._programs, what, watched)
     result = svi.run(KEY, steps, *arrays, progress_bar=False, **kwargs)
-    return svi, result, collectives(programs[0].as_text())
+    text = programs[0].as_text()
+    if optim is None:
+        assert not in_blocks(text)
+    return svi, result, collectives(text)
+
+
+def in_blocks(text):
+    """What goes between devices with every block of rows, in a loop over them."""
+    lines = (line for line in text.splitlines() if re.search(COLLECTIVES, line))
+    return [line for line in lines if re.search('op_name="[^"]*checkpoint', line)]
 
 
 def collectives(text):
