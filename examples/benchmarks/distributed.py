@@ -4,8 +4,8 @@ latents shared out over simulated devices.
 
 ``devices``: full-data steps on 1, 2, 4 and 8 simulated devices: the bound, and from the
 compiled program the kinds of what goes between devices and its bytes per step (which do
-not depend on the rows: told at N and at 2 N). ``processes``: seconds per step of one
-process against two, each on a core of its own. ``latents``: a process for each of
+not depend on the rows: told at N and at 2 N). ``processes``: milliseconds per step of one
+process against two, each on a core of its own, and of their processors. ``latents``: a process for each of
 ``--labels`` labels on one device and shared out among 8: the bound, and the memory of
 one device from the compiled program::
 
@@ -223,7 +223,7 @@ def main() -> None:
     print(output["machine"])
     columns = {
         "rows": "d", "devices": "d", "between": "", "bytes": "d", "bound": ".3f",
-        "ms_step": ".1f",
+        "ms_step": ".1f", "cpu_ms": ".1f",
     }  # fmt: skip
     if "devices" in args.parts:
         sizes = [(args.small, d) for d in DEVICES] + [(2 * args.small, DEVICES[-1])]
@@ -239,7 +239,7 @@ def main() -> None:
         found = [spawn(args, 512, d, also=("--of-labels",)) for d in (1, 8)]
         output["latents"] = found
         sizes = {"posterior_MB": ".1f", "temporary_MB": ".1f"}
-        del columns["rows"]
+        del columns["rows"], columns["cpu_ms"]
         print_table(found, {"labels": "d"} | columns | sizes)
     if args.json:
         args.json.write_text(json.dumps(output, indent=1))
