@@ -4,10 +4,10 @@ latents shared out over simulated devices.
 
 ``devices``: full-data steps on 1, 2, 4 and 8 simulated devices: the bound, and from the
 compiled program the kinds of what goes between devices and its bytes per step (which do
-not depend on the rows: told at N and at 2 N). ``processes``: milliseconds per step of one
-process against two, each on a core of its own, and of their processors. ``latents``: a process for each of
-``--labels`` labels on one device and shared out among 8: the bound, and the memory of
-one device from the compiled program::
+not depend on the rows: told at N and at 2 N). ``processes``: milliseconds per step, of
+the clock and of a processor, of one process against two, each on a core of its own.
+``latents``: a process for each of ``--labels`` labels on one device and shared out
+among 8: the bound, and the memory of one device from the compiled program::
 
     python examples/benchmarks/distributed.py --json distributed.json
     python examples/benchmarks/distributed.py --parts processes --rows 1000000
