@@ -122,8 +122,8 @@ CASES = {
     ("case", "size"),
     [
         pytest.param("bernoulli", blocks.WHOLE, marks=pytest.mark.slow),
-        pytest.param("bernoulli", 512, marks=pytest.mark.slow),
-        ("softmax", 512),
+        ("bernoulli", 512),
+        pytest.param("softmax", 512, marks=pytest.mark.slow),
         pytest.param("student", 512, marks=pytest.mark.slow),
     ],
 )
