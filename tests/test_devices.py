@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpyro.infer import SVI
@@ -69,19 +70,30 @@ def data(rows, seed=0):
     return X, (X[:, 0] * X[:, 1] > 0).astype(int), rng.integers(0, 10, rows)
 
 
-def fit(model, guide, arrays, steps=6, optim=None, mesh=None, **kwargs):
-    """Losses, and what goes between devices in a chunk of steps."""
+def fit(model, guide, arrays, steps=6, optim=None, mesh=None, what="advance", **kwargs):
+    """Losses, and what goes between devices in a chunk of steps, or in another
+    program."""
     svi = gpaug.ConjugateSVI(model, guide(model), optim, mesh=mesh)
-    programs, advance = [], svi._programs.advance
+    programs, advance = [], getattr(svi._programs, what)
 
     def watched(*args, **static):
         if not programs:
             programs.append(advance.lower(*args, **static).compile())
-        return programs[0](*args)
+        traced = {k: v for k, v in static.items() if k not in ("plan", "static")}
+        return programs[0](*args, **traced)
 
-    svi._programs.advance = watched
+    setattr(svi._programs, what, watched)
     result = svi.run(KEY, steps, *arrays, progress_bar=False, **kwargs)
-    return svi, result, collectives(programs[0].as_text())
+    text = programs[0].as_text()
+    if optim is None:
+        assert not in_blocks(text)
+    return svi, result, collectives(text)
+
+
+def in_blocks(text):
+    """What goes between devices with every block of rows, in a loop over them."""
+    lines = (line for line in text.splitlines() if re.search(COLLECTIVES, line))
+    return [line for line in lines if re.search('op_name="[^"]*checkpoint', line)]
 
 
 def collectives(text):
@@ -110,8 +122,8 @@ CASES = {
     ("case", "size"),
     [
         pytest.param("bernoulli", blocks.WHOLE, marks=pytest.mark.slow),
-        pytest.param("bernoulli", 512, marks=pytest.mark.slow),
-        ("softmax", 512),
+        ("bernoulli", 512),
+        pytest.param("softmax", 512, marks=pytest.mark.slow),
         pytest.param("student", 512, marks=pytest.mark.slow),
     ],
 )
@@ -141,6 +153,39 @@ def test_learning_takes_sums_alone_too(size):
     np.testing.assert_allclose(result.losses, alone.losses, rtol=1e-3)
     assert {kind for kind, _ in found} == {"all-reduce"}
     assert max(size for _, size in found) < 8 * 41 * 4
+
+
+@pytest.mark.parametrize(
+    ("source", "what", "optim"),
+    [
+        (gpaug.Batches, "advance_batches", optax.adam(0.02)),
+        pytest.param(gpaug.Blocks, "sums", "lbfgs", marks=pytest.mark.slow),
+        pytest.param(gpaug.Blocks, "slopes", "lbfgs", marks=pytest.mark.slow),
+    ],
+)
+def test_batches_that_are_read_are_shared_out(source, what, optim):
+    """The same rows, and the same sums as of full data, whatever the batch."""
+    rows, size = 1280, 640
+    X, y, _ = data(rows)
+    read = source((X, y), size)
+    how = {"Z": X[:8], "optim": optim, "steps": 6, "what": what}
+    _, alone, nothing = fit(process, gpaug.AutoSparseGP, (read,), **how)
+    _, result, found = fit(process, gpaug.AutoSparseGP, (read,), mesh=mesh_of(), **how)
+    assert nothing == []
+    np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    # All together are less than one number per row of a batch.
+    assert sum(size for _, size in found) < 4 * size
+
+
+def test_batches_that_cannot_be_shared_out():
+    X, y, _ = data(163)
+    for read, message in (
+        (gpaug.Batches((X, y), 50), "Batches of 50 rows cannot be shared out evenly"),
+        (gpaug.Blocks((X, y), 40), "Blocks of 40 rows, and a last one of 3, cannot"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(process, gpaug.AutoSparseGP, (read,), Z=X[:8], mesh=mesh_of())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 
 import numpyro_gpaug as gpaug
@@ -31,16 +32,21 @@ def model(X, y=None, *, Z, law="normal"):
     scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
     variance = numpyro.param("variance", 2.0, constraint=dist.constraints.positive)
     kernel = gpaug.kernels.Matern52(scale, variance)
-    gp = gpaug.GaussianProcess("f", kernel, Z)
+    gp = gpaug.GaussianProcess("f", kernel, Z, mean=slope)
     with numpyro.plate("data", len(X)):
         numpyro.sample("y", LAWS[law](gp(X)), obs=y)
 
 
-def data(law, rows=400):
+def slope(X):
+    """Of params, and 0 where these rest."""
+    return numpyro.param("slope", 0.0) * X[:, 0]
+
+
+def data(law, rows=400, frequency=1.0, inducing=8):
     rng = np.random.default_rng(0)
-    X, Z = rng.uniform(-3, 3, size=(rows, 1)).astype("f"), np.linspace(-3, 3, 8)
-    X[:4, 0] = Z[::2]
-    f = 2 * np.sin(X[:, 0])
+    X, Z = rng.uniform(-3, 3, size=(rows, 1)).astype("f"), np.linspace(-3, 3, inducing)
+    X[:4, 0] = Z[:8:2]
+    f = 2 * np.sin(frequency * X[:, 0])
     y = {
         "normal": f + 0.3 * rng.normal(size=rows),
         "bernoulli": (rng.uniform(size=rows) < 1 / (1 + np.exp(-2 * f))).astype(int),
@@ -57,16 +63,19 @@ def svi_of(law, num=8):
     )
 
 
-def run(X, y, Z, law="normal"):
-    return svi_of(law, len(Z)).run(KEY, 50, X, y, Z=Z, progress_bar=False)
+def run(X, y, Z, law="normal", **values):
+    values = {"scale": 1.0, "variance": 2.0, "slope": 0.0, **values}
+    values["scale_auto_loc"] = values.pop("scale")
+    how = {"Z": Z, "init_params": jax.tree.map(jnp.float32, values)}
+    return svi_of(law, len(Z)).run(KEY, 50, X, y, progress_bar=False, **how)
 
 
-def fitted(X, y, Z, law="normal"):
-    return svi_of(law, len(Z)).posterior(run(X, y, Z, law))
+def fitted(X, y, Z, law="normal", **values):
+    return svi_of(law, len(Z)).posterior(run(X, y, Z, law, **values))
 
 
-def streamed(first, X, y, size, forgetting=1.0):
-    stream = gpaug.Stream(first, forgetting)
+def streamed(first, X, y, size, forgetting=1.0, optim=None):
+    stream = gpaug.Stream(first, forgetting, optim)
     for start in range(0, len(X), size):
         stream.update(X[start : start + size], y[start : start + size])
     return stream
@@ -135,6 +144,65 @@ def test_what_drifts_is_followed_by_forgetting(first):
         for p in (fitted(X, y, Z), stream.posterior)
     ]
     assert errors[1] < 0.5 * errors[0]
+
+
+# Where L-BFGS ends in float64 on all of the normal data.
+LEARNT = {"scale": 3.547, "variance": 7.449, "slope": -0.666}
+
+
+def nll(posterior, X, y):
+    return float(-posterior.predict_y(X).log_prob(y).mean())
+
+
+def test_hyperparameters_that_are_tracked():
+    """From a scale twenty times too short. Of a first batch of which all is known, at
+    inducing inputs, and a second one they are those of both."""
+    X, y, Z = data("normal")
+    begun, prior = fitted(X[:4], y[:4], Z, scale=0.1), dist.LogNormal(0.0, 1.0)
+    stream = gpaug.Stream(begun, optim="lbfgs")
+    stream.update(X[4:40], y[4:40])
+    values = stream.posterior.values
+    learnt = {name: float(values[name]) for name in LEARNT}
+    both = run(X[:40], y[:40], Z, **learnt)
+    of_both = svi_of("normal").posterior(both)
+    for name in ("mean", "variance"):
+        found, expected = (
+            np.asarray(getattr(p.predict_f(X[:50]), name))
+            for p in (stream.posterior, of_both)
+        )
+        np.testing.assert_allclose(found, expected, atol=5e-4 * abs(expected).max())
+    # The bound of a batch is the difference, and no others near by are better.
+    before = run(X[:4], y[:4], Z, scale=0.1).losses[-1] + float(prior.log_prob(0.1))
+    np.testing.assert_allclose(before + stream.losses[-1], both.losses[-1], atol=0.02)
+    for name, value in learnt.items():
+        for other in (0.8 * value - 0.1, 1.25 * value + 0.1):
+            moved = run(X[:40], y[:40], Z, **{**learnt, name: other})
+            assert moved.losses[-1] > both.losses[-1] + 0.01
+    for start in range(40, 400, 36):
+        stream.update(X[start : start + 36], y[start : start + 36])
+    whole = fitted(X, y, Z, **LEARNT)
+    resting = fitted(X, y, Z, scale=0.1)
+    new, y_new, _ = data("normal", 300)
+    losses = [nll(p, new, y_new) for p in (stream.posterior, whole, resting)]
+    assert losses[0] - losses[1] < 0.01 < 0.1 * (losses[2] - losses[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+def test_a_lengthscale_that_was_wrong_is_found(law):
+    """Eight times too long, of a first batch."""
+    X, y, Z = data(law, 600, 3.0, 20)
+    X_new, y_new, _ = data(law, 2000, 3.0, 20)
+    begun = fitted(X[:60], y[:60], Z, law, scale=5.0)
+    learning = partial(model, law=law)
+    svi = gpaug.ConjugateSVI(learning, gpaug.AutoSparseGP(learning))
+    whole = svi.posterior(svi.run(KEY, 80, X, y, Z=Z, progress_bar=False))
+    searched, followed, resting = (
+        nll(streamed(begun, X[60:], y[60:], 60, optim=how).posterior, X_new, y_new)
+        for how in ("lbfgs", optax.adam(0.05), None)
+    )
+    best = nll(whole, X_new, y_new)
+    assert max(searched, followed) - best < 0.005 < 0.02 * (resting - best)
 
 
 def matern(X, Z, scale):
@@ -281,6 +349,11 @@ def test_several_latents_and_weights():
         svi.posterior(svi.run(KEY, 200, X[:n], Y[:n], **how)) for n in (30, 60)
     )
     both_parts = gpaug.Stream(few).update(X[30:], Y[30:])
+    # Nothing changes if hyperparameters may move and do not.
+    again = gpaug.Stream(few, optim=optax.sgd(0.0)).update(X[30:], Y[30:])
+    for name in ("mean", "variance"):
+        found, expected = (getattr(p.predict_f(X), name) for p in (again, both_parts))
+        np.testing.assert_allclose(found, expected, atol=1e-4)
     found, expected, before = (p.predict_y(X).mean for p in (both_parts, whole, few))
     # Not equal: weights and processes are independent in every posterior.
     assert abs(found - expected).max() < 0.03 < 0.2 * abs(before - expected).max()

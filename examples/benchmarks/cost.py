@@ -81,7 +81,7 @@ def programs(n: int, m: int, d: int, c: int) -> dict[str, tuple[Any, Any]]:
     def gradient(state: Any, arrays: Any) -> Any:
         stepper = Stepper(plan, svi.settings, Arguments(arrays, arguments.static))
         values, key = state.hyper.values, stepper.key(state)
-        problem, pull = stepper._problem_and_pullback(values, key, {})
+        problem, pull = stepper.problem_and_pullback(values, key, {})
         at = problem.evaluate(state.natural)
         return at.bound, pull(problem.gradient(at))
 

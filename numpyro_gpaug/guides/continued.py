@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpyro
-from jax import Array
+from jax import Array, lax
 from numpyro.distributions import constraints
 
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
@@ -33,6 +33,21 @@ class ContinuedGP(AutoSparseGP):
     def __init__(self, model: Callable[..., Any]) -> None:
         super().__init__(model)
         self._first: dict[str, Any] = {}
+
+    def going_on(
+        self, arguments: Arguments, values: dict[str, Any], moments: dict[str, Moments]
+    ) -> tuple[dict[str, Array], Array | float]:
+        """Params of a fit that goes on from a posterior, and the nats that its bound
+        has from what was known before.
+
+        :param arguments: the model's arguments.
+        :param values: params, and point values of other latents.
+        :param moments: of the posterior, by block.
+        """
+        found: dict[str, Array] = {}
+        for block in self.structure.blocks:
+            found |= earlier_params(block, moments[block.name])
+        return found, 0.0
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
         structure = super()._inspect(*args, **kwargs)
@@ -92,7 +107,7 @@ class ContinuedGP(AutoSparseGP):
         for block in self.structure.blocks:
             params, z = own[block.name], found[block.name]
             if not isinstance(params, Moments):
-                earlier = earlier_of(block, params)
+                earlier = Moments(*earlier_of(block, params))
                 mean = earlier.mean + earlier.spread(z.mean)
                 found[block.name] = Moments(mean, z.whitener @ earlier.whitener)
         return found
@@ -123,30 +138,34 @@ class _ContinuedView(ModelView):
 
     @property
     def _earlier(self) -> dict[str, Moments]:
-        return {b.name: earlier_of(b, self.values) for b in self.structure.blocks}
+        blocks = self.structure.blocks
+        return {b.name: Moments(*earlier_of(b, self.values)) for b in blocks}
 
 
 def earlier_names(block: Block) -> tuple[str, str]:
     """Names of the params that say what was known of a block before."""
-    return f"{block.site}_earlier_mean", f"{block.site}_earlier_whitener"
+    return f"{block.site}_earlier_vector", f"{block.site}_earlier_matrix"
 
 
-def earlier_params(block: Block, q: Moments) -> dict[str, Array]:
+def earlier_params(block: Block, known: tuple[Array, Array]) -> dict[str, Array]:
     """These params.
 
     :param block: of the model.
-    :param q: what was known, latent axis first.
+    :param known: a vector and a matrix for each latent, latent axis first.
     """
     shapes = block.shape, block.shape + block.shape[-1:]
-    named = zip(earlier_names(block), q, shapes, strict=True)
+    named = zip(earlier_names(block), known, shapes, strict=True)
     return {name: x.reshape(shape) for name, x, shape in named}
 
 
-def earlier_of(block: Block, values: Mapping[str, Any]) -> Moments:
-    """What was known of a block, latent axis first, from these params."""
-    mean, whitener = (jnp.asarray(values[name]) for name in earlier_names(block))
+def earlier_of(block: Block, values: Mapping[str, Any]) -> tuple[Array, Array]:
+    """What was known of a block, latent axis first, from these params. They have no
+    derivatives: nothing that learns moves them."""
+    vector, matrix = (
+        lax.stop_gradient(jnp.asarray(values[name])) for name in earlier_names(block)
+    )
     size = block.shape[-1]
-    return Moments(mean.reshape(-1, size), whitener.reshape(-1, size, size))
+    return vector.reshape(-1, size), matrix.reshape(-1, size, size)
 
 
 def _nothing_known(block: Block) -> tuple[Array, Array]:

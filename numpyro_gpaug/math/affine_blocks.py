@@ -25,7 +25,7 @@ from numpyro_gpaug.math.affine import (
     Marginals,
     gaussian_factors,
 )
-from numpyro_gpaug.math.blocks import cut_rows, over_blocks, remade
+from numpyro_gpaug.math.blocks import by_devices, cut_rows, over_blocks, remade
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.math.sharding import latents_apart
 
@@ -108,14 +108,16 @@ class AffineBlocks:
 
         def block(part: Any) -> NaturalGaussian:
             rows, given = part
-            return self._block(rows).information(*jax.tree.map(jnp.transpose, given))
+            arrays = self._block(rows), *jax.tree.map(jnp.transpose, given)
+            return by_devices(AffineMap.information, arrays, self.number)
 
         def add(total: NaturalGaussian, part: Any) -> tuple[NaturalGaussian, None]:
             return jax.tree.map(jnp.add, total, remade(block)(part)), None
 
         like = jax.eval_shape(block, jax.tree.map(lambda x: x[0], parts))
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        return lax.scan(add, none, parts)[0]
+        total = lax.scan(add, none, parts)[0]
+        return jax.tree.map(lambda x: x.sum(0), total)
 
     @property
     def _size(self) -> int:

@@ -73,6 +73,26 @@ def over_blocks(function: Callable[[Any], Any], blocks: Any, rows: int) -> Any:
     return jax.tree.map(whole, lax.map(remade(function), blocks))
 
 
+def by_devices(function: Callable[..., Any], arrays: Any, rows: int) -> Any:
+    """What a sum over the rows of a block is on each device, with a leading axis over
+    them: summed in a loop over blocks, it would go between devices with every one.
+
+    :param function: of arrays with their rows last, to arrays without.
+    :param arrays: these, as :func:`cut_rows` cuts them.
+    :param rows: their number in all blocks.
+    """
+    parts = _parts(rows)
+    if parts == 1:
+        return jax.tree.map(lambda x: x[None], function(*arrays))
+
+    def split(x: Array) -> Array:
+        apart = x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts)
+        return kept_apart(jnp.moveaxis(apart, -2, 0))
+
+    found = jax.vmap(function)(*jax.tree.map(split, arrays))
+    return jax.tree.map(kept_apart, found)
+
+
 def by_elements(
     function: Callable[..., Any], *arrays: Array, each: int, dtype: Any
 ) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -198,6 +199,20 @@ def placed(array: Any, mesh: Mesh, rows: int) -> Array:
     return _renamed(array, target)
 
 
+def rows_placed(array: np.ndarray, mesh: Mesh | None, axis: int) -> Any:
+    """An array whose rows are along some axis, these shared out among the devices of a
+    mesh.
+
+    :param array: the array.
+    :param mesh: from :func:`rows_mesh`; ``None`` leaves the array as it is.
+    :param axis: of the rows.
+    """
+    if mesh is None:
+        return array
+    spec = PartitionSpec(*[None] * axis, ROWS)
+    return jax.device_put(array, NamedSharding(mesh, spec))
+
+
 def of_this_process(array: Any) -> np.ndarray:
     """The part of an array that this process holds, for whoever looks at numbers: all
     of it but where several processes share the rows."""
@@ -209,16 +224,23 @@ def of_this_process(array: Any) -> np.ndarray:
     return np.concatenate(list(parts.values()))
 
 
-def total(holds: Callable[[Any], Any], array: Any) -> int:
+def total(holds: Callable[..., Any], array: Any, *how: Any) -> int:
     """How many entries of an array something holds for: of all processes, which then
     come to the same conclusion.
 
-    :param holds: from an array to as many booleans.
+    :param holds: from an array, and what else, to as many booleans; the same function
+        in every call, for which a program is compiled.
     :param array: the array.
+    :param how: what else.
     """
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
-        return int(np.sum(holds(np.asarray(array))))
-    return int(jax.jit(lambda x: holds(x).sum())(*partitioned([array])))
+        return int(np.sum(holds(np.asarray(array), *how)))
+    return int(_total(holds, *partitioned([array]), *how))
+
+
+@partial(jax.jit, static_argnums=0)
+def _total(holds: Callable[..., Any], array: Array, *how: Any) -> Array:
+    return holds(array, *how).sum()
 
 
 def some_of_all(array: Any, most: int, seed: int) -> np.ndarray:

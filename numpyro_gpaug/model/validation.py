@@ -133,7 +133,7 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
         )
     _check_precision(name, value, uses)
     if jax.dtypes.issubdtype(value.dtype, np.floating):
-        finite = total(lambda x: abs(x) < np.inf, value)
+        finite = total(_is_finite, value)
         bad = int(np.size(value) - finite)
         if bad and name not in set(uses().observed) - set(uses().inputs):
             raise ValueError(
@@ -167,12 +167,20 @@ def _check_precision(name: str, value: Any, uses: Callable[[], Sources]) -> None
             )
 
 
+def _is_finite(x: Any) -> Any:
+    return abs(x) < np.inf
+
+
+def _is_beyond(x: Any, limit: Any) -> Any:
+    return (x > limit) | (x < -limit)
+
+
 def _is_rounded(value: Any) -> bool:
     """Whether integers do not fit the default float."""
     if not jax.dtypes.issubdtype(value.dtype, np.integer):
         return False
     limit = 2 / jnp.finfo(jnp.result_type(float)).eps
-    return bool(total(lambda x: (x > limit) | (x < -limit), value))
+    return bool(total(_is_beyond, value, limit))
 
 
 def check_param(name: str, value: Any, constraint: constraints.Constraint) -> None:

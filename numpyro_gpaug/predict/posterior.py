@@ -148,10 +148,16 @@ class Posterior(Displayed):
         process those of its whitened inducing values."""
         return self._predictor.moments(self._fitted)
 
-    def moved(self, moments: dict[str, Moments], **kwargs: Any) -> Posterior:
-        """The same posterior with other :attr:`moments`, and keyword arguments in place
-        of the fit's; it shares what is compiled."""
-        fitted = self._fitted._replace(own=moments)
+    def moved(
+        self,
+        moments: dict[str, Moments],
+        values: dict[str, Any] | None = None,
+        /,
+        **kwargs: Any,
+    ) -> Posterior:
+        """The same posterior with other :attr:`moments` and :attr:`values`, and keyword
+        arguments in place of the fit's; it shares what is compiled."""
+        fitted = Fitted(self.values if values is None else values, moments)
         return Posterior(self._predictor, fitted, self.arguments.holding(kwargs))
 
     @property

@@ -59,9 +59,12 @@ class Blocks:
     """All data, read block by block in every step of a fit, in place of a model's
     arguments: ``svi.run(key, num_steps, blocks, inducing=Z)``. A thread reads ahead.
 
-    Factors of the likelihood are sums over rows, so that steps are those of data in
-    memory, to rounding, at hyperparameters that stay as they are; a step of one process
-    reads the data once. The model has to treat rows one by one: no mean over ``X``.
+    Factors of the likelihood are sums over rows, and so is the gradient in
+    hyperparameters: steps are those of data in memory, to rounding. Where
+    hyperparameters rest (``optim=None``), a step of one process reads the data once; a
+    step of L-BFGS (``optim="lbfgs"``, the default) reads them for every move of the
+    latents, two to five times with one process, and once for the gradient. The model
+    has to treat rows one by one: no mean over ``X``.
 
     :param source: a tuple of arrays (the model's arguments) or a dict of them (by
         name), rows first, that can be sliced: NumPy's memory maps, HDF5, Zarr; or an
@@ -73,8 +76,10 @@ class Blocks:
     :raises ValueError: for arrays of unequal length; for ``size`` or ``rows`` that are
         lacking, or not asked for.
 
-    **Example** Continued from :class:`Batches`, where hyperparameters are learnt::
+    **Example** All learnt on all data; or continued from :class:`Batches`, where
+    hyperparameters were learnt::
 
+        svi.run(key, 60, gpaug.Blocks((X, y), 1000), inducing=Z)
         still = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim=None)
         still.run(
             key, 5, gpaug.Blocks((X, y), 1000), inducing=Z, init_params=result.params

@@ -96,7 +96,9 @@ class ConjugateSVI(Displayed):
     :param mesh: devices along whose first axis rows are shared out: arrays that have as
         many rows as the first, of full data made even by rows of no weight. Not needed
         for arrays that are on several devices already (:func:`jax.device_put` with a
-        ``NamedSharding``), of one process or several. Between devices goes what has
+        ``NamedSharding``), of one process or several. Of
+        :class:`~numpyro_gpaug.Batches` and :class:`~numpyro_gpaug.Blocks`, in one
+        process, the rows of each are shared out. Between devices goes what has
         the size of the latents, nothing that has rows. Along an axis named
         ``"latents"`` the latents of processes with ``num_latents`` are shared out:
         every device holds the posteriors of its part alone, and a softmax sends sums

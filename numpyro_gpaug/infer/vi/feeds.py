@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.vi.batches import Batches, Blocks, check_batch
 from numpyro_gpaug.infer.vi.loop import BATCHES, Stacked
 from numpyro_gpaug.infer.vi.plan import Batch, Plan
 from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.math.sharding import on_mesh, rows_placed
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Arguments, Structure
 from numpyro_gpaug.model.validation import check_arguments
@@ -129,12 +131,18 @@ class Reader:
     :param given: the arguments of the run.
     :param model: the model.
     :param structure: of it at a batch.
+    :param mesh: where the rows of every batch are shared out.
     """
 
     def __init__(
-        self, given: Given, model: Callable[..., Any], structure: Structure
+        self,
+        given: Given,
+        model: Callable[..., Any],
+        structure: Structure,
+        mesh: Mesh | None,
     ) -> None:
         assert given.batches is not None
+        self.mesh = mesh
         self.batches: Any = given.batches
         self._given, self._model, self._structure = given, model, structure
         first = self.batches.first
@@ -148,7 +156,7 @@ class Reader:
 
     def arguments(self, batch: Any) -> Arguments:
         """The model's arguments with a batch."""
-        return Arguments.split(*self._given.at(batch))
+        return Arguments.split(*self._given.at(batch)).on(self.mesh)
 
     def stacked(self, batches: list[Any], places: int) -> Stacked:
         """Arguments with batches side by side.
@@ -160,7 +168,7 @@ class Reader:
         trees = [self._given.at(batch) for batch in filled]
         leaves = [Arguments.select_arrays(x, jax.tree.leaves(x)) for x in trees]
         arrays = tuple(
-            np.stack(parts) if of_batches else array
+            rows_placed(np.stack(parts), self.mesh, 1) if of_batches else array
             for parts, array, of_batches in zip(
                 zip(*leaves, strict=True), self._first.arrays, self._of_batches,
                 strict=True,
@@ -264,10 +272,11 @@ class Minibatches:
             number = min(wanted, self._together)
             batches = [next(self._coming) for _ in range(number)]
             arrays, static = self._reader.stacked(batches, self._together)
-            state, losses, valid = self._advance(
-                state, np.int32(number), self._data, arrays, plan=self._plan,
-                static=static,
-            )  # fmt: skip
+            with on_mesh(self._reader.mesh):
+                state, losses, valid = self._advance(
+                    state, np.int32(number), self._data, arrays, plan=self._plan,
+                    static=static,
+                )  # fmt: skip
             found.append((losses, valid, number))
             taken += batches
             wanted -= number
@@ -290,7 +299,8 @@ class Minibatches:
                 first = [next(batches) for _ in range(BATCHES)]
             self._compared = self._reader.stacked(first, BATCHES)
         arrays, static = self._compared
-        return self._bounds_of(state, arrays, plan=self._plan, static=static)
+        with on_mesh(self._reader.mesh):
+            return self._bounds_of(state, arrays, plan=self._plan, static=static)
 
     def close(self) -> None:
         """Ends the thread that reads."""

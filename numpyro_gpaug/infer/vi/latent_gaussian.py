@@ -278,7 +278,11 @@ class LatentGaussian:
         return total
 
     def gradient(
-        self, evaluation: Evaluation, *, restricted: bool = False
+        self,
+        evaluation: Evaluation,
+        *,
+        restricted: bool = False,
+        share: Array | float = 1.0,
     ) -> tuple[Array, ...]:
         """Derivatives of the bound in all numbers this problem is made of
         (:func:`~numpyro_gpaug.infer.vi.differentiation.split_floats`), the blocks held
@@ -289,6 +293,8 @@ class LatentGaussian:
 
         :param evaluation: of a problem that ``learns``.
         :param restricted: whether it is an evaluation of :meth:`restrict`.
+        :param share: of what the bound has beside the expected log-likelihood; where it
+            is a sum over blocks of rows, one of them has it all.
         """
         q = evaluation.moments
         floats, rebuild = split_floats(self)
@@ -305,7 +311,8 @@ class LatentGaussian:
                 (evaluation.slopes, evaluation.direct), (at, numbers),
             )  # fmt: skip
             divergence = sum(problem._kl(name, q[name]).sum() for name in q)
-            return sum(jax.tree.leaves(products)) + problem.constant - divergence
+            others = problem.constant - divergence
+            return sum(jax.tree.leaves(products)) + share * others
 
         return jax.grad(linearised)(floats)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
+from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
@@ -19,9 +20,6 @@ from numpyro_gpaug.model.structure import Arguments
 
 # Steps of one compiled loop.
 CHUNK = 100
-# Steps without a rise that end a search; of one whose bounds are known to less than so
-# many nats, which sees slower that they rise.
-PATIENCE, LONG_PATIENCE, RESOLVED = 5, 15, 0.1
 # Minibatches on which two states are compared.
 BATCHES = 16
 
@@ -68,9 +66,9 @@ def run_chunk(
         patience: Any = 3
         if stepper.searches:
             search = state.hyper.optim_state
-            noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
-            patience = jnp.where(noisy, LONG_PATIENCE, PATIENCE)
-            patience = jnp.where(search.exhausted & (i > 0), 0, patience)
+            # One that was exhausted before tries once more.
+            search = search._replace(exhausted=search.exhausted & (i > 0))
+            patience = quasi_newton.patience(search, tol)
         elif stepper.learns:
             patience = jnp.maximum(40 * stepper.every, state.step // 5)
         return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
@@ -152,7 +150,7 @@ def run_batches(
         state, losses, valid = carry
         here = batches.one(i)
         new, _ = Stepper(plan, settings, here).step(state, Carry((), ()))
-        new = new._replace(step=state.step + 1)
+        new = new._replace(step=state.step + 1, natural=latents_apart(new.natural))
         fine = all_valid(plan.model, plan.structure, here)
         return new, losses.at[i].set(-new.bound), valid.at[i].set(fine)
 

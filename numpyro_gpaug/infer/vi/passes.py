@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full-data steps on data that are read block by block: factors are sums over rows."""
+"""Full-data steps on data that are read block by block: factors are sums over rows, and
+so is the gradient in hyperparameters."""
 
 from __future__ import annotations
 
@@ -11,12 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.feeds import Reader
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.loop import counted
-from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import as_schedule
-from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.infer.vi.searching import Collapsed, goes_on, searched
+from numpyro_gpaug.infer.vi.settling import (
+    MAX_MOVES,
+    SETTLED,
+    Memory,
+    are_mixed,
+    mixed,
+)
+from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.infer.vi.sweeps import (
     MAX_HALVINGS,
@@ -26,6 +36,8 @@ from numpyro_gpaug.infer.vi.sweeps import (
     slopes_at,
     starts_augmented,
 )
+from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.observations import all_valid
 from numpyro_gpaug.model.structure import Arguments
 
@@ -43,6 +55,7 @@ class Pass(NamedTuple):
     :param targets: where a whole step takes each block.
     :param values: by process, of how many function values inducing values say next to
         nothing, and how many there are.
+    :param unresolved: see :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
     :param valid: whether all observations are.
     """
 
@@ -52,23 +65,42 @@ class Pass(NamedTuple):
     information: Natural
     targets: Natural
     values: dict[str, Array]
+    unresolved: Array
     valid: Array
+
+    @classmethod
+    def begun(cls, state: ConjugateState) -> Pass:
+        """Before the first block.
+
+        :param state: the pass will be at.
+        """
+        dtype = state.bound.dtype
+        # In NumPy: JAX would compile a program for each shape.
+        none = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.natural)
+        values: Any = {name: np.zeros(2, dtype) for name in state.unreached}
+        zero: Any = np.zeros((), dtype)
+        return cls(zero, zero, zero, none, none, values, zero, zero == 0)
+
+    @property
+    def shares_unreached(self) -> dict[str, Array]:
+        """By process, the shares of these function values."""
+        return {name: none / all_ for name, (none, all_) in self.values.items()}
 
 
 def add_block(
     settings: Settings,
     state: ConjugateState,
-    before: Pass | None,
+    before: Pass,
     arrays: tuple[Array, ...],
     plan: Plan,
     static: Any,
-    augmented: bool | None,
+    augmented: Array | None,
 ) -> Pass:
     """A pass with one more block of rows.
 
     :param settings: options of the fit.
     :param state: where.
-    :param before: the pass so far; ``None`` before the first block.
+    :param before: the pass so far.
     :param arrays: array arguments of the model.
     :param plan: of the fit.
     :param static: the model's other arguments.
@@ -86,44 +118,89 @@ def add_block(
             "latents: pass Batches"
         )
     at = problem.evaluate(state.natural)
-    kind = None if augmented is None else jnp.array(augmented)
     found = {
         name: problem.information(
-            name, q, at.marginals[name], slopes_at(problem, at, name, kind)
+            name, q, at.marginals[name], slopes_at(problem, at, name, augmented)
         )
         for name, q in at.moments.items()
     }
-    value = at.expected
-    valid = all_valid(plan.model, plan.structure, Arguments(arrays, static))
     dtype = problem.dtype
     values = {
         name: jnp.stack([x.sum(dtype=dtype), jnp.asarray(x.size, dtype)])
         for name, x in problem.unreached.items()
     }
-    if before is not None:
-        valid = before.valid & valid
-        value = before.expected + value
-        found = jax.tree.map(jnp.add, before.information, found)
-        values = jax.tree.map(jnp.add, before.values, values)
+    value, found, values = jax.tree.map(
+        jnp.add, (before.expected, before.information, before.values),
+        (at.expected, found, values),
+    )  # fmt: skip
+    unresolved = before.unresolved
+    if stepper.searches:
+        unresolved = unresolved + stepper.unresolved(problem, at)
     bound, magnitude = problem.bound(value, at.divergences)
     priors = {name: problem.priors[name].natural for name in found}
     targets = jax.tree.map(jnp.add, priors, found)
-    return Pass(bound, magnitude, value, found, targets, values, valid)
+    valid = all_valid(plan.model, plan.structure, Arguments(arrays, static))
+    return Pass(
+        bound, magnitude, value, found, targets, values, unresolved,
+        before.valid & valid,
+    )  # fmt: skip
+
+
+def add_gradient(
+    settings: Settings,
+    state: ConjugateState,
+    before: dict[str, Array],
+    share: Array,
+    arrays: tuple[Array, ...],
+    plan: Plan,
+    static: Any,
+) -> dict[str, Array]:
+    """The gradient of the bound in hyperparameters, with that of one more block.
+
+    :param settings: options of the fit.
+    :param state: where.
+    :param before: the gradient so far.
+    :param share: 1 for the first block, which has what is no sum over rows, 0 for
+        others.
+    :param arrays: array arguments of the model.
+    :param plan: of the fit.
+    :param static: the model's other arguments.
+    """
+    stepper = Stepper(plan, settings, Arguments(arrays, static))
+    problem, pullback = stepper.problem_and_pullback(
+        state.hyper.values, stepper.key(state), {}
+    )
+    slopes = problem.gradient(problem.evaluate(state.natural), share=share)
+    return jax.tree.map(jnp.add, before, pullback(slopes))
+
+
+_moved, _goes_on = few(quasi_newton.moved), few(goes_on)
+_empty, _mix, _after = few(Memory.empty), few(mixed), few(Memory.after)
+
+
+@few
+def _searched(
+    state: ConjugateState, values: dict[str, Any], at: Collapsed, ascent: dict[str, Any]
+) -> ConjugateState:
+    return searched(state, values, at, lambda: ascent, lambda ascent: {})
 
 
 class Passes:
-    """Steps that see all data, each as in memory (:func:`~.sweeps.backtracked_sweep`):
-    every block moves once, and the step is halved while the bound falls. A pass is one
-    evaluation of the bound, which finds the next targets too.
+    """Steps that see all data, each as in memory: where hyperparameters rest every
+    block moves once (:func:`~.sweeps.backtracked_sweep`), and the step is halved while
+    the bound falls; where they are learnt blocks move until it rises no more, and
+    L-BFGS says where to go (:mod:`~.searching`). A pass is one evaluation of the bound,
+    which finds the next targets too, or one of its gradient.
 
     :param reader: of the blocks of rows.
     :param plan: of the fit at the first.
     :param plan_at: gives that at another one, which has fewer rows.
     :param settings: options of the fit.
     :param add: :func:`add_block`, compiled.
+    :param add_slopes: :func:`add_gradient`, compiled.
     :param data: fingerprint of the first block.
-    :raises NotImplementedError: for hyperparameters that are to be learnt, and latents
-        drawn at random.
+    :raises NotImplementedError: for hyperparameters that are to be learnt otherwise,
+        and latents drawn at random.
     """
 
     def __init__(
@@ -133,16 +210,19 @@ class Passes:
         plan_at: Callable[[Arguments, ConjugateState], Plan],
         settings: Settings,
         add: Any,
+        add_slopes: Any,
         data: np.uint32,
     ) -> None:
-        if plan.noisy or plan.closed or (plan.transforms and settings.optim):
+        self._searches = bool(plan.transforms) and settings.optim == LBFGS
+        learns = bool(plan.transforms) and settings.optim is not None
+        if plan.noisy or plan.closed or learns > self._searches:
             raise NotImplementedError(
-                "steps on Blocks keep hyperparameters, which are "
-                f"{sorted(plan.transforms)}, and draw nothing: learn them on Batches, "
-                "then pass optim=None and init_params=result.params"
+                "steps on Blocks draw nothing, and learn hyperparameters, which are "
+                f"{sorted(plan.transforms)}, by optim='lbfgs' alone; or learn them on "
+                "Batches, then pass optim=None and init_params=result.params"
             )
-        self._reader, self._plan_at, self._add = reader, plan_at, add
-        self._data = data
+        self._reader, self._plan_at = reader, plan_at
+        self._add, self._add_slopes, self._data = add, add_slopes, data
         self._augmented = settings.updates == "auto" and starts_augmented(
             plan.structure
         )
@@ -156,12 +236,19 @@ class Passes:
         self, state: ConjugateState, wanted: int, tol: np.ndarray
     ) -> tuple[ConjugateState, np.ndarray]:
         """So many steps, fewer if the bound rises no more; and their losses."""
+        if self._searches and state.data != self._data:
+            unknown = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
+            state = state._replace(bound=unknown)
         state = state._replace(data=jnp.asarray(self._data))
+        step = self._search_step if self._searches else self._step
         losses: list[np.ndarray] = []
         while len(losses) < wanted:
-            state = counted(state, self._step(state), tol)
+            state = counted(state, step(state), tol)
             losses.append(np.asarray(-state.bound))
-            if tol > 0 and state.stalled >= PATIENCE:
+            patience: Any = PATIENCE
+            if self._searches:
+                patience = quasi_newton.patience(state.hyper.optim_state, tol)
+            if tol > 0 and state.stalled >= patience:
                 break
         return state, np.array(losses)
 
@@ -174,6 +261,76 @@ class Passes:
 
     def _step(self, state: ConjugateState) -> ConjugateState:
         here = self._here or self._pass(state, last=False)
+        state, self._here = self._sweep(state, here)
+        return state._replace(unreached=self._here.shares_unreached)
+
+    def _search_step(self, state: ConjugateState) -> ConjugateState:
+        values = _moved(state.hyper)
+        there = state._replace(hyper=state.hyper._replace(values=values))
+        there, found = self._settled(there)
+        at = Collapsed(
+            there.natural, there.step_sizes, found.bound, found.magnitude,
+            found.unresolved, found.shares_unreached,
+        )  # fmt: skip
+        ascent = jax.tree.map(np.zeros_like, values)
+        if _goes_on(state, at):
+            ascent = self._gradient(there, ascent)
+        return _searched(state, values, at, ascent)
+
+    def _settled(self, state: ConjugateState) -> tuple[ConjugateState, Pass]:
+        """Moves the blocks until the bound rises no more, as
+        :func:`~numpyro_gpaug.infer.vi.settling.settled` does."""
+        here, first = self._pass(state, last=False), state.step
+        mixes = are_mixed(state.natural)
+        memory = _empty(state.natural) if mixes else None
+        before: Any = here.bound if mixes else -np.inf
+        # Where targets are mixed the first move is the evaluation.
+        for moves in range(mixes, MAX_MOVES):
+            state = state._replace(step=first + moves - mixes)
+            if memory is None:
+                state, here = self._sweep(state, here)
+            else:
+                state, here, memory = self._mixed(state, here, memory, moves)
+            if not here.bound - before > max(slack(here), SETTLED):
+                break
+            before = here.bound
+        return state, here
+
+    def _mixed(
+        self, state: ConjugateState, here: Pass, memory: Memory, moves: int
+    ) -> tuple[ConjugateState, Pass, Memory]:
+        """A mixture of the last targets, or a sweep where the bound falls by it."""
+        number = jnp.int32(moves)
+        proposal, memory = _mix(memory, number, here.targets, state.natural)
+        there = state._replace(natural=proposal)
+        found = self._pass(there, last=True)
+        rose = found.bound >= here.bound - slack(here)
+        there = there._replace(bound=found.bound)
+        if not rose:
+            there, found = self._sweep(state, here)
+        return there, found, _after(memory, number, rose)
+
+    def _gradient(
+        self, state: ConjugateState, ascent: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Of the bound in hyperparameters, from zero."""
+        share = jnp.ones((), state.bound.dtype)
+        for block in self._reader.blocks():
+            arguments = self._reader.arguments(block)
+            plan = self._plan_at(arguments, state)
+            with on_mesh(self._reader.mesh):
+                ascent = self._add_slopes(
+                    state, ascent, share, arguments.arrays, plan=plan,
+                    static=arguments.static,
+                )  # fmt: skip
+            share = jnp.zeros_like(share)
+        return ascent
+
+    def _sweep(self, state: ConjugateState, here: Pass) -> tuple[ConjugateState, Pass]:
+        """Every block moves once: the state, and the pass there.
+
+        :param here: the pass at the state.
+        """
         names = list(state.natural)
         for name in names:
             floor = here.bound - slack(here)
@@ -194,9 +351,7 @@ class Passes:
             }
             state = state._replace(natural=natural, step_sizes=sizes, bound=there.bound)
             here = there
-        self._here = here
-        unreached = {name: none / all_ for name, (none, all_) in here.values.items()}
-        return state._replace(unreached=unreached)
+        return state, here
 
     def _pass(self, state: ConjugateState, *, last: bool) -> Pass:
         """One reading of all data.
@@ -204,16 +359,16 @@ class Passes:
         :param state: where.
         :param last: whether what follows is the next step, which does not start safely.
         """
-        kind = (not last and int(state.step) == 0) if self._augmented else None
-        found = None
+        kind = (state.step == 0) & (not last) if self._augmented else None
+        found = Pass.begun(state)
         for block in self._reader.blocks():
             arguments = self._reader.arguments(block)
             plan = self._plan_at(arguments, state)
-            found = self._add(
-                state, found, arguments.arrays, plan=plan,
-                static=arguments.static, augmented=kind,
-            )  # fmt: skip
-        assert found is not None
+            with on_mesh(self._reader.mesh):
+                found = self._add(
+                    state, found, arguments.arrays, plan=plan,
+                    static=arguments.static, augmented=kind,
+                )  # fmt: skip
         if not found.valid:
             for number, block in enumerate(self._reader.blocks()):
                 self._reader.explain(block, f"batch {number} of a pass")

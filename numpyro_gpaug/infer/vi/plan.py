@@ -45,7 +45,7 @@ class Settings:
         if self.updates not in UPDATES:
             raise ValueError(f"updates must be one of {UPDATES}, got {self.updates!r}")
         searches = isinstance(self.optim, str) and self.optim == LBFGS
-        if not (self.optim is None or searches or _is_optax(self.optim)):
+        if not (self.optim is None or searches or is_optax(self.optim)):
             got = self.optim if isinstance(self.optim, str) else type(self.optim)
             raise ValueError(
                 f"optim must be {LBFGS!r}, an optax GradientTransformation (such as "
@@ -141,7 +141,7 @@ def seen_in_batches(
     return weighted, structure, passed
 
 
-def _is_optax(optim: Any) -> bool:
+def is_optax(optim: Any) -> bool:
     """Told by its two functions: importing optax would cost every user its import."""
     return (
         callable(getattr(optim, "init", None))

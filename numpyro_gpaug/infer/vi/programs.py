@@ -18,7 +18,7 @@ from numpyro_gpaug.infer.vi.loop import (
     run_batches,
     run_chunk,
 )
-from numpyro_gpaug.infer.vi.passes import add_block
+from numpyro_gpaug.infer.vi.passes import add_block, add_gradient
 from numpyro_gpaug.infer.vi.plan import (
     Batch,
     Plan,
@@ -62,14 +62,10 @@ class Programs:
             )
             for fn in (run_chunk, run_batches)
         )  # fmt: skip
-        self.sums = Compiled(
-            partial(add_block, settings),
-            static_argnames=("plan", "static", "augmented"),
-        )
         self.read = Compiled(partial(read_params, guide))
-        self.loss, self.bounds = (
+        self.loss, self.bounds, self.sums, self.slopes = (
             Compiled(partial(fn, settings), static_argnames=("plan", "static"))
-            for fn in (evaluate, bounds_of_batches)
+            for fn in (evaluate, bounds_of_batches, add_block, add_gradient)
         )
 
     def start(
@@ -147,7 +143,7 @@ class Programs:
             # JAX would keep what it compiled for every one of them.
             self.plans.clear()
             programs: tuple[Any, ...] = self.begin, self.advance, self.loss
-            programs += self.bounds, self.advance_batches, self.sums
+            programs += self.bounds, self.advance_batches, self.sums, self.slopes
             for program in programs:
                 program.clear_cache()
         return remembered(self.plans, arguments.shapes, made)

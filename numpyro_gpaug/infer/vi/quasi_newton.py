@@ -44,6 +44,9 @@ PROBE = 1e-6
 LARGEST = 2.0
 # Nats of noise that a user should know of.
 NOISY = 0.5
+# Steps without a rise that end a search; of one whose bounds are known to less than so
+# many nats, which sees slower that they rise.
+PATIENCE, LONG_PATIENCE, RESOLVED = 5, 15, 0.1
 
 
 class Search(NamedTuple):
@@ -205,6 +208,17 @@ def refused(
     )
     scale = jnp.asarray(jnp.where(probing, 1, scale), hyper.scale.dtype)
     return Hyper(hyper.values, unravel(update), scale, search)
+
+
+def patience(search: Search, tol: Any) -> Array:
+    """Steps without a rise by ``tol`` that end a search.
+
+    :param search: how it goes.
+    :param tol: in nats.
+    """
+    noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
+    most = jnp.where(noisy, LONG_PATIENCE, PATIENCE)
+    return jnp.where(search.exhausted, 0, most)
 
 
 def uncertainty(search: Search) -> float:

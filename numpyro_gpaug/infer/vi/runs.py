@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.infer.vi.batches import Batches, Blocks
 from numpyro_gpaug.infer.vi.checkpoints import check_state
 from numpyro_gpaug.infer.vi.checks import check_fit, check_latents
 from numpyro_gpaug.infer.vi.feeds import (
@@ -29,7 +31,7 @@ from numpyro_gpaug.infer.vi.passes import Passes
 from numpyro_gpaug.infer.vi.plan import Plan, Settings, fingerprint
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.math.sharding import on_mesh
+from numpyro_gpaug.math.sharding import ROWS, on_mesh
 from numpyro_gpaug.model.structure import Arguments
 
 
@@ -72,7 +74,10 @@ class Runs:
         """
         self.check(given)
         first = Arguments.split(given.args, given.kwargs)
-        arguments = self.shared(first, key) if given.batches is None else first
+        if given.batches is None:
+            arguments = self.shared(first, key)
+        else:
+            arguments = first.on(self._mesh)
         if state is None:
             state = self._programs.start(
                 arguments, first, key, init_params, given.batch
@@ -99,10 +104,7 @@ class Runs:
             self._model, self._guide, self._settings.updates, given.args, given.kwargs
         )
         if given.batches is not None and self._mesh is not None:
-            raise NotImplementedError(
-                "batches that are read are not shared out among devices: pass arrays "
-                "with mesh=, or batches without"
-            )
+            _check_shared_batches(given.batches, self._mesh)
 
     def _feed(
         self,
@@ -119,12 +121,15 @@ class Runs:
         :param data: fingerprint of the arguments.
         """
         if given.batches is not None:
-            reader = Reader(given, self._model, plan.structure)
+            reader = Reader(given, self._model, plan.structure, self._mesh)
             if given.batch is None:
-                add = one_thread(self._programs.sums)
-                return Passes(
-                    reader, plan, self._programs.plan_at, self._settings, add, data
+                add, slopes = map(
+                    one_thread, (self._programs.sums, self._programs.slopes)
                 )
+                return Passes(
+                    reader, plan, self._programs.plan_at, self._settings, add, slopes,
+                    data,
+                )  # fmt: skip
             advance, bounds_of = map(
                 one_thread, (self._programs.advance_batches, self._programs.bounds)
             )
@@ -178,6 +183,23 @@ class Runs:
                 state, np.int32(number), tol, data, arguments.arrays, plan=plan,
                 static=arguments.static,
             )  # fmt: skip
+
+
+def _check_shared_batches(batches: Blocks, mesh: Mesh) -> None:
+    if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
+        raise NotImplementedError(
+            "batches that are read are shared out among the devices of one process; "
+            "with several of them pass arrays"
+        )
+    parts, left = mesh.shape[ROWS], batches.rows % batches.size
+    # What is left over of an epoch is in no batch, but in a block.
+    last = 0 if isinstance(batches, Batches) else left
+    if batches.size % parts or last % parts:
+        of_last = f", and a last one of {last}," if last else ""
+        raise ValueError(
+            f"{type(batches).__name__} of {batches.size} rows{of_last} cannot be "
+            f"shared out evenly among {parts} devices: choose another size"
+        )
 
 
 def _check_plates(plan: Plan, state: ConjugateState) -> None:

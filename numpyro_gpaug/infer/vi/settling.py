@@ -53,7 +53,7 @@ def settled(
     :param tolerance: the rise in nats that ends them, unless rounding is larger.
     :return: natural parameters, the evaluation there, and next step sizes.
     """
-    several = sum(len(block.potential) for block in natural.values()) > 1
+    several = are_mixed(natural)
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _ = carry
@@ -75,12 +75,17 @@ def settled(
     start = (
         jnp.int32(0), (natural, unevaluated, steps),
         jnp.full_like(unevaluated.bound, jnp.inf),
-        _nothing(natural) if several else (),
+        Memory.empty(natural) if several else (),
     )  # fmt: skip
     return lax.while_loop(going, move, start)[1]
 
 
-class _Memory(NamedTuple):
+def are_mixed(natural: Natural) -> bool:
+    """Whether targets are mixed: of several latents."""
+    return sum(len(block.potential) for block in natural.values()) > 1
+
+
+class Memory(NamedTuple):
     """What is mixed, in a ring.
 
     :param targets: of all blocks, with a leading axis (MEMORY,).
@@ -92,27 +97,42 @@ class _Memory(NamedTuple):
     residuals: Array
     known: Array
 
+    @classmethod
+    def empty(cls, natural: Natural) -> Memory:
+        """That holds nothing.
 
-def _nothing(natural: Natural) -> _Memory:
-    targets = jax.tree.map(lambda x: jnp.zeros((MEMORY, *x.shape), x.dtype), natural)
-    residual = _potentials(natural)
-    residuals = jnp.zeros((MEMORY, *residual.shape), residual.dtype)
-    return _Memory(targets, residuals, jnp.zeros(MEMORY, bool))
+        :param natural: what will be mixed.
+        """
+        targets = jax.tree.map(
+            lambda x: jnp.zeros((MEMORY, *x.shape), x.dtype), natural
+        )
+        residual = _potentials(natural)
+        residuals = jnp.zeros((MEMORY, *residual.shape), residual.dtype)
+        return cls(targets, residuals, jnp.zeros(MEMORY, bool))
+
+    def after(self, moves: Array, rose: Array) -> Memory:
+        """Where mixing has failed only the last target is a guide.
+
+        :param moves: the number of the move.
+        :param rose: whether the bound has risen by what was mixed.
+        """
+        last = jnp.arange(MEMORY) == moves % MEMORY
+        return self._replace(known=self.known & (rose | last))
 
 
 def _mixed_or_swept(
     problem: LatentGaussian,
     place: Place,
-    memory: _Memory,
+    memory: Memory,
     moves: Array,
     sweep: Callable[..., Place],
     augmented: Callable[[Array], Array | None],
-) -> tuple[Place, _Memory]:
+) -> tuple[Place, Memory]:
     """One move. The first only evaluates."""
     natural, evaluation, steps = place
     before = jnp.maximum(moves - 1, 0)
 
-    def mix() -> tuple[Natural, _Memory]:
+    def mix() -> tuple[Natural, Memory]:
         kind = augmented(before)
         targets = {
             name: problem.target(
@@ -123,7 +143,7 @@ def _mixed_or_swept(
             )
             for name, at in evaluation.marginals.items()
         }
-        return _mixed(memory, moves % MEMORY, targets, natural)
+        return mixed(memory, moves, targets, natural)
 
     proposal, memory = lax.cond(moves == 0, lambda: (natural, memory), mix)
     outcome = problem.evaluate(proposal)
@@ -133,22 +153,21 @@ def _mixed_or_swept(
         rose, lambda: (proposal, outcome, steps),
         lambda: sweep(natural, evaluation, steps, before, moves == 0),
     )  # fmt: skip
-    # Where mixing has failed only the last target is a guide.
-    last = jnp.arange(MEMORY) == moves % MEMORY
-    return place, memory._replace(known=memory.known & (rose | last))
+    return place, memory.after(moves, rose)
 
 
-def _mixed(
-    memory: _Memory, slot: Array, targets: Natural, natural: Natural
-) -> tuple[Natural, _Memory]:
+def mixed(
+    memory: Memory, moves: Array, targets: Natural, natural: Natural
+) -> tuple[Natural, Memory]:
     """The combination of targets whose residuals cancel as far as they can, and the
     memory with the present one.
 
     :param memory: of what came before.
-    :param slot: where the present one is kept.
+    :param moves: the number of the move.
     :param targets: of all blocks.
     :param natural: where they were computed.
     """
+    slot = moves % MEMORY
     residual = _potentials(jax.tree.map(jnp.subtract, targets, natural))
     changes = memory.residuals - residual
     sizes = jnp.linalg.norm(changes, axis=-1)
@@ -161,10 +180,10 @@ def _mixed(
         shares = jnp.asarray(weights, target.dtype)
         return target + jnp.tensordot(shares, kept - target, 1)
 
-    mixed = jax.tree.map(combined, memory.targets, targets)
+    mixture = jax.tree.map(combined, memory.targets, targets)
     kept = jax.tree.map(lambda k, t: k.at[slot].set(t), memory.targets, targets)
     residuals = memory.residuals.at[slot].set(residual)
-    return mixed, _Memory(kept, residuals, memory.known.at[slot].set(True))
+    return mixture, Memory(kept, residuals, memory.known.at[slot].set(True))
 
 
 def _potentials(natural: Natural) -> Array:

@@ -20,8 +20,9 @@ from numpyro_gpaug.infer.vi.hyper import Hyper, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
+from numpyro_gpaug.infer.vi.searching import Collapsed, searched
 from numpyro_gpaug.infer.vi.settling import SETTLED, settled
-from numpyro_gpaug.infer.vi.state import ConjugateState, flagged, unknown_bound
+from numpyro_gpaug.infer.vi.state import ConjugateState, flagged
 from numpyro_gpaug.infer.vi.sweeps import (
     backtracked_sweep,
     damped_sweep,
@@ -33,8 +34,6 @@ from numpyro_gpaug.model.structure import Arguments
 # Steps on minibatches from one update of hyperparameters to the next, by default. With
 # a posterior that has not settled their gradient is wrong, and can lead far away.
 BETWEEN = 5
-# The part of a bound by which two of one fit, at the same hyperparameters, may differ.
-LARGEST_NOISE = 0.01
 
 
 class Carry(NamedTuple):
@@ -141,13 +140,13 @@ class Stepper:
         """Full data: the pending hyperparameter update, a sweep, a new gradient."""
         key = self.key(state)
         values = moved(state.hyper)
-        problem, pullback = self._problem_and_pullback(values, key, {})
+        problem, pullback = self.problem_and_pullback(values, key, {})
         start = problem.unevaluated(state.natural)
         fresh = jnp.array(True)
         natural, evaluation, steps = self._sweep(problem, state, start, fresh)
 
         def further(values: Any) -> Any:
-            problem, pullback = self._problem_and_pullback(values, key, {})
+            problem, pullback = self.problem_and_pullback(values, key, {})
             return problem, pullback, problem.evaluate(natural)
 
         def gradient(
@@ -168,40 +167,27 @@ class Stepper:
     def _search_step(self, state: ConjugateState) -> ConjugateState:
         """Full data: the collapsed bound at the pending update's end."""
         values = quasi_newton.moved(state.hyper)
-        problem, pullback = self._problem_and_pullback(values, self.key(state), {})
+        problem, pullback = self.problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
-        best, bound, rounding = state.bound, evaluation.bound, slack(evaluation)
-        processes = tuple(block.name for block in self._structure.processes)
-        unresolved = problem.unresolved(evaluation, processes)
-        first = best <= unknown_bound(best.dtype)
+        at = Collapsed(
+            natural, steps, evaluation.bound, evaluation.magnitude,
+            self.unresolved(problem, evaluation), problem.shares_unreached,
+        )  # fmt: skip
 
-        def on() -> Hyper:
-            ascent = pullback(problem.gradient(evaluation))
-            hyper = quasi_newton.accepted(state.hyper, values, ascent, first)
+        def gradient() -> dict[str, Any]:
+            return pullback(problem.gradient(evaluation))
+
+        def closed(ascent: dict[str, Any]) -> dict[str, Any]:
             if not self._plan.closed:
-                return hyper
-            most = self._maximised(problem, evaluation, values, ascent)
-            return hyper._replace(update=hyper.update | most)
+                return {}
+            return self._maximised(problem, evaluation, values, ascent)
 
-        def back() -> Hyper:
-            largest = LARGEST_NOISE * evaluation.magnitude
-            return quasi_newton.refused(state.hyper, best, bound, rounding, largest)
+        return searched(state, values, at, gradient, closed)
 
-        enough = quasi_newton.accepts(state.hyper, best, bound, rounding, unresolved)
-        goes_on = first | enough
-        hyper = lax.cond(goes_on, on, back)
-
-        def better() -> ConjugateState:
-            return state._replace(
-                hyper=quasi_newton.improved(hyper, values, unresolved),
-                natural=natural, step_sizes=steps, bound=bound,
-                unreached=problem.shares_unreached,
-            )  # fmt: skip
-
-        # A first bound of NaN is shown.
-        rose = goes_on & ~(bound < best)
-        new = lax.cond(rose, better, lambda: state._replace(hyper=hyper))
-        return flagged(new, hyper)
+    def unresolved(self, problem: LatentGaussian, evaluation: Evaluation) -> Array:
+        """See :meth:`LatentGaussian.unresolved`."""
+        names = tuple(block.name for block in self._structure.processes)
+        return problem.unresolved(evaluation, names)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """A minibatch, or other latents drawn at random: no bound to compare with, so a
@@ -209,7 +195,7 @@ class Stepper:
         key = self.key(state)
         indices, epochs = next_batch(self._structure, state.epochs, key)
         values = moved(state.hyper)
-        whole, pullback = self._problem_and_pullback(values, key, indices)
+        whole, pullback = self.problem_and_pullback(values, key, indices)
         self._refuse_adaptive(whole)
         natural, schedules, evaluation, bound = damped_sweep(
             whole.restrict(), whole.select(state.natural), self._schedule,
@@ -217,7 +203,7 @@ class Stepper:
         )  # fmt: skip
 
         def further(values: Any) -> Any:
-            whole, pullback = self._problem_and_pullback(values, key, indices)
+            whole, pullback = self.problem_and_pullback(values, key, indices)
             return whole, pullback, whole.restrict().evaluate(natural)
 
         def gradient(
@@ -373,7 +359,7 @@ class Stepper:
             learns=self.learns,
         )  # fmt: skip
 
-    def _problem_and_pullback(
+    def problem_and_pullback(
         self, values: dict[str, Any], key: Array, indices: dict[str, Array]
     ) -> tuple[LatentGaussian, Callable[[Any], Any]]:
         if not self.learns:

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from numpyro_gpaug._numpyro import one_thread
-from numpyro_gpaug.guides.continued import ContinuedGP, earlier_params
+from numpyro_gpaug.guides.continued import ContinuedGP
+from numpyro_gpaug.guides.tracked import TrackedGP
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.moving import InducingMoves
+from numpyro_gpaug.infer.vi.plan import is_optax
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.model.latents import JointStructure
@@ -20,6 +21,9 @@ from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.predict.joint import predictor_for
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.posterior import Posterior
+
+if TYPE_CHECKING:
+    import optax
 
 # Steps of one update; it stops earlier, once the bound rises no more.
 STEPS = 50
@@ -32,9 +36,22 @@ class Stream:
     The posterior so far, :math:`q_{t-1}(v)` of the inducing values, is the prior of the
     next batch: :math:`q_t(v) \propto q_{t-1}(v) \prod_i t_i(v)` with the Gaussian
     factors :math:`t_i` of its data, found by the same closed-form updates.
-    Hyperparameters stay as they are. With a Normal likelihood and inducing inputs at
-    rest the result does not depend on how data come in batches, and is the posterior of
-    all of them to rounding; with others, factors of old data are not improved any more.
+    With a Normal likelihood, inducing inputs at rest and ``optim=None`` the result does
+    not depend on how data come in batches, and is the posterior of all of them to
+    rounding; with others, factors of old data are not improved any more.
+
+    Hyperparameters stay as they are, or are tracked with ``optim``: learnt with every
+    batch from the bound on its density given the data before,
+
+    .. math::
+
+        \mathrm{E}_q \log p(y_t | f, \theta) - \mathrm{KL}(q(u) \| p(u | \theta))
+        + \mathrm{E}_q \log \frac{q_{t-1}(u)}{p(u | \theta_{t-1})}.
+
+    The last term says what old data have said of the function values u at the inducing
+    inputs, under the hyperparameters of their time: it tells kernels from each other,
+    but nothing of the likelihood's own hyperparameters (the scale of noise), which are
+    learnt from one batch at a time.
 
     Inducing inputs may be added or moved with any batch: pass others in the model's
     keyword argument that holds them. The posterior is first carried to these,
@@ -51,6 +68,11 @@ class Stream:
     :param posterior: where to start: fitted to first data with
         :class:`~numpyro_gpaug.AutoSparseGP` of natural parameters, or loaded.
     :param forgetting: :math:`\gamma`, in (0, 1]; 1 forgets nothing.
+    :param optim: how hyperparameters are tracked, as in
+        :class:`~numpyro_gpaug.ConjugateSVI`: ``"lbfgs"`` to the optimum of every batch;
+        an optax transformation, begun anew with every batch, up to 50 updates by it,
+        whose rate says how far hyperparameters may go with one; ``None``, not at all.
+        Inducing inputs that are a param stay where they are.
     :raises NotImplementedError: for a joint posterior
         (:class:`~numpyro_gpaug.AutoLatentGaussian`), and for one that averages over
         hyperparameters.
@@ -81,10 +103,16 @@ class Stream:
     ((20,), 10)
 
     Reference: Bui, Nguyen and Turner (2017), Streaming sparse Gaussian process
-    approximations, section 3.1, with hyperparameters at rest.
+    approximations, section 3.1; of inducing inputs that move while hyperparameters are
+    tracked, one after the other, not the joint bound.
     """
 
-    def __init__(self, posterior: Posterior, forgetting: float = 1.0) -> None:
+    def __init__(
+        self,
+        posterior: Posterior,
+        forgetting: float = 1.0,
+        optim: optax.GradientTransformation | str | None = None,
+    ) -> None:
         if not 0 < forgetting <= 1:
             raise ValueError(f"forgetting must be in (0, 1], got {forgetting}")
         if isinstance(posterior.structure, JointStructure):
@@ -98,6 +126,10 @@ class Stream:
                 "posterior averages over several (other=AutoNormal, NestedVI)"
             )
         self.posterior, self.forgetting = posterior, forgetting
+        self._guide_of = ContinuedGP if optim is None else TrackedGP
+        self._optim: Any = optim
+        if is_optax(optim):
+            self._optim = _of_what_has_gradients(optim)
         self.losses: list[float] = []
         self._moves = InducingMoves(posterior.model)
         self._blended: Any = one_thread(jax.jit(_blended))
@@ -105,8 +137,8 @@ class Stream:
 
     def _begin(self, model: Any) -> None:
         """Programs of a model with a number of inducing inputs."""
-        self._guide = ContinuedGP(model)
-        self._svi = ConjugateSVI(model, self._guide, None)
+        self._guide = self._guide_of(model)
+        self._svi = ConjugateSVI(model, self._guide, self._optim)
         self._moments: Any = one_thread(jax.jit(self._guide.moments))
 
     def update(self, *args: Any, **kwargs: Any) -> Posterior:
@@ -119,7 +151,7 @@ class Stream:
             before share a program, of another number compile their own.
         :return: the posterior of all data so far, also ``stream.posterior``. Minus its
             bound on the log density of the batch given those before (and of the prior
-            of hyperparameters that rest) is the last of ``stream.losses``; where
+            of hyperparameters) is the last of ``stream.losses``; where
             inducing inputs moved, the divergence of the process that was carried from
             the one before is part of it.
         :raises ValueError: for what a fit refuses; for inducing inputs of other columns
@@ -134,15 +166,17 @@ class Stream:
         params = {k: v for k, v in values.items() if k in guide.constraints}
         for name in guide.structure.others:
             params[f"{name}_auto_loc"] = values[name]
-        for block in guide.structure.blocks:
-            params |= earlier_params(block, moments[block.name])
+        arguments = Arguments.split(args, kwargs)
+        earlier, gained = guide.going_on(arguments, values, moments)
         result = self._svi.run(
             jax.random.key(0), STEPS, *args, tol=SETTLED, progress_bar=False,
-            init_params=params, **kwargs,
+            init_params=params | earlier, **kwargs,
         )  # fmt: skip
-        _, own = guide.split_params(result.params)
-        self.losses.append(float(np.asarray(result.losses[-1])) + lost)
-        self.posterior = posterior.moved(self._moments(own))
+        found, own = guide.split_params(result.params)
+        self.losses.append(float(result.losses[-1]) + lost + float(gained))
+        if self._optim is not None:
+            values |= found | guide.other_median(found)
+        self.posterior = posterior.moved(self._moments(own), values)
         return self.posterior
 
     def _prior(
@@ -179,6 +213,20 @@ class Stream:
             self._begin(guide.model)
             guide = self._guide.setup(*args, **kwargs)
         return guide
+
+
+def _of_what_has_gradients(optim: optax.GradientTransformation) -> Any:
+    """A transformation that leaves alone what has none, whatever it does else (decay):
+    what is known of old data, and where."""
+
+    def update(slopes: Any, state: Any, values: Any = None) -> tuple[Any, Any]:
+        updates, state = optim.update(slopes, state, values)
+        held = jax.tree.map(
+            lambda u, slope: jnp.where((slope == 0).all(), 0, u), updates, slopes
+        )
+        return held, state
+
+    return optim._replace(update=update)
 
 
 def _blended(

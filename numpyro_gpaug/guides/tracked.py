@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse processes of data that follow others, whose hyperparameters are learnt."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from numpyro import handlers
+
+from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.gp.process import Conditional, GaussianProcess
+from numpyro_gpaug.gp.projection import latent_first
+from numpyro_gpaug.guides.continued import ContinuedGP, earlier_of, earlier_params
+from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.linalg import Moments, precise
+from numpyro_gpaug.math.pseudo_data import PseudoData, SeenPrior
+from numpyro_gpaug.model.structure import Arguments, Block
+from numpyro_gpaug.model.view import ModelView
+
+
+class TrackedGP(ContinuedGP):
+    """A :class:`~numpyro_gpaug.guides.continued.ContinuedGP` whose hyperparameters may
+    move.
+
+    What is known of *function values* at the inducing inputs (and of weights) does not
+    depend on hyperparameters, and is kept as pseudo-data. Natural parameters are those
+    of whitened inducing values, as of a first fit, under a prior that has seen these.
+
+    :param model: a NumPyro model. Its inducing inputs stay where they are, of which
+        function values are known.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        super().__init__(model)
+        self._program: Any = one_thread(few(self._known, static_argnames="static"))
+
+    def going_on(
+        self, arguments: Arguments, values: dict[str, Any], moments: dict[str, Moments]
+    ) -> tuple[dict[str, Array], Array | float]:
+        return self._program(arguments.arrays, values, moments, static=arguments.static)
+
+    @precise
+    def _known(
+        self,
+        arrays: Any,
+        values: dict[str, Any],
+        moments: dict[str, Moments],
+        static: Any,
+    ) -> tuple[dict[str, Array], Array]:
+        arguments = Arguments(arrays, static)
+        structure = self.structure_at(arguments)
+        key = jax.random.key(0)
+        view = ModelView(structure, self.model, arguments, values, key)
+        params: dict[str, Array] = {}
+        priors, natural, evidence = view.priors(), {}, jnp.zeros(())
+        for block in structure.blocks:
+            q, prior = moments[block.name], priors[block.name]
+            data = PseudoData.of(q, prior)
+            seen = SeenPrior(prior, data)
+            natural[block.name] = seen.natural
+            evidence -= seen.divergence(q).sum()
+            if block.is_process:
+                gp = view.conditional(block).gp
+                whiten = gp.inverse_factor
+                offset = jnp.matvec(whiten, means_at_inducing(gp, block, values))
+                data = data.through(-offset, whiten)
+            params |= earlier_params(block, data)
+        return params | self.natural_params(natural), evidence
+
+    def view(
+        self,
+        structure: Any,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        values: dict[str, Any],
+        key: Array,
+    ) -> ModelView:
+        return _TrackedView(structure, model, arguments, values, key)
+
+    def moments(
+        self, own: Mapping[str, dict[str, Array] | Moments]
+    ) -> dict[str, Moments]:
+        return AutoSparseGP.moments(self, own)
+
+
+class _TrackedView(ModelView):
+    """A model whose function values at inducing inputs, and weights, have been seen."""
+
+    def conditional(self, block: Block) -> Conditional:
+        return self._resting[block.name]
+
+    @cached_property
+    def _resting(self) -> dict[str, Conditional]:
+        """Processes whose inducing inputs have no derivatives."""
+        found = {}
+        for block in self.structure.processes:
+            f = super().conditional(block)
+            gp = copy.copy(f.gp)
+            gp.inducing = lax.stop_gradient(gp.inducing)
+            found[block.name] = Conditional(gp, f.X, f.latents)
+            # Of params perhaps, which only a run of the model fills in.
+            found[block.name].mean = f.mean
+        return found
+
+    def priors(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        own = super().priors()
+        for block in self.structure.blocks:
+            data = PseudoData(*earlier_of(block, self.values))
+            if block.is_process:
+                gp = self.conditional(block).gp
+                offset = means_at_inducing(gp, block, self.values)
+                data = data.through(offset, gp.factor)
+            found[block.name] = SeenPrior(own[block.name], data)
+        return found
+
+
+def means_at_inducing(
+    gp: GaussianProcess, block: Block, values: Mapping[str, Any]
+) -> Array:
+    """The mean function at inducing inputs, (latents, M).
+
+    :param gp: the process.
+    :param block: of it.
+    :param values: of params.
+    :raises NotImplementedError: for a function of inputs that differ between latents.
+    """
+    shape = math.prod(block.shape[:-1]), block.shape[-1]
+    if not callable(gp.mean):
+        mean = jnp.asarray(gp.mean, block.dtype).reshape(-1, 1)
+    elif gp.inducing.ndim == 3:
+        raise NotImplementedError(
+            f"{block.name!r} has a mean function and a set of inducing inputs per "
+            "latent: a stream does not track its hyperparameters"
+        )
+    else:
+        with handlers.block(), handlers.substitute(data=dict(values)):
+            mean = latent_first(jnp.asarray(gp.mean(gp.inducing), block.dtype))
+    return jnp.broadcast_to(mean, shape)

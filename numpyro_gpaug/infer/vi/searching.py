@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search makes of the collapsed bound where it was proposed to go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax import Array, lax
+
+from numpyro_gpaug.infer.vi import quasi_newton
+from numpyro_gpaug.infer.vi.hyper import Hyper
+from numpyro_gpaug.infer.vi.latent_gaussian import Natural
+from numpyro_gpaug.infer.vi.state import ConjugateState, flagged, unknown_bound
+from numpyro_gpaug.infer.vi.sweeps import slack
+
+# The part of a bound by which two of one fit, at the same hyperparameters, may differ.
+LARGEST_NOISE = 0.01
+
+
+class Collapsed(NamedTuple):
+    """The Gaussian blocks at their optimum for some hyperparameters.
+
+    :param natural: natural parameters.
+    :param step_sizes: to be tried next, by block.
+    :param bound: there.
+    :param magnitude: of what it was summed from.
+    :param unresolved: see :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
+    :param unreached: see :class:`~numpyro_gpaug.infer.vi.state.ConjugateState`.
+    """
+
+    natural: Natural
+    step_sizes: dict[str, Array]
+    bound: Array
+    magnitude: Array
+    unresolved: Array
+    unreached: dict[str, Array]
+
+
+def goes_on(state: ConjugateState, at: Collapsed) -> Array:
+    """Whether the search goes on from there: the bound has risen enough, or is the
+    first.
+
+    :param state: before the pending update.
+    :param at: its end.
+    """
+    enough = quasi_newton.accepts(
+        state.hyper, state.bound, at.bound, slack(at), at.unresolved
+    )
+    return _is_first(state) | enough
+
+
+def searched(
+    state: ConjugateState,
+    values: dict[str, Any],
+    at: Collapsed,
+    gradient: Callable[[], dict[str, Any]],
+    closed: Callable[[dict[str, Any]], dict[str, Any]],
+) -> ConjugateState:
+    """The state after a step of a search.
+
+    :param state: before the pending update.
+    :param values: unconstrained params at its end.
+    :param at: the end.
+    :param gradient: of the bound there; not asked for where the bound did not rise.
+    :param closed: from the gradient, updates of params that are set in closed form.
+    """
+    best, bound, rounding = state.bound, at.bound, slack(at)
+
+    def on() -> Hyper:
+        ascent = gradient()
+        hyper = quasi_newton.accepted(state.hyper, values, ascent, _is_first(state))
+        return hyper._replace(update=hyper.update | closed(ascent))
+
+    def back() -> Hyper:
+        largest = LARGEST_NOISE * at.magnitude
+        return quasi_newton.refused(state.hyper, best, bound, rounding, largest)
+
+    further = goes_on(state, at)
+    hyper = lax.cond(further, on, back)
+
+    def better() -> ConjugateState:
+        return state._replace(
+            hyper=quasi_newton.improved(hyper, values, at.unresolved),
+            natural=at.natural, step_sizes=at.step_sizes, bound=bound,
+            unreached=at.unreached,
+        )  # fmt: skip
+
+    # A first bound of NaN is shown.
+    rose = further & ~(bound < best)
+    new = lax.cond(rose, better, lambda: state._replace(hyper=hyper))
+    return flagged(new, hyper)
+
+
+def _is_first(state: ConjugateState) -> Array:
+    return state.bound <= unknown_bound(state.bound.dtype)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What old data say, as a Gaussian pseudo-likelihood that no prior is part of.
+
+A posterior :math:`q(a)` that was found under a prior :math:`p(a)` is that prior times
+:math:`t(a) = q(a) / p(a)`, which is kept as :math:`\exp(-|y - R a|^2 / 2)`: as
+observations y of R a with unit noise. Under another prior, of other hyperparameters,
+the posterior given them is proper whatever R is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_gpaug.math.affine import Prior
+from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, one_by_one, precise
+
+
+class PseudoData(NamedTuple):
+    """Observations of linear combinations of latents, with unit noise.
+
+    :param targets: y, (latents, M).
+    :param root: R, (latents, M, M).
+    """
+
+    targets: Array
+    root: Array
+
+    @classmethod
+    @precise
+    def of(cls, q: Moments, prior: Prior) -> PseudoData:
+        """Those that make a prior a posterior.
+
+        The precisions of both are subtracted from each other, and what remains of
+        directions of which data say nothing is rounding. Seen from another prior, in
+        which these directions have more variance, it could seem to be a lot: nothing is
+        kept of what is not resolved, nor of what would be a negative precision.
+
+        :param q: the posterior.
+        :param prior: the prior.
+        """
+        scale = prior.scale
+        white = Moments((q.mean - prior.loc) / scale, q.whitener / scale[..., None, :])
+        root = white.precision_root()
+        precision, directions = one_by_one(jnp.linalg.eigh)(root @ root.mT)
+        added = precision - 1
+        eps = jnp.finfo(added.dtype).eps
+        least = eps * added.shape[-1] * precision.max(-1, keepdims=True)
+        kept = added > least
+        strength = jnp.where(kept, jnp.sqrt(jnp.where(kept, added, 1)), 0)
+        mean = jnp.vecmat(white.mean, directions)
+        seen = jnp.where(kept, precision * mean / jnp.where(kept, strength, 1), 0)
+        rows = strength[..., None] * directions.mT / scale[..., None, :]
+        return cls(seen + jnp.matvec(rows, prior.loc), rows)
+
+    @precise
+    def through(self, offset: Array, spread: Array) -> PseudoData:
+        """Those of x, where the latents here are ``offset + spread x``.
+
+        :param offset: (latents, M).
+        :param spread: (1 or latents, M, M).
+        """
+        targets = self.targets - jnp.matvec(self.root, offset)
+        return PseudoData(targets, self.root @ spread)
+
+
+class SeenPrior(NamedTuple):
+    """A prior of independent normal latents, and what old data say of them.
+
+    :param prior: the prior.
+    :param data: what they say.
+    """
+
+    prior: Prior
+    data: PseudoData
+
+    @property
+    def loc(self) -> Array:
+        """Of the prior."""
+        return self.prior.loc
+
+    @property
+    def natural(self) -> NaturalGaussian:
+        """Potential and precision of the product of both."""
+        targets, root = self.data
+        potential = jnp.vecmat(targets, root)
+        own = NaturalGaussian(potential, root.mT @ root)
+        pairs = zip(self.prior.natural, own, strict=True)
+        return NaturalGaussian(*(a + b for a, b in pairs))
+
+    @precise
+    def divergence(self, q: Moments) -> Array:
+        """KL(q || prior) minus the expected log of the pseudo-likelihood, (latents,):
+        at most minus the log of their evidence."""
+        targets, root = self.data
+        missed = targets - jnp.matvec(root, q.mean)
+        spread = jnp.square(root @ q.whitener.mT).sum((-2, -1))
+        unexplained = jnp.square(missed).sum(-1) + spread
+        return self.prior.divergence(q) + 0.5 * unexplained
