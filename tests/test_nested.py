@@ -352,7 +352,7 @@ def poisson_truth():
 
 @pytest.fixture(scope="module")
 def of_counts():
-    return nested(poisson, GROUP, COUNTS)
+    return nested(poisson, GROUP, COUNTS, key=1)
 
 
 def test_counts_against_sums_over_everything(of_counts):
@@ -433,7 +433,7 @@ def test_models_are_compared_by_their_evidence(of_counts):
 
 
 def test_the_same_key_gives_the_same_draws_and_compiles_nothing(of_counts):
-    again = nested(poisson, GROUP, COUNTS)
+    again = nested(poisson, GROUP, COUNTS, key=1)
     first = again.get_samples()
     np.testing.assert_array_equal(first["a"], of_counts.get_samples()["a"])
     before = compilations("_draw"), compilations("_evaluate")
