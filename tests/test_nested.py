@@ -18,6 +18,7 @@ from scipy import special, stats
 from threadpoolctl import threadpool_info, threadpool_limits
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
@@ -621,6 +622,20 @@ def test_compensated_sums():
     total, lost = jax.jit(compensated_sum)(jnp.asarray(x))
     found = np.asarray(total, float) + np.asarray(lost, float)
     np.testing.assert_allclose(found, x.astype(float).sum(-1), rtol=1e-9)
+
+
+@pytest.mark.parametrize("excess", [1.0, 1.4])
+def test_the_width_of_draws_is_that_of_the_target(excess):
+    """Of a normal target as wide as one of the widths, or as the Gaussian itself."""
+    rng, latents = np.random.default_rng(0), 5
+    sizes = np.array([1.0, 1.2, 1.4, 2.0])
+    kinds = np.arange(8000).reshape(1000, 8) % 4
+    noise = rng.normal(size=(1000, 8, latents))
+    squares = np.square(noise).sum(-1)
+    z = noise * sizes[kinds][..., None]
+    target = stats.norm(0, excess).logpdf(z).sum(-1)
+    ratios = target - stats.norm(0, sizes[kinds][..., None]).logpdf(z).sum(-1)
+    assert best_width(ratios, squares, sizes, kinds, latents) == excess
 
 
 @pytest.mark.parametrize("sides", [[1.0, 1.0], [0.5, 2.0]])

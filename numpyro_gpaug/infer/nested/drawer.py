@@ -17,6 +17,7 @@ from numpyro_gpaug.infer.nested.proposal import StudentT
 
 # Numbers of factors that are kept to start from.
 REMEMBERED = 2**24
+KNOWN = np.ones(1, bool)
 
 
 def generator(key: Array, stream: int) -> np.random.Generator:
@@ -56,6 +57,7 @@ class Points(NamedTuple):
     :param log_prior: log-density of the unconstrained hyperparameters.
     :param log_joint_over_q: log of the density of data, latents and hyperparameters
         over that of the draw of the latents, (draws,).
+    :param squares: squared lengths of the noise that draws are made of, (draws,).
     :param sites: values by name, (draws, ...); of deterministic sites the names alone.
     """
 
@@ -63,6 +65,7 @@ class Points(NamedTuple):
     bound: np.ndarray
     log_prior: np.ndarray
     log_joint_over_q: np.ndarray
+    squares: np.ndarray
     sites: dict[str, Any]
 
 
@@ -88,8 +91,8 @@ class Drawer:
         self.law: StudentT | None = None
         numbers = sum(x.size for x in jax.tree.leaves(self._none.factors))
         self._room = REMEMBERED // max(numbers, 1)
-        self._points: list[np.ndarray] = []
         self._starts: list[Start] = []
+        self._points = np.zeros((0, programs.hyper.size))
 
     def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """The collapsed log-density and its gradient."""
@@ -99,7 +102,7 @@ class Drawer:
         value = float(bound[0]) + float(log_prior[0])
         if value > self.best:
             self.best = value
-            self.start = Start(found.factors, np.ones(1, bool))
+            self.start = Start(found.factors, KNOWN)
         return value, ascent[0].astype(float)
 
     def _evaluated(self, points: np.ndarray, *, gradient: bool) -> Evaluated:
@@ -114,18 +117,15 @@ class Drawer:
             anew = programs.evaluate(points, _joined(starts), arrays, gradient=gradient)
             if np.isfinite(np.asarray(anew.bound)).sum() > finite.sum():
                 found, finite = anew, np.isfinite(np.asarray(anew.bound))
-        for i in np.flatnonzero(finite)[: self._room - len(self._points)]:
-            factors = found.factors
-            if len(points) > 1:
-                factors = jax.tree.map(lambda x: x[i : i + 1], factors)  # noqa: B023
-            self._points.append(points[i])
-            self._starts.append(Start(factors, np.ones(1, bool)))
+        places = np.flatnonzero(finite)[: max(self._room - len(self._starts), 0)]
+        self._points = np.concatenate([self._points, points[places]])
+        self._starts += [_start(found.factors, i) for i in places]
         return found
 
     def _nearest(self, point: np.ndarray) -> Start:
-        if not self._points:
+        if not self._starts:
             return self.start
-        apart = np.stack(self._points) - point
+        apart = self._points - point
         if self.law is not None:
             apart = np.linalg.solve(self.law.axes, apart.T).T
         return self._starts[int(np.argmin(np.square(apart).sum(1)))]
@@ -170,7 +170,15 @@ class Drawer:
         )
         ratios = total + lost + (log_prior + log_det / 2)[:, None]
         self._bar.update(num)
-        return Points(drawn.z, bound, log_prior, ratios, drawn.sites)
+        squares = np.square(noise[:num], dtype=float).sum(-1)
+        return Points(drawn.z, bound, log_prior, ratios, squares, drawn.sites)
+
+
+def _start(factors: Any, i: int) -> Start:
+    """One of those found."""
+    if len(jax.tree.leaves(factors)[0]) > 1:
+        factors = jax.tree.map(lambda x: x[i : i + 1], factors)
+    return Start(factors, KNOWN)
 
 
 def _joined(starts: list[Start]) -> Start:

@@ -85,6 +85,7 @@ class Programs:
         self._model, self.structure = bound.guide.model, bound.structure
         self.hyper = Hyperparameters(self._model, self.structure, arguments)
         self.num_draws = num_draws
+        self._no_start: Start | None = None
         size, rows = self.structure.size, sum(x.size for x in arguments.arrays)
         held = 4 * size**2 + 2 * size * rows + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
@@ -94,9 +95,14 @@ class Programs:
         self.draw = compiled(self._draw, runs=10)
         self.sites = compiled(self._sites, runs=2)
 
-    @one_thread
     def no_start(self, arrays: Any) -> Start:
         """A start for the first evaluation."""
+        if self._no_start is None:
+            self._no_start = self._zeros(arrays)
+        return self._no_start
+
+    @one_thread
+    def _zeros(self, arrays: Any) -> Start:
         point = jax.ShapeDtypeStruct((self.hyper.size,), self.hyper.dtype)
         values = jax.eval_shape(lambda u: self.hyper.values(u, arrays)[0], point)
         shapes = self.bound.shapes(values, arrays)
