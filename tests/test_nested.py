@@ -4,6 +4,7 @@ weighted draws against sums over grids."""
 
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,10 @@ from scipy import special, stats
 from threadpoolctl import threadpool_info, threadpool_limits
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.nested.programs import Programs
+from numpyro_gpaug.infer.nested.bound import Start
+from numpyro_gpaug.infer.nested.drawer import Drawer
+from numpyro_gpaug.infer.nested.draws import best_width
+from numpyro_gpaug.infer.nested.programs import Evaluated, Programs
 from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
@@ -352,7 +356,7 @@ def poisson_truth():
 
 @pytest.fixture(scope="module")
 def of_counts():
-    return nested(poisson, GROUP, COUNTS)
+    return nested(poisson, GROUP, COUNTS, key=1)
 
 
 def test_counts_against_sums_over_everything(of_counts):
@@ -433,7 +437,7 @@ def test_models_are_compared_by_their_evidence(of_counts):
 
 
 def test_the_same_key_gives_the_same_draws_and_compiles_nothing(of_counts):
-    again = nested(poisson, GROUP, COUNTS)
+    again = nested(poisson, GROUP, COUNTS, key=1)
     first = again.get_samples()
     np.testing.assert_array_equal(first["a"], of_counts.get_samples()["a"])
     before = compilations("_draw"), compilations("_evaluate")
@@ -621,6 +625,71 @@ def test_compensated_sums():
     total, lost = jax.jit(compensated_sum)(jnp.asarray(x))
     found = np.asarray(total, float) + np.asarray(lost, float)
     np.testing.assert_allclose(found, x.astype(float).sum(-1), rtol=1e-9)
+
+
+def test_a_gaussian_starts_from_the_nearest_one_or_anew():
+    tried = []
+
+    class Recorder:
+        hyper = SimpleNamespace(size=1)
+
+        def no_start(self, arrays):
+            return Start(np.full((1, 2), np.nan), np.zeros(1, bool))
+
+        def evaluate(self, points, start, arrays, *, gradient):
+            tried.append(float(start.factors[0, 0]))
+            # Far out no factors of others will do.
+            wrong = points[0, 0] > 9 and start.known.any()
+            bound = np.array([np.nan if wrong else 1.0])
+            zero, factors = np.zeros(1), np.repeat(points, 2, 1)
+            return Evaluated(bound, zero, np.zeros((1, 1)), {}, factors, None)
+
+    drawer = Drawer(Recorder(), (), np.random.default_rng(0), None)
+    values = [drawer.evaluate(np.array([x]))[0] for x in (0.0, 1.0, 0.4, 10.0)]
+    np.testing.assert_array_equal(tried, [np.nan, 0.0, 0.0, 1.0, np.nan])
+    assert values == [1.0] * 4
+
+
+@SLOW
+def test_a_heavy_prior_of_skewed_latents_against_sums_over_everything():
+    """One count among zeros: the scale may be anything."""
+    y = np.array([0, 0, 0, 0, 0, 0, 0, 3, 0, 0])
+
+    def model(y):
+        tau = numpyro.sample("tau", dist.HalfCauchy(1))
+        with numpyro.plate("data", len(y)):
+            f = numpyro.sample("f", dist.Normal(0, tau))
+            numpyro.sample("y", dist.Poisson(jnp.exp(f - 2)), obs=y)
+
+    u, z = np.linspace(-9, 9, 1801), np.linspace(-9, 9, 2001)
+    tau = np.exp(u)
+    at = stats.norm.pdf(z) * (z[1] - z[0])
+    rate = np.exp(np.minimum(tau[:, None] * z - 2, 50))
+    each = {n: stats.poisson.pmf(n, rate) @ at for n in (0, 3)}
+    density = np.prod([each[n] for n in y], 0) * stats.halfcauchy.pdf(tau) * tau
+    mass = density * (u[1] - u[0])
+    found = nested(model, y)
+    fields, row = found.get_extra_fields(), found.summary().loc["tau"]
+    assert found.certified
+    error = fields["log_evidence"] - np.log(mass.sum())
+    assert abs(error) < 4 * fields["log_evidence_error"]
+    below = np.cumsum(mass) / mass.sum()
+    levels = np.interp(np.log([row["5%"], row["50%"], row["95%"]]), u, below)
+    np.testing.assert_allclose(levels, [0.05, 0.5, 0.95], atol=0.06)
+
+
+@pytest.mark.parametrize("excess", [1.0, 1.4])
+def test_the_width_of_draws_is_that_of_the_target(excess):
+    """Of a normal target as wide as one of the widths, or as the Gaussian itself."""
+    rng, latents = np.random.default_rng(0), 5
+    sizes = np.array([1.0, 1.2, 1.4, 2.0])
+    kinds = np.arange(8000).reshape(1000, 8) % 4
+    noise = rng.normal(size=(1000, 8, latents))
+    squares = np.square(noise).sum(-1)
+    z = noise * sizes[kinds][..., None]
+    target = stats.norm(0, excess).logpdf(z).sum(-1)
+    ratios = target - stats.norm(0, sizes[kinds][..., None]).logpdf(z).sum(-1)
+    assert best_width(ratios, squares, sizes, kinds, latents) == excess
 
 
 @pytest.mark.parametrize("sides", [[1.0, 1.0], [0.5, 2.0]])

@@ -170,7 +170,7 @@ def by_slices(run: Any, names: Any, args: Any, following: bool) -> dict[str, Any
     jax.block_until_ready(points)
     seconds = time.perf_counter() - start
     flat = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (points, z))
-    sites = run.at(*flat, deterministic=False)
+    sites = run.at(*flat)
     shape = CHAINS, args.draws
     found = {k: np.asarray(x).reshape(*shape, *x.shape[1:]) for k, x in sites.items()}
     _, worth = of_chains(found, names)

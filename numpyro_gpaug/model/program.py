@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from numpyro_gpaug.model.jaxpr import Reader, Value
@@ -77,8 +78,12 @@ class Gather(NamedTuple):
         :param indices: values of the variable.
         :param raw: of those before wrapping.
         """
-        flat = indices.reshape(-1, indices.shape[-1])
-        least = jnp.stack([jnp.zeros((), int), *(x.min().astype(int) for x in raw)])
+        # Of numbers that are known nothing is compiled.
+        traced = any(isinstance(x, Tracer) for x in (indices, *raw))
+        xp: Any = jnp if traced else np
+        flat, *raw = (xp.asarray(x) for x in (indices, *raw))
+        flat = flat.reshape(-1, flat.shape[-1])
+        least = xp.stack([xp.zeros((), int), *(x.min().astype(int) for x in raw)])
         return flat.min(0), flat.max(0), least.min()
 
 

@@ -49,6 +49,8 @@ class Run:
     :param programs: of the model at its arguments.
     :param arrays: array arguments of the model.
     :param weighted: the draws.
+    :param values: of all sites at the draws, by name, (n, draws, ...); of deterministic
+        ones the names alone.
     :param clock: its seconds.
     :param evaluations: hyperparameters at which the Gaussian was fitted.
     :param width: of the Gaussian that latents were drawn from.
@@ -64,6 +66,7 @@ class Run:
     programs: Programs
     arrays: Any
     weighted: Weighted
+    values: dict[str, Any]
     clock: Clock
     evaluations: int
     width: float
@@ -81,35 +84,49 @@ class Run:
         return self.weighted.certified
 
     def sites(self, *, deterministic: bool) -> dict[str, Array]:
-        """Values of all weighted draws by site."""
-        weighted = self.weighted
-        each = np.repeat(weighted.points, weighted.log_ratios.shape[1], axis=0)
-        flat = weighted.z.reshape(-1, weighted.z.shape[-1])
-        return self.at(each, flat, deterministic=deterministic)
+        """Values of all weighted draws by site.
 
-    def at(
-        self, points: np.ndarray, z: np.ndarray, *, deterministic: bool
-    ) -> dict[str, Array]:
+        :param deterministic: whether deterministic sites are among them.
+        """
+        wanted = deterministic and self._deterministic
+        return self._chosen(np.arange(self.weighted.log_ratios.size), wanted)
+
+    @property
+    def _deterministic(self) -> set[str]:
+        return {name for name, x in self.values.items() if isinstance(x, tuple)}
+
+    def _chosen(self, indices: np.ndarray, run: Any) -> dict[str, Array]:
+        """Values by site at some of the draws.
+
+        :param indices: of the draws.
+        :param run: whether the model is run for them.
+        """
+        draws = self.weighted.log_ratios.shape[1]
+        if run:
+            flat = self.weighted.z.reshape(-1, self.weighted.z.shape[-1])
+            return self.at(self.weighted.points[indices // draws], flat[indices])
+        hidden = self._deterministic
+        known = {k: x for k, x in self.values.items() if k not in hidden}
+        return {
+            k: jax.device_put(x.reshape(-1, *x.shape[2:])[indices])
+            for k, x in known.items()
+        }
+
+    def at(self, points: np.ndarray, z: np.ndarray) -> dict[str, Array]:
         """Values of a model's sites at draws.
 
         :param points: unconstrained hyperparameters, (n, d).
         :param z: whitened latents, (n, size).
-        :param deterministic: whether deterministic sites are among them.
         """
         given = jnp.asarray(points, self.programs.hyper.dtype), z, self.arrays
         size = self.programs.structure.size
         with self.clock.part("values of sites"), threads_for(size):
-            found = self.programs.sites(*given, deterministic=deterministic)
-            return jax.block_until_ready(found)
+            return jax.block_until_ready(self.programs.sites(*given))
 
     def samples(self, num: int) -> dict[str, Array]:
         """Equally weighted draws by site."""
         rng = np.random.default_rng(self.seed)
-        chosen = self.weighted.resampled(num, rng)
-        draws = self.weighted.log_ratios.shape[1]
-        flat = self.weighted.z.reshape(-1, self.weighted.z.shape[-1])
-        points = self.weighted.points[chosen // draws]
-        return self.at(points, flat[chosen], deterministic=True)
+        return self._chosen(self.weighted.resampled(num, rng), self._deterministic)
 
     def points(self) -> tuple[np.ndarray, np.ndarray]:
         """Hyperparameters, and the logarithms of their weights."""
@@ -129,9 +146,10 @@ class Run:
         return log_weights, values, moments
 
     def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
-        """The sites that a table is of: all but inducing values, which are whitened."""
+        """The sites that a table is of: all but deterministic ones and inducing values,
+        which are whitened."""
         functions = self.programs.structure.functions
-        hidden = {f"{name}.v" for name in functions}
+        hidden = {f"{name}.v" for name in functions} | self._deterministic
         return {k: np.asarray(x) for k, x in sites.items() if k not in hidden}
 
     def table(self) -> dict[str, list[float]]:
@@ -176,6 +194,7 @@ def integrated(
         bar.set_description("first draws")
         with clock.part("first draws"):
             laws = [m.law for m in modes]
+            drawer.law = laws[0]
             share = FIRST_FROM_PRIOR if len(prior) else 0.0
             proposal = Proposal(tuple(laws), (1.0,), share)
             points = proposal.draws(FIRST, prior, rng)
@@ -185,7 +204,8 @@ def integrated(
             density = proposal.log_density(points, first.log_prior, FIRST)
             target = _without_failures(first.bound + first.log_prior)
             ratios = _without_failures(first.log_joint_over_q - density[:, None])
-            width = float(sizes[_best_width(ratios, kinds)])
+            latents = programs.structure.size
+            width = best_width(ratios, first.squares, sizes, kinds, latents)
             _refuse_none(target)
         with clock.part("mode and curvature"):
             modes = _further_modes(modes, drawer, points, target - density, precise)
@@ -201,7 +221,7 @@ def integrated(
     with clock.part("certificate"):
         weighted = _weighted(points, drawn, ratios, normalised=True)
     return Run(
-        programs, arrays, weighted, clock, drawer.evaluations, width,
+        programs, arrays, weighted, drawn.sites, clock, drawer.evaluations, width,
         "Importance sampling", int(rng.integers(2**32)), modes, drawer.start,
     )  # fmt: skip
 
@@ -253,8 +273,8 @@ def sampled(
         f"many for importance sampling; {WARMUP} steps of warm-up), reweighted"
     )
     return Run(
-        programs, arrays, weighted, clock, drawer.evaluations + steps, 1.0, way,
-        int(rng.integers(2**32)), [mode], drawer.start,
+        programs, arrays, weighted, drawn.sites, clock, drawer.evaluations + steps, 1.0,
+        way, int(rng.integers(2**32)), [mode], drawer.start,
         independence=min(1.0, float(worth)),
     )  # fmt: skip
 
@@ -271,14 +291,36 @@ def _weighted(
     return found
 
 
-def _best_width(ratios: np.ndarray, kinds: np.ndarray) -> int:
-    """That of the least mean squared weight: their mean is the same for all."""
-    largest = np.max(ratios)
-    squares = np.exp(2 * (ratios - largest))
-    means = [squares[kinds == k].mean() for k in range(len(WIDENINGS))]
-    best = int(np.argmin(means))
-    # Less is noise of few draws.
-    return best if means[best] < 0.9 * means[0] else 0
+def best_width(
+    ratios: np.ndarray,
+    squares: np.ndarray,
+    sizes: np.ndarray,
+    kinds: np.ndarray,
+    latents: int,
+) -> float:
+    """The largest width whose weights vary, at the same point, by at most a fifth more
+    than those of the best: what no draw has seen, a larger one covers. Draws of all
+    widths estimate it for each, weighed as draws of their mixture: those of the widest
+    see tails that the narrowest miss.
+
+    :param ratios: log-weights of draws, each of a width of its own, (n, draws).
+    :param squares: squared lengths of the noise that they are made of, (n, draws).
+    :param sizes: the widths, (widths,).
+    :param kinds: which of them each draw has, (n, draws).
+    :param latents: how many numbers the noise has.
+    """
+    lengths, widths = squares * sizes[kinds] ** 2, sizes[:, None, None]
+    densities = -0.5 * lengths / widths**2 - latents * np.log(widths)
+    own = np.take_along_axis(densities, kinds[None], 0)[0]
+    mixture = np.logaddexp.reduce(densities) - np.log(len(sizes))
+    target = ratios + own
+    num = target.shape[1]
+    levels = np.logaddexp.reduce(target - mixture, 1, keepdims=True) - np.log(num)
+    shares = levels - np.logaddexp.reduce(levels)
+    each = 2 * (target - np.maximum(levels, -1e300)) - mixture - densities
+    variances = np.exp(np.logaddexp.reduce(each + shares, (1, 2))) / num - 1
+    good = variances <= 1.2 * max(variances.min(), 0) + 1e-3
+    return float(sizes[good].max())
 
 
 def _further_modes(

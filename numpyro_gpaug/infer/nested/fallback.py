@@ -34,13 +34,13 @@ class Corrected(Run):
     chain_z: Any = None
 
     def samples(self, num: int) -> dict[str, Array]:
-        return self.at(self.chain_points, self.chain_z, deterministic=True)
+        return self.at(self.chain_points, self.chain_z)
 
     def points(self) -> tuple[np.ndarray, np.ndarray]:
         return self.chain_points, np.zeros(len(self.chain_points))
 
     def table(self) -> dict[str, list[float]]:
-        sites = self.at(self.chain_points, self.chain_z, deterministic=False)
+        sites = self.at(self.chain_points, self.chain_z)
         rows = {}
         for label, x in entries(self.shown(sites)):
             (moves,) = varying(x[:, None])

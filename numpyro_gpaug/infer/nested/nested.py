@@ -30,6 +30,8 @@ from numpyro_gpaug.predict import Posterior
 
 # Hyperparameters that are integrated by importance sampling; more go to NUTS.
 MOST = 8
+# Draws of the latents at each of them: by default, at most, and numbers held in all.
+DRAWS, MOST_DRAWS, MOST_NUMBERS = 8, 32, 2**24
 
 
 class NestedVI(Displayed):
@@ -73,7 +75,9 @@ class NestedVI(Displayed):
     :param num_samples: equally weighted draws that :meth:`get_samples` returns.
     :param num_points: hyperparameters that are drawn (512 give about 300 effective
         ones).
-    :param num_draws: draws of the latents at each.
+    :param num_draws: draws of the latents at each: 8 by default, and up to 32 where a
+        dense Gaussian has more than a hundred latents, whose weights are more uneven
+        and whose draws cost little beside the Gaussian.
     :param correct: ``"mcmc"`` runs NUTS from the draws where k-hat is above 0.7, all
         latents and hyperparameters whitened by the Gaussian at the mode (slice moves of
         the hyperparameters were no faster on the two models tried: the theory pages
@@ -112,14 +116,14 @@ class NestedVI(Displayed):
         *,
         num_samples: int = 1000,
         num_points: int = 512,
-        num_draws: int = 8,
+        num_draws: int | None = None,
         correct: str | None = None,
         progress_bar: bool = True,
     ) -> None:
         for name, count in (
             ("num_samples", num_samples),
             ("num_points", num_points),
-            ("num_draws", num_draws),
+            ("num_draws", 1 if num_draws is None else num_draws),
         ):
             check_count(name, count)
         if num_points < 32:
@@ -339,12 +343,23 @@ class NestedVI(Displayed):
             )
         return self._run
 
+    def _draws_at(self, bound: CollapsedBound) -> int:
+        """Draws of the latents at each of the hyperparameters."""
+        if self.num_draws is not None:
+            return self.num_draws
+        structure = bound.structure
+        if structure.arrow is not None or structure.chains:
+            return DRAWS
+        # As many as there is room for.
+        room = MOST_NUMBERS // max(self.num_points * structure.size, 1)
+        return max(DRAWS, min(structure.size // 12, MOST_DRAWS, room))
+
     @one_thread
     def _programs_at(self, bound: CollapsedBound, arguments: Arguments) -> Programs:
         return remembered(
             self._programs,
             arguments.shapes,
-            lambda: Programs(bound, arguments, self.num_draws),
+            lambda: Programs(bound, arguments, self._draws_at(bound)),
         )
 
 

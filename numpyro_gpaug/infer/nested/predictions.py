@@ -109,7 +109,7 @@ class AtDraws:
                 for point, each in zip(self.points, noise, strict=True)
             ]
             points = jnp.asarray(self.points, programs.hyper.dtype)
-            found = programs.sites(points, np.stack(z), arrays, deterministic=True)
+            found = programs.sites(points, np.stack(z), arrays)
             return jax.block_until_ready(found)
 
     def _gaussian(self, point: np.ndarray) -> Any:

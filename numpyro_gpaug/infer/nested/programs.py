@@ -28,8 +28,8 @@ from numpyro_gpaug.model.whitened import whitened
 BUDGET = 2**21
 LARGEST_CHUNK = 64
 # The rise in nats that ends the moves before draws, which are weighed whatever they are
-# from.
-ENOUGH = 1e-3
+# from: a Gaussian that is off by it makes them worth 2% less.
+ENOUGH = 1e-2
 
 
 class Evaluated(NamedTuple):
@@ -59,12 +59,15 @@ class Drawn(NamedTuple):
     :param total: of each draw the log-density of data and latents less that of the
         draw, but for the determinant; (draws,).
     :param lost: what the rounding of ``total`` lost.
+    :param sites: values by name, (draws, ...); of deterministic sites, which may be as
+        large as the data, the names alone.
     """
 
     z: Array
     log_det: Array
     total: Array
     lost: Array
+    sites: dict[str, Any]
 
 
 class Programs:
@@ -82,6 +85,7 @@ class Programs:
         self._model, self.structure = bound.guide.model, bound.structure
         self.hyper = Hyperparameters(self._model, self.structure, arguments)
         self.num_draws = num_draws
+        self._no_start: Start | None = None
         size, rows = self.structure.size, sum(x.size for x in arguments.arrays)
         held = 4 * size**2 + 2 * size * rows + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
@@ -89,11 +93,16 @@ class Programs:
         # Some 600 points, of a few moves each, for a run; and blocks of 64 of them.
         self._settle = compiled(self._evaluate, runs=2000)
         self.draw = compiled(self._draw, runs=10)
-        self.sites = compiled(self._sites, runs=2, static_argnames="deterministic")
+        self.sites = compiled(self._sites, runs=2)
 
-    @one_thread
     def no_start(self, arrays: Any) -> Start:
         """A start for the first evaluation."""
+        if self._no_start is None:
+            self._no_start = self._zeros(arrays)
+        return self._no_start
+
+    @one_thread
+    def _zeros(self, arrays: Any) -> Start:
         point = jax.ShapeDtypeStruct((self.hyper.size,), self.hyper.dtype)
         values = jax.eval_shape(lambda u: self.hyper.values(u, arrays)[0], point)
         shapes = self.bound.shapes(values, arrays)
@@ -106,7 +115,7 @@ class Programs:
         """The Gaussian at unconstrained hyperparameters.
 
         :param points: (n, d); one, or :attr:`batch` of them.
-        :param start: where it starts, of one point.
+        :param start: where each of them starts.
         :param arrays: array arguments of the model.
         :param gradient: whether that is asked for, and the Gaussian as precise as it
             has to be. Otherwise it is one to draw from.
@@ -118,13 +127,12 @@ class Programs:
     def _evaluate(
         self, points: Array, start: Start, arrays: Any, tolerance: Any, asked: Any
     ) -> Evaluated:
-        first = jax.tree.map(lambda x: x[0], start)
-
-        def one(point: Array) -> Evaluated:
+        def one(each: tuple[Array, Start]) -> Evaluated:
+            point, start = each
             both = jax.vjp(lambda u: self.hyper.values(u, arrays), point)
             (values, log_prior), pull = both
             bound, ascend, found = self.bound.with_pullback(
-                values, arrays, first, tolerance
+                values, arrays, start, tolerance
             )
 
             def ascent() -> Array:
@@ -139,7 +147,7 @@ class Programs:
                 bound, log_prior, ascended, values, found.factors, found.moments
             )
 
-        return self._each(one, points)
+        return self._each(one, (points, start))
 
     def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
         """Hyperparameters by name, and the moments of the Gaussian given them, as
@@ -193,12 +201,13 @@ class Programs:
         z = q.mean + q.spread(widths[:, None] * noise)
         links = self._links(values, arrays)
 
-        def terms(z: Array, noise: Array, width: Array) -> tuple[Array, Array]:
+        def terms(z: Array, noise: Array, width: Array) -> tuple[Any, ...]:
             # Both Gaussian log-densities at once: their difference is small.
             white = self.structure.white(z, links)
             latents = 0.5 * (noise - white) * (noise + white) + jnp.log(width)
-            data, _ = self.log_terms(values, white, arrays)
-            return compensated_sum(jnp.concatenate([data, latents]))
+            data, trace = self.log_terms(values, white, arrays)
+            sums = compensated_sum(jnp.concatenate([data, latents]))
+            return *sums, self._latents(trace)
 
         return Drawn(z, q.log_det[0], *jax.vmap(terms)(z, noise, widths))
 
@@ -226,6 +235,17 @@ class Programs:
         batch = None if jax.default_backend() == "cpu" else self.chunk
         return lax.map(function, draws, batch_size=batch)
 
+    def _latents(self, trace: Trace, *, deterministic: bool = False) -> dict[str, Any]:
+        """Values of sites but for observed ones; of deterministic ones nothing, unless
+        they are asked for."""
+        observed = {site.name for site in self.structure.observed}
+        kinds = {"sample": True, "deterministic": deterministic}
+        return {
+            k: site["value"] if kinds[site["type"]] else ()
+            for k, site in trace.items()
+            if site["type"] in kinds and k not in observed
+        }
+
     def log_joint(self, point: Array, z: Array, arrays: Any) -> Array:
         """Log-density of data, whitened latents and unconstrained hyperparameters, up
         to a constant."""
@@ -234,28 +254,19 @@ class Programs:
         data, _ = self.log_terms(values, white, arrays)
         return data.sum() + log_prior - 0.5 * jnp.square(white).sum()
 
-    def _sites(
-        self, points: Array, z: Array, arrays: Any, *, deterministic: bool
-    ) -> dict[str, Array]:
+    def _sites(self, points: Array, z: Array, arrays: Any) -> dict[str, Array]:
         """Values of all sites at draws.
 
         :param points: (n, d).
         :param z: (n, size).
         :param arrays: array arguments of the model.
-        :param deterministic: whether also those of deterministic sites.
         """
-        observed = {site.name for site in self.structure.observed}
-        kinds = {"sample", "deterministic"} if deterministic else {"sample"}
 
         def one(draw: tuple[Array, Array]) -> dict[str, Array]:
             values, _ = self.hyper.values(draw[0], arrays)
             white = self.structure.white(draw[1], self._links(values, arrays))
             _, trace = self.log_terms(values, white, arrays)
-            return {
-                k: site["value"]
-                for k, site in trace.items()
-                if site["type"] in kinds and k not in observed
-            }
+            return self._latents(trace, deterministic=True)
 
         return self._each(one, (points, z))
 

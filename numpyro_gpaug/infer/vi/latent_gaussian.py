@@ -50,6 +50,7 @@ class Evaluation(NamedTuple):
     :param direct: its derivatives in the numbers that the likelihood is made of; empty
         unless something is learnt.
     :param divergences: KL by block, (latents,).
+    :param rise: of the bound in the move that led here; infinite where it is not known.
     """
 
     bound: Array
@@ -60,6 +61,7 @@ class Evaluation(NamedTuple):
     slopes: dict[str, Marginals]
     direct: tuple[Array, ...]
     divergences: dict[str, Array]
+    rise: Array
 
 
 @partial(
@@ -245,7 +247,8 @@ class LatentGaussian:
         value, (slopes, direct) = differentiate(at, floats)
         value = jnp.asarray(value, self.dtype)
         bound, magnitude = self.bound(value, kl)
-        return Evaluation(bound, value, magnitude, q, at, slopes, direct, kl)
+        rise = jnp.full_like(bound, jnp.inf)
+        return Evaluation(bound, value, magnitude, q, at, slopes, direct, kl, rise)
 
     def bound(self, value: Array, kl: dict[str, Array]) -> tuple[Array, Array]:
         """The bound, and the magnitude of what it is summed from.

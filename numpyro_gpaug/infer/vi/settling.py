@@ -67,9 +67,11 @@ def settled(
             place, memory = _mixed_or_swept(
                 problem, place, memory, moves, sweep, augmented
             )
-        else:
-            place = sweep(*place, moves, first)
-        return moves + 1, place, place[1].bound - before, memory
+            return moves + 1, place, place[1].bound - before, memory
+        # Of the first move too, which evaluates where it starts: a start close to the
+        # optimum takes one move.
+        place = sweep(*place, moves, first)
+        return moves + 1, place, place[1].rise, memory
 
     unevaluated = problem.unevaluated(natural)
     start = (

@@ -227,8 +227,8 @@ def backtracked_update(
         target, floor = lax.cond(
             tries == 0, lambda: towards(latest), lambda: (search.target, search.floor)
         )
-        # The last attempt is no step at all, and is accepted.
-        last = tries == MAX_HALVINGS
+        # The last attempt is no step at all, and is accepted; nothing rises above NaN.
+        last = (tries == MAX_HALVINGS) | ((tries == 0) & jnp.isnan(floor))
         size = jnp.where((tries < 0) | last, 0, step * halved(tries))
         candidate = mix(old, target, size)
         # A precision that is not positive definite has a bound of NaN: refused.
@@ -244,7 +244,8 @@ def backtracked_update(
     found = lax.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
     size = next_step(step, found.tries, largest_step)
-    return {**natural, name: moved}, found.evaluation, size
+    rise = found.evaluation.bound - found.floor - slack(found.evaluation)
+    return {**natural, name: moved}, found.evaluation._replace(rise=rise), size
 
 
 class _Search(NamedTuple):
