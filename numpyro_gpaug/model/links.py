@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import Literal
 
 from numpyro_gpaug.math import small
 from numpyro_gpaug.math.recurrences import step_before
@@ -104,15 +103,9 @@ class Chained:
     def _operands(self, z: dict[str, Array]) -> tuple[list[Any], list[Any], list[Any]]:
         """Of the loop; what steps have, with the axis over them first."""
         known = self._known | {self._program.inputs[k]: x for k, x in z.items()}
-        found = []
+        found: list[list[Any]] = []
         for variables in self._loop.operands:
-            values: list[Any] = self._program.run(list(variables), known)
-            for k, x in enumerate(variables):
-                if isinstance(x, Literal):
-                    # In the dtype that it stands for.
-                    aval: Any = x.aval
-                    values[k] = jnp.asarray(values[k], aval.dtype)
-            found.append(values)
+            found.append(self._program.run(list(variables), known))
         same, start, own = found
         return same, start, [jnp.moveaxis(x, self._loop.axis, 0) for x in own]
 

@@ -57,13 +57,13 @@ def loops(program: Program, structure: JointStructure) -> Iterator[Loop]:
             continue
         length, states, loop = _KINDS[name](program, operation)
         entering = names(program, (*loop.operands[0], *loop.operands[2]))
+        # What is not affine is carried for itself: nothing that is depends on it.
+        states = [s for s in states if affine(program, s[1], entering)]
         moved = [(k, s) for k, x, s in states if entering & names(program, [x])]
         reached = entering & {
             name for k, x, _ in states for name in names(program, [x])
         }
         added = {k: shape for k, shape in shapes.items() if k in reached}
-        if not all(affine(program, x, added) for _, x, _ in states):
-            continue
         for steps in _groupings(added, length, [shape for _, shape in moved]):
             yield loop._replace(steps=steps, states=tuple(moved))
 
