@@ -14,6 +14,7 @@ from scipy import stats
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import forms
 from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.program import Program
 
 STEPS, PHI, SCALE, NOISE = 30, 0.8, 0.5, 0.4
 TIMES = np.arange(STEPS)
@@ -124,19 +125,86 @@ def goes_back(svi, fit):
     np.testing.assert_allclose(draws["y"].std(0), spread, rtol=0.1)
 
 
-def test_what_is_not_affine_belongs_behind_the_scan():
+COUNTS = np.arange(STEPS) % 3
+
+
+def rates(where):
+    """A level and its rate, which is observed in the scan, after it, or by another rate
+    there; and is carried, though nothing looks at it."""
+
     def model(y=None):
-        def step(x, y):
-            x = numpyro.sample("x", dist.Normal(x, SCALE))
-            numpyro.sample("y", dist.Poisson(jnp.exp(x)), obs=y)
-            return x, None
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        first = numpyro.sample("first", dist.Normal(0, 1))
 
-        scan(step, 0.0, y, length=STEPS)
+        def step(carried, y):
+            x = numpyro.sample("x", dist.Normal(PHI * carried[0], scale))
+            rate = jnp.exp(x)
+            if where == "inside":
+                numpyro.sample("y", dist.Poisson(rate), obs=y)
+            return (x, rate if where == "after" else 0.0), (x, rate)
 
-    counts = np.arange(STEPS) % 3
-    with pytest.raises(gpaug.NotConjugateError, match="scan mixes .* after it"):
-        gpaug.AutoLatentGaussian(model).setup(counts)
+        y_inside = y if where == "inside" else None
+        _, (x, rate) = scan(step, (first, 1.0), y_inside, length=STEPS)
+        numpyro.deterministic("rate", rate)
+        if where != "inside":
+            rate = rate if where == "returned" else jnp.exp(x)
+            with numpyro.plate("data", STEPS):
+                numpyro.sample("y", dist.Poisson(rate), obs=y)
 
+    return model
+
+
+@pytest.mark.parametrize(
+    "where", ["after", "inside", pytest.param("returned", marks=pytest.mark.slow)]
+)
+def test_what_steps_make_of_their_states_may_be_looked_at(monkeypatch, where):
+    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    guide = gpaug.AutoLatentGaussian(rates(where)).setup(COUNTS)
+    assert "a chain of 30 steps of 1 (x), 1 others" in repr(guide)
+    assert "observed, in closed form" in repr(guide)
+
+
+@pytest.mark.slow
+def test_rates_are_the_same_wherever_they_are_written(x64):
+    losses = []
+    for where in ("after", "returned", "inside"):
+        model = rates(where)
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+        fit = svi.run(jax.random.key(0), 30, COUNTS, progress_bar=False)
+        losses.append(fit.losses[-1])
+    np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-12)
+
+
+def test_a_scan_is_parted_into_what_is_affine_and_the_rest():
+    """Constants, inputs of steps, what is carried: all that the rest reads."""
+
+    def run(values):
+        def step(carried, here):
+            x, count = carried
+            e, weight = here
+            x = PHI * x + values["first"] * e
+            left = x, weight * jnp.exp(x + count), jnp.where(x > 0, values["first"], e)
+            return (x, count + 1), left
+
+        start = jnp.zeros(()), jnp.zeros(())
+        own = values["z"], jnp.arange(1.0, 6)
+        return jax.lax.scan(step, start, own, reverse=True)
+
+    rng = np.random.default_rng(0)
+    known = {"z": jnp.asarray(rng.normal(size=5)), "first": jnp.asarray(0.7)}
+    linear = Program(lambda z: run(known | z), {"z": known["z"]})
+    (last, count), (x, rate, chosen) = linear.outputs
+    variables = [v.variable for v in (last, count, x, rate, chosen)]
+    assert [linear.affine(v) for v in variables] == [True, False, True, False, False]
+    makers = [linear.makers[v].eqn.primitive.name for v in variables]
+    assert makers == ["scan", "scan", "scan", "mul", "select_n"]
+    found = linear.run(variables, {linear.inputs["z"]: known["z"]})
+    expected = jax.tree.leaves(run(known))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_what_is_carried_is_affine():
     def growing(y=None):
         _, x = scan(
             lambda x, _: (numpyro.sample("x", dist.Normal(x * x, SCALE)),) * 2,
@@ -145,7 +213,7 @@ def test_what_is_not_affine_belongs_behind_the_scan():
         with numpyro.plate("data", STEPS):
             numpyro.sample("y", dist.Normal(x, NOISE), obs=y)
 
-    with pytest.raises(gpaug.NotConjugateError, match="scan mixes"):
+    with pytest.raises(gpaug.NotConjugateError, match="scan mixes .* carries from"):
         gpaug.AutoLatentGaussian(growing).setup(REAL)
 
 

@@ -344,9 +344,8 @@ class AutoLatentGaussian(ProcessGuide):
 
     def _title(self) -> str:
         structure = self.structure
-        return (
-            f"AutoLatentGaussian, {structure.size} Gaussian latents, {_form(structure)}"
-        )
+        size = sum(math.prod(s.shape) for s in structure.sites)
+        return f"AutoLatentGaussian, {size} Gaussian latents, {_form(structure)}"
 
     def _kind(self, other: str) -> str:
         kind = super()._kind(other)
@@ -370,9 +369,12 @@ def _form(structure: JointStructure) -> str:
     if structure.arrow is None:
         return "dense"
     groups, each, corner, steps = structure.sizes
+    size = structure.arrow.groups.size
     names = ", ".join(name for name, _ in structure.arrow.groups.sites)
     what = f"an arrow: {groups} groups"
     if steps is not None:
-        what = f"{groups // steps} chains of {steps} steps"
-        what = f"a chain of {groups} steps" if groups == steps else what
+        what = "a chain" if groups == steps else f"{groups // steps} chains"
+        what += (
+            f" of {steps} steps" if size == 1 else f" of {steps} blocks of {size} steps"
+        )
     return f"{what} of {each} ({names}), {corner} others dense"

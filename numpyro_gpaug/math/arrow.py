@@ -36,10 +36,6 @@ from jax import Array
 
 from numpyro_gpaug.math import linalg, small
 
-# Blocks up to this size are factorised number by number, over all groups at once;
-# larger ones by LAPACK, one after the other.
-SMALL = 6
-
 
 class ArrowSizes(NamedTuple):
     """How latents are laid out, the groups' first.
@@ -183,7 +179,7 @@ class ArrowMoments(NamedTuple):
         root = linalg.inverse_lower(self.whitener[0]).mT
         corner = jnp.einsum("ek,...k->...e", root, corner)
         groups = groups + jnp.einsum("gre,...e->...gr", self.shrunk[0], corner)
-        inverse = _small("inverse_lower", self.inverse[0])
+        inverse = small.inverse_lower(self.inverse[0])
         own = jnp.einsum("gij,...gi->...gj", inverse, groups)
         return self.sizes.joined(own, corner)
 
@@ -217,7 +213,7 @@ class ArrowNatural(NamedTuple):
         the prior's, times that of a number's last digit.
         """
         groups, each, size = self.border.shape[1:]
-        inverse = _small("inverse_cholesky", self.groups)
+        inverse = small.inverse_cholesky(self.groups)
         half = inverse @ self.border
         flat = half.reshape(1, groups * each, size)
         schur = self.corner - flat.mT @ flat
@@ -275,9 +271,3 @@ class ArrowPrior:
         parts = q.mean, q.inverse, q.shrunk, q.whitener
         squares = sum(jnp.square(x).reshape(1, -1).sum(-1) for x in parts)
         return 0.5 * (squares - self.sizes.total - q.log_det)
-
-
-def _small(function: str, matrices: Array) -> Array:
-    """A function of many small matrices (..., R, R)."""
-    few = matrices.shape[-1] <= SMALL
-    return getattr(small if few else linalg, function)(matrices)

@@ -169,7 +169,8 @@ class ChainMoments(NamedTuple):
         groups, corner = sizes.split(places)
         wanted = links.shape[1]
         each, (chains, steps) = self.sizes.each, self.gain.shape[1:3]
-        first = groups[::wanted, 0]
+        # Of a first block that is not full some are in no site.
+        first = groups[::wanted].max(-1)
         # A chain is known from its first step on, or not at all.
         old, chain = first >= 0, first // each // steps
         parts = _Parts(*(x[0].reshape(chains, steps, *x.shape[2:]) for x in (

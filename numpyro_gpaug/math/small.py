@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Very many small matrices (..., R, R), number by number and over all at once: LAPACK
-would be called for one after the other."""
+would be called for one after the other. Of larger ones that is the faster way, and the
+one that is sooner compiled."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+
+from numpyro_gpaug.math import linalg
+
+# Matrices up to this size are taken number by number.
+SMALL = 6
 
 _Entries = list[list[Any]]
 
@@ -15,6 +22,8 @@ _Entries = list[list[Any]]
 def product(left: Array, right: Array) -> Array:
     """``left @ right`` of matrices (..., R, S) and (..., S, n), as sums that are
     compiled together with what is around them."""
+    if left.shape[-1] > SMALL:
+        return linalg.precise(jnp.matmul)(left, right)
     return (left[..., None] * right[..., None, :, :]).sum(-2)
 
 
@@ -22,6 +31,8 @@ def inverse(matrix: Array) -> Array:
     """The inverse of each symmetric matrix, by ``L D L'``: there are no square roots,
     so that one that is not positive definite has an inverse too."""
     size = matrix.shape[-1]
+    if size > SMALL:
+        return _swept(matrix)
     factor, pivots = _factored(matrix)
     lower = _stacked(_inverted(factor, matrix))
     scaled = lower / jnp.stack(pivots, -1)[..., :, None]
@@ -30,6 +41,8 @@ def inverse(matrix: Array) -> Array:
 
 def cholesky(matrix: Array) -> Array:
     """The lower Cholesky factor of each; NaN where it is not positive definite."""
+    if matrix.shape[-1] > SMALL:
+        return linalg.cholesky(matrix)
     factor, pivots = _factored(matrix)
     return _stacked(factor) * jnp.sqrt(jnp.stack(pivots, -1))[..., None, :]
 
@@ -37,6 +50,8 @@ def cholesky(matrix: Array) -> Array:
 def inverse_cholesky(matrix: Array) -> Array:
     """``L^-1`` of the lower Cholesky factor of each; NaN where it is not positive
     definite."""
+    if matrix.shape[-1] > SMALL:
+        return linalg.inverse_cholesky(matrix)
     factor, pivots = _factored(matrix)
     lower = _stacked(_inverted(factor, matrix))
     return lower / jnp.sqrt(jnp.stack(pivots, -1))[..., :, None]
@@ -45,8 +60,35 @@ def inverse_cholesky(matrix: Array) -> Array:
 def inverse_lower(factor: Array) -> Array:
     """The inverse of each lower triangular factor."""
     size = factor.shape[-1]
+    if size > SMALL:
+        return linalg.inverse_lower(factor)
     entries = [[factor[..., i, j] for j in range(size)] for i in range(size)]
     return _stacked(_inverted(entries, factor))
+
+
+@jax.custom_jvp
+def _swept(matrix: Array) -> Array:
+    """The inverse of each symmetric matrix, by sweeps of one row and column after the
+    other: without square roots."""
+    places = jnp.arange(matrix.shape[-1])
+
+    def sweep(matrix: Array, k: Array) -> tuple[Array, None]:
+        here = places == k
+        row = jnp.where(here, 1, lax.dynamic_index_in_dim(matrix, k, -2, False))
+        column = jnp.where(here, -1, lax.dynamic_index_in_dim(matrix, k, -1, False))
+        pivot = lax.dynamic_index_in_dim(
+            lax.dynamic_index_in_dim(matrix, k, -2, False), k, -1
+        )
+        rest = jnp.where(here | here[:, None], 0, matrix)
+        return rest - column[..., :, None] * (row / pivot)[..., None, :], None
+
+    return lax.scan(sweep, matrix, places)[0]
+
+
+@_swept.defjvp
+def _swept_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    inverse = _swept(*primals)
+    return inverse, -product(product(inverse, tangents[0]), inverse)
 
 
 def _factored(matrix: Array) -> tuple[_Entries, list[Any]]:

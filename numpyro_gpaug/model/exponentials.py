@@ -26,7 +26,7 @@ from jax import Array
 from jax.extend.core import Literal
 
 from numpyro_gpaug.model.frontier import Frontier
-from numpyro_gpaug.model.program import applied
+from numpyro_gpaug.model.listing import applied
 
 _CALLS = {"custom_jvp_call", "custom_vjp_call", "pjit", "jit", "closed_call"}
 # Of one operand, of which they move entries.

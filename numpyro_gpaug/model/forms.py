@@ -16,12 +16,11 @@ from jax import Array
 from jax.core import Tracer
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.math.arrow import SMALL
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.arrow import PROBES, ROUNDING, Predictors, relative
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
-from numpyro_gpaug.model.loops import Loop
+from numpyro_gpaug.model.loops import WIDEST, Loop
 
 # Gaussian latents that are held by one dense matrix: all, or those beside groups.
 MAX_DENSE = 5000
@@ -100,13 +99,11 @@ def find_form(structure: JointStructure, asked: Asked, uses: float) -> JointStru
         return structure
     chains = asked.chains(structure)
     stepwise = structure.in_steps(_once(chains))
-    singles = [*(x for x in chains if structure.each(x) <= SMALL)]
-    singles += [
-        Grouping(((site.name, _ordered(structure, site, axes, chains)),))
-        for site in structure.sites
-        for axes in _axes(site.shape)
-        if not _is_steps((site.name, axes), chains)
-    ]
+    singles = [*chains]
+    for site in structure.sites:
+        for axes in _axes(site.shape):
+            if not _is_steps((site.name, axes), chains):
+                singles += _alone(structure, site, axes, chains)
     told = asked.looked_at(stepwise, singles)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(told)):
         return structure
@@ -143,7 +140,7 @@ def _arrow(
     :param found: groupings, which may have sites in common.
     :param chains: sites whose numbers were steps that follow each other.
     """
-    chosen = _disjoint(structure, [_without_steps(g, chains) for g in found])
+    chosen = _disjoint(structure, _apart(found, chains))
     if not chosen:
         return None
     return structure.with_arrow(Arrow(chosen[0], tuple(chosen[1:])))
@@ -159,8 +156,10 @@ def _chain(
         return None
     first = max(along, key=lambda g: structure.members(g) * structure.each(g))
     names = {name for name, _ in first.sites}
-    others = [_without_steps(g, chains) for g in found]
-    others = [Grouping(tuple(s for s in g.sites if s[0] not in names)) for g in others]
+    others = [
+        Grouping(tuple(s for s in g.sites if s[0] not in names))
+        for g in _apart(found, chains)
+    ]
     chosen = _disjoint(structure, others)
     ordered = structure.in_steps(tuple(x for x in chains if _within(x, first)))
     return ordered.with_arrow(Arrow(first, tuple(chosen)))
@@ -173,8 +172,10 @@ def _disjoint(structure: JointStructure, found: list[Grouping]) -> list[Grouping
         best = max(found, key=lambda g: structure.members(g) * structure.each(g))
         chosen.append(best)
         taken = {name for name, _ in best.sites}
-        left = (tuple(s for s in g.sites if s[0] not in taken) for g in found)
-        found = [Grouping(sites) for sites in left]
+        found = [
+            g._replace(sites=tuple(s for s in g.sites if s[0] not in taken))
+            for g in found
+        ]
     return chosen
 
 
@@ -188,8 +189,13 @@ def _within(steps: Grouping, grouping: Grouping) -> bool:
     return set(steps.sites) <= set(grouping.sites)
 
 
-def _without_steps(grouping: Grouping, chains: tuple[Grouping, ...]) -> Grouping:
-    return Grouping(tuple(s for s in grouping.sites if not _is_steps(s, chains)))
+def _apart(found: list[Grouping], chains: tuple[Grouping, ...]) -> list[Grouping]:
+    """Groupings without steps of chains, and none of blocks of them."""
+    return [
+        Grouping(tuple(s for s in g.sites if not _is_steps(s, chains)))
+        for g in found
+        if g.size == 1
+    ]
 
 
 def _of_steps(
@@ -202,10 +208,10 @@ def _of_steps(
         return Grouping(())
     same = [x for x in along if structure.along(x) == structure.along(along[0])]
     kept = {site for x in same for site in x.sites}
-    steps = Grouping(tuple(
+    steps = grouping._replace(sites=tuple(
         s for s in grouping.sites if s in kept or not _is_steps(s, chains)
     ))  # fmt: skip
-    return steps if structure.each(steps) <= SMALL else along[0]
+    return steps if structure.each(steps) <= WIDEST else along[0]
 
 
 def _groupings(
@@ -223,14 +229,16 @@ def _groupings(
             continue
         name = single.sites[0][0]
         for i, (other, seen) in enumerate(known):
-            same = structure.members(other) == structure.members(single)
+            alike = [Grouping(g.sites) for g in (other, single)]
+            same = other[1:] == single[1:]
+            same &= len({structure.members(g) for g in alike}) == 1
             both = (group >= 0) & (seen >= 0)
             again = name in dict(other.sites)
             # New rows have other members of the one, not of the other.
             first = structure.site(other.sites[0][0])
             same &= structure.site(name).local == first.local
             if same and not again and (group == seen)[both].all() and both.any():
-                merged = Grouping(other.sites + single.sites)
+                merged = other._replace(sites=other.sites + single.sites)
                 known[i] = merged, np.maximum(group, seen)
                 break
         else:
@@ -246,20 +254,23 @@ def _axes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield axes
 
 
-def _ordered(
+def _alone(
     structure: JointStructure,
     site: GaussianSite,
     axes: tuple[int, ...],
     chains: tuple[Grouping, ...],
-) -> tuple[int, ...]:
-    """Axes over members in the order that they have in a chain of as many: of sites in
-    plates that are scanned the first is over steps."""
+) -> list[Grouping]:
+    """A site with its members in the order that they have in a chain of as many (of
+    sites in plates that are scanned the first is over steps), and in its blocks."""
     members = {a: site.shape[a] for a in axes}
-    for (name, along), *_ in (steps.sites for steps in chains):
+    found: dict[Grouping, None] = {}
+    for steps in chains:
+        (name, along), *_ = steps.sites
         shape = structure.site(name).shape
         if members == {a: shape[a] for a in along}:
-            return along
-    return axes
+            own = Grouping(((site.name, along),))
+            found |= {own: None, steps._replace(sites=own.sites): None}
+    return [*found] or [Grouping(((site.name, axes),))]
 
 
 def _looked_at(
@@ -311,7 +322,7 @@ def _dense_cost(rows: int, size: int) -> float:
 
 def _cost(structure: JointStructure, rows: int) -> float:
     groups, each, corner, _ = structure.sizes
-    border = float(groups) * each * corner**2 + 2 * float(corner) ** 3
+    border = float(groups) * each * (corner**2 + each**2) + 2 * float(corner) ** 3
     seen = float(rows) * ((each + structure.width) ** 2 + 10 * corner)
     return border + seen
 

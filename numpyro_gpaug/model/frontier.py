@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from numpyro_gpaug.model.jaxpr import ELEMENTWISE, LINEAR
-from numpyro_gpaug.model.program import Operation, Program, execute
+from numpyro_gpaug.model.listing import Operation, execute
+from numpyro_gpaug.model.program import Program
 
 # From a root to what becomes nonlinear: one operand that depends on latents, and as
 # many entries of it as of the result, or copies of them.
@@ -81,8 +82,10 @@ def frontier(program: Program, outputs: list[int | Literal]) -> Frontier:
     reached = program.between([x for x in outputs if program.depends(x)], inputs)
     # What is affine to its very end is a root itself, as everything else is.
     found = [x for x in outputs if program.affine(x)]
+    read = [*outputs, *(x for operation in reached for x in operation.operands)]
+    used = {x for x in read if not isinstance(x, Literal)}
     for operation in reached:
-        dependent = [x for x in operation.results if program.depends(x)]
+        dependent = [x for x in operation.results if x in used and program.depends(x)]
         if not all(program.affine(x) for x in dependent):
             found += [x for x in operation.operands if program.affine(x)]
     roots: dict[int, int] = {}

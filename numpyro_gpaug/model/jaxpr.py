@@ -160,9 +160,10 @@ class Reader:
             for k in range(len(eqn.outvars))
         ]  # fmt: skip
 
-    def _scanned(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        """Values of a scan's results: the step is read until what it carries depends on
-        nothing more. Entries count as mixed."""
+    def step(self, eqn: Any, operands: list[Value]) -> tuple[list[Value], list[State]]:
+        """Values of what a step of a scan begins with, and how what it leaves depends
+        on the inputs: the step is read until what it carries depends on nothing more.
+        Entries count as mixed."""
         body = eqn.params["jaxpr"].jaxpr
         begin, count = carried_by(eqn, body)
         key = "scan", _static(eqn), tuple(value.token for value in operands)
@@ -176,8 +177,12 @@ class Reader:
             carried = states[begin : begin + count]
             after = [_join(list(x)) for x in zip(carried, found, strict=False)]
             if after == carried:
-                break
+                return starts, found
             states[begin : begin + count] = after
+
+    def _scanned(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        key = "scan", _static(eqn), tuple(value.token for value in operands)
+        _, found = self.step(eqn, operands)
         return [Value(state, self.token(*key, k)) for k, state in enumerate(found)]
 
     def _primitive(self, eqn: Any, operands: list[Value]) -> State:

@@ -108,15 +108,19 @@ class JointView:
     def _chains(self) -> list[Chained]:
         if not self.structure.chains:
             return []
-        known = {loop.steps: loop for loop in self.loops}
+        known = {loop.steps[:2]: loop for loop in self.loops}
         for steps in self.structure.chains:
-            if steps not in known:
+            if steps[:2] not in known:
                 names = [name for name, _ in steps.sites]
                 raise NotConjugateError(
                     f"steps of {names} followed each other where the guide was set up, "
                     "and do not with these arguments: set up another guide with these"
                 )
-        return [self.chained(known[steps]) for steps in self.structure.chains]
+        # Of a longer series the first block is that of the one that was fitted.
+        return [
+            self.chained(known[steps[:2]]._replace(steps=steps))
+            for steps in self.structure.chains
+        ]
 
     @property
     def links(self) -> tuple[Array, ...]:

@@ -161,8 +161,8 @@ def _instead(reason: str) -> str:
     """What to write where a likelihood is refused for this reason."""
     if reason.startswith("scan "):
         return (
-            "Let the scan return its states, and write what is not affine in them and "
-            "the observed sites after it, in a plate"
+            "What a scan carries from step to step has to be affine in Gaussian "
+            "latents; what is not, such as exp(level), its steps may return, or observe"
         )
     return (
         "Of softmax likelihoods Categorical(logits=eta), with eta affine, is taken; "

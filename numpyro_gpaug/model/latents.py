@@ -39,9 +39,14 @@ class Grouping(NamedTuple):
     """Sites with the same members, of which every datum looks at one.
 
     :param sites: names, and the axes of their numbers that are over members.
+    :param size: of so many steps, the last of the axes, a member is a block.
+    :param before: numbers of the first block that there are no steps for; so there may
+        be behind the last. They are standard normal, and nothing looks at them.
     """
 
     sites: tuple[tuple[str, tuple[int, ...]], ...]
+    size: int = 1
+    before: int = 0
 
 
 class Arrow(NamedTuple):
@@ -113,7 +118,14 @@ class JointStructure(Structure):
 
     def with_sites(self, sites: tuple[GaussianSite, ...]) -> JointStructure:
         """This structure with sites of other shapes."""
-        return replace(self, sites=sites, blocks=(joint_block(sites, self.dtype),))
+        return replace(self, sites=sites)._of_its_size()
+
+    def _of_its_size(self) -> JointStructure:
+        total = sum(
+            self.members(p) * self.each(p) if isinstance(p, Grouping) else prod(p.shape)
+            for p in self._parts
+        )
+        return replace(self, blocks=(joint_block(total, self.dtype),))
 
     def split(self, flat: Any) -> dict[str, Any]:
         """Numbers (..., size) by site, in the shapes of :class:`GaussianSite`: those of
@@ -138,16 +150,17 @@ class JointStructure(Structure):
 
     def joined(self, numbers: dict[str, Array]) -> Array:
         """Numbers (size,) that :meth:`split` takes apart."""
-        places = self.split(np.arange(self.size))
-        order = np.concatenate([places[name].ravel() for name in numbers])
-        flat = jnp.concatenate([x.ravel() for x in numbers.values()])
-        return flat[np.argsort(order)]
+        return jnp.concatenate([
+            self.grouped(part, numbers).ravel() if isinstance(part, Grouping)
+            else numbers[part.name].ravel()
+            for part in self._parts
+        ])  # fmt: skip
 
     # Of an arrow.
 
     def with_arrow(self, arrow: Arrow | None) -> JointStructure:
         """This structure with its numbers in another order."""
-        return replace(self, arrow=arrow)
+        return replace(self, arrow=arrow)._of_its_size()
 
     @property
     def sizes(self) -> ArrowSizes:
@@ -166,10 +179,10 @@ class JointStructure(Structure):
         return replace(self, chains=chains)
 
     def along(self, steps: Grouping) -> tuple[int, int]:
-        """How many chains there are, and steps of each."""
+        """How many chains there are, and steps of each, or blocks of them."""
         name, axes = steps.sites[0]
-        length = self.site(name).shape[axes[-1]]
-        return self.members(steps) // length, length
+        chains = prod(self.site(name).shape[a] for a in axes[:-1])
+        return chains, self.members(steps) // chains
 
     def unlinked(
         self, numbers: dict[str, Array], links: tuple[Array, ...]
@@ -207,14 +220,14 @@ class JointStructure(Structure):
         :param links: by chain.
         """
         assert self.arrow is not None
-        begins, begin = {}, 0
-        for site in self.arrow.groups.sites:
+        begins, begin, groups = {}, 0, self.arrow.groups
+        for site in groups.sites:
             begins[site[0]] = begin
-            begin += self.each(Grouping((site,)))
+            begin += self.each(groups._replace(sites=(site,)))
         found = jnp.zeros((*links[0].shape[:2], begin, begin), self.dtype)
         for steps, link in zip(self.chains, links, strict=True):
             own = np.concatenate([
-                begins[site[0]] + np.arange(self.each(Grouping((site,))))
+                begins[site[0]] + np.arange(self.each(steps._replace(sites=(site,))))
                 for site in steps.sites
             ])  # fmt: skip
             found = found.at[:, :, own[:, None], own].set(link)
@@ -240,12 +253,13 @@ class JointStructure(Structure):
     def members(self, grouping: Grouping) -> int:
         """How many there are."""
         name, axes = grouping.sites[0]
-        return prod(self.site(name).shape[a] for a in axes)
+        *over, last = (self.site(name).shape[a] for a in axes)
+        return prod(over) * -(-(last + grouping.before) // grouping.size)
 
     def each(self, grouping: Grouping) -> int:
         """Numbers of a member, of all sites."""
         total = sum(prod(self.site(name).shape) for name, _ in grouping.sites)
-        return total // self.members(grouping)
+        return total // self.members(Grouping(grouping.sites)) * grouping.size
 
     def placed(self, grouping: Grouping | None, numbers: Array) -> dict[str, Array]:
         """Numbers by site, zero for all sites but those of a grouping, (members, each),
@@ -263,12 +277,21 @@ class JointStructure(Structure):
 
     def grouped(self, grouping: Grouping, numbers: dict[str, Any]) -> Any:
         """Numbers of a grouping's sites, (members, each)."""
-        parts = [
-            jnp.moveaxis(numbers[name], axes, range(len(axes)))
-            for name, axes in grouping.sites
-        ]
-        members = self.members(grouping)
-        return jnp.concatenate([x.reshape(members, -1) for x in parts], -1)
+        members, parts = self.members(grouping), []
+        for name, axes in grouping.sites:
+            part = jnp.moveaxis(numbers[name], axes, range(len(axes)))
+            if grouping.size > 1:
+                none = [(0, 0)] * part.ndim
+                none[len(axes) - 1] = self._missing(grouping)
+                part = jnp.pad(part, none)
+            parts.append(part.reshape(members, -1))
+        return jnp.concatenate(parts, -1)
+
+    def _missing(self, grouping: Grouping) -> tuple[int, int]:
+        """Steps of the first and of the last block that there are not."""
+        single, (_, blocks) = Grouping(grouping.sites), self.along(grouping)
+        there = grouping.before + self.along(single)[1]
+        return grouping.before, blocks * grouping.size - there
 
     def _ungrouped(self, grouping: Grouping, numbers: Any) -> dict[str, Any]:
         found, begin, lead = {}, 0, numbers.shape[:-2]
@@ -276,10 +299,16 @@ class JointStructure(Structure):
             shape = self.site(name).shape
             over = tuple(shape[a] for a in axes)
             rest = tuple(n for a, n in enumerate(shape) if a not in axes)
-            part = numbers[..., begin : begin + prod(rest)]
-            begin += prod(rest)
+            part = numbers[..., begin : begin + prod(rest) * grouping.size]
+            begin += prod(rest) * grouping.size
             front = range(len(lead), len(lead) + len(axes))
             back = [len(lead) + a for a in axes]
+            if grouping.size > 1:
+                before, after = self._missing(grouping)
+                there = slice(before, before + over[-1])
+                whole = *lead, *over[:-1], before + over[-1] + after, *rest
+                at = [slice(None)] * (len(lead) + len(over) - 1)
+                part = part.reshape(whole)[(*at, there)]
             moved = part.reshape((*lead, *over, *rest))
             # NumPy's or JAX's: places are numbers too.
             found[name] = (np if isinstance(moved, np.ndarray) else jnp).moveaxis(
@@ -305,6 +334,6 @@ class JointStructure(Structure):
 JOINT = "latents"
 
 
-def joint_block(sites: tuple[GaussianSite, ...], dtype: Any) -> Block:
+def joint_block(size: int, dtype: Any) -> Block:
     """The one Gaussian block of a joint structure."""
-    return Block(JOINT, JOINT, (sum(prod(s.shape) for s in sites),), dtype)
+    return Block(JOINT, JOINT, (size,), dtype)

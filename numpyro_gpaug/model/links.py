@@ -8,6 +8,22 @@ ones, the state is :math:`B_t x_t`, apart from what it started at: who looks at 
 looks at one step. The Jacobians F and B, and so the links between steps, are functions
 of the hyperparameters and have derivatives. However links are rounded, numbers that
 follow each other by them have the law they say: they only choose what is looked at.
+
+A state may be of more numbers than are added to it: those of an autoregression of order
+p are its last p levels, those of a seasonal component its last season. What is new in
+it, :math:`f_t = B_t^+ c_t`, with a left inverse of B, has standard normal noise, too,
+and what is not, :math:`(I - B_t B_t^+) F_t c_{t-1}`, is older: where products of m of
+the matrices :math:`M_t = (I - B_t B_t^+) F_t` are zero, a state is of the last m new
+numbers, and these are an autoregression of order m,
+
+.. math:: c_t = \sum_{i=0}^{m-1} W_{t,i} f_{t-i}, \quad
+    f_t = z_t + B_t^+ F_t \sum_{i=1}^m W_{t-1,i-1} f_{t-i}, \quad
+    W_{t,i} = M_t W_{t-1,i-1}, \quad W_{t,0} = B_t.
+
+Of m steps together, :math:`f = L f + U f_{\mathrm{before}} + z` with L strictly lower
+triangular, so that blocks :math:`x = (I - L) f` follow each other by links
+:math:`U (I - L_{\mathrm{before}})^{-1}`. For states of as many numbers as are added m
+is one.
 """
 
 from __future__ import annotations
@@ -19,27 +35,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import Literal
 
 from numpyro_gpaug.math import small
 from numpyro_gpaug.math.recurrences import step_before
 from numpyro_gpaug.model.arrow import relative
-from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.latents import Grouping, JointStructure
 from numpyro_gpaug.model.loops import Loop, affine, names
 from numpyro_gpaug.model.program import Program
 
 
 class Links(NamedTuple):
-    """Of the steps of a loop, (chains, steps, R, R).
+    """Of the steps of a loop, in blocks of m, of R numbers each.
 
-    :param values: how each follows the one before it; zero at the start of a chain.
-    :param loadings: B, how a state depends on the numbers of its step.
+    :param values: how each block follows the one before it, (chains, blocks, R, R);
+        zero at the start of a chain.
+    :param loadings: W, how states depend on what was new at their step and before it,
+        (m, chains, steps, D, R / m).
+    :param inverse: of ``I - L``, (chains, blocks, R, R).
     :param misfit: how far steps are, relative to their terms, from following each other
         alone, and numbers from being added to one step each.
     """
 
     values: Array
     loadings: Array
+    inverse: Array
     misfit: Array
 
 
@@ -62,7 +81,9 @@ class Chained:
         self._program, self._structure, self._loop = program, structure, loop
         self._known = known
         self._sites = [name for name, _ in loop.steps.sites]
-        self._shape = *structure.along(loop.steps), structure.each(loop.steps)
+        # One step at a time.
+        self._single = Grouping(loop.steps.sites)
+        self._shape = *structure.along(self._single), structure.each(self._single)
         # What steps leave that depends on the numbers affinely.
         self._moving = [
             k
@@ -98,26 +119,21 @@ class Chained:
 
             return jax.vmap(step)(before, own, moved)
 
+        none = [jnp.zeros((length, *shape), dtype) for _, shape in loop.states]
         zeros = jnp.zeros(self._shape, dtype)
-        return jax.linearize(after, self._states(zeros), self._numbers(zeros))[1]
+        return jax.linearize(after, none, self._numbers(zeros))[1]
 
     def _operands(self, z: dict[str, Array]) -> tuple[list[Any], list[Any], list[Any]]:
         """Of the loop; what steps have, with the axis over them first."""
         known = self._known | {self._program.inputs[k]: x for k, x in z.items()}
-        found = []
+        found: list[list[Any]] = []
         for variables in self._loop.operands:
-            values: list[Any] = self._program.run(list(variables), known)
-            for k, x in enumerate(variables):
-                if isinstance(x, Literal):
-                    # In the dtype that it stands for.
-                    aval: Any = x.aval
-                    values[k] = jnp.asarray(values[k], aval.dtype)
-            found.append(values)
+            found.append(self._program.run(list(variables), known))
         same, start, own = found
         return same, start, [jnp.moveaxis(x, self._loop.axis, 0) for x in own]
 
     def _states(self, flat: Array) -> list[Array]:
-        """Numbers (chains, steps, R) in the shapes of states."""
+        """Numbers (chains, steps, D) in the shapes of states."""
         chains, length, _ = self._shape
         shapes = [shape for _, shape in self._loop.states]
         ends = np.cumsum([np.prod(shape, dtype=int) // chains for shape in shapes])
@@ -132,31 +148,102 @@ class Chained:
         return jnp.moveaxis(jnp.concatenate(parts, -1), 0, 1)
 
     def _numbers(self, flat: Array) -> dict[str, Array]:
-        """Numbers (chains, steps, R) by site."""
+        """Numbers (chains, steps, R / m) by site."""
         each = flat.reshape(-1, flat.shape[-1])
-        placed = self._structure.placed(self._loop.steps, each)
+        placed = self._structure.placed(self._single, each)
         return {name: placed[name] for name in self._sites}
 
     def _links(self) -> Links:
+        carried, added, misfit = self._jacobians()
+        left = small.product(small.inverse(small.product(added.mT, added)), added.mT)
+        new = small.product(left, carried)
+        shares, lags = [added], []
+        for _ in range(self._loop.steps.size):
+            before = step_before(shares[-1])
+            lags.append(small.product(new, before))
+            moved = small.product(carried, before)
+            shares.append(moved - small.product(added, lags[-1]))
+        loadings, beyond = jnp.stack(shares[:-1]), shares[-1]
+        if len(lags) > 1:
+            terms = jnp.abs(loadings).sum((0, -1), keepdims=True)[0]
+            misfit = jnp.maximum(misfit, relative(beyond, terms))
+        own, before = self._blocks(jnp.stack(lags))
+        eye = jnp.eye(own.shape[-1], dtype=own.dtype)
+        inverse = small.inverse_lower(eye - own)
+        order = self._order
+        values = small.product(before, step_before(inverse))
+        values = values[..., order[:, None], order]
+        return Links(values, loadings, inverse, misfit + 0 * values.sum())
+
+    def _jacobians(self) -> tuple[Array, Array, Array]:
+        """F, (chains, steps, D, D), B, (chains, steps, D, R / m), and how far states
+        are from depending on these alone."""
         (chains, length, each), rng = self._shape, np.random.default_rng(0)
-        dtype = self._structure.dtype
+        sizes = [np.prod(shape, dtype=int) for _, shape in self._loop.states]
+        carried, dtype = sum(sizes) // chains, self._structure.dtype
 
         def moved(state: Array, number: Array) -> Array:
             return self._flat(self._push(self._states(state), self._numbers(number))[0])
 
         # One direction at a time, and all at once in a random one.
-        basis = np.eye(2 * each)[:, None, None]
-        ones = np.broadcast_to(basis, (2 * each, chains, length, 2 * each))
-        random = rng.normal(size=(1, chains, length, 2 * each))
+        both = carried + each
+        basis = np.eye(both)[:, None, None]
+        ones = np.broadcast_to(basis, (both, chains, length, both))
+        random = rng.normal(size=(1, chains, length, both))
         asked = jnp.asarray(np.concatenate([ones, random]), dtype)
-        found = jax.vmap(moved)(asked[..., :each], asked[..., each:])
+        found = jax.vmap(moved)(asked[..., :carried], asked[..., carried:])
         columns, after = jnp.moveaxis(found[:-1], 0, -1), found[-1]
-        carried, added = columns[..., :each], columns[..., each:]
-        inverse = small.product(small.inverse(small.product(added.mT, added)), added.mT)
-        values = small.product(inverse, small.product(carried, step_before(added)))
         terms = columns * asked[-1][..., None, :]
-        off = after - terms.sum(-1) + 0 * values.sum(-1)
-        return Links(values, added, relative(off, jnp.abs(terms).sum(-1)))
+        misfit = relative(after - terms.sum(-1), jnp.abs(terms).sum(-1))
+        return columns[..., :carried], columns[..., carried:], misfit
+
+    def _blocks(self, lags: Array) -> tuple[Array, Array]:
+        """L and U, (chains, blocks, R, R), step after step.
+
+        :param lags: how what is new follows what was, (m, chains, steps, r, r).
+        """
+        size, each = len(lags), lags.shape[-1]
+        lags = self._whole(jnp.moveaxis(lags, 0, 2))
+        # (chains, blocks, step, lag, r, r) as rows of steps and columns of two blocks.
+        apart = np.arange(size)[:, None] + size - np.arange(2 * size)
+        seen = (apart >= 1) & (apart <= size)
+        rows = jnp.arange(size)[:, None]
+        placed = lags[:, :, rows, np.where(seen, apart, 1) - 1]
+        placed = jnp.where(seen[..., None, None], placed, 0)
+        whole = jnp.moveaxis(placed, -2, -3)
+        whole = whole.reshape(*whole.shape[:2], size * each, 2 * size * each)
+        return whole[..., size * each :], whole[..., : size * each]
+
+    @property
+    def _missing(self) -> tuple[int, int]:
+        """Steps of the first and of the last block that there are not."""
+        _, size, before = self._loop.steps
+        return before, -(self._shape[1] + before) % size
+
+    def _whole(self, along: Array) -> Array:
+        """Of steps, (chains, steps, ...), in blocks, (chains, blocks, m, ...)."""
+        none = [(0, 0)] * along.ndim
+        none[1] = self._missing
+        padded, size = jnp.pad(along, none), self._loop.steps.size
+        return padded.reshape(len(along), -1, size, *along.shape[2:])
+
+    def _steps(self, blocks: Array) -> Array:
+        """What :meth:`_whole` put together."""
+        before, _ = self._missing
+        flat = blocks.reshape(len(blocks), -1, *blocks.shape[3:])
+        return flat[:, before : before + self._shape[1]]
+
+    @property
+    def _order(self) -> np.ndarray:
+        """Where the numbers of a block, site after site, are step after step."""
+        size, each = self._loop.steps.size, self._shape[-1]
+        parts, begin = [], 0
+        for site in self._single.sites:
+            own = self._structure.each(Grouping((site,)))
+            steps = np.arange(size)[:, None] * each
+            parts.append((steps + begin + np.arange(own)).ravel())
+            begin += own
+        return np.concatenate(parts)
 
     def results(
         self, numbers: dict[str, Array], known: dict[int, Array]
@@ -171,14 +258,25 @@ class Chained:
         none = {program.inputs[k]: jnp.zeros_like(numbers[k]) for k in self._sites}
         both = [*loop.carried, *loop.stacked]
         found = dict(zip(both, program.run(both, known | none), strict=True))
-        x = self._structure.grouped(loop.steps, numbers).reshape(*self._shape, 1)
-        state = small.product(links.loadings, x)
+        x = self._structure.grouped(loop.steps, numbers)
+        x = x.reshape(*links.values.shape[:3], 1)
+        white = x - small.product(links.values, step_before(x))
+        # Site after site, and now step after step.
+        back = np.argsort(self._order)
+        new = small.product(links.inverse, x[..., back, :])
+        new, white = (
+            self._steps(y.reshape(*y.shape[:2], loop.steps.size, -1))
+            for y in (new, white[..., back, :])
+        )
+        state = jnp.zeros((), new.dtype)
+        for loading in links.loadings:
+            state += small.product(loading, new[..., None])[..., 0]
+            new = step_before(new)
         if not loop.carried:
             # A running sum leaves its states.
-            (sums,), (k,) = self._states(state[..., 0]), loop.stacked
+            (sums,), (k,) = self._states(state), loop.stacked
             return found | {k: found[k] + jnp.moveaxis(sums, 0, loop.axis)}
-        white = (x - small.product(links.values, step_before(x)))[..., 0]
-        before = self._states(step_before(state)[..., 0])
+        before = self._states(step_before(state))
         states, left = self._push(before, self._numbers(white))
         for k, x in zip(self._moving, left, strict=True):
             found[loop.stacked[k]] += jnp.moveaxis(x, 0, loop.axis)

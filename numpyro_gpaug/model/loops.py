@@ -11,10 +11,12 @@ from jax import Array
 from jax.extend.core import jaxpr_as_fun
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.math.arrow import SMALL
 from numpyro_gpaug.model.jaxpr import carried_by
 from numpyro_gpaug.model.latents import Grouping, JointStructure
 from numpyro_gpaug.model.program import Program
+
+# Numbers of a step's state, and of a block of steps, at most.
+WIDEST = 128
 
 # What is carried on, and what is left, of what is the same at all steps, what was
 # carried, and what a step has of its own.
@@ -57,13 +59,13 @@ def loops(program: Program, structure: JointStructure) -> Iterator[Loop]:
             continue
         length, states, loop = _KINDS[name](program, operation)
         entering = names(program, (*loop.operands[0], *loop.operands[2]))
+        # What is not affine is carried for itself: nothing that is depends on it.
+        states = [s for s in states if affine(program, s[1], entering)]
         moved = [(k, s) for k, x, s in states if entering & names(program, [x])]
         reached = entering & {
             name for k, x, _ in states for name in names(program, [x])
         }
         added = {k: shape for k, shape in shapes.items() if k in reached}
-        if not all(affine(program, x, added) for _, x, _ in states):
-            continue
         for steps in _groupings(added, length, [shape for _, shape in moved]):
             yield loop._replace(steps=steps, states=tuple(moved))
 
@@ -129,8 +131,11 @@ def affine(program: Program, variable: Any, inputs: Collection[str]) -> bool:
 def _groupings(
     sites: dict[str, tuple[int, ...]], length: int, states: list[tuple[int, ...]]
 ) -> Iterator[Grouping]:
-    """How numbers may be those of steps, as many at each as the state has, for every
-    choice of leading axes of the state that are over chains, most of them first.
+    """How numbers may be those of steps, for every choice of leading axes of the state
+    that are over chains, most of them first. Where steps have as many numbers as the
+    state, they follow each other one by one, otherwise in blocks of as many as it
+    takes until nothing is left of an earlier state
+    (:mod:`~numpyro_gpaug.model.links`).
 
     :param sites: shapes by name.
     :param length: steps of a chain.
@@ -145,9 +150,11 @@ def _groupings(
         for batch in range(most, -1, -1):
             leading = {x[:batch] for x in (*each, *states)}
             own, carried = (sum(prod(x[batch:]) for x in y) for y in (each, states))
-            if len(leading) == 1 and own == carried <= SMALL:
+            size = carried - own + 1
+            if len(leading) == 1 and 0 < size < length and own * size <= WIDEST:
                 places = [k + (k >= axis) for k in range(batch)]
-                yield Grouping(tuple((k, (*places, axis)) for k in over))
+                along = tuple((k, (*places, axis)) for k in over)
+                yield Grouping(along, size, -length % size)
 
 
 def refuse_reversed(program: Program, scanned: Collection[str]) -> None:

@@ -295,8 +295,8 @@ def pack_structure(structure: Structure) -> dict[str, Any]:
         joint = {
             "sites": structure.sites,
             "held": structure.held,
-            "arrow": structure.arrow and [g.sites for g in structure.arrow.all],
-            "chains": [steps.sites for steps in structure.chains],
+            "arrow": structure.arrow and structure.arrow.all,
+            "chains": structure.chains,
         }
     return joint | {
         "blocks": [[b.name, b.site, b.shape, str(b.dtype)] for b in structure.blocks],
@@ -351,5 +351,7 @@ def _unpack_arrow(packed: Any) -> Arrow | None:
     return Arrow(groups, tuple(others))
 
 
-def _unpack_grouping(sites: Any) -> Grouping:
-    return Grouping(tuple((name, tuple(axes)) for name, axes in sites))
+def _unpack_grouping(packed: Any) -> Grouping:
+    sites, size, before = packed
+    named = tuple((name, tuple(axes)) for name, axes in sites)
+    return Grouping(named, size, before)

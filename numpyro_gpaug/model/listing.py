@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equations of traced programs, one after the other.
+
+A scan is written as two: what its steps carry on and leave that is affine in Gaussian
+latents, and, of all steps at once, what is computed of it and carried no further. So
+the rate ``exp(level)`` that a step leaves, or a likelihood inside of the scan, is read
+as one after it would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal
+
+from numpyro_gpaug.model.jaxpr import Reader, State, Value, carried_by
+
+# Calls that change nothing: what they call may as well stand in their place. Those that
+# bring derivatives of their own (``custom_jvp_call``) are kept whole.
+_INLINED = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint"}
+
+
+class Operation(NamedTuple):
+    """An equation between numbered variables.
+
+    :param eqn: of the jaxpr.
+    :param operands: numbers of variables, or literals.
+    :param results: numbers of variables.
+    """
+
+    eqn: Any
+    operands: tuple[int | Literal, ...]
+    results: tuple[int, ...]
+
+
+class Listing:
+    """Numbered variables and the equations between them.
+
+    :param reader: that says how variables depend on the latents of a model.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.operations: list[Operation] = []
+        self.avals: list[Any] = []
+        self.values: list[Value] = []
+        self.constants: dict[int, Any] = {}
+        self.inputs: dict[str, int] = {}
+
+    def new(self, aval: Any, value: Value) -> int:
+        """The number of another variable.
+
+        :param aval: its shape and dtype.
+        :param value: what is known of it.
+        """
+        self.avals.append(aval)
+        self.values.append(value)
+        return len(self.avals) - 1
+
+    def held(self, closed: Any) -> list[int]:
+        """Variables of the constants of a closed jaxpr."""
+        numbers = []
+        pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        for var, value in pairs:
+            number = self.new(var.aval, self._reader.constant(var))
+            self.constants[number] = value
+            numbers.append(number)
+        return numbers
+
+    def write(
+        self, jaxpr: Any, constants: list[int], starts: list[Any]
+    ) -> list[int | Literal]:
+        """Appends a jaxpr's equations, those of its calls in their place.
+
+        :param constants: variables of its constants.
+        :param starts: of its inputs.
+        :return: those of its outputs.
+        """
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+        env |= dict(zip(jaxpr.invars, starts, strict=True))
+
+        def read(var: Any) -> int | Literal:
+            return var if isinstance(var, Literal) else env[var]
+
+        for eqn in jaxpr.eqns:
+            operands = tuple(read(v) for v in eqn.invars)
+            inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+            if eqn.primitive.name in _INLINED and inner is not None:
+                if hasattr(inner, "consts"):
+                    results = self.write(inner.jaxpr, self.held(inner), list(operands))
+                else:
+                    results = self.write(inner, [], list(operands))
+            else:
+                results = self._equation(eqn, operands)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, operands: tuple[int | Literal, ...]) -> list[Any]:
+        known = [self.value(x) for x in operands]
+        if eqn.primitive.name == "scan":
+            scan = _Scan(self._reader, eqn, *self._reader.step(eqn, known))
+            if scan.late:
+                parted = scan.parted()
+                return self.write(parted.jaxpr, self.held(parted), list(operands))
+        found = self._reader.equation(eqn, known)
+        results = [
+            self.new(v.aval, value) for v, value in zip(eqn.outvars, found, strict=True)
+        ]
+        self.operations.append(Operation(eqn, operands, tuple(results)))
+        return results
+
+    def value(self, variable: int | Literal) -> Value:
+        """What is known of how a variable depends on the inputs."""
+        if isinstance(variable, Literal):
+            return self._reader.literal(variable)
+        return self.values[variable]
+
+    def depends(self, variable: int | Literal) -> bool:
+        """Whether a variable depends on any input."""
+        return bool(self.value(variable).state)
+
+    def affine(self, variable: int | Literal) -> bool:
+        """Whether it depends on inputs, and affinely on them all together."""
+        state = self.value(variable).state
+        return bool(state) and _affine(state)
+
+    def between(self, wanted: Iterable[Any], known: Iterable[int]) -> list[Operation]:
+        """The operations that compute some variables from others, in order.
+
+        :param wanted: numbers of variables, or literals.
+        :param known: numbers of variables that need no computing.
+        """
+        needed = {x for x in wanted if not isinstance(x, Literal)}
+        stop = {*known, *self.constants, *self.inputs.values()}
+        chosen: list[Operation] = []
+        for operation in reversed(self.operations):
+            if needed.isdisjoint(operation.results) or stop.issuperset(
+                operation.results
+            ):
+                continue
+            if needed.intersection(operation.results) <= stop:
+                continue
+            chosen.append(operation)
+            needed |= {x for x in operation.operands if not isinstance(x, Literal)}
+        return chosen[::-1]
+
+    def run(self, wanted: list[Any], known: dict[int, Any]) -> list[Any]:
+        """Values of variables, given those of some others.
+
+        :param wanted: numbers of variables, or literals.
+        :param known: values by number; constants are known anyway.
+        """
+        return execute(self.between(wanted, known), wanted, {**self.constants, **known})
+
+
+class _Scan:
+    """A scan, of which it is told apart what is affine.
+
+    :param reader: of the program.
+    :param eqn: of the scan.
+    :param begun: what is known of what a step begins with.
+    :param left: how what it carries on and leaves depends on the program's inputs.
+    """
+
+    def __init__(
+        self, reader: Reader, eqn: Any, begun: list[Value], left: list[State]
+    ) -> None:
+        self._eqn, self._reader, self._begun = eqn, reader, begun
+        self._begin, self._count = carried_by(eqn, eqn.params["jaxpr"].jaxpr)
+        nonlinear = [k for k, state in enumerate(left) if not _affine(state)]
+        #: What steps leave beside, by place; none where it is carried on, too.
+        self.late = [] if min(nonlinear, default=0) < self._count else nonlinear
+
+    def parted(self) -> Any:
+        """The scan without it, and it of all steps at once: a closed jaxpr of the same
+        operands and results."""
+        body, count = self._eqn.params["jaxpr"], self._count
+        step = Listing(self._reader)
+        pairs = zip(body.jaxpr.invars, self._begun, strict=True)
+        starts = [step.new(v.aval, value) for v, value in pairs]
+        step.inputs = {str(k): start for k, start in enumerate(starts)}
+        results = step.write(body.jaxpr, step.held(body), list(starts))
+        same, before, own = self._parts(starts)
+        wanted = [results[k] for k in self.late]
+        passed = _passed(step, wanted, {*same, *own})
+        rest = [k for k in range(count, len(results)) if k not in self.late]
+        plain = [results[k] for k in rest]
+        # What is left, and looked at too, is left once.
+        alone = [x for x in plain if isinstance(x, Literal) or x not in passed]
+
+        def parted(*operands: Any) -> list[Any]:
+            shared, start, each = self._parts(list(operands))
+            known = dict(zip(same, shared, strict=True))
+
+            def follow(carried: list[Any], each: list[Any]) -> Any:
+                at = dict(zip([*before, *own], [*carried, *each], strict=True))
+                found = step.run([*results[:count], *passed, *alone], known | at)
+                return found[:count], found[count:]
+
+            def leave(numbers: list[Any], each: list[Any]) -> Any:
+                at = dict(zip([*passed, *own], [*numbers, *each], strict=True))
+                return step.run(wanted, known | at)
+
+            params = {k: self._eqn.params[k] for k in ("length", "reverse", "unroll")}
+            carried, found = lax.scan(follow, start, each, **params)
+            numbers, others = found[: len(passed)], iter(found[len(passed) :])
+            made = dict(zip(self.late, jax.vmap(leave)(numbers, each), strict=True))
+            for k, x in zip(rest, plain, strict=True):
+                again = not isinstance(x, Literal) and x in passed
+                made[k] = numbers[passed.index(x)] if again else next(others)
+            return [*carried, *(made[k] for k in sorted(made))]
+
+        avals = [v.aval for v in self._eqn.invars]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        return jax.make_jaxpr(parted)(*shapes)
+
+    def _parts(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """What is the same at all steps, what is carried, what a step has of its
+        own."""
+        end = self._begin + self._count
+        return operands[: self._begin], operands[self._begin : end], operands[end:]
+
+
+def _passed(step: Listing, wanted: list[Any], given: set[int]) -> list[Any]:
+    """Variables of a scan's step that what it leaves beside is computed from.
+
+    :param step: its program.
+    :param wanted: variables that are left.
+    :param given: those that are known of all steps without a scan.
+    """
+    moving = [x for x in range(len(step.values)) if step.affine(x)]
+    after = step.between(wanted, moving)
+    made = {x for operation in after for x in operation.results}
+    made |= given | step.constants.keys()
+    read = [*wanted, *(x for operation in after for x in operation.operands)]
+    variables = (x for x in read if not isinstance(x, Literal) and x not in made)
+    return list(dict.fromkeys(variables))
+
+
+def _affine(state: State) -> bool:
+    return all(d.affine for d in state.values())
+
+
+def execute(
+    operations: list[Operation] | tuple[Operation, ...],
+    wanted: list[Any],
+    known: dict[int, Any],
+) -> list[Any]:
+    """Runs operations in order.
+
+    :param operations: see :meth:`Program.between`.
+    :param wanted: numbers of variables, or literals.
+    :param known: values of all that the operations do not compute.
+    """
+    env = dict(known)
+
+    def read(variable: Any) -> Any:
+        if not isinstance(variable, Literal):
+            return env[variable]
+        # In the dtype that it stands for.
+        aval: Any = variable.aval
+        return jnp.asarray(variable.val, aval.dtype)
+
+    for eqn, operands, results in operations:
+        env.update(zip(results, applied(eqn, list(map(read, operands))), strict=True))
+    return [read(x) for x in wanted]
+
+
+def applied(eqn: Any, operands: list[Any]) -> list[Any]:
+    """What an equation makes of values of its operands.
+
+    :param eqn: of a jaxpr.
+    :param operands: arrays.
+    """
+    primitive = eqn.primitive
+    bound = primitive.get_bind_params(eqn.params)
+    # Functions apart from params: before JAX 0.10.
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+    found = primitive.bind(*subfuns, *operands, **params)
+    return list(found) if primitive.multiple_results else [found]
