@@ -151,8 +151,7 @@ class Calls:
             if missed:
                 error.add_note(
                     f"The model ran at new inputs without {', '.join(missed)}, of "
-                    "which the fit had a row per datum: pass those of the new rows too, by "
-                    "position or by name, as in predict_y(X_new, "
-                    f"{missed[0]}=...)"
+                    "which the fit had a row per datum: pass those of the new rows "
+                    f"too, as in predict_y(X_new, {missed[0]}=...)"
                 )
             raise
