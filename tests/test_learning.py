@@ -382,12 +382,17 @@ def test_a_bound_that_falls_on_minibatches_is_seen_and_undone() -> None:
     assert result.state.hyper.scale < 1
     assert result.state.step == 800
     # The same without a guard: as many steps, in runs too short for one.
-    state, losses = None, []
+    state, losses, pending = None, [], []
     for _ in range(8):
         part = run(svi, X, y, batch_size=20, steps=100, init_state=state)
         assert part.restored == ()
         state = part.state
         losses.append(svi.evaluate(state, X, y))
+        largest = max(abs(u).max() for u in jax.tree.leaves(state.hyper.update))
+        # The step size of the posterior in the last step.
+        pending.append(largest / (20 + float(state.step) - 1) ** -0.6)
+    # Updates are cut to half of it, and these are larger.
+    assert max(pending) == pytest.approx(0.5, rel=1e-5)
     kept = svi.evaluate(result.state, X, y)
     assert kept < min(losses) + 0.5 * (losses[-1] - min(losses))
     assert losses[-1] > 1.5 * min(losses)

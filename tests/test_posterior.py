@@ -164,6 +164,29 @@ def test_keyword_data_and_observations_are_forgotten() -> None:
     np.testing.assert_allclose(found, as_positional.log_prob(X[:5], y[:5]), rtol=1e-9)
 
 
+def test_what_the_fit_had_by_row_and_a_prediction_lacks_is_named() -> None:
+    """A note on whatever the model raises without it."""
+
+    def model(X, y=None, scale=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), inducing=inducing)
+        with numpyro.plate("data", X.shape[0]):
+            numpyro.sample("y", dist.Normal(gp(X), 2 * scale), obs=y)
+
+    new, scale = toy(7, seed=4)[0], np.ones(len(X))
+    q = {"f.v_auto_potential": POTENTIAL[0], "f.v_auto_precision": PRECISION[0]}
+    guide = gpaug.AutoSparseGP(model)
+    for args, kwargs in (((scale,), {}), ((), {"scale": scale})):
+        posterior = gpaug.Posterior.from_guide(
+            model, guide, q, X, X[:, 0], *args, inducing=Z, **kwargs
+        )
+        with pytest.raises((TypeError, ValueError)) as error:
+            posterior.predict_y(new)
+        assert "without scale, of which the fit had a row" in error.value.__notes__[-1]
+    assert posterior.predict_y(new, scale=scale[:7]).variance.shape == (7,)
+    with pytest.raises(KeyError, match=r"'eta' is not .* the processes \['f'\], "):
+        posterior["eta"]
+
+
 def test_a_model_whose_observations_have_no_default() -> None:
     def model(X, y, inducing):
         return classifier(X, y, inducing=inducing)

@@ -8,8 +8,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from numpyro import handlers
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.validation import cholesky_message
 from tests.problems import classifier, learnt, toy
 
 KEY = jax.random.key(0)
@@ -184,6 +186,7 @@ def spoilt(value, row=3):
         ({"X": spoilt(np.nan)}, ValueError, r"X has shape \(20, 2\) and 1 NaN"),
         ({"X": spoilt(np.inf)}, ValueError, r"X .* infinite"),
         ({"X": jnp.asarray(spoilt(np.nan))}, ValueError, r"X .* NaN"),
+        ({"X": spoilt(1e36)}, ValueError, r"X .* 1 entries of .* squares are not fin"),
         ({"y": np.full(20, np.nan)}, ValueError, r"'y'.* \(20,\) take values 20 NaN"),
         ({"y": np.array([-1, 1] * 10)}, ValueError, r"\(y \+ 1\) // 2"),
         ({"y": np.array([0, 2] * 10)}, ValueError, "outside the support"),
@@ -211,6 +214,14 @@ def spoilt(value, row=3):
 def test_bad_input_is_named(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         start(**arguments)
+
+
+def test_a_function_that_is_no_kernel_is_named() -> None:
+    k = gpaug.kernels.Matern52()
+    negative = gpaug.kernels.from_function(lambda X, Z: -k(X, Z), lambda X: -k(X))
+    with handlers.seed(rng_seed=0):
+        gp = gpaug.GaussianProcess("f", negative, jnp.zeros((3, 1)))
+    assert "cause: the kernel gives negative variances" in cholesky_message(gp)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,6 @@ def work(args: argparse.Namespace) -> None:
     # On the device once, or every chunk of steps would copy them there.
     X, y = jax.device_put(X), jax.device_put(y)
     optim = "lbfgs" if args.full else optax.adam(args.rate)
-    # By default the posterior settles for five steps between two updates: safer than
-    # these need, and five times as many steps to the same end.
     every = None if args.full else args.hyper_every
     guide = gpaug.AutoSparseGP(model)
     svi = gpaug.ConjugateSVI(model, guide, optim, hyper_every=every)
@@ -143,7 +141,8 @@ def spawn(likelihood: str, steps: int, args: argparse.Namespace) -> dict[str, An
         "rate",
         "hyper_every",
     ):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        if getattr(args, name) is not None:
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     command += ["--full"] * args.full
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -162,7 +161,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="no minibatches: L-BFGS")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=0.01, help="of the gradients")
-    parser.add_argument("--hyper-every", type=int, default=1, help="steps per gradient")
+    parser.add_argument("--hyper-every", type=int, help="steps per gradient")
     parser.add_argument("--longer", type=int, default=0, help="also so many times more")
     parser.add_argument("--likelihoods", default=",".join(LIKELIHOODS))
     parser.add_argument("--json", type=Path)

@@ -5,6 +5,7 @@ that is not finite; every error names the argument and its shape."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -133,18 +134,34 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
         )
     _check_precision(name, value, uses)
     if jax.dtypes.issubdtype(value.dtype, np.floating):
-        finite = total(_is_finite, value)
-        bad = int(np.size(value) - finite)
-        if bad and name not in set(uses().observed) - set(uses().inputs):
-            raise ValueError(
-                f"{name} has shape {shape} and {bad} NaN or infinite entries; remove "
-                "or impute them first. (Missing observations may be NaN under a mask.)"
-            )
+        _check_size(name, value, uses)
     elif kind not in "b" and _is_rounded(value) and name in uses().inputs:
         raise ValueError(
             f"{name} has shape {shape} and integers above 2**24, which float32 rounds: "
             "number them from 0 (numpy.unique), or enable 64-bit floats"
         )
+
+
+def _check_size(name: str, value: Any, uses: Callable[[], Sources]) -> None:
+    """Raises for entries that are not finite, or whose squares are not: data sets have
+    1e20 or 1e36 for what is missing."""
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    # Numbers alone may stand for a prior that is flat.
+    largest = math.sqrt(jnp.finfo(dtype).max) if np.ndim(value) else math.inf
+    beyond = np.size(value) - total(_is_within, value, largest)
+    if not beyond or name in set(uses().observed) - set(uses().inputs):
+        return
+    bad = np.size(value) - total(_is_within, value, np.inf)
+    found = f"{bad} NaN or infinite entries"
+    if not bad:
+        found = (
+            f"{beyond} entries of {largest:.2g} or more, whose squares are not finite "
+            f"in {dtype}"
+        )
+    raise ValueError(
+        f"{name} has shape {np.shape(value)} and {found}; remove or impute them first. "
+        "(Missing observations may be NaN under a mask.)"
+    )
 
 
 def _check_precision(name: str, value: Any, uses: Callable[[], Sources]) -> None:
@@ -167,8 +184,8 @@ def _check_precision(name: str, value: Any, uses: Callable[[], Sources]) -> None
             )
 
 
-def _is_finite(x: Any) -> Any:
-    return abs(x) < np.inf
+def _is_within(x: Any, limit: Any) -> Any:
+    return abs(x) < limit
 
 
 def _is_beyond(x: Any, limit: Any) -> Any:
@@ -248,7 +265,13 @@ def cholesky_message(gp: Any) -> str:
         causes.append("the kernel matrix itself is not finite (hyperparameters?)")
     if Z.ndim == 2 and len(rows) < len(Z):
         causes.append(f"{len(Z) - len(rows)} inducing inputs are duplicates")
-    causes.append("the lengthscale is long against the spacing of the inducing inputs")
+    variances = np.diagonal(gram, axis1=-2, axis2=-1)
+    if (variances < 0).any():
+        causes = [f"the kernel gives negative variances, such as {variances.min():.3g}"]
+    else:
+        causes.append(
+            "the lengthscale is long against the spacing of the inducing inputs"
+        )
     jitter = "every jitter" if gp.jitter is None else f"relative jitter {gp.jitter:g}"
     return (
         f'GaussianProcess("{gp.name}"): the Cholesky factorisation of the {gram.shape} '

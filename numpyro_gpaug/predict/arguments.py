@@ -117,6 +117,27 @@ class FitArguments(NamedTuple):
         )
         return arguments, by_row
 
+    def not_passed(
+        self, model: Callable[..., Any], arguments: Arguments
+    ) -> tuple[str, ...]:
+        """Names of arguments that had a row per datum at the fit, and are not those of
+        the new rows: left out, or, of keyword arguments, the fit's.
+
+        :param model: the model.
+        :param arguments: of a prediction.
+        """
+        args, kwargs = arguments.merge()
+        parameters = list(inspect.signature(model).parameters)
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        of_fit = dict(zip(parameters, self.data[0], strict=False)) | self.kwargs
+        return tuple(
+            name
+            for name, value in of_fit.items()
+            if name not in (*self.observations, *self.shared)
+            and jax.tree.leaves(value)
+            and (given.get(name) is None or _alike(given[name], value))
+        )
+
     def without_observations(
         self, model: Callable[..., Any], given: int
     ) -> dict[str, None]:
@@ -131,6 +152,12 @@ class FitArguments(NamedTuple):
             for p in parameters
             if p.name in self.observations and p.default is p.empty
         }
+
+
+def _alike(new: Any, old: Any) -> bool:
+    """Whether arrays of a prediction have the shapes of those of the fit."""
+    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)
+    return all(np.shape(a) == np.shape(b) for a, b in leaves)
 
 
 def _by_shape(leaf: Any) -> Any:

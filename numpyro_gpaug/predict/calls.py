@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -61,9 +63,10 @@ class Calls:
         """
         if isinstance(self._predictor, JointPredictor) and not is_traced(arguments):
             self._predictor.check(arguments, self._fitted, self.marks, site)
-        answer, prepared = self._predictor(
-            what, arguments, self._fitted, self._prepared, site, **how
-        )
+        with self._naming(arguments):
+            answer, prepared = self._predictor(
+                what, arguments, self._fitted, self._prepared, site, **how
+            )
         # Inside a caller's transformation it is not for others. Threads that come first
         # at once compute the same twice, and keep either.
         if not is_traced(arguments):
@@ -118,7 +121,8 @@ class Calls:
             return self(what, arguments, site)
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
-        whole, like = self._predictor.shapes(what, arguments, self._fitted, site)
+        with self._naming(arguments):
+            whole, like = self._predictor.shapes(what, arguments, self._fitted, site)
         blocks = []
         for start in range(0, rows, size):
             chosen = np.minimum(np.arange(start, start + size), rows - 1)
@@ -135,3 +139,19 @@ class Calls:
             )
         ]
         return jax.tree.unflatten(jax.tree.structure(whole), leaves)
+
+    @contextmanager
+    def _naming(self, arguments: Arguments) -> Iterator[None]:
+        """Notes with an error of the model which arguments it may have missed. Before
+        it there is none: a model may do without."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            missed = self._arguments.not_passed(self._predictor.model, arguments)
+            if missed:
+                error.add_note(
+                    f"The model ran at new inputs without {', '.join(missed)}, of "
+                    "which the fit had a row per datum: pass those of the new rows "
+                    f"too, as in predict_y(X_new, {missed[0]}=...)"
+                )
+            raise

@@ -84,9 +84,11 @@ class ConjugateSVI(Displayed):
         20 and 100 steps.
     :param hyper_steps: optax updates after each closed-form step.
     :param hyper_every: closed-form steps between optax updates, in which the posterior
-        settles, and which cost no gradient; by default 1 on full data, 5 on
+        settles, and which cost no gradient. By default every step has one. On
         minibatches, where the gradient at a posterior that lags behind can drive
-        hyperparameters away from all sense.
+        hyperparameters away from all sense, it is then cut, entry by entry and in
+        unconstrained units, to half the step size of the closed-form update; given a
+        number, even 1, it is taken whole.
     :param m_step: names of params to set, instead, to the closed-form maximiser of the
         bound: one number that is (up to a factor) the ``scale`` of a ``Normal``,
         ``Laplace`` or ``PiecewiseNormal``, the ``max_rate`` of a ``LogisticPoisson``,

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 LEAST_SCALE = 0.1
+# Of the step size of the posterior, by how much hyperparameters may move meanwhile.
+LARGEST_PART = 0.5
 
 
 class Hyper(NamedTuple):
@@ -36,6 +38,25 @@ def moved(hyper: Hyper) -> dict[str, Any]:
         return value + jnp.asarray(hyper.scale * update, value.dtype)
 
     return jax.tree.map(after, hyper.values, hyper.update)
+
+
+def limited(hyper: Hyper, size: Array) -> Hyper:
+    """A pending update of which no entry is larger than half the step size of the
+    posterior. A step of size ``s`` takes the posterior that part of its way: it lags
+    behind by about ``1 / s`` steps, in which no hyperparameter then moves by more than
+    a half, in unconstrained units (a factor of 1.6 of a positive one). Two time scales
+    are what stochastic approximation of two quantities needs to converge (Borkar, 1997,
+    Stochastic approximation with two time scales).
+
+    :param hyper: with an update that any optax transformation made.
+    :param size: of the last step of the posterior.
+    """
+
+    def cut(update: Array) -> Array:
+        most = jnp.asarray(LARGEST_PART * size, update.dtype)
+        return jnp.clip(update, -most, most)
+
+    return hyper._replace(update=jax.tree.map(cut, hyper.update))
 
 
 def refused(hyper: Hyper) -> Hyper:

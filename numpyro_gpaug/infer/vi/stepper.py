@@ -16,7 +16,7 @@ from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.elbo import other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
-from numpyro_gpaug.infer.vi.hyper import Hyper, moved, refused
+from numpyro_gpaug.infer.vi.hyper import Hyper, limited, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
@@ -30,10 +30,6 @@ from numpyro_gpaug.infer.vi.sweeps import (
     starts_augmented,
 )
 from numpyro_gpaug.model.structure import Arguments
-
-# Steps on minibatches from one update of hyperparameters to the next, by default. With
-# a posterior that has not settled their gradient is wrong, and can lead far away.
-BETWEEN = 5
 
 
 class Carry(NamedTuple):
@@ -64,8 +60,8 @@ class Stepper:
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
         self._comparable = not plan.noisy
-        default = 1 if self._comparable else BETWEEN
-        self.every = settings.hyper_every or default
+        self.every = settings.hyper_every or 1
+        self._limits = not self._comparable and settings.hyper_every is None
         self._starts_augmented = settings.updates == "auto" and starts_augmented(
             self._structure
         )
@@ -197,7 +193,7 @@ class Stepper:
         values = moved(state.hyper)
         whole, pullback = self.problem_and_pullback(values, key, indices)
         self._refuse_adaptive(whole)
-        natural, schedules, evaluation, bound = damped_sweep(
+        natural, schedules, evaluation, bound, size = damped_sweep(
             whole.restrict(), whole.select(state.natural), self._schedule,
             state.schedule, state.step, self._augmented(state),
         )  # fmt: skip
@@ -213,6 +209,8 @@ class Stepper:
 
         at = whole, pullback, evaluation
         hyper = self._next_hyper(state, values, at, gradient, further)
+        if self.learns and self._limits:
+            hyper = limited(hyper, size)
         new = state._replace(
             hyper=hyper, natural=whole.scatter(state.natural, natural),
             schedule=schedules, epochs=epochs, bound=bound,

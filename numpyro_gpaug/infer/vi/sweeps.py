@@ -68,7 +68,7 @@ def damped_sweep(
     schedules: dict[str, Any],
     step: Array,
     augmented: Array | None,
-) -> tuple[Natural, dict[str, Any], Evaluation, Array]:
+) -> tuple[Natural, dict[str, Any], Evaluation, Array, Array]:
     """Moves every block once by the step size of a schedule, for bounds that are noisy.
 
     :param problem: the problem.
@@ -77,12 +77,13 @@ def damped_sweep(
     :param schedules: its state, by block.
     :param step: steps taken before.
     :param augmented: as for :func:`backtracked_sweep`.
-    :return: natural parameters, states of the schedule, the evaluation there, and the
-        bound before.
+    :return: natural parameters, states of the schedule, the evaluation there, the bound
+        before, and the largest step size.
     """
     evaluation = problem.evaluate(natural)
     before = evaluation.bound
     natural, schedules = dict(natural), dict(schedules)
+    sizes = []
 
     def target(name: str, evaluation: Evaluation, index: Array | None) -> Any:
         slopes = slopes_at(problem, evaluation, name, augmented)
@@ -103,6 +104,7 @@ def damped_sweep(
         whole = target(name, evaluation, None)
         direction = jax.tree.map(jnp.subtract, whole, old)
         size, schedules[name] = schedule.next(schedules[name], step, direction)
+        sizes.append(size)
         if name in problem.coupled:
             natural[name], evaluation = _for_each_latent(
                 partial(move, name, size), len(old.potential), (old, evaluation)
@@ -110,7 +112,7 @@ def damped_sweep(
         else:
             natural[name] = mix(old, whole, size)
             evaluation = problem.reevaluate(evaluation, name, natural[name])
-    return natural, schedules, evaluation, before
+    return natural, schedules, evaluation, before, jnp.stack(sizes).max()
 
 
 def _at_once(move: Callable[[Array | None, Any], Any], count: int, start: Any) -> Any:
