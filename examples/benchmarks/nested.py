@@ -223,7 +223,7 @@ def by_pymc(
         path = str(Path(temporary) / "cbpp.npz")
         np.savez(path, **data)
         script = Path(__file__).with_name("peers_nested.py")
-        command = [python, str(script), path, str(draws)]
+        command = [python, "-P", str(script), path, str(draws)]  # coverage.py is ours
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         report = json.loads(done.stdout.splitlines()[-1])
         print(f"PyMC {report.pop('version')}")
