@@ -77,6 +77,8 @@ class Gather(NamedTuple):
         :param indices: values of the variable.
         :param raw: of those before wrapping.
         """
+        # Constants of a jaxpr are no arrays in older releases of JAX.
+        indices, raw = jnp.asarray(indices), [jnp.asarray(x) for x in raw]
         flat = indices.reshape(-1, indices.shape[-1])
         least = jnp.stack([jnp.zeros((), int), *(x.min().astype(int) for x in raw)])
         return flat.min(0), flat.max(0), least.min()
