@@ -5,6 +5,7 @@ likelihoods with their routes, from the registries, and the names of a page."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -133,8 +134,11 @@ def _described(document: nodes.document) -> Iterable[tuple[str, str, str]]:
         if desc["objtype"] not in ("class", "function", "exception", "data"):
             continue
         first = next(content.findall(nodes.paragraph), None)
-        text = "" if first is None else first.astext().replace("\n", " ")
-        sentence = text.split(". ")[0].split(": ")[0].rstrip(".:")
+        words = [] if first is None else first.children
+        # A formula, and what follows it, is for those who read on.
+        plain = takewhile(lambda node: not isinstance(node, nodes.math), words)
+        text = "".join(node.astext() for node in plain).replace("\n", " ")
+        sentence = text.split(". ")[0].split(": ")[0].rstrip(".:, ")
         yield signature["ids"][0], signature["fullname"], sentence
 
 

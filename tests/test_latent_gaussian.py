@@ -3,6 +3,7 @@
 against exact evidence, and what guides say of models."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -326,6 +327,48 @@ def test_one_process_is_that_of_the_sparse_guide():
 
 
 # -- predictions ---------------------------------------------------------------------
+
+
+def centred(x, y=None):
+    # Few inducing values: much of the process is left over.
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(0.7, 1.0), COARSE)
+    f = gp(x)
+    numpyro.deterministic("centred", f - f.mean())
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+COARSE = np.linspace(-1, 1, 4)
+
+
+def test_what_inducing_values_leave_over_is_in_covariances_and_contrasts():
+    posterior, *_ = fitted(centred, T, REAL)
+    at = np.linspace(-1, 1, 7)
+    kernel = gpaug.kernels.Matern32(0.7, 1.0)
+    K, Kx, Kz = (
+        np.asarray(kernel(a[:, None], b[:, None]), float)
+        for a, b in ((at, at), (COARSE, at), (COARSE, COARSE))
+    )
+    cross = np.asarray(kernel(COARSE[:, None], T[:, None]), float)
+    A = np.linalg.solve(Kz, Kx)
+    inner = Kz + cross @ cross.T / 0.09
+    exact = K - A.T @ Kx + Kx.T @ np.linalg.solve(inner, Kx)
+
+    # The first calls, in threads: each runs the model.
+    with ThreadPoolExecutor(3) as pool:
+        whole = pool.submit(posterior.predict_f, at, site="f", full_covariance=True)
+        single = pool.submit(posterior.predict_f, at, site="centred")
+        draws = pool.submit(
+            posterior.sample, jax.random.key(0), at, site="centred",
+            sample_shape=(4000,),
+        )  # fmt: skip
+    np.testing.assert_allclose(whole.result().variance, exact, atol=1e-4)
+    C = np.eye(7) - 1 / 7
+    mean, variance = single.result()
+    np.testing.assert_allclose(mean, C @ whole.result().mean, atol=1e-4)
+    np.testing.assert_allclose(variance, np.diag(C @ exact @ C), atol=1e-4)
+    error = 5 * np.sqrt(2 / 4000) * variance.max()
+    np.testing.assert_allclose(np.cov(draws.result().T), C @ exact @ C, atol=error)
 
 
 def plain_groups(t, group, y=None, *, members=4):

@@ -17,7 +17,8 @@ is noise, and quantiles tell. ``apart`` is the largest difference of quantiles o
 Monte Carlo error of both runs together: of hundreds of entries some are three
 apart. NUTS runs on the whitened model, four chains at once. Of the collapsed model only
 hyperparameters are drawn, and they are those of the bound; ``--draws 0`` leaves NUTS
-out. ``exact`` is the evidence by quadrature (``quadrature.py``)::
+out. PyMC's NUTS is run on ``cbpp`` if ``--pymc`` says which interpreter has it.
+``exact`` is the evidence by quadrature (``quadrature.py``)::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/nested.py --json nested.json
 
@@ -33,6 +34,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -212,6 +215,22 @@ def by_nuts(
     return found, {"cold": cold, "warm": drawing, "drawing": drawing}
 
 
+def by_pymc(
+    python: str, data: Any, draws: int
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The same of PyMC, in another interpreter."""
+    with tempfile.TemporaryDirectory() as temporary:
+        path = str(Path(temporary) / "cbpp.npz")
+        np.savez(path, **data)
+        script = Path(__file__).with_name("peers_nested.py")
+        command = [python, "-P", str(script), path, str(draws)]  # coverage.py is ours
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        report = json.loads(done.stdout.splitlines()[-1])
+        print(f"PyMC {report.pop('version')}")
+        with np.load(path) as file:
+            return dict(file), report
+
+
 def timed(worth: float, cold: float, warm: float, drawing: float) -> dict[str, float]:
     to_1000 = cold + drawing * (1000 / worth - 1)
     return {"worth": worth, "cold": cold, "warm": warm, "to 1000": to_1000}
@@ -256,15 +275,16 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows[0]["times"] = rows[1]["to 1000"] / rows[0]["to 1000"]
     if truth is not theirs:
         rows[-1] |= differences(theirs, truth)
+    others = {}
+    if args.pymc and name == "cbpp":
+        others["PyMC, NUTS"] = by_pymc(args.pymc, data, args.draws)
     if args.collapsed:
-        draws, seconds = by_nuts(gpaug.collapse(model), data, args.draws, clock)
-        collapsed, worth = of_chains(draws, names)
-        rows.append(
-            size
-            | {"method": "collapse + NUTS"}
-            | timed(worth, **seconds)
-            | differences(collapsed, truth)
-        )
+        collapsed = gpaug.collapse(model)
+        others["collapse + NUTS"] = by_nuts(collapsed, data, args.draws, clock)
+    for method, (draws, seconds) in others.items():
+        found, worth = of_chains(draws, names)
+        row = size | {"method": method} | timed(worth, **seconds)
+        rows.append(row | differences(found, truth))
     return rows
 
 
@@ -278,6 +298,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=512)
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--collapsed", action="store_true")
+    parser.add_argument("--pymc", help="an interpreter with PyMC; processor seconds")
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--clock", choices=CLOCKS, default="cpu")
     parser.add_argument("--json", type=Path)

@@ -84,6 +84,12 @@ class Conditional:
         """Variance of f given v, (1 or C, N)."""
         return residual_variance(self.prior_variance, self.projection)
 
+    @property
+    def residual_covariance(self) -> Array:
+        """Covariance of f given v, (1 or C, N, N)."""
+        prior = self.select(lead(self.gp.kernel(self.X, self.X), 2))
+        return prior - jnp.swapaxes(self.projection, -1, -2) @ self.projection
+
     @cached_property
     def outputs(self) -> Outputs:
         """How function values are made of the latents'."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -37,7 +37,8 @@ from numpyro_gpaug.model.joint_expectation import (
     ordered_roots,
     pair_places,
 )
-from numpyro_gpaug.model.structure import Observed
+from numpyro_gpaug.model.structure import Observed, run_model
+from numpyro_gpaug.model.whitened import whitened
 
 
 class JointPredictiveView(JointView):
@@ -94,6 +95,59 @@ class JointPredictiveView(JointView):
                     "params=fit.params, num_samples=...)"
                 )
         return self._affine([variable])
+
+    def residual_covariance(self, name: str) -> Array:
+        """Covariance of a site's values given the latents, (n, n): of what inducing
+        values leave over of the processes that the values are made of.
+
+        :param name: of the site.
+        """
+        return self._residual_covariance(self._variable(name))
+
+    def _residual_covariance(self, variable: Any) -> Array:
+        program, functions = self._program, self.structure.functions
+        zeros = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
+        latents = self._at(self._shapes)
+
+        def values(moved: dict[str, Array]) -> Array:
+            return program.run([variable], latents | self._at(moved))[0].ravel()
+
+        found, push = jax.linearize(values, zeros)
+        total = jnp.zeros((found.size, found.size), found.dtype)
+        for name in self._reached(variable):
+            f = self._conditionals[name]
+            basis = jnp.eye(f.mean.size, dtype=f.dtype).reshape(-1, *f.mean.shape)
+
+            def moved_by(e: Array, name: str = name, f: Any = f) -> Array:
+                return push(zeros | {name: f.outputs.shifts(e)})
+
+            slopes = jax.vmap(moved_by)(basis).reshape(*f.mean.shape, -1)
+            total += jnp.einsum("cin,cim->nm", slopes, f.residual_covariance @ slopes)
+        return total
+
+    def _reached(self, variable: Any) -> list[str]:
+        """Names of the processes that reach it."""
+        state = self._program.value(variable).state
+        return [name for name in self.structure.functions if name in state]
+
+    @cached_property
+    def _conditionals(self) -> dict[str, Any]:
+        """What the processes were called to, by name."""
+        shapes = self._shapes | self.structure.functions
+        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()}
+        model = whitened(self._model, zeros)
+        trace = run_model(model, self.arguments, self._key, self.values)
+        return {name: trace[name]["fn"] for name in self.structure.functions}
+
+    def _residuals(self, variables: list[Any]) -> list[Array]:
+        """Where several function values of a process are mixed, from their
+        covariances."""
+        found = super()._residuals(variables)
+        for place, variable in enumerate(variables):
+            state = self._program.value(variable).state
+            if any(not state[name].elementwise for name in self._reached(variable)):
+                found[place] = jnp.diagonal(self._residual_covariance(variable))
+        return found
 
     def misfit_of(self, name: str) -> Array:
         """How far what is predicted is from looking at one group each; zero where a

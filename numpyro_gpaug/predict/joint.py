@@ -14,10 +14,12 @@ import numpyro.distributions as dist
 from jax import Array, random
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arrow import check_groups
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
@@ -53,6 +55,7 @@ class JointPredictor(Predictor):
         self._checks: dict[Any, Any] = {}
         self._sites: dict[Any, Any] = {}
 
+    @one_thread
     def check(
         self, arguments: Arguments, fitted: Fitted, marks: dict[str, Array], site: str
     ) -> None:
@@ -98,6 +101,7 @@ class JointPredictor(Predictor):
         for ``None`` the only observed site, by its predictor."""
         return Block(site or self.observed(None).name, "", (), None)
 
+    @one_thread
     def sites(
         self, arguments: Arguments, fitted: Fitted
     ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
@@ -167,27 +171,26 @@ class JointPredictor(Predictor):
         return FunctionValues(*(x.reshape(view.shape(site)) for x in at))
 
     def _joint(self, view: Any, fit: Fit, site: str) -> FunctionValues:
-        self._refuse_processes(view)
         q, map_ = self._extended(view, fit), view.affine(site).matrices
         mean = map_.marginals(q).mean.reshape(view.shape(site))
-        return FunctionValues(mean, map_.covariance(q)[0])
+        covariance = map_.covariance(q)[0]
+        if view.structure.functions:
+            covariance += view.residual_covariance(site)
+        return FunctionValues(mean, covariance)
 
     def _draws(
         self, view: Any, fit: Fit, site: str, key: Array, num: int
     ) -> tuple[Array, Array]:
-        self._refuse_processes(view)
+        if view.structure.functions:
+            mean, covariance = self._joint(view, fit, site)
+            factor = cholesky_of_sums(covariance, jnp.diagonal(covariance).mean())
+            noise = random.normal(key, (num, *mean.shape), mean.dtype)
+            moved = noise.reshape(num, -1) @ factor.T
+            return mean + moved.reshape(noise.shape), jnp.isfinite(factor).all()
         q, values = self._extended(view, fit), view.affine(site)
         noise = random.normal(key, (num, q.rank), q.mean.dtype)
         moved = jax.vmap(lambda e: values(q.mean[0] + q.spread(e[None])[0]))(noise)
         return moved.reshape(num, *view.shape(site)), jnp.array(True)
-
-    def _refuse_processes(self, view: Any) -> None:
-        if view.structure.functions:
-            raise NotConjugateError(
-                "joint draws and covariances of a model with sparse processes are not "
-                "available from AutoLatentGaussian: use AutoSparseGP, or predict_f "
-                "without full_covariance"
-            )
 
     def _predictive(
         self, view: Any, fit: Fit, site: str

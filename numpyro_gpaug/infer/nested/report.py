@@ -98,8 +98,7 @@ def lines(run: Any) -> str:
         cells = "".join(f"{x:>10.2f}" for x in numbers[:-1]) + f"{numbers[-1]:>10.0f}"
         rows.append(f"{label:>{width}}{cells}")
     num, draws = weighted.log_ratios.shape
-    rows += [
-        "",
+    said = [
         f"{run.way}: {num} hyperparameters of dimension {weighted.points.shape[1]}, "
         f"{draws} draws of {weighted.z.shape[-1]} latents at each; worth "
         f"{run.independence * weighted.effective_points:.0f} and, together, "
@@ -108,24 +107,25 @@ def lines(run: Any) -> str:
         certificate(run),
     ]
     if weighted.normalised:
-        rows.append(
+        said.append(
             f"log evidence {weighted.log_evidence:.3f}, standard error "
             f"{weighted.log_evidence_error:.3f}"
         )
     else:
-        rows.append("log evidence: not known from draws by NUTS")
+        said.append("log evidence: not known from draws by NUTS")
     if failures := int(weighted.failed.sum()):
-        rows.append(
+        said.append(
             f"at {failures} of {num} hyperparameters the model could not be evaluated; "
             f"about {weighted.loss:.1%} of the posterior is there"
         )
     seconds = run.clock.seconds
     parts = ", ".join(f"{name} {spent:.2f}" for name, spent in seconds.items())
-    rows.append(
+    said.append(
         f"{run.evaluations} evaluations of the collapsed bound in "
         f"{sum(seconds.values()):.2f} s: {parts}"
     )
-    return "\n".join(rows)
+    folded = [line for text in said for line in wrap(text, 88, subsequent_indent="  ")]
+    return "\n".join([*rows, "", *folded])
 
 
 def entries(sites: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

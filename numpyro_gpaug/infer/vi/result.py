@@ -75,4 +75,7 @@ class ConjugateResult(Displayed, SVIRunResult):
         found = convergence(losses)
         if not found.converged:
             return f"{found.verdict}: {found.suggestion}"
-        return f"converged: {found.change:.2g} nats over the last {found.window} steps"
+        # Of minibatches the change is noise, and the bound of a few steps says little.
+        noise = f", give or take {found.error:.1g}" if found.error else ""
+        moved = f"{found.change:.2g} nats over the last {found.window} steps"
+        return f"converged: {moved}{noise}"
