@@ -349,7 +349,8 @@ def test_no_observations() -> None:
 
 def test_a_bound_that_blows_up_names_the_learning_rate() -> None:
     X, y = toy(20)
-    svi = gpaug.ConjugateSVI(learnt, gpaug.AutoSparseGP(learnt), optax.sgd(1e30))
+    guide, optim = gpaug.AutoSparseGP(learnt), optax.sgd(1e30)
+    svi = gpaug.ConjugateSVI(learnt, guide, optim, hyper_every=1)
     arguments = {"inducing": X[:5], "batch_size": 5, "progress_bar": False}
     with pytest.raises(gpaug.CholeskyError):
         svi.run(KEY, 50, X, y, **arguments)

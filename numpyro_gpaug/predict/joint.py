@@ -96,6 +96,10 @@ class JointPredictor(Predictor):
                     f'"{name}", kernel, inducing)(X) is predicted at any X'
                 )
 
+    def of_other_sites(self) -> str:
+        """For a message: how to predict what is no Gaussian latent."""
+        return "deterministic sites are predicted, predict_f(..., site=...)"
+
     def block(self, site: str | None) -> Block:
         """The site to predict by name: a process, a deterministic or a Gaussian one;
         for ``None`` the only observed site, by its predictor."""

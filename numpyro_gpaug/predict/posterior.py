@@ -222,22 +222,14 @@ class Posterior(Displayed):
             return self._sites[site].distribution
         weights = self.weights
         if site not in weights:
-            known = [*self._sites, *weights]
-            points = [k for k in self._fitted.values if not k.endswith("_auto_loc")]
-            # What was fitted jointly predicts any affine site, else processes alone.
-            processes = [b.name for b in self._predictor.structure.processes]
-            others = (
-                f"deterministic sites are predicted, predict_f(..., site={site!r})"
-                if self._sites
-                else f"predict_f(..., site=...) predicts the processes {processes}, "
-                "numpyro.infer.Predictive(model, guide=guide, params=result.params, "
-                "num_samples=...) draws every site"
-            )
+            if site in self._fitted.values and not site.endswith("_auto_loc"):
+                raise KeyError(
+                    f"{site!r} is held at a value, which summary() shows; "
+                    "NestedVI(model) gives hyperparameters a posterior"
+                )
             raise KeyError(
-                f"{site!r} is held at a value, which summary() shows; NestedVI(model) "
-                "gives hyperparameters a posterior"
-                if site in points
-                else f"{site!r} is not among the Gaussian latents {known}; {others}"
+                f"{site!r} is not among the Gaussian latents "
+                f"{[*self._sites, *weights]}; {self._predictor.of_other_sites()}"
             )
         return weights[site]
 

@@ -93,6 +93,15 @@ class Predictor:
         self._structures: dict[Any, Structure] = {}
         self._sources: dict[Any, Sources] = {}
 
+    def of_other_sites(self) -> str:
+        """For a message: how to predict what is no weight vector."""
+        processes = [block.name for block in self.structure.processes]
+        return (
+            f"predict_f(..., site=...) predicts the processes {processes}, "
+            "numpyro.infer.Predictive(model, guide=guide, params=result.params, "
+            "num_samples=...) draws every site"
+        )
+
     def sources(
         self, arguments: Arguments, structure: Structure, values: dict[str, Any]
     ) -> Sources:
