@@ -112,7 +112,7 @@ def test_a_chain_fits_what_a_matrix_fits(x64, monkeypatch, model, y, form):
 def of_steps():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forms, "_OVERHEAD", -np.inf)
-        yield fitted(counts, COUNTS)
+        yield fitted(counts, COUNTS, optim=None)
 
 
 def test_forecasts(of_steps):

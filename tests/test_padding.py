@@ -127,7 +127,8 @@ def alone(svi, num):
 
 @pytest.mark.parametrize(
     ("model", "optim", "both"),
-    [(binary, optax.adam(0.05), False), (weights, None, True),
+    [pytest.param(binary, optax.adam(0.05), False, marks=pytest.mark.slow),
+     (weights, None, True),
      pytest.param(classes, None, False, marks=pytest.mark.slow),
      (centred_outside, None, False)],
 )  # fmt: skip
