@@ -184,7 +184,8 @@ def check_groups(misfit: Array, what: str) -> None:
     :param misfit: of :meth:`Predictors.misfit`.
     :param what: what the data are.
     """
-    if not misfit < ROUNDING:
+    # No program for a comparison.
+    if not float(misfit) < ROUNDING:
         raise NotConjugateError(
             f"{what} look at several groups or steps, where those that the guide was "
             "set up with look at one each: set up another guide with these arguments; "

@@ -97,7 +97,7 @@ class JointPredictor(Predictor):
                     "nothing of its values elsewhere: gpaug.GaussianProcess("
                     f'"{name}", kernel, inducing)(X) is predicted at any X'
                 )
-        return bool(whole < ROUNDING)
+        return float(whole) < ROUNDING
 
     def of_other_sites(self) -> str:
         """For a message: how to predict what is no Gaussian latent."""
