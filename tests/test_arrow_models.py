@@ -164,6 +164,7 @@ def test_new_groups_and_sums_over_groups(x64, of_groups, monkeypatch):
     np.testing.assert_allclose(average.mean, joint.mean.mean(), rtol=1e-4)
     np.testing.assert_allclose(average.variance, joint.variance.mean(), rtol=1e-3)
     # Of many rows no matrix is made: the same by groups.
+    monkeypatch.setattr(arrow, "_LARGE", 0)
     monkeypatch.setattr(arrow, "_MOST", 0)
     rows = [x[:8] for x in NEW]
     found = posterior.predict_f(*rows, site="eta", full_covariance=True)
@@ -171,6 +172,26 @@ def test_new_groups_and_sums_over_groups(x64, of_groups, monkeypatch):
     np.testing.assert_allclose(found.variance, joint.variance[:8, :8], rtol=1e-8)
     with pytest.raises(gpaug.NotConjugateError, match="'average' look at several"):
         posterior.predict_f(*rows, site="average")
+
+
+def test_large_predictions_are_by_groups_where_rows_look_at_one(
+    x64, of_groups, monkeypatch
+):
+    def no_matrix(predictors):
+        raise AssertionError(f"a matrix of {len(predictors.offset)} rows")
+
+    posterior, *_ = of_groups[1]
+    whole = posterior.predict_f(*NEW, site="eta")
+    average = posterior.predict_f(*NEW, site="average")
+    rows = [x[:7] for x in NEW]
+    monkeypatch.setattr(arrow, "_LARGE", 0)
+    # What looks at several groups has its matrix.
+    again = posterior.predict_f(*(np.tile(x, 2) for x in NEW), site="average")
+    np.testing.assert_allclose(again, average, rtol=1e-8)
+    monkeypatch.setattr(arrow.Predictors, "dense", property(no_matrix))
+    found = posterior.predict_f(*rows, site="eta")
+    np.testing.assert_allclose(found.mean, whole.mean[:7], rtol=1e-8)
+    np.testing.assert_allclose(found.variance, whole.variance[:7], rtol=1e-8)
 
 
 def test_joint_draws_of_groups(x64, of_groups):

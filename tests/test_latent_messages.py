@@ -260,3 +260,19 @@ def test_several_predictors_need_a_name_and_kinks_are_warned_of(tmp_path):
     assert "by quadrature, off by " in repr(posterior)
     with pytest.raises(ValueError, match="numpyro.deterministic"):
         posterior.predict_f(T)
+
+
+def test_a_density_that_is_not_finite_is_named():
+    """A censored density as it is often written: where all have died, log(0)."""
+
+    def model(time, event):
+        b = numpyro.sample("b", dist.Normal(0, 2))
+        law = dist.Exponential(jnp.exp(b) * jnp.ones(len(time)))
+        survival = jnp.log1p(-law.cdf(time))
+        numpyro.factor("lik", jnp.where(event == 1, law.log_prob(time), survival))
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    time, event = jnp.array([1.0, 90.0, 1e6]), jnp.array([1, 0, 0])
+    said = "log-density of 'lik' is -inf in . of 3 entries.* as log1p"
+    with pytest.raises(gpaug.CholeskyError, match=said):
+        svi.run(jax.random.key(0), 5, time, event, progress_bar=False)

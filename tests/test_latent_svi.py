@@ -86,3 +86,20 @@ def test_natural_parameters_are_refused_by_name() -> None:
     dense = gpaug.AutoLatentGaussian(model, "dense")
     with pytest.raises(ValueError, match="natural parameters"):
         gpaug.ConjugateSVI(model, dense)
+
+
+def test_a_fit_beside_a_large_constant_ends_by_itself() -> None:
+    """In float32 the least rise that counts is lost in such a bound."""
+
+    def model(x, group, y=None):
+        numpyro.factor("constant", -1e6)
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        with numpyro.plate("groups", GROUPS):
+            effect = numpyro.sample("effect", dist.Normal(0, tau))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(x + effect[group], 0.7), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    args = X, GROUP, DATA["normal"]
+    fit = svi.run(jax.random.key(0), 60, *args, progress_bar=False)
+    assert len(fit.losses) < 40

@@ -25,8 +25,9 @@ from numpyro_gpaug.math.arrow_map import ArrowMap, Loadings
 from numpyro_gpaug.math.chain_map import ChainMap
 from numpyro_gpaug.model.latents import Grouping, JointStructure
 
-# Entries of a matrix that predictions may take.
-_MOST = 2**24
+# Entries of a matrix that predictions may take, and above which rows by groups, which
+# take a check, are the faster.
+_MOST, _LARGE = 2**24, 2**20
 # Numbers of members are told in digits that float32 has with room for rounding.
 _BASE = 1024
 # Random vectors that a map is compared by, and how far, in units of the last digit, it
@@ -41,12 +42,14 @@ class Predictors(NamedTuple):
     :param offset: their values at latents of zero, (n,).
     :param push: how they move with numbers by site.
     :param residual: their variances given the latents, (n,).
+    :param grouped: whether they were found to look at one group each.
     """
 
     structure: JointStructure
     offset: Array
     push: Callable[[dict[str, Array]], Array]
     residual: Array
+    grouped: bool = False
 
     def __call__(self, flat: Array) -> Array:
         """Values (n,) at latents (size,), without the residual."""
@@ -58,10 +61,15 @@ class Predictors(NamedTuple):
         return len(self.offset) * self.structure.size > _MOST
 
     @property
+    def large(self) -> bool:
+        """Whether one matrix is slow."""
+        return len(self.offset) * self.structure.size > _LARGE
+
+    @property
     def matrices(self) -> AffineMap | ArrowMap:
-        """Of whatever they look at, if there are few; of many, what has to be
-        groups."""
-        grouped = self.structure.arrow is not None and self.many
+        """Of whatever they look at, if there are few; of many, what has to be groups,
+        as what was found to be is."""
+        grouped = self.structure.arrow is not None and (self.many or self.grouped)
         return self.arrow if grouped else self.dense
 
     @property
@@ -176,7 +184,8 @@ def check_groups(misfit: Array, what: str) -> None:
     :param misfit: of :meth:`Predictors.misfit`.
     :param what: what the data are.
     """
-    if not misfit < ROUNDING:
+    # No program for a comparison.
+    if not float(misfit) < ROUNDING:
         raise NotConjugateError(
             f"{what} look at several groups or steps, where those that the guide was "
             "set up with look at one each: set up another guide with these arguments; "

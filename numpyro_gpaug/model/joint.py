@@ -62,6 +62,7 @@ class JointView:
         self._model, self.arguments = model, arguments
         self.values, self._key = values, key
         self._shown: set[str] = set()
+        self._grouped = False
 
     @cached_property
     def _program(self) -> Program:
@@ -175,7 +176,8 @@ class JointView:
         zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self._shapes.items()}
         offset, push = jax.linearize(values, zeros)
         residuals = [r.ravel() for r in self._residuals(variables)]
-        return Predictors(structure, offset, push, jnp.concatenate(residuals))
+        residual = jnp.concatenate(residuals)
+        return Predictors(structure, offset, push, residual, self._grouped)
 
     def _at(self, moved: dict[str, Any]) -> dict[int, Array]:
         """Inputs of the program: zero, or what they are moved by."""

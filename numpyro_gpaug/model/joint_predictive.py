@@ -149,21 +149,32 @@ class JointPredictiveView(JointView):
                 found[place] = jnp.diagonal(self._residual_covariance(variable))
         return found
 
-    def misfit_of(self, name: str) -> Array:
-        """How far what is predicted is from looking at one group each; zero where a
-        matrix takes it whatever it looks at.
+    def of_groups(self) -> JointPredictiveView:
+        """Where what is predicted was found to look at one group each; see
+        :meth:`misfits_of`."""
+        self._grouped = True
+        return self
+
+    def misfits_of(self, name: str) -> tuple[Array, Array]:
+        """How far what is predicted is from looking at one group each: what has to,
+        zero where a matrix takes it whatever it looks at; and all of it, infinite where
+        a matrix is as fast.
 
         :param name: of the site.
         """
+        zero = jnp.zeros((), self.structure.dtype)
         if self.structure.arrow is None:
-            return jnp.zeros((), self.structure.dtype)
+            return zero, zero + jnp.inf
         known = {s.name: s for s in self.structure.observed}
         if name in known:
             found = [self._affine([root]) for root in self._of_site(known[name])]
         else:
             found = [self.affine(name)]
-        worst = [each.misfit() for each in found if each.many]
-        return jnp.max(jnp.stack([jnp.zeros((), self.structure.dtype), *worst]))
+        if not any(each.large for each in found):
+            return zero, zero + jnp.inf
+        worst = [each.misfit() for each in found]
+        has_to = [x for x, each in zip(worst, found, strict=True) if each.many]
+        return jnp.max(jnp.stack([zero, *has_to])), jnp.max(jnp.stack(worst))
 
     def _variable(self, name: str) -> Any:
         """What holds a site's values; of an observed site its predictor: in closed form

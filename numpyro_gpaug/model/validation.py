@@ -247,12 +247,33 @@ def explain_failure(
                 gp = conditional_of(trace, block).gp
                 if not np.isfinite(np.asarray(gp.factor)).all():
                     raise CholeskyError(cholesky_message(gp))
+        check_densities(trace)
     raise CholeskyError(
         "the evidence lower bound is not finite"
         + (f"; params {broken} are not finite" if broken else "")
         + ". Likely causes: a learning rate that is too large, inputs that are not "
         "standardised, or a kernel that is not finite at these inputs"
     )
+
+
+def check_densities(trace: dict[str, Any]) -> None:
+    """Raises for observed sites whose log-density is not finite.
+
+    :param trace: of a run; latents that are held jointly are drawn from their prior,
+        where expectations look too.
+    """
+    for name, site in trace.items():
+        if site["type"] != "sample" or not site["is_observed"]:
+            continue
+        density = np.asarray(site["fn"].log_prob(site["value"]))
+        if (bad := ~np.isfinite(density)).any():
+            raise CholeskyError(
+                f"the log-density of {name!r} is {density[bad].flat[0]} in {bad.sum()} "
+                f"of {bad.size} entries, at values that its latents may well have: "
+                "expectations need it finite. Likely causes: a logarithm of what "
+                "rounds to zero, as log1p(-cdf) does where cdf rounds to 1 (write the "
+                "logarithm of the survival function itself), or far too wide priors"
+            )
 
 
 def cholesky_message(gp: Any) -> str:

@@ -62,7 +62,9 @@ class Calls:
         :param how: options of this kind of prediction.
         """
         if isinstance(self._predictor, JointPredictor) and not is_traced(arguments):
-            self._predictor.check(arguments, self._fitted, self.marks, site)
+            how["grouped"] = self._predictor.check(
+                arguments, self._fitted, self.marks, site
+            )
         with self._naming(arguments):
             answer, prepared = self._predictor(
                 what, arguments, self._fitted, self._prepared, site, **how

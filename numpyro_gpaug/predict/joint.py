@@ -20,7 +20,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.whitening import cholesky_of_sums
-from numpyro_gpaug.model.arrow import check_groups
+from numpyro_gpaug.model.arrow import ROUNDING, check_groups
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
@@ -58,7 +58,7 @@ class JointPredictor(Predictor):
     @one_thread
     def check(
         self, arguments: Arguments, fitted: Fitted, marks: dict[str, Array], site: str
-    ) -> None:
+    ) -> bool:
         """Raises for groups that the model has not, of which JAX would take the last
         for each, for values of a latent that are not those of the fit, and for those
         that are too many for a matrix and look at several groups.
@@ -67,6 +67,8 @@ class JointPredictor(Predictor):
         :param fitted: what was fitted; of a mixture the first member is looked at.
         :param marks: what tells the factors of the fit, from :meth:`sites`.
         :param site: what is predicted.
+        :return: whether it is to be predicted by groups: it is much, and each row was
+            found to look at one.
         """
 
         def checks(arrays: Any, fitted: Fitted) -> Any:
@@ -74,14 +76,14 @@ class JointPredictor(Predictor):
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
             reached = [extremes for _, extremes in gathers]
-            return reached, view.marks(), view.misfit_of(site)
+            return reached, view.marks(), view.misfits_of(site)
 
         indexed: list[Any] = []
         program = remembered(
             self._checks, (arguments.shapes, site), lambda: (few(checks), indexed)
         )
-        reached, here, misfit = program[0](arguments.arrays, fitted.first)
-        check_groups(misfit, f"values of {site!r}")
+        reached, here, (needed, whole) = program[0](arguments.arrays, fitted.first)
+        check_groups(needed, f"values of {site!r}")
         for gather, extremes in zip(program[1], reached, strict=True):
             if wrong := gather.bad(extremes):
                 raise ValueError(
@@ -95,6 +97,7 @@ class JointPredictor(Predictor):
                     "nothing of its values elsewhere: gpaug.GaussianProcess("
                     f'"{name}", kernel, inducing)(X) is predicted at any X'
                 )
+        return float(whole) < ROUNDING
 
     def of_other_sites(self) -> str:
         """For a message: how to predict what is no Gaussian latent."""
@@ -150,6 +153,12 @@ class JointPredictor(Predictor):
 
     def weights(self, fitted: Fitted) -> dict[str, dist.MultivariateNormal]:
         return {}
+
+    def _view(
+        self, arrays: Any, static: Any, fitted: Fitted, *, grouped: bool = False
+    ) -> Any:
+        view = super()._view(arrays, static, fitted)
+        return view.of_groups() if grouped else view
 
     _seen = JointPredictiveView
     _structure_at = staticmethod(joint_structure_at)

@@ -85,7 +85,7 @@ class Predictor:
             "f": self._f, "joint": self._joint, "y": self._y,
             "log_prob": self._log_prob, "draws": self._draws,
         }  # fmt: skip
-        static = "what", "static", "site", "num"
+        static = "what", "static", "site", "num", "grouped"
         self._compiled = few(self._answer, static_argnames=static)
         self._optimised = jax.jit(self._answer, static_argnames=static)
         # By the shapes of the arguments.
@@ -230,10 +230,12 @@ class Predictor:
         what: str,
         static: Any,
         site: str,
+        *,
+        grouped: bool = False,
         **how: Any,
     ) -> tuple[Ordered, Prepared]:
         def one(fitted: Fitted, prepared: Prepared | None) -> tuple[Ordered, Prepared]:
-            view = self._view(arrays, static, fitted)
+            view = self._view(arrays, static, fitted, grouped=grouped)
 
             def prepare() -> Prepared:
                 # From a view of its own: what a view keeps must not stem from a branch.
@@ -264,7 +266,10 @@ class Predictor:
         """A value for a site that is not observed here."""
         return jnp.zeros(message["fn"].shape())
 
-    def _view(self, arrays: Any, static: Any, fitted: Fitted) -> Any:
+    def _view(
+        self, arrays: Any, static: Any, fitted: Fitted, *, grouped: bool = False
+    ) -> Any:
+        # Of groups only latents that are held jointly are.
         names = {site.name for site in self.structure.observed}
 
         def unobserved(message: dict[str, Any]) -> Array | None:

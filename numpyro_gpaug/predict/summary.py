@@ -10,6 +10,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.importance import varying, weighted_quantiles
 from numpyro_gpaug.predict.mixture import Members
 
@@ -36,13 +37,7 @@ class SiteMoments(NamedTuple):
     def distribution(self) -> dist.Distribution:
         """The posterior: normal of a scalar, multivariate normal of a flat vector; of
         what has more axes, or more than 2000 entries, its marginals."""
-        mean, variance, covariance = self
-        if covariance is None:
-            return dist.Normal(mean, jnp.sqrt(variance))
-        # A constraint (a sum of zero) leaves it singular.
-        least = 10 * jnp.finfo(mean.dtype).eps * jnp.trace(covariance) / len(mean)
-        eye = jnp.eye(len(mean), dtype=mean.dtype)
-        return dist.MultivariateNormal(mean, covariance + least * eye)
+        return _law(*self)
 
     def about(self, point: Array) -> SiteMoments:
         """First and second moments about a point: unlike those about the mean they are
@@ -65,6 +60,19 @@ class SiteMoments(NamedTuple):
         if covariance is not None:
             covariance = covariance + sign * jnp.outer(shift, shift)
         return SiteMoments(mean, variance + sign * jnp.square(shift), covariance)
+
+
+# In one program and without NumPyro's checks of matrices: operation by operation, the
+# first of a size would take longer than a fit.
+@few
+def _law(mean: Array, variance: Array, covariance: Array | None) -> dist.Distribution:
+    if covariance is None:
+        return dist.Normal(mean, jnp.sqrt(variance))
+    # A constraint (a sum of zero) leaves it singular.
+    least = 10 * jnp.finfo(mean.dtype).eps * jnp.trace(covariance) / len(mean)
+    eye = jnp.eye(len(mean), dtype=mean.dtype)
+    covariance = covariance + least * eye
+    return dist.MultivariateNormal(mean, covariance, validate_args=False)
 
 
 def table(

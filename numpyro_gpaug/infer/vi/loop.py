@@ -95,7 +95,8 @@ def counted(state: ConjugateState, new: ConjugateState, tol: Any) -> ConjugateSt
     :param new: after.
     :param tol: see :func:`run_chunk`.
     """
-    rose = new.bound >= state.mark + tol
+    # Not ``mark + tol``: next to a large bound that may be the mark itself.
+    rose = new.bound - state.mark >= tol
     # A refused update says nothing: less of it follows, or another.
     rests = new.hyper is state.hyper
     tried = 1 if rests else jnp.int32(new.hyper.scale >= state.hyper.scale)
