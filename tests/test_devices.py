@@ -4,6 +4,7 @@
 import math
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,12 @@ from numpyro.infer import SVI
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import load_state, save_state
 from numpyro_gpaug.math import blocks
-from numpyro_gpaug.math.sharding import of_this_process, rows_mesh, shards
+from numpyro_gpaug.math.sharding import (
+    of_this_process,
+    row_processes,
+    rows_mesh,
+    shards,
+)
 from tests.conftest import small_blocks
 
 KEY = jax.random.key(0)
@@ -201,6 +207,17 @@ def test_batches_that_cannot_be_shared_out():
     ):
         with pytest.raises(ValueError, match=message):
             fit(process, gpaug.AutoSparseGP, (read,), Z=X[:8], mesh=mesh_of())
+
+
+def test_processes_read_as_many_rows_each():
+    def mesh_in(*processes):
+        devices = [[SimpleNamespace(process_index=i)] for i in processes]
+        return SimpleNamespace(devices=np.array(devices), shape={"rows": len(devices)})
+
+    assert row_processes(rows_mesh(mesh_of(), ())) == 1
+    assert row_processes(mesh_in(0, 1, 1, 0)) == 2
+    with pytest.raises(ValueError, match="as many as the others"):
+        row_processes(mesh_in(0, 0, 1))
 
 
 @pytest.mark.parametrize(

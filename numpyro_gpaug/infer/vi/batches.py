@@ -64,7 +64,9 @@ class Blocks:
     hyperparameters rest (``optim=None``), a step of one process reads the data once; a
     step of L-BFGS (``optim="lbfgs"``, the default) reads them for every move of the
     latents, two to five times with one process, and once for the gradient. The model
-    has to treat rows one by one: no mean over ``X``.
+    has to treat rows one by one: no mean over ``X``. Where a fit has a mesh of devices
+    in several processes, each process passes the rows that it reads, as many as the
+    others in blocks of the same size.
 
     :param source: a tuple of arrays (the model's arguments) or a dict of them (by
         name), rows first, that can be sliced: NumPy's memory maps, HDF5, Zarr; or an
