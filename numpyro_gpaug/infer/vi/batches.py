@@ -15,6 +15,8 @@ from numpyro_gpaug.model.calls import check_count
 BLOCK = 2**14
 # Rows that are in memory, and shuffled, at a time.
 SHUFFLED = 2**18
+# Batches that are read ahead, at least.
+AHEAD = 4
 
 
 @runtime_checkable
@@ -109,6 +111,13 @@ class Blocks:
                 f"a batch of {self.size} rows is larger than all {self.rows}"
             )
         self.first = next(self.blocks()) if first is None else first
+
+    @property
+    def ahead(self) -> int:
+        """Batches that are read ahead. Arrays are read in large parts, of which batches
+        are views: the next part is read while steps are taken on the last, and not
+        when all of it is used up. A loader makes each anew."""
+        return AHEAD if self._loads else max(AHEAD, SHUFFLED // self.size)
 
     def blocks(self) -> Iterator[Any]:
         """All rows once, in their order; the last block may have fewer than others."""

@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -27,13 +26,11 @@ from numpyro_gpaug.math.sharding import (
 )
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Arguments, Structure
-from numpyro_gpaug.model.validation import check_arguments
+from numpyro_gpaug.model.validation import are_moderate, check_arguments
 from numpyro_gpaug.multilabel import prefetch
 
 # Batches of one compiled loop, at most, and their bytes.
 TOGETHER, BYTES = 32, 2**22
-# Batches that are read ahead.
-AHEAD = 4
 
 
 class Feed(Protocol):
@@ -206,7 +203,7 @@ class Reader:
         tree = self._given.at(batch)
         leaves = Arguments.select_arrays(tree, jax.tree.leaves(tree))
         arrays = tuple(
-            jnp.asarray(rows_placed(x, self.mesh, 0)) if of_batches else array
+            jax.device_put(rows_placed(x, self.mesh, 0)) if of_batches else array
             for x, array, of_batches in zip(
                 leaves, self._first.arrays, self._of_batches, strict=True
             )
@@ -256,7 +253,7 @@ class Reader:
         :param number: of the first.
         """
         # A generator, where the thread can be ended; closed with this one.
-        ahead: Any = prefetch(batches, AHEAD)
+        ahead: Any = prefetch(batches, self.batches.ahead)
         with closing(ahead):
             while True:
                 try:
@@ -273,7 +270,9 @@ class Reader:
     @one_thread
     def _check(self, batch: Any) -> None:
         check_batch(batch, self.batches.first, self.batches.size)
-        check_arguments(self._model, *self._given.at(batch))
+        # All else was checked with the first.
+        if not are_moderate(jax.tree.leaves(batch)):
+            check_arguments(self._model, *self._given.at(batch))
 
     @one_thread
     def explain(self, batch: Any, which: str) -> None:
