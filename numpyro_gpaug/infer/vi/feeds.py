@@ -202,8 +202,14 @@ class Reader:
         """The model's arguments with a batch."""
         tree = self._given.at(batch)
         leaves = Arguments.select_arrays(tree, jax.tree.leaves(tree))
+
+        def rows(x: np.ndarray) -> Array:
+            if self.mesh is None:
+                return jax.device_put(x)
+            return rows_placed(x, self.mesh, 0)
+
         arrays = tuple(
-            jax.device_put(rows_placed(x, self.mesh, 0)) if of_batches else array
+            rows(x) if of_batches else array
             for x, array, of_batches in zip(
                 leaves, self._first.arrays, self._of_batches, strict=True
             )
