@@ -2,6 +2,7 @@
 """Data that are read while a fit goes on: minibatches, all of them in blocks, and
 sources that fail."""
 
+from threading import Event
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import load_state, save_state
 from numpyro_gpaug.infer.vi import batches as module
+from numpyro_gpaug.infer.vi.feeds import Given, Reader
 
 KEY = jax.random.key(0)
 ROWS, SIZE = 53, 10
@@ -90,6 +92,27 @@ def test_epochs_are_shuffled_and_can_begin_anywhere(small, tmp_path):
     whole = [x for (x,) in batches.blocks()]
     assert [len(x) for x in whole] == [10] * 5 + [3]
     np.testing.assert_array_equal(np.concatenate(whole), np.arange(ROWS))
+
+
+def test_the_next_part_is_read_while_the_last_is_used(data):
+    """Of 20 batches each: not when their last is reached."""
+
+    class Parts:
+        sizes = [20, 20]
+
+        def __init__(self):
+            self.seen = [Event(), Event()]
+
+        def read(self, block):
+            self.seen[block].set()
+            return data.X[:20], data.y[:20]
+
+    parts = Parts()
+    given = Given.split(None, (gpaug.Blocks(parts, 1),), {"Z": data.Z})
+    reader = Reader(given, model, None, None).blocks()
+    next(reader)
+    assert parts.seen[1].wait(10)
+    reader.close()
 
 
 def test_parquet(data, tmp_path):

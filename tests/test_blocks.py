@@ -117,7 +117,7 @@ def check_blocks(fn, given, dtype):
     with small_blocks(2**11):
         map_ = jax.eval_shape(lambda values: problem(values).maps["f"], values)
         assert isinstance(map_, AffineBlocks)
-        count, size = map_.rows[0].shape[:2]
+        count, _, size = map_.rows[0].shape[:3]
         assert count > 2
         assert count * size > ROWS
         found = jax.jit(lambda values: everything(problem, values, natural))(values)

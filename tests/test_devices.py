@@ -3,6 +3,8 @@
 
 import math
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,12 @@ from numpyro.infer import SVI
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import load_state, save_state
 from numpyro_gpaug.math import blocks
-from numpyro_gpaug.math.sharding import of_this_process, rows_mesh, shards
+from numpyro_gpaug.math.sharding import (
+    of_this_process,
+    row_processes,
+    rows_mesh,
+    shards,
+)
 from tests.conftest import small_blocks
 
 KEY = jax.random.key(0)
@@ -85,15 +92,29 @@ def fit(model, guide, arrays, steps=6, optim=None, mesh=None, what="advance", **
     setattr(svi._programs, what, watched)
     result = svi.run(KEY, steps, *arrays, progress_bar=False, **kwargs)
     text = programs[0].as_text()
-    if optim is None:
-        assert not in_blocks(text)
+    # Sums over latents are of every row.
+    if blocks.WHOLE < 2**20 and "latents" not in getattr(mesh, "axis_names", ()):
+        assert in_blocks(text) == []
     return svi, result, collectives(text)
 
 
 def in_blocks(text):
-    """What goes between devices with every block of rows, in a loop over them."""
-    lines = (line for line in text.splitlines() if re.search(COLLECTIVES, line))
-    return [line for line in lines if re.search('op_name="[^"]*checkpoint', line)]
+    """What goes between devices with every block of rows: in loops whose length the
+    compiler knows, which those over steps and moves have not."""
+    programs = {
+        found[1]: found[2]
+        for found in re.finditer(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+    }
+    bodies = re.findall(r" while\([^\n]*body=%?([\w.-]+)[^\n]*known_trip_count", text)
+    assert bodies
+    seen = set()
+    while bodies:
+        name = bodies.pop()
+        if name not in seen:
+            seen.add(name)
+            called = re.findall(r"%?([\w.-]+)", programs[name])
+            bodies += [other for other in called if other in programs]
+    return [found for name in seen for found in collectives(programs[name])]
 
 
 def collectives(text):
@@ -188,16 +209,34 @@ def test_batches_that_cannot_be_shared_out():
             fit(process, gpaug.AutoSparseGP, (read,), Z=X[:8], mesh=mesh_of())
 
 
+def test_processes_read_as_many_rows_each():
+    def mesh_in(*processes):
+        devices = [[SimpleNamespace(process_index=i)] for i in processes]
+        return SimpleNamespace(devices=np.array(devices), shape={"rows": len(devices)})
+
+    assert row_processes(rows_mesh(mesh_of(), ())) == 1
+    assert row_processes(mesh_in(0, 1, 1, 0)) == 2
+    with pytest.raises(ValueError, match="as many as the others"):
+        row_processes(mesh_in(0, 0, 1))
+
+
 @pytest.mark.parametrize(
-    "groups", [10, pytest.param(400, marks=pytest.mark.slow)], ids=["dense", "arrow"]
+    ("groups", "size"),
+    [
+        (10, blocks.WHOLE),
+        pytest.param(400, blocks.WHOLE, marks=pytest.mark.slow),
+        pytest.param(400, 512, marks=pytest.mark.slow),
+    ],
+    ids=["dense", "arrow", "arrow in blocks"],
 )
-def test_joint_gaussians(groups):
-    X, y, group = data(160)
+def test_joint_gaussians(groups, size):
+    X, y, group = data(160 if size == blocks.WHOLE else 1280)
     group = group * groups // 10
     kwargs = {"groups": groups, "optim": "lbfgs", "steps": 3}
     guide = gpaug.AutoLatentGaussian
     alone = fit(grouped, guide, (X, group, y), **kwargs)[1]
-    svi, result, found = fit(grouped, guide, shared_out(X, group, y), **kwargs)
+    with small_blocks(size):
+        svi, result, found = fit(grouped, guide, shared_out(X, group, y), **kwargs)
     np.testing.assert_allclose(result.losses, alone.losses, rtol=1e-4)
     assert {kind for kind, _ in found} == {"all-reduce"}
     assert ("an arrow" in repr(svi.guide)) == (groups == 400)
@@ -356,11 +395,36 @@ def test_blocks_of_rows_keep_to_their_devices():
         cut = blocks.cut_rows(rows, 8)
         back = blocks.over_blocks(lambda x: x, cut, len(rows))
         odd = blocks.cut_rows(rows[:-1], 8)
-    np.testing.assert_array_equal(cut[0], [0, 1, 7, 8, 14, 15, 21, 22])
+    np.testing.assert_array_equal(cut[0], [[0, 1], [7, 8], [14, 15], [21, 22]])
     np.testing.assert_array_equal(back, rows)
-    assert odd.shape == (4, 8)
-    assert odd[0, -1] == 7
+    assert odd.shape == (4, 1, 8)
+    assert odd[0, 0, -1] == 7
     assert shards() == 1
+
+
+def test_derivatives_are_summed_on_each_device_over_all_blocks():
+    mesh = rows_mesh(mesh_of(), ())
+    rows = np.random.default_rng(0).normal(size=(4 * 7, 3)).astype("f")
+    weights = jnp.ones((3, 3))
+
+    def moments(weights, rows):
+        cut = blocks.cut_rows(rows, 8, "constant")
+        found = blocks.over_blocks(lambda x: jnp.tanh(x @ weights), cut, len(rows))
+
+        def add(total, block):
+            return total + block.T @ block @ weights
+
+        total = blocks.summed_blocks(add, jnp.zeros((3, 3)), cut)
+        return (found**2).sum() + (total**2).sum()
+
+    slope = jax.jit(jax.value_and_grad(moments))
+    alone = slope(weights, rows)
+    with jax.set_mesh(mesh):
+        program = slope.lower(weights, *shared_out(rows, mesh=mesh)).compile()
+        found = program(weights, *shared_out(rows, mesh=mesh))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found, alone)
+    assert collectives(program.as_text())
+    assert in_blocks(program.as_text()) == []
 
 
 def test_parts_of_this_process():

@@ -93,6 +93,80 @@ svi.run(jax.random.key(0), 2, X, y, Z=np.ones((2, columns), np.float32))
 """
 
 
+READER = """
+import sys, jax, numpy as np, numpyro, numpyro.distributions as dist, optax
+import numpyro_gpaug as gpaug
+port, process, processes, rows = map(int, sys.argv[1:])
+if processes > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+def model(X, y=None, *, Z):
+    scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(scale), Z)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+X = np.random.default_rng(0).normal(size=(90, 2)).astype("f")
+y = (X[:, 0] * X[:, 1] > 0).astype("int32")
+def of(process, source):
+    own = slice(45 * process, 45 * process + rows)
+    return source((X[own], y[own]), 10)
+class Both:
+    def __init__(self, source):
+        self.source = source
+    def __iter__(self):
+        if self.source is gpaug.Blocks:
+            parts = [of(i, gpaug.Blocks).blocks() for i in (0, 1)]
+        else:
+            parts = [of(i, gpaug.Batches).epoch(0) for i in (0, 1)]
+        for pair in zip(*parts):
+            yield tuple(map(np.concatenate, zip(*pair)))
+mesh = jax.make_mesh((processes,), ("rows",))
+for source, optim in ((gpaug.Blocks, "lbfgs"), (gpaug.Batches, optax.adam(0.02))):
+    read = source(Both(source), rows=90) if processes == 1 else of(process, source)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim, mesh=mesh)
+    # Within an epoch: the order of the next is another.
+    result = svi.run(jax.random.key(0), 4, read, Z=X[:6], progress_bar=False)
+    print("found", *result.losses, *svi.posterior(result).predict_y(X[:3]).probs)
+"""
+
+
+def readers(*rows):
+    """What processes print that read as many rows each; their errors."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", READER, *map(str, (port, i, len(rows), number))],
+            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i, number in enumerate(rows)
+    ]  # fmt: skip
+    found, errors = zip(*(x.communicate(timeout=240) for x in started), strict=True)
+    printed = [re.findall("^found (.*)", text, re.M) for text in found]
+    return [[np.array(x.split(), float) for x in text] for text in printed], errors
+
+
+@pytest.mark.slow
+def test_every_process_reads_its_own_rows():
+    """A step sees the batches of both, side by side."""
+    (alone,), errors = readers(45)
+    assert len(alone) == 2, errors
+    both, errors = readers(45, 45)
+    for found in both:
+        assert len(found) == 2, errors
+        for one, expected in zip(found, alone, strict=True):
+            np.testing.assert_allclose(one, expected, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_processes_that_read_unequal_data_are_refused_by_all():
+    _, errors = readers(45, 35)
+    for text in errors:
+        assert "ValueError: processes read data that are not alike" in text
+        assert "('Blocks', 45, (10, 2, 'float32')" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [(0, 2), (20, 3)], ids=["no rows", "columns"])
 def test_shards_that_do_not_fit_are_refused_by_all(other):

@@ -14,7 +14,8 @@ through them is a process of its own, whose peak memory is told:
     python examples/benchmarks/disk.py --json disk.json
     python examples/benchmarks/disk.py --rows 20000000
 
-Timings need a machine without other work.
+Timings need a machine without other work, ``cpu`` less than others: microseconds of
+processors per row, of which reading is what ``read`` takes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ PARTS = "read", "shuffle", "blocks", "learn"
 FILE, GROUP = 1_000_000, 250_000
 TABLE = {
     "part": "", "rows": "d", "seconds": ".1f", "rows_second": ",.0f",
-    "of_reading": ".2f", "peak": ".0f", "auc": ".4f", "nll": ".4f", "loss": ".5f",
+    "of_reading": ".2f", "cpu": ".2f", "peak": ".0f", "auc": ".4f", "nll": ".4f",
+    "loss": ".5f",
 }  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
         data = batches if args.worker == "learn" else blocks
         svi.run(key, 1, data, **quiet)  # compiled before
-    begun, seen = time.perf_counter(), args.rows
+    begun, used, seen = time.perf_counter(), time.process_time(), args.rows
     if args.worker == "read":
         for i in range(len(rows.sizes)):
             rows.read(i)
@@ -112,7 +114,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     else:
         result = svi.run(key, args.steps, data, **quiet)
         seen = args.steps * args.batch
-    seconds = time.perf_counter() - begun
+    seconds, used = time.perf_counter() - begun, time.process_time() - used
     unit = 2**20 if sys.platform == "darwin" else 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     if args.worker in ("blocks", "learn"):
@@ -121,7 +123,8 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         fitted |= {k: scores[k] for k in ("auc", "nll")}
     return {
         "part": args.worker, "rows": seen, "seconds": seconds,
-        "rows_second": seen / seconds, "peak": peak, **fitted,
+        "rows_second": seen / seconds, "cpu": 1e6 * used / seen, "peak": peak,
+        **fitted,
     }  # fmt: skip
 
 
@@ -176,7 +179,8 @@ def main() -> None:
                 rows[-1]["of_reading"] = speed
     print(
         "rows_second: of rows seen; of_reading: that over the speed of reading alone; "
-        "peak: MiB with libraries; loss: minus the bound per row"
+        "cpu: microseconds of processors per row; peak: MiB with libraries; loss: "
+        "minus the bound per row"
     )
     print_table(rows, TABLE)
     if args.json:

@@ -9,6 +9,7 @@ rows at a time; only ``A`` itself is whole, where sweeps read it again and again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,13 @@ from numpyro_gpaug.math.affine import (
     Marginals,
     gaussian_factors,
 )
-from numpyro_gpaug.math.blocks import by_devices, cut_rows, over_blocks, remade
+from numpyro_gpaug.math.blocks import (
+    cut_rows,
+    kept_blocks,
+    over_blocks,
+    remade,
+    summed_blocks,
+)
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.math.sharding import latents_apart
 
@@ -40,11 +47,11 @@ class AffineBlocks:
     """An :class:`~numpyro_gpaug.math.affine.AffineMap` in blocks of rows: made again
     whenever it is looked at, and for its derivatives, unless :meth:`keep` kept it.
 
-    :param rows: what blocks are made of, with a leading axis over them.
+    :param rows: what blocks are made of, with leading axes over them and over devices.
     :param constants: what all are made of.
     :param kept: blocks made before, which have no derivatives.
     :param latents: indices of those that are looked at; ``None`` for all.
-    :param program: the jaxpr of the map of a block.
+    :param program: the jaxpr of the map of a block's rows on one device.
     :param number: of rows, without those that fill the last block.
     """
 
@@ -58,7 +65,7 @@ class AffineBlocks:
     def keep(self) -> AffineBlocks:
         """The same map, made once."""
         still = jax.tree.map(lax.stop_gradient, replace(self, latents=None))
-        return replace(self, kept=lax.map(still._block, self.rows))
+        return replace(self, kept=kept_blocks(still._block, self.rows))
 
     def afresh(self) -> AffineBlocks:
         """The same map, made whenever it is looked at: it has derivatives."""
@@ -106,22 +113,21 @@ class AffineBlocks:
         cut = jax.tree.map(lambda x: cut_rows(x.T, self._size, "constant"), given)
         parts = self._parts, latents_apart(cut, -1)
 
+        @remade
         def block(part: Any) -> NaturalGaussian:
             rows, given = part
-            arrays = self._block(rows), *jax.tree.map(jnp.transpose, given)
-            return by_devices(AffineMap.information, arrays, self.number)
+            return self._block(rows).information(*jax.tree.map(jnp.transpose, given))
 
-        def add(total: NaturalGaussian, part: Any) -> tuple[NaturalGaussian, None]:
-            return jax.tree.map(jnp.add, total, remade(block)(part)), None
+        def add(total: NaturalGaussian, part: Any) -> NaturalGaussian:
+            return jax.tree.map(jnp.add, total, block(part))
 
-        like = jax.eval_shape(block, jax.tree.map(lambda x: x[0], parts))
+        like = jax.eval_shape(block, jax.tree.map(lambda x: x[0, 0], parts))
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        total = lax.scan(add, none, parts)[0]
-        return jax.tree.map(lambda x: x.sum(0), total)
+        return summed_blocks(add, none, parts)
 
     @property
     def _size(self) -> int:
-        return self.rows[0].shape[1]
+        return math.prod(self.rows[0].shape[1:3])
 
     @property
     def _parts(self) -> Any:
@@ -154,6 +160,6 @@ def affine_blocks(
     cut = tuple(cut_rows(x, size) for x in rows)
     # What it closes over has to be a leaf, to be differentiated.
     traced = jax.make_jaxpr(make)(
-        tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in cut)
+        tuple(jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in cut)
     )
     return AffineBlocks(cut, traced.consts, None, None, traced.jaxpr, len(rows[0]))

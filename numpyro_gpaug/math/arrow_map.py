@@ -11,11 +11,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from numpyro_gpaug.math.affine import GaussianFactors, Marginals, gaussian_factors
 from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes
-from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
+from numpyro_gpaug.math.blocks import (
+    cut_rows,
+    over_blocks,
+    rows_of_blocks,
+    summed_blocks,
+)
 
 
 class Loadings(NamedTuple):
@@ -208,9 +213,7 @@ def _products(
         parts = jax.tree.map(lambda x: cut_rows(x, size), (left, right))
         # Rows that fill the last block weigh nothing.
         cut = cut_rows(weights, size, "constant")
-        sums, _ = lax.scan(
-            lambda sums, part: (_added(sums, part), None), sums, (*parts, cut)
-        )
+        sums = summed_blocks(_added, sums, (*parts, cut))
     border = jnp.concatenate([sums.dense_border, sums.single_border], -1)
     corner = jnp.block([[sums.dense, sums.mixed.T], [sums.mixed, sums.single]])
     return sums.groups[None], border[None], corner[None]

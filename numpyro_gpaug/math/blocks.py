@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,59 +39,102 @@ def rows_of_blocks(rows: int, each: int, dtype: Any, least: int = 1) -> int | No
 
 
 def cut_rows(values: Array, size: int, filled: str = "edge") -> Array:
-    """Rows in blocks, (blocks, size, ...). Of rows on several devices a block has as
-    many of each, so that none has to move.
+    """Rows in blocks, (blocks, devices, rows, ...): of rows on several devices a block
+    has as many of each, so that none has to move.
 
     :param values: rows first.
-    :param size: of a block.
-    :param filled: how the last one is, a mode of ``jnp.pad``.
+    :param size: of a block, of all devices.
+    :param filled: how the last one is: by its last row (``"edge"``), or by zeros.
     """
     parts, shape = _parts(len(values)), values.shape[1:]
     of_one, each = len(values) // parts, size // parts
     blocks = -(-of_one // each)
-    missing = [(0, 0), (0, blocks * each - of_one)] + [(0, 0)] * len(shape)
     apart = kept_apart(values.reshape(parts, of_one, *shape))
-    cut = kept_apart(jnp.pad(apart, missing, filled))
-    cut = jnp.moveaxis(cut.reshape(parts, blocks, each, *shape), 1, 0)
-    return cut.reshape(blocks, size, *shape)
+    last = apart[:, -1:]
+    last = kept_apart(last if filled == "edge" else jnp.zeros_like(last))
+    missing = (parts, blocks * each - of_one, *shape)
+    cut = kept_apart(jnp.concatenate([apart, jnp.broadcast_to(last, missing)], 1))
+    return jnp.moveaxis(cut.reshape(parts, blocks, each, *shape), 1, 0)
 
 
 def over_blocks(function: Callable[[Any], Any], blocks: Any, rows: int) -> Any:
     """A function of rows, one block after the other.
 
-    :param function: from a block to arrays, rows first.
-    :param blocks: a pytree with a leading axis over blocks.
+    :param function: from rows of a block on one device to arrays, rows first.
+    :param blocks: a pytree of arrays as :func:`cut_rows` cuts them.
     :param rows: their number, without those that fill the last block.
     """
-    parts = _parts(rows)
 
     def whole(x: Array) -> Array:
-        count, size, *shape = x.shape
-        apart = jnp.moveaxis(x.reshape(count, parts, size // parts, *shape), 1, 0)
-        each = kept_apart(apart.reshape(parts, -1, *shape))[:, : rows // parts]
-        return each.reshape(rows, *shape)
+        parts, shape = x.shape[1], x.shape[3:]
+        apart = kept_apart(jnp.moveaxis(x, 1, 0).reshape(parts, -1, *shape))
+        return apart[:, : rows // parts].reshape(rows, *shape)
 
-    return jax.tree.map(whole, lax.map(remade(function), blocks))
+    found = lax.map(remade(_on_devices(function, blocks)), blocks)
+    return jax.tree.map(whole, found)
 
 
-def by_devices(function: Callable[..., Any], arrays: Any, rows: int) -> Any:
-    """What a sum over the rows of a block is on each device, with a leading axis over
-    them: summed in a loop over blocks, it would go between devices with every one.
+def kept_blocks(function: Callable[[Any], Any], blocks: Any) -> Any:
+    """What a function makes of every block, for loops over the same blocks.
 
-    :param function: of arrays with their rows last, to arrays without.
-    :param arrays: these, as :func:`cut_rows` cuts them.
-    :param rows: their number in all blocks.
+    :param function: of rows of a block on one device.
+    :param blocks: as :func:`cut_rows` cuts them.
     """
-    parts = _parts(rows)
+    return lax.map(_on_devices(function, blocks), blocks)
+
+
+def summed_blocks(add: Callable[[Any, Any], Any], none: Any, blocks: Any) -> Any:
+    """A sum over rows, one block after the other: each device has its own until the
+    last, or it would go between devices with every block.
+
+    :param add: from a sum, and rows of a block on one device, to the sum with these.
+    :param none: the sum of no rows.
+    :param blocks: as :func:`cut_rows` cuts them.
+    """
+    parts = _devices(blocks)
+    none = jax.tree.map(
+        lambda x: kept_apart(jnp.broadcast_to(x, (parts, *x.shape))), none
+    )
+    like = jax.tree.map(lambda x: x[None], none)
+    added = _on_devices(lambda given: add(*given), (like, blocks))
+
+    def body(total: Any, block: Any) -> tuple[Any, None]:
+        return added((total, block)), None
+
+    total = lax.scan(body, none, blocks)[0]
+    return jax.tree.map(lambda x: x.sum(0), total)
+
+
+def _on_devices(function: Callable[[Any], Any], blocks: Any) -> Callable[[Any], Any]:
+    """A function of a block, whose arrays have a leading axis over devices, from one of
+    what one device holds of it.
+
+    On several devices each has a copy of its own of all that the function closes over,
+    so that its derivative, which is a sum over rows, is added up in a loop over blocks
+    on each device: that of a common one would go between devices with every block.
+    """
+    parts = _devices(blocks)
     if parts == 1:
-        return jax.tree.map(lambda x: x[None], function(*arrays))
 
-    def split(x: Array) -> Array:
-        apart = x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts)
-        return kept_apart(jnp.moveaxis(apart, -2, 0))
+        def alone(block: Any) -> Any:
+            found = function(jax.tree.map(lambda x: x[0], block))
+            return jax.tree.map(lambda x: x[None], found)
 
-    found = jax.vmap(function)(*jax.tree.map(split, arrays))
-    return jax.tree.map(kept_apart, found)
+        return alone
+
+    like = jax.eval_shape(partial(jax.tree.map, lambda x: x[0, 0]), blocks)
+    of_part, common = jax.closure_convert(function, like)
+    own = [kept_apart(jnp.broadcast_to(x, (parts, *x.shape))) for x in common]
+
+    def together(block: Any) -> Any:
+        found = jax.vmap(of_part)(jax.tree.map(kept_apart, block), *own)
+        return jax.tree.map(kept_apart, found)
+
+    return together
+
+
+def _devices(blocks: Any) -> int:
+    return jax.tree.leaves(blocks)[0].shape[1]
 
 
 def by_elements(

@@ -171,14 +171,41 @@ def check_shards(tree: Any) -> None:
     if not shared:
         return
     held = [(*x.addressable_shards[0].data.shape, str(x.dtype)) for x in shared]
-    text = str(held).encode()[:_LONGEST].ljust(_LONGEST)
-    everywhere = multihost_utils.process_allgather(np.frombuffer(text, np.uint8))
-    found = [bytes(row).decode().strip() for row in everywhere.reshape(-1, _LONGEST)]
+    found = told_by_all(held)
     if len(set(found)) > 1 or any(0 in x.shape for x in shared):
         raise ValueError(
             "processes hold parts of unequal shapes or dtypes, or without rows, by "
             f"process: {found}; each reads as many rows, of the same columns"
         )
+
+
+def told_by_all(held: Any) -> list[str]:
+    """What every process says that it holds, by process.
+
+    :param held: what prints alike where it is alike.
+    """
+    text = str(held).encode()[:_LONGEST].ljust(_LONGEST)
+    everywhere = multihost_utils.process_allgather(np.frombuffer(text, np.uint8))
+    return [bytes(row).decode().strip() for row in everywhere.reshape(-1, _LONGEST)]
+
+
+def row_processes(mesh: Mesh) -> int:
+    """How many processes rows are shared out among, which each reads its own of.
+
+    :param mesh: from :func:`rows_mesh`.
+    :raises ValueError: for a mesh that has more devices of one process than of another,
+        or copies of rows in several.
+    """
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    owners = owners.reshape(mesh.shape[ROWS], -1)
+    processes, parts = np.unique(owners[:, 0], return_counts=True)
+    if (owners != owners[:, :1]).any() or len(set(parts)) > 1:
+        raise ValueError(
+            f"rows that are read are shared out among {mesh.shape[ROWS]} parts of the "
+            f"mesh, which are in processes {owners.tolist()}: each process reads rows "
+            "of its own, as many as the others"
+        )
+    return len(processes)
 
 
 def placed(array: Any, mesh: Mesh, rows: int) -> Array:
@@ -203,14 +230,14 @@ def rows_placed(array: np.ndarray, mesh: Mesh | None, axis: int) -> Any:
     """An array whose rows are along some axis, these shared out among the devices of a
     mesh.
 
-    :param array: the array.
+    :param array: the rows that this process has read, of as many in every other.
     :param mesh: from :func:`rows_mesh`; ``None`` leaves the array as it is.
     :param axis: of the rows.
     """
     if mesh is None:
         return array
-    spec = PartitionSpec(*[None] * axis, ROWS)
-    return jax.device_put(array, NamedSharding(mesh, spec))
+    by_row = NamedSharding(mesh, PartitionSpec(*[None] * axis, ROWS))
+    return jax.make_array_from_process_local_data(by_row, array)
 
 
 def of_this_process(array: Any) -> np.ndarray:

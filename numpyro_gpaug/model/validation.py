@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -26,6 +26,9 @@ from numpyro_gpaug.model.structure import (
     is_array,
     run_model,
 )
+
+# Integers below it are float32 numbers.
+_LARGE = 2**24
 
 
 def check_arguments(
@@ -55,6 +58,16 @@ def check_arguments(
             traced = isinstance(leaf, jax.core.Tracer)
             if isinstance(leaf, np.ndarray | jax.Array) and not traced:
                 _check_array(name, leaf, uses)
+
+
+def are_moderate(arrays: Iterable[np.ndarray]) -> bool:
+    """Whether arrays need no closer look by :func:`check_arguments`, which takes longer
+    than a step on a small batch: they hold numbers that are finite, and that no dtype
+    rounds or squares to infinity.
+
+    :param arrays: of shapes and dtypes that were checked.
+    """
+    return all(x.size and -_LARGE < x.min() and x.max() < _LARGE for x in arrays)
 
 
 def _named(

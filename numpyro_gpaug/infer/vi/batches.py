@@ -15,6 +15,8 @@ from numpyro_gpaug.model.calls import check_count
 BLOCK = 2**14
 # Rows that are in memory, and shuffled, at a time.
 SHUFFLED = 2**18
+# Batches that are read ahead, at least.
+AHEAD = 4
 
 
 @runtime_checkable
@@ -64,7 +66,9 @@ class Blocks:
     hyperparameters rest (``optim=None``), a step of one process reads the data once; a
     step of L-BFGS (``optim="lbfgs"``, the default) reads them for every move of the
     latents, two to five times with one process, and once for the gradient. The model
-    has to treat rows one by one: no mean over ``X``.
+    has to treat rows one by one: no mean over ``X``. Where a fit has a mesh of devices
+    in several processes, each process passes the rows that it reads, as many as the
+    others in blocks of the same size.
 
     :param source: a tuple of arrays (the model's arguments) or a dict of them (by
         name), rows first, that can be sliced: NumPy's memory maps, HDF5, Zarr; or an
@@ -107,6 +111,13 @@ class Blocks:
                 f"a batch of {self.size} rows is larger than all {self.rows}"
             )
         self.first = next(self.blocks()) if first is None else first
+
+    @property
+    def ahead(self) -> int:
+        """Batches that are read ahead. Arrays are read in large parts, of which batches
+        are views: the next part is read while steps are taken on the last, and not
+        when all of it is used up. A loader makes each anew."""
+        return AHEAD if self._loads else max(AHEAD, SHUFFLED // self.size)
 
     def blocks(self) -> Iterator[Any]:
         """All rows once, in their order; the last block may have fewer than others."""

@@ -183,7 +183,7 @@ class ConjugateSVI(Displayed):
         """
         check_key(rng_key)
         check_shards((args, kwargs))
-        given = Given.split(*partitioned((args, kwargs)))
+        given = Given.split(self._mesh, *partitioned((args, kwargs)))
         self._runs.check(given)
         arguments = Arguments.split(given.args, given.kwargs).on(self._mesh)
         return self._programs.start(
@@ -261,7 +261,7 @@ class ConjugateSVI(Displayed):
         """
         _check_run(rng_key, num_steps, tol)
         check_shards((args, kwargs))
-        given = Given.split(*partitioned((args, kwargs)))
+        given = Given.split(self._mesh, *partitioned((args, kwargs)))
         state, plan, feed = self._runs.begin(rng_key, init_state, init_params, given)
         epoch = steps_compared(plan.structure) if plan.noisy else 0
         searches = self.settings.optim == LBFGS and bool(plan.transforms)

@@ -17,16 +17,20 @@ from numpyro_gpaug.infer.vi.batches import Batches, Blocks, check_batch
 from numpyro_gpaug.infer.vi.loop import BATCHES, Stacked
 from numpyro_gpaug.infer.vi.plan import Batch, Plan
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.sharding import on_mesh, rows_placed
+from numpyro_gpaug.math.sharding import (
+    ROWS,
+    on_mesh,
+    row_processes,
+    rows_placed,
+    told_by_all,
+)
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Arguments, Structure
-from numpyro_gpaug.model.validation import check_arguments
+from numpyro_gpaug.model.validation import are_moderate, check_arguments
 from numpyro_gpaug.multilabel import prefetch
 
 # Batches of one compiled loop, at most, and their bytes.
 TOGETHER, BYTES = 32, 2**22
-# Batches that are read ahead.
-AHEAD = 4
 
 
 class Feed(Protocol):
@@ -82,17 +86,25 @@ class Given(NamedTuple):
     :param batches: these; ``None`` if all is in memory.
     :param args: the arguments, with the first of them.
     :param kwargs: the keyword arguments, likewise.
+    :param processes: that read batches, each of rows of its own.
     """
 
     batches: Blocks | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    processes: int = 1
 
     @classmethod
-    def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    def split(
+        cls, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Given:
         """Parts the arguments of a run.
 
+        :param mesh: where the rows of batches are shared out.
+        :param args: the arguments.
+        :param kwargs: the keyword arguments.
         :raises TypeError: for batches beside other positional arguments, or by name.
+        :raises ValueError: for batches that cannot be shared out.
         """
         found = [x for x in (*args, *kwargs.values()) if isinstance(x, Blocks)]
         if not found:
@@ -102,8 +114,11 @@ class Given(NamedTuple):
                 f"{type(found[0]).__name__} are all the positional arguments, and not "
                 "passed by name: run(key, num_steps, batches, inducing=...)"
             )
-        given = cls(found[0], (), kwargs)
-        return cls(found[0], *given.at(found[0].first))
+        processes = 1 if mesh is None else _sharing(found[0], mesh)
+        given, first = cls(found[0], (), kwargs), found[0].first
+        if processes > 1:
+            first = jax.tree.map(lambda x: rows_placed(x, mesh, 0), first)
+        return cls(found[0], *given.at(first), processes)
 
     def at(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with a batch.
@@ -122,7 +137,36 @@ class Given(NamedTuple):
         """Rows in all and of a batch, if a step sees one of :class:`Batches`."""
         if not isinstance(self.batches, Batches):
             return None
-        return Batch(self.batches.rows, self.batches.size)
+        rows, size = self.batches.rows, self.batches.size
+        return Batch(self.processes * rows, self.processes * size)
+
+
+def _sharing(batches: Blocks, mesh: Mesh) -> int:
+    """How many processes read batches.
+
+    :raises ValueError: for batches that cannot be shared out evenly, or are not alike
+        in all processes, which would wait for one another.
+    """
+    processes = row_processes(mesh)
+    parts, left = mesh.shape[ROWS] // processes, batches.rows % batches.size
+    # What is left over of an epoch is in no batch, but in a block.
+    last = 0 if isinstance(batches, Batches) else left
+    if batches.size % parts or last % parts:
+        of_last = f", and a last one of {last}," if last else ""
+        raise ValueError(
+            f"{type(batches).__name__} of {batches.size} rows{of_last} cannot be "
+            f"shared out evenly among {parts} devices: choose another size"
+        )
+    if processes > 1:
+        arrays = [(*x.shape, str(x.dtype)) for x in jax.tree.leaves(batches.first)]
+        found = told_by_all((type(batches).__name__, batches.rows, *arrays))
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"processes read data that are not alike, by process: {found} (rows in "
+                "all, and what the first batch holds); each reads as many rows, in "
+                "batches of one size, of the same columns"
+            )
+    return processes
 
 
 class Reader:
@@ -152,11 +196,25 @@ class Reader:
         self._of_batches = tuple(
             Arguments.select_arrays(given.at(first), jax.tree.leaves(marks))
         )
-        self._first = self.arguments(first)
+        self._first = Arguments.split(given.args, given.kwargs).on(mesh)
 
     def arguments(self, batch: Any) -> Arguments:
         """The model's arguments with a batch."""
-        return Arguments.split(*self._given.at(batch)).on(self.mesh)
+        tree = self._given.at(batch)
+        leaves = Arguments.select_arrays(tree, jax.tree.leaves(tree))
+
+        def rows(x: np.ndarray) -> Array:
+            if self.mesh is None:
+                return jax.device_put(x)
+            return rows_placed(x, self.mesh, 0)
+
+        arrays = tuple(
+            rows(x) if of_batches else array
+            for x, array, of_batches in zip(
+                leaves, self._first.arrays, self._of_batches, strict=True
+            )
+        )
+        return Arguments(arrays, self._first.static)
 
     def stacked(self, batches: list[Any], places: int) -> Stacked:
         """Arguments with batches side by side.
@@ -201,7 +259,7 @@ class Reader:
         :param number: of the first.
         """
         # A generator, where the thread can be ended; closed with this one.
-        ahead: Any = prefetch(batches, AHEAD)
+        ahead: Any = prefetch(batches, self.batches.ahead)
         with closing(ahead):
             while True:
                 try:
@@ -218,7 +276,9 @@ class Reader:
     @one_thread
     def _check(self, batch: Any) -> None:
         check_batch(batch, self.batches.first, self.batches.size)
-        check_arguments(self._model, *self._given.at(batch))
+        # All else was checked with the first.
+        if not are_moderate(jax.tree.leaves(batch)):
+            check_arguments(self._model, *self._given.at(batch))
 
     @one_thread
     def explain(self, batch: Any, which: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -14,7 +13,6 @@ from jax.sharding import Mesh
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
-from numpyro_gpaug.infer.vi.batches import Batches, Blocks
 from numpyro_gpaug.infer.vi.checkpoints import check_state
 from numpyro_gpaug.infer.vi.checks import check_fit, check_latents
 from numpyro_gpaug.infer.vi.feeds import (
@@ -31,7 +29,7 @@ from numpyro_gpaug.infer.vi.passes import Passes
 from numpyro_gpaug.infer.vi.plan import Plan, Settings, fingerprint
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.math.sharding import ROWS, on_mesh
+from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.structure import Arguments
 
 
@@ -103,8 +101,6 @@ class Runs:
         check_fit(
             self._model, self._guide, self._settings.updates, given.args, given.kwargs
         )
-        if given.batches is not None and self._mesh is not None:
-            _check_shared_batches(given.batches, self._mesh)
 
     def _feed(
         self,
@@ -183,23 +179,6 @@ class Runs:
                 state, np.int32(number), tol, data, arguments.arrays, plan=plan,
                 static=arguments.static,
             )  # fmt: skip
-
-
-def _check_shared_batches(batches: Blocks, mesh: Mesh) -> None:
-    if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
-        raise NotImplementedError(
-            "batches that are read are shared out among the devices of one process; "
-            "with several of them pass arrays"
-        )
-    parts, left = mesh.shape[ROWS], batches.rows % batches.size
-    # What is left over of an epoch is in no batch, but in a block.
-    last = 0 if isinstance(batches, Batches) else left
-    if batches.size % parts or last % parts:
-        of_last = f", and a last one of {last}," if last else ""
-        raise ValueError(
-            f"{type(batches).__name__} of {batches.size} rows{of_last} cannot be "
-            f"shared out evenly among {parts} devices: choose another size"
-        )
 
 
 def _check_plates(plan: Plan, state: ConjugateState) -> None:
