@@ -289,9 +289,10 @@ class ConjugateSVI(Displayed):
                     break
         if searches:
             warn_of_noise(state.hyper.optim_state, plan.structure)
+        start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         warn_of_reach(
-            state, plan.structure, self.model, partial(self._values, state),
-            given.args, given.kwargs,
+            state, plan.structure, self.model, self._values,
+            start if init_state is None else None, given.args, given.kwargs,
         )  # fmt: skip
         params, losses_ = self.get_params(state), np.concatenate(losses)
         return ConjugateResult(
