@@ -12,8 +12,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from numpyro_gpaug._display import Displayed, Rows, name_of
+from numpyro_gpaug._display import Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug._pickling import NotPickled
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checks import CheckedData
 from numpyro_gpaug.infer.vi.feeds import Given
@@ -38,7 +39,14 @@ if TYPE_CHECKING:
     import optax
 
 
-class ConjugateSVI(Displayed):
+_UNPICKLED = (
+    "make it again from its model and guide; svi.posterior(result).save(path) keeps a "
+    "fit for predictions, numpyro_gpaug.infer.save_state a state to go on from, and "
+    "results are pickled as they are"
+)
+
+
+class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     r"""Variational inference with closed-form (natural-gradient) updates of every
     Gaussian block; hyperparameters are learnt from the same bound.
 
