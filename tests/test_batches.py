@@ -168,7 +168,7 @@ def test_steps_on_all_data_in_blocks_are_those_in_memory(data, fn, guide, y):
     assert 3 <= len(stopped.losses) < 10
     # Nor does it keep quiet of inducing inputs that are out of reach.
     for name, share in whole.state.unreached.items():
-        assert share == read.state.unreached[name] == 0
+        assert share == read.state.unreached[name] < 0.5
         how["Z"] = data.Z + 1e6
         with pytest.warns(UserWarning, match="different units or places") as seen:
             svi.run(KEY, 1, blocks, **how)

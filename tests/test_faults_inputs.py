@@ -2,6 +2,7 @@
 """What a fit is given: bad data, labels, plates, keys and starts raise early and by
 name; nothing ends in NaN or in a fit of something else."""
 
+import pickle
 from functools import partial
 
 import jax
@@ -94,6 +95,31 @@ def test_observations_that_were_forgotten_are_named(law, forgets) -> None:
     """Discrete ones, which no latent can be, and real ones, which could."""
     with pytest.raises(ValueError, match=FORGOTTEN):
         forgets(partial(effects, law=law))
+
+
+@pytest.mark.parametrize("sampler", [gpaug.AugmentedGaussian, gpaug.EllipticalSlice])
+def test_observations_forgotten_beside_another_sampler_are_named(sampler) -> None:
+    """What that one has drawn is given to the model as data are."""
+
+    def model(X, y=None, *, inducing):
+        variance = numpyro.sample("variance", dist.LogNormal(0, 1))
+        gp = gpaug.GaussianProcess("f", KERNEL(1.0, variance), inducing)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(gp(X), 0.5), obs=y)
+
+    blocks = [(sampler(model), ["f.v"]), (numpyro.infer.NUTS(model), None)]
+    kernel = numpyro.infer.Gibbs(blocks)
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        kernel.init(KEY, 0, None, (X,), {"inducing": Z})
+
+
+def test_what_is_not_pickled_says_what_to_do(fitted) -> None:
+    svi, result = fitted
+    for unwritten, cure in ((svi, "make it again"), (svi.posterior(result), "save")):
+        with pytest.raises(TypeError, match=rf"which are not pickled: {cure}"):
+            pickle.dumps(unwritten)
+    again = pickle.loads(pickle.dumps(result))
+    np.testing.assert_array_equal(again.losses, result.losses)
 
 
 def test_checks_of_steps_cost_one_compilation_and_none_under_jit(fitted) -> None:
@@ -313,6 +339,12 @@ def positional(X, y=None, inducing=None):
     ("error", "message", "args"),
     [
         (ValueError, r"inducing of shape \(4, 2\).*Pass inducing=", (X, Y, Z)),
+        (ValueError, r"X has shape \(16, 2\) and no entry as large as 1.1e-19, so",
+         (np.float32(1e-20) * X, Y)),
+        (ValueError, r"shape \(16, 2\).*one whole number .*pass y.argmax\(-1\), of",
+         (X, np.stack([Y, 1 - Y], -1))),
+        (ValueError, r"shape \(16, 1\).*one whole number .*pass y\[\.\.\., 0\], of",
+         (X, Y[:, None])),
         (TypeError, "y is a list of 16 strings. Encode", (X, ["a", "b"] * 8)),
         (TypeError, r"X is a SciPy sparse.*toarray", (sparse.csr_array(X), Y)),
         (ValueError, "X has shape .*complex.*expected real", (X + 1j, Y)),

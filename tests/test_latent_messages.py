@@ -110,7 +110,7 @@ def svi():
 def posterior(svi):
     X, Z = T[:, None], T[::4, None]
     result = svi.run(KEY, 3, X, REAL, inducing=Z, progress_bar=False)
-    assert result.state.unreached == {"f": 0}
+    assert result.state.unreached["f"] < 0.5
     return svi.posterior(result)
 
 

@@ -28,6 +28,8 @@ from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 # the inducing values moves by less than a hundredth of their deviations. White noise in
 # a kernel, ten times the rest, leaves a tenth.
 LEAST_EXPLAINED = 1e-4
+# Of one, what no single one of the inducing values explains alone.
+LEAST_SHARED = 0.05
 
 
 class Marginals(NamedTuple):
@@ -127,9 +129,17 @@ class AffineMap(NamedTuple):
     def explained(self) -> Array:
         """Share of :meth:`prior_variance` that the latents explain, (latents, n); 1
         where there is none."""
+        return self._share(jnp.square(self.projection).sum(-2))
+
+    def shared(self) -> Array:
+        """Of :meth:`explained`, what no latent explains alone."""
+        squared = jnp.square(self.projection)
+        return self._share(squared.sum(-2) - squared.max(-2))
+
+    def _share(self, part: Array) -> Array:
         total = self.prior_variance()
         some = total > 0
-        return jnp.where(some, 1 - self.residual / jnp.where(some, total, 1), 1)
+        return jnp.where(some, part / jnp.where(some, total, 1), 1)
 
     def covariances(self, q: Moments, left: Array, right: Array) -> Array:
         """Covariances of pairs of predictors, (latents, P).
@@ -268,12 +278,12 @@ class AffineMap(NamedTuple):
         return NaturalGaussian(potential, eye + precision)
 
 
-def unexplained(explained: Array) -> Array:
-    """Of which predictors the latents explain next to nothing.
+def unshared(shared: Array) -> Array:
+    """Of which predictors no more than one latent explains something.
 
-    :param explained: from :meth:`AffineMap.explained`.
+    :param shared: from :meth:`AffineMap.shared`.
     """
-    return explained < LEAST_EXPLAINED
+    return shared < LEAST_SHARED
 
 
 def unstandardised(q: Moments, prior: Prior) -> Moments:

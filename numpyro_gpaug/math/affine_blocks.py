@@ -86,9 +86,9 @@ class AffineBlocks:
         """As :meth:`numpyro_gpaug.math.affine.AffineMap.prior_variance`."""
         return self._of_rows(AffineMap.prior_variance)
 
-    def explained(self) -> Array:
-        """As :meth:`numpyro_gpaug.math.affine.AffineMap.explained`."""
-        return self._of_rows(AffineMap.explained)
+    def shared(self) -> Array:
+        """As :meth:`numpyro_gpaug.math.affine.AffineMap.shared`."""
+        return self._of_rows(AffineMap.shared)
 
     def given(self, z: Array) -> Marginals:
         """Marginals of the predictors given latents (latents, M)."""

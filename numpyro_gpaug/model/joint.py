@@ -220,8 +220,8 @@ class JointView:
         return {JOINT: single if pairs is None else PairedMap(single, *pairs)}
 
     def unreached(self, maps: dict[str, Any]) -> dict[str, Array]:
-        """By process, of which function values its inducing values explain next to
-        nothing.
+        """By process, of which function values no more than one of its inducing values
+        explains something.
 
         :param maps: from :meth:`maps`, of predictors, in which processes are mixed.
         """

@@ -46,16 +46,20 @@ def unobserved_error(names: Iterable[str]) -> ValueError:
 
 
 def check_observed(
-    model: Callable[..., Any], structure: Any, arguments: Arguments
+    model: Callable[..., Any],
+    structure: Any,
+    arguments: Arguments,
+    given: Iterable[str] = (),
 ) -> None:
     """Raises for a model in which no site has an observed value.
 
     :param model: the model.
     :param structure: of it.
     :param arguments: its arguments.
+    :param given: sites whose values are another sampler's, which are no data.
     :raises ValueError: naming the site that comes last, which most likely is the one.
     """
-    if structure.observed:
+    if any(site.name not in given for site in structure.observed):
         return
     names: list[str] = []
 
@@ -83,6 +87,12 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
         # Logits of shape (N,) are those of one datum with N classes.
         single = isinstance(base, CategoricalLogits) and base.logits.shape == shape
         hint = "; for C classes give the process num_latents=C" if single else ""
+        if shape[:-1] == expected and base.is_discrete and not base.event_shape:
+            cure = "y.argmax(-1)" if shape[-1] > 1 else "y[..., 0]"
+            hint = (
+                "; labels are one whole number per datum, not columns (of 0 and 1, one "
+                f"for each class): pass {cure}, of shape {expected}"
+            )
         raise ValueError(
             f"site {name!r}: observations have shape {shape}, but the model gives them "
             f"a distribution of shape {expected}{hint}"

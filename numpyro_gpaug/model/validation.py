@@ -157,13 +157,15 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
 
 def _check_size(name: str, value: Any, uses: Callable[[], Sources]) -> None:
     """Raises for entries that are not finite, or whose squares are not: data sets have
-    1e20 or 1e36 for what is missing."""
+    1e20 or 1e36 for what is missing. And for inputs whose squares are all zero."""
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)
     # Numbers alone may stand for a prior that is flat.
     largest = math.sqrt(jnp.finfo(dtype).max) if np.ndim(value) else math.inf
     beyond = np.size(value) - total(_is_within, value, largest)
-    if not beyond or name in set(uses().observed) - set(uses().inputs):
-        return
+    if not beyond:
+        return _check_smallest(name, value, uses)
+    if name in set(uses().observed) - set(uses().inputs):
+        return None
     bad = np.size(value) - total(_is_within, value, np.inf)
     found = f"{bad} NaN or infinite entries"
     if not bad:
@@ -175,6 +177,19 @@ def _check_size(name: str, value: Any, uses: Callable[[], Sources]) -> None:
         f"{name} has shape {np.shape(value)} and {found}; remove or impute them first. "
         "(Missing observations may be NaN under a mask.)"
     )
+
+
+def _check_smallest(name: str, value: Any, uses: Callable[[], Sources]) -> None:
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    smallest = math.sqrt(jnp.finfo(dtype).tiny)
+    if total(_is_beyond, value, smallest) or not total(_is_beyond, value, 0):
+        return
+    if name in uses().inputs:
+        raise ValueError(
+            f"{name} has shape {np.shape(value)} and no entry as large as "
+            f"{smallest:.2g}, so that squared distances are zero in {dtype}: choose "
+            "other units, or standardise its columns"
+        )
 
 
 def _check_precision(name: str, value: Any, uses: Callable[[], Sources]) -> None:

@@ -13,7 +13,7 @@ from jax import Array, random
 
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
-from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior, unexplained
+from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior, unshared
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
@@ -169,13 +169,13 @@ class ModelView:
         return {**found, **self.weight_maps()}
 
     def unreached(self, maps: dict[str, Any]) -> dict[str, Array]:
-        """By process, of which function values its inducing values explain next to
-        nothing.
+        """By process, of which function values no more than one of its inducing values
+        explains something.
 
         :param maps: from :meth:`maps`.
         """
         names = [block.name for block in self.structure.processes]
-        return {name: unexplained(maps[name].explained()) for name in names}
+        return {name: unshared(maps[name].shared()) for name in names}
 
     def weight_maps(self) -> dict[str, AffineMap]:
         """Those of plain weight vectors."""

@@ -20,7 +20,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_correlated,
     lookup_expectation,
 )
-from numpyro_gpaug.math.affine import AffineMap, unexplained
+from numpyro_gpaug.math.affine import AffineMap, unshared
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import Likelihood
@@ -39,7 +39,8 @@ class Parts(NamedTuple):
     :param values: of Gaussian sites and of deterministic ones.
     :param factors: of Gaussian sites whose values mix numbers by them.
     :param residuals: variances of function values given inducing values, by process.
-    :param unreached: of which of them inducing values say next to nothing, likewise.
+    :param unreached: of which of them no more than one inducing value says something,
+        likewise.
     """
 
     densities: dict[str, Any]
@@ -109,7 +110,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
                 f = site["fn"]
                 parts.residuals[name] = f.outputs.variances(f.residual)
                 map_ = AffineMap(f.mean, f.projection, f.residual)
-                parts.unreached[name] = unexplained(map_.explained())
+                parts.unreached[name] = unshared(map_.shared())
         if site["type"] != "sample":
             continue
         fn, value, scale = site["fn"], site["value"], site["scale"]

@@ -13,8 +13,9 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug._display import Displayed, Rows, brief, name_of
+from numpyro_gpaug._display import Rows, brief, name_of
 from numpyro_gpaug._numpyro import one_thread, whole_plates
+from numpyro_gpaug._pickling import NotPickled
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 BATCH_SIZE = 1024
 
 
-class Posterior(Displayed):
+class Posterior(NotPickled, instead="save(path) writes it, load(path, model) reads it"):
     """A fitted posterior; make it with ``svi.posterior(params)`` or :meth:`from_guide`.
 
     The model is called again at new inputs: pass the arguments that hold inputs, in the
@@ -342,8 +343,7 @@ class Posterior(Displayed):
         check_key(key)
         block = self._predictor.block(site)
         arguments, _ = self._calls.unobserved(args, kwargs)
-        num = math.prod(sample_shape)
-        draws = self._calls.draws(arguments, block.name, key, num)
+        draws = self._calls.draws(arguments, block.name, key, math.prod(sample_shape))
         return draws.reshape(*sample_shape, *draws.shape[1:])
 
     def _display(self) -> tuple[str, Rows]:
@@ -368,10 +368,8 @@ class Posterior(Displayed):
         :param path: the file.
         :raises ValueError: for a value that is not made of arrays and plain numbers.
         """
-        parts = self._predictor, self._fitted, self._fit_arguments
-        write_fit(
-            path, SavedFit(*parts, self._sites, self._calls.marks, self._rule_errors)
-        )
+        parts = self._predictor, self._fitted, self._fit_arguments, self._sites
+        write_fit(path, SavedFit(*parts, self._calls.marks, self._rule_errors))
 
     @classmethod
     def load(

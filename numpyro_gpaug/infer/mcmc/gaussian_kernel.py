@@ -178,7 +178,8 @@ class GaussianKernel(MCMCKernel):
     def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         structure = self.read(args, kwargs)
         arguments = Arguments.split(args, kwargs)
-        check_observed(self._model, structure, arguments)
+        others = kwargs.get(GIBBS_SITES_KWARG, ())
+        check_observed(self._model, structure, arguments, others)
         if not structure.blocks:
             raise ValueError(
                 f"{self._name} samples {self._kinds} on which likelihoods depend "

@@ -12,8 +12,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from numpyro_gpaug._display import Displayed, Rows, name_of
+from numpyro_gpaug._display import Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug._pickling import NotPickled
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checks import CheckedData
 from numpyro_gpaug.infer.vi.feeds import Given
@@ -38,7 +39,14 @@ if TYPE_CHECKING:
     import optax
 
 
-class ConjugateSVI(Displayed):
+_UNPICKLED = (
+    "make it again from its model and guide; svi.posterior(result).save(path) keeps a "
+    "fit for predictions, numpyro_gpaug.infer.save_state a state to go on from, and "
+    "results are pickled as they are"
+)
+
+
+class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     r"""Variational inference with closed-form (natural-gradient) updates of every
     Gaussian block; hyperparameters are learnt from the same bound.
 
@@ -289,9 +297,10 @@ class ConjugateSVI(Displayed):
                     break
         if searches:
             warn_of_noise(state.hyper.optim_state, plan.structure)
+        start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         warn_of_reach(
-            state, plan.structure, self.model, partial(self._values, state),
-            given.args, given.kwargs,
+            state, plan.structure, self.model, self._values,
+            start if init_state is None else None, given.args, given.kwargs,
         )  # fmt: skip
         params, losses_ = self.get_params(state), np.concatenate(losses)
         return ConjugateResult(

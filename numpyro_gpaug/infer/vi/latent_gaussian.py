@@ -90,8 +90,8 @@ class LatentGaussian:
     :param likelihood: the expected log-likelihood, a function (and pytree) of the
         marginals and of the kind of bound.
     :param constant: the part of the bound that does not depend on the blocks.
-    :param unreached: by process, of which function values inducing values say next to
-        nothing.
+    :param unreached: by process, of which function values no more than one inducing
+        value says something.
     :param learns: whether evaluations keep what :meth:`gradient` needs.
     """
 

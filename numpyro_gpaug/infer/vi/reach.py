@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that are far from all inducing inputs: a fit to them says nothing, and ends.
+"""Inputs of which a fit says nothing, and ends.
 
 With ``k(x, Z)`` next to zero the inducing values explain none of the prior variance of
 ``f(x)``: no datum moves them, the bound is at its optimum at once, and predictions are
-the prior's. Learning does not help, as all derivatives are next to zero too."""
+the prior's. Learning does not help, as all derivatives are next to zero too.
+
+Nor does it where the inputs are in far smaller units than the lengthscale that it
+starts from, and the function is constant, or in far larger ones with inducing inputs
+at the rows themselves, and it is white noise. Learning may lead there, too, from where
+it saw more, if the data have nothing to say: only a run that began there did not look.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +18,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project, residual_variance
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.affine import LEAST_EXPLAINED, AffineMap, unexplained
+from numpyro_gpaug.math.affine import LEAST_EXPLAINED, AffineMap
+from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
@@ -31,6 +40,13 @@ from numpyro_gpaug.model.structure import (
 MOST_UNREACHED = 0.5
 # Rows that a diagnosis looks at, and how much wider X may be than inducing inputs.
 ROWS, WIDER = 256, 10
+# Of the prior variance, what differences between rows must have of it at the start,
+# and at the end, up to which a prior may have moved the lengthscale: less is a
+# constant, as far as derivatives tell. And of their variance, what that of the
+# posterior's mean has where data say something of them.
+FIRST_DIFFERENCES, LAST_DIFFERENCES, LEAST_KNOWN = 0.01, 0.03, 0.01
+ALIKE = "its function values are all but the same at all rows"
+APART = "its function values are all but independent, white noise, at any two rows"
 
 
 @one_thread
@@ -38,16 +54,20 @@ def warn_of_reach(
     state: ConjugateState,
     structure: Structure,
     model: Callable[..., Any],
-    values: Callable[[], dict[str, Any]],
+    values: Callable[[ConjugateState], dict[str, Any]],
+    start: Callable[[], ConjugateState] | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Warns of processes whose inducing inputs are out of reach of most rows.
+    """Warns of processes whose inducing inputs are out of reach of most rows, and of
+    those that were constants or white noise, as the rows see them, all the time.
 
     :param state: of a fit.
     :param structure: of the model.
     :param model: the model.
-    :param values: gives its params and other latents.
+    :param values: gives its params and other latents at a state.
+    :param start: gives the state that the fit began at; ``None`` if it went on from
+        one that another had led to.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     """
@@ -55,10 +75,23 @@ def warn_of_reach(
     if not suspects:
         return
     arguments, key = Arguments.split(args, kwargs), jax.random.key(0)
-    filled = {**structure.zeros, **values()}
-    trace = run_model(flat_functions(model), arguments, key, filled)
-    for name in suspects:
-        message = _diagnosis(trace[name]["fn"])
+
+    def processes(state: ConjugateState) -> dict[str, Conditional]:
+        filled = {**structure.zeros, **values(state)}
+        trace = run_model(flat_functions(model), arguments, key, filled)
+        return {name: trace[name]["fn"] for name in suspects}
+
+    means = _means(structure, state)
+    begun: dict[str, Conditional] | None = None
+    for name, f in processes(state).items():
+        message = _diagnosis(f)
+        extreme = None if message else _extreme(f, LAST_DIFFERENCES)
+        if extreme == ALIKE and _is_known(f, means.get(name)):
+            continue
+        if extreme and start is not None:
+            begun = begun or processes(start())
+            if _extreme(begun[name], FIRST_DIFFERENCES) == extreme:
+                message = _stuck(f, extreme)
         if message:
             warnings.warn(message, stacklevel=4)
 
@@ -66,12 +99,11 @@ def warn_of_reach(
 def _diagnosis(conditional: Conditional) -> str | None:
     """What is wrong with a process; ``None`` if the prior is not the model's (a
     stream's posterior explains little because it is narrow)."""
-    gp, X = conditional.gp, conditional.X
-    X = X[:: max(1, len(X) // ROWS)]
+    gp, X = conditional.gp, _some_rows(conditional)
     projection = project(gp.kernel, gp.inducing, gp.inverse_factor, X)
     residual = residual_variance(lead(gp.kernel(X), 1), projection)
     explained = AffineMap(residual, projection, residual).explained()
-    share = float(unexplained(explained).mean())
+    share = float((explained < LEAST_EXPLAINED).mean())
     if share <= MOST_UNREACHED:
         return None
     rows = np.asarray(X, float).reshape(len(X), -1)
@@ -118,12 +150,101 @@ def _nearest(rows: np.ndarray, inducing: np.ndarray) -> np.ndarray:
     return np.sqrt(np.maximum(squared - 2 * rows @ inducing.T, 0).min(1))
 
 
-def _lengthscales(kernel: Any) -> Iterator[np.ndarray]:
-    """Those of the parts of a kernel, the longest of all latents."""
+def _extreme(conditional: Conditional, least: float) -> str | None:
+    """Whether function values at the rows are all one, or each for itself.
+
+    :param least: of the prior variance, what differences of others have.
+    """
+    gp, X = conditional.gp, _some_rows(conditional)
+    # A constant beside a kernel does not make it one.
+    parts = list(_stationary(gp.kernel)) or [gp.kernel]
+    if all(_differences(kernel, X) < least for kernel in parts):
+        return ALIKE
+    repeated = 2 * len(np.unique(X, axis=0)) < len(X)
+    if gp.inducing.ndim != X.ndim or repeated:
+        return None
+    return APART if all(_is_apart(k, X, gp.inducing) for k in parts) else None
+
+
+def _differences(kernel: Any, X: Array) -> float:
+    """The part of the prior variance that is not common to all rows; 1 where there is
+    no variance."""
+    total = np.asarray(kernel(X), float).mean(-1)
+    common = np.asarray(kernel(X, X), float).mean((-2, -1))
+    return float(np.median(1 - common / np.where(total > 0, total, np.inf)))
+
+
+def _is_apart(kernel: Any, X: Array, Z: Array) -> bool:
+    """Whether most function values are correlated with that at no other input."""
+    scale = np.sqrt(kernel(X))[..., :, None] * np.sqrt(kernel(Z))[..., None, :]
+    squared = np.square(np.asarray(kernel(X, Z)) / np.where(scale > 0, scale, np.inf))
+    itself = (np.asarray(X)[:, None] == np.asarray(Z)).reshape(len(X), len(Z), -1)
+    others = np.where(itself.all(-1), 0, squared)
+    return bool((others.max(-1) < LEAST_EXPLAINED).mean() > MOST_UNREACHED)
+
+
+def _is_known(conditional: Conditional, mean: Array | None) -> bool:
+    """Whether data say something of the differences between rows, if there are any: a
+    trend may be all that a long lengthscale with a large variance is to find.
+
+    :param mean: of the inducing values, whitened; ``None`` if it is not known.
+    """
+    if mean is None:
+        return True
+    gp, X = conditional.gp, _some_rows(conditional)
+    total = _differences(gp.kernel, X) * float(np.mean(gp.kernel(X)))
+    projection = project(gp.kernel, gp.inducing, gp.inverse_factor, X)
+    found = np.asarray(jnp.vecmat(lead(mean, 1), projection), float).var(-1).mean()
+    return found > LEAST_KNOWN * total
+
+
+def _stuck(conditional: Conditional, extreme: str) -> str:
+    X = np.asarray(_some_rows(conditional), float)
+    rows, gp = X.reshape(len(X), -1), conditional.gp
+    typical = _typical(rows)
+    scaled = [_typical(rows / scale) for scale in _lengthscales(gp.kernel)]
+    lengthscales = f" ({min(scaled):.2g} lengthscales)" if scaled else ""
+    return (
+        f'GaussianProcess("{gp.name}"): {extreme}, at the end of the run as at its '
+        f"start. The median distance of two rows is {typical:.2g}{lengthscales}: this "
+        "far from it all derivatives in a lengthscale are next to zero, and whether "
+        "the data have more to say was not seen. Likely cause: X is in other units "
+        "than the lengthscale starts from. Standardise the columns of X, or start from "
+        "a lengthscale of the size of these distances"
+    )
+
+
+def _typical(rows: np.ndarray) -> float:
+    """The median distance of two rows."""
+    apart = [np.linalg.norm(rows - row, axis=1) for row in rows]
+    return float(np.median(np.stack(apart)[np.triu_indices(len(rows), 1)]))
+
+
+def _some_rows(conditional: Conditional) -> Array:
+    X = conditional.X
+    return X[:: max(1, len(X) // ROWS)]
+
+
+def _means(structure: Any, state: ConjugateState) -> dict[str, Array]:
+    """Those of the inducing values of processes, whitened."""
+    means = {name: n.moments().mean for name, n in state.natural.items()}
+    if isinstance(structure, JointStructure):
+        own = structure.split(means[JOINT][0])
+        return {name: own[f"{name}.v"] for name in structure.functions}
+    return means
+
+
+def _stationary(kernel: Any) -> Iterator[Any]:
+    """The parts of a kernel that have a lengthscale."""
     for part in ("left", "right"):
         if hasattr(kernel, part):
-            yield from _lengthscales(getattr(kernel, part))
-    scale = getattr(kernel, "lengthscale", None)
-    if scale is not None:
-        scale = np.asarray(scale, float)
+            yield from _stationary(getattr(kernel, part))
+    if getattr(kernel, "lengthscale", None) is not None:
+        yield kernel
+
+
+def _lengthscales(kernel: Any) -> Iterator[np.ndarray]:
+    """Those of the parts of a kernel, the longest of all latents."""
+    for part in _stationary(kernel):
+        scale = np.asarray(part.lengthscale, float)
         yield scale.max(0) if scale.ndim == 2 else scale

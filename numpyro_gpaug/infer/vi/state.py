@@ -25,8 +25,8 @@ class ConjugateState(NamedTuple):
     :param data: fingerprint of the data that it is the bound of.
     :param mark: the bound when it last rose by ``tol``.
     :param stalled: steps since.
-    :param unreached: by process, the share of function values of which inducing values
-        say next to nothing (``infer/vi/reach.py``).
+    :param unreached: by process, the share of function values of which no more than
+        one inducing value says something (``infer/vi/reach.py``).
     :param step: steps taken.
     :param rng_key: random key.
     """
