@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How objects introduce themselves: a title and aligned rows, a table in notebooks."""
+"""How objects introduce themselves: a title and aligned rows, a table in notebooks; and
+what they say where they cannot be pickled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,26 @@ class Displayed:
 
     def _repr_html_(self) -> str:
         return as_html(*self._display())
+
+
+class NotPickled(Displayed):
+    """An object that holds compiled programs: left alone, ``pickle`` complains of one
+    of JAX's functions.
+
+    :param instead: what to do instead.
+    """
+
+    _instead: ClassVar[str]
+
+    def __init_subclass__(cls, instead: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._instead = instead
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} holds compiled programs, which are not pickled: "
+            f"{self._instead}"
+        )
 
 
 def as_text(title: str, rows: Rows) -> str:

@@ -13,9 +13,8 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug._display import Rows, brief, name_of
+from numpyro_gpaug._display import NotPickled, Rows, brief, name_of
 from numpyro_gpaug._numpyro import one_thread, whole_plates
-from numpyro_gpaug._pickling import NotPickled
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments

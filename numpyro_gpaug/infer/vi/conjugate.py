@@ -12,9 +12,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from numpyro_gpaug._display import Rows, name_of
+from numpyro_gpaug._display import NotPickled, Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
-from numpyro_gpaug._pickling import NotPickled
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checks import CheckedData
 from numpyro_gpaug.infer.vi.feeds import Given
