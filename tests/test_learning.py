@@ -349,7 +349,9 @@ def test_inputs_far_from_all_inducing_inputs_are_named(learnt, fixed) -> None:
 UNITS = r'"f"\): its function values are all but {}, at the end of the run as at its'
 
 
-def test_inputs_in_other_units_than_the_lengthscale_are_named(learnt, recwarn) -> None:
+def test_inputs_in_other_units_than_the_lengthscale_are_named(
+    learnt, fixed, recwarn
+) -> None:
     """All that learning sees there is that the labels are of one level."""
     svi, (X, y), _ = learnt
     constant = UNITS.format("the same at all rows") + r".* is 0\.0016 \(0\.0016 length"
@@ -358,12 +360,14 @@ def test_inputs_in_other_units_than_the_lengthscale_are_named(learnt, recwarn) -
     assert len(seen) == 1
     # A run that goes on from another did not begin there.
     run(svi, np.float32(1e-3) * X, y, steps=1, init_state=result.state)
-    joint = gpaug.ConjugateSVI(classifier, gpaug.AutoLatentGaussian(classifier), None)
-    here = {"lengthscale": np.float32(1e3), "variance": np.float32(1)}
+    joint = gpaug.ConjugateSVI(classifier, gpaug.AutoLatentGaussian(classifier))
     with pytest.warns(UserWarning, match=UNITS.format("the same at all rows")):
-        run(joint, X, y, steps=3, **here)
+        run(joint, np.float32(1e-3) * X, y, steps=3)
     # A trend is what a long lengthscale with a large variance is to find.
-    run(joint, X, y, steps=3, **here | {"variance": np.float32(1e6)})
+    unlike = {"lengthscale": jnp.float32(1e3), "variance": jnp.float32(1e6)}
+    run(joint, X, y, steps=3, init_params=unlike)
+    # Who fixes the lengthscale has said where it is to be.
+    run(fixed, X, y, **unlike | {"variance": jnp.float32(1)})
     # Of labels that are all one nothing but a constant is to be found.
     found = run(svi, X, np.ones_like(y))
     assert not recwarn.list

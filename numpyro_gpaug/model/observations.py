@@ -87,7 +87,8 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
         # Logits of shape (N,) are those of one datum with N classes.
         single = isinstance(base, CategoricalLogits) and base.logits.shape == shape
         hint = "; for C classes give the process num_latents=C" if single else ""
-        if shape[:-1] == expected and base.is_discrete and not base.event_shape:
+        columns = shape[:-1] == expected and base.is_discrete
+        if columns and not (single or base.event_shape):
             cure = "y.argmax(-1)" if shape[-1] > 1 else "y[..., 0]"
             hint = (
                 "; labels are one whole number per datum, not columns (of 0 and 1, one "

@@ -297,9 +297,10 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         if searches:
             warn_of_noise(state.hyper.optim_state, plan.structure)
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
+        looks = bool(plan.transforms) and self.settings.optim is not None
         warn_of_reach(
             state, plan.structure, self.model, self._values,
-            start if init_state is None else None, given.args, given.kwargs,
+            start if looks and init_state is None else None, given.args, given.kwargs,
         )  # fmt: skip
         params, losses_ = self.get_params(state), np.concatenate(losses)
         return ConjugateResult(

@@ -9,6 +9,7 @@ Nor does it where the inputs are in far smaller units than the lengthscale that 
 starts from, and the function is constant, or in far larger ones with inducing inputs
 at the rows themselves, and it is white noise. Learning may lead there, too, from where
 it saw more, if the data have nothing to say: only a run that began there did not look.
+Who fixes the lengthscale has said where it is to be.
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ def warn_of_reach(
     kwargs: dict[str, Any],
 ) -> None:
     """Warns of processes whose inducing inputs are out of reach of most rows, and of
-    those that were constants or white noise, as the rows see them, all the time.
+    those that were constants or white noise, as the rows see them, while
+    hyperparameters were learnt from there.
 
     :param state: of a fit.
     :param structure: of the model.
     :param model: the model.
     :param values: gives its params and other latents at a state.
-    :param start: gives the state that the fit began at; ``None`` if it went on from
-        one that another had led to.
+    :param start: gives the state that the fit began at; ``None`` if nothing was learnt
+        or it went on from one that another had led to.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     """
@@ -85,10 +87,10 @@ def warn_of_reach(
     begun: dict[str, Conditional] | None = None
     for name, f in processes(state).items():
         message = _diagnosis(f)
-        extreme = None if message else _extreme(f, LAST_DIFFERENCES)
+        extreme = None if message or not start else _extreme(f, LAST_DIFFERENCES)
         if extreme == ALIKE and _is_known(f, means.get(name)):
             continue
-        if extreme and start is not None:
+        if extreme and start:
             begun = begun or processes(start())
             if _extreme(begun[name], FIRST_DIFFERENCES) == extreme:
                 message = _stuck(f, extreme)
@@ -156,12 +158,14 @@ def _extreme(conditional: Conditional, least: float) -> str | None:
     :param least: of the prior variance, what differences of others have.
     """
     gp, X = conditional.gp, _some_rows(conditional)
+    distinct = len(np.unique(X, axis=0))
+    if distinct == 1:
+        return None
     # A constant beside a kernel does not make it one.
     parts = list(_stationary(gp.kernel)) or [gp.kernel]
     if all(_differences(kernel, X) < least for kernel in parts):
         return ALIKE
-    repeated = 2 * len(np.unique(X, axis=0)) < len(X)
-    if gp.inducing.ndim != X.ndim or repeated:
+    if gp.inducing.ndim != X.ndim or 2 * distinct < len(X):
         return None
     return APART if all(_is_apart(k, X, gp.inducing) for k in parts) else None
 
