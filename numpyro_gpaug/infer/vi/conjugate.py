@@ -257,8 +257,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             next. ``None`` or 0: never.
         :param init_state: a state to continue from.
         :param init_params: constrained values to start from, by param name.
-        :param callback: called about once a second, every 100 steps at least, with the
-            state there and the losses so far: see
+        :param callback: called about once a second, or every ten where steps are slow,
+            every 100 steps at least, with the state there and the losses so far: see
             :func:`~numpyro_gpaug.infer.save_state`.
         :param kwargs: the model's keyword arguments.
         :return: params, state and the losses of the steps taken; with the arguments,

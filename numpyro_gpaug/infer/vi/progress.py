@@ -19,12 +19,17 @@ from numpyro_gpaug.model.structure import Structure
 
 # Entries of the data up to which the first loop is a whole one.
 _SMALL = 10**6
-_SECONDS = 1.0
+# Of a loop, and at most of a longer one whose steps are the quicker for it: what all
+# have in common, as the projection of all data, is made once in each loop.
+_SECONDS, _LONGEST = 1.0, 10.0
+# By how much they have to be.
+_PAYS = 1.1
 
 
 class Progress:
-    """Divides a run into compiled loops of about a second, between which it can be
-    shown, looked at and interrupted. Where it is divided changes no result.
+    """Divides a run into compiled loops of about a second, or of up to ten where steps
+    are quicker for it, between which it can be shown, looked at and interrupted. Where
+    it is divided changes no result.
 
     The first Ctrl-C ends the run after the present loop; a second one at once.
 
@@ -37,6 +42,9 @@ class Progress:
     def __init__(self, num_steps: int, size: int, bar: bool) -> None:
         self._num_steps, self.taken = num_steps, 0
         self._length = CHUNK if size <= _SMALL else 1
+        # The longest loop so far, its steps per second, and the length that is worth
+        # trying, or that was the best.
+        self._tried, self._speed, self._worth = 0, 0.0, 1
         self._bar = tqdm(total=num_steps, disable=not bar, desc="compiling")
         self._since = time.perf_counter()
         self._interrupted = False
@@ -90,13 +98,20 @@ class Progress:
             self._bar.reset(self._num_steps)
             self._bar.initial = self._bar.n = self.taken
         else:
-            speed = len(losses) / max(now - self._since, 1e-9)
-            self._length = int(np.clip(speed * _SECONDS, 1, CHUNK))
+            self._length = self._next_length(len(losses), now - self._since)
             self._bar.update(len(losses))
-        if first and self._length < CHUNK:
-            self._length = 2
         self._bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
         self._since = now
+
+    def _next_length(self, steps: int, seconds: float) -> int:
+        """After a loop of some steps that took so long."""
+        speed = steps / max(seconds, 1e-9)
+        if steps > self._tried:
+            quicker = speed > _PAYS * self._speed
+            self._worth = 2 * steps if quicker else self._tried
+            self._tried, self._speed = steps, speed
+        longest = max(speed * _SECONDS, min(self._worth, speed * _LONGEST))
+        return int(np.clip(longest, 1, CHUNK))
 
 
 def steps_compared(structure: Structure) -> int:
