@@ -329,9 +329,11 @@ def test_a_chain_of_counts_is_a_dense_gaussian(x64, monkeypatch, states):
     (dense, one, said), (posterior, other, form) = found
     assert "chain" in form
     assert "chain" not in said
-    np.testing.assert_allclose(other.losses[-1], one.losses[-1], rtol=1e-8)
+    np.testing.assert_allclose(other.losses[-1], one.losses[-1], rtol=1e-7)
+    # Searches end where the bound rises by less than a thousandth, which may be flat.
     for name in [k for k in one.params if "latents" not in k]:
-        np.testing.assert_allclose(other.params[name], one.params[name], rtol=1e-3)
+        close = {"rtol": 1e-3, "atol": 1e-4}
+        np.testing.assert_allclose(other.params[name], one.params[name], **close)
     table, expected = posterior.summary(), dense.summary()
     for column in ("mean", "sd"):
         np.testing.assert_allclose(table[column], expected[column], atol=1e-3)
