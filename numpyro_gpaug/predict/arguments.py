@@ -61,8 +61,10 @@ class FitArguments(NamedTuple):
                 "make them params"
             )
         kept = {k: v for k, v in kwargs.items() if k not in observations}
-        rows = {n for p in structure.plates.values() for n in p}
-        rows |= {f.shape[0] for f in structure.functions.values()}
+        rows = {f.shape[0] for f in structure.functions.values()}
+        # Of a term, numpyro.factor, no plate tells which are of data.
+        if observations:
+            rows |= {n for p in structure.plates.values() for n in p}
         named = {**dict(zip(parameters, args, strict=False)), **kept}
         # What inducing matrices are computed from has no row per datum, whatever its
         # length.

@@ -52,8 +52,10 @@ def certificate(run: Any) -> str:
     if loss > LARGEST_LOSS:
         what += (
             f"; the model could not be evaluated where about {loss:.0%} of the "
-            "posterior is (in float32 a kernel matrix needs more jitter)"
+            "posterior is"
         )
+        if run.programs.structure.functions:
+            what += " (in float32 a kernel matrix needs more jitter)"
     if run.correction:
         return f"{what}. {run.correction}"
     return f"{what}. These draws are NOT of the exact posterior, nor is the evidence"
