@@ -272,12 +272,14 @@ class Leaves(NamedTuple):
 
 
 def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
-    """``fn`` with sites and params filled in by name, :class:`Leaves` put together."""
+    """``fn`` with sites and params filled in by name, :class:`Leaves` put together.
+    They are JAX's arrays, as those that NumPyro draws: a model indexes them by codes
+    that may be traced, which NumPy's do not take."""
 
     def filled(message: dict[str, Any]) -> Any:
         value = values.get(message["name"])
         if not isinstance(value, Leaves):
-            return value
+            return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, value)
         initial = message["fn"](*message["args"], **message["kwargs"])
         if initial is None:  # asks whether there is a value before it brings one
             return None
