@@ -58,6 +58,8 @@ class Observed(NamedTuple):
     :param augmented: whether its likelihood has an augmentation.
     :param log_concave: whether it is known to be log-concave in its latents.
     :param reason: why the site has no closed-form update, ``None`` if it has.
+    :param factor: whether it is a :func:`numpyro.factor`, a term of the density that
+        observes nothing.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Observed(NamedTuple):
     augmented: bool
     log_concave: bool
     reason: str | None
+    factor: bool = False
 
     @property
     def predictors(self) -> tuple[str, ...]:
