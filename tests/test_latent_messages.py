@@ -276,3 +276,54 @@ def test_a_density_that_is_not_finite_is_named():
     said = "log-density of 'lik' is -inf in . of 3 entries.* as log1p"
     with pytest.raises(gpaug.CholeskyError, match=said):
         svi.run(jax.random.key(0), 5, time, event, progress_bar=False)
+
+
+def test_laws_that_hold_arrays_outside_of_their_leaves_are_refused_twice():
+    """NumPyro's multinomial has its totals there, which JAX cannot compare."""
+
+    def model(t, total, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("data", N):
+            law = dist.Multinomial(total, logits=b * t[:, None], total_count_max=5)
+            numpyro.sample("y", law, obs=y)
+
+    total, counts = np.full(N, 5), np.tile([2, 2, 1], (N, 1))
+    for _ in range(2):
+        with pytest.raises(gpaug.NotConjugateError, match="shapes.*Categorical.*scale"):
+            gpaug.AutoLatentGaussian(model).setup(T, total, counts)
+
+
+def test_correlated_data_are_told_of_a_latent():
+    def marginal(X, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        covariance = gpaug.kernels.Matern32()(X, X) + 0.1 * jnp.eye(len(X))
+        numpyro.sample("y", dist.MultivariateNormal(b * X[:, 0], covariance), obs=y)
+
+    with pytest.raises(gpaug.NotConjugateError, match="y'.*a latent in common: give"):
+        gpaug.AutoLatentGaussian(marginal).setup(T[:, None], REAL)
+
+
+def test_processes_mixed_by_a_matrix_are_told_how_to_write_it():
+    def model(X, y=None, *, inducing, written):
+        kernel = gpaug.kernels.Matern52()
+        f, g = (gpaug.GaussianProcess(k, kernel, inducing)(X) for k in "fg")
+        A = numpyro.sample("A", dist.Normal(0, 1).expand([3, 2]).to_event(2))
+        with numpyro.plate("data", len(X), dim=-2):
+            numpyro.sample("y", dist.Normal(written(f, g, A), 0.5), obs=y)
+
+    given = {"inducing": T[:, None]}
+    y = np.tile(REAL[:, None], 3)
+    with pytest.raises(gpaug.NotConjugateError, match=r"product.*write f\[:, None\]"):
+        gpaug.AutoLatentGaussian(model).setup(
+            T[:, None], y, written=lambda f, g, A: jnp.stack([f, g], -1) @ A.T, **given
+        )
+    guide = gpaug.AutoLatentGaussian(model)
+    guide.setup(
+        T[:, None], y, **given,
+        written=lambda f, g, A: f[:, None] * A[:, 0] + g[:, None] * A[:, 1],
+    )  # fmt: skip
+
+
+def test_a_class_is_no_guide():
+    with pytest.raises(TypeError, match=r"pass a guide, gpaug.AutoLatentGaussian\(mod"):
+        gpaug.ConjugateSVI(noisy, gpaug.AutoLatentGaussian)

@@ -289,3 +289,17 @@ def test_a_process_at_new_inputs_against_nuts():
     # In blocks of rows, the last one padded.
     blocks = posterior.predict_y(INPUTS, batch_size=5)
     np.testing.assert_allclose(blocks.probs, found, rtol=1e-4)
+
+
+def test_hyperparameters_are_indexed_by_codes_of_the_data():
+    def model(group, y=None):
+        level = numpyro.sample("level", dist.Normal(0, 2))
+        with numpyro.plate("groups", 2):
+            sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Normal(level, sigma[group]), obs=y)
+
+    half = GROUP % 2
+    found = nested(model, half, REAL * (1 + half), num_points=32).posterior()
+    quiet, loud = found.predict_y(np.array([0, 1])).variance
+    assert quiet < loud

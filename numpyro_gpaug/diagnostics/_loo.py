@@ -36,7 +36,8 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     :return: ArviZ's ``ELPDData``: ``elpd``, ``se``, ``p``, and per observation
         ``elpd_i`` and ``pareto_k``. ArviZ warns if some ``pareto_k`` are too large.
     :raises ValueError: for a pseudo-likelihood (``BayesianSVM``): it is not normalised
-        over labels, so its cross-validated value is no score.
+        over labels, so its cross-validated value is no score; and of a model that
+        observes nothing, all of whose data are in factors.
 
     Reference: Magnusson, Andersen, Jonasson and Vehtari (2019), Bayesian
     leave-one-out cross-validation for large data.
@@ -44,6 +45,12 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     arviz_stats = part_of_arviz("arviz_stats")
     check_tree(tree)
     pseudo = tree.children.get("pseudo_log_likelihood", {})
+    if not (pseudo or "log_likelihood" in tree.children):
+        raise ValueError(
+            "loo needs the likelihood of an observed site, and the model has none: "
+            "what numpyro.factor adds to a density need not be a term for each "
+            "observation. A distribution of your own, with log_prob, has"
+        )
     if site in pseudo or (site is None and "log_likelihood" not in tree.children):
         raise ValueError(
             f"loo needs the likelihood of an observed site; {list(pseudo)} have a "

@@ -9,10 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpyro.distributions as dist
 from jax import Array, random
 from numpyro.distributions import Distribution, constraints
 
 from numpyro_gpaug.distributions.mixtures import bisected_icdf
+
+_BINARY = dist.BernoulliProbs, dist.BernoulliLogits
+_CLASSES = dist.CategoricalProbs, dist.CategoricalLogits, dist.OrderedLogistic
 
 
 class PredictorMixture(Distribution):
@@ -61,6 +65,21 @@ class PredictorMixture(Distribution):
             leaves, (weights[:, None] * self.weights).ravel(), self.treedef,
             (True,) * len(leaves), self.batch_shape, self.event_shape,
         )  # fmt: skip
+
+    def of_labels(self) -> Distribution:
+        """Of binary labels and of classes the law of the same kind, which this is, for
+        its ``probs``; of all else itself."""
+        component = self._component
+        # Not of a class derived from these, whose density may be another.
+        if type(component) in _BINARY:
+            no, yes = (self.log_prob(jnp.full(self.batch_shape, k)) for k in (0, 1))
+            return dist.Bernoulli(logits=yes - no)
+        if type(component) in _CLASSES:
+            classes = jnp.arange(component.probs.shape[-1])
+            labels = classes.reshape(-1, *[1] * len(self.batch_shape))
+            labels = jnp.broadcast_to(labels, (classes.size, *self.batch_shape))
+            return dist.Categorical(logits=jax.vmap(self.log_prob, 0, -1)(labels))
+        return self
 
     @property
     def _moving(self) -> list[Array]:

@@ -54,9 +54,12 @@ def observed_rows(
     def route(site: Observed) -> str:
         lost = (errors or {}).get(site.name)
         known = "" if lost is None else f", off by {lost:.1g} nats per datum"
-        return _ROUTES[site.route] + known
+        found = _ROUTES[site.route] + known
+        return found.replace("observed", "a factor", 1) if site.factor else found
 
-    return [
-        (site.name, str(shapes.get(site.name, "")), route(site))
-        for site in structure.observed
-    ]
+    def shape(site: Observed) -> str:
+        found = shapes.get(site.name, "")
+        # What NumPyro observes at a factor is an empty vector.
+        return str(found[:-1] if site.factor and found else found)
+
+    return [(site.name, shape(site), route(site)) for site in structure.observed]

@@ -76,18 +76,34 @@ def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any])
         :class:`Dependence` per input; an input absent from it does not reach that
         output.
     """
-    names = sorted(inputs)
-
-    def positional(*leaves: Any) -> Any:
-        return fn(dict(zip(names, leaves, strict=True)))
-
-    trace = jax.make_jaxpr(positional, return_shape=True)
-    closed, shapes = trace(*(inputs[name] for name in names))
+    inputs = dict(sorted(inputs.items()))
+    closed, treedef = jaxpr_and_tree(fn, inputs)
     reader = Reader()
-    starts = [reader.input(name) for name in names]
+    starts = [reader.input(name) for name in inputs]
     values = reader.interpret(closed.jaxpr, starts)
     leaves = [Leaf(value.state) for value in values]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def jaxpr_and_tree(
+    fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The closed jaxpr of a function of named arrays, and the tree that it returns. JAX
+    does not see the tree: it compares those of several traces, which fails where one
+    holds arrays outside of its leaves, as NumPyro's Multinomial does.
+
+    :param fn: function of one dict of arrays; it is called once.
+    :param inputs: arrays, or their shapes, by name.
+    """
+    found = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        returned, treedef = jax.tree.flatten(fn(dict(zip(inputs, leaves, strict=True))))
+        found.append(treedef)
+        return returned
+
+    closed = jax.make_jaxpr(flat)(*inputs.values())
+    return closed, found[0]
 
 
 class Value(NamedTuple):

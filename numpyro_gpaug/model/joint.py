@@ -72,7 +72,8 @@ class JointView:
         def parts(z: dict[str, Array]) -> Parts:
             model = whitened(self._model, z)
             trace = run_model(model, self.arguments, self._key, self.values)
-            self._shown = {k for k in observed if trace[k]["is_observed"]}
+            here = [k for k in observed if k in trace]
+            self._shown = {k for k in here if trace[k]["is_observed"]}
             return parts_of(trace, tuple(z), observed)
 
         return Program(parts, self._shapes | structure.functions)
@@ -135,7 +136,7 @@ class JointView:
         found = {}
         parts = self._program.outputs
         for site in self.structure.observed:
-            if site.route is Route.CONSTANT:
+            if site.route is Route.CONSTANT or site.name not in parts.densities:
                 continue
             closed = site.route in REGISTERED
             kind = parts.parameters if closed else parts.densities
@@ -149,7 +150,9 @@ class JointView:
         return [v for s in self.structure.observed for v in self._of_site(s)]
 
     def _of_site(self, site: Observed) -> list[Any]:
-        if site.route is Route.CONSTANT:
+        """Variables of its predictors; none where a model does without the site, as
+        under an ``if y is not None`` in a prediction."""
+        if site.name not in self.frontiers:
             return []
         if site.route in REGISTERED:
             return [self._program.outputs.parameters[site.name].variable]

@@ -189,6 +189,7 @@ class JointPredictiveView(JointView):
                 f"{sorted([*known, *values])}; numpyro.deterministic gives a predictor "
                 "a name"
             )
+        self._demand(name)
         if len(known[name]) != 1 or not self._has_root_of_its_own(name):
             raise ValueError(
                 f"site={name!r}: its likelihood does not depend on one predictor for "
@@ -196,6 +197,15 @@ class JointPredictiveView(JointView):
                 "predict that, predict_f(..., site='eta')"
             )
         return known[name][0]
+
+    def _demand(self, name: str) -> None:
+        """Raises for an observed site that the model does not come to here."""
+        if name not in self._program.outputs.densities:
+            raise ValueError(
+                f"the model has no site {name!r} without observations (is it under an "
+                "'if y is not None'?): sample it in any case, obs=y, or give its "
+                "predictor a name, numpyro.deterministic('eta', ...), and predict that"
+            )
 
     def _has_root_of_its_own(self, name: str) -> bool:
         """Whether the one root of a site's density has an entry for each datum, which
@@ -227,6 +237,7 @@ class JointPredictiveView(JointView):
         :param site: the observed site.
         :param q: moments of the latents.
         """
+        self._demand(site.name)
         parts, program = self._program.outputs, self._program
         if site.route is Route.CLOSED_FORM:
             parameter = parts.parameters[site.name].variable
@@ -267,9 +278,10 @@ class JointPredictiveView(JointView):
             leaf for leaf, moves in zip(leaves, varies, strict=True) if not moves
         ]))  # fmt: skip
         given = tuple(next(moved) if moves else next(still) for moves in varies)
-        return PredictorMixture(
+        mixture = PredictorMixture(
             given, weights, treedef, varies, fn.batch_shape, fn.event_shape
         )
+        return mixture.of_labels()
 
     def rule_errors(self, q: Any) -> dict[str, Array]:
         """How far quadrature is off, as a finer rule says, in nats per datum (a mean of

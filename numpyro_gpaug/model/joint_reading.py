@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
@@ -82,7 +83,8 @@ class Reading:
                     raise NotConjugateError(
                         f"site {name!r}: its log-density is no sum over data of "
                         f"functions of one or two affine predictors: {reason}. "
-                        f"{_instead(reason)}; MCMC(NUTS(model)) samples any model"
+                        f"{_instead(reason, self._classes[name])}; MCMC(NUTS(model)) "
+                        "samples any model"
                     )
                 return {s: f"in the density of {name!r}, {reason}" for s in sources}
         return {}
@@ -109,7 +111,10 @@ class Reading:
                 return (
                     f"several function values of the sparse process {process!r} reach "
                     "one datum: write it without inducing inputs, numpyro.sample("
-                    f'"{process}", dist.MultivariateNormal(mean, kernel(X, X)))'
+                    f'"{process}", dist.MultivariateNormal(mean, kernel(X, X))). (What '
+                    "a matrix product takes from several processes, or to several "
+                    "outputs, counts as that: write f[:, None] * A[:, 0] + g[:, None] "
+                    "* A[:, 1], or one process with num_latents and loadings=A)"
                 )
         return None
 
@@ -153,16 +158,31 @@ class Reading:
         return Observed(
             name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
             Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, (), augmented=False,
-            log_concave=False, reason=None,
+            log_concave=False, reason=None, factor=cls is dist.Unit,
         )  # fmt: skip
 
 
-def _instead(reason: str) -> str:
-    """What to write where a likelihood is refused for this reason."""
+def _instead(reason: str, law: type) -> str:
+    """What to write where a likelihood is refused for this reason.
+
+    :param law: its class.
+    """
     if reason.startswith("scan "):
         return (
             "What a scan carries from step to step has to be affine in Gaussian "
             "latents; what is not, such as exp(level), its steps may return, or observe"
+        )
+    if law is dist.MultivariateNormal:
+        return (
+            "Data that are correlated have a latent in common: give it the covariance, "
+            'f = numpyro.sample("f", dist.MultivariateNormal(mean, covariance)), or '
+            "make it a GaussianProcess, and observe dist.Normal(f, noise)"
+        )
+    if issubclass(law, dist.MultinomialLogits | dist.MultinomialProbs):
+        return (
+            "Counts of classes are data with weights: a row for each class that was "
+            "counted, dist.Categorical(logits=eta) under numpyro.handlers.scale("
+            "scale=counts)"
         )
     return (
         "Of softmax likelihoods Categorical(logits=eta), with eta affine, is taken; "

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from numpyro_gpaug.model.jaxpr import Reader
+from numpyro_gpaug.model.jaxpr import Reader, jaxpr_and_tree
 from numpyro_gpaug.model.listing import Listing
 
 _INDEX_MOVES = {
@@ -83,11 +83,7 @@ class Program(Listing):
         self, fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]
     ) -> None:
         self.names = tuple(inputs)
-        trace = jax.make_jaxpr(
-            lambda *leaves: fn(dict(zip(self.names, leaves, strict=True))),
-            return_shape=True,
-        )
-        closed, shapes = trace(*inputs.values())
+        closed, treedef = jaxpr_and_tree(fn, inputs)
         reader = Reader()
         super().__init__(reader)
         starts = [
@@ -96,9 +92,7 @@ class Program(Listing):
         ]
         self.inputs = dict(zip(self.names, starts, strict=True))
         outputs = self.write(closed.jaxpr, self.held(closed), list(starts))
-        self.outputs = jax.tree.unflatten(
-            jax.tree.structure(shapes), [Output(x) for x in outputs]
-        )
+        self.outputs = jax.tree.unflatten(treedef, [Output(x) for x in outputs])
         self.makers = {k: op for op in self.operations for k in op.results}
 
     def gathers(self) -> Iterator[Gather]:

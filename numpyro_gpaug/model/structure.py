@@ -58,6 +58,8 @@ class Observed(NamedTuple):
     :param augmented: whether its likelihood has an augmentation.
     :param log_concave: whether it is known to be log-concave in its latents.
     :param reason: why the site has no closed-form update, ``None`` if it has.
+    :param factor: whether it is a :func:`numpyro.factor`, a term of the density that
+        observes nothing.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Observed(NamedTuple):
     augmented: bool
     log_concave: bool
     reason: str | None
+    factor: bool = False
 
     @property
     def predictors(self) -> tuple[str, ...]:
@@ -272,12 +275,14 @@ class Leaves(NamedTuple):
 
 
 def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
-    """``fn`` with sites and params filled in by name, :class:`Leaves` put together."""
+    """``fn`` with sites and params filled in by name, :class:`Leaves` put together.
+    They are JAX's arrays, as those that NumPyro draws: a model indexes them by codes
+    that may be traced, which NumPy's do not take."""
 
     def filled(message: dict[str, Any]) -> Any:
         value = values.get(message["name"])
         if not isinstance(value, Leaves):
-            return value
+            return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, value)
         initial = message["fn"](*message["args"], **message["kwargs"])
         if initial is None:  # asks whether there is a value before it brings one
             return None

@@ -84,7 +84,8 @@ class FitArguments(NamedTuple):
         self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Arguments, tuple[bool, ...]]:
         """The model's arguments, and which of their arrays run over rows: those just
-        passed in whose leading axis is that of the first."""
+        passed in whose leading axis is that of the first; none of a model that had no
+        inputs with a row per datum at its fit."""
         # Observations that are not finite have no density, unless they are masked.
         check_arguments(model, args, kwargs, lambda: Sources(self.observations, (), ()))
         parameters = list(inspect.signature(model).parameters)
@@ -109,7 +110,8 @@ class FitArguments(NamedTuple):
         flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_new))
         pairs = list(zip(flags, arguments.arrays, strict=True))
         rows = [a.shape[0] for flag, a in pairs if flag and a.ndim]
-        if not rows or rows[0] == 0:
+        # A series of so many steps, or a table of students and items, has no inputs.
+        if rows[:1] == [0] or (not rows and self.not_passed(model, arguments)):
             raise ValueError(
                 "pass the new inputs: arrays with one row per point, got shapes "
                 f"{[a.shape for _, a in pairs]}"

@@ -108,13 +108,14 @@ class Calls:
         """
         check_count("batch_size", batch_size)
         arguments, by_row = called
-        rows = arguments.arrays[by_row.index(True)].shape[0]
+        pairs = zip(arguments.arrays, by_row, strict=True)
+        rows = next((len(a) for a, flag in pairs if flag), 0)
         size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
         joint = isinstance(self._predictor, JointPredictor)
         # Rows may be members of a latent, which then are no others; those on several
         # devices stay there. A number of rows that is passed in may be a plate's size.
         at_once = (
-            rows == size
+            rows in (0, size)
             or rows in [x for _, x in arguments.static[1]]
             or (joint and rows <= MAX_DENSE)
             or (arguments.mesh is not None)

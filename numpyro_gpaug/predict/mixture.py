@@ -174,6 +174,12 @@ def _law(answers: Distribution, log_weights: Array) -> Distribution:
     # Of labels a mixture is of the same kind.
     if isinstance(answers, dist.BernoulliProbs):
         return dist.Bernoulli(probs=jnp.tensordot(weights, answers.probs, 1))
+    if isinstance(answers, dist.BernoulliLogits):
+        yes, no = (
+            _density(jax.nn.log_sigmoid(x), log_weights)
+            for x in (answers.logits, -answers.logits)
+        )
+        return dist.Bernoulli(logits=yes - no)
     if isinstance(answers, dist.CategoricalLogits):
         logits = jax.nn.log_softmax(answers.logits, -1)
         return dist.Categorical(logits=_density(logits, log_weights))

@@ -172,9 +172,11 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     @property
     def observed(self) -> tuple[str, ...]:
-        """Names of the observed sites that depend on latents: those to predict."""
+        """Names of the observed sites that depend on latents: those to predict.
+        Factors (:func:`numpyro.factor`) are not among them."""
         sites = self._predictor.structure.observed
-        return tuple(s.name for s in sites if s.route is not Route.CONSTANT)
+        seen = [s for s in sites if s.route is not Route.CONSTANT]
+        return tuple(s.name for s in seen if not s.factor)
 
     @property
     def quadrature_errors(self) -> dict[str, float]:
@@ -296,7 +298,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param batch_size: rows per block.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
-        observed = self._predictor.observed(site)
+        observed = self._predictor.predicted(site)
         called = self._calls.unobserved(args, kwargs)
         return self._calls.stream("y", called, observed.name, batch_size)
 

@@ -219,6 +219,23 @@ class Predictor:
         found = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
         return _one_of(found, site, "observed site")
 
+    def predicted(self, site: str | None) -> Observed:
+        """The observed site whose new observations are predicted: as :meth:`observed`,
+        but factors have none.
+
+        :raises ValueError: if there is nothing but factors.
+        """
+        found = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
+        factors = [s.name for s in found if s.factor]
+        drawn = [s for s in found if not s.factor]
+        if site in factors or (site is None and factors and not drawn):
+            raise ValueError(
+                f"{site or factors[0]!r} is a numpyro.factor, which has no law that "
+                "new observations could be drawn from: predict_f has the predictor, "
+                "log_prob the density of held-out data"
+            )
+        return _one_of(drawn, site, "observed site")
+
     # -- what is compiled ------------------------------------------------------------
 
     def _answer(
@@ -320,12 +337,15 @@ class Predictor:
 
     def _log_prob(self, view: ModelView, fit: Fit, site: str) -> Array:
         fn, message = self._predictive(view, fit, site)
+        observed = self.observed(site)
         if not message["is_observed"]:
             raise ValueError(
                 f"log_prob needs the observations of site {site!r}: log_prob(X, y)"
             )
         check_shape(site, message)
         value = message["value"]
+        if observed.factor:
+            return fn.log_prob(value)
         # Wrong labels would have a density of zero, or that of others.
         inside = base_distribution(message["fn"]).support(value)
         density = jnp.where(inside, fn.log_prob(value), jnp.nan)

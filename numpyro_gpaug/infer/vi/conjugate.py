@@ -149,6 +149,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         m_step: str | Sequence[str] = (),
         mesh: Mesh | None = None,
     ) -> None:
+        if isinstance(guide, type):
+            name = guide.__name__
+            raise TypeError(f"{name} is a class: pass a guide, gpaug.{name}(model)")
         if not getattr(guide, "conjugate", False):
             raise ValueError(
                 "ConjugateSVI moves natural parameters: it needs "

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent Gaussian models: predictions of models without inputs, of those that have
+factors, and of labels by quadrature."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax.scipy.special import ndtr
+
+import numpyro_gpaug as gpaug
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(1)
+N = 20
+T = np.linspace(-1, 1, N, dtype="float32")
+TIMES = RNG.exponential(np.exp(0.5 * T)).astype("float32")
+DIED = TIMES < 1.5
+
+
+def fitted(model, *args):
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    return svi.posterior(svi.run(KEY, 40, *args, progress_bar=False))
+
+
+def walk(y=None, *, steps=N):
+    """A series whose only argument is itself."""
+    level = numpyro.sample("level", dist.GaussianRandomWalk(0.3, steps))
+    with numpyro.plate("time", steps):
+        numpyro.sample("y", dist.Normal(level, 0.5), obs=y)
+
+
+def walk_at(t, y=None, *, steps=N):
+    level = numpyro.sample("level", dist.GaussianRandomWalk(0.3, steps))
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(level[t], 0.5), obs=y)
+
+
+def test_models_without_inputs_are_predicted():
+    bare, known = fitted(walk, TIMES), fitted(walk_at, np.arange(N), TIMES)
+    longer = {"steps": N + 3}
+    ahead = bare.predict_y(**longer), known.predict_y(np.arange(N + 3), **longer)
+    for moment in ("mean", "variance"):
+        np.testing.assert_allclose(*(getattr(x, moment) for x in ahead), rtol=1e-4)
+    assert bare.predict_f(site="level").mean.shape == (N,)
+    np.testing.assert_allclose(
+        bare.log_prob(TIMES), known.log_prob(np.arange(N), TIMES), rtol=1e-4
+    )
+    with pytest.raises(ValueError, match="pass the new inputs"):
+        known.predict_y()
+
+
+def survival(t, time=None, died=None):
+    """Durations, of which some were cut off."""
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    eta = numpyro.deterministic("eta", b[0] + b[1] * t)
+    if time is not None:
+        density = jnp.where(died, -eta, 0.0) - time * jnp.exp(-eta)
+        numpyro.factor("left", density)
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("late", dist.Bernoulli(logits=eta), obs=died)
+
+
+def test_factors_have_a_density_and_are_not_predicted():
+    posterior = fitted(survival, T, TIMES, DIED)
+    assert posterior.observed == ("late",)
+    assert "left  (20,)  a factor" in str(fitted_guide(survival, T, TIMES, DIED))
+    # Without durations the model does not come to the factor.
+    without, given = posterior.predict_f(T, site="eta"), (T, TIMES, DIED)
+    np.testing.assert_allclose(
+        without.mean, posterior.predict_f(*given, site="left").mean, rtol=1e-4
+    )
+    assert posterior.predict_y(T).probs.shape == (N,)
+    with pytest.raises(ValueError, match="'left' is a numpyro.factor"):
+        posterior.predict_y(T, site="left")
+    with pytest.raises(ValueError, match="no site 'left' without observations"):
+        posterior.predict_f(T, site="left")
+
+    b = np.asarray(posterior["b"].sample(KEY, (20_000,)), float)
+    eta = b[:, :1] + b[:, 1:] * T
+    each = np.exp(np.where(DIED, -eta, 0) - TIMES * np.exp(-eta)).mean(0)
+    found = posterior.log_prob(*given, site="left")
+    np.testing.assert_allclose(found, np.log(each), atol=0.02)
+
+
+def fitted_guide(model, *args):
+    guide = gpaug.AutoLatentGaussian(model)
+    guide.setup(*args)
+    return guide
+
+
+def test_a_model_of_factors_alone_has_nothing_to_leave_out():
+    def alone(t, time):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.factor("all", -b * t - time * jnp.exp(-b * t))
+
+    guide = gpaug.AutoLatentGaussian(alone)
+    svi = gpaug.ConjugateSVI(alone, guide, None)
+    fit = svi.run(KEY, 20, T, TIMES, progress_bar=False)
+    with pytest.raises(ValueError, match="'all' is a numpyro.factor"):
+        svi.posterior(fit).predict_y(T, TIMES)
+    options = {"num_samples": 4}
+    tree = gpaug.diagnostics.to_datatree(
+        KEY, alone, guide, fit.params, T, TIMES, **options
+    )
+    with pytest.raises(ValueError, match="the model has none: what numpyro.factor"):
+        gpaug.diagnostics.loo(tree)
+
+
+def probit(eta):
+    return dist.Bernoulli(probs=ndtr(eta))
+
+
+def ordinal(eta):
+    return dist.OrderedLogistic(eta, jnp.array([-0.5, 1.0]))
+
+
+@pytest.mark.parametrize("law", [probit, ordinal])
+def test_labels_by_quadrature_have_probabilities(law):
+    def model(t, y=None, *, prior=1.0):
+        b = numpyro.sample("b", dist.Normal(0, prior))
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", law(b * t), obs=y)
+
+    posterior = fitted(model, T, DIED.astype(int))
+    predicted = posterior.predict_y(T)
+    draws = np.asarray(posterior["b"].sample(KEY, (20_000,)))
+    expected = law(draws[:, None] * T).probs.mean(0)
+    np.testing.assert_allclose(predicted.probs, expected, atol=0.01)
+    np.testing.assert_allclose(
+        predicted.log_prob(DIED.astype(int)),
+        posterior.log_prob(T, DIED.astype(int)),
+        atol=1e-5,
+    )
+
+
+def test_labels_by_quadrature_keep_their_law_over_hyperparameters():
+    def model(t, y=None):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        b = numpyro.sample("b", dist.Normal(0, tau))
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", probit(b * t), obs=y)
+
+    nested = gpaug.NestedVI(model, num_points=64, progress_bar=False)
+    nested.run(KEY, T, DIED.astype(int))
+    found = nested.posterior().predict_y(T).probs
+    expected = ndtr(nested.get_samples()["b"][:, None] * T).mean(0)
+    np.testing.assert_allclose(found, expected, atol=0.03)
