@@ -229,7 +229,9 @@ class GaussianProcess(Displayed):
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; 0 is
         allowed. By default the smallest that factorises, of those that double from
         ``2.4e-7 sqrt(M)`` in float32 and 1e-10 in float64, and L is corrected for
-        nearly all that it changes (``numpyro_gpaug.math.whitening``).
+        nearly all that it changes (``numpyro_gpaug.math.whitening``). NUTS on the model
+        as it is written wants 1e-5 in float32 with a smooth kernel: rounding makes the
+        density of the smallest too rough far from the data.
     :raises ValueError: inside a plate, for inducing inputs that are not two- or
         three-dimensional (one-dimensional for scalar inputs) or are empty, and for
         loadings or a bias of another shape.
