@@ -91,6 +91,21 @@ def fitted_guide(model, *args):
     return guide
 
 
+def test_one_of_several_sites_is_left_out():
+    def model(t, y=None, event=None):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(b * t, 1.0), obs=y)
+            numpyro.sample("event", dist.Bernoulli(logits=b * t), obs=event)
+
+    nested = gpaug.NestedVI(model, progress_bar=False)
+    nested.run(KEY, T, TIMES, DIED)
+    tree = gpaug.diagnostics.to_datatree(KEY, nested)
+    for site in (None, "other"):
+        with pytest.raises(ValueError, match=r"are \['event', 'y'\]; pass site"):
+            gpaug.diagnostics.loo(tree, site)
+
+
 def test_a_model_of_factors_alone_has_nothing_to_leave_out():
     def alone(t, time):
         b = numpyro.sample("b", dist.Normal(0, 1))
@@ -148,3 +163,27 @@ def test_labels_by_quadrature_keep_their_law_over_hyperparameters():
     found = nested.posterior().predict_y(T).probs
     expected = ndtr(nested.get_samples()["b"][:, None] * T).mean(0)
     np.testing.assert_allclose(found, expected, atol=0.03)
+
+
+def test_members_that_other_data_look_at_by_codes_are_known_in_predictions():
+    """Subjects have visits, and an outcome each in their own plate."""
+
+    def model(subject, y=None, event=None, *, subjects=4):
+        with numpyro.plate("subjects", subjects):
+            b = numpyro.sample("b", dist.Normal(0, 2))
+            numpyro.sample("event", dist.Bernoulli(logits=b), obs=event)
+        with numpyro.plate("data", len(subject)):
+            noise = numpyro.sample("noise", dist.Normal(0, 0.1))
+            numpyro.sample("y", dist.Normal(b[subject] + noise, 0.2), obs=y)
+
+    subject, event = np.arange(N) % 4, np.array([0, 0, 1, 1])
+    posterior = fitted(model, subject, 2.0 * subject - 3, event)
+    b = posterior["b"]
+    assert (b.variance < 0.1).all()
+    found = posterior.predict_y(np.array([3, 0, 4]), site="y", subjects=5)
+    np.testing.assert_allclose(found.mean, [b.mean[3], b.mean[0], 0], atol=1e-4)
+    own = 0.1**2 + 0.2**2  # the noise of a row is new
+    expected = np.array([b.variance[3], b.variance[0], 4]) + own
+    np.testing.assert_allclose(found.variance, expected, rtol=1e-3)
+    events = posterior.predict_y(np.array([0]), site="event").probs
+    assert events[0] < 0.1 < 0.9 < events[3]

@@ -37,13 +37,29 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
         ``elpd_i`` and ``pareto_k``. ArviZ warns if some ``pareto_k`` are too large.
     :raises ValueError: for a pseudo-likelihood (``BayesianSVM``): it is not normalised
         over labels, so its cross-validated value is no score; and of a model that
-        observes nothing, all of whose data are in factors.
+        observes nothing, all of whose data are in factors; and where it is not said
+        which of several sites is meant.
 
     Reference: Magnusson, Andersen, Jonasson and Vehtari (2019), Bayesian
     leave-one-out cross-validation for large data.
     """
     arviz_stats = part_of_arviz("arviz_stats")
     check_tree(tree)
+    _check_site(tree, site)
+    tree = _without_ties(tree)
+    stats = tree.children.get("sample_stats", {})
+    if "log_q" not in stats:
+        return arviz_stats.loo(tree, pointwise=True, var_name=site)
+    if correct:
+        return arviz_stats.loo_approximate_posterior(
+            tree, stats["log_p"], stats["log_q"], pointwise=True, var_name=site
+        )
+    # Draws of a guide are independent: their relative efficiency is 1.
+    return arviz_stats.loo(tree, pointwise=True, var_name=site, reff=1.0)
+
+
+def _check_site(tree: DataTree, site: str | None) -> None:
+    """Raises where there is no likelihood to leave one out of; see :func:`loo`."""
     pseudo = tree.children.get("pseudo_log_likelihood", {})
     if not (pseudo or "log_likelihood" in tree.children):
         raise ValueError(
@@ -57,16 +73,12 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
             "pseudo-likelihood, which is not normalised over labels. Score held-out "
             "labels by Posterior.log_prob(X, y) instead, which is"
         )
-    tree = _without_ties(tree)
-    stats = tree.children.get("sample_stats", {})
-    if "log_q" not in stats:
-        return arviz_stats.loo(tree, pointwise=True, var_name=site)
-    if correct:
-        return arviz_stats.loo_approximate_posterior(
-            tree, stats["log_p"], stats["log_q"], pointwise=True, var_name=site
+    found = tree.children.get("log_likelihood")
+    names = [] if found is None else sorted(map(str, found.data_vars))
+    if (site is None and len(names) > 1) or (site is not None and site not in names):
+        raise ValueError(
+            f"site={site!r}: the sites with a likelihood are {names}; pass site=..."
         )
-    # Draws of a guide are independent: their relative efficiency is 1.
-    return arviz_stats.loo(tree, pointwise=True, var_name=site, reff=1.0)
 
 
 def _without_ties(tree: DataTree) -> DataTree:

@@ -53,6 +53,7 @@ def inspect_joint(
         name, reason = _chosen(model, arguments, sites, survey, blamed)
         held.append((name, reason))
         sites = tuple(s for s in sites if s.name != name)
+    sites = tuple(found.kept(s) for s in sites)
     refuse_reversed(found.program, survey.scanned)
     check_indices(found.program)
     names = {s.name for s in sites}
@@ -118,8 +119,10 @@ def joint_structure_at(
     """
     data = tuple(site.name for site in structure.observed)
     survey = Survey(model, arguments, data)
-    names = {s.name for s in structure.sites}
-    sites = tuple(s for s in survey.candidates if s.name in names)
+    local = {s.name: s.local for s in structure.sites}
+    sites = tuple(
+        s._replace(local=local[s.name]) for s in survey.candidates if s.name in local
+    )
     here = structure.with_sites(sites).in_steps(structure.chains)
     for grouping in here.arrow.all if here.arrow else ():
         _check_members(here, grouping)

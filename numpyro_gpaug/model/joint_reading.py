@@ -131,6 +131,19 @@ class Reading:
         values = [self.program.value(leaf.variable) for leaf in leaves]
         return all(v.token == token for v in values if v.state)
 
+    def kept(self, site: GaussianSite) -> GaussianSite:
+        """A site, with members that predictions go on knowing where data outside of its
+        plates look at it, by codes that is, though other data have a row for each.
+
+        :param site: one of the Gaussian ones.
+        """
+        inside = self._survey.inside
+        for name in self._survey.observed:
+            density = self.program.value(self.parts.densities[name].variable)
+            if site.name in density.state and not inside[site.name] & inside[name]:
+                return site._replace(local=False)
+        return site
+
     def observed(self, name: str) -> Observed:
         """The route of an observed site."""
         cls = self._classes[name]

@@ -31,8 +31,8 @@ class Survey:
     """The sites of a model, from a trace without arithmetic: names of its ``latent``
     and ``observed`` sites, ``candidates`` for a joint Gaussian and those among them
     that are ``scanned``, latents that are ``held`` apart and why, ``plates``,
-    ``constraints`` of params, ``shapes`` of values and of ``functions``, and the
-    ``dtype`` of the Gaussian.
+    ``constraints`` of params, ``shapes`` of values and of ``functions``, the plates
+    that sites are ``inside`` of, and the ``dtype`` of the Gaussian.
 
     :param model: a NumPyro model.
     :param arguments: its arguments.
@@ -55,6 +55,7 @@ class Survey:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.functions: dict[str, jax.ShapeDtypeStruct] = {}
         self.scanned: list[str] = []
+        self.inside: dict[str, set[str]] = {}
         dtypes: list[Any] = []
 
         def abstract(arrays: tuple[Array, ...]) -> Trace:
@@ -85,6 +86,7 @@ class Survey:
                 self.constraints[name] = constraint
             elif site["type"] == "sample":
                 self.shapes[name] = jnp.shape(site["value"])
+                self.inside[name] = {f.name for f in site["cond_indep_stack"]}
                 if self._is_data(site):
                     self.observed.append(name)
                 else:

@@ -25,8 +25,8 @@ class GaussianSite(NamedTuple):
     :param name: of the site.
     :param shape: of the standard normal numbers that it is made of.
     :param value_shape: of its values.
-    :param local: whether it has members for every datum: in a prediction these are
-        others.
+    :param local: whether it has members for every datum, and no other data look at
+        them by codes: in a prediction these are others.
     """
 
     name: str
