@@ -454,3 +454,26 @@ def test_sound_learning_on_minibatches_is_left_alone(recwarn) -> None:
     assert result.restored == ()
     assert not [w for w in recwarn if "bound fall" in str(w.message)]
     assert result.params["scale"] < 0.3
+
+
+def counts(X, y=None, *, inducing, batch_size=None):
+    scale = numpyro.param("lengthscale", 1.0, constraint=positive)
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.SquaredExponential(scale), inducing)
+    with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as i:
+        f = 3 * gp(X[i])
+        numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=None if y is None else y[i])
+
+
+def test_steps_on_batches_that_overshoot_are_halved() -> None:
+    """From the prior, whose rates are near 1, a sixth of the way to counts of hundreds
+    leads to rates that are not finite."""
+    X = np.linspace(-3, 3, 120, dtype="float32")[:, None]
+    rate = np.exp(3 + 3 * np.sin(X[:, 0]))
+    y = np.random.default_rng(0).poisson(rate)
+    assert y.max() > 300
+    guide, data = gpaug.AutoLatentGaussian(counts), {"inducing": X[::12]}
+    svi = gpaug.ConjugateSVI(counts, guide, optax.adam(0.01))
+    result = run(svi, X, y, batch_size=30, steps=200, **data)
+    assert result.restored == ()
+    found = np.asarray(svi.posterior(result).predict_y(X, **data).mean)
+    np.testing.assert_allclose(np.log(found), np.log(rate), atol=0.5)

@@ -63,7 +63,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     L-BFGS then goes on where falls may be rounding, the best state it has seen is the
     one kept, and a run warns.)
 
-    *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step.
+    *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step,
+    halved while the bound of its rows falls.
     Batches may also be passed in, ``update(state, X[idx], y[idx])`` inside
     ``plate(name, N, subsample_size=len(idx))``. In a run, the bound is evaluated every
     100 steps on batches that stay the same: when learning has made it fall for 200, the

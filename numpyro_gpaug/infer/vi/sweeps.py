@@ -71,6 +71,10 @@ def damped_sweep(
 ) -> tuple[Natural, dict[str, Any], Evaluation, Array, Array]:
     """Moves every block once by the step size of a schedule, for bounds that are noisy.
 
+    A step is halved while the bound of its own rows falls. Noise is no excuse for that:
+    what a step was made to raise it lowers only by overshooting, as that of a rate
+    ``exp(f)`` does, from which no later step would come back.
+
     :param problem: the problem.
     :param natural: natural parameters of all blocks.
     :param schedule: the schedule.
@@ -78,7 +82,7 @@ def damped_sweep(
     :param step: steps taken before.
     :param augmented: as for :func:`backtracked_sweep`.
     :return: natural parameters, states of the schedule, the evaluation there, the bound
-        before, and the largest step size.
+        before, and the largest step size that was taken.
     """
     evaluation = problem.evaluate(natural)
     before = evaluation.bound
@@ -94,25 +98,70 @@ def damped_sweep(
         )
 
     def move(name: str, size: Array, index: Array, carry: Any) -> Any:
-        natural, evaluation = carry
-        old = selected(natural, index)
-        new = mix(old, target(name, evaluation, index), size)
-        evaluation = problem.reevaluate(evaluation, name, new, index)
-        return scatter(natural, index, new), evaluation
+        natural, evaluation, largest = carry
+        old, goal = selected(natural, index), target(name, evaluation, index)
+        new, evaluation, taken = _rising(
+            problem, name, old, goal, size, evaluation, index
+        )
+        largest = jnp.maximum(largest, taken)
+        return scatter(natural, index, new), evaluation, largest
 
     for name, old in natural.items():
         whole = target(name, evaluation, None)
         direction = jax.tree.map(jnp.subtract, whole, old)
         size, schedules[name] = schedule.next(schedules[name], step, direction)
-        sizes.append(size)
         if name in problem.coupled:
-            natural[name], evaluation = _for_each_latent(
-                partial(move, name, size), len(old.potential), (old, evaluation)
-            )
+            natural[name], evaluation, taken = _for_each_latent(
+                partial(move, name, size), len(old.potential),
+                (old, evaluation, jnp.zeros_like(size)),
+            )  # fmt: skip
         else:
-            natural[name] = mix(old, whole, size)
-            evaluation = problem.reevaluate(evaluation, name, natural[name])
+            natural[name], evaluation, taken = _rising(
+                problem, name, old, whole, size, evaluation
+            )
+        sizes.append(taken)
     return natural, schedules, evaluation, before, jnp.stack(sizes).max()
+
+
+def _rising(
+    problem: LatentGaussian,
+    name: str,
+    old: Any,
+    target: Any,
+    size: Array,
+    evaluation: Evaluation,
+    index: Array | None = None,
+) -> tuple[Any, Evaluation, Array]:
+    """A step of one block, halved while the bound falls.
+
+    :param problem: the problem.
+    :param name: of the block.
+    :param old: its natural parameters.
+    :param target: where a whole step leads.
+    :param size: of the first attempt.
+    :param evaluation: before.
+    :param index: the one latent to move, (1,); ``None`` for all.
+    :return: natural parameters, the evaluation there, and the size that was taken; 0 if
+        none raised the bound.
+    """
+    floor = evaluation.bound - slack(evaluation)
+
+    def falls(search: Any) -> Array:
+        tries, _, _, outcome = search
+        return (tries <= MAX_HALVINGS) & ~(outcome.bound >= floor)
+
+    def attempt(search: Any) -> Any:
+        tries = search[0]
+        halved = size * jnp.exp2(jnp.asarray(-tries, size.dtype))
+        taken = jnp.where(tries == MAX_HALVINGS, 0, halved)
+        candidate = mix(old, target, taken)
+        outcome = problem.reevaluate(evaluation, name, candidate, index)
+        return tries + 1, taken, candidate, outcome
+
+    unknown = evaluation._replace(bound=jnp.full_like(evaluation.bound, jnp.nan))
+    start = jnp.int32(0), size, old, unknown
+    _, taken, new, outcome = lax.while_loop(falls, attempt, start)
+    return new, outcome, taken
 
 
 def _at_once(move: Callable[[Array | None, Any], Any], count: int, start: Any) -> Any:
