@@ -372,6 +372,10 @@ def test_refusals(data, svi):
         (arrays, {}, "size"), (arrays, {"size": 60}, "larger than all 53"),
         ((data.X, data.y[:4]), {"size": 5}, "as many rows"),
         (Loader(*arrays), {"size": 5}, "rows=..., and no size"),
+        (list(arrays), {"size": 5}, "got list of ndarray, ndarray"),
+        ((data.X, None), {"size": 5}, "got tuple of ndarray, NoneType"),
+        ({"X": data.X, "y": [1, 2]}, {"size": 5}, "got dict of ndarray, list"),
+        (data.X, {"size": 5}, r"\(X, y\), or a dict of them .* got ndarray"),
         (iter([arrays]), {"rows": ROWS}, "read once at most"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

@@ -3,7 +3,7 @@
 
 import warnings
 from functools import cache, partial
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -367,6 +367,11 @@ def test_refusals(first):
             gpaug.Stream(first, forgetting)
     with pytest.raises(ValueError, match="y has shape|NaN"):
         gpaug.Stream(first).update(X, np.full(20, np.nan))
+    for args in ((X,), (X, None), ()):
+        with pytest.raises(ValueError, match=r"\['y'\] are not passed"):
+            gpaug.Stream(first).update(*args)
+    with pytest.raises(TypeError, match=r"svi.posterior\(result\), got dict"):
+        gpaug.Stream({})
 
     def joint(X, y=None):
         a = numpyro.sample("a", dist.Normal(0, 1))
@@ -375,7 +380,7 @@ def test_refusals(first):
 
     structure = gpaug.AutoLatentGaussian(joint).setup(X, y).structure
     with pytest.raises(NotImplementedError, match="AutoSparseGP"):
-        gpaug.Stream(SimpleNamespace(structure=structure))
+        gpaug.Stream(Mock(gpaug.Posterior, structure=structure))
 
 
 def test_moves_that_are_refused(first):

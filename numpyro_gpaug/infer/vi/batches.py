@@ -77,8 +77,8 @@ class Blocks:
         the last. It is iterated over again and again.
     :param size: rows of a block; of an iterable ``None``.
     :param rows: number of rows in all, of an iterable.
-    :raises ValueError: for arrays of unequal length; for ``size`` or ``rows`` that are
-        lacking, or not asked for.
+    :raises ValueError: for arrays of unequal length, or that are no arrays; for
+        ``size`` or ``rows`` that are lacking, or not asked for.
 
     **Example** All learnt on all data; or continued from :class:`Batches`, where
     hyperparameters were learnt::
@@ -269,6 +269,16 @@ def check_batch(batch: Any, like: Any, size: int) -> None:
 
 def _check_loader(source: Any, size: int | None, rows: int | None) -> None:
     name = type(source).__name__
+    parts = list(source.values()) if isinstance(source, dict) else source
+    listed = isinstance(parts, list | tuple)
+    if hasattr(source, "shape") or (
+        listed and (isinstance(source, tuple | dict) or _any_arrays(parts))
+    ):
+        of = f" of {', '.join(type(x).__name__ for x in parts)}" if listed else ""
+        raise ValueError(
+            "the data are a tuple of arrays, as the model's positional arguments, "
+            f'(X, y), or a dict of them by name, {{"X": X, "y": y}}; got {name}{of}'
+        )
     if size is not None or rows is None:
         raise ValueError(
             f"a {name} yields batches of its own: pass the number of rows in all, "
@@ -288,9 +298,13 @@ def _names(leaves: Any) -> list[str]:
 def _is_arrays(source: Any) -> bool:
     if not isinstance(source, tuple | dict):
         return False
-    leaves = jax.tree.leaves(source)
+    leaves = jax.tree.leaves(source, is_leaf=lambda x: x is None)
     arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
     return bool(leaves) and arrays
+
+
+def _any_arrays(parts: Any) -> bool:
+    return any(hasattr(x, "shape") for x in parts)
 
 
 def _plain(batch: Any) -> Any:

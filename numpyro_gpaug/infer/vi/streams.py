@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -113,6 +114,11 @@ class Stream:
         forgetting: float = 1.0,
         optim: optax.GradientTransformation | str | None = None,
     ) -> None:
+        if not isinstance(posterior, Posterior):
+            raise TypeError(
+                "a stream goes on from a posterior, svi.posterior(result), got "
+                f"{type(posterior).__name__}"
+            )
         if not 0 < forgetting <= 1:
             raise ValueError(f"forgetting must be in (0, 1], got {forgetting}")
         if isinstance(posterior.structure, JointStructure):
@@ -154,12 +160,20 @@ class Stream:
             of hyperparameters) is the last of ``stream.losses``; where
             inducing inputs moved, the divergence of the process that was carried from
             the one before is part of it.
-        :raises ValueError: for what a fit refuses; for inducing inputs of other columns
+        :raises ValueError: for what a fit refuses, a batch without observations among
+            it; for inducing inputs of other columns
             or another dtype, for those that the model has as a param, and for kernels
             that change with them.
         :raises NotImplementedError: for a move of a set of inducing inputs per latent.
         """
         known, model = self.posterior.arguments, self.posterior.model
+        names = inspect.signature(model).parameters
+        passed = {**dict(zip(names, args, strict=False)), **kwargs}
+        if missing := [k for k in known.observations if passed.get(k) is None]:
+            raise ValueError(
+                f"a batch has observations, and {missing} are not passed, of which the "
+                "fit had some: stream.update(X, y), arrays of the batch"
+            )
         args, kwargs = known.joined(model, args, kwargs)[0].merge()
         posterior, moments, lost = self._prior(args, kwargs)
         guide, values = self._guide_for(moments, args, kwargs), posterior.values
