@@ -13,6 +13,9 @@ from numpyro_gpaug.infer.vi.quasi_newton import NOISY, Search, uncertainty
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.convergence import convergence
 
+# Of the bound, which change counts as one that noise hides.
+HIDDEN = 0.01
+
 
 class ConjugateResult(Displayed, SVIRunResult):
     """What :meth:`numpyro_gpaug.ConjugateSVI.run` returns: ``params``, ``state`` and
@@ -78,4 +81,6 @@ class ConjugateResult(Displayed, SVIRunResult):
         # Of minibatches the change is noise, and the bound of a few steps says little.
         noise = f", give or take {found.error:.1g}" if found.error else ""
         moved = f"{found.change:.2g} nats over the last {found.window} steps"
-        return f"converged: {moved}{noise}"
+        hidden = 3 * found.error > HIDDEN * abs(found.elbo)
+        rest = "at rest, as far as noise lets see" if hidden else "converged"
+        return f"{rest}: {moved}{noise}"
