@@ -38,6 +38,11 @@ class Convergence:
     first_bad: int | None = None
 
     @property
+    def hidden(self) -> float:
+        """Changes that noise between steps hides, in nats: three standard errors."""
+        return 3 * self.error
+
+    @property
     def converged(self) -> bool:
         """Whether the bound no longer moves."""
         return self.verdict == "converged"
@@ -140,17 +145,17 @@ def _by_distance(
 
 def _judged(found: Convergence, steps: int, tol: float) -> tuple[str, str]:
     """The verdict on a finite trace, and what to do about it."""
-    change, error, window = found.change, found.error, found.window
+    change, hidden, window = found.change, found.hidden, found.window
     if steps < 5:
         return "too short", f"{steps} steps tell nothing: run at least 5"
-    if abs(found.relative_change) <= tol or abs(change) <= 3 * error:
-        if 3 * error <= tol * max(1.0, abs(found.elbo)):
+    if abs(found.relative_change) <= tol or abs(change) <= hidden:
+        if hidden <= tol * max(1.0, abs(found.elbo)):
             return "converged", (
                 "none: the bound is still (if a schedule shrank the steps, pass "
                 "step_sizes)"
             )
         return "converged", (
-            f"changes below {3 * error:.3g} nats would not show in the noise: "
+            f"changes below {hidden:.3g} nats would not show in the noise: "
             "compare the bound of all data at two late states, or take a smaller "
             "step size and larger batches"
         )

@@ -268,17 +268,8 @@ def check_batch(batch: Any, like: Any, size: int) -> None:
 
 
 def _check_loader(source: Any, size: int | None, rows: int | None) -> None:
+    _check_no_arrays(source)
     name = type(source).__name__
-    parts = list(source.values()) if isinstance(source, dict) else source
-    listed = isinstance(parts, list | tuple)
-    if hasattr(source, "shape") or (
-        listed and (isinstance(source, tuple | dict) or _any_arrays(parts))
-    ):
-        of = f" of {', '.join(type(x).__name__ for x in parts)}" if listed else ""
-        raise ValueError(
-            "the data are a tuple of arrays, as the model's positional arguments, "
-            f'(X, y), or a dict of them by name, {{"X": X, "y": y}}; got {name}{of}'
-        )
     if size is not None or rows is None:
         raise ValueError(
             f"a {name} yields batches of its own: pass the number of rows in all, "
@@ -303,8 +294,21 @@ def _is_arrays(source: Any) -> bool:
     return bool(leaves) and arrays
 
 
-def _any_arrays(parts: Any) -> bool:
-    return any(hasattr(x, "shape") for x in parts)
+def _check_no_arrays(source: Any) -> None:
+    """Raises for arrays, or what was meant to be some, in another form than
+    :func:`_is_arrays` takes."""
+    parts = list(source.values()) if isinstance(source, dict) else source
+    if isinstance(parts, list | tuple):
+        meant = not isinstance(source, list) or any(hasattr(x, "shape") for x in parts)
+        of = f" of {', '.join(type(x).__name__ for x in parts)}"
+    else:
+        meant, of = hasattr(source, "shape"), ""
+    if meant:
+        raise ValueError(
+            "the data are a tuple of arrays, as the model's positional arguments, (X, "
+            'y), or a dict of them by name, {"X": X, "y": y}; got '
+            f"{type(source).__name__}{of}"
+        )
 
 
 def _plain(batch: Any) -> Any:

@@ -13,7 +13,7 @@ from numpyro_gpaug.infer.vi.quasi_newton import NOISY, Search, uncertainty
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.convergence import convergence
 
-# Of the bound, which change counts as one that noise hides.
+# Of the bound, what noise may hide of its changes where a run is said to converge.
 HIDDEN = 0.01
 
 
@@ -81,6 +81,6 @@ class ConjugateResult(Displayed, SVIRunResult):
         # Of minibatches the change is noise, and the bound of a few steps says little.
         noise = f", give or take {found.error:.1g}" if found.error else ""
         moved = f"{found.change:.2g} nats over the last {found.window} steps"
-        hidden = 3 * found.error > HIDDEN * abs(found.elbo)
-        rest = "at rest, as far as noise lets see" if hidden else "converged"
+        noisy = found.hidden > HIDDEN * abs(found.elbo)
+        rest = "at rest, as far as noise lets see" if noisy else "converged"
         return f"{rest}: {moved}{noise}"

@@ -161,9 +161,8 @@ class Stream:
             inducing inputs moved, the divergence of the process that was carried from
             the one before is part of it.
         :raises ValueError: for what a fit refuses, a batch without observations among
-            it; for inducing inputs of other columns
-            or another dtype, for those that the model has as a param, and for kernels
-            that change with them.
+            it; for inducing inputs of other columns or another dtype, for those that
+            the model has as a param, and for kernels that change with them.
         :raises NotImplementedError: for a move of a set of inducing inputs per latent.
         """
         known, model = self.posterior.arguments, self.posterior.model
