@@ -38,12 +38,18 @@ from numpyro_gpaug.math.pairs import PairedMap
 Natural = dict[str, Any]
 
 
+def relative_rounding(dtype: Any) -> float:
+    """By what part of the terms that it is summed from a bound may seem to fall by
+    rounding alone."""
+    return 32 * float(jnp.finfo(dtype).eps)
+
+
 class Evaluation(NamedTuple):
     """The bound at natural parameters, and all that the next update needs.
 
     :param bound: evidence lower bound.
     :param expected: the expected log-likelihood in it.
-    :param magnitude: sum of the magnitudes it was summed from, for rounding.
+    :param rounding: how far it may seem to fall by rounding alone.
     :param moments: by block.
     :param marginals: by block.
     :param slopes: derivatives of the expected log-likelihood in the marginals.
@@ -55,7 +61,7 @@ class Evaluation(NamedTuple):
 
     bound: Array
     expected: Array
-    magnitude: Array
+    rounding: Array
     moments: dict[str, Any]
     marginals: dict[str, Marginals]
     slopes: dict[str, Marginals]
@@ -246,12 +252,12 @@ class LatentGaussian:
         differentiate = jax.value_and_grad(expected, (0, 1))
         value, (slopes, direct) = differentiate(at, floats)
         value = jnp.asarray(value, self.dtype)
-        bound, magnitude = self.bound(value, kl)
+        bound, rounding = self.bound(value, kl)
         rise = jnp.full_like(bound, jnp.inf)
-        return Evaluation(bound, value, magnitude, q, at, slopes, direct, kl, rise)
+        return Evaluation(bound, value, rounding, q, at, slopes, direct, kl, rise)
 
     def bound(self, value: Array, kl: dict[str, Array]) -> tuple[Array, Array]:
-        """The bound, and the magnitude of what it is summed from.
+        """The bound, and how far it may seem to fall by rounding alone.
 
         :param value: the expected log-likelihood.
         :param kl: by block.
@@ -259,8 +265,8 @@ class LatentGaussian:
         total = sum(each.sum() for each in kl.values())
         bound = jnp.asarray(value + self.constant - total, self.dtype)
         # The constant is at most the sum of the others.
-        magnitude = jnp.asarray(jnp.abs(value) + total + 1, self.dtype) + jnp.abs(bound)
-        return bound, magnitude
+        terms = jnp.asarray(jnp.abs(value) + total + 1, self.dtype) + jnp.abs(bound)
+        return bound, relative_rounding(self.dtype) * terms
 
     def unresolved(self, evaluation: Evaluation, processes: tuple[str, ...]) -> Array:
         """By how much bounds at different hyperparameters may differ because kernel

@@ -32,7 +32,6 @@ from numpyro_gpaug.infer.vi.sweeps import (
     MAX_HALVINGS,
     mix,
     next_step,
-    slack,
     slopes_at,
     starts_augmented,
 )
@@ -49,7 +48,7 @@ class Pass(NamedTuple):
     """What a pass over the data finds at natural parameters; so far, or in the end.
 
     :param bound: evidence lower bound of the rows so far.
-    :param magnitude: of what it was summed from.
+    :param rounding: how far it may seem to fall by rounding alone.
     :param expected: the expected log-likelihood.
     :param information: what the data say of each block.
     :param targets: where a whole step takes each block.
@@ -60,7 +59,7 @@ class Pass(NamedTuple):
     """
 
     bound: Array
-    magnitude: Array
+    rounding: Array
     expected: Array
     information: Natural
     targets: Natural
@@ -136,12 +135,12 @@ def add_block(
     unresolved = before.unresolved
     if stepper.searches:
         unresolved = unresolved + stepper.unresolved(problem, at)
-    bound, magnitude = problem.bound(value, at.divergences)
+    bound, rounding = problem.bound(value, at.divergences)
     priors = {name: problem.priors[name].natural for name in found}
     targets = jax.tree.map(jnp.add, priors, found)
     valid = all_valid(plan.model, plan.structure, Arguments(arrays, static))
     return Pass(
-        bound, magnitude, value, found, targets, values, unresolved,
+        bound, rounding, value, found, targets, values, unresolved,
         before.valid & valid,
     )  # fmt: skip
 
@@ -269,7 +268,7 @@ class Passes:
         there = state._replace(hyper=state.hyper._replace(values=values))
         there, found = self._settled(there)
         at = Collapsed(
-            there.natural, there.step_sizes, found.bound, found.magnitude,
+            there.natural, there.step_sizes, found.bound, found.rounding,
             found.unresolved, found.shares_unreached,
         )  # fmt: skip
         ascent = jax.tree.map(np.zeros_like, values)
@@ -291,7 +290,7 @@ class Passes:
                 state, here = self._sweep(state, here)
             else:
                 state, here, memory = self._mixed(state, here, memory, moves)
-            if not here.bound - before > max(slack(here), SETTLED):
+            if not here.bound - before > max(here.rounding, SETTLED):
                 break
             before = here.bound
         return state, here
@@ -304,7 +303,7 @@ class Passes:
         proposal, memory = _mix(memory, number, here.targets, state.natural)
         there = state._replace(natural=proposal)
         found = self._pass(there, last=True)
-        rose = found.bound >= here.bound - slack(here)
+        rose = found.bound >= here.bound - here.rounding
         there = there._replace(bound=found.bound)
         if not rose:
             there, found = self._sweep(state, here)
@@ -333,7 +332,7 @@ class Passes:
         """
         names = list(state.natural)
         for name in names:
-            floor = here.bound - slack(here)
+            floor = here.bound - here.rounding
             old, step = state.natural[name], state.step_sizes[name]
             for tries in range(MAX_HALVINGS + 1):
                 # The last attempt is no step at all, and is accepted.

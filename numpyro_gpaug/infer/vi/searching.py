@@ -10,9 +10,8 @@ from jax import Array, lax
 
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.hyper import Hyper
-from numpyro_gpaug.infer.vi.latent_gaussian import Natural
+from numpyro_gpaug.infer.vi.latent_gaussian import Natural, relative_rounding
 from numpyro_gpaug.infer.vi.state import ConjugateState, flagged, unknown_bound
-from numpyro_gpaug.infer.vi.sweeps import slack
 
 # The part of a bound by which two of one fit, at the same hyperparameters, may differ.
 LARGEST_NOISE = 0.01
@@ -24,7 +23,7 @@ class Collapsed(NamedTuple):
     :param natural: natural parameters.
     :param step_sizes: to be tried next, by block.
     :param bound: there.
-    :param magnitude: of what it was summed from.
+    :param rounding: how far it may seem to fall by rounding alone.
     :param unresolved: see :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
     :param unreached: see :class:`~numpyro_gpaug.infer.vi.state.ConjugateState`.
     """
@@ -32,7 +31,7 @@ class Collapsed(NamedTuple):
     natural: Natural
     step_sizes: dict[str, Array]
     bound: Array
-    magnitude: Array
+    rounding: Array
     unresolved: Array
     unreached: dict[str, Array]
 
@@ -45,7 +44,7 @@ def goes_on(state: ConjugateState, at: Collapsed) -> Array:
     :param at: its end.
     """
     enough = quasi_newton.accepts(
-        state.hyper, state.bound, at.bound, slack(at), at.unresolved
+        state.hyper, state.bound, at.bound, at.rounding, at.unresolved
     )
     return _is_first(state) | enough
 
@@ -65,7 +64,7 @@ def searched(
     :param gradient: of the bound there; not asked for where the bound did not rise.
     :param closed: from the gradient, updates of params that are set in closed form.
     """
-    best, bound, rounding = state.bound, at.bound, slack(at)
+    best, bound, rounding = state.bound, at.bound, at.rounding
 
     def on() -> Hyper:
         ascent = gradient()
@@ -73,7 +72,7 @@ def searched(
         return hyper._replace(update=hyper.update | closed(ascent))
 
     def back() -> Hyper:
-        largest = LARGEST_NOISE * at.magnitude
+        largest = LARGEST_NOISE / relative_rounding(bound.dtype) * rounding
         return quasi_newton.refused(state.hyper, best, bound, rounding, largest)
 
     further = goes_on(state, at)

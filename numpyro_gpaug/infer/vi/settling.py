@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
-from numpyro_gpaug.infer.vi.sweeps import slack, slopes_at
+from numpyro_gpaug.infer.vi.sweeps import slopes_at
 
 # Moves of the blocks, at most, and the rise in nats that ends those of a fit.
 MAX_MOVES, SETTLED = 50, 1e-4
@@ -57,7 +57,7 @@ def settled(
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _ = carry
-        least = jnp.maximum(slack(evaluation), tolerance)
+        least = jnp.maximum(evaluation.rounding, tolerance)
         return (moves < MAX_MOVES) & (rise > least)
 
     def move(carry: Any) -> Any:
@@ -150,7 +150,7 @@ def _mixed_or_swept(
     proposal, memory = lax.cond(moves == 0, lambda: (natural, memory), mix)
     outcome = problem.evaluate(proposal)
     # False for a bound of NaN.
-    rose = outcome.bound >= evaluation.bound - slack(evaluation)
+    rose = outcome.bound >= evaluation.bound - evaluation.rounding
     place = lax.cond(
         rose, lambda: (proposal, outcome, steps),
         lambda: sweep(natural, evaluation, steps, before, moves == 0),

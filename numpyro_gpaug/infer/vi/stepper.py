@@ -26,7 +26,6 @@ from numpyro_gpaug.infer.vi.state import ConjugateState, flagged
 from numpyro_gpaug.infer.vi.sweeps import (
     backtracked_sweep,
     damped_sweep,
-    slack,
     starts_augmented,
 )
 from numpyro_gpaug.model.structure import Arguments
@@ -156,7 +155,7 @@ class Stepper:
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
             unreached=problem.shares_unreached,
         )  # fmt: skip
-        fell = ~(evaluation.bound >= state.bound - slack(evaluation))
+        fell = ~(evaluation.bound >= state.bound - evaluation.rounding)
         same = state._replace(hyper=refused(state.hyper))
         return lax.cond(fell, lambda: same, lambda: flagged(new, hyper))
 
@@ -166,7 +165,7 @@ class Stepper:
         problem, pullback = self.problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
         at = Collapsed(
-            natural, steps, evaluation.bound, evaluation.magnitude,
+            natural, steps, evaluation.bound, evaluation.rounding,
             self.unresolved(problem, evaluation), problem.shares_unreached,
         )  # fmt: skip
 

@@ -144,7 +144,7 @@ def _rising(
     :return: natural parameters, the evaluation there, and the size that was taken; 0 if
         none raised the bound.
     """
-    floor = evaluation.bound - slack(evaluation)
+    floor = evaluation.bound - evaluation.rounding
 
     def falls(search: Any) -> Array:
         tries, _, _, outcome = search
@@ -214,14 +214,6 @@ def starts_augmented(structure: Structure) -> bool:
     )
 
 
-def slack(evaluation: Any) -> Array:
-    """How far the bound may seem to fall by rounding alone.
-
-    :param evaluation: with its ``bound`` and ``magnitude``.
-    """
-    return 32 * jnp.finfo(evaluation.bound.dtype).eps * evaluation.magnitude
-
-
 def next_step(step: Array, tries: Array, largest_step: float) -> Array:
     """The step size to try next time: twice this one if it was the first tried, else
     that of the last attempt.
@@ -268,7 +260,7 @@ def backtracked_update(
         slopes = slopes_at(problem, evaluation, name, augmented)
         at = evaluation.moments[name], evaluation.marginals[name], slopes
         target = problem.of_latent(name, index).target(name, *selected(at, index))
-        return target, evaluation.bound - slack(evaluation)
+        return target, evaluation.bound - evaluation.rounding
 
     def refused(search: _Search) -> Array:
         return ~search.accepted
@@ -295,7 +287,7 @@ def backtracked_update(
     found = lax.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
     size = next_step(step, found.tries, largest_step)
-    rise = found.evaluation.bound - found.floor - slack(found.evaluation)
+    rise = found.evaluation.bound - found.floor - found.evaluation.rounding
     return {**natural, name: moved}, found.evaluation._replace(rise=rise), size
 
 
