@@ -155,7 +155,7 @@ def test_noise_is_told_from_curvature(x64) -> None:
 
 
 def test_steps_double_where_the_slope_stays(x64) -> None:
-    bounds, _, hyper = climb(flat, [0.0] * 5, 12)
+    bounds, _, hyper = climb(flat, [0.0] * 5, 16)
     assert (np.diff(bounds) > 0).all()
     assert float(hyper.values["z"].sum()) > 30
 

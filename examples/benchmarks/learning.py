@@ -44,10 +44,11 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.vi.quasi_newton import uncertainty
 
 HERE = Path(__file__).resolve()
-SHIPPED = ("diabetes", "friedman", "breast_cancer", "iris", "wine")
+SHIPPED = ("diabetes", "friedman", "breast_cancer", "iris", "wine", "digits")
 OTHERS = (
     "hl_yacht", "hl_energy", "seitz_boston", "ratsch_breast_cancer", "ratsch_diabetis",
-    "ratsch_heart", "ratsch_waveform", "seitz_banana", "usps_3v5", "glass", "vehicle",
+    "ratsch_heart", "seitz_heart", "ratsch_waveform", "seitz_banana", "usps_3v5",
+    "glass", "vehicle", "segment", "usps",
 )  # fmt: skip
 OPTIMISERS = {
     "lbfgs": "lbfgs",

@@ -40,8 +40,10 @@ SUFFICIENT, CURVATURE = 1e-4, 0.9
 # Of an update, to see the noise of the bound: the least that moves anything.
 PROBE = 1e-6
 # No coordinate is moved further by one new direction (e-folds of a positive param):
-# beyond lies another basin, or nothing. Repeated, updates double.
-LARGEST = 2.0
+# beyond lies another basin, or nothing. Lengthscales that ran off early do not come
+# back: steps of two e-folds cost bounds up to six nats, and saved few evaluations.
+# Repeated, updates double.
+LARGEST = 0.5
 # Nats of noise that a user should know of.
 NOISY = 0.5
 # Steps without a rise that end a search; of one whose bounds are known to less than so
