@@ -4,8 +4,8 @@ likelihoods with their routes, from the registries, and the names of a page."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from itertools import takewhile
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ HEADER = (
     "likelihood",
     "carries latents",
     "exact expectation",
-    'augmentation: `updates="augmented"`, Gibbs',
+    "augmentation",
     "`predict_y`",
     "closed-form maximiser",
 )
@@ -87,7 +87,7 @@ def _row(text: str, d: Any) -> tuple[str, ...]:
     ones = {name: jnp.ones_like(x) for name, x in latents.items()}
     try:
         predicted = type(entry.predictive(d, latents, ones)).__name__
-        predicted = f"`{predicted}`"
+        predicted = "yes" if predicted.startswith("_") else f"`{predicted}`"
     except NotImplementedError:
         predicted = "no"
     steps = [name for cls, name in maximisers._REGISTRY if cls is type(d)]
@@ -112,6 +112,8 @@ class LikelihoodTable(SphinxDirective):
         node = nodes.container()
         source = StringList(lines, self.env.docname)
         self.state.nested_parse(source, self.content_offset, node)
+        for table in node.findall(nodes.table):
+            table["classes"].append("likelihoods")
         return node.children
 
 
@@ -127,18 +129,30 @@ class PageNames(SphinxDirective):
         return [page_names()]
 
 
-def _described(document: nodes.document) -> Iterable[tuple[str, str, str]]:
+# Of a sentence, or of what a colon introduces; "0 .. J-1" has none.
+END = re.compile(r"(?<![.\s])[.:](?=\s|$)")
+
+
+def _first_sentence(paragraph: nodes.Node) -> list[nodes.Node]:
+    """Its nodes, formulas and links among them."""
+    kept: list[nodes.Node] = []
+    for node in paragraph.children:
+        if isinstance(node, nodes.Text) and (end := END.search(node)):
+            return [*kept, nodes.Text(node[: end.start()])]
+        kept.append(node.deepcopy())
+    return kept
+
+
+def _described(
+    document: nodes.document,
+) -> Iterable[tuple[str, str, list[nodes.Node]]]:
     """Anchor, name and first sentence of all that is no member of a class."""
     for desc in document.findall(addnodes.desc):
         signature, content = desc[0], desc[-1]
         if desc["objtype"] not in ("class", "function", "exception", "data"):
             continue
         first = next(content.findall(nodes.paragraph), None)
-        words = [] if first is None else first.children
-        # A formula, and what follows it, is for those who read on.
-        plain = takewhile(lambda node: not isinstance(node, nodes.math), words)
-        text = "".join(node.astext() for node in plain).replace("\n", " ")
-        sentence = text.split(". ")[0].split(": ")[0].rstrip(".:, ")
+        sentence = [] if first is None else _first_sentence(first)
         yield signature["ids"][0], signature["fullname"], sentence
 
 
@@ -153,7 +167,7 @@ def fill_page_names(app: Sphinx, document: nodes.document) -> None:
         body = nodes.tbody()
         for anchor, name, sentence in _described(document):
             link = nodes.reference("", "", nodes.literal("", name), refid=anchor)
-            cells = nodes.paragraph("", "", link), nodes.paragraph("", sentence)
+            cells = nodes.paragraph("", "", link), nodes.paragraph("", "", *sentence)
             body += nodes.row("", *(nodes.entry("", cell) for cell in cells))
         group = nodes.tgroup("", cols=2)
         group += [nodes.colspec(colwidth=n) for n in (30, 70)]

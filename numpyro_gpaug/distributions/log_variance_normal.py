@@ -17,8 +17,13 @@ class LogVarianceNormal(NormalOfPrecision):
 
     The heteroscedastic model of [1] and [2]. Independent Gaussian latents
     :math:`N(m, v)` in ``loc`` and :math:`N(m_g, v_g)` in ``log_variance`` have the
-    exact expectation :math:`-\frac12 \log 2 \pi - \frac12 m_g - \frac12 ((y - m)^2 + v)
-    \exp(-m_g + \frac12 v_g)`: no approximation of the exponential is needed.
+    exact expectation
+
+    .. math::
+        -\frac12 \log 2 \pi - \frac12 m_g - \frac12 ((y - m)^2 + v)
+        \exp(-m_g + \tfrac12 v_g),
+
+    so that the exponential needs no approximation.
 
     :param loc: mean, real.
     :param log_variance: real. Both broadcast to the batch shape.

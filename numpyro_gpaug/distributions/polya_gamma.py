@@ -63,8 +63,13 @@ class PolyaGamma(Elementwise):
         \qquad g_k \sim \mathrm{Gamma}(b, 1),
 
     the auxiliary variable which makes a logistic likelihood Gaussian in its
-    log-odds, :math:`e^{af}(1+e^f)^{-b} = 2^{-b} e^{(a-b/2)f}\,
-    \mathrm{E}_{\omega\sim PG(b,0)}\, e^{-\omega f^2/2}`.  The density is even in
+    log-odds,
+
+    .. math::
+        e^{af}(1+e^f)^{-b} = 2^{-b} e^{(a-b/2)f}\,
+        \mathrm{E}_{\omega\sim PG(b,0)}\, e^{-\omega f^2/2}.
+
+    The density is even in
     :math:`c`.
 
     **log_prob** is exact to rounding (a convergent series for small values, a

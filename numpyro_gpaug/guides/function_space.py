@@ -57,8 +57,8 @@ class AutoFunctionSpaceGP(ProcessGuide):
     :param kernel: :math:`r`. A kernel (``k(X, Z)`` and ``k(X)``, with a leading axis
         for one per latent); or a function without arguments that returns one, and may
         call ``numpyro.param``; or, by default, the covariance of a sparse posterior
-        :math:`k(x, x') - k_Z(x)^\top K_{ZZ}^{-1} k_Z(x') + k_Z(x)^\top \Sigma
-        k_Z(x')` of the prior's kernel k and inducing inputs Z, one
+        :math:`k(x, x') - k_Z(x)^\top K_{ZZ}^{-1} k_Z(x')` :math:`+\,
+        k_Z(x)^\top \Sigma k_Z(x')` of the prior's kernel k and inducing inputs Z, one
         :math:`\Sigma = L^{-\top} S L^{-1}` per latent with :math:`K_{ZZ} = L L^\top`
         and :math:`S = T T^\top` for the lower triangular param T, which starts at the
         identity, where r is k.

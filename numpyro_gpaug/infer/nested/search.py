@@ -52,6 +52,8 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
             "causes: a kernel matrix without jitter, inputs that are not standardised, "
             "or priors far from the data; float64 or init_params may help"
         )
+    if not start.size:  # SciPy 1.13 does not search among no variables
+        return Mode(start, first, _law(evaluate, start))
 
     def descend(point: np.ndarray) -> tuple[float, np.ndarray]:
         value, gradient = evaluate(point)

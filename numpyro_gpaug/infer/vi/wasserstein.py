@@ -62,13 +62,14 @@ class TraceWasserstein_ELBO(ELBO):
         there, divided by their number. Not negative, 0 only for equal distributions,
         finite gradients everywhere. ``"spectral"``, the published one, with N inputs X
         for the mean and the traces, :math:`X_S` the drawn ones and :math:`2 (N
-        N_S)^{-1/2} \sum_s \lambda_s(r(X_S, X) k(X, X_S))^{1/2}` for the cross term.
-        That matrix is not symmetric: its eigenvalues may be slightly negative or
-        complex (real parts are used, and 0 below rounding, where the gradient is cut
-        off too), and no symmetric one is similar to it. It is biased upward (with a
-        kernel that is rough on the scale of the spacing of :math:`X_S`, threefold for
-        10 of 120 inputs), and not 0 for Q = P unless :math:`X_S = X`. It needs JAX's
-        nonsymmetric eigendecomposition, which not every accelerator has.
+        N_S)^{-1/2} \sum_s \lambda_s^{1/2}`, eigenvalues of :math:`r(X_S, X) k(X,
+        X_S)`, for the cross term. That matrix is not symmetric: its eigenvalues may be
+        slightly negative or complex (real parts are used, and 0 below rounding, where
+        the gradient is cut off too), and no symmetric one is similar to it. It is
+        biased upward (with a kernel that is rough on the scale of the spacing of
+        :math:`X_S`, threefold for 10 of 120 inputs), and not 0 for Q = P unless
+        :math:`X_S = X`. It needs JAX's nonsymmetric eigendecomposition, which not every
+        accelerator has.
     :param num_points: the number of inputs drawn without replacement, N_S; all of them
         if there are no more. A step costs its cube, per latent.
     :param num_particles: draws of the other latents, and of the inputs, per step.
@@ -217,8 +218,10 @@ def spectral_distance(
 def squared_wasserstein(
     mean: Array, covariance: Array, other_mean: Array, other_covariance: Array
 ) -> Array:
-    r"""Squared 2-Wasserstein distance between Gaussians,
-    :math:`|m - m'|^2 + \mathrm{tr}(K + K' - 2 (K^{1/2} K' K^{1/2})^{1/2})`.
+    r"""Squared 2-Wasserstein distance between Gaussians.
+
+    .. math::
+        |m - m'|^2 + \mathrm{tr}(K + K' - 2 (K^{1/2} K' K^{1/2})^{1/2})
 
     Divide it by N for the distance between Gaussian measures with respect to N inputs
     that :class:`TraceWasserstein_ELBO` estimates.
