@@ -5,9 +5,9 @@ the affine maps of :mod:`numpyro_gpaug.math.arrow`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,13 @@ from numpyro_gpaug.math.affine import GaussianFactors, Marginals, gaussian_facto
 from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes
 from numpyro_gpaug.math.blocks import (
     cut_rows,
+    in_cache,
     over_blocks,
     rows_of_blocks,
     summed_blocks,
 )
+from numpyro_gpaug.math.ordering import grouped_order, put_back, taken
+from numpyro_gpaug.math.sharding import shards
 
 
 class Loadings(NamedTuple):
@@ -46,7 +49,7 @@ class Loadings(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("offset", "loadings", "residual"), meta_fields=("sizes",),
+    data_fields=("offset", "loadings", "residual", "order"), meta_fields=("sizes",),
 )  # fmt: skip
 @dataclass(frozen=True)
 class ArrowMap:
@@ -58,12 +61,39 @@ class ArrowMap:
     :param residual: variance of the predictors given the latents, (1, n).
     :param sizes: of the latents. Their moments are
         :class:`~numpyro_gpaug.math.arrow.ArrowMoments`, or of a like kind.
+    :param order: the place of the predictor that each row of the loadings is of, (n,);
+        ``None`` where they are as the predictors. See :meth:`in_order`.
     """
 
     offset: Array
     loadings: Loadings
     residual: Array
     sizes: ArrowSizes
+    order: Array | None = None
+
+    def in_order(self) -> Self:
+        """The same map, its loadings in the order of groups if these are too many for a
+        processor's cache."""
+        groups, each, corner, _ = self.sizes
+        size = groups * each * corner
+        few = self.offset.shape[-1] < groups or in_cache(size, self.offset.dtype)
+        # Of rows on several devices none has to move.
+        if few or shards() > 1:
+            return self
+        order = grouped_order(self.loadings.group, groups)
+        loadings = jax.tree.map(lambda x: taken(x, order), self.loadings)
+        return replace(self, loadings=loadings, order=order)
+
+    @property
+    def _rows(self) -> Loadings:
+        """The loadings as the predictors are."""
+        return jax.tree.map(self._put_back, self.loadings)
+
+    def _taken(self, rows: Array) -> Array:
+        return rows if self.order is None else taken(rows, self.order)
+
+    def _put_back(self, rows: Array) -> Array:
+        return rows if self.order is None else put_back(rows, self.order)
 
     def __call__(self, z: Array) -> Array:
         """Means of the predictors given latents (1, G R + K), (1, n)."""
@@ -71,7 +101,8 @@ class ArrowMap:
         own, group, dense, value, place = self.loadings
         width = dense.shape[-1]
         moved = (own * groups[group]).sum(-1) + dense @ corner[:width]
-        return self.offset + moved + (value * corner[width:][place]).sum(-1)
+        moved = moved + (value * corner[width:][place]).sum(-1)
+        return self.offset + self._put_back(moved)
 
     def marginals(self, q: Any) -> Marginals:
         """Marginals of the predictors: variances are sums of squares."""
@@ -80,7 +111,7 @@ class ArrowMap:
             own, rest = _spread(q, rows)
             return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
 
-        variance = _over_rows(squares, self.loadings, q)
+        variance = self._put_back(_over_rows(squares, self.loadings, q))
         return Marginals(self(q.mean), self.residual + variance)
 
     def covariances(self, q: Any, left: Array, right: Array) -> Array:
@@ -98,13 +129,13 @@ class ArrowMap:
             found = jnp.where(same, (own[0] * own[1]).sum(-1), 0)
             return found + (rest[0] * rest[1]).sum(-1)
 
-        rows = self.loadings.at(left), self.loadings.at(right)
-        return _over_rows(products, rows, q)[None]
+        given = self._rows
+        return _over_rows(products, (given.at(left), given.at(right)), q)[None]
 
     def covariance(self, q: Any) -> Array:
         """Of all predictors, (1, n, n), without the residual."""
-        own, rest = _spread(q, self.loadings)
-        group = self.loadings.group
+        rows = self._rows
+        (own, rest), group = _spread(q, rows), rows.group
         same = group[:, None] == group
         return (rest @ rest.T + jnp.where(same, own @ own.T, 0))[None]
 
@@ -124,14 +155,15 @@ class ArrowMap:
         """
         sizes = self.sizes
         about = self.offset if about is None else about
-        centred = (factors.potential - factors.precision * about)[0]
+        centred = self._taken((factors.potential - factors.precision * about)[0])
         own, group, dense, value, place = self.loadings
         groups = jnp.zeros((sizes.groups, sizes.each), own.dtype)
         groups = groups.at[group].add(centred[:, None] * own)
         others = jnp.zeros(sizes.corner - dense.shape[-1], own.dtype)
         others = others.at[place].add(centred[:, None] * value)
         corner = jnp.concatenate([centred @ dense, others])
-        products = _products(self.loadings, self.loadings, factors.precision[0], sizes)
+        precision = self._taken(factors.precision[0])
+        products = _products(self.loadings, self.loadings, precision, sizes)
         return ArrowNatural(sizes.joined(groups, corner)[None], *products)
 
     def coupling(self, cross: Array, left: Array, right: Array) -> Any:
@@ -144,7 +176,8 @@ class ArrowMap:
         :return: an :class:`~numpyro_gpaug.math.arrow.ArrowNatural`.
         """
         sizes = self.sizes
-        first, second = self.loadings.at(left), self.loadings.at(right)
+        given = self._rows
+        first, second = given.at(left), given.at(right)
         # One that looks at no group has any for its own.
         seen = (first.own != 0).any(-1)
         group = jnp.where(seen, first.group, second.group)

@@ -22,8 +22,8 @@ _SMALL = 10**6
 # Of a loop, and at most of a longer one whose steps are the quicker for it: what all
 # have in common, as the projection of all data, is made once in each loop.
 _SECONDS, _LONGEST = 1.0, 10.0
-# By how much they have to be.
-_PAYS = 1.1
+# By how much they have to be, and how many times as long is tried.
+_PAYS, _TIMES = 1.1, 8
 
 
 class Progress:
@@ -42,9 +42,9 @@ class Progress:
     def __init__(self, num_steps: int, size: int, bar: bool) -> None:
         self._num_steps, self.taken = num_steps, 0
         self._length = CHUNK if size <= _SMALL else 1
-        # The longest loop so far, its steps per second, and the length that is worth
-        # trying, or that was the best.
-        self._tried, self._speed, self._worth = 0, 0.0, 1
+        # The shortest loops so far, their steps per second, and whether those of longer
+        # ones are more; to be tried, until it is known.
+        self._shortest, self._speed, self._pays = CHUNK, 0.0, True
         self._bar = tqdm(total=num_steps, disable=not bar, desc="compiling")
         self._since = time.perf_counter()
         self._interrupted = False
@@ -98,20 +98,22 @@ class Progress:
             self._bar.reset(self._num_steps)
             self._bar.initial = self._bar.n = self.taken
         else:
-            self._length = self._next_length(len(losses), now - self._since)
             self._bar.update(len(losses))
+        self._length = self._next_length(len(losses), now - self._since)
         self._bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
         self._since = now
 
     def _next_length(self, steps: int, seconds: float) -> int:
-        """After a loop of some steps that took so long."""
+        """After a loop of some steps that took so long, or less: what compiled the
+        first is in its time."""
         speed = steps / max(seconds, 1e-9)
-        if steps > self._tried:
-            quicker = speed > _PAYS * self._speed
-            self._worth = 2 * steps if quicker else self._tried
-            self._tried, self._speed = steps, speed
-        longest = max(speed * _SECONDS, min(self._worth, speed * _LONGEST))
-        return int(np.clip(longest, 1, CHUNK))
+        if steps > self._shortest:
+            self._pays = speed > _PAYS * self._speed
+        else:
+            best = self._speed if steps == self._shortest else 0.0
+            self._shortest, self._speed = steps, max(speed, best)
+        longer = min(_TIMES * steps, speed * _LONGEST) if self._pays else 0
+        return int(np.clip(max(speed * _SECONDS, longer), 1, CHUNK))
 
 
 def steps_compared(structure: Structure) -> int:
