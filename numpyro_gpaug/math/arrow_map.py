@@ -17,12 +17,11 @@ from numpyro_gpaug.math.affine import GaussianFactors, Marginals, gaussian_facto
 from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes
 from numpyro_gpaug.math.blocks import (
     cut_rows,
-    in_cache,
     over_blocks,
     rows_of_blocks,
     summed_blocks,
 )
-from numpyro_gpaug.math.ordering import grouped_order, put_back, taken
+from numpyro_gpaug.math.ordering import Order
 from numpyro_gpaug.math.sharding import shards
 
 
@@ -61,39 +60,36 @@ class ArrowMap:
     :param residual: variance of the predictors given the latents, (1, n).
     :param sizes: of the latents. Their moments are
         :class:`~numpyro_gpaug.math.arrow.ArrowMoments`, or of a like kind.
-    :param order: the place of the predictor that each row of the loadings is of, (n,);
-        ``None`` where they are as the predictors. See :meth:`in_order`.
+    :param order: that of the loadings' rows; ``None`` where it is the predictors'. See
+        :meth:`in_order`.
     """
 
     offset: Array
     loadings: Loadings
     residual: Array
     sizes: ArrowSizes
-    order: Array | None = None
+    order: Order | None = None
 
     def in_order(self) -> Self:
-        """The same map, its loadings in the order of groups if these are too many for a
-        processor's cache."""
-        groups, each, corner, _ = self.sizes
-        size = groups * each * corner
-        few = self.offset.shape[-1] < groups or in_cache(size, self.offset.dtype)
+        """The same map, its loadings in the order of groups and filling whole blocks if
+        they are many: they are then looked at without a copy."""
+        size = _rows_of_blocks(self.offset.shape[-1], self.sizes, self.offset.dtype)
         # Of rows on several devices none has to move.
-        if few or shards() > 1:
+        if size is None or shards() > 1 or jax.default_backend() != "cpu":
             return self
-        order = grouped_order(self.loadings.group, groups)
-        loadings = jax.tree.map(lambda x: taken(x, order), self.loadings)
-        return replace(self, loadings=loadings, order=order)
+        order = Order.by_group(self.loadings.group, self.sizes.groups, size)
+        return replace(self, loadings=jax.tree.map(order, self.loadings), order=order)
 
     @property
     def _rows(self) -> Loadings:
         """The loadings as the predictors are."""
         return jax.tree.map(self._put_back, self.loadings)
 
-    def _taken(self, rows: Array) -> Array:
-        return rows if self.order is None else taken(rows, self.order)
+    def _weights(self, rows: Array) -> Array:
+        return rows if self.order is None else self.order.weights(rows)
 
     def _put_back(self, rows: Array) -> Array:
-        return rows if self.order is None else put_back(rows, self.order)
+        return rows if self.order is None else self.order.back(rows)
 
     def __call__(self, z: Array) -> Array:
         """Means of the predictors given latents (1, G R + K), (1, n)."""
@@ -155,14 +151,14 @@ class ArrowMap:
         """
         sizes = self.sizes
         about = self.offset if about is None else about
-        centred = self._taken((factors.potential - factors.precision * about)[0])
+        centred = self._weights((factors.potential - factors.precision * about)[0])
         own, group, dense, value, place = self.loadings
         groups = jnp.zeros((sizes.groups, sizes.each), own.dtype)
         groups = groups.at[group].add(centred[:, None] * own)
         others = jnp.zeros(sizes.corner - dense.shape[-1], own.dtype)
         others = others.at[place].add(centred[:, None] * value)
         corner = jnp.concatenate([centred @ dense, others])
-        precision = self._taken(factors.precision[0])
+        precision = self._weights(factors.precision[0])
         products = _products(self.loadings, self.loadings, precision, sizes)
         return ArrowNatural(sizes.joined(groups, corner)[None], *products)
 
@@ -213,12 +209,17 @@ def _spread(q: Any, rows: Loadings) -> tuple[Array, Array]:
     return ahead, rest
 
 
+def _rows_of_blocks(number: int, sizes: ArrowSizes, dtype: Any) -> int | None:
+    """How many rows a block has, if they are many: of each there are K numbers and more
+    on the way to a sum."""
+    each = (2 + sizes.each) * (1 + sizes.corner)
+    return rows_of_blocks(number, each, dtype, least=64)
+
+
 def _over_rows(function: Callable[[Any], Array], rows: Any, q: Any) -> Array:
-    """A function of rows, in blocks if they are many: each has E numbers and more on
-    the way."""
+    """A function of rows, in blocks if they are many."""
     number = len(jax.tree.leaves(rows)[0])
-    each = (2 + q.roots.shape[-1]) * (1 + q.whitener.shape[1])
-    size = rows_of_blocks(number, each, q.mean.dtype, least=64)
+    size = _rows_of_blocks(number, q.sizes, q.mean.dtype)
     if size is None:
         return function(rows)
     cut = jax.tree.map(lambda x: cut_rows(x, size), rows)
@@ -231,8 +232,7 @@ def _products(
     """Sums over rows of ``w l r'``, symmetric but for what ``w r l'`` adds to it:
     blocks of groups, border and corner; in blocks of rows if they are many."""
     number, width = left.dense.shape
-    each = (sizes.each + 1) * (width + sizes.each)
-    size = rows_of_blocks(number, each, weights.dtype, least=64)
+    size = _rows_of_blocks(number, sizes, weights.dtype)
     others = sizes.corner - width
     shapes = _Sums(
         (sizes.groups, sizes.each, sizes.each),

@@ -41,16 +41,6 @@ def rows_of_blocks(rows: int, each: int, dtype: Any, least: int = 1) -> int | No
     return None if of_one * size <= WHOLE or of_one <= block else parts * block
 
 
-def in_cache(numbers: int, dtype: Any) -> bool:
-    """Whether so many numbers can be looked at in any order at the same cost.
-
-    :param numbers: how many.
-    :param dtype: of them.
-    """
-    small = numbers * jnp.dtype(dtype).itemsize <= BLOCK
-    return small or jax.default_backend() != "cpu"
-
-
 def cut_rows(values: Array, size: int, filled: str = "edge") -> Array:
     """Rows in blocks, (blocks, devices, rows, ...): of rows on several devices a block
     has as many of each, so that none has to move.
