@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from numpyro_gpaug.math.affine import GaussianFactors, Marginals, gaussian_factors
 from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes
@@ -78,7 +78,9 @@ class ArrowMap:
         if size is None or shards() > 1 or jax.default_backend() != "cpu":
             return self
         order = Order.by_group(self.loadings.group, self.sizes.groups, size)
-        return replace(self, loadings=jax.tree.map(order, self.loadings), order=order)
+        # The compiler would take rows from columns, one number at a time.
+        loadings = lax.optimization_barrier(self.loadings)
+        return replace(self, loadings=jax.tree.map(order, loadings), order=order)
 
     @property
     def _rows(self) -> Loadings:

@@ -26,6 +26,35 @@ _SECONDS, _LONGEST = 1.0, 10.0
 _PAYS, _TIMES = 1.1, 8
 
 
+class Pace:
+    """How long the loops of a program should be.
+
+    :param size: number of entries of its data.
+    :ivar length: steps of the next loop.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.length = CHUNK if size <= _SMALL else 1
+        # The shortest loops so far, their steps per second, and whether those of longer
+        # ones are more; to be tried, until it is known.
+        self._shortest, self._speed, self._pays = CHUNK, 0.0, True
+
+    def took(self, steps: int, seconds: float) -> None:
+        """Notes a loop.
+
+        :param steps: of it.
+        :param seconds: that it took, or more: what compiles the first is in them.
+        """
+        speed = steps / max(seconds, 1e-9)
+        if steps > self._shortest:
+            self._pays = speed > _PAYS * self._speed
+        else:
+            best = self._speed if steps == self._shortest else 0.0
+            self._shortest, self._speed = steps, max(speed, best)
+        longer = min(_TIMES * steps, speed * _LONGEST) if self._pays else 0
+        self.length = int(np.clip(max(speed * _SECONDS, longer), 1, CHUNK))
+
+
 class Progress:
     """Divides a run into compiled loops of about a second, or of up to ten where steps
     are quicker for it, between which it can be shown, looked at and interrupted. Where
@@ -34,17 +63,14 @@ class Progress:
     The first Ctrl-C ends the run after the present loop; a second one at once.
 
     :param num_steps: steps of the run.
-    :param size: number of entries of its data.
+    :param pace: of earlier runs of the same program.
     :param bar: whether to show a progress bar.
     :ivar taken: steps so far.
     """
 
-    def __init__(self, num_steps: int, size: int, bar: bool) -> None:
+    def __init__(self, num_steps: int, pace: Pace, bar: bool) -> None:
         self._num_steps, self.taken = num_steps, 0
-        self._length = CHUNK if size <= _SMALL else 1
-        # The shortest loops so far, their steps per second, and whether those of longer
-        # ones are more; to be tried, until it is known.
-        self._shortest, self._speed, self._pays = CHUNK, 0.0, True
+        self._pace = pace
         self._bar = tqdm(total=num_steps, disable=not bar, desc="compiling")
         self._since = time.perf_counter()
         self._interrupted = False
@@ -81,7 +107,7 @@ class Progress:
         """Steps of the next loop: none after the last, or after Ctrl-C."""
         # Minibatches are judged at whole loops, wherever the clock divides the run.
         left = min(self._num_steps - self.taken, CHUNK - self.taken % CHUNK)
-        return 0 if self._interrupted else min(self._length, left)
+        return 0 if self._interrupted else min(self._pace.length, left)
 
     def took(self, losses: np.ndarray) -> None:
         """Notes a loop that has ended.
@@ -99,21 +125,9 @@ class Progress:
             self._bar.initial = self._bar.n = self.taken
         else:
             self._bar.update(len(losses))
-        self._length = self._next_length(len(losses), now - self._since)
+        self._pace.took(len(losses), now - self._since)
         self._bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
         self._since = now
-
-    def _next_length(self, steps: int, seconds: float) -> int:
-        """After a loop of some steps that took so long, or less: what compiled the
-        first is in its time."""
-        speed = steps / max(seconds, 1e-9)
-        if steps > self._shortest:
-            self._pays = speed > _PAYS * self._speed
-        else:
-            best = self._speed if steps == self._shortest else 0.0
-            self._shortest, self._speed = steps, max(speed, best)
-        longer = min(_TIMES * steps, speed * _LONGEST) if self._pays else 0
-        return int(np.clip(max(speed * _SECONDS, longer), 1, CHUNK))
 
 
 def steps_compared(structure: Structure) -> int:
