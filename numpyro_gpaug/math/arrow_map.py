@@ -80,7 +80,7 @@ class ArrowMap:
         order = Order.by_group(self.loadings.group, self.sizes.groups, size)
         # The compiler would take rows from columns, one number at a time.
         loadings = lax.optimization_barrier(self.loadings)
-        return replace(self, loadings=jax.tree.map(order, loadings), order=order)
+        return replace(self, loadings=jax.tree.map(order.taken, loadings), order=order)
 
     @property
     def _rows(self) -> Loadings:

@@ -46,14 +46,14 @@ class Order(NamedTuple):
         places = jnp.zeros_like(rows).at[rows].set(here, mode="promise_in_bounds")
         return cls(jnp.pad(rows, (0, -number % size), "edge"), places)
 
-    def __call__(self, values: Array) -> Array:
+    def taken(self, values: Array) -> Array:
         """Rows (n, ...) in this order, (m, ...)."""
         return values.at[self.rows].get(mode="promise_in_bounds")
 
     def weights(self, values: Array) -> Array:
         """Weights (n,) in this order, (m,): copies have none."""
         own = jnp.arange(len(self.rows)) < len(self.places)
-        return jnp.where(own, self(values), 0)
+        return jnp.where(own, self.taken(values), 0)
 
     def back(self, values: Array) -> Array:
         """Rows (m, ...) where they came from, (n, ...)."""
