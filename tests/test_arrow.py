@@ -10,6 +10,7 @@ from numpyro_gpaug.math import arrow_map
 from numpyro_gpaug.math.affine import AffineMap, GaussianFactors, Prior
 from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
 from numpyro_gpaug.math.arrow_map import ArrowMap, Loadings
+from numpyro_gpaug.math.ordering import Order
 from numpyro_gpaug.math.pairs import PairedMap, PairFactors
 
 
@@ -66,12 +67,16 @@ def in_blocks(request, monkeypatch):
     """Rows at once, or in blocks of five."""
     if request.param:
         monkeypatch.setattr(arrow_map, "rows_of_blocks", lambda *args, **kwargs: 5)
+    return request.param
 
 
 # No corner; groups of several and a corner, with and without singles.
 @cases(((1, 0, 0), False), ((2, 3, 0), True), ((7, 2, 1), False))
 def test_an_arrow_is_a_dense_gaussian(x64, shape, in_blocks):
     arrow, dense = problem(*shape)
+    # In blocks, and of another order.
+    arrow = arrow.in_order()
+    assert (arrow.order is not None) is in_blocks
     rng = np.random.default_rng(0)
     rows = arrow.offset.shape[-1]
     factors = GaussianFactors(
@@ -119,6 +124,20 @@ def test_an_arrow_is_a_dense_gaussian(x64, shape, in_blocks):
             np.testing.assert_allclose(x, y, rtol=1e-7, atol=1e-11, err_msg=name)
 
 
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (23, 5), (300, 2**31 - 1)])
+def test_rows_in_the_order_of_groups(rows, groups):
+    group = np.random.default_rng(0).integers(0, groups, rows)
+    order = Order.by_group(jnp.asarray(group), groups, 16)
+    assert len(order.rows) % 16 == 0
+    np.testing.assert_array_equal(np.sort(order.rows[:rows]), np.arange(rows))
+    ordered = np.asarray(order.taken(jnp.asarray(group)))
+    # Of very many groups near ones share the number that is sorted.
+    near = max(1, groups * rows // 2**31)
+    assert np.all(np.diff(ordered[:rows]) > -2 * near)
+    np.testing.assert_array_equal(order.back(jnp.asarray(ordered)), group)
+    assert order.weights(jnp.ones(rows)).sum() == rows
+
+
 @cases(((2, 3, 0), False), ((1, 2, 1), True))
 def test_pairs_of_one_group(x64, shape, in_blocks):
     arrow, dense = problem(*shape)
@@ -131,7 +150,7 @@ def test_pairs_of_one_group(x64, shape, in_blocks):
     each, groups = arrow.sizes.each, arrow.sizes.groups
     projection = dense.projection.at[0, : each * groups, [right[0], left[1]]].set(0)
     loadings = arrow.loadings._replace(own=own)
-    arrow = ArrowMap(arrow.offset, loadings, arrow.residual, arrow.sizes)
+    arrow = ArrowMap(arrow.offset, loadings, arrow.residual, arrow.sizes).in_order()
     dense = dense._replace(projection=projection)
     pair = jnp.asarray(left), jnp.asarray(right)
     arrow, dense = PairedMap(arrow, *pair), PairedMap(dense, *pair)

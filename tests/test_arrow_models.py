@@ -13,7 +13,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import arrow, forms
 from numpyro_gpaug.predict import posterior as predict
-from tests.conftest import enable_x64
+from tests.conftest import enable_x64, small_blocks
 
 N = 400
 rng = np.random.default_rng(0)
@@ -127,6 +127,17 @@ def test_two_predictors_of_a_group(x64):
 )
 def test_other_arrows_fit_what_a_matrix_fits(x64, model, form):
     check_alike(*of_both_forms(model, REAL), form)
+
+
+@pytest.mark.slow
+def test_rows_in_the_order_of_their_groups_fit_the_same(x64, of_groups):
+    """In blocks, as if they were many: bound, its derivatives and Gaussian."""
+    with small_blocks(2**14):
+        _, (_, found, _) = of_both_forms(crossed, COUNTS)
+    _, (_, expected, _) = of_groups
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-10)
+    for name, param in expected.params.items():
+        np.testing.assert_allclose(found.params[name], param, atol=1e-6, err_msg=name)
 
 
 def test_more_groups_than_one_digit_tells(monkeypatch):

@@ -22,7 +22,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.infer import load_state, save_state
-from numpyro_gpaug.infer.vi.progress import Progress
+from numpyro_gpaug.infer.vi.progress import Pace, Progress
 from numpyro_gpaug.math.linalg import (
     cholesky,
     inverse_cholesky,
@@ -75,7 +75,7 @@ def equal(a, b) -> None:
 
 def test_a_loop_without_steps_ends_a_run() -> None:
     # What stops a run may come true at the end of a compiled loop.
-    with Progress(300, 1, bar=True) as progress:
+    with Progress(300, Pace(1), bar=True) as progress:
         progress.took(np.ones(progress.next()))
         progress.took(np.ones(0))
         assert progress.taken == 100
@@ -83,29 +83,33 @@ def test_a_loop_without_steps_ends_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("common", "each", "lengths"),
+    ("compiling", "common", "each", "lengths"),
     [
-        (0.0, 0.001, [1, 98, 100]),
-        (0.0, 0.3, [1, 3, 3, 3, 3]),
-        (0.0, 2.0, [1, 2, 1, 1, 1]),
-        (1.0, 1.0, [1, 2, 4, 8, 8, 8]),
-        (0.5, 0.2, [1, 2, 4, 8, 16, 32, 16, 16]),
-        (50.0, 50.0, [1, 1, 1]),
+        (30.0, 0.0, 0.001, [1, 1, 98, 100]),
+        (30.0, 0.0, 0.3, [1, 1, 8, 3, 3, 3]),
+        (30.0, 0.0, 2.0, [1, 1, 5, 1, 1, 1]),
+        (30.0, 1.0, 1.0, [1, 1, 5, 8, 8, 8]),
+        (0.0, 1.0, 1.0, [1, 5, 8, 8, 8]),
+        (30.0, 0.5, 0.2, [1, 1, 8, 38, 46, 6]),
+        (30.0, 50.0, 50.0, [1, 1, 1, 1]),
     ],
 )
 def test_loops_are_longer_where_that_is_quicker(
-    common, each, lengths, monkeypatch
+    compiling, common, each, lengths, monkeypatch
 ) -> None:
     """What is made once in a loop, of the rows of a million say, is a part of it."""
-    now = 0.0
+    now, pace = 0.0, Pace(10**7)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     taken = []
-    with Progress(300, 10**7, bar=False) as progress:
-        for _ in range(1 + len(lengths)):
+    with Progress(300, pace, bar=False) as progress:
+        for _ in lengths:
             taken.append(progress.next())
-            now += common + each * taken[-1] + (not progress.taken) * 30
+            now += common + each * taken[-1] + (not progress.taken) * compiling
             progress.took(np.ones(taken[-1]))
-    assert taken == [1, *lengths]
+    assert taken == lengths
+    # The next run of the same program goes on so.
+    with Progress(300, pace, bar=False) as progress:
+        assert progress.next() == pace.length
 
 
 @pytest.fixture

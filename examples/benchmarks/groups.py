@@ -4,29 +4,32 @@
 
 ``rows``: simulated binary data with a random intercept and slope of a tenth as many
 groups as rows and 20 fixed effects, at fixed hyperparameters; the slope of seconds and
-of memory against rows on logarithmic scales. ``insteval``: lme4's ratings of 1128
-lecturers by 2972 students, crossed, with departments, all variance components learnt,
-by a Normal likelihood (beside the exact evidence by sparse factorisation, SciPy's
-SuperLU) and an ordinal one. ``walk``: simulated counts along a random walk of as many
-steps as rows, seen once each, with an intercept and the walk's scale learnt (it is .01:
-``error`` is the distance from it). ``series``: the same along an autoregression in
-NumPyro's ``scan``, its coefficient learnt too (.95, of which ``error`` is)::
+of memory against rows on logarithmic scales, and that of ``bare``, a sum of the columns
+of a new array of the size of the data, which costs more for a row where a cache no
+longer holds it and the system has to find its pages. ``insteval``: lme4's ratings of
+1128 lecturers by 2972 students, crossed, with departments, all variance components
+learnt, by a Normal likelihood (beside the exact evidence by sparse factorisation,
+SciPy's SuperLU) and an ordinal one. ``walk``: simulated counts along a random walk of
+as many steps as rows, seen once each, with an intercept and the walk's scale learnt (it
+is .01: ``error`` is the distance from it). ``series``: the same along an autoregression
+in NumPyro's ``scan``, its coefficient learnt too (.95, of which ``error`` is)::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/groups.py --json groups.json
 
-Every fit is a process of its own: ``cold`` counts everything after imports, ``warm`` a
-third run of the same shapes (a second one compiles what checks data that a fitter has
-not seen), ``MiB`` is the peak of the process.
+Every fit is a process of its own: ``cold`` counts everything after imports, ``warm`` is
+the quickest of the third to ``--repeats``-th runs of the same shapes (a second one
+compiles what checks data that a fitter has not seen), ``MiB`` is the peak of the
+process. Seconds are the wall's or, where others use the machine, the processor's
+(``--clock cpu``).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import subprocess
 import sys
-import time
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from common import data_folder, machine, peak_memory, print_table, versions
+from common import Clock, data_folder, machine, peak_memory, print_table, versions
 from numpyro.contrib.control_flow import scan
 from scipy import signal
 
@@ -44,7 +47,8 @@ import numpyro_gpaug as gpaug
 
 HERE = Path(__file__).resolve()
 COLUMNS = {"fit": "", "rows": "d", "latents": "d", "steps": "d", "bound": ".2f"}
-COLUMNS |= {"exact": ".2f", "cold": ".1f", "warm": ".1f", "MiB": ".0f", "error": ".3f"}
+COLUMNS |= {"exact": ".2f", "cold": ".1f", "warm": ".3f", "bare": ".4f", "MiB": ".0f"}
+COLUMNS |= {"error": ".3f"}
 STUDENTS, LECTURERS, DEPARTMENTS = 2972, 1128, 14
 
 
@@ -128,65 +132,88 @@ def insteval() -> dict[str, np.ndarray]:
         return {k: file[k].astype(np.int32) for k in file}
 
 
-def thrice(svi: Any, steps: int, args: Any, kwargs: Any, tol: float | None) -> Any:
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        result = svi.run(
-            jax.random.key(0), steps, *args, progress_bar=False, tol=tol, **kwargs
-        )
-        seconds.append(time.perf_counter() - began)
-    return result, (seconds[0], seconds[-1])
+def seconds(function: Callable[[], Any], how: Namespace) -> list[float]:
+    """Of every repeat."""
+    clock = Clock(how.clock, 0.0)
+    return [clock.time(function) for _ in range(max(how.repeats, 3))]
 
 
-def fit_rows(rows: int) -> dict[str, Any]:
+def timed(
+    svi: Any, steps: int, args: Any, how: Namespace, tol: float | None, **kwargs: Any
+) -> tuple[Any, dict[str, float]]:
+    """The result of a fit and its seconds."""
+    results = []
+
+    def fit() -> None:
+        key = jax.random.key(0)
+        found = svi.run(key, steps, *args, progress_bar=False, tol=tol, **kwargs)
+        results[:] = [found]
+
+    cold, _, *warm = seconds(fit, how)
+    return results[0], {"cold": cold, "warm": min(warm)}
+
+
+def bare(X: np.ndarray, how: Namespace) -> float:
+    """Seconds of a new array of the size of the data, and of the sums of its
+    columns."""
+    moved = jax.jit(lambda X, by: X + by)
+    sums = jax.jit(lambda X: X.sum(0))
+    array = jnp.asarray(X)
+    return min(seconds(lambda: sums(moved(array, 1.0)).block_until_ready(), how)[2:])
+
+
+def fit_rows(rows: int, how: Namespace) -> dict[str, Any]:
     """One size of the simulated data; ``error`` is the root mean square of fixed
     effects."""
     X, group, groups, y, beta = simulated(rows)
     guide = gpaug.AutoLatentGaussian(varying)
     svi = gpaug.ConjugateSVI(varying, guide, optim=None)
     given = X, group, groups, y
-    result, (cold, warm) = thrice(svi, 50, given, {}, 1e-6 * rows)
+    result, taken = timed(svi, 50, given, how, 1e-6 * rows)
     off = np.asarray(svi.posterior(result)["beta"].mean) - beta
     return {
         "fit": "rows", "rows": rows, "latents": 2 * groups + 20,
         "steps": len(result.losses), "bound": -float(result.losses[-1]),
-        "cold": cold, "warm": warm, "error": float(np.sqrt(np.mean(off**2))),
+        **taken, "bare": bare(X, how), "error": float(np.sqrt(np.mean(off**2))),
     }  # fmt: skip
 
 
-def fit_walk(rows: int) -> dict[str, Any]:
+def fit_walk(rows: int, how: Namespace) -> dict[str, Any]:
     """One length of the walk."""
     x = np.cumsum(0.01 * np.random.default_rng(0).normal(size=rows))
-    return fit_steps("walk", walking, x, "scale", 0.01)
+    return fit_steps("walk", walking, x, ("scale", 0.01), how)
 
 
-def fit_series(rows: int) -> dict[str, Any]:
+def fit_series(rows: int, how: Namespace) -> dict[str, Any]:
     """One length of the autoregression."""
     noise = 0.2 * np.random.default_rng(0).normal(size=rows)
     noise[0] /= math.sqrt(1 - 0.95**2)
     x = signal.lfilter([1.0], [1.0, -0.95], noise)
-    return fit_steps("series", returning, x, "phi", 0.95)
+    return fit_steps("series", returning, x, ("phi", 0.95), how)
 
 
 def fit_steps(
-    name: str, model: Callable[..., Any], x: np.ndarray, hyper: str, truth: float
+    name: str,
+    model: Callable[..., Any],
+    x: np.ndarray,
+    truth: tuple[str, float],
+    how: Namespace,
 ) -> dict[str, Any]:
     """Counts of the rates ``exp(1 + x)``; ``error`` is of a hyperparameter."""
     rows, rng = len(x), np.random.default_rng(1)
     y = rng.poisson(np.exp(1 + x)).astype(np.int32)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     given = np.arange(rows), rows, y
-    result, (cold, warm) = thrice(svi, 100, given, {}, None)
-    found = float(result.params[f"{hyper}_auto_loc"])
+    result, taken = timed(svi, 100, given, how, None)
+    found = float(result.params[f"{truth[0]}_auto_loc"])
     return {
         "fit": name, "rows": rows, "latents": rows + 1,
         "steps": len(result.losses), "bound": -float(result.losses[-1]),
-        "cold": cold, "warm": warm, "error": abs(found - truth), "hyper": found,
+        **taken, "error": abs(found - truth[1]), "hyper": found,
     }  # fmt: skip
 
 
-def fit_ratings(kind: str) -> dict[str, Any]:
+def fit_ratings(kind: str, how: Namespace) -> dict[str, Any]:
     """InstEval, hyperparameters learnt."""
     data = insteval()
     ordinal = kind == "ordinal"
@@ -194,12 +221,12 @@ def fit_ratings(kind: str) -> dict[str, Any]:
     svi = gpaug.ConjugateSVI(ratings, guide)
     args = [data[k] for k in ("s", "d", "dept", "service")]
     y = data["y"] - 1 if ordinal else data["y"].astype(float)
-    result, (cold, warm) = thrice(svi, 80, (*args, y), {"ordinal": ordinal}, None)
+    result, taken = timed(svi, 80, (*args, y), how, None, ordinal=ordinal)
     found = {k[:-9]: x for k, x in result.params.items() if k.endswith("_auto_loc")}
     out = {
         "fit": f"insteval {kind}", "rows": len(y), "latents": guide.structure.size,
         "steps": len(result.losses), "bound": -float(result.losses[-1]),
-        "cold": cold, "warm": warm,
+        **taken,
         "hyper": {k: np.asarray(x).tolist() for k, x in found.items()},
     }  # fmt: skip
     if not ordinal:
@@ -235,10 +262,11 @@ def exact(data: dict[str, np.ndarray], sd: np.ndarray, sigma: np.ndarray) -> flo
     return float(-0.5 * (normal + log_det + quadratic) + prior)
 
 
-def child(kind: str, rows: int, double: bool) -> dict[str, Any]:
+def child(kind: str, rows: int, how: Namespace) -> dict[str, Any]:
     """A fit in another process."""
     argv = [sys.executable, str(HERE), "--child", kind, "--rows", str(rows)]
-    argv += ["--float64"] * double
+    argv += ["--clock", how.clock, "--repeats", str(how.repeats)]
+    argv += ["--float64"] * how.float64
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"fit": kind, "failed": done.stderr.strip().splitlines()[-1]}
@@ -253,40 +281,44 @@ def log_slopes(table: list[dict[str, Any]], kind: str) -> dict[str, float]:
     size = np.log([row["rows"] for row in sized])
     return {
         what: float(np.polyfit(size, np.log([row[what] for row in sized]), 1)[0])
-        for what in ("warm", "MiB")
+        for what in ("warm", "bare", "MiB")
+        if what in sized[0]
     }
 
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     sizes = [10_000, 100_000, 1_000_000]
     parser.add_argument("--rows", type=int, nargs="*", default=sizes)
     parser.add_argument("--steps", type=int, nargs="*", default=[1000, 10_000, 100_000])
     parser.add_argument("--ratings", nargs="*", default=["normal", "ordinal"])
     parser.add_argument("--float64", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--child", help=SUPPRESS)
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.child:
         jax.config.update("jax_enable_x64", args.float64)
         kinds = {"rows": fit_rows, "walk": fit_walk, "series": fit_series}
         sized = kinds.get(args.child)
-        found = sized(args.rows[0]) if sized else fit_ratings(args.child)
+        found = sized(args.rows[0], args) if sized else fit_ratings(args.child, args)
         print(json.dumps(found | {"MiB": peak_memory()}))
         return
-    table = [child("rows", rows, args.float64) for rows in args.rows]
+    table = [child("rows", rows, args) for rows in args.rows]
     for kind in ("walk", "series"):
-        table += [child(kind, steps, args.float64) for steps in args.steps]
+        table += [child(kind, steps, args) for steps in args.steps]
     if data_folder() is not None:
-        table += [child(kind, 0, args.float64) for kind in args.ratings]
+        table += [child(kind, 0, args) for kind in args.ratings]
     print_table(table, COLUMNS)
     slopes = {kind: log_slopes(table, kind) for kind in ("rows", "walk", "series")}
     print("slopes on logarithmic scales:", slopes)
     if args.json:
         report = {"rows": table, "slopes": slopes, "machine": machine()}
+        report["clock"] = args.clock
         report["versions"] = versions("jax", "numpyro", "scipy", "numpyro-gpaug")
         Path(args.json).write_text(json.dumps(report, indent=2))
 

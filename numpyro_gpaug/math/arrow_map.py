@@ -5,13 +5,13 @@ the affine maps of :mod:`numpyro_gpaug.math.arrow`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from numpyro_gpaug.math.affine import GaussianFactors, Marginals, gaussian_factors
 from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes
@@ -21,6 +21,8 @@ from numpyro_gpaug.math.blocks import (
     rows_of_blocks,
     summed_blocks,
 )
+from numpyro_gpaug.math.ordering import Order
+from numpyro_gpaug.math.sharding import shards
 
 
 class Loadings(NamedTuple):
@@ -46,7 +48,7 @@ class Loadings(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("offset", "loadings", "residual"), meta_fields=("sizes",),
+    data_fields=("offset", "loadings", "residual", "order"), meta_fields=("sizes",),
 )  # fmt: skip
 @dataclass(frozen=True)
 class ArrowMap:
@@ -58,12 +60,38 @@ class ArrowMap:
     :param residual: variance of the predictors given the latents, (1, n).
     :param sizes: of the latents. Their moments are
         :class:`~numpyro_gpaug.math.arrow.ArrowMoments`, or of a like kind.
+    :param order: that of the loadings' rows; ``None`` where it is the predictors'. See
+        :meth:`in_order`.
     """
 
     offset: Array
     loadings: Loadings
     residual: Array
     sizes: ArrowSizes
+    order: Order | None = None
+
+    def in_order(self) -> Self:
+        """The same map, its loadings in the order of groups and filling whole blocks if
+        they are many: they are then looked at without a copy."""
+        size = _rows_of_blocks(self.offset.shape[-1], self.sizes, self.offset.dtype)
+        # Of rows on several devices none has to move.
+        if size is None or shards() > 1 or jax.default_backend() != "cpu":
+            return self
+        order = Order.by_group(self.loadings.group, self.sizes.groups, size)
+        # The compiler would take rows from columns, one number at a time.
+        loadings = lax.optimization_barrier(self.loadings)
+        return replace(self, loadings=jax.tree.map(order.taken, loadings), order=order)
+
+    @property
+    def _rows(self) -> Loadings:
+        """The loadings as the predictors are."""
+        return jax.tree.map(self._put_back, self.loadings)
+
+    def _weights(self, rows: Array) -> Array:
+        return rows if self.order is None else self.order.weights(rows)
+
+    def _put_back(self, rows: Array) -> Array:
+        return rows if self.order is None else self.order.back(rows)
 
     def __call__(self, z: Array) -> Array:
         """Means of the predictors given latents (1, G R + K), (1, n)."""
@@ -71,7 +99,8 @@ class ArrowMap:
         own, group, dense, value, place = self.loadings
         width = dense.shape[-1]
         moved = (own * groups[group]).sum(-1) + dense @ corner[:width]
-        return self.offset + moved + (value * corner[width:][place]).sum(-1)
+        moved = moved + (value * corner[width:][place]).sum(-1)
+        return self.offset + self._put_back(moved)
 
     def marginals(self, q: Any) -> Marginals:
         """Marginals of the predictors: variances are sums of squares."""
@@ -80,7 +109,7 @@ class ArrowMap:
             own, rest = _spread(q, rows)
             return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
 
-        variance = _over_rows(squares, self.loadings, q)
+        variance = self._put_back(_over_rows(squares, self.loadings, q))
         return Marginals(self(q.mean), self.residual + variance)
 
     def covariances(self, q: Any, left: Array, right: Array) -> Array:
@@ -98,13 +127,13 @@ class ArrowMap:
             found = jnp.where(same, (own[0] * own[1]).sum(-1), 0)
             return found + (rest[0] * rest[1]).sum(-1)
 
-        rows = self.loadings.at(left), self.loadings.at(right)
-        return _over_rows(products, rows, q)[None]
+        given = self._rows
+        return _over_rows(products, (given.at(left), given.at(right)), q)[None]
 
     def covariance(self, q: Any) -> Array:
         """Of all predictors, (1, n, n), without the residual."""
-        own, rest = _spread(q, self.loadings)
-        group = self.loadings.group
+        rows = self._rows
+        (own, rest), group = _spread(q, rows), rows.group
         same = group[:, None] == group
         return (rest @ rest.T + jnp.where(same, own @ own.T, 0))[None]
 
@@ -124,14 +153,15 @@ class ArrowMap:
         """
         sizes = self.sizes
         about = self.offset if about is None else about
-        centred = (factors.potential - factors.precision * about)[0]
+        centred = self._weights((factors.potential - factors.precision * about)[0])
         own, group, dense, value, place = self.loadings
         groups = jnp.zeros((sizes.groups, sizes.each), own.dtype)
         groups = groups.at[group].add(centred[:, None] * own)
         others = jnp.zeros(sizes.corner - dense.shape[-1], own.dtype)
         others = others.at[place].add(centred[:, None] * value)
         corner = jnp.concatenate([centred @ dense, others])
-        products = _products(self.loadings, self.loadings, factors.precision[0], sizes)
+        precision = self._weights(factors.precision[0])
+        products = _products(self.loadings, self.loadings, precision, sizes)
         return ArrowNatural(sizes.joined(groups, corner)[None], *products)
 
     def coupling(self, cross: Array, left: Array, right: Array) -> Any:
@@ -144,7 +174,8 @@ class ArrowMap:
         :return: an :class:`~numpyro_gpaug.math.arrow.ArrowNatural`.
         """
         sizes = self.sizes
-        first, second = self.loadings.at(left), self.loadings.at(right)
+        given = self._rows
+        first, second = given.at(left), given.at(right)
         # One that looks at no group has any for its own.
         seen = (first.own != 0).any(-1)
         group = jnp.where(seen, first.group, second.group)
@@ -180,12 +211,17 @@ def _spread(q: Any, rows: Loadings) -> tuple[Array, Array]:
     return ahead, rest
 
 
+def _rows_of_blocks(number: int, sizes: ArrowSizes, dtype: Any) -> int | None:
+    """How many rows a block has, if they are many: of each there are K numbers and more
+    on the way to a sum."""
+    each = (2 + sizes.each) * (1 + sizes.corner)
+    return rows_of_blocks(number, each, dtype, least=64)
+
+
 def _over_rows(function: Callable[[Any], Array], rows: Any, q: Any) -> Array:
-    """A function of rows, in blocks if they are many: each has E numbers and more on
-    the way."""
+    """A function of rows, in blocks if they are many."""
     number = len(jax.tree.leaves(rows)[0])
-    each = (2 + q.roots.shape[-1]) * (1 + q.whitener.shape[1])
-    size = rows_of_blocks(number, each, q.mean.dtype, least=64)
+    size = _rows_of_blocks(number, q.sizes, q.mean.dtype)
     if size is None:
         return function(rows)
     cut = jax.tree.map(lambda x: cut_rows(x, size), rows)
@@ -198,8 +234,7 @@ def _products(
     """Sums over rows of ``w l r'``, symmetric but for what ``w r l'`` adds to it:
     blocks of groups, border and corner; in blocks of rows if they are many."""
     number, width = left.dense.shape
-    each = (sizes.each + 1) * (width + sizes.each)
-    size = rows_of_blocks(number, each, weights.dtype, least=64)
+    size = _rows_of_blocks(number, sizes, weights.dtype)
     others = sizes.corner - width
     shapes = _Sums(
         (sizes.groups, sizes.each, sizes.each),

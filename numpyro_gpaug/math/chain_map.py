@@ -20,7 +20,7 @@ from numpyro_gpaug.math.chain import ChainMoments, ChainNatural
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("offset", "loadings", "residual"), meta_fields=("sizes",),
+    data_fields=("offset", "loadings", "residual", "order"), meta_fields=("sizes",),
 )  # fmt: skip
 @dataclass(frozen=True)
 class ChainMap(ArrowMap):
@@ -50,7 +50,7 @@ class ChainMap(ArrowMap):
             moved = q.covarying(self._projection(rows))
             return jax.vmap(lambda z: self(z[None])[0] - self.offset[0])(moved.T)
 
-        cut = jax.tree.map(lambda x: cut_rows(x, size), self.loadings)
+        cut = jax.tree.map(lambda x: cut_rows(x, size), self._rows)
         return over_blocks(of_block, cut, number)[None]
 
     def _projection(self, rows: Loadings) -> Array:

@@ -17,6 +17,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.arrow import ArrowPrior
+from numpyro_gpaug.math.arrow_map import ArrowMap
 from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import Predictors
@@ -220,7 +221,9 @@ class JointView:
         predictors, pairs = self.predictors, self.pairs
         arrow = self.structure.arrow is not None
         single = predictors.arrow if arrow else predictors.dense
-        return {JOINT: single if pairs is None else PairedMap(single, *pairs)}
+        if pairs is not None:
+            return {JOINT: PairedMap(single, *pairs)}
+        return {JOINT: single.in_order() if isinstance(single, ArrowMap) else single}
 
     def unreached(self, maps: dict[str, Any]) -> dict[str, Array]:
         """By process, of which function values no more than one of its inducing values

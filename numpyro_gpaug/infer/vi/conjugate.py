@@ -282,7 +282,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         guard = self._runs.guard(num_steps, feed, plan)
         losses: list[np.ndarray] = []
         over = False
-        progress = Progress(num_steps, feed.size, progress_bar)
+        pace = self._programs.pace(plan, feed.size)
+        progress = Progress(num_steps, pace, progress_bar)
         with progress, closing(feed), threads_for(plan.structure.largest):
             while wanted := progress.next():
                 state, chunk = feed.steps(state, wanted, limit)

@@ -26,6 +26,7 @@ from numpyro_gpaug.infer.vi.plan import (
     closed_params_of,
     transforms_of,
 )
+from numpyro_gpaug.infer.vi.progress import Pace
 from numpyro_gpaug.infer.vi.start import check_start, initial_state, read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.compiling import Compiled
@@ -49,6 +50,7 @@ class Programs:
     ) -> None:
         self._model, self._guide, self._settings = model, guide, settings
         self.plans: dict[Any, Plan] = {}
+        self._paces: dict[tuple[Plan, int], Pace] = {}
         self.begin = Compiled(
             partial(initial_state, settings, model, guide),
             static_argnames=("static", "batch"),
@@ -142,11 +144,20 @@ class Programs:
         if len(self.plans) >= MAX_SHAPES and arguments.shapes not in self.plans:
             # JAX would keep what it compiled for every one of them.
             self.plans.clear()
+            self._paces.clear()
             programs: tuple[Any, ...] = self.begin, self.advance, self.loss
             programs += self.bounds, self.advance_batches, self.sums, self.slopes
             for program in programs:
                 program.clear_cache()
         return remembered(self.plans, arguments.shapes, made)
+
+    def pace(self, plan: Plan, size: int) -> Pace:
+        """What is known of how fast steps are.
+
+        :param plan: of the fit.
+        :param size: number of entries of its data.
+        """
+        return remembered(self._paces, (plan, size), lambda: Pace(size))
 
     def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
         """Constrained params."""

@@ -22,8 +22,37 @@ _SMALL = 10**6
 # Of a loop, and at most of a longer one whose steps are the quicker for it: what all
 # have in common, as the projection of all data, is made once in each loop.
 _SECONDS, _LONGEST = 1.0, 10.0
-# By how much they have to be.
-_PAYS = 1.1
+# By how much they have to be, and how many times as long is tried.
+_PAYS, _TIMES = 1.1, 8
+
+
+class Pace:
+    """How long the loops of a program should be.
+
+    :param size: number of entries of its data.
+    :ivar length: steps of the next loop.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.length = CHUNK if size <= _SMALL else 1
+        # The shortest loops so far, their steps per second, and whether those of longer
+        # ones are more; to be tried, until it is known.
+        self._shortest, self._speed, self._pays = CHUNK, 0.0, True
+
+    def took(self, steps: int, seconds: float) -> None:
+        """Notes a loop.
+
+        :param steps: of it.
+        :param seconds: that it took, or more: what compiles the first is in them.
+        """
+        speed = steps / max(seconds, 1e-9)
+        if steps > self._shortest:
+            self._pays = speed > _PAYS * self._speed
+        else:
+            best = self._speed if steps == self._shortest else 0.0
+            self._shortest, self._speed = steps, max(speed, best)
+        longer = min(_TIMES * steps, speed * _LONGEST) if self._pays else 0
+        self.length = int(np.clip(max(speed * _SECONDS, longer), 1, CHUNK))
 
 
 class Progress:
@@ -34,17 +63,14 @@ class Progress:
     The first Ctrl-C ends the run after the present loop; a second one at once.
 
     :param num_steps: steps of the run.
-    :param size: number of entries of its data.
+    :param pace: of earlier runs of the same program.
     :param bar: whether to show a progress bar.
     :ivar taken: steps so far.
     """
 
-    def __init__(self, num_steps: int, size: int, bar: bool) -> None:
+    def __init__(self, num_steps: int, pace: Pace, bar: bool) -> None:
         self._num_steps, self.taken = num_steps, 0
-        self._length = CHUNK if size <= _SMALL else 1
-        # The longest loop so far, its steps per second, and the length that is worth
-        # trying, or that was the best.
-        self._tried, self._speed, self._worth = 0, 0.0, 1
+        self._pace = pace
         self._bar = tqdm(total=num_steps, disable=not bar, desc="compiling")
         self._since = time.perf_counter()
         self._interrupted = False
@@ -81,7 +107,7 @@ class Progress:
         """Steps of the next loop: none after the last, or after Ctrl-C."""
         # Minibatches are judged at whole loops, wherever the clock divides the run.
         left = min(self._num_steps - self.taken, CHUNK - self.taken % CHUNK)
-        return 0 if self._interrupted else min(self._length, left)
+        return 0 if self._interrupted else min(self._pace.length, left)
 
     def took(self, losses: np.ndarray) -> None:
         """Notes a loop that has ended.
@@ -98,20 +124,10 @@ class Progress:
             self._bar.reset(self._num_steps)
             self._bar.initial = self._bar.n = self.taken
         else:
-            self._length = self._next_length(len(losses), now - self._since)
             self._bar.update(len(losses))
+        self._pace.took(len(losses), now - self._since)
         self._bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
         self._since = now
-
-    def _next_length(self, steps: int, seconds: float) -> int:
-        """After a loop of some steps that took so long."""
-        speed = steps / max(seconds, 1e-9)
-        if steps > self._tried:
-            quicker = speed > _PAYS * self._speed
-            self._worth = 2 * steps if quicker else self._tried
-            self._tried, self._speed = steps, speed
-        longest = max(speed * _SECONDS, min(self._worth, speed * _LONGEST))
-        return int(np.clip(longest, 1, CHUNK))
 
 
 def steps_compared(structure: Structure) -> int:
