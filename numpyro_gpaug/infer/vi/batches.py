@@ -217,8 +217,9 @@ class Batches(Blocks):
             self.first,
         )
         piece = max(PIECE // self.size, 1) * self.size
-        # A block is read while the last ones are shuffled.
-        blocks: Any = prefetch((self._read(i) for group in groups for i in group), 1)
+        # The next group is read while the last is shuffled.
+        reads = (self._read(block) for group in groups for block in group)
+        blocks: Any = prefetch(reads, -(-SHUFFLED // max(self._source.sizes)))
         with closing(blocks):
             for group, seed, number in zip(groups, seeds, numbers, strict=True):
                 order = np.random.default_rng(seed).permutation(number)[skipped:]
