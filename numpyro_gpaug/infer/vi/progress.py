@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from numpyro_gpaug.infer.vi.epochs import epoch_length
 from numpyro_gpaug.infer.vi.loop import CHUNK
+from numpyro_gpaug.math.processes import least_of_all
 from numpyro_gpaug.model.structure import Structure
 
 # Entries of the data up to which the first loop is a whole one.
@@ -36,11 +37,16 @@ class Progress:
     :param num_steps: steps of the run.
     :param size: number of entries of its data.
     :param bar: whether to show a progress bar.
+    :param several: whether processes share the data: their loops are of one length,
+        that of the slowest, and end for all where one was interrupted.
     :ivar taken: steps so far.
     """
 
-    def __init__(self, num_steps: int, size: int, bar: bool) -> None:
+    def __init__(
+        self, num_steps: int, size: int, bar: bool, *, several: bool = False
+    ) -> None:
         self._num_steps, self.taken = num_steps, 0
+        self._several, self._all_end = several, False
         self._length = CHUNK if size <= _SMALL else 1
         # The longest loop so far, its steps per second, and the length that is worth
         # trying, or that was the best.
@@ -60,7 +66,7 @@ class Progress:
         self._bar.close()
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
-        if self._interrupted and error[0] is None:
+        if self._ends and error[0] is None:
             warnings.warn(
                 f"interrupted after {self.taken} of {self._num_steps} steps: this is "
                 "the fit so far; go on with run(..., init_state=result.state)",
@@ -73,15 +79,19 @@ class Progress:
         self._interrupted = True
 
     @property
+    def _ends(self) -> bool:
+        return self._all_end if self._several else self._interrupted
+
+    @property
     def over(self) -> bool:
         """Whether all steps are taken, or the run was interrupted."""
-        return self._interrupted or self.taken >= self._num_steps
+        return self._ends or self.taken >= self._num_steps
 
     def next(self) -> int:
         """Steps of the next loop: none after the last, or after Ctrl-C."""
         # Minibatches are judged at whole loops, wherever the clock divides the run.
         left = min(self._num_steps - self.taken, CHUNK - self.taken % CHUNK)
-        return 0 if self._interrupted else min(self._length, left)
+        return 0 if self._ends else min(self._length, left)
 
     def took(self, losses: np.ndarray) -> None:
         """Notes a loop that has ended.
@@ -102,6 +112,10 @@ class Progress:
             self._bar.update(len(losses))
         self._bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
         self._since = now
+        if self._several:
+            here = self._length, not self._interrupted
+            self._length, goes_on = least_of_all(here)
+            self._all_end = not goes_on
 
     def _next_length(self, steps: int, seconds: float) -> int:
         """After a loop of some steps that took so long."""
