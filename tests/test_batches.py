@@ -16,6 +16,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import load_state, save_state
 from numpyro_gpaug.infer.vi import batches as module
+from numpyro_gpaug.infer.vi import row_blocks
 from numpyro_gpaug.infer.vi.feeds import Given, Reader
 
 KEY = jax.random.key(0)
@@ -64,8 +65,9 @@ def svi():
 @pytest.fixture
 def small(monkeypatch):
     """As if data were large: several blocks, and several groups of them."""
-    monkeypatch.setattr(module, "BLOCK", 8)
+    monkeypatch.setattr(row_blocks, "BLOCK", 8)
     monkeypatch.setattr(module, "SHUFFLED", 20)
+    monkeypatch.setattr(module, "PIECE", 10)
 
 
 # -- what is read ---------------------------------------------------------------------
@@ -113,6 +115,24 @@ def test_the_next_part_is_read_while_the_last_is_used(data):
     next(reader)
     assert parts.seen[1].wait(10)
     reader.close()
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ((np.zeros((7, 2), "f"), np.zeros(7, "i4")), "block 1 .* 7 rows, .* have 8"),
+        ((np.zeros((8, 2), "f"), np.zeros(8, "f")), "dtype float32, but in the first"),
+    ],
+)
+def test_blocks_that_are_not_what_was_said_of_them(part, message):
+    class Source:
+        sizes = [8, 8]
+
+        def read(self, block):
+            return part if block else (np.zeros((8, 2), "f"), np.zeros(8, "i4"))
+
+    with pytest.raises(ValueError, match=message):
+        list(gpaug.Batches(Source(), 4).epoch(0))
 
 
 def test_parquet(data, tmp_path):

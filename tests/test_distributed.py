@@ -14,6 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from numpyro_gpaug.infer.vi.progress import Progress
+from numpyro_gpaug.math import processes
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "distributed.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "XLA_FLAGS": ""}
 
@@ -130,21 +133,35 @@ for source, optim in ((gpaug.Blocks, "lbfgs"), (gpaug.Batches, optax.adam(0.02))
 """
 
 
-def readers(*rows):
-    """What processes print that read as many rows each; their errors."""
+def printed(script, *given):
+    """What processes of a script print after "found", and their errors.
+
+    :param script: with arguments port, number, and what it is given.
+    :param given: to each process.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", READER, *map(str, (port, i, len(rows), number))],
+            [sys.executable, "-c", script, *map(str, (port, i, *own))],
             env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for i, number in enumerate(rows)
+        for i, own in enumerate(given)
     ]  # fmt: skip
-    found, errors = zip(*(x.communicate(timeout=240) for x in started), strict=True)
-    printed = [re.findall("^found (.*)", text, re.M) for text in found]
-    return [[np.array(x.split(), float) for x in text] for text in printed], errors
+    try:
+        both = [x.communicate(timeout=240) for x in started]
+    finally:
+        for process in started:
+            process.kill()
+    found, errors = zip(*both, strict=True)
+    return [re.findall("^found (.*)", text, re.M) for text in found], errors
+
+
+def readers(*rows):
+    """What processes find that read as many rows each; their errors."""
+    found, errors = printed(READER, *((len(rows), number) for number in rows))
+    return [[np.array(x.split(), float) for x in text] for text in found], errors
 
 
 @pytest.mark.slow
@@ -170,18 +187,164 @@ def test_processes_that_read_unequal_data_are_refused_by_all():
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [(0, 2), (20, 3)], ids=["no rows", "columns"])
 def test_shards_that_do_not_fit_are_refused_by_all(other):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(port), str(i), *map(str, shape)],
-            env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
-        )
-        for i, shape in enumerate([(20, 2), other])
-    ]  # fmt: skip
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode != 0
-        assert "ValueError: processes hold parts of unequal shapes" in errors
-        assert f"({other[0]}, {other[1]}, 'float32')" in errors
+    _, errors = printed(WORKER, (20, 2), other)
+    for text in errors:
+        assert "ValueError: processes hold parts of unequal shapes" in text
+        assert f"({other[0]}, {other[1]}, 'float32')" in text
+
+
+FAILING = """
+import sys, time, jax, numpy as np, numpyro, numpyro.distributions as dist, optax
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.vi import progress
+port, process = map(int, sys.argv[1:])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+def model(X, y=None, *, Z):
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+X = np.random.default_rng(process).normal(size=(60, 2)).astype("f")
+y = (X[:, 0] > 0).astype("int32")
+Z = np.random.default_rng(2).normal(size=(3, 2)).astype("f")
+class Loader:
+    def __init__(self, fault):
+        self.fault = fault if process == 1 else None
+    def __iter__(self):
+        for i in range(0, 60, 10):
+            some, labels = X[i : i + 10].copy(), y[i : i + 10].copy()
+            if i == 30 and self.fault == "raises":
+                raise OSError("the disk is gone")
+            if i == 30 and self.fault == "ends early":
+                return
+            if i == 30 and self.fault == "NaN":
+                some[:] = np.nan
+            if i == 30 and self.fault == "labels":
+                labels[:] = 7
+            yield some, labels
+def full(state, losses):
+    if process == 1:
+        raise OSError("no space left on device")
+mesh = jax.make_mesh((2,), ("rows",))
+svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None, mesh=mesh)
+how = {"Z": Z, "progress_bar": False}
+for source in (gpaug.Batches, gpaug.Blocks):
+    for fault in ("raises", "ends early", "NaN", "labels", "callback", None):
+        read, begun = source(Loader(fault), rows=60), time.monotonic()
+        try:
+            svi.run(
+                jax.random.key(0), 4, read, **how,
+                callback=full if fault == "callback" else None,
+            )
+            said = "nothing"
+        except Exception as error:
+            notes = getattr(error, "__notes__", [])
+            said = " ".join(f"{type(error).__name__}: {error} {notes}".split())
+        print("found", source.__name__, fault, time.monotonic() - begun < 30, said)
+"""
+
+SKEWED = """
+import sys, time, jax, numpy as np, numpyro, numpyro.distributions as dist
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.vi import progress
+port, process, processes = map(int, sys.argv[1:])
+if processes > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+# As if the data were large, and one machine slower than the other.
+progress._SMALL, now = 0, time.perf_counter
+time.perf_counter = lambda: now() * (100.0, 3000.0)[process]
+def model(X, y=None, *, Z):
+    scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(scale), Z)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+X = np.random.default_rng(0).normal(size=(80, 2)).astype("f")
+y, own = (X[:, 0] > 0).astype("int32"), 80 // processes
+mesh = jax.make_mesh((processes,), ("rows",))
+by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+data = (x[process * own : (process + 1) * own] for x in (X, y))
+data = (jax.make_array_from_process_local_data(by_row, x) for x in data)
+svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
+lengths = []
+result = svi.run(
+    jax.random.key(0), 40, *data, Z=X[:6], progress_bar=False,
+    callback=lambda state, losses: lengths.append(len(losses)),
+)
+print("found", *result.losses)
+print("found", *lengths)
+"""
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """As if another process said what is put into the list that is returned."""
+    others = []
+    monkeypatch.setattr(processes, "spans_processes", lambda mesh: True)
+    monkeypatch.setattr(
+        processes.multihost_utils, "process_allgather",
+        lambda own: np.stack([own, others.pop(0)]),
+    )  # fmt: skip
+    return others
+
+
+def test_an_error_of_another_process_is_raised_here(two_processes):
+    two_processes += [np.ones(1, np.int32)]
+    with processes.all_or_none(None):
+        pass
+    said = np.frombuffer(b"OSError: gone".ljust(processes._LONGEST), np.uint8)
+    two_processes += [np.zeros(1, np.int32), said]
+    with pytest.raises(RuntimeError, match="^process 1 failed: OSError: gone$"):
+        with processes.all_or_none(None):
+            pass
+    two_processes += [np.ones(1, np.int32), 0 * said]
+    with pytest.raises(KeyError, match="mine"), processes.all_or_none(None):
+        raise KeyError("mine")
+    assert two_processes == []
+
+
+def test_loops_of_processes_are_as_long_as_the_shortest(two_processes):
+    progress = Progress(300, 1, bar=False, several=True)
+    for length, goes_on, wanted in ((40, 1, 100), (100, 1, 40), (100, 0, 60)):
+        assert progress.next() == wanted
+        two_processes.append(np.array([length, goes_on], np.int32))
+        progress.took(np.ones(wanted))
+    assert progress.over
+    assert progress.next() == 0
+
+
+@pytest.mark.slow
+def test_what_fails_in_one_process_ends_all_with_the_same_message():
+    """And leaves them able to go on, together."""
+    (first, second), errors = printed(FAILING, (), ())
+    assert len(first) == len(second) == 12, errors
+    for source in ("Batches", "Blocks"):
+        at = "epoch 0" if source == "Batches" else "a pass"
+        for fault, message in (
+            ("raises", f"OSError: the disk is gone .*batch 3 of {at}"),
+            ("ends early", f"ValueError: .* after 30 of 60 rows .*batch 3 of {at}"),
+            ("NaN", f"ValueError: X has shape .* 20 NaN.*batch 3 of {at}"),
+            ("labels", f"ValueError: .*outside the support.*batch 3 of {at}"),
+            ("callback", "OSError: no space left on device"),
+            ("None", "nothing"),
+        ):
+            (one,), (two,) = (
+                [x for x in found if x.startswith(f"{source} {fault} True")]
+                for found in (first, second)
+            )
+            assert re.search(message, one), one
+            assert re.search(message, two), two
+            if fault not in ("labels", "None"):
+                assert "RuntimeError: process 1 failed: " in one
+
+
+@pytest.mark.slow
+def test_processes_of_unequal_speed_take_loops_of_one_length():
+    (alone,), errors = printed(SKEWED, (1,))
+    assert len(alone) == 2, errors
+    both, errors = printed(SKEWED, (2,), (2,))
+    for found in both:
+        assert len(found) == 2, errors
+        losses, expected = (np.array(x[0].split(), float) for x in (found, alone))
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+        assert found[1] == both[0][1]

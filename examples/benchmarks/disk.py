@@ -4,15 +4,20 @@ r"""Data in Parquet files that are never in memory: seconds, peak memory and acc
 Rows of the problem of ``large.py`` are written to a temporary folder. Each way to go
 through them is a process of its own, whose peak memory is told:
 
-- ``read``: the columns of every row group, in order, nothing else;
+- ``read``: the columns of every row group as rows of floats, in order, nothing else;
 - ``shuffle``: an epoch of ``Batches``, without a fit;
 - ``blocks``: steps that see all data, ``Blocks``, at fixed hyperparameters;
-- ``learn``: everything learnt on minibatches, judged on rows of their own.
+- ``blocks_memory``: the same on half a million of the rows, in memory;
+- ``learn``: an epoch on minibatches: everything is learnt, and judged on other rows;
+- ``learn_memory``: the same steps on batches of half a million rows that are in memory,
+  neither read nor shuffled: the arithmetic alone.
 
-``--rows 20000000`` is the whole problem (1.5 GB of files)::
+What is compiled is compiled before. ``--rows 20000000`` is the whole problem (2.2 GB of
+files)::
 
     python examples/benchmarks/disk.py --json disk.json
     python examples/benchmarks/disk.py --rows 20000000
+    python examples/benchmarks/disk.py --rows 20000000 --inducing 16
 
 Timings need a machine without other work, ``cpu`` less than others: microseconds of
 processors per row, of which reading is what ``read`` takes.
@@ -21,6 +26,7 @@ processors per row, of which reading is what ``read`` takes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
@@ -30,16 +36,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import machine, print_table, versions
 from large import draw, judge
 
-PARTS = "read", "shuffle", "blocks", "learn"
+PARTS = "read", "shuffle", "blocks_memory", "blocks", "learn_memory", "learn"
 # Rows of a file, and of a row group in it.
 FILE, GROUP = 1_000_000, 250_000
+# Rows that are held in memory, and steps on minibatches of them, at most.
+HELD, STEPS = 500_000, 400
+# Steps after which all is compiled: fewer have no guard.
+COMPILED = 201
 TABLE = {
     "part": "", "rows": "d", "seconds": ".1f", "rows_second": ",.0f",
-    "of_reading": ".2f", "cpu": ".2f", "peak": ".0f", "auc": ".4f", "nll": ".4f",
-    "loss": ".5f",
+    "of_reading": ".2f", "of_memory": ".2f", "of_slower": ".2f", "cpu": ".2f",
+    "peak": ".0f", "auc": ".4f", "nll": ".4f", "loss": ".5f",
 }  # fmt: skip
 
 
@@ -80,60 +91,93 @@ def model(X, y=None, *, inducing):
         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 
 
-def work(args: argparse.Namespace) -> dict[str, Any]:
-    """One part, in a process of its own."""
+class Measured:
+    """Seconds since it was made, of the clock and of processors."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter(), time.process_time()
+
+    def row(self, rows: int) -> dict[str, Any]:
+        """What is told of so many rows."""
+        seconds = time.perf_counter() - self._begun[0]
+        used = time.process_time() - self._begun[1]
+        return {
+            "rows": rows, "seconds": seconds, "rows_second": rows / seconds,
+            "cpu": 1e6 * used / rows,
+        }  # fmt: skip
+
+
+def reading(part: str, rows: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """``read`` and ``shuffle``."""
+    import numpyro_gpaug as gpaug
+
+    batches = gpaug.Batches(rows, args.batch)
+    measured = Measured()
+    if part == "shuffle":
+        return measured.row(sum(len(batch["y"]) for batch in batches.epoch(0)))
+    for i in range(len(rows.sizes)):
+        rows.read(i)
+    return measured.row(args.rows)
+
+
+def fitting(part: str, rows: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Steps on what is read, or on rows in memory."""
     import jax
     import optax
 
     import numpyro_gpaug as gpaug
 
-    rows = gpaug.ArrowRows(str(args.folder), X=names(args.columns), y="y")
-    batches = gpaug.Batches(rows, args.batch)
-    blocks = gpaug.Blocks(rows, args.block)
-    Z = gpaug.inducing.kmeans(
-        next(gpaug.Batches(rows, 10_000).epoch(0))["X"], args.inducing
-    )
-    key, quiet = jax.random.key(0), {"progress_bar": False, "inducing": Z}
-    fitted: dict[str, Any] = {}
-    if args.worker in ("blocks", "learn"):
-        optim = optax.adam(args.rate) if args.worker == "learn" else None
-        svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
-        data = batches if args.worker == "learn" else blocks
-        svi.run(key, 1, data, **quiet)  # compiled before
-    begun, used, seen = time.perf_counter(), time.process_time(), args.rows
-    if args.worker == "read":
-        for i in range(len(rows.sizes)):
-            rows.read(i)
-    elif args.worker == "shuffle":
-        seen = sum(len(batch["y"]) for batch in batches.epoch(0))
-    elif args.worker == "blocks":
-        result = svi.run(key, args.passes, data, **quiet)
-        fitted["loss"] = float(result.losses[-1]) / args.rows
-        # One pass more than steps: the first finds the first targets.
-        seen = (args.passes + 1) * args.rows
+    read = gpaug.Batches(rows, args.batch)
+    key, in_memory = jax.random.key(0), part.endswith("memory")
+    held, optim, steps = args.rows, None, args.passes
+    if part == "learn":
+        given = read
+    elif part == "blocks":
+        given = gpaug.Blocks(rows, args.block)
     else:
-        result = svi.run(key, args.steps, data, **quiet)
-        seen = args.steps * args.batch
-    seconds, used = time.perf_counter() - begun, time.process_time() - used
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    if args.worker in ("blocks", "learn"):
+        batches = list(itertools.islice(read.epoch(0), max(1, HELD // args.batch)))
+        held = len(batches) * args.batch
+        given = gpaug.Batches(batches, rows=held)
+    if part == "blocks_memory":
+        arrays = {k: np.concatenate([x[k] for x in batches]) for k in batches[0]}
+        given = gpaug.Blocks(arrays, min(args.block, held))
+    if part.startswith("learn"):
+        optim = optax.adam(args.rate)
+        steps = min(args.rows // args.batch, STEPS if in_memory else args.rows)
+    Z = gpaug.inducing.kmeans(read.first["X"][:10_000], args.inducing)
+    how: dict[str, Any] = {"progress_bar": False, "inducing": Z}
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
+    svi.run(key, min(steps, COMPILED) if optim else 1, given, **how)
+    measured = Measured()
+    result = svi.run(key, steps, given, **how)
+    # One pass more than steps: the first finds the first targets.
+    row = measured.row(steps * args.batch if optim else (steps + 1) * held)
+    if not optim:
+        row["loss"] = float(result.losses[-1]) / held
+    if not in_memory:
         X, y, _ = draw(args.test_rows, args.columns, 2)
         scores = judge(svi.posterior(result).predict_y(X).probs, y)
-        fitted |= {k: scores[k] for k in ("auc", "nll")}
-    return {
-        "part": args.worker, "rows": seen, "seconds": seconds,
-        "rows_second": seen / seconds, "cpu": 1e6 * used / seen, "peak": peak,
-        **fitted,
-    }  # fmt: skip
+        row |= {k: scores[k] for k in ("auc", "nll")}
+    return row
+
+
+def work(args: argparse.Namespace) -> dict[str, Any]:
+    """One part, in a process of its own."""
+    import numpyro_gpaug as gpaug
+
+    rows = gpaug.ArrowRows(str(args.folder), X=names(args.columns), y="y")
+    does = reading if args.worker in ("read", "shuffle") else fitting
+    found = does(args.worker, rows, args)
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return {"part": args.worker, **found, "peak": peak}
 
 
 def spawn(part: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs a worker; raises with its error."""
     command = [sys.executable, __file__, "--worker", part, "--folder", folder]
     for name in (
-        "rows", "columns", "inducing", "batch", "block", "passes", "steps", "rate",
-        "test_rows",
+        "rows", "columns", "inducing", "batch", "block", "passes", "rate", "test_rows",
     ):  # fmt: skip
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -142,22 +186,37 @@ def spawn(part: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Speeds over those of reading alone, and of the same steps in memory."""
+    speeds = {row["part"]: row["rows_second"] for row in rows}
+    for row in rows:
+        beside = {"of_reading": "read", "of_memory": f"{row['part']}_memory"}
+        limits = {k: speeds[part] for k, part in beside.items() if part in speeds}
+        if "of_memory" in limits and len(limits) == 2:
+            limits["of_slower"] = min(limits.values())
+        row |= {name: row["rows_second"] / limit for name, limit in limits.items()}
+    return rows
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--test-rows", type=int, default=100_000)
     parser.add_argument("--columns", type=int, default=18)
     parser.add_argument("--inducing", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1000)
+    parser.add_argument(
+        "--batch", type=int, help="rows; else an epoch has 2000 steps, as large.py has"
+    )
     parser.add_argument("--block", type=int, default=2**13, help="rows of a block")
     parser.add_argument("--passes", type=int, default=3, help="steps on all data")
-    parser.add_argument("--steps", type=int, default=2000, help="on minibatches")
     parser.add_argument("--rate", type=float, default=0.01, help="of the gradients")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.batch = args.batch or max(1, args.rows // 2000)
+    return args
 
 
 def main() -> None:
@@ -171,14 +230,11 @@ def main() -> None:
         write(Path(folder), args)
         size = sum(x.stat().st_size for x in Path(folder).iterdir()) / 2**20
         print(f"{output['machine']}\n{args.rows} rows, {size:.0f} MiB of files")
-        output["results"] = rows = []
-        for part in args.parts.split(","):
-            rows.append(spawn(part, folder, args))
-            if rows[0]["part"] == "read":
-                speed = rows[-1]["rows_second"] / rows[0]["rows_second"]
-                rows[-1]["of_reading"] = speed
+        rows = [spawn(part, folder, args) for part in args.parts.split(",")]
+    output["results"] = compared(rows)
     print(
-        "rows_second: of rows seen; of_reading: that over the speed of reading alone; "
+        "rows_second: of rows seen; of_reading, of_memory, of_slower: that over the "
+        "speed of reading alone, of the same steps in memory, of the slower of both; "
         "cpu: microseconds of processors per row; peak: MiB with libraries; loss: "
         "minus the bound per row"
     )

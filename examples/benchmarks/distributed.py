@@ -10,7 +10,7 @@ the clock and of a processor, of one process against two, each on a core of its 
 among 8: the bound, and the memory of one device from the compiled program::
 
     python examples/benchmarks/distributed.py --json distributed.json
-    python examples/benchmarks/distributed.py --parts processes --rows 1000000
+    python examples/benchmarks/distributed.py --parts processes,ceiling
 
 Timings need a machine without other work.
 """
@@ -35,6 +35,8 @@ HERE = Path(__file__).resolve()
 COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 DEVICES = (1, 2, 4, 8)
 ROUNDS = 3
+# Seconds of each thing that is done at once.
+WINDOW = 3.0
 
 
 def traffic(text: str) -> tuple[str, int]:
@@ -94,19 +96,74 @@ def fit(args: argparse.Namespace, rows: int) -> dict[str, Any]:
     how = {"inducing": Z, "progress_bar": False}
     result = svi.run(jax.random.key(0), args.steps, X, y, **how)
     kinds, size = traffic(programs[0].as_text()) if args.read else ("", 0)
-    seconds, used = [], []
-    for _ in range(ROUNDS):
+    # A run, and one of more steps: what both have in common is no part of a step.
+    least: dict[int, tuple[float, float]] = {}
+    for steps in (args.steps, 3 * args.steps) * ROUNDS:
         begun, cpu = time.perf_counter(), time.process_time()
-        again = svi.run(
-            jax.random.key(0), args.steps, X, y, init_state=result.state, **how
-        )
-        seconds.append((time.perf_counter() - begun) / len(again.losses))
-        used.append((time.process_time() - cpu) / len(again.losses))
+        svi.run(jax.random.key(0), steps, X, y, init_state=result.state, **how)
+        took = time.perf_counter() - begun, time.process_time() - cpu
+        least[steps] = tuple(map(min, took, least.get(steps, took)))
+    run, longer = least.values()
+    step, used = (
+        1e3 * (b - a) / (2 * args.steps) for a, b in zip(run, longer, strict=True)
+    )
     return {
         "rows": rows, "devices": jax.device_count(), "between": kinds, "bytes": size,
-        "bound": float(-result.losses[-1]), "ms_step": 1e3 * min(seconds),
-        "cpu_ms": 1e3 * min(used),
+        "bound": float(-result.losses[-1]), "ms_step": step, "cpu_ms": used,
+        "ms_beside": 1e3 * run[0] - args.steps * step,
     }  # fmt: skip
+
+
+def ceiling(args: argparse.Namespace, start: float) -> dict[str, float]:
+    """Products of matrices, and sums of arrays, per second of this process.
+
+    :param start: when, so that processes do it at once.
+    """
+    import numpy as np
+
+    M = args.inducing
+    blocks = np.ones((400, 5000, M), np.float32)
+    factor, out = np.eye(M, dtype=np.float32), np.empty((5000, M), np.float32)
+    x, y, z = np.ones((3, 2**24), np.float32)
+
+    def product(i: int) -> None:
+        np.matmul(blocks[i % len(blocks)], factor, out=out)
+
+    def total(i: int) -> None:
+        np.add(x, y, out=z)
+
+    found = {}
+    for number, (name, does) in enumerate((("products", product), ("sums", total))):
+        does(0)
+        begins = start + number * (WINDOW + 1)
+        time.sleep(max(0.0, begins - time.time()))
+        done = 0
+        while time.time() < begins + WINDOW:
+            does(done)
+            done += 1
+        found[name] = done / WINDOW
+    return found
+
+
+def ceilings(args: argparse.Namespace) -> dict[str, float]:
+    """Of two processes at once over one, by what they do."""
+    rates = []
+    for number in (1, 2):
+        start = time.time() + 5
+        workers = [
+            subprocess.Popen(
+                [
+                    sys.executable, str(HERE), "--ceiling", str(start),
+                    "--core", str(i), "--inducing", str(args.inducing),
+                ],
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE, text=True,
+            )
+            for i in range(number)
+        ]  # fmt: skip
+        told = [json.loads(worker.communicate()[0]) for worker in workers]
+        rates.append({name: sum(x[name] for x in told) for name in told[0]})
+    return {name: rates[1][name] / rate for name, rate in rates[0].items()}
 
 
 def fit_labels(args: argparse.Namespace, rows: int) -> dict[str, Any]:
@@ -153,6 +210,9 @@ def work(args: argparse.Namespace) -> None:
     """What a worker process does; the first prints JSON."""
     if hasattr(os, "sched_setaffinity") and args.core is not None:
         os.sched_setaffinity(0, {args.core})
+    if args.ceiling:
+        print(json.dumps(ceiling(args, args.ceiling)))
+        return
     import jax
 
     if args.processes > 1:
@@ -201,7 +261,7 @@ def spawn(
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", default="devices,processes,latents")
+    parser.add_argument("--parts", default="devices,processes,ceiling,latents")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--small", type=int, default=80_000, help="rows of devices")
     parser.add_argument("--labels", type=int, default=2000)
@@ -212,10 +272,11 @@ def main() -> None:
     for name in ("worker", "port", "process", "core"):
         parser.add_argument(f"--{name}", **hidden)
     parser.add_argument("--processes", default=1, **hidden)
+    parser.add_argument("--ceiling", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--of-labels", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--read", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
+    if args.worker or args.ceiling:
         work(args)
         return
     output: dict[str, Any] = {"machine": machine()}
@@ -223,7 +284,7 @@ def main() -> None:
     print(output["machine"])
     columns = {
         "rows": "d", "devices": "d", "between": "", "bytes": "d", "bound": ".3f",
-        "ms_step": ".1f", "cpu_ms": ".1f",
+        "ms_step": ".1f", "cpu_ms": ".1f", "ms_beside": ".0f",
     }  # fmt: skip
     if "devices" in args.parts:
         sizes = [(args.small, d) for d in DEVICES] + [(2 * args.small, DEVICES[-1])]
@@ -235,11 +296,15 @@ def main() -> None:
         output["speed_up"] = rows[0]["ms_step"] / rows[1]["ms_step"]
         print_table(rows, columns)
         print(f"two processes of one core each: {output['speed_up']:.2f} times as fast")
+    if "ceiling" in args.parts:
+        output["ceiling"] = ceilings(args)
+        for name, rate in output["ceiling"].items():
+            print(f"{name} of two processes at once: {rate:.2f} times those of one")
     if "latents" in args.parts:
         found = [spawn(args, 512, d, also=("--of-labels",)) for d in (1, 8)]
         output["latents"] = found
         sizes = {"posterior_MB": ".1f", "temporary_MB": ".1f"}
-        del columns["rows"], columns["cpu_ms"]
+        del columns["rows"], columns["cpu_ms"], columns["ms_beside"]
         print_table(found, {"labels": "d"} | columns | sizes)
     if args.json:
         args.json.write_text(json.dumps(output, indent=1))

@@ -18,13 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from numpyro_gpaug.math.processes import told_by_all
 
 # The axes of a mesh that rows and latents are shared out along.
 ROWS, LATENTS = "rows", "latents"
-# Characters by which processes tell each other what they hold.
-_LONGEST = 4096
 
 
 def shards() -> int:
@@ -177,16 +176,6 @@ def check_shards(tree: Any) -> None:
             "processes hold parts of unequal shapes or dtypes, or without rows, by "
             f"process: {found}; each reads as many rows, of the same columns"
         )
-
-
-def told_by_all(held: Any) -> list[str]:
-    """What every process says that it holds, by process.
-
-    :param held: what prints alike where it is alike.
-    """
-    text = str(held).encode()[:_LONGEST].ljust(_LONGEST)
-    everywhere = multihost_utils.process_allgather(np.frombuffer(text, np.uint8))
-    return [bytes(row).decode().strip() for row in everywhere.reshape(-1, _LONGEST)]
 
 
 def row_processes(mesh: Mesh) -> int:

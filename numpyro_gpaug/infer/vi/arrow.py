@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 
@@ -45,17 +46,30 @@ class ArrowRows:
         self.sizes = [rows for _, rows in blocks]
 
     def read(self, block: int) -> dict[str, np.ndarray]:
-        """The arrays of a block, by name of an argument.
+        """The arrays of a block, by name of an argument, of the dtypes that JAX will
+        give them.
 
         :param block: its number.
         :raises ValueError: for missing values of integers; those of floats are NaN.
         """
         table = self._blocks[block].to_table(columns=self._names, schema=self._schema)
+        dtypes = {name: _dtype(table[name], name) for name in self._names}
         found = {}
         for name, columns in self._columns.items():
-            arrays = [_numbers(table[column], column) for column in columns]
-            found[name] = arrays[0] if name in self._flat else np.stack(arrays, 1)
-        return found
+            of_all = np.result_type(*(dtypes[column] for column in columns))
+            dtype = jax.dtypes.canonicalize_dtype(of_all)
+            found[name] = np.empty((len(table), len(columns)), dtype)
+        start = 0
+        # Whole columns would be copied once more to have all of their parts in one.
+        for part in table.to_batches():
+            end = start + len(part)
+            for name, columns in self._columns.items():
+                np.stack(
+                    [part.column(x).to_numpy(zero_copy_only=False) for x in columns],
+                    axis=1, out=found[name][start:end],
+                )  # fmt: skip
+            start = end
+        return {k: x[:, 0] if k in self._flat else x for k, x in found.items()}
 
 
 def _split(fragment: Any) -> list[tuple[Any, int]]:
@@ -69,11 +83,11 @@ def _split(fragment: Any) -> list[tuple[Any, int]]:
     ]
 
 
-def _numbers(column: Any, name: str) -> np.ndarray:
+def _dtype(column: Any, name: str) -> np.dtype:
     from pyarrow import types
 
     if column.null_count and not types.is_floating(column.type):
         raise ValueError(
             f"column {name!r}, {column.type}, has {column.null_count} missing values"
         )
-    return column.to_numpy()
+    return column.slice(0, 0).to_numpy().dtype

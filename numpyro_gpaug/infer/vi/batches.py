@@ -4,57 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from contextlib import closing
+from itertools import islice
+from typing import Any
 
 import jax
 import numpy as np
 
+from numpyro_gpaug.infer.vi.row_blocks import ArrayRows, RowBlocks
 from numpyro_gpaug.model.calls import check_count
+from numpyro_gpaug.multilabel import prefetch
 
-# Rows of arrays that are read at once; one after the other on disk.
-BLOCK = 2**14
 # Rows that are in memory, and shuffled, at a time.
 SHUFFLED = 2**18
+# Of these, rows that become batches at a time: few enough to stay in a cache.
+PIECE = 2**15
 # Batches that are read ahead, at least.
 AHEAD = 4
-
-
-@runtime_checkable
-class RowBlocks(Protocol):
-    """Rows that are read in blocks, in any order.
-
-    :ivar sizes: rows of every block.
-    """
-
-    sizes: Sequence[int]
-
-    def read(self, block: int) -> Any:
-        """A tuple or dict of arrays, rows first."""
-
-
-class ArrayRows:
-    """:class:`RowBlocks` of arrays, such as NumPy's memory maps.
-
-    :param arrays: a tuple or dict of arrays, rows first.
-    :raises ValueError: for arrays that differ in their number of rows.
-    """
-
-    def __init__(self, arrays: Any) -> None:
-        leaves = jax.tree.leaves(arrays)
-        shapes = [np.shape(x) for x in leaves]
-        if not all(shapes) or len({shape[0] for shape in shapes}) != 1:
-            raise ValueError(
-                f"the arrays of a source have as many rows each, but shapes {shapes}"
-            )
-        rows = shapes[0][0]
-        self._arrays = arrays
-        self._starts = range(0, rows, BLOCK)
-        self.sizes = [min(BLOCK, rows - start) for start in self._starts]
-
-    def read(self, block: int) -> Any:
-        """A tuple or dict of arrays, rows first."""
-        start = self._starts[block]
-        return jax.tree.map(lambda x: np.array(x[start : start + BLOCK]), self._arrays)
 
 
 class Blocks:
@@ -114,10 +80,12 @@ class Blocks:
 
     @property
     def ahead(self) -> int:
-        """Batches that are read ahead. Arrays are read in large parts, of which batches
-        are views: the next part is read while steps are taken on the last, and not
-        when all of it is used up. A loader makes each anew."""
-        return AHEAD if self._loads else max(AHEAD, SHUFFLED // self.size)
+        """Batches that are read ahead. Arrays are read in large parts: as many that
+        the next part is read from when steps on the last begin, and not when all of it
+        is used up. A loader makes each anew."""
+        if self._loads:
+            return AHEAD
+        return max(AHEAD, (SHUFFLED + max(self._source.sizes)) // self.size)
 
     def blocks(self) -> Iterator[Any]:
         """All rows once, in their order; the last block may have fewer than others."""
@@ -127,7 +95,13 @@ class Blocks:
         return _cut(parts, self.size, -(-self.rows // self.size))
 
     def _read(self, block: int) -> Any:
-        return _plain(self._source.read(block))
+        found, size = _plain(self._source.read(block)), self._source.sizes[block]
+        if _rows_of(found) != size:
+            raise ValueError(
+                f"block {block} of the source has {_rows_of(found)} rows, and was said "
+                f"to have {size}"
+            )
+        return found
 
     def _loaded(self, start: int, slack: int) -> Iterator[Any]:
         """One iteration over a loader, checked.
@@ -229,19 +203,31 @@ class Batches(Blocks):
     def _shuffled(
         self, groups: list[list[int]], seeds: list[Any], skipped: int
     ) -> Iterator[Any]:
-        """Groups of blocks, their rows shuffled.
+        """Groups of blocks, their rows shuffled, in pieces of whole batches.
 
         :param skipped: rows of the epoch that are not wanted.
         """
-        for group, seed in zip(groups, seeds, strict=True):
-            number = sum(self._source.sizes[i] for i in group)
-            if skipped >= number:
-                skipped -= number
-                continue
-            order = np.random.default_rng(seed).permutation(number)[skipped:]
-            skipped = 0
-            rows = _joined([self._read(i) for i in group])
-            yield jax.tree.map(lambda x, order=order: x.take(order, axis=0), rows)
+        numbers = [sum(self._source.sizes[i] for i in group) for group in groups]
+        while numbers and skipped >= numbers[0]:
+            skipped -= numbers[0]
+            del groups[0], seeds[0], numbers[0]
+        # One for all groups: new memory of this size takes as long as reading into it.
+        held = jax.tree.map(
+            lambda x: np.empty((max(numbers, default=0), *x.shape[1:]), x.dtype),
+            self.first,
+        )
+        piece = max(PIECE // self.size, 1) * self.size
+        # The next group is read while the last is shuffled.
+        reads = (self._read(block) for group in groups for block in group)
+        blocks: Any = prefetch(reads, -(-SHUFFLED // max(self._source.sizes)))
+        with closing(blocks):
+            for group, seed, number in zip(groups, seeds, numbers, strict=True):
+                order = np.random.default_rng(seed).permutation(number)[skipped:]
+                skipped = 0
+                _gather(islice(blocks, len(group)), held, self.first)
+                for start in range(0, len(order), piece):
+                    some = order[start : start + piece]
+                    yield jax.tree.map(lambda x, i=some: x.take(i, axis=0), held)
 
 
 def check_batch(batch: Any, like: Any, size: int) -> None:
@@ -333,6 +319,22 @@ def _rows_of(batch: Any) -> int:
     if not shapes or not shapes[0]:
         raise ValueError(f"a batch has arrays of shapes {shapes}: there are no rows")
     return shapes[0][0]
+
+
+def _gather(blocks: Iterable[Any], into: Any, like: Any) -> None:
+    """Blocks of rows, one after the other, into arrays that are there.
+
+    :param blocks: tuples or dicts of arrays.
+    :param into: arrays for the rows of all blocks, or more.
+    :param like: what the first block of all was like.
+    """
+    start = 0
+    for block in blocks:
+        end = start + _rows_of(block)
+        check_batch(block, like, end - start)
+        for held, rows in zip(*map(jax.tree.leaves, (into, block)), strict=True):
+            held[start:end] = rows
+        start = end
 
 
 def _groups(order: Any, sizes: Sequence[int], least: int) -> list[list[int]]:

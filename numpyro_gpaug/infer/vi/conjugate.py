@@ -27,6 +27,7 @@ from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.runs import Runs
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.calls import check_count, check_key
@@ -283,7 +284,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         losses: list[np.ndarray] = []
         over = False
         pace = self._programs.pace(plan, feed.size)
-        progress = Progress(num_steps, pace, progress_bar)
+        several = spans_processes(feed.mesh)
+        progress = Progress(num_steps, pace, progress_bar, several=several)
         with progress, closing(feed), threads_for(plan.structure.largest):
             while wanted := progress.next():
                 state, chunk = feed.steps(state, wanted, limit)
@@ -296,7 +298,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                     state, progress, np.concatenate(losses)[-CHUNK:], last=over
                 )
                 if callback is not None:
-                    callback(copied(state), np.concatenate(losses))
+                    with all_or_none(feed.mesh):
+                        callback(copied(state), np.concatenate(losses))
                 if over:
                     break
         if searches:

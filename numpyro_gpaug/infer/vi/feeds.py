@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,13 +18,8 @@ from numpyro_gpaug.infer.vi.batches import Batches, Blocks, check_batch
 from numpyro_gpaug.infer.vi.loop import BATCHES, Stacked
 from numpyro_gpaug.infer.vi.plan import Batch, Plan
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.sharding import (
-    ROWS,
-    on_mesh,
-    row_processes,
-    rows_placed,
-    told_by_all,
-)
+from numpyro_gpaug.math.processes import all_or_none, spans_processes, told_by_all
+from numpyro_gpaug.math.sharding import ROWS, on_mesh, row_processes, rows_placed
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Arguments, Structure
 from numpyro_gpaug.model.validation import are_moderate, check_arguments
@@ -39,6 +35,10 @@ class Feed(Protocol):
     @property
     def size(self) -> int:
         """Entries of what a step sees."""
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where it is."""
 
     def steps(
         self, state: ConjugateState, wanted: int, tol: np.ndarray
@@ -69,6 +69,11 @@ class InMemory(NamedTuple):
     def size(self) -> int:
         """Entries of the data."""
         return sum(x.size for x in self.arguments.arrays)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where they are."""
+        return self.arguments.mesh
 
     def steps(
         self, state: ConjugateState, wanted: int, tol: np.ndarray
@@ -197,6 +202,8 @@ class Reader:
             Arguments.select_arrays(given.at(first), jax.tree.leaves(marks))
         )
         self._first = Arguments.split(given.args, given.kwargs).on(mesh)
+        bytes_ = sum(x.nbytes for x in jax.tree.leaves(first))
+        self.together = int(np.clip(BYTES // max(bytes_, 1), 1, TOGETHER))
 
     def arguments(self, batch: Any) -> Arguments:
         """The model's arguments with a batch."""
@@ -248,7 +255,22 @@ class Reader:
 
     def blocks(self) -> Iterator[Any]:
         """All rows once."""
-        return self._checked(self.batches.blocks(), "of a pass", 0)
+        blocks: Any = self._checked(self.batches.blocks(), "of a pass", 0)
+        # Processes wait for each other: not for every block.
+        number = self.together if spans_processes(self.mesh) else 1
+        with closing(blocks):
+            while some := self.some(blocks, number):
+                yield from some
+
+    def some(self, batches: Iterator[Any], number: int) -> list[Any]:
+        """The next batches.
+
+        :param batches: from :meth:`from_batch`.
+        :param number: of those that are wanted.
+        :raises Exception: if they could not be read, in this or another process.
+        """
+        with all_or_none(self.mesh):
+            return list(islice(batches, number))
 
     def _checked(
         self, batches: Iterator[Any], of_what: str, number: int
@@ -312,11 +334,14 @@ class Minibatches:
         self._advance, self._bounds_of = advance, bounds_of
         first = reader.batches.first
         self.size = sum(x.size for x in jax.tree.leaves(first))
-        bytes_ = sum(x.nbytes for x in jax.tree.leaves(first))
-        self._together = int(np.clip(BYTES // max(bytes_, 1), 1, TOGETHER))
         self._coming: Any = None
         self._next = -1
         self._compared: Stacked | None = None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where batches are shared out."""
+        return self._reader.mesh
 
     def steps(
         self, state: ConjugateState, wanted: int, tol: np.ndarray
@@ -329,9 +354,9 @@ class Minibatches:
         self._next = here + wanted
         found, taken = [], []
         while wanted:
-            number = min(wanted, self._together)
-            batches = [next(self._coming) for _ in range(number)]
-            arrays, static = self._reader.stacked(batches, self._together)
+            number = min(wanted, self._reader.together)
+            batches = self._reader.some(self._coming, number)
+            arrays, static = self._reader.stacked(batches, self._reader.together)
             with on_mesh(self._reader.mesh):
                 state, losses, valid = self._advance(
                     state, np.int32(number), self._data, arrays, plan=self._plan,
@@ -356,7 +381,7 @@ class Minibatches:
         if self._compared is None:
             batches: Any = self._reader.from_batch(0)
             with closing(batches):
-                first = [next(batches) for _ in range(BATCHES)]
+                first = self._reader.some(batches, BATCHES)
             self._compared = self._reader.stacked(first, BATCHES)
         arrays, static = self._compared
         with on_mesh(self._reader.mesh):

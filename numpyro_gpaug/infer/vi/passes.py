@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.feeds import Reader
@@ -230,6 +231,11 @@ class Passes:
         self._here: Pass | None = None
         first = jax.tree.leaves(reader.batches.first)
         self.size = reader.batches.rows * sum(x[0].size for x in first)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where blocks are shared out."""
+        return self._reader.mesh
 
     def steps(
         self, state: ConjugateState, wanted: int, tol: np.ndarray

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from numpyro_gpaug.infer.vi.epochs import epoch_length
 from numpyro_gpaug.infer.vi.loop import CHUNK
+from numpyro_gpaug.math.processes import least_of_all
 from numpyro_gpaug.model.structure import Structure
 
 # Entries of the data up to which the first loop is a whole one.
@@ -65,12 +66,17 @@ class Progress:
     :param num_steps: steps of the run.
     :param pace: of earlier runs of the same program.
     :param bar: whether to show a progress bar.
+    :param several: whether processes share the data: their loops are of one length,
+        that of the slowest, and end for all where one was interrupted.
     :ivar taken: steps so far.
     """
 
-    def __init__(self, num_steps: int, pace: Pace, bar: bool) -> None:
+    def __init__(
+        self, num_steps: int, pace: Pace, bar: bool, *, several: bool = False
+    ) -> None:
         self._num_steps, self.taken = num_steps, 0
         self._pace = pace
+        self._several, self._all_end = several, False
         self._bar = tqdm(total=num_steps, disable=not bar, desc="compiling")
         self._since = time.perf_counter()
         self._interrupted = False
@@ -86,7 +92,7 @@ class Progress:
         self._bar.close()
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
-        if self._interrupted and error[0] is None:
+        if self._ends and error[0] is None:
             warnings.warn(
                 f"interrupted after {self.taken} of {self._num_steps} steps: this is "
                 "the fit so far; go on with run(..., init_state=result.state)",
@@ -99,15 +105,19 @@ class Progress:
         self._interrupted = True
 
     @property
+    def _ends(self) -> bool:
+        return self._all_end if self._several else self._interrupted
+
+    @property
     def over(self) -> bool:
         """Whether all steps are taken, or the run was interrupted."""
-        return self._interrupted or self.taken >= self._num_steps
+        return self._ends or self.taken >= self._num_steps
 
     def next(self) -> int:
         """Steps of the next loop: none after the last, or after Ctrl-C."""
         # Minibatches are judged at whole loops, wherever the clock divides the run.
         left = min(self._num_steps - self.taken, CHUNK - self.taken % CHUNK)
-        return 0 if self._interrupted else min(self._pace.length, left)
+        return 0 if self._ends else min(self._pace.length, left)
 
     def took(self, losses: np.ndarray) -> None:
         """Notes a loop that has ended.
@@ -128,6 +138,10 @@ class Progress:
         self._pace.took(len(losses), now - self._since)
         self._bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
         self._since = now
+        if self._several:
+            here = self._pace.length, not self._interrupted
+            self._pace.length, goes_on = least_of_all(here)
+            self._all_end = not goes_on
 
 
 def steps_compared(structure: Structure) -> int:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes that run the same lines, and have to come to the same conclusions:
+one that does something else is waited for by the others for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+# Characters by which processes tell each other what they hold.
+_LONGEST = 4096
+
+
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether the devices of a mesh are in several processes."""
+    return mesh is not None and len({x.process_index for x in mesh.devices.flat}) > 1
+
+
+def told_by_all(held: Any) -> list[str]:
+    """What every process says that it holds, by process.
+
+    :param held: what prints alike where it is alike.
+    """
+    text = str(held).encode()[:_LONGEST].ljust(_LONGEST)
+    everywhere = multihost_utils.process_allgather(np.frombuffer(text, np.uint8))
+    rows = everywhere.reshape(-1, _LONGEST)
+    return [bytes(row).decode(errors="ignore").strip() for row in rows]
+
+
+def least_of_all(numbers: Sequence[int]) -> list[int]:
+    """The least that any process says, of each of some numbers."""
+    everywhere = multihost_utils.process_allgather(np.array(numbers, np.int32))
+    return everywhere.reshape(-1, len(numbers)).min(0).tolist()
+
+
+@contextmanager
+def all_or_none(mesh: Mesh | None) -> Iterator[None]:
+    """Around what each process does for itself, such as to read its rows: where it
+    fails in one of them, all raise.
+
+    :param mesh: of the devices that they share.
+    :raises RuntimeError: in those where it did not fail, with the errors of the others.
+    """
+    error = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    if spans_processes(mesh) and not least_of_all([error is None])[0]:
+        told = told_by_all("" if error is None else _described(error))
+        if error is None:
+            failed = [f"process {i} failed: {x}" for i, x in enumerate(told) if x]
+            raise RuntimeError("; ".join(failed))
+    if error is not None:
+        raise error
+
+
+def _described(error: Exception) -> str:
+    where = ", ".join(getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
