@@ -20,13 +20,14 @@ LEVEL = "xla_backend_optimization_level"
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if nobody had set XLA_FLAGS, which those of the tests hide."""
     monkeypatch.delenv("XLA_FLAGS")
-    compiling._known.cache_clear()
+    compiling._compiles.cache_clear()
     yield
-    compiling._known.cache_clear()
+    compiling._compiles.cache_clear()
 
 
 def test_flags_of_the_user_stand(no_flags: None, monkeypatch) -> None:
-    flags = f"--xla_cpu_use_fusion_emitters=true --{LEVEL}=3"
+    split = "xla_cpu_parallel_codegen_split_count"
+    flags = f"--xla_cpu_use_fusion_emitters=true --{LEVEL}=3 --{split}=2"
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert compiler_options() == quick_options() == {}
 

@@ -17,8 +17,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 # Later versions do not have it.
 _OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 # Loops are left as they are written: the graph is still optimised, and linear algebra
-# is done by libraries.
-_UNOPTIMISED = {"xla_backend_optimization_level": 0}
+# is done by libraries. In one piece: each of the 32 that a program is cut into to be
+# compiled at once would take a millisecond more than the code in it.
+_UNOPTIMISED: dict[str, Any] = {
+    "xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1,
+}  # fmt: skip
 # Seconds that this saves for each operation of a program, and seconds by which the
 # program runs longer for each element its operations make: roughly so in fits of 200 to
 # 1000 rows with jaxlib 0.10. What follows is shown by examples/benchmarks/compiling.py.
@@ -32,23 +35,34 @@ MAX_SHAPES = 256
 def compiler_options() -> dict[str, Any]:
     """What programs of this package ask of XLA: nothing on accelerators, and no option
     that this jaxlib lacks or that ``XLA_FLAGS`` sets."""
-    return {name: value for name, value in _OPTIONS.items() if _known(name, value)}
+    return _known(_OPTIONS)
 
 
 def quick_options() -> dict[str, Any]:
     """:func:`compiler_options` where the time to compile matters more than the time to
     run."""
-    asked = {**_OPTIONS, **_UNOPTIMISED}
-    return {name: value for name, value in asked.items() if _known(name, value)}
+    return _known({**_OPTIONS, **_UNOPTIMISED})
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that may be asked for."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.default_backend() != "cpu":
+        return {}
+    left = {name: value for name, value in options.items() if name not in flags}
+    # All of them at once, as a rule: every attempt is a program.
+    every = tuple({**_OPTIONS, **_UNOPTIMISED}.items())
+    if _compiles(tuple(x for x in every if x[0] not in flags)):
+        return left
+    return {name: x for name, x in left.items() if _compiles(((name, x),))}
 
 
 @cache
-def _known(name: str, value: Any) -> bool:
-    flags = os.environ.get("XLA_FLAGS", "")
-    if jax.default_backend() != "cpu" or name in flags:
-        return False
+def _compiles(options: tuple[tuple[str, Any], ...]) -> bool:
+    if not options:
+        return True
     try:
-        jax.jit(_nothing, compiler_options={name: value}).lower(0.0).compile()
+        jax.jit(_nothing, compiler_options=dict(options)).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
         return False
     return True
