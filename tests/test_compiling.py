@@ -33,6 +33,19 @@ def test_flags_of_the_user_stand(no_flags: None, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("no_flags")
+def test_what_loops_have_in_common_stays_in_them_where_that_is_asked() -> None:
+    def powers(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 3, lambda _, y: y * (1 + jnp.sin(x)), x)
+
+    x = jnp.linspace(0.0, 1.0, 5)
+    plain, unhoisted = Compiled(powers), Compiled(powers, hoisted=False)
+    np.testing.assert_allclose(unhoisted(x), plain(x), rtol=1e-6)
+    programs = [p._whole.lower(x).compile().as_text() for p in (plain, unhoisted)]
+    # The sine is in the loop's body, not before it.
+    assert programs[0] != programs[1]
+
+
+@pytest.mark.usefixtures("no_flags")
 def test_options_that_this_jaxlib_lacks_are_not_asked_for(monkeypatch) -> None:
     monkeypatch.setattr(compiling, "_OPTIONS", {"xla_no_such_option": 1})
     assert compiler_options() == {}

@@ -22,7 +22,12 @@ _OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 _UNOPTIMISED: dict[str, Any] = {
     "xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1,
 }  # fmt: skip
-# Seconds that this saves for each operation of a program, and seconds by which the
+# Of loops in which nothing is the same in all rounds: not to look for it, which takes a
+# tenth to a quarter of the time.
+_UNHOISTED: dict[str, Any] = {
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion"
+}
+# Seconds that level 0 saves for each operation of a program, and seconds by which the
 # program runs longer for each element its operations make: roughly so in fits of 200 to
 # 1000 rows with jaxlib 0.10. What follows is shown by examples/benchmarks/compiling.py.
 SAVED, LOST = 1.7e-3, 4e-9
@@ -51,7 +56,7 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
         return {}
     left = {name: value for name, value in options.items() if name not in flags}
     # All of them at once, as a rule: every attempt is a program.
-    every = tuple({**_OPTIONS, **_UNOPTIMISED}.items())
+    every = tuple({**_OPTIONS, **_UNOPTIMISED, **_UNHOISTED}.items())
     if _compiles(tuple(x for x in every if x[0] not in flags)):
         return left
     return {name: x for name, x in left.items() if _compiles(((name, x),))}
@@ -83,12 +88,19 @@ class Compiled:
     :param function: what is compiled.
     :param runs: how often a program is expected to run before the process ends, the
         iterations of loops of unknown length among them.
+    :param hoisted: whether XLA moves out of loops what is the same in all rounds.
     :param options: of ``jax.jit``.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, runs: int = RUNS, **options: Any
+        self,
+        function: Callable[..., Any],
+        *,
+        runs: int = RUNS,
+        hoisted: bool = True,
+        **options: Any,
     ) -> None:
+        self._hoisted = hoisted
         self._function, self._runs, self._options = function, runs, options
         self._inner = jax.jit(function, **options)
         self._optimised: Any = None
@@ -128,6 +140,8 @@ class Compiled:
         return self._optimised
 
     def _with(self, options: dict[str, Any]) -> Any:
+        if not self._hoisted:
+            options = options | _known(_UNHOISTED)
         if not options:
             return self._inner
         return jax.jit(self._function, compiler_options=options, **self._options)

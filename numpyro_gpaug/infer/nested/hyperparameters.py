@@ -37,7 +37,7 @@ def compiled(
 
     :param function: what is compiled.
     :param runs: how often it is expected to run.
-    :param options: of ``jax.jit``.
+    :param options: of :class:`~numpyro_gpaug.math.compiling.Compiled`.
     """
     program = Compiled(function, runs=runs, **options)
 

@@ -91,7 +91,8 @@ class Programs:
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
         self.batch = 1 if jax.default_backend() == "cpu" else self.chunk
         # Some 600 points, of a move or two each, for a run; and blocks of 64 of them.
-        self._settle = compiled(self._evaluate, runs=1000)
+        # What all moves have in common is made before their loop.
+        self._settle = compiled(self._evaluate, runs=1000, hoisted=False)
         self.draw = compiled(self._draw, runs=10)
         self.sites = compiled(self._sites, runs=2)
 
