@@ -20,15 +20,29 @@ LEVEL = "xla_backend_optimization_level"
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if nobody had set XLA_FLAGS, which those of the tests hide."""
     monkeypatch.delenv("XLA_FLAGS")
-    compiling._known.cache_clear()
+    compiling._compiles.cache_clear()
     yield
-    compiling._known.cache_clear()
+    compiling._compiles.cache_clear()
 
 
 def test_flags_of_the_user_stand(no_flags: None, monkeypatch) -> None:
-    flags = f"--xla_cpu_use_fusion_emitters=true --{LEVEL}=3"
+    split = "xla_cpu_parallel_codegen_split_count"
+    flags = f"--xla_cpu_use_fusion_emitters=true --{LEVEL}=3 --{split}=2"
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert compiler_options() == quick_options() == {}
+
+
+@pytest.mark.usefixtures("no_flags")
+def test_what_loops_have_in_common_stays_in_them_where_that_is_asked() -> None:
+    def powers(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 3, lambda _, y: y * (1 + jnp.sin(x)), x)
+
+    x = jnp.linspace(0.0, 1.0, 5)
+    plain, unhoisted = Compiled(powers), Compiled(powers, hoisted=False)
+    np.testing.assert_allclose(unhoisted(x), plain(x), rtol=1e-6)
+    programs = [p._whole.lower(x).compile().as_text() for p in (plain, unhoisted)]
+    # The sine is in the loop's body, not before it.
+    assert programs[0] != programs[1]
 
 
 @pytest.mark.usefixtures("no_flags")

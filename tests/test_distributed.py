@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numpyro_gpaug.infer.vi.progress import Progress
+from numpyro_gpaug.infer.vi.progress import Pace, Progress
 from numpyro_gpaug.math import processes
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "distributed.py"
@@ -304,7 +304,7 @@ def test_an_error_of_another_process_is_raised_here(two_processes):
 
 
 def test_loops_of_processes_are_as_long_as_the_shortest(two_processes):
-    progress = Progress(300, 1, bar=False, several=True)
+    progress = Progress(300, Pace(1), bar=False, several=True)
     for length, goes_on, wanted in ((40, 1, 100), (100, 1, 40), (100, 0, 60)):
         assert progress.next() == wanted
         two_processes.append(np.array([length, goes_on], np.int32))

@@ -317,6 +317,18 @@ def test_missing_observations_without_a_mask() -> None:
         init(regression, X, bad(X[:, 0]))
 
 
+@pytest.mark.parametrize("guide", [gpaug.AutoSparseGP, gpaug.AutoLatentGaussian])
+def test_known_parameters_that_break_their_constraints(guide) -> None:
+    def model(X, spread, y, *, inducing):
+        f = gpaug.GaussianProcess("f", KERNEL(1.0), inducing=inducing)(X)
+        numpyro.sample("shift", dist.Normal(jnp.zeros(16), spread).to_event(1))
+        with numpyro.plate("data", 16):
+            numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    with pytest.raises(ValueError, match="'shift': parameter 'scale' of Normal, of sh"):
+        guide(model).check_data(X, -jnp.ones(16), Y, inducing=Z)
+
+
 def test_obs_mask_is_told_what_to_do() -> None:
     def model(X, y=None, mask=None, *, inducing):
         gp = gpaug.GaussianProcess("f", KERNEL(), inducing)

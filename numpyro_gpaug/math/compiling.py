@@ -17,9 +17,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 # Later versions do not have it.
 _OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 # Loops are left as they are written: the graph is still optimised, and linear algebra
-# is done by libraries.
-_UNOPTIMISED = {"xla_backend_optimization_level": 0}
-# Seconds that this saves for each operation of a program, and seconds by which the
+# is done by libraries. In one piece: each of the 32 that a program is cut into to be
+# compiled at once would take a millisecond more than the code in it.
+_UNOPTIMISED: dict[str, Any] = {
+    "xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1,
+}  # fmt: skip
+# Of loops in which nothing is the same in all rounds: not to look for it, which takes a
+# tenth to a quarter of the time.
+_UNHOISTED: dict[str, Any] = {
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion"
+}
+# Seconds that level 0 saves for each operation of a program, and seconds by which the
 # program runs longer for each element its operations make: roughly so in fits of 200 to
 # 1000 rows with jaxlib 0.10. What follows is shown by examples/benchmarks/compiling.py.
 SAVED, LOST = 1.7e-3, 4e-9
@@ -32,23 +40,34 @@ MAX_SHAPES = 256
 def compiler_options() -> dict[str, Any]:
     """What programs of this package ask of XLA: nothing on accelerators, and no option
     that this jaxlib lacks or that ``XLA_FLAGS`` sets."""
-    return {name: value for name, value in _OPTIONS.items() if _known(name, value)}
+    return _known(_OPTIONS)
 
 
 def quick_options() -> dict[str, Any]:
     """:func:`compiler_options` where the time to compile matters more than the time to
     run."""
-    asked = {**_OPTIONS, **_UNOPTIMISED}
-    return {name: value for name, value in asked.items() if _known(name, value)}
+    return _known({**_OPTIONS, **_UNOPTIMISED})
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that may be asked for."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.default_backend() != "cpu":
+        return {}
+    left = {name: value for name, value in options.items() if name not in flags}
+    # All of them at once, as a rule: every attempt is a program.
+    every = tuple({**_OPTIONS, **_UNOPTIMISED, **_UNHOISTED}.items())
+    if _compiles(tuple(x for x in every if x[0] not in flags)):
+        return left
+    return {name: x for name, x in left.items() if _compiles(((name, x),))}
 
 
 @cache
-def _known(name: str, value: Any) -> bool:
-    flags = os.environ.get("XLA_FLAGS", "")
-    if jax.default_backend() != "cpu" or name in flags:
-        return False
+def _compiles(options: tuple[tuple[str, Any], ...]) -> bool:
+    if not options:
+        return True
     try:
-        jax.jit(_nothing, compiler_options={name: value}).lower(0.0).compile()
+        jax.jit(_nothing, compiler_options=dict(options)).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
         return False
     return True
@@ -69,12 +88,19 @@ class Compiled:
     :param function: what is compiled.
     :param runs: how often a program is expected to run before the process ends, the
         iterations of loops of unknown length among them.
+    :param hoisted: whether XLA moves out of loops what is the same in all rounds.
     :param options: of ``jax.jit``.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, runs: int = RUNS, **options: Any
+        self,
+        function: Callable[..., Any],
+        *,
+        runs: int = RUNS,
+        hoisted: bool = True,
+        **options: Any,
     ) -> None:
+        self._hoisted = hoisted
         self._function, self._runs, self._options = function, runs, options
         self._inner = jax.jit(function, **options)
         self._optimised: Any = None
@@ -114,6 +140,8 @@ class Compiled:
         return self._optimised
 
     def _with(self, options: dict[str, Any]) -> Any:
+        if not self._hoisted:
+            options = options | _known(_UNHOISTED)
         if not options:
             return self._inner
         return jax.jit(self._function, compiler_options=options, **self._options)

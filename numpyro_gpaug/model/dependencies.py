@@ -18,7 +18,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.model.jaxpr import dependence_tree
-from numpyro_gpaug.model.observations import check_shape
+from numpyro_gpaug.model.observations import check_constants, check_shape
 from numpyro_gpaug.model.structure import (
     Arguments,
     Block,
@@ -63,6 +63,7 @@ class Dependencies:
 
         def parts(values: dict[str, Any]) -> dict[str, Any]:
             trace = run_model(model, arguments, jax.random.key(0), values)
+            check_constants(trace)
             return self._parts(trace, candidates, values)
 
         self.states: dict[str, Any] = dependence_tree(parts, inputs)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import jax
 from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
@@ -27,7 +26,7 @@ from numpyro_gpaug.model.latents import (
     joint_block,
 )
 from numpyro_gpaug.model.loops import refuse_reversed
-from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.structure import Arguments, Structure, any_key
 
 
 def inspect_joint(
@@ -78,7 +77,7 @@ def inspect_joint(
 
     def seen(structure: JointStructure, arrays: tuple[Array, ...]) -> JointView:
         given = arguments._replace(arrays=arrays)
-        return JointView(structure, model, given, {}, jax.random.key(0))
+        return JointView(structure, model, given, {}, any_key())
 
     view = seen(structure, arguments.arrays)
     asked = Asked(seen, arguments.arrays, view.pairs, view.rows)

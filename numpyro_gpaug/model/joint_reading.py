@@ -23,6 +23,7 @@ from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.frontier import frontier
 from numpyro_gpaug.model.joint_survey import Survey
 from numpyro_gpaug.model.latents import GaussianSite
+from numpyro_gpaug.model.observations import check_constants
 from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import Arguments, Observed, run_model
 from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
@@ -55,6 +56,7 @@ class Reading:
         def parts(z: dict[str, Array]) -> Parts:
             seeded = whitened(model, z)
             trace = run_model(seeded, arguments, jax.random.key(0), {})
+            check_constants(trace)
             for name in survey.observed:
                 self._classes[name] = type(base_distribution(trace[name]["fn"]))
             return parts_of(trace, tuple(z), tuple(survey.observed))

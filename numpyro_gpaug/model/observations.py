@@ -166,6 +166,26 @@ def check_observations(
             raise invalid_error(name, parameter, message)
 
 
+def check_constants(trace: Trace) -> None:
+    """Raises for parameters of laws that are known numbers and break their constraints;
+    by NumPy, which has nothing to compile.
+
+    :param trace: of the model; of traced parameters no values are looked at.
+    :raises ValueError: naming the site and what was expected.
+    """
+    for name, site in trace.items():
+        if site["type"] != "sample":
+            continue
+        base = base_distribution(site["fn"])
+        for parameter, constraint in base.arg_constraints.items():
+            value = vars(base).get(parameter)
+            known = value is not None and not isinstance(value, jax.core.Tracer)
+            if not known or constraints.is_dependent(constraint):
+                continue
+            if not np.all(constraint(np.asarray(value))):
+                raise invalid_error(name, parameter, site)
+
+
 def all_valid(
     model: Callable[..., Any], structure: Structure, arguments: Arguments
 ) -> Array:

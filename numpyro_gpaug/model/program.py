@@ -12,8 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
+from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.jaxpr import Reader, jaxpr_and_tree
-from numpyro_gpaug.model.listing import Listing
+from numpyro_gpaug.model.listing import Listing, execute
 
 _INDEX_MOVES = {
     "concatenate", "broadcast_in_dim", "reshape", "convert_element_type", "squeeze",
@@ -108,11 +109,25 @@ class Program(Listing):
                 raw = tuple(self._before_wrapping(operands[1]))
                 yield Gather(names[-1], sizes, operands[1], raw)
 
-    def reached(self) -> Iterator[tuple[Gather, tuple[Any, Any, Any]]]:
+    def reached(self) -> list[tuple[Gather, tuple[Any, Any, Any]]]:
         """Inputs that are indexed, and how far their indices go."""
-        for gather in self.gathers():
-            indices, *raw = self.run([gather.indices, *gather.raw], {})
-            yield gather, gather.extremes(indices, raw)
+        gathers = list(self.gathers())
+        wanted = [x for gather in gathers for x in (gather.indices, *gather.raw)]
+        operations = self.between(wanted, ())
+
+        def extremes(known: dict[int, Any]) -> list[Any]:
+            found = iter(execute(operations, wanted, known))
+            return [
+                gather.extremes(next(found), [next(found) for _ in gather.raw])
+                for gather in gathers
+            ]
+
+        read = [*wanted, *(x for op in operations for x in op.operands)]
+        used = {x for x in read if not isinstance(x, Literal)}
+        known = {k: x for k, x in self.constants.items() if k in used}
+        # In one program: each operation by itself would be one to compile.
+        found = once(extremes)(known) if operations else extremes(known)
+        return list(zip(gathers, found, strict=True))
 
     def _before_wrapping(self, variable: Any) -> Iterator[int]:
         """Index arrays to which their axis' length is added where they are negative."""

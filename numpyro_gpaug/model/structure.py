@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 from jax import Array
 from jax.sharding import Mesh
 from numpyro import handlers
@@ -176,7 +177,7 @@ class Arguments(NamedTuple):
         among devices, those of all are."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # NumPy arrays cannot be indexed by the traced indices of a plate.
-        arrays = tuple(jnp.asarray(x) for x in leaves if is_array(x))
+        arrays = tuple(map(as_array, filter(is_array, leaves)))
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
         given = cls(arrays, (treedef, static, None))
         return given.on(given.mesh)
@@ -298,6 +299,18 @@ def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
     return handlers.substitute(fn, substitute_fn=filled)
 
 
+def as_array(leaf: Any) -> Array:
+    """An array argument as one of JAX's, a copy of NumPy's: ``jnp.asarray`` compiles a
+    program for each shape."""
+    return leaf if isinstance(leaf, Array) else jax.device_put(leaf, may_alias=False)
+
+
+def any_key() -> Array:
+    """A random key for what does not look at it; ``jax.random.key`` is a program."""
+    zeros: Any = np.zeros(2, np.uint32)
+    return jax.random.wrap_key_data(zeros, impl="threefry2x32")
+
+
 def is_array(leaf: Any) -> bool:
     """Whether an argument is traced; anything else is static."""
     return isinstance(leaf, np.ndarray | np.generic | jax.Array)
@@ -326,7 +339,10 @@ def run_model(
         model = first_rows(model, arguments.arrays[-1], size)
     filled = fill(handlers.seed(model, key), values)
     filled = handlers.substitute(filled, substitute_fn=_somewhere)
-    with handlers.block(expose_types=expose_types):
+    # NumPyro checks parameters that are known numbers, a program for each operation,
+    # and traces the check of all others: check_constants does without.
+    unchecked = numpyro.validation_enabled(is_validate=False)
+    with handlers.block(expose_types=expose_types), unchecked:
         policy = residual_policy(filled, "mean")
         return handlers.trace(policy).get_trace(*args, **kwargs)
 

@@ -23,6 +23,7 @@ from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import (
     Arguments,
     Trace,
+    any_key,
     without_gaussians,
 )
 
@@ -36,7 +37,7 @@ def compiled(
 
     :param function: what is compiled.
     :param runs: how often it is expected to run.
-    :param options: of ``jax.jit``.
+    :param options: of :class:`~numpyro_gpaug.math.compiling.Compiled`.
     """
     program = Compiled(function, runs=runs, **options)
 
@@ -68,7 +69,9 @@ def declared(
         return message["type"] == "deterministic"
 
     alone = without_gaussians(residual_policy(model, "mean"), structure)
-    trace = handlers.trace(handlers.block(alone, hidden)).get_trace(*args, **kwargs)
+    traced = handlers.trace(handlers.block(alone, hidden))
+    with numpyro.validation_enabled(is_validate=False):
+        trace = traced.get_trace(*args, **kwargs)
     return {k: site for k, site in trace.items() if k in names}
 
 
@@ -111,7 +114,7 @@ class Hyperparameters:
         self._model, self._structure = model, structure
         self._static = arguments.static
         self.names = structure.others
-        shapes = jax.eval_shape(self._medians, arguments.arrays, jax.random.key(0))
+        shapes = jax.eval_shape(self._medians, arguments.arrays, any_key())
         flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], shapes)
         self.size, self.dtype = flat.size, flat.dtype
         self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in shapes.items()}

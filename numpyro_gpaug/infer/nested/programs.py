@@ -90,8 +90,9 @@ class Programs:
         held = 4 * size**2 + 2 * size * rows + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
         self.batch = 1 if jax.default_backend() == "cpu" else self.chunk
-        # Some 600 points, of a few moves each, for a run; and blocks of 64 of them.
-        self._settle = compiled(self._evaluate, runs=2000)
+        # Some 600 points, of a move or two each, for a run; and blocks of 64 of them.
+        # What all moves have in common is made before their loop.
+        self._settle = compiled(self._evaluate, runs=1000, hoisted=False)
         self.draw = compiled(self._draw, runs=10)
         self.sites = compiled(self._sites, runs=2)
 
