@@ -253,6 +253,8 @@ def test_a_later_plate_larger_than_its_data(fitted) -> None:
         (16, -5, "subsample_size of plate 'data' must be a whole number >= 1, got -5"),
         (16, 0, "subsample_size of plate 'data'"),
         (16, 2.5, "subsample_size of plate 'data'"),
+        (16, 8.0, "subsample_size of plate 'data' must be an int, got 8.0"),
+        (16, True, "subsample_size of plate 'data' must be an int, got True"),
         (2.5, None, "size of plate 'data' must be a whole number"),
         (16, 50, "subsample_size 50, more than its size 16"),
     ],

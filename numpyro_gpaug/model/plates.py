@@ -30,9 +30,9 @@ def with_whole_sizes(model: Callable[..., Any]) -> Callable[..., Any]:
         if message["type"] == "plate":
             name = message["name"]
             size, chosen = message["args"]
-            check_count(f"the size of plate {name!r}", size)
+            _check_int(f"the size of plate {name!r}", size)
             if chosen is not None:
-                check_count(f"subsample_size of plate {name!r}", chosen)
+                _check_int(f"subsample_size of plate {name!r}", chosen)
                 if chosen > size:
                     raise ValueError(
                         f"plate {name!r} has subsample_size {chosen}, more than its "
@@ -40,6 +40,13 @@ def with_whole_sizes(model: Callable[..., Any]) -> Callable[..., Any]:
                     )
 
     return handlers.substitute(model, substitute_fn=check)
+
+
+def _check_int(name: str, value: Any) -> None:
+    """A size makes shapes, which 10.0 and True do not."""
+    check_count(name, value)
+    if isinstance(value, (bool, np.bool_, float, np.floating)):
+        raise ValueError(f"{name} must be an int, got {value!r}")
 
 
 @contextmanager

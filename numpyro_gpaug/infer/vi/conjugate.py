@@ -18,7 +18,7 @@ from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checks import CheckedData
 from numpyro_gpaug.infer.vi.feeds import Given
 from numpyro_gpaug.infer.vi.loop import CHUNK, copied
-from numpyro_gpaug.infer.vi.plan import LBFGS, LEAST_RISE, Settings
+from numpyro_gpaug.infer.vi.plan import LBFGS, LEAST_RISE, Plan, Settings
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.progress import Progress, settled, steps_compared
 from numpyro_gpaug.infer.vi.quasi_newton import warn_of_noise
@@ -276,8 +276,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         given = Given.split(self._mesh, *partitioned((args, kwargs)))
         state, plan, feed = self._runs.begin(rng_key, init_state, init_params, given)
         epoch = steps_compared(plan.structure) if plan.noisy else 0
-        searches = self.settings.optim == LBFGS and bool(plan.transforms)
-        if tol is None and searches:
+        if tol is None and self._searches(plan):
             tol = LEAST_RISE
         limit = np.asarray(0 if tol is None or plan.noisy else tol, state.bound.dtype)
         guard = self._runs.guard(num_steps, feed, plan)
@@ -302,18 +301,34 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                         callback(copied(state), np.concatenate(losses))
                 if over:
                     break
-        if searches:
-            warn_of_noise(state.hyper.optim_state, plan.structure)
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
-        looks = bool(plan.transforms) and self.settings.optim is not None
-        warn_of_reach(
-            state, plan.structure, self.model, self._values,
-            start if looks and init_state is None else None, given.args, given.kwargs,
-        )  # fmt: skip
+        self._warn(state, plan, given, start if init_state is None else None)
         params, losses_ = self.get_params(state), np.concatenate(losses)
         return ConjugateResult(
             params, state, losses_, given.args, given.kwargs, guard.restored,
             stopped=over,
+        )  # fmt: skip
+
+    def _searches(self, plan: Plan) -> bool:
+        return self.settings.optim == LBFGS and bool(plan.transforms)
+
+    def _warn(
+        self,
+        state: ConjugateState,
+        plan: Plan,
+        given: Given,
+        start: Callable[[], ConjugateState] | None,
+    ) -> None:
+        """Of what a user should know of a fit.
+
+        :param start: makes the state that it began from, if that is not given.
+        """
+        if self._searches(plan):
+            warn_of_noise(state.hyper.optim_state, plan.structure)
+        looks = bool(plan.transforms) and self.settings.optim is not None
+        warn_of_reach(
+            state, plan.structure, self.model, self._values,
+            start if looks else None, given.args, given.kwargs,
         )  # fmt: skip
 
     # -- states and params ------------------------------------------------------------
