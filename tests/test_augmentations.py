@@ -406,7 +406,7 @@ def test_the_rate_is_learnt_on_the_same_bound(x64) -> None:
         (lambda f: gpaug.LogisticPoisson(f, 2.0), -1.0, "outside the support"),
         (lambda f: dist.Binomial(3, logits=f), 4.0, "outside the support"),
         (lambda f: dist.NegativeBinomialLogits(2.0, f), 0.5, "outside the support"),
-        (lambda f: dist.StudentT(-1.0, f, 1.0), 0.5, "invalid df"),
+        (lambda f: dist.StudentT(-1.0, f, 1.0), 0.5, "parameter 'df' of StudentT"),
     ],
 )
 def test_bad_input_to_a_fit(make, y, message) -> None:

@@ -289,7 +289,7 @@ def test_epsilon_with_a_prior() -> None:
     [
         ([0, 1, 3], 0.1, r"0\.\.2"),
         ([-1, 1, 1], 0.1, "support of RobustMax"),
-        ([0, 1, 2], 1.5, "RobustMax .* invalid epsilon"),
+        ([0, 1, 2], 1.5, "parameter 'epsilon' of RobustMax"),
     ],
 )
 def test_bad_input_to_a_fit(labels, epsilon, message) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First values of hyperparameters: NumPyro's median of draws, at less cost."""
+"""First values of hyperparameters: next to the medians of their priors."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.initialization import init_to_median
-from scipy.stats import ks_2samp
+from scipy.special import ndtri
 
 from numpyro_gpaug.model.starts import MedianStart
 
@@ -48,16 +48,19 @@ def starts(priors, function):
     return one
 
 
-def test_starts_have_the_law_of_numpyros():
+def test_starts_are_near_the_medians():
+    """Those of draws of the prior, for whatever law; each by its own random number."""
     keys = jax.random.split(jax.random.key(0), 500)
-    ours = jax.jit(jax.vmap(starts(PRIORS, MedianStart)))(keys)
-    theirs = jax.jit(jax.vmap(starts(PRIORS, lambda _: init_to_median())))(keys)
-    for name, found in ours.items():
-        assert found.shape == theirs[name].shape
-        columns = (np.reshape(x, (500, -1)).T for x in (found, theirs[name]))
-        for a, b in zip(*columns, strict=True):
-            assert ks_2samp(a, b).pvalue > 1e-3, name
-    plate = np.reshape(ours["plate"], (500, -1))
+    found = jax.jit(jax.vmap(starts(PRIORS, MedianStart)))(keys)
+    for name, values in found.items():
+        prior = PRIORS[name]
+        draws = prior.sample(jax.random.key(1), (20_000,))
+        # Of the draws below a start, what its normal says: ndtr(.1 eps).
+        below = np.mean(np.asarray(draws)[:, None] < np.asarray(values)[None], 0)
+        eps = ndtri(np.clip(below, 1e-3, 1 - 1e-3)) / 0.1
+        np.testing.assert_allclose(eps.mean(0), 0, atol=0.4, err_msg=name)
+        np.testing.assert_allclose(eps.std(0), 1, atol=0.15, err_msg=name)
+    plate = np.reshape(found["plate"], (500, -1))
     assert np.abs(np.corrcoef(plate.T) - np.eye(6)).max() < 0.2
 
 
