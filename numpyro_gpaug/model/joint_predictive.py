@@ -194,7 +194,8 @@ class JointPredictiveView(JointView):
             raise ValueError(
                 f"site={name!r}: its likelihood does not depend on one predictor for "
                 f"each datum: give one a name, numpyro.deterministic('eta', ...), and "
-                "predict that, predict_f(..., site='eta')"
+                "predict that, predict_f(..., site='eta'); those that have names are "
+                f"{sorted(values)}"
             )
         return known[name][0]
 

@@ -132,7 +132,8 @@ class FitArguments(NamedTuple):
         """
         args, kwargs = arguments.merge()
         parameters = list(inspect.signature(model).parameters)
-        given = dict(zip(parameters, args, strict=False)) | kwargs
+        by_place = dict(zip(parameters, args, strict=False))
+        given = by_place | kwargs
         of_fit = dict(zip(parameters, self.data[0], strict=False)) | self.kwargs
         return tuple(
             name
@@ -140,6 +141,8 @@ class FitArguments(NamedTuple):
             if name not in (*self.observations, *self.shared)
             and jax.tree.leaves(value)
             and (given.get(name) is None or _alike(given[name], value))
+            # Inputs of the fit, passed again, are those of new rows.
+            and by_place.get(name) is None
         )
 
     def without_observations(

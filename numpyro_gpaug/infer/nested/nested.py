@@ -194,7 +194,9 @@ class NestedVI(Displayed):
         self, *, group_by_chain: bool = False, weighted: bool = False
     ) -> dict[str, Array]:
         """Draws of all sites by name: hyperparameters, Gaussian latents, deterministic
-        sites, each in the shape that it has in the model.
+        sites, each in the shape that it has in the model: the groups and steps of the
+        fit. New groups, and steps beyond, are for ``posterior().predict_y``: NumPyro's
+        ``Predictive`` would read the last ones in their place.
 
         :param group_by_chain: whether to give them a leading axis of chains (one, or
             those of ``correct="mcmc"``).
