@@ -29,7 +29,7 @@ class MedianStart:
     standard deviation. Where a prior has no quantiles, NumPyro's ``init_to_median``,
     the median of 15 draws.
 
-    That has a third of a standard deviation, and one start in a hundred is a whole one
+    That has a third of a standard deviation, and one start in a hundred is .8 of one
     away: where a prior is wide, in the basin of another optimum. Not the median itself:
     hyperparameters of one prior would start alike, and a sum of two kernels would never
     tell them apart. The draws are one call for all sites: every call is a program that
