@@ -39,6 +39,13 @@ def kept_apart(parts: Array) -> Array:
     return _constrained(parts, ROWS, 0)
 
 
+def rows_apart(rows: Array) -> Array:
+    """An array whose first axis is over rows, each part of :func:`shards` of them on
+    the device that holds it, if they are as many."""
+    parts = shards()
+    return rows if parts == 1 or len(rows) % parts else _constrained(rows, ROWS, 0)
+
+
 def latent_parts(count: int) -> int:
     """Parts that a stack over latents comes in, inside of :func:`on_mesh`; 1 where it
     is whole on every device, and inside of :func:`by_latents`.
