@@ -154,10 +154,6 @@ def test_what_slices_cannot_take_is_named() -> None:
         gpaug.EllipticalSlice(mixed).init(KEY, 0, None, args, data)
     with pytest.raises(ValueError, match="other_median"):
         gpaug.EllipticalSlice(mixed, gpaug.AutoLatentGaussian(mixed), {})
-    bernoulli = {"law": lambda e: dist.Bernoulli(logits=e)}
-    labels = X, GROUP, (X > 0).astype(int)
-    with pytest.raises(ValueError, match="EllipticalSlice"):
-        gpaug.AugmentedGaussian(given).init(KEY, 0, None, labels, bernoulli)
 
 
 @pytest.mark.slow
