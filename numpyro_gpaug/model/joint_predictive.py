@@ -257,7 +257,9 @@ class JointPredictiveView(JointView):
             entry = lookup_correlated(type(fn))
             assert entry is not None
             pairs = pairs.reshape(*mean.shape[:-1], -1)
-            return entry.predictive(fn, mean, variance, pairs)
+            (law,) = self._at_zero([parts.likelihoods[site.name]])
+            law = base_distribution(law.fn)
+            return entry.predictive(law, mean, variance, pairs)
         leaves, treedef = jax.tree.flatten(fn)
         variables = [leaf.variable for leaf in leaves]
         varies = tuple(program.depends(v) for v in variables)

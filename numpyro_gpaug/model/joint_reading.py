@@ -193,13 +193,8 @@ def _instead(reason: str, law: type) -> str:
             'f = numpyro.sample("f", dist.MultivariateNormal(mean, covariance)), or '
             "make it a GaussianProcess, and observe dist.Normal(f, noise)"
         )
-    if issubclass(law, dist.MultinomialLogits | dist.MultinomialProbs):
-        return (
-            "Counts of classes are data with weights: a row for each class that was "
-            "counted, dist.Categorical(logits=eta) under numpyro.handlers.scale("
-            "scale=counts)"
-        )
     return (
-        "Of softmax likelihoods Categorical(logits=eta), with eta affine, is taken; "
-        "others of Gaussian processes are for AutoSparseGP"
+        "Of softmax likelihoods Categorical(logits=eta) and Multinomial(total, "
+        "logits=eta), with eta affine, are taken; others of Gaussian processes are for "
+        "AutoSparseGP"
     )

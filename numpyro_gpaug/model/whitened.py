@@ -12,6 +12,7 @@ from jax import Array
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import scan_index
+from numpyro_gpaug.distributions.class_counts import traceable
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
@@ -121,7 +122,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
             parts.densities[name] = density if scale is None else density * scale
             if latent := _parameter(fn):
                 parts.parameters[name] = getattr(base_distribution(fn), latent)
-            parts.likelihoods[name] = Likelihood((fn, value, scale))
+            parts.likelihoods[name] = Likelihood((traceable(fn), value, scale))
         elif name in sites:
             found = whitening(fn)
             assert found is not None
