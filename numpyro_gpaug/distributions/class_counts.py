@@ -45,6 +45,6 @@ def traceable(law: Distribution) -> Distribution:
         return found
     if type(law) is not dist.MultinomialLogits:
         return law
-    made = ClassCounts.__new__(ClassCounts)
+    made: Any = ClassCounts.__new__(ClassCounts)
     vars(made).update(vars(law))
     return made

@@ -31,6 +31,8 @@ from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 # Predictors of one datum whose expectation is by quadrature.
 _MOST = 2
 
+_SEVERAL = "several function values"
+
 
 class Reading:
     """A model read as a function of some of its Gaussian sites.
@@ -111,12 +113,8 @@ class Reading:
             reached = [s for s in states if s is not None]
             if len(reached) > 1 or any(not s.elementwise for s in reached):
                 return (
-                    f"several function values of the sparse process {process!r} reach "
-                    "one datum: write it without inducing inputs, numpyro.sample("
-                    f'"{process}", dist.MultivariateNormal(mean, kernel(X, X))). (What '
-                    "a matrix product takes from several processes, or to several "
-                    "outputs, counts as that: write f[:, None] * A[:, 0] + g[:, None] "
-                    "* A[:, 1], or one process with num_latents and loadings=A)"
+                    f"{_SEVERAL} of the sparse process {process!r} reach one datum, or "
+                    "a matrix product mixes them"
                 )
         return None
 
@@ -186,6 +184,13 @@ def _instead(reason: str, law: type) -> str:
         return (
             "What a scan carries from step to step has to be affine in Gaussian "
             "latents; what is not, such as exp(level), its steps may return, or observe"
+        )
+    if reason.startswith(_SEVERAL):
+        return (
+            "For f @ W, f of several latents, write GaussianProcess(..., num_latents="
+            "..., loadings=W.T); of several processes f[:, None] * W[0] + g[:, None] * "
+            "W[1]. For sums over inputs write the process without inducing inputs, "
+            'numpyro.sample("f", dist.MultivariateNormal(mean, kernel(X, X)))'
         )
     if law is dist.MultivariateNormal:
         return (
