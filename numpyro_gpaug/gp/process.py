@@ -182,9 +182,17 @@ class Conditional:
         elif policy == "site":
             shape = self.outputs.latent_shape
             standard = dist.Normal(jnp.zeros(shape, self.dtype), 1)
-            eps = numpyro.sample(
-                f"{self.gp.name}.eps", standard.to_event(len(shape) - 1)
-            )
+            standard, name = standard.to_event(len(shape) - 1), self.gp.name
+            try:
+                eps = numpyro.sample(f"{name}.eps", standard)
+            except ValueError:  # what plates raise where shapes do not go together
+                eps = None
+            if getattr(eps, "shape", None) != shape:
+                raise ValueError(
+                    f'GaussianProcess("{name}"): its residual of with_residual(model, '
+                    f'"site") has shape {shape}, and the plates around the call are '
+                    "not those of the rows alone: call it before them, f = gp(X)"
+                )
         return self.values(self.gp.v, eps)
 
     def select(self, per_latent: Array) -> Array:
