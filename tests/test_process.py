@@ -390,13 +390,10 @@ def test_residual_sites_of_several_latents():
         assert_close(found["f"][:, c], mean + np.sqrt(residual) * eps[:, c], 10)
 
 
-@pytest.mark.slow  # its target is the density of the two tests before
-@pytest.mark.usefixtures("x64")
 def test_residual_sites_do_not_go_into_plates_of_outputs():
     def model(X, rows, how):
         gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), X[:2], **how)
-        plates = numpyro.plate("outputs", 2), numpyro.plate("data", rows)
-        with plates[0], plates[1]:
+        with numpyro.plate("outputs", 2), numpyro.plate("data", rows):
             gp(X)
 
     model = handlers.seed(gpaug.with_residual(model, "site"), 0)
@@ -406,6 +403,8 @@ def test_residual_sites_do_not_go_into_plates_of_outputs():
                 model(jnp.arange(rows * 1.0)[:, None], rows, how)
 
 
+@pytest.mark.slow  # its target is the density of the two tests before
+@pytest.mark.usefixtures("x64")
 def test_nuts_with_residual_sites_samples_the_exact_posterior():
     """Conjugate here: y ~ N(0, A'A + diag(residual) + noise)."""
     model = gpaug.with_residual(regression, "site")

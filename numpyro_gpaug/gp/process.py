@@ -185,7 +185,7 @@ class Conditional:
             standard, name = standard.to_event(len(shape) - 1), self.gp.name
             try:
                 eps = numpyro.sample(f"{name}.eps", standard)
-            except ValueError:  # what plates raise where shapes do not go together
+            except ValueError:  # of plates where shapes do not go together
                 eps = None
             if getattr(eps, "shape", None) != shape:
                 raise ValueError(
