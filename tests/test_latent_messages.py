@@ -278,6 +278,32 @@ def test_a_density_that_is_not_finite_is_named():
         svi.run(jax.random.key(0), 5, time, event, progress_bar=False)
 
 
+def test_graphs_that_are_none_and_counts_without_exposure_are_named():
+    def model(exposure, graph, y=None):
+        law = dist.CAR(jnp.zeros(len(exposure)), 0.5, 1.0, graph)
+        area = numpyro.sample("area", law)
+        with numpyro.plate("data", len(exposure)):
+            numpyro.sample("y", dist.Poisson(exposure * jnp.exp(area)), obs=y)
+
+    def fit(exposure, graph):
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+        y = np.array([2, 1, 0, 3])
+        return svi.run(KEY, 10, exposure, graph, y, progress_bar=False)
+
+    ring = np.roll(np.eye(4, dtype=int), 1, 0) + np.roll(np.eye(4, dtype=int), -1, 0)
+    fit(np.ones(4), ring)
+    one_way, island = ring.copy(), ring.copy()
+    one_way[0, 1] = 0
+    island[2] = island[:, 2] = 0
+    with pytest.raises(ValueError, match=r"'area'.* not symmetric, as at .0, 1."):
+        fit(np.ones(4), one_way)
+    with pytest.raises(ValueError, match=r"'area'.*areas .2. have no neighbours"):
+        fit(np.ones(4), island)
+    fit(np.array([1.0, 1.0, 0.0, 1.0]), ring)
+    with pytest.raises(gpaug.CholeskyError, match="'y' is -inf in 1 of 4.*exposure"):
+        fit(np.array([0.0, 1.0, 1.0, 1.0]), ring)
+
+
 def test_laws_that_hold_arrays_outside_of_their_leaves_are_refused_twice():
     """NumPyro's multinomial has its totals there, which JAX cannot compare."""
 
