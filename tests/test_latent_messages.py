@@ -302,6 +302,9 @@ def test_graphs_that_are_none_and_counts_without_exposure_are_named():
     fit(np.array([1.0, 1.0, 0.0, 1.0]), ring)
     with pytest.raises(gpaug.CholeskyError, match="'y' is -inf in 1 of 4.*exposure"):
         fit(np.array([0.0, 1.0, 1.0, 1.0]), ring)
+    arguments = np.array([0.0, 1.0, 1.0, 1.0]), ring, np.array([2, 1, 0, 3])
+    with pytest.raises(FloatingPointError, match="exposure"):
+        gpaug.EllipticalSlice(model).init(KEY, 0, None, arguments, {})
 
 
 def test_laws_that_hold_arrays_outside_of_their_leaves_are_refused_twice():
