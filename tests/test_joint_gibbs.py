@@ -16,25 +16,12 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import forms
 from tests.chains import assert_same_law, importance_draws, many_chains
+from tests.test_joint_slices import GROUP, GROUPS, TAU, N, X, given, mixed
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
-N, GROUPS, TAU = 24, 4, 0.7
-GROUP, X = np.arange(N) % GROUPS, RNG.normal(size=N)
 LABELS = (RNG.normal(size=N) + X > 0).astype(int)
 REALS = X + 0.5 * RNG.standard_t(3, N)
-
-
-def mixed(x, group, y=None, *, law):
-    """A slope and effects around a level, with a scale that has a prior."""
-    beta = numpyro.sample("beta", dist.Normal(0, 1))
-    level = numpyro.sample("level", dist.Normal(0, 2))
-    tau = numpyro.sample("tau", dist.LogNormal(-0.4, 0.4))
-    with numpyro.plate("groups", GROUPS):
-        effect = numpyro.sample("effect", dist.Normal(level, tau))
-    eta = numpyro.deterministic("eta", beta * x + effect[group])
-    with numpyro.plate("data", len(x)):
-        numpyro.sample("y", law(eta), obs=y)
 
 
 def logistic(eta):
@@ -43,9 +30,6 @@ def logistic(eta):
 
 def robust(eta):
     return dist.StudentT(4.0, eta, 0.5)
-
-
-given = handlers.condition(mixed, data={"tau": TAU})
 
 
 def log_density(z, data):
