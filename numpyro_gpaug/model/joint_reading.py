@@ -31,6 +31,8 @@ from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 # Predictors of one datum whose expectation is by quadrature.
 _MOST = 2
 
+# Why a site is held that is multiplied by another, say.
+IN_DENSITY = "in the density"
 _SEVERAL = "several function values"
 
 
@@ -90,7 +92,7 @@ class Reading:
                         f"{_instead(reason, self._classes[name])}; MCMC(NUTS(model)) "
                         "samples any model"
                     )
-                return {s: f"in the density of {name!r}, {reason}" for s in sources}
+                return {s: f"{IN_DENSITY} of {name!r}, {reason}" for s in sources}
         return {}
 
     def _why_not(self, name: str) -> str | None:
