@@ -128,10 +128,8 @@ class Reading:
         parameter = self.parts.parameters[name].variable
         if not self.program.affine(parameter):
             return False
-        token = self.program.value(parameter).token
-        leaves = jax.tree.leaves(self.parts.likelihoods[name])
-        values = [self.program.value(leaf.variable) for leaf in leaves]
-        return all(v.token == token for v in values if v.state)
+        leaves = jax.tree.leaves(self.parts.rest[name])
+        return not any(self.program.value(leaf.variable).state for leaf in leaves)
 
     def kept(self, site: GaussianSite) -> GaussianSite:
         """A site, with members that predictions go on knowing where data outside of its

@@ -34,6 +34,7 @@ class Parts(NamedTuple):
     :param densities: scaled log-densities of observed sites.
     :param parameters: of observed sites with a registered likelihood, the parameter
         that may carry latents.
+    :param rest: of these, what else their laws are given.
     :param likelihoods: of observed sites.
     :param others: the laws of all other latents.
     :param spreads: of Gaussian sites, what must not depend on latents.
@@ -46,6 +47,7 @@ class Parts(NamedTuple):
 
     densities: dict[str, Any]
     parameters: dict[str, Any]
+    rest: dict[str, Any]
     likelihoods: dict[str, Likelihood]
     others: dict[str, Likelihood]
     spreads: dict[str, Any]
@@ -103,7 +105,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
     :param sites: names of Gaussian sites.
     :param observed: of observed sites, which need not be so in a prediction.
     """
-    parts = Parts({}, {}, {}, {}, {}, {}, {}, {}, {})
+    parts = Parts(*({} for _ in Parts._fields))
     for name, site in trace.items():
         if site["type"] == "deterministic":
             parts.values[name] = site["value"]
@@ -122,6 +124,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
             parts.densities[name] = density if scale is None else density * scale
             if latent := _parameter(fn):
                 parts.parameters[name] = getattr(base_distribution(fn), latent)
+                parts.rest[name] = *_rest(fn, latent), value, scale
             parts.likelihoods[name] = Likelihood((traceable(fn), value, scale))
         elif name in sites:
             found = whitening(fn)
@@ -141,6 +144,17 @@ def _parameter(fn: Any) -> str | None:
         return found.latents[0]
     several = lookup_correlated(type(base_distribution(fn)))
     return several and several.latent
+
+
+def _rest(fn: Any, latent: str) -> tuple[Any, Any]:
+    """Parameters of a law but for the one that carries latents, not what it makes of
+    them all, and masks."""
+    base, masks = base_distribution(fn), []
+    while fn is not base:
+        masks.append(getattr(fn, "_mask", None))
+        fn = fn.base_dist
+    given = {*base.arg_constraints, "family_parameters"} - {latent}
+    return {k: x for k, x in vars(base).items() if k in given}, masks
 
 
 def elementwise_expectation(fn: Any) -> Expectation | None:
