@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
@@ -183,10 +184,8 @@ class Conditional:
             shape = self.outputs.latent_shape
             standard = dist.Normal(jnp.zeros(shape, self.dtype), 1)
             standard, name = standard.to_event(len(shape) - 1), self.gp.name
-            try:
+            with suppress(ValueError):  # of plates where shapes do not go together
                 eps = numpyro.sample(f"{name}.eps", standard)
-            except ValueError:  # of plates where shapes do not go together
-                eps = None
             if getattr(eps, "shape", None) != shape:
                 raise ValueError(
                     f'GaussianProcess("{name}"): its residual of with_residual(model, '
