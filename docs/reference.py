@@ -40,6 +40,7 @@ WRITTEN = (
     "gpaug.SampledLogisticSoftmax(F, 10)",
     "gpaug.LogisticNormalizer(F, 10, zeta)",
     "dist.Binomial(n, logits=f)",
+    "dist.Multinomial(n, logits=F)",
     "dist.NegativeBinomialLogits(r, f)",
     "gpaug.LogisticPoisson(f, max_rate)",
 )

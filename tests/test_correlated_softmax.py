@@ -8,7 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from scipy.special import logsumexp, softmax
+from scipy.special import gammaln, logsumexp, softmax
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.math.correlated_softmax import (
@@ -112,6 +112,60 @@ def test_a_fit_and_its_predictions_against_a_grid(x64, tmp_path):
     posterior.save(tmp_path / "fit.npz")
     loaded = gpaug.Posterior.load(tmp_path / "fit.npz", regression)
     np.testing.assert_array_equal(loaded.predict_y(new).probs, found.probs)
+
+
+def observed(total, logits, y):
+    """Counts where there are totals, or classes."""
+    with numpyro.plate("data", len(logits)):
+        law = (
+            dist.Categorical(logits=logits)
+            if total is None
+            else dist.Multinomial(total, logits=logits, total_count_max=6)
+        )
+        numpyro.sample("y", law, obs=y)
+
+
+def joint(t, total, y=None, *, inducing):
+    a = numpyro.sample("a", dist.Normal(0, 1.5).expand([2]).to_event(1))
+    logits = jnp.stack([a[0] + 0 * t, a[1] * t + 0.5 * a[0], -0.3 + 0 * t], -1)
+    observed(total, logits, y)
+
+
+def independent(t, total, y=None, *, inducing):
+    kernel = gpaug.kernels.Matern52()
+    gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=C)
+    observed(total, gp(t[:, None]), y)
+
+
+FAMILIES = [(joint, gpaug.AutoLatentGaussian), (independent, gpaug.AutoSparseGP)]
+
+
+@pytest.mark.parametrize(("model", "family"), FAMILIES)
+def test_counts_are_classes_one_by_one(x64, model, family):
+    """A row of counts and one for every class counted have the same fit, and a bound
+    that differs by the number of ways."""
+    total = RNG.integers(1, 7, 12)
+    t = np.linspace(-2, 2, 12)
+    counts = np.stack([RNG.multinomial(n, [0.5, 0.3, 0.2]) for n in total])
+    classes = np.concatenate([np.repeat(np.arange(C), row) for row in counts])
+    found = []
+    for args in ((t, total, counts), (np.repeat(t, total), None, classes)):
+        svi = gpaug.ConjugateSVI(model, family(model))
+        how = {"inducing": t[::3, None], "progress_bar": False}
+        fit = svi.run(jax.random.key(0), 60, *args, **how)
+        found.append((svi.posterior(fit), -fit.losses[-1]))
+    (ours, bound), (theirs, other) = found
+    ways = gammaln(total + 1).sum() - gammaln(counts + 1).sum()
+    np.testing.assert_allclose(bound - ways, other, rtol=1e-7)
+    one = ours.predict_y(t[:3], np.ones(3, int))
+    many = ours.predict_y(t[:3], total[:3])
+    probs = theirs.predict_y(t[:3], None).probs
+    np.testing.assert_allclose(one.mean, probs, atol=2e-3)
+    density = one.log_prob(np.eye(C, dtype=int))
+    np.testing.assert_allclose(density, np.log(np.diagonal(probs)), atol=5e-3)
+    np.testing.assert_allclose(many.mean, total[:3, None] * probs, atol=0.01)
+    draws = many.sample(jax.random.key(0), (50,))
+    np.testing.assert_array_equal(draws.sum(-1), np.tile(total[:3], (50, 1)))
 
 
 def choices(t, group, y=None):

@@ -278,18 +278,48 @@ def test_a_density_that_is_not_finite_is_named():
         svi.run(jax.random.key(0), 5, time, event, progress_bar=False)
 
 
+def test_graphs_that_are_none_and_counts_without_exposure_are_named():
+    def model(exposure, graph, y=None):
+        law = dist.CAR(jnp.zeros(len(exposure)), 0.5, 1.0, graph)
+        area = numpyro.sample("area", law)
+        with numpyro.plate("data", len(exposure)):
+            numpyro.sample("y", dist.Poisson(exposure * jnp.exp(area)), obs=y)
+
+    def fit(exposure, graph):
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+        y = np.array([2, 1, 0, 3])
+        return svi.run(KEY, 10, exposure, graph, y, progress_bar=False)
+
+    ring = np.roll(np.eye(4, dtype=int), 1, 0) + np.roll(np.eye(4, dtype=int), -1, 0)
+    fit(np.ones(4), ring)
+    one_way, island = ring.copy(), ring.copy()
+    one_way[0, 1] = 0
+    island[2] = island[:, 2] = 0
+    with pytest.raises(ValueError, match=r"'area'.* not symmetric, as at .0, 1."):
+        fit(np.ones(4), one_way)
+    with pytest.raises(ValueError, match=r"'area'.*areas .2. have no neighbours"):
+        fit(np.ones(4), island)
+    fit(np.array([1.0, 1.0, 0.0, 1.0]), ring)
+    with pytest.raises(gpaug.CholeskyError, match="'y' is -inf in 1 of 4.*exposure"):
+        fit(np.array([0.0, 1.0, 1.0, 1.0]), ring)
+    arguments = np.array([0.0, 1.0, 1.0, 1.0]), ring, np.array([2, 1, 0, 3])
+    with pytest.raises(FloatingPointError, match="exposure"):
+        gpaug.EllipticalSlice(model).init(KEY, 0, None, arguments, {})
+
+
 def test_laws_that_hold_arrays_outside_of_their_leaves_are_refused_twice():
     """NumPyro's multinomial has its totals there, which JAX cannot compare."""
 
     def model(t, total, y=None):
         b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
         with numpyro.plate("data", N):
-            law = dist.Multinomial(total, logits=b * t[:, None], total_count_max=5)
+            shares = jax.nn.softmax(b * t[:, None])
+            law = dist.Multinomial(total, shares, total_count_max=5)
             numpyro.sample("y", law, obs=y)
 
     total, counts = np.full(N, 5), np.tile([2, 2, 1], (N, 1))
     for _ in range(2):
-        with pytest.raises(gpaug.NotConjugateError, match="shapes.*Categorical.*scale"):
+        with pytest.raises(gpaug.NotConjugateError, match=r"Multinomial.total, logits"):
             gpaug.AutoLatentGaussian(model).setup(T, total, counts)
 
 
@@ -313,10 +343,21 @@ def test_processes_mixed_by_a_matrix_are_told_how_to_write_it():
 
     given = {"inducing": T[:, None]}
     y = np.tile(REAL[:, None], 3)
-    with pytest.raises(gpaug.NotConjugateError, match=r"product.*write f\[:, None\]"):
+    with pytest.raises(gpaug.NotConjugateError, match=r"product.*f\[:, None\]"):
         gpaug.AutoLatentGaussian(model).setup(
             T[:, None], y, written=lambda f, g, A: jnp.stack([f, g], -1) @ A.T, **given
         )
+
+    def several(X, y=None, *, inducing):
+        kernel = gpaug.kernels.Matern52()
+        f = gpaug.GaussianProcess("f", kernel, inducing, num_latents=2)(X)
+        with numpyro.plate("data", len(X), dim=-2):
+            numpyro.sample("y", dist.Normal(f @ np.ones((2, 3)), 0.5), obs=y)
+
+    for family in (gpaug.AutoLatentGaussian, gpaug.AutoSparseGP):
+        svi = gpaug.ConjugateSVI(several, family(several))
+        with pytest.raises(gpaug.NotConjugateError, match=r"loadings=W\.T"):
+            svi.run(KEY, 2, T[:, None], y, progress_bar=False, **given)
     guide = gpaug.AutoLatentGaussian(model)
     guide.setup(
         T[:, None], y, **given,

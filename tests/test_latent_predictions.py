@@ -187,3 +187,40 @@ def test_members_that_other_data_look_at_by_codes_are_known_in_predictions():
     np.testing.assert_allclose(found.variance, expected, rtol=1e-3)
     events = posterior.predict_y(np.array([0]), site="event").probs
     assert events[0] < 0.1 < 0.9 < events[3]
+
+
+def table(x, y=None, *, subjects=3):
+    """Items in rows, subjects in columns."""
+    columns = numpyro.plate("subjects", subjects, dim=-1)
+    with columns:
+        a = numpyro.sample("a", dist.Normal(0, 1))
+    with numpyro.plate("items", len(x), dim=-2):
+        noise = numpyro.sample("noise", dist.Normal(0, 0.5))
+        with columns:
+            numpyro.sample("y", dist.Normal(a * x + noise, 0.5), obs=y)
+
+
+def test_members_of_a_table_are_known_by_their_places():
+    x = RNG.normal(size=(6, 3))
+    posterior = fitted(table, x, 2 * x + RNG.normal(size=(6, 1)))
+    a = posterior["a"].mean
+    new = np.ones((4, 3))
+    np.testing.assert_allclose(posterior.predict_y(new).mean, np.tile(a, (4, 1)))
+    found = posterior.predict_y(np.ones((4, 4)), subjects=4).mean
+    np.testing.assert_allclose(found[0], [*a, 0])
+
+
+def test_a_table_without_inputs_is_predicted_as_it_was_fitted():
+    def model(subjects, items, y=None):
+        with numpyro.plate("subjects", subjects, dim=-1):
+            a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("items", items, dim=-2):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        plates = ("subjects", subjects, -1), ("items", items, -2)
+        columns, rows = (numpyro.plate(k, n, dim=dim) for k, n, dim in plates)
+        with columns, rows:
+            numpyro.sample("y", dist.Normal(a + b, 0.5), obs=y)
+
+    posterior = fitted(model, 3, 4, RNG.normal(size=(4, 3)))
+    expected = posterior["a"].mean + posterior["b"].mean
+    np.testing.assert_allclose(posterior.predict_y(3, 4).mean, expected, atol=1e-6)

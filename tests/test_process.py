@@ -390,6 +390,19 @@ def test_residual_sites_of_several_latents():
         assert_close(found["f"][:, c], mean + np.sqrt(residual) * eps[:, c], 10)
 
 
+def test_residual_sites_do_not_go_into_plates_of_outputs():
+    def model(X, rows, how):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), X[:2], **how)
+        with numpyro.plate("outputs", 2), numpyro.plate("data", rows):
+            gp(X)
+
+    model = handlers.seed(gpaug.with_residual(model, "site"), 0)
+    for rows in (3, 2):
+        for how in ({}, {"num_latents": 2}, {"loadings": jnp.ones((2, 1))}):
+            with pytest.raises(ValueError, match=r"before them, f = gp\(X\)"):
+                model(jnp.arange(rows * 1.0)[:, None], rows, how)
+
+
 @pytest.mark.slow  # its target is the density of the two tests before
 @pytest.mark.usefixtures("x64")
 def test_nuts_with_residual_sites_samples_the_exact_posterior():

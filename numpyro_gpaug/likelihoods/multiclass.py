@@ -18,9 +18,13 @@ from jax.scipy.special import digamma, gammaln, polygamma
 
 from numpyro_gpaug import distributions
 from numpyro_gpaug.distributions._classes import chosen_class
+from numpyro_gpaug.distributions.class_counts import traceable
+from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.math.correlated_softmax import (
     expected_log_sum_exp,
     expected_softmax,
+    nodes_of,
+    pair_places,
 )
 from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,
@@ -164,6 +168,46 @@ def _correlated_predictive(d, mean: Array, variance: Array, covariance: Array):
     return _classes(expected_softmax(mean, variance, covariance), least)
 
 
+def _correlated_counts(
+    d, y, mean: Array, variance: Array, covariance: Array, num: int
+) -> Array:
+    return _counted(d, y, mean, expected_log_sum_exp(mean, variance, covariance, num))
+
+
+def _counts_expectation(d, y, means: Parameters, variances: Parameters) -> Array:
+    m, v = means["logits"], variances["logits"]
+    return _counted(d, y, m, expected_log_sum(EXPONENTIAL, m, v))
+
+
+def _counted(d, y, mean: Array, normaliser: Array) -> Array:
+    counts, total = (jnp.asarray(x, mean.dtype) for x in (y, d.total_count))
+    ways = gammaln(total + 1) - gammaln(counts + 1).sum(-1)
+    return (counts * mean).sum(-1) - total * normaliser + ways
+
+
+def _counts_predictive(d, means: Parameters, variances: Parameters):
+    m, v = means["logits"], variances["logits"]
+    pairs = len(pair_places(m.shape[-1])[0])
+    independent = jnp.zeros((*m.shape[:-1], pairs), m.dtype)
+    return _correlated_counts_predictive(traceable(d), m, v, independent)
+
+
+def _correlated_counts_predictive(d, mean: Array, variance: Array, covariance: Array):
+    logits = nodes_of(mean, variance, covariance)
+    weights = jnp.full(len(logits), 1 / len(logits), mean.dtype)
+    leaves, treedef = jax.tree.flatten(d)
+    varies = tuple(x is d.logits for x in leaves)
+    leaves = [logits if v else x for x, v in zip(leaves, varies, strict=True)]
+    return PredictorMixture(
+        tuple(leaves), weights, treedef, varies, d.batch_shape, d.event_shape
+    )
+
+
+register_correlated(
+    dist.MultinomialLogits,
+    CorrelatedExpectation("logits", _correlated_counts, _correlated_counts_predictive),
+)
+register(dist.MultinomialLogits, ("logits",), _counts_expectation, _counts_predictive)
 register_correlated(
     dist.CategoricalLogits,
     CorrelatedExpectation("logits", _correlated_softmax, _correlated_predictive),

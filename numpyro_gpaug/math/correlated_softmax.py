@@ -70,6 +70,14 @@ def _factor(variance: Array, covariance: Array) -> Array:
     return found
 
 
+def nodes_of(mean: Array, variance: Array, covariance: Array) -> Array:
+    """Nodes (num, ..., C) of equal weight; arguments as for
+    :func:`expected_log_sum_exp`."""
+    factor = _factor(variance, covariance)
+    nodes = jnp.asarray(_nodes(mean.shape[-1], NODES), mean.dtype)
+    return jax.vmap(lambda node: mean + jnp.matvec(factor, node))(nodes)
+
+
 def _averages(
     value: Any, mean: Array, variance: Array, covariance: Array, num: int
 ) -> Any:

@@ -246,7 +246,11 @@ class Dependencies:
                         f"{dependence.nonlinear!r}"
                     )
                 if block in self.processes and not dependence.elementwise:
-                    return f"{latent!r} mixes several function values of {block!r}"
+                    return (
+                        f"{latent!r} mixes several function values of {block!r} (of "
+                        f"{block} @ W write num_latents=... and loadings=W.T of the "
+                        "process)"
+                    )
         return None
 
 

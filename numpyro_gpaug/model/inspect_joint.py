@@ -93,18 +93,29 @@ def _chosen(
     survey: Survey,
     blamed: dict[str, str],
 ) -> tuple[str, str]:
-    """The site to hold fixed: one without which all the others pass, of the smallest;
+    """The site to hold fixed: one without which all the others pass, of the smallest,
+    and of several of one size one that leaves most observed sites in closed form;
     otherwise the smallest.
 
     :param blamed: sites that may be at fault, with what they do.
     """
-    sizes = {s.name: prod(s.shape) for s in sites}
-    ordered = sorted(blamed, key=lambda name: sizes[name])
-    for name in ordered:
+    # Names in the order of the model: those blamed come from a set.
+    sizes = {s.name: prod(s.shape) for s in sites if s.name in blamed}
+    passed: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        if passed and sizes[name] > sizes[next(iter(passed))]:
+            break
         rest = tuple(s for s in sites if s.name != name)
-        if not Reading(model, arguments, rest, survey).blamed():
-            return name, blamed[name]
-    return ordered[0], blamed[ordered[0]]
+        found = Reading(model, arguments, rest, survey)
+        if not found.blamed():
+            routes = [found.observed(k).route for k in survey.observed]
+            passed[name] = sum(route is Route.GAUSS_HERMITE for route in routes)
+    chosen = (
+        min(passed, key=lambda k: passed[k])
+        if passed
+        else min(sizes, key=lambda k: sizes[k])
+    )
+    return chosen, blamed[chosen]
 
 
 def joint_structure_at(

@@ -242,6 +242,19 @@ class JointView:
         """How many predictors there are."""
         return sum(v.size for v in self._root_shapes)
 
+    def by_site(self, values: Array) -> dict[str, Array]:
+        """The parameters of registered likelihoods, by observed site.
+
+        :param values: of all predictors, (n,).
+        """
+        sites = [s for s in self.structure.observed if self._of_site(s)]
+        shapes = [v.shape for v in self._root_shapes]
+        parts = jnp.split(values, np.cumsum([math.prod(s) for s in shapes])[:-1])
+        return {
+            site.name: part.reshape(shape)
+            for site, part, shape in zip(sites, parts, shapes, strict=True)
+        }
+
     @property
     def pairs(self) -> tuple[Array, Array] | None:
         """Predictors that likelihoods look at in pairs."""
@@ -257,9 +270,14 @@ class JointView:
             return None
         return jnp.asarray(np.concatenate(left)), jnp.asarray(np.concatenate(right))
 
-    def priors(self) -> dict[str, Prior | ArrowPrior | ChainPrior]:
+    @property
+    def prior(self) -> Prior | ArrowPrior | ChainPrior:
         """Standard normal, or steps that follow each other."""
-        return {JOINT: self.structure.prior(self.links)}
+        return self.structure.prior(self.links)
+
+    def priors(self) -> dict[str, Prior | ArrowPrior | ChainPrior]:
+        """:attr:`prior` by block."""
+        return {JOINT: self.prior}
 
     def block_scale(self, block: Block) -> Any:
         """The factor of the KL: none is supported but one."""

@@ -37,6 +37,7 @@ from numpyro_gpaug.model.joint_expectation import (
     ordered_roots,
     pair_places,
 )
+from numpyro_gpaug.model.known_rows import conditioned, local_names, refuse_others
 from numpyro_gpaug.model.structure import Observed, run_model
 from numpyro_gpaug.model.whitened import whitened
 
@@ -138,6 +139,39 @@ class JointPredictiveView(JointView):
         model = whitened(self._model, zeros)
         trace = run_model(model, self.arguments, self._key, self.values)
         return {name: trace[name]["fn"] for name in self.structure.functions}
+
+    def given_rows(self, q: Any, predicted: str) -> Any:
+        """The Gaussian on the latents given what else is observed of new rows and looks
+        at latents of theirs that the predicted site looks at too.
+
+        :param q: with those of new rows at their prior.
+        :param predicted: name of the site.
+        """
+        program, structure = self._program, self.structure
+        values, densities = program.outputs.values, program.outputs.densities
+        there = values if predicted in values else densities
+        own = local_names(structure)
+        if predicted in there:
+            own &= set(program.value(there[predicted].variable).state)
+        known = [
+            site
+            for site in structure.observed
+            if site.name in self._shown - {predicted}
+            and own & set(program.value(densities[site.name].variable).state)
+        ]
+        if not known:
+            return q
+        laws = self._at_zero([program.outputs.likelihoods[s.name] for s in known])
+        for site, law in zip(known, laws, strict=True):
+            refuse_others(site, law.fn, structure)
+        self._grouped = False
+        found = [self._affine(self._of_site(s)) for s in known]
+        if any(each.many for each in found):
+            raise ValueError(
+                f"{len(found[0].offset)} rows of which {known[0].name!r} is observed "
+                "are too many for one matrix: predict some thousand at a time"
+            )
+        return conditioned(q, structure, found, laws)
 
     def _residuals(self, variables: list[Any]) -> list[Array]:
         """Where several function values of a process are mixed, from their
@@ -257,7 +291,9 @@ class JointPredictiveView(JointView):
             entry = lookup_correlated(type(fn))
             assert entry is not None
             pairs = pairs.reshape(*mean.shape[:-1], -1)
-            return entry.predictive(fn, mean, variance, pairs)
+            (law,) = self._at_zero([parts.likelihoods[site.name]])
+            law = base_distribution(law.fn)
+            return entry.predictive(law, mean, variance, pairs)
         leaves, treedef = jax.tree.flatten(fn)
         variables = [leaf.variable for leaf in leaves]
         varies = tuple(program.depends(v) for v in variables)

@@ -31,6 +31,10 @@ from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 # Predictors of one datum whose expectation is by quadrature.
 _MOST = 2
 
+# Why a site is held that is multiplied by another, say.
+IN_DENSITY = "in the density"
+_SEVERAL = "several function values"
+
 
 class Reading:
     """A model read as a function of some of its Gaussian sites.
@@ -88,7 +92,7 @@ class Reading:
                         f"{_instead(reason, self._classes[name])}; MCMC(NUTS(model)) "
                         "samples any model"
                     )
-                return {s: f"in the density of {name!r}, {reason}" for s in sources}
+                return {s: f"{IN_DENSITY} of {name!r}, {reason}" for s in sources}
         return {}
 
     def _why_not(self, name: str) -> str | None:
@@ -111,12 +115,8 @@ class Reading:
             reached = [s for s in states if s is not None]
             if len(reached) > 1 or any(not s.elementwise for s in reached):
                 return (
-                    f"several function values of the sparse process {process!r} reach "
-                    "one datum: write it without inducing inputs, numpyro.sample("
-                    f'"{process}", dist.MultivariateNormal(mean, kernel(X, X))). (What '
-                    "a matrix product takes from several processes, or to several "
-                    "outputs, counts as that: write f[:, None] * A[:, 0] + g[:, None] "
-                    "* A[:, 1], or one process with num_latents and loadings=A)"
+                    f"{_SEVERAL} of the sparse process {process!r} reach one datum, or "
+                    "a matrix product mixes them"
                 )
         return None
 
@@ -128,10 +128,8 @@ class Reading:
         parameter = self.parts.parameters[name].variable
         if not self.program.affine(parameter):
             return False
-        token = self.program.value(parameter).token
-        leaves = jax.tree.leaves(self.parts.likelihoods[name])
-        values = [self.program.value(leaf.variable) for leaf in leaves]
-        return all(v.token == token for v in values if v.state)
+        leaves = jax.tree.leaves(self.parts.rest[name])
+        return not any(self.program.value(leaf.variable).state for leaf in leaves)
 
     def kept(self, site: GaussianSite) -> GaussianSite:
         """A site, with members that predictions go on knowing where data outside of its
@@ -187,19 +185,21 @@ def _instead(reason: str, law: type) -> str:
             "What a scan carries from step to step has to be affine in Gaussian "
             "latents; what is not, such as exp(level), its steps may return, or observe"
         )
+    if reason.startswith(_SEVERAL):
+        return (
+            "For f @ W, f of several latents, write GaussianProcess(..., num_latents="
+            "..., loadings=W.T); of several processes f[:, None] * W[0] + g[:, None] * "
+            "W[1]. For sums over inputs write the process without inducing inputs, "
+            'numpyro.sample("f", dist.MultivariateNormal(mean, kernel(X, X)))'
+        )
     if law is dist.MultivariateNormal:
         return (
             "Data that are correlated have a latent in common: give it the covariance, "
             'f = numpyro.sample("f", dist.MultivariateNormal(mean, covariance)), or '
             "make it a GaussianProcess, and observe dist.Normal(f, noise)"
         )
-    if issubclass(law, dist.MultinomialLogits | dist.MultinomialProbs):
-        return (
-            "Counts of classes are data with weights: a row for each class that was "
-            "counted, dist.Categorical(logits=eta) under numpyro.handlers.scale("
-            "scale=counts)"
-        )
     return (
-        "Of softmax likelihoods Categorical(logits=eta), with eta affine, is taken; "
-        "others of Gaussian processes are for AutoSparseGP"
+        "Of softmax likelihoods Categorical(logits=eta) and Multinomial(total, "
+        "logits=eta), with eta affine, are taken; others of Gaussian processes are for "
+        "AutoSparseGP"
     )

@@ -61,7 +61,7 @@ class Survey:
         def abstract(arrays: tuple[Array, ...]) -> Trace:
             given = arguments._replace(arrays=arrays)
             trace = run_model(with_whole_sizes(model), given, jax.random.key(0), {})
-            self._visit(trace)
+            self._visit(trace, arrays)
             values = [trace[site.name]["value"] for site in self.candidates]
             dtypes.extend(map(jnp.result_type, values))
             return trace
@@ -72,13 +72,26 @@ class Survey:
     def _is_data(self, site: dict[str, Any]) -> bool:
         return site.get("is_observed", False) or site["name"] in self._data
 
-    def _visit(self, trace: Trace) -> None:
-        rows = {
-            frame.name
-            for site in trace.values()
-            if site["type"] == "sample" and self._is_data(site)
-            for frame in site["cond_indep_stack"]
-        }
+    def _row_plates(self, trace: Trace, arrays: tuple[Array, ...]) -> set[str]:
+        """The plates of data whose members are others where the model is predicted. Of
+        data in one plate it is that; of a table, in several, the one that the first
+        input has a row for each member of, if any: members of the others are known by
+        their places."""
+        data = [s for s in trace.values() if s["type"] == "sample" and self._is_data(s)]
+        inputs = [
+            x for x in arrays if x.ndim and all(x is not s["value"] for s in data)
+        ]
+        found = set()
+        for site in data:
+            frames = sorted(site["cond_indep_stack"], key=lambda frame: frame.dim)
+            if len(frames) > 1:
+                rows = [f for f in frames if inputs and f.size == len(inputs[0])]
+                frames = rows[:1]
+            found |= {frame.name for frame in frames}
+        return found
+
+    def _visit(self, trace: Trace, arrays: tuple[Array, ...]) -> None:
+        rows = self._row_plates(trace, arrays)
         observes = any(self._is_data(s) for s in trace.values() if "fn" in s)
         for name, site in trace.items():
             if site["type"] == "param":

@@ -15,7 +15,7 @@ from numpyro_gpaug.math import small
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
 from numpyro_gpaug.math.chain import ChainPrior
-from numpyro_gpaug.math.recurrences import step_before
+from numpyro_gpaug.math.recurrences import linear, step_before
 from numpyro_gpaug.model.structure import Block, Structure
 
 
@@ -206,6 +206,20 @@ class JointStructure(Structure):
         if not self.chains:
             return flat
         return self.joined(self.unlinked(self.split(flat), links))
+
+    def linked(self, white: Array, links: tuple[Array, ...]) -> Array:
+        """The latents (size,) that standard normal numbers make: what :meth:`white`
+        takes apart.
+
+        :param white: by latent.
+        :param links: by chain, (chains, steps, R, R).
+        """
+        numbers = self.split(white)
+        for steps, link in zip(self.chains, links, strict=True):
+            noise = self.grouped(steps, numbers).reshape(*link.shape[:3], 1)
+            along = linear(small.product, link, noise)
+            numbers |= self._ungrouped(steps, along.reshape(-1, link.shape[-1]))
+        return self.joined(numbers)
 
     @property
     def no_links(self) -> tuple[Array, ...]:

@@ -211,6 +211,11 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
     """
     valid: dict[tuple[str, str], Array] = {}
     for name, site in trace.items():
+        if site["type"] == "sample" and isinstance(
+            law := base_distribution(site["fn"]), dist.CAR
+        ):
+            one_way, alone = _graph_faults(law)
+            valid[name, GRAPH] = ~(one_way.any() | alone.any())
         if site["type"] != "sample" or not site["is_observed"]:
             continue
         check_shape(name, site)
@@ -237,6 +242,17 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
     return valid
 
 
+GRAPH = "adj_matrix"
+
+
+def _graph_faults(law: dist.CAR) -> tuple[Array, Array]:
+    """Of which pairs of areas one alone is a neighbour of the other, and which areas
+    have no neighbours."""
+    matrix = law.adj_matrix.toarray() if law.is_sparse else law.adj_matrix
+    graph = jnp.asarray(matrix)
+    return graph != jnp.swapaxes(graph, -1, -2), (graph == 0).all(-1)
+
+
 def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError:
     """The error for what :func:`valid_observations` found invalid.
 
@@ -247,6 +263,17 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
     """
     base = base_distribution(site["fn"])
     cls = type(base).__name__
+    if isinstance(base, dist.CAR) and parameter == GRAPH:
+        one_way, alone = (np.asarray(x) for x in _graph_faults(base))
+        said = f"areas {np.flatnonzero(alone)[:5]} have no neighbours: give these an "
+        said += "effect of their own, dist.Normal, or leave them out"
+        if one_way.any():
+            pair = tuple(int(x) for x in np.argwhere(one_way)[0])
+            said = f"it is not symmetric, as at {pair}"
+        return ValueError(
+            f"site {name!r}: {GRAPH} of CAR, {one_way.shape}, is no graph of "
+            f"neighbours: {said}"
+        )
     if parameter:
         value = of_this_process(getattr(base, parameter))
         wanted: Any = base.arg_constraints[parameter]

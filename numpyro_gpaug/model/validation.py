@@ -300,7 +300,8 @@ def check_densities(trace: dict[str, Any]) -> None:
                 f"of {bad.size} entries, at values that its latents may well have: "
                 "expectations need it finite. Likely causes: a logarithm of what "
                 "rounds to zero, as log1p(-cdf) does where cdf rounds to 1 (write the "
-                "logarithm of the survival function itself), or far too wide priors"
+                "logarithm of the survival function itself), counts where the rate, or "
+                "the exposure, is zero, or far too wide priors"
             )
 
 

@@ -12,6 +12,7 @@ from jax import Array
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import scan_index
+from numpyro_gpaug.distributions.class_counts import traceable
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
@@ -33,6 +34,7 @@ class Parts(NamedTuple):
     :param densities: scaled log-densities of observed sites.
     :param parameters: of observed sites with a registered likelihood, the parameter
         that may carry latents.
+    :param rest: of these, what else their laws are given.
     :param likelihoods: of observed sites.
     :param others: the laws of all other latents.
     :param spreads: of Gaussian sites, what must not depend on latents.
@@ -45,6 +47,7 @@ class Parts(NamedTuple):
 
     densities: dict[str, Any]
     parameters: dict[str, Any]
+    rest: dict[str, Any]
     likelihoods: dict[str, Likelihood]
     others: dict[str, Likelihood]
     spreads: dict[str, Any]
@@ -102,7 +105,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
     :param sites: names of Gaussian sites.
     :param observed: of observed sites, which need not be so in a prediction.
     """
-    parts = Parts({}, {}, {}, {}, {}, {}, {}, {}, {})
+    parts = Parts(*({} for _ in Parts._fields))
     for name, site in trace.items():
         if site["type"] == "deterministic":
             parts.values[name] = site["value"]
@@ -121,7 +124,8 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
             parts.densities[name] = density if scale is None else density * scale
             if latent := _parameter(fn):
                 parts.parameters[name] = getattr(base_distribution(fn), latent)
-            parts.likelihoods[name] = Likelihood((fn, value, scale))
+                parts.rest[name] = *_rest(fn, latent), value, scale
+            parts.likelihoods[name] = Likelihood((traceable(fn), value, scale))
         elif name in sites:
             found = whitening(fn)
             assert found is not None
@@ -140,6 +144,17 @@ def _parameter(fn: Any) -> str | None:
         return found.latents[0]
     several = lookup_correlated(type(base_distribution(fn)))
     return several and several.latent
+
+
+def _rest(fn: Any, latent: str) -> tuple[Any, Any]:
+    """Parameters of a law but for the one that carries latents, not what it makes of
+    them all, and masks."""
+    base, masks = base_distribution(fn), []
+    while fn is not base:
+        masks.append(getattr(fn, "_mask", None))
+        fn = fn.base_dist
+    given = {*base.arg_constraints, "family_parameters"} - {latent}
+    return {k: x for k, x in vars(base).items() if k in given}, masks
 
 
 def elementwise_expectation(fn: Any) -> Expectation | None:

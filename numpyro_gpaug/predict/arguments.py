@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +26,15 @@ class FitArguments(NamedTuple):
     :param shared: names of those that have no row per datum.
     :param data: positional arguments, and keyword arguments that hold observations,
         every array by its shape.
+    :param digests: of positional arguments, by name: what tells other rows from those
+        of the fit.
     """
 
     kwargs: dict[str, Any]
     observations: tuple[str, ...]
     shared: tuple[str, ...]
     data: tuple[tuple[Any, ...], dict[str, Any]]
+    digests: dict[str, str] = {}
 
     @classmethod
     def of_fit(
@@ -74,7 +78,12 @@ class FitArguments(NamedTuple):
             if k in inducing or (rows and not _has_rows(v, rows))
         )
         data = args, {k: v for k, v in kwargs.items() if k not in kept}
-        return cls(kept, observations, shared, jax.tree.map(_by_shape, data))
+        positional = dict(zip(parameters, args, strict=False))
+        digests = {
+            k: _digest(x) for k, x in positional.items() if k not in observations
+        }
+        by_shape = jax.tree.map(_by_shape, data)
+        return cls(kept, observations, shared, by_shape, digests)
 
     def holding(self, kwargs: dict[str, Any]) -> FitArguments:
         """These with other keyword arguments of the fit."""
@@ -107,6 +116,7 @@ class FitArguments(NamedTuple):
                 for k, v in merged.items()
             },
         )
+        self._refuse_rows_of_fit(dict(zip(parameters, args, strict=False)), kwargs)
         flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_new))
         pairs = list(zip(flags, arguments.arrays, strict=True))
         rows = [a.shape[0] for flag, a in pairs if flag and a.ndim]
@@ -120,6 +130,33 @@ class FitArguments(NamedTuple):
             flag and a.ndim > 0 and a.shape[0] == rows[0] for flag, a in pairs
         )
         return arguments, by_row
+
+    def _refuse_rows_of_fit(
+        self, positional: dict[str, Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Raises where rows that are not those of the fit, but as many, would go with
+        the fit's rows of a keyword argument.
+
+        :param positional: arguments of a prediction, by name.
+        :param kwargs: its keyword arguments.
+        """
+        known = {k: x for k, x in self.digests.items() if x and k in positional}
+        rows = {n for k in known for n in _lengths(positional[k])}
+        rows &= {n for x in self.data[0] for n in _lengths(x)}
+        left = [
+            k
+            for k, x in self.kwargs.items()
+            if k not in (*kwargs, *positional, *self.shared) and rows & _lengths(x)
+        ]
+        if not left:
+            return
+        differ = [k for k, x in known.items() if _digest(positional[k]) not in ("", x)]
+        if differ:
+            raise ValueError(
+                f"{differ[0]!r} is not that of the fit, of which {left[0]!r} is kept "
+                "with a row per datum: pass that of the new rows too, as in "
+                f"predict_y({differ[0]}_new, {left[0]}=...)"
+            )
 
     def not_passed(
         self, model: Callable[..., Any], arguments: Arguments
@@ -165,6 +202,29 @@ def _alike(new: Any, old: Any) -> bool:
     """Whether arrays of a prediction have the shapes of those of the fit."""
     leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)
     return all(np.shape(a) == np.shape(b) for a, b in leaves)
+
+
+# Rows that tell one data set from another.
+_SAMPLE = 64
+
+
+def _digest(tree: Any) -> str:
+    """Of some rows of arrays, in single precision; empty where these are traced."""
+    arrays = [x for x in jax.tree.leaves(tree) if is_array(x) and np.ndim(x)]
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return ""
+    found = sha256()
+    for x in arrays:
+        places = np.linspace(0, max(len(x) - 1, 0), _SAMPLE).astype(int)
+        rows = np.asarray(x)[places[: len(x)]]
+        found.update(rows.astype(np.float32).tobytes())
+    return found.hexdigest()
+
+
+def _lengths(tree: Any) -> set[int]:
+    """Of the arrays of an argument."""
+    leaves = jax.tree.leaves(tree)
+    return {x.shape[0] for x in leaves if getattr(x, "shape", ())}
 
 
 def _by_shape(leaf: Any) -> Any:

@@ -167,9 +167,13 @@ class JointPredictor(Predictor):
         fn = message["fn"]
         return fn.support.feasible_like(jnp.zeros(fn.shape()))
 
-    def _extended(self, view: JointPredictiveView, fit: Fit) -> Any:
+    def _extended(self, view: JointPredictiveView, fit: Fit, site: str) -> Any:
         """Moments of the latents that the model has at these arguments: new members of
-        a plate are at their prior."""
+        a plate are at their prior, those of new rows are given what else is observed of
+        them."""
+        return view.given_rows(self._at_prior(view, fit), site)
+
+    def _at_prior(self, view: JointPredictiveView, fit: Fit) -> Any:
         q: Any = fit.moments[JOINT]
         here = view.structure
         places = self.structure.places(here)
@@ -180,11 +184,11 @@ class JointPredictor(Predictor):
         return q.extended(here.sizes, places, here.whole_links(view.links))
 
     def _f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
-        at = view.affine(site).matrices.marginals(self._extended(view, fit))
+        at = view.affine(site).matrices.marginals(self._extended(view, fit, site))
         return FunctionValues(*(x.reshape(view.shape(site)) for x in at))
 
     def _joint(self, view: Any, fit: Fit, site: str) -> FunctionValues:
-        q, map_ = self._extended(view, fit), view.affine(site).matrices
+        q, map_ = self._extended(view, fit, site), view.affine(site).matrices
         mean = map_.marginals(q).mean.reshape(view.shape(site))
         covariance = map_.covariance(q)[0]
         if view.structure.functions:
@@ -200,7 +204,7 @@ class JointPredictor(Predictor):
             noise = random.normal(key, (num, *mean.shape), mean.dtype)
             moved = noise.reshape(num, -1) @ factor.T
             return mean + moved.reshape(noise.shape), jnp.isfinite(factor).all()
-        q, values = self._extended(view, fit), view.affine(site)
+        q, values = self._extended(view, fit, site), view.affine(site)
         noise = random.normal(key, (num, q.rank), q.mean.dtype)
         moved = jax.vmap(lambda e: values(q.mean[0] + q.spread(e[None])[0]))(noise)
         return moved.reshape(num, *view.shape(site)), jnp.array(True)
@@ -209,7 +213,7 @@ class JointPredictor(Predictor):
         self, view: Any, fit: Fit, site: str
     ) -> tuple[Distribution, dict[str, Any]]:
         observed = self.observed(site)
-        q = self._extended(view, fit)
+        q = self._extended(view, fit, site)
         return view.predictive(observed, q), view.message(site)
 
 

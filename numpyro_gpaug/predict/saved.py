@@ -66,7 +66,7 @@ class SavedFit(NamedTuple):
 def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
     """See :meth:`~numpyro_gpaug.Posterior.save`."""
     arrays: dict[str, np.ndarray] = {}
-    kwargs, observations, shared, data = fit.arguments
+    kwargs, observations, shared, data, digests = fit.arguments
     values, _, members = fit.fitted
     meta = {
         "values": pack_values(values, arrays),
@@ -77,6 +77,7 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
         "rule_errors": pack(fit.rule_errors, "rule_errors", arrays),
         "observations": list(observations),
         "shared": list(shared),
+        "digests": digests,
         "structure": pack_structure(fit.predictor.structure),
         "function_posterior": type(fit.predictor.function_posterior).__name__,
     }
@@ -109,7 +110,9 @@ def read_fit(
 
         sites = {k: SiteMoments(*m) for k, m in (part("sites") or {}).items()}
         kept = tuple(meta["observations"]), tuple(meta["shared"])
-        arguments = FitArguments(part("arguments"), *kept, part("data"))
+        arguments = FitArguments(
+            part("arguments"), *kept, part("data"), meta.get("digests", {})
+        )
         fitted = Fitted(
             part("values"), _moments(structure, part("moments")),
             _members(structure, part("members"), part("member_moments")),

@@ -17,7 +17,7 @@ from numpyro.infer.util import unconstrain_fn
 from numpyro.util import is_prng_key
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.infer.mcmc.gibbs import AugmentedGaussian
+from numpyro_gpaug.infer.mcmc.block_gibbs import BlockGibbs
 from numpyro_gpaug.infer.mcmc.groups import (
     Factors,
     Values,
@@ -49,7 +49,7 @@ class CollapsedState(NamedTuple):
     rng_key: Array
 
 
-class CollapsedGaussian(AugmentedGaussian):
+class CollapsedGaussian(BlockGibbs):
     """:class:`~numpyro_gpaug.AugmentedGaussian` together with the hyperparameters of
     its processes and priors, which move with the Gaussian latents integrated out.
 
@@ -102,6 +102,10 @@ class CollapsedGaussian(AugmentedGaussian):
         super().__init__(model)
         self._kernel_class = kernel
         self._inner = kernel(self._collapsed)
+
+    @property
+    def _name(self) -> str:
+        return "CollapsedGaussian"
 
     def wrap_model(self, wrapper: Callable) -> Self:
         copied = super().wrap_model(wrapper)

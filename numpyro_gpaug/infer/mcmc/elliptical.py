@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
-from jax import Array
-from numpyro.infer.mcmc import MCMCKernel
-
-from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.infer.mcmc.block_slices import BlockSlices
-from numpyro_gpaug.infer.mcmc.groups import Values
+from numpyro_gpaug.infer.mcmc.either import EitherKernel
+from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.joint_slices import JointSlices
-from numpyro_gpaug.infer.mcmc.slices import EllipticalState, Slices
-from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.model.structure import Structure
 
 
-class EllipticalSlice(MCMCKernel):
+class EllipticalSlice(EitherKernel):
     r"""Elliptical slice sampling with a Gaussian approximation of the posterior in the
     place of the prior: exact, for any likelihood, no gradients and nothing to tune.
 
@@ -113,8 +106,6 @@ class EllipticalSlice(MCMCKernel):
     Murray and Adams (2014), Parallel MCMC with generalized elliptical slice sampling.
     """
 
-    sample_field = "z"
-
     def __init__(
         self,
         model: Callable[..., Any],
@@ -130,88 +121,11 @@ class EllipticalSlice(MCMCKernel):
             values, own = guide.split_params(params)
             fit = values, guide.moments(own)
             fitted = {b.site: b for b in guide.structure.blocks}
-        self._blocks = BlockSlices(model, fit, fitted)
-        self._joint = JointSlices(model)
+        super().__init__(BlockSlices(model, fit, fitted), JointSlices(model))
         self._given = fit is not None
-        self._chosen: Slices | None = None
-        # MCMC asks for it to know whether there was an init.
-        self._sample_fn: Callable[..., Any] | None = None
 
-    @property
-    def model(self) -> Callable[..., Any]:
-        """The model, conditioned on the sites of other blocks inside ``Gibbs``."""
-        return self._blocks.model
-
-    @property
-    def structure(self) -> Structure:
-        """What the model is made of.
-
-        :raises RuntimeError: before ``init``.
-        """
-        return self._slices.structure
-
-    @property
-    def _slices(self) -> Slices:
-        if self._chosen is None:
-            raise RuntimeError("init must be called first")
-        return self._chosen
-
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Slices:
-        """Around what to go: Gaussians of single blocks where these are all there is to
-        sample, under likelihoods in closed form; otherwise a joint one."""
-        structure = self._blocks.read(args, kwargs)
-        observed = [s for s in structure.observed if s.route is not Route.CONSTANT]
-        closed = all(site.latents for site in observed)
-        if self._given or (structure.blocks and closed and not structure.others):
-            return self._blocks
-        try:
-            self._joint.read(args, kwargs)
-        except NotConjugateError:
-            # Processes of softmax likelihoods are for the others, or say what is wrong.
-            if not structure.blocks:
-                raise
-            return self._blocks
-        return self._joint
-
-    def init(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: Values | None,
-        model_args: tuple[Any, ...],
-        model_kwargs: dict[str, Any] | None,
-    ) -> EllipticalState:
-        self._chosen = self._choose(model_args, model_kwargs or {})
-        self._sample_fn = self._chosen.sample
-        return self._chosen.init(
-            rng_key, num_warmup, init_params, model_args, model_kwargs
-        )
-
-    def sample(
-        self,
-        state: EllipticalState,
-        model_args: tuple[Any, ...],
-        model_kwargs: dict[str, Any] | None,
-    ) -> EllipticalState:
-        return self._slices.sample(state, model_args, model_kwargs)
-
-    def refresh(
-        self,
-        state: EllipticalState,
-        model_args: tuple[Any, ...],
-        model_kwargs: dict[str, Any] | None,
-    ) -> EllipticalState:
-        return self._slices.refresh(state, model_args, model_kwargs)
-
-    def wrap_model(self, wrapper: Callable) -> Self:
-        kernel = copy.copy(self)
-        kernel._blocks = self._blocks.wrap_model(wrapper)
-        kernel._joint = self._joint.wrap_model(wrapper)
-        kernel._chosen = kernel._sample_fn = None
-        return kernel
-
-    def get_diagnostics_str(self, state: EllipticalState) -> str:
-        return self._slices.get_diagnostics_str(state)
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GaussianKernel:
+        return self._blocks if self._given else super()._choose(args, kwargs)
 
 
 def _refuse_guide(guide: Any) -> None:

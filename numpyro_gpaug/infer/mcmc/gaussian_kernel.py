@@ -71,15 +71,15 @@ class GaussianKernel(MCMCKernel):
         which it may note what is static."""
 
     @abstractmethod
-    def _first(self, key: Array, values: Values, view: ModelView) -> Any:
+    def _first(self, key: Array, values: Values, view: Any) -> Any:
         """The first state, from latents by site name (the missing ones are drawn)."""
 
     @abstractmethod
-    def _next(self, state: Any, view: ModelView) -> Any:
+    def _next(self, state: Any, view: Any) -> Any:
         """The next state."""
 
     @abstractmethod
-    def _renewed(self, state: Any, view: ModelView) -> Any:
+    def _renewed(self, state: Any, view: Any) -> Any:
         """The state with everything computed again that depends on other sites."""
 
     # The interface of a kernel.

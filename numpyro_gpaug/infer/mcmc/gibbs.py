@@ -3,59 +3,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpyro.distributions as dist
-from jax import Array, random
-
-from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
-from numpyro_gpaug.infer.mcmc.groups import (
-    Factors,
-    Group,
-    Values,
-    draw_group,
-    groups_of,
-    in_order,
-    joint_map,
-)
-from numpyro_gpaug.likelihoods.augmentation import (
-    Parameters,
-    draw_auxiliaries,
-    lookup_augmentation,
-)
-from numpyro_gpaug.likelihoods.expectations import base_distribution, feasible
-from numpyro_gpaug.math.affine import AffineMap, GaussianFactors
-from numpyro_gpaug.model.view import ModelView
+from numpyro_gpaug.infer.mcmc.block_gibbs import BlockGibbs
+from numpyro_gpaug.infer.mcmc.either import EitherKernel
+from numpyro_gpaug.infer.mcmc.joint_gibbs import JointGibbs
 
 
-class AugmentedState(NamedTuple):
-    """State of :class:`AugmentedGaussian`.
-
-    :param z: latents and deterministic sites.
-    :param aux: the auxiliaries the latents were drawn given, by site and name.
-    :param maps: from inducing vectors to processes at the data.
-    :param joint: from latents to predictors, one per group of latents drawn jointly.
-    :param rng_key: random key.
-    """
-
-    z: Values
-    aux: dict[str, dict[str, Array]]
-    maps: dict[str, AffineMap]
-    joint: tuple[AffineMap, ...]
-    rng_key: Array
-
-
-class AugmentedGaussian(GaussianKernel):
+class AugmentedGaussian(EitherKernel):
     """Exact Gibbs sampling through augmented likelihoods: every auxiliary variable from
     its conditional, then all Gaussian latents that share a predictor jointly, from
     their Gaussian conditional. No tuning, no rejection, no gradients.
 
-    The model is written without auxiliaries, as for every other route. Latents are the
-    inducing values of its Gaussian processes (whitened: site ``"f.v"``) and plain
-    Gaussian weight vectors that likelihoods depend on affinely. If they are all there
+    The model is written without auxiliaries, as for every other route. Latents are all
+    that :class:`~numpyro_gpaug.AutoLatentGaussian` holds jointly: inducing values of
+    Gaussian processes (whitened: site ``"f.v"``), scalars, vectors, random effects in
+    plates, random walks, on which likelihoods depend affinely. If they are all there
     is, ``MCMC(AugmentedGaussian(model), ...)`` samples the model; otherwise it is a
     block of NumPyro's composite kernel::
 
@@ -75,9 +39,11 @@ class AugmentedGaussian(GaussianKernel):
     inferred a prior, or fix it with :class:`numpyro.handlers.substitute`,
     ``substitute(model, data=params)``.
 
-    A sweep costs one Cholesky factorisation of min(M, N) rows per process (of all their
-    latents together, where several processes or weights are summed). Hyperparameters
-    that rest are factorised once.
+    A sweep of processes and weight vectors costs one Cholesky factorisation of min(M,
+    N) rows per process (of all their latents together, where several are summed);
+    hyperparameters that rest are factorised once. With other Gaussian latents it
+    factorises the precision matrix of a fit's joint Gaussian, which is dense, by groups
+    or along chains, and runs the model once, for the values of its sites.
 
     :param model: a NumPyro model.
     :raises NotConjugateError: at ``init``, for a likelihood without augmentation or one
@@ -104,168 +70,28 @@ class AugmentedGaussian(GaussianKernel):
     >>> mcmc.get_extra_fields()["aux"]["y"]["omega"].shape
     (200, 50)
 
+    Random effects, with their scale in another block:
+
+    >>> from numpyro.infer import NUTS, Gibbs
+    >>> def groups(group, y=None):
+    ...     level = numpyro.sample("level", dist.Normal(0, 3))
+    ...     tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    ...     with numpyro.plate("groups", 3):
+    ...         effect = numpyro.sample("effect", dist.Normal(level, tau))
+    ...     with numpyro.plate("data", len(group)):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=effect[group]), obs=y)
+    >>> latents = gpaug.AugmentedGaussian(groups), ["level", "effect"]
+    >>> kernel = Gibbs([latents, (NUTS(groups), None)])
+    >>> mcmc = MCMC(kernel, num_warmup=50, num_samples=200, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), jnp.arange(12) // 4, jnp.arange(12) % 2)
+    >>> {name: draws.shape for name, draws in sorted(mcmc.get_samples().items())}
+    {'effect': (200, 3), 'level': (200,), 'tau': (200,)}
+
     References: Albert and Chib (1993), Bayesian analysis of binary and polychotomous
     response data; Polson, Scott and Windle (2013), Bayesian inference for logistic
     models using Polya-Gamma latent variables; Galy-Fajou, Wenzel and Opper (2020),
     Automated augmented conjugate inference for non-conjugate Gaussian process models.
     """
 
-    _groups: tuple[Group, ...] = ()
-
-    def _check(self, view: ModelView) -> None:
-        self._refuse_others(
-            "as a block, Gibbs([(AugmentedGaussian(model), "
-            f"{[b.site for b in self.structure.blocks]}), (NUTS(model), None)]) has "
-            "NUTS sample them; Gaussian ones in plates, and scalars, are for "
-            "EllipticalSlice(model)"
-        )
-        self._refuse_unaugmented(view)
-        self._groups = in_order(groups_of(view), view)
-
-    def _refuse_unaugmented(self, view: ModelView) -> None:
-        instead = (
-            "EllipticalSlice(model, guide, params) and MCMC(NUTS(model)) sample it"
-        )
-        for site in self.structure.observed:
-            message = view.message(site.name)
-            cls = type(base_distribution(message["fn"])).__name__
-            if site.reason is not None:
-                raise NotConjugateError(
-                    f"site {site.name!r} is not Gaussian given auxiliaries: "
-                    f"{site.reason}. {instead}"
-                )
-            if site.latents and not site.augmented:
-                raise NotConjugateError(
-                    f"site {site.name!r}: no augmentation is registered for {cls} "
-                    f"(numpyro_gpaug.register_augmentation). {instead}"
-                )
-            if site.latents and message["scale"] is not None:
-                raise NotConjugateError(
-                    f"site {site.name!r} is scaled, and a power of {cls} has no "
-                    f"augmentation: drop the scale. {instead}"
-                )
-        for block in self.structure.blocks:
-            if view.message(block.site)["scale"] is not None:
-                raise NotConjugateError(
-                    f"the prior of {block.site!r} is scaled: drop the scale. {instead}"
-                )
-
-    def _first(self, key: Array, values: Values, view: ModelView) -> Any:
-        key, prior_key = random.split(key)
-        x = self._drawn_from_prior(prior_key, values, view)
-        maps, joint = self._geometry(view)
-        at = self._at(x, maps, view)
-        aux = self._no_auxiliaries(view, at)
-        z = self._sampled(x, at, view)
-        return AugmentedState(z, aux, maps, joint, key)
-
-    def _renewed(self, state: Any, view: ModelView) -> Any:
-        maps, joint = self._geometry(view)
-        at = self._at(state.z, maps, view)
-        x = {b.site: state.z[b.site] for b in self.structure.blocks}
-        z = self._sampled(x, at, view)
-        return state._replace(z=z, maps=maps, joint=joint)
-
-    def _next(self, state: Any, view: ModelView) -> Any:
-        key, *keys = random.split(state.rng_key, 1 + len(self._groups))
-        x = {b.site: state.z[b.site] for b in self.structure.blocks}
-        at = {b.name: state.z[b.name] for b in self.structure.blocks}
-        aux = dict(state.aux)
-        # Auxiliaries are drawn again for each group, so that a sweep is a sequence of
-        # moves each of which leaves the posterior of the latents as it is.
-        for group, map_, group_key in zip(self._groups, state.joint, keys, strict=True):
-            aux_key, draw_key = random.split(group_key)
-            drawn, factors = self._factors(aux_key, group.sites, view, at)
-            aux.update(drawn)
-            x.update(draw_group(draw_key, group, map_, factors, view))
-            at = self._at(x, state.maps, view)
-        return state._replace(z=self._sampled(x, at, view), aux=aux, rng_key=key)
-
-    def _geometry(
-        self, view: ModelView
-    ) -> tuple[dict[str, AffineMap], tuple[AffineMap, ...]]:
-        maps = self._maps(view)
-        joint = tuple(
-            maps[g.blocks[0].name] if g.batched else joint_map(g, view)
-            for g in self._groups
-        )
-        return maps, tuple(map_.with_gram() for map_ in joint)
-
-    def _no_auxiliaries(
-        self, view: ModelView, at: Values
-    ) -> dict[str, dict[str, Array]]:
-        """Zeros in the place of auxiliaries that no sweep has drawn yet."""
-
-        def drawn() -> dict[str, dict[str, Array]]:
-            return self._factors(random.key(0), self._observed, view, at)[0]
-
-        shapes = jax.eval_shape(drawn)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-    @property
-    def _observed(self) -> tuple[str, ...]:
-        """The observed sites that depend on latents."""
-        return tuple(dict.fromkeys(s for group in self._groups for s in group.sites))
-
-    def _factors(
-        self, key: Array, sites: tuple[str, ...], view: ModelView, at: Values
-    ) -> tuple[dict[str, dict[str, Array]], Factors]:
-        """Draws the auxiliaries of observed sites: their values by site, and the
-        Gaussian factors that they put on the predictors."""
-        trace = view.trace(at)
-        drawn: dict[str, dict[str, Array]] = {}
-        factors: Factors = {}
-        for i, site in enumerate(sites):
-            drawn[site], found = _augmented(random.fold_in(key, i), trace[site])
-            factors.update({f"{site}/{k}": x for k, x in found.items()})
-        return drawn, factors
-
-
-def _augmented(key: Array, message: dict[str, Any]) -> tuple[dict[str, Array], Factors]:
-    """Draws the auxiliaries of a site; Gaussian factors, per parameter that carries a
-    latent and of its shape."""
-    fn = message["fn"]
-    d = base_distribution(fn)
-    augmentation = lookup_augmentation(type(d))
-    assert augmentation is not None
-    y = feasible(fn, message["value"])
-    given = {k: jnp.asarray(getattr(d, k)) for k in augmentation.latents}
-    # Every datum has auxiliaries of its own, even where several share a latent.
-    trailing = 0 if augmentation.latent_axis is None else 1
-    f: Parameters = {
-        k: jnp.broadcast_to(x, fn.shape() + x.shape[x.ndim - trailing :])
-        for k, x in given.items()
-    }
-    aux = draw_auxiliaries(key, augmentation.conditional(d, y, f))
-    seen = _seen(fn)
-    seen = seen.reshape(seen.shape + (1,) * trailing)
-
-    def shared(part: Array, k: str) -> Array:
-        part = jnp.broadcast_to(jnp.where(seen, part, 0), f[k].shape)
-        return _summed(jnp.asarray(part, given[k].dtype), given[k].shape)
-
-    natural = augmentation.natural(d, y, aux, f)
-    return aux, {
-        k: GaussianFactors(shared(h, k), shared(w, k)) for k, (h, w) in natural.items()
-    }
-
-
-def _seen(fn: dist.Distribution) -> Array:
-    """Which data are not masked, broadcast against one value per datum."""
-    if isinstance(fn, dist.MaskedDistribution):
-        mask = jnp.asarray(fn._mask)
-        return mask.reshape(mask.shape + (1,) * fn.event_dim) & _seen(fn.base_dist)
-    if isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-        return _seen(fn.base_dist)
-    return jnp.array(True)
-
-
-def _summed(value: Array, shape: tuple[int, ...]) -> Array:
-    """Sums ``value`` over the axes along which something of ``shape`` is repeated."""
-    extra = value.ndim - len(shape)
-    repeated = [
-        i + extra
-        for i, size in enumerate(shape)
-        if size == 1 and value.shape[i + extra] > 1
-    ]
-    return value.sum((*range(extra), *repeated)).reshape(shape)
+    def __init__(self, model: Callable[..., Any]) -> None:
+        super().__init__(BlockGibbs(model), JointGibbs(model))

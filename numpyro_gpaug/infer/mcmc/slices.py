@@ -7,7 +7,9 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 
 from numpyro_gpaug.infer.mcmc.ellipses import White, minus_log_density
@@ -98,6 +100,17 @@ class Slices(GaussianKernel):
         scales."""
 
     # A sampler.
+
+    def init(self, *args: Any, **kwargs: Any) -> EllipticalState:
+        state = super().init(*args, **kwargs)
+        ratio = state.log_ratio
+        if not isinstance(ratio, jax.core.Tracer) and not np.isfinite(ratio).all():
+            raise FloatingPointError(
+                "the density at the first draw is not finite: is there anything that "
+                "no value of the latents makes possible (counts where the exposure is "
+                "zero), or a prior far too wide?"
+            )
+        return state
 
     def _first(self, key: Array, values: Values, view: Any) -> EllipticalState:
         key, noise_key = random.split(key)

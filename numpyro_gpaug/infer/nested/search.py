@@ -50,7 +50,8 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
             f"at unconstrained hyperparameters {np.round(start, 3).tolist()} (the "
             "medians of their priors, unless init_params says otherwise). Likely "
             "causes: a kernel matrix without jitter, inputs that are not standardised, "
-            "or priors far from the data; float64 or init_params may help"
+            "priors far from the data, or data that no value makes possible (counts "
+            "where the exposure is zero); float64 or init_params may help"
         )
     if not start.size:  # SciPy 1.13 does not search among no variables
         return Mode(start, first, _law(evaluate, start))

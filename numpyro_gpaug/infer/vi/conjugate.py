@@ -26,7 +26,7 @@ from numpyro_gpaug.infer.vi.reach import warn_of_reach
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.runs import Runs
 from numpyro_gpaug.infer.vi.schedules import Schedule
-from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.math.threads import threads_for
@@ -289,7 +289,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             while wanted := progress.next():
                 state, chunk = feed.steps(state, wanted, limit)
                 losses.append(chunk)
-                if not np.isfinite(losses[-1]).all():
+                # A bound of minus infinity is never known.
+                unknown = -chunk[-1:] <= unknown_bound(chunk.dtype)
+                if unknown.any() or not np.isfinite(chunk).all():
                     self._explain(state, given.args, given.kwargs)
                 progress.took(losses[-1])
                 over = len(losses[-1]) < wanted or settled(losses, epoch, tol)

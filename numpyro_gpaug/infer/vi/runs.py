@@ -26,11 +26,12 @@ from numpyro_gpaug.infer.vi.guard import Guard
 from numpyro_gpaug.infer.vi.loop import copied
 from numpyro_gpaug.infer.vi.padding import SharedRows
 from numpyro_gpaug.infer.vi.passes import Passes
-from numpyro_gpaug.infer.vi.plan import Plan, Settings, fingerprint
+from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings, fingerprint
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.sharding import on_mesh
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.joint_reading import IN_DENSITY
+from numpyro_gpaug.model.structure import Arguments, Structure
 
 
 class Runs:
@@ -76,21 +77,29 @@ class Runs:
             arguments = self.shared(first, key)
         else:
             arguments = first.on(self._mesh)
+
+        def started(init_params: dict[str, Any] | None) -> ConjugateState:
+            return self._programs.start(arguments, first, key, init_params, given.batch)
+
+        fresh = state is None
         if state is None:
-            state = self._programs.start(
-                arguments, first, key, init_params, given.batch
-            )
+            state = started(init_params)
         else:
             check_state(state, "init_state")
             state = copied(state)
         plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
         check_latents(plan.structure, arguments.mesh)
-        state = state._replace(
-            mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
-            stalled=jnp.zeros_like(state.stalled),
-        )
+        state = _unmarked(state)
         feed = self._feed(given, arguments, plan, fingerprint(first.arrays))
+        searches = self._settings.optim == LBFGS and not init_params
+        opposite = _opposite(state, plan.structure) if fresh and searches else {}
+        if opposite and given.batches is None:
+            limit = np.zeros((), state.bound.dtype)
+            both = state, _unmarked(started(opposite))
+            ends = [feed.steps(copied(each), 1, limit) for each in both]
+            losses = [float(loss[-1]) for _, loss in ends]
+            state = both[losses[1] < losses[0]]
         return state, plan, feed
 
     def check(self, given: Given) -> None:
@@ -188,3 +197,19 @@ def _check_plates(plan: Plan, state: ConjugateState) -> None:
             f"the state was made for subsampled plates {sorted(state.epochs)}, but "
             f"the arguments subsample {sorted(subsampled)}: start a new run"
         )
+
+
+def _unmarked(state: ConjugateState) -> ConjugateState:
+    return state._replace(
+        mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
+        stalled=jnp.zeros_like(state.stalled),
+    )
+
+
+def _opposite(state: ConjugateState, structure: Structure) -> dict[str, Array]:
+    """Starts of the other sign, by param, of Gaussian sites that are held apart because
+    they multiply others: at zero nothing depends on these, so that a search does not
+    get from one sign to the other."""
+    held = getattr(structure, "held", ())
+    names = [f"{site}_auto_loc" for site, why in held if why.startswith(IN_DENSITY)]
+    return {k: -state.hyper.values[k] for k in names if k in state.hyper.values}

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of classes whose totals are traced as all other arrays are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+import numpyro.distributions as dist
+from numpyro.distributions import Distribution
+
+_WRAPPERS = dist.MaskedDistribution | dist.Independent | dist.ExpandedDistribution
+
+
+class ClassCounts(dist.MultinomialLogits):
+    """NumPyro's, whose totals are no leaves of its tree, with totals that are."""
+
+    pytree_data_fields = ("total_count",)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        data, aux = super().tree_flatten()
+        named = zip(self.gather_pytree_aux_fields(), aux, strict=True)
+        return data, tuple(None if k == "total_count" else x for k, x in named)
+
+    @classmethod
+    def tree_unflatten(cls, aux_data: tuple[Any, ...], params: tuple[Any, ...]) -> Self:
+        made: Any = super().tree_unflatten(aux_data, params)
+        names = cls.gather_pytree_data_fields()
+        made.total_count = params[names.index("total_count")]
+        return made
+
+
+def traceable(law: Distribution) -> Distribution:
+    """``law`` with all of its arrays among the leaves of its tree: JAX neither traces
+    others nor compares them.
+
+    :param law: of an observed site.
+    """
+    if isinstance(law, _WRAPPERS):
+        inner = traceable(law.base_dist)
+        if inner is law.base_dist:
+            return law
+        found = copy.copy(law)
+        found.base_dist = inner
+        return found
+    if type(law) is not dist.MultinomialLogits:
+        return law
+    made: Any = ClassCounts.__new__(ClassCounts)
+    vars(made).update(vars(law))
+    return made

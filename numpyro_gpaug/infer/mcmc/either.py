@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers that are one of two kernels, whichever a model is for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Self
+
+from jax import Array
+from numpyro.infer.mcmc import MCMCKernel
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
+from numpyro_gpaug.infer.mcmc.groups import Values
+from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.model.structure import Structure
+
+
+class EitherKernel(MCMCKernel):
+    """A kernel of processes and weight vectors where these are all there is to sample,
+    under likelihoods of a registered kind; otherwise one of all Gaussian latents.
+
+    :param blocks: the one.
+    :param joint: the other.
+    """
+
+    sample_field = "z"
+
+    def __init__(self, blocks: GaussianKernel, joint: GaussianKernel) -> None:
+        self._blocks, self._joint = blocks, joint
+        self._chosen: GaussianKernel | None = None
+        # MCMC asks for it to know whether there was an init.
+        self._sample_fn: Callable[..., Any] | None = None
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model, conditioned on the sites of other blocks inside ``Gibbs``."""
+        return self._blocks.model
+
+    @property
+    def structure(self) -> Structure:
+        """What the model is made of.
+
+        :raises RuntimeError: before ``init``.
+        """
+        return self._kernel.structure
+
+    @property
+    def _kernel(self) -> GaussianKernel:
+        if self._chosen is None:
+            raise RuntimeError("init must be called first")
+        return self._chosen
+
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GaussianKernel:
+        structure = self._blocks.read(args, kwargs)
+        observed = [s for s in structure.observed if s.route is not Route.CONSTANT]
+        closed = all(site.latents for site in observed)
+        if structure.blocks and closed and not structure.others:
+            return self._blocks
+        try:
+            self._joint.read(args, kwargs)
+        except NotConjugateError:
+            # Processes of softmax likelihoods are for the others, or say what is wrong.
+            if not structure.blocks:
+                raise
+            return self._blocks
+        return self._joint
+
+    def init(
+        self,
+        rng_key: Array,
+        num_warmup: int,
+        init_params: Values | None,
+        model_args: tuple[Any, ...],
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        self._chosen = self._choose(model_args, model_kwargs or {})
+        self._sample_fn = self._chosen.sample
+        return self._chosen.init(
+            rng_key, num_warmup, init_params, model_args, model_kwargs
+        )
+
+    def sample(
+        self,
+        state: Any,
+        model_args: tuple[Any, ...],
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        return self._kernel.sample(state, model_args, model_kwargs)
+
+    def refresh(
+        self,
+        state: Any,
+        model_args: tuple[Any, ...],
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        return self._kernel.refresh(state, model_args, model_kwargs)
+
+    def wrap_model(self, wrapper: Callable) -> Self:
+        kernel = copy.copy(self)
+        kernel._blocks = self._blocks.wrap_model(wrapper)
+        kernel._joint = self._joint.wrap_model(wrapper)
+        kernel._chosen = kernel._sample_fn = None
+        return kernel
+
+    def get_diagnostics_str(self, state: Any) -> str:
+        return self._kernel.get_diagnostics_str(state)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What samplers of all Gaussian latents of a model, jointly, share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
+from numpyro_gpaug.infer.mcmc.groups import Values
+from numpyro_gpaug.model.inspect_joint import inspect_joint
+from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.structure import Arguments, run_model
+from numpyro_gpaug.model.whitened import white_numbers, whitened
+
+
+class JointKernel(GaussianKernel):
+    """A kernel for the joint Gaussian that ``AutoLatentGaussian`` has.
+
+    :param model: a NumPyro model.
+    """
+
+    _kinds, _otherwise = "Gaussian latents", "; MCMC(NUTS(model)) samples any model"
+
+    @property
+    def structure(self) -> JointStructure:
+        found = super().structure
+        assert isinstance(found, JointStructure)
+        return found
+
+    def _structure_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> JointStructure:
+        found = inspect_joint(self._model, 1.0, *args, **kwargs)
+        if found.held and not found.sites:
+            raise NotConjugateError(
+                f"{self._name} samples {self._kinds}, and there is none that can be "
+                f"held with others: {_reasons(found)}{self._otherwise}"
+            )
+        return found
+
+    def _seen(self, structure: Any, arguments: Arguments) -> JointView:
+        return JointView(structure, self._model, arguments, {}, random.key(0))
+
+    def _check(self, view: JointView) -> None:
+        structure: Any = view.structure
+        others, names = structure.others, [s.name for s in structure.sites]
+        reasons = _reasons(structure)
+        self._refuse_others(
+            f"as a block, Gibbs([({self._name}(model), {names}), (NUTS(model), "
+            "None)]) has NUTS sample them; handlers.condition(model, data={"
+            f"{others[0]!r}: ...}}) holds them at values; NestedVI(model) integrates "
+            f"them{' (' + reasons + ')' if reasons else ''}"
+            if others
+            else ""
+        )
+
+    def _refuse_broken(
+        self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        for site in self.structure.sites:
+            value = state.z[site.name]
+            if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
+                raise FloatingPointError(
+                    f"the first draw of {site.name!r} is not finite: is the prior very "
+                    "wide, or are columns very large? Standardise them"
+                )
+
+    def _white_of(self, values: Values, view: JointView) -> Array:
+        """The standard normal numbers (1, size) that make these values of the sites."""
+        structure = self.structure
+        here = {s.name: values[s.name] for s in structure.sites}
+        trace = run_model(self._model, view.arguments, random.key(0), here)
+        z = structure.joined(white_numbers(trace, tuple(here)))
+        return z.astype(structure.dtype)[None]
+
+    def _started(self, white: Array, values: Values, view: JointView) -> Array:
+        """The standard normal numbers (1, size) to start from.
+
+        :param white: drawn ones.
+        :param values: by site, of those that are not to be drawn.
+        """
+        names = [s.name for s in self.structure.sites]
+        given = {k: values[k] for k in names if k in values}
+        if not given:
+            return white
+        return self._white_of({**self._sites(white, view), **given}, view)
+
+    def _sites(self, white: Array, view: JointView) -> Values:
+        """Values of Gaussian and deterministic sites.
+
+        :param white: the standard normal numbers that they are made of, (1, size).
+        """
+        model = whitened(self._model, self.structure.split(white[0]))
+        trace = run_model(model, view.arguments, random.key(0), {})
+        names = {s.name for s in self.structure.sites}
+        return {
+            name: jnp.asarray(site["value"], jnp.result_type(site["value"]))
+            for name, site in trace.items()
+            if site["type"] == "deterministic" or name in names
+        }
+
+
+def _reasons(structure: JointStructure) -> str:
+    """Why Gaussian sites are not held with the others."""
+    return "; ".join(f"{k!r}: {why}" for k, why in structure.held)

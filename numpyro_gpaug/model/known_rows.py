@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of new rows beside what is predicted of them: a covariate measured with
+an error, another response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    feasible,
+    through_wrappers,
+)
+from numpyro_gpaug.math import linalg
+from numpyro_gpaug.math.affine import AffineMap
+from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.arrow import Predictors
+from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.predictors import Likelihood, scaled_sum
+from numpyro_gpaug.model.structure import Observed
+
+
+def local_names(structure: JointStructure) -> set[str]:
+    """Latents that have a member for every row."""
+    return {s.name for s in structure.sites if s.local}
+
+
+def refuse_others(site: Observed, law: Any, structure: JointStructure) -> None:
+    """Raises for what has no Gaussian to be conditioned on.
+
+    :param site: observed at new rows.
+    :param law: its law.
+    :param structure: of the model there.
+    """
+    chained = {name for steps in structure.chains for name, _ in steps.sites}
+    normal = isinstance(base_distribution(law), dist.Normal)
+    if (
+        site.route is Route.CLOSED_FORM
+        and normal
+        and not chained & local_names(structure)
+    ):
+        return
+    raise NotConjugateError(
+        f"{site.name!r} is observed at the new rows and shares latents of theirs with "
+        "what is predicted, which it would have to be conditioned on: that is done "
+        f"for Normal observations of latents in plates, and this is "
+        f"{type(base_distribution(law)).__name__}. Mask it there "
+        "(numpyro.handlers.mask), or fit the new rows too, with what is predicted of "
+        "them masked, and draw, numpyro.infer.Predictive(model, guide=guide, "
+        "params=fit.params, num_samples=...)"
+    )
+
+
+def conditioned(
+    q: Any,
+    structure: JointStructure,
+    predictors: list[Predictors],
+    laws: list[Likelihood],
+) -> Moments:
+    """The Gaussian on the latents at new rows, of which the rows' own are conditioned
+    on what is known of these given all others, which stay as they were fitted: a
+    prediction of one row does not depend on the other rows.
+
+    :param q: with those of new rows at their prior.
+    :param structure: of the model at the new rows.
+    :param predictors: of Normal observations.
+    :param laws: of them.
+    """
+    numbers = structure.split(np.arange(structure.size))
+    own = np.concatenate([numbers[k].ravel() for k in sorted(local_names(structure))])
+    spread = q.spread(jnp.eye(q.rank, dtype=q.mean.dtype)).at[:, own].set(0)
+    mean = q.mean[0].at[own].set(0)
+    maps = [p.dense for p in predictors]
+    projection = jnp.concatenate([m.projection[0] for m in maps], -1)
+    parts = [
+        _factors(m, law, m(mean[None])[0]) for m, law in zip(maps, laws, strict=True)
+    ]
+    slope, precision = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+    ours = projection[own]
+    eye = jnp.eye(len(own), dtype=mean.dtype)
+    whitener = linalg.inverse_cholesky(eye + (ours * precision) @ ours.T)
+    given = whitener.T @ (whitener @ ours)
+    # How the rows' own follow all others, and what is left of them.
+    follow = -(spread @ projection) @ (given * precision).T
+    left = jnp.zeros((len(own), structure.size), mean.dtype).at[:, own].set(whitener)
+    rows = jnp.concatenate([spread.at[:, own].set(follow), left])
+    return Moments(mean.at[own].set(given @ slope)[None], rows[None])
+
+
+def _factors(map_: AffineMap, law: Likelihood, at: Array) -> tuple[Array, Array]:
+    """Slopes and curvatures, flat, of the log-density of Normal observations in their
+    predictors, of which inducing values leave some variance over."""
+    fn, value = law.fn, feasible(law.fn, law.value)
+    shape = jnp.shape(base_distribution(fn).loc)
+
+    def density(loc: Array) -> Array:
+        def log_prob(d: Any) -> Array:
+            return dist.Normal(loc.reshape(shape), d.scale).log_prob(value)
+
+        return jnp.asarray(scaled_sum(through_wrappers(fn, log_prob), law.scale))
+
+    slope, curved = jax.jvp(jax.grad(density), (at,), (jnp.ones_like(at),))
+    shrunk = 1 / (1 - curved * map_.residual[0])
+    return slope * shrunk, -curved * shrunk

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gibbs sampling by augmentation of all Gaussian latents of a model, jointly."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.infer import MCMC, NUTS, Gibbs
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.model import forms
+from tests.chains import assert_same_law, importance_draws, many_chains
+from tests.test_joint_slices import GROUP, GROUPS, TAU, N, X, given, mixed
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+LABELS = (RNG.normal(size=N) + X > 0).astype(int)
+REALS = X + 0.5 * RNG.standard_t(3, N)
+
+
+def logistic(eta):
+    return dist.Bernoulli(logits=eta)
+
+
+def robust(eta):
+    return dist.StudentT(4.0, eta, 0.5)
+
+
+def log_density(z, data):
+    """Of slope, level and effects, at rows, by NumPy alone."""
+    beta, level, effect = z[:, :1], z[:, 1:2], z[:, 2:]
+    prior = beta[:, 0] ** 2 + level[:, 0] ** 2 / 4
+    prior += (((effect - level) / TAU) ** 2).sum(1)
+    return data(beta * X + effect[:, GROUP]).sum(1) - 0.5 * prior
+
+
+@pytest.mark.parametrize(
+    ("law", "y", "data"),
+    [
+        (logistic, LABELS, lambda f: -np.logaddexp(0, (1 - 2 * LABELS) * f)),
+        (robust, REALS, lambda f: -2.5 * np.log1p((REALS - f) ** 2)),
+    ],
+    ids=["logistic", "student"],
+)
+def test_mixed_models_are_sampled_exactly(law, y, data) -> None:
+    z = importance_draws(partial(log_density, data=data), 2 + GROUPS)
+    found = many_chains(gpaug.AugmentedGaussian(given), (X, GROUP, y), {"law": law})
+    truth = {"beta": z[:, 0], "level": z[:, 1], "effect": z[:, 2:]}
+    assert_same_law(found, truth, *truth)
+    eta = found["beta"][:, None] * X + found["effect"][:, GROUP]
+    np.testing.assert_allclose(found["eta"], eta, atol=1e-5)
+
+
+STEPS, SUBJECTS = 40, 50
+TIME = np.arange(60) * 7 % STEPS
+SUBJECT = np.arange(150) % SUBJECTS
+
+
+def walk(t, y=None):
+    """Steps that follow each other, and a slope."""
+    beta = numpyro.sample("beta", dist.Normal(0, 1))
+    level = numpyro.sample("level", dist.GaussianRandomWalk(0.3, STEPS))
+    eta = numpyro.deterministic("eta", level[t] + beta * (t % 3))
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
+
+
+def subjects(t, y=None):
+    """Groups around a level."""
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("subjects", SUBJECTS):
+        effect = numpyro.sample("effect", dist.Normal(level, 0.3))
+    eta = numpyro.deterministic("eta", effect[t])
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
+
+
+def covariance(model, t):
+    """Of predictors under the prior."""
+    if model is subjects:
+        return 1 + 0.3**2 * (t[:, None] == t)
+    steps = 0.3**2 * (1 + np.minimum(t[:, None], t))
+    return steps + np.outer(t % 3, t % 3)
+
+
+@pytest.mark.parametrize(("model", "t"), [(walk, TIME), (subjects, SUBJECT)])
+def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
+    model, t, x64, monkeypatch
+) -> None:
+    """Whatever the form: along a chain, and group by group."""
+    y = RNG.normal(size=len(t))
+    kernel, count = gpaug.AugmentedGaussian(model), 2000
+    monkeypatch.setattr(forms, "_OVERHEAD", 0)
+    state = kernel.init(KEY, 0, None, (t, y), {})
+
+    @jax.jit
+    def draws(keys):
+        def one(key):
+            return kernel.sample(state._replace(rng_key=key), (t, y), {}).z["eta"]
+
+        return jax.vmap(one)(keys)
+
+    found = np.asarray(draws(jax.random.split(KEY, count)))
+    assert kernel.structure.arrow is not None
+    assert bool(kernel.structure.chains) == (model is walk)
+    prior = covariance(model, t)
+    gain = prior @ np.linalg.inv(prior + 0.25 * np.eye(len(t)))
+    cover, mean = prior - gain @ prior, gain @ y
+    sd = np.sqrt(np.diag(cover))
+    assert np.abs((found.mean(0) - mean) / sd).max() < 5 / np.sqrt(count)
+    apart = np.abs(np.cov(found.T) - cover) / np.outer(sd, sd)
+    assert apart.max() < 6 * np.sqrt(2 / count)
+
+
+@pytest.mark.parametrize(("model", "t"), [(walk, TIME), (subjects, SUBJECT)])
+def test_other_blocks_leave_values_as_they_are(model, t, x64, monkeypatch) -> None:
+    monkeypatch.setattr(forms, "_OVERHEAD", 0)
+
+    def scaled(t, y=None):
+        scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+        with handlers.scope(prefix="in", divider="/"):
+            model(t, y)
+        numpyro.deterministic("scaled", scale)
+
+    kernel = gpaug.AugmentedGaussian(scaled).wrap_model(conditioned)
+    y = RNG.normal(size=len(t))
+    here, there = ({GIBBS_SITES_KWARG: {"scale": jnp.array(s)}} for s in (0.5, 2.0))
+    before = kernel.init(KEY, 0, None, (t, y), here)
+    after = jax.jit(kernel.refresh)(before, (t, y), there)
+    assert bool(kernel.structure.chains) == (model is walk)
+    for name in ("in/level", "in/eta"):
+        np.testing.assert_allclose(after.z[name], before.z[name], atol=1e-9)
+    np.testing.assert_allclose(after.numbers, before.numbers, atol=1e-9)
+
+
+def test_what_has_no_augmentation_is_named() -> None:
+    def init(model, law, **how):
+        y = LABELS if law is not robust else REALS
+        kernel = gpaug.AugmentedGaussian(model)
+        kernel.init(KEY, 0, None, (X, GROUP, y), {"law": law, **how})
+
+    with pytest.raises(gpaug.NotConjugateError, match=r"Gibbs.*'beta', 'level'.*tau"):
+        init(mixed, logistic)
+    with pytest.raises(gpaug.NotConjugateError, match="Bernoulli.logits=eta"):
+        init(given, lambda eta: dist.Poisson(jnp.exp(eta)))
+    # NumPyro keeps exp(-logits) beside them.
+    init(given, lambda eta: dist.NegativeBinomialLogits(3.0, eta))
+    with pytest.raises(gpaug.NotConjugateError, match="scaled"):
+        init(handlers.scale(given, 0.5), robust)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("law", "y"), [(logistic, LABELS), (robust, REALS)])
+def test_as_a_block_of_gibbs_against_nuts(law, y) -> None:
+    model = partial(mixed, law=law)
+
+    def sampled(kernel):
+        mcmc = MCMC(kernel, num_warmup=500, num_samples=10000, progress_bar=False)
+        mcmc.run(KEY, X, GROUP, y)
+        return mcmc.get_samples()
+
+    blocks = [(gpaug.AugmentedGaussian(model), ["beta", "level", "effect"])]
+    ours = sampled(Gibbs([*blocks, (NUTS(model), None)]))
+    assert_same_law(ours, sampled(NUTS(model)), "beta", "level", "effect", "tau")

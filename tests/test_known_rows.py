@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of rows of which something else is observed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.model import forms
+
+N, SLOPE, ERROR, NOISE = 30, 2.0, 0.3, 0.2
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=N)
+MEASURED = X + ERROR * RNG.normal(size=N)
+GROUP = np.arange(N) % 3
+Y = 1 + SLOPE * X + NOISE * RNG.normal(size=N)
+NEW = np.array([-2.0, 0.0, 2.0, 1.0])
+
+
+def measured(x_obs, group, y=None, *, known=True, law=None):
+    """A covariate that is measured with an error, and effects of groups."""
+    with numpyro.plate("groups", 3):
+        a = numpyro.sample("a", dist.Normal(0, 2))
+    with numpyro.plate("data", len(x_obs)):
+        x = numpyro.sample("x", dist.Normal(0, 1))
+        eta = numpyro.deterministic("eta", a[group] + SLOPE * x)
+        with handlers.mask(mask=known):
+            law = law or (lambda x: dist.Normal(x, ERROR))
+            numpyro.sample("x_obs", law(x), obs=x_obs)
+        numpyro.sample("y", dist.Normal(eta, NOISE), obs=y)
+
+
+def fitted(*args, steps=40, **how):
+    svi = gpaug.ConjugateSVI(measured, gpaug.AutoLatentGaussian(measured))
+    fit = svi.run(jax.random.key(0), steps, *args, progress_bar=False, **how)
+    return svi.posterior(fit)
+
+
+@pytest.mark.parametrize("overhead", [np.inf, -np.inf], ids=["dense", "groups"])
+def test_a_measured_covariate_counts_in_predictions(x64, monkeypatch, overhead):
+    """Given it a row's own is known by Bayes' rule, and rows say nothing of each
+    other."""
+    monkeypatch.setattr(forms, "_OVERHEAD", overhead)
+    posterior = fitted(MEASURED, GROUP, Y)
+    a = posterior["a"]
+    group = np.array([0, 1, 1, 2])
+    shrunk = 1 / (1 + ERROR**-2)
+    found = posterior.predict_f(NEW, group, site="x")
+    np.testing.assert_allclose(found.mean, NEW * shrunk / ERROR**2, rtol=1e-6)
+    np.testing.assert_allclose(found.variance, shrunk, rtol=1e-6)
+    eta = posterior.predict_f(NEW, group, site="eta")
+    mean = a.mean[group] + SLOPE * NEW * shrunk / ERROR**2
+    variance = a.variance[group] + SLOPE**2 * shrunk
+    np.testing.assert_allclose(eta.mean, mean, rtol=1e-5)
+    np.testing.assert_allclose(eta.variance, variance, rtol=1e-5)
+    y = posterior.predict_y(NEW, group, site="y")
+    np.testing.assert_allclose(y.mean, mean, rtol=1e-5)
+    np.testing.assert_allclose(y.variance, variance + NOISE**2, rtol=1e-5)
+    alone = posterior.predict_y(NEW[:1], group[:1], site="y")
+    np.testing.assert_allclose(alone.mean, y.mean[:1], rtol=1e-6)
+
+
+def test_one_that_is_missing_does_not(x64):
+    posterior = fitted(MEASURED, GROUP, Y)
+    known = np.array([True, False, True, True])
+    found = posterior.predict_f(NEW, GROUP[:4], known=known, site="x")
+    assert found.variance[1] == pytest.approx(1)
+    assert found.variance[0] < 0.1
+
+
+def test_what_has_no_gaussian_is_refused():
+    def proxy(x):
+        return dist.Poisson(jnp.exp(x))
+
+    counts = RNG.poisson(np.exp(X))
+    posterior = fitted(counts, GROUP, Y, law=proxy, steps=10)
+    with pytest.raises(gpaug.NotConjugateError, match="'x_obs' is observed at the new"):
+        posterior.predict_y(counts[:4], GROUP[:4], site="y")
+
+
+def test_rows_of_the_fit_are_not_those_of_as_many_others(x64, tmp_path):
+    def model(group, y=None, *, x):
+        with numpyro.plate("groups", 3):
+            slope = numpyro.sample("slope", dist.Normal(0, 2))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Normal(slope[group] * x, 0.5), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(jax.random.key(0), 5, GROUP, Y, x=X, progress_bar=False)
+    posterior = svi.posterior(fit)
+    slope = posterior["slope"].mean
+    np.testing.assert_allclose(posterior.predict_y(GROUP).mean, slope[GROUP] * X)
+    found = posterior.predict_y(GROUP[::-1], x=X).mean
+    np.testing.assert_allclose(found, slope[GROUP[::-1]] * X)
+    with pytest.raises(ValueError, match=r"'group' is not that of the fit.*x=\.\.\."):
+        posterior.predict_y(GROUP[::-1].copy())
+    posterior.save(tmp_path / "fit.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "fit.npz", model)
+    with pytest.raises(ValueError, match="'group' is not that of the fit"):
+        loaded.predict_y(GROUP[::-1].copy())
+
+
+def test_of_a_product_the_factor_is_held_and_has_the_right_sign():
+    def slopes(x_obs, y=None):
+        level = numpyro.sample("level", dist.Normal(0, 2))
+        slope = numpyro.sample("slope", dist.Normal(0, 2))
+        with numpyro.plate("data", len(x_obs)):
+            x = numpyro.sample("x", dist.Normal(0, 1))
+            numpyro.sample("x_obs", dist.Normal(x, ERROR), obs=x_obs)
+            numpyro.sample("y", dist.Normal(level + slope * x, NOISE), obs=y)
+
+    for sign in (1, -1):
+        svi = gpaug.ConjugateSVI(slopes, gpaug.AutoLatentGaussian(slopes))
+        fit = svi.run(jax.random.key(0), 60, MEASURED, sign * Y, progress_bar=False)
+        assert svi.guide.structure.others == ("slope",)
+        # From a start of the other sign it is a mode of -12, hundreds of nats lower.
+        assert sign * fit.params["slope_auto_loc"] == pytest.approx(SLOPE, abs=0.3)
