@@ -35,7 +35,7 @@ def of_normal():
 
 @pytest.fixture(scope="module")
 def of_counts():
-    return nested(poisson, GROUP, COUNTS, num_points=256)
+    return nested(poisson, GROUP, COUNTS, num_points=1024)
 
 
 def exact_mixture():

@@ -26,6 +26,7 @@ from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
     Trace,
+    any_key,
     flat_functions,
     remembered,
     run_model,
@@ -187,7 +188,7 @@ class ProcessGuide(Displayed):
                 args, kwargs = arguments.merge()  # arrays of JAX's
                 self._other = self._build_other()
                 with handlers.block():
-                    seeded = handlers.trace(handlers.seed(self._other, 0))
+                    seeded = handlers.trace(handlers.seed(self._other, any_key()))
                     trace = seeded.get_trace(*args, **kwargs)
                 self._other_constraints = {
                     name: site["kwargs"].get("constraint", constraints.real)

@@ -30,6 +30,7 @@ from numpyro_gpaug.math.arrow_map import ArrowMap
 from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.pairs import PairedMap, PairFactors
+from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import Arguments
 
@@ -106,13 +107,17 @@ class CollapsedBound:
         """
         return self._value(values, jax.lax.stop_gradient(steps), arrays)
 
+    def view(self, values: dict[str, Array], arrays: Any) -> JointView:
+        """The model at given hyperparameters, as its guide sees it."""
+        arguments = Arguments(arrays, self._static)
+        guide, key = self.guide, random.key(0)
+        return guide.view(self.structure, guide.model, arguments, values, key)
+
     def problem(
         self, values: dict[str, Array], arrays: Any, *, learns: bool
     ) -> LatentGaussian:
         """The model at given hyperparameters."""
-        arguments = Arguments(arrays, self._static)
-        guide, key = self.guide, random.key(0)
-        view = guide.view(self.structure, guide.model, arguments, values, key)
+        view = self.view(values, arrays)
         found = LatentGaussian.seen(view, "exact", 0.0, learns=learns)
         if not self._projected:
             return found
@@ -137,10 +142,7 @@ class CollapsedBound:
                 lambda new, known: jnp.where(start.known, known, new),
                 first, start.factors,
             )  # fmt: skip
-        information = map_.information(first)
-        natural = {
-            JOINT: jax.tree.map(jnp.add, problem.priors[JOINT].natural, information)
-        }
+        natural = {JOINT: _given(first, map_, problem.priors[JOINT])}
 
         def augmented(moves: Array) -> Array | None:
             if not safe:
@@ -239,6 +241,19 @@ class CollapsedBound:
         value.defjvp(value_jvp, symbolic_zeros=True)
         with_gradient.defjvp(gradient_jvp, symbolic_zeros=True)
         return value
+
+
+def moments_given(factors: Any, view: JointView) -> Moments:
+    """The Gaussian of certain factors, with a leading axis of 1.
+
+    :param factors: on the predictors.
+    :param view: of the model at some hyperparameters.
+    """
+    return _given(factors, view.maps()[JOINT], view.priors()[JOINT]).moments()
+
+
+def _given(factors: Any, map_: Any, prior: Any) -> Any:
+    return jax.tree.map(jnp.add, prior.natural, map_.information(factors))
 
 
 def _certain(map_: Any) -> Any:

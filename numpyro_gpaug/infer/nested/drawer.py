@@ -12,12 +12,12 @@ from jax import Array, random
 
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
-from numpyro_gpaug.infer.nested.programs import Evaluated, Programs
-from numpyro_gpaug.infer.nested.proposal import StudentT
+from numpyro_gpaug.infer.nested.known import KNOWN, Known
+from numpyro_gpaug.infer.nested.programs import ENOUGH, Drawn, Evaluated, Programs
 
-# Numbers of factors that are kept to start from.
-REMEMBERED = 2**24
-KNOWN = np.ones(1, bool)
+# Of the losses at points where the factors were known nearly, which of them is taken to
+# be that of others, and how many there have to be.
+SURE, LEAST = 0.8, 20
 
 
 def generator(key: Array, stream: int) -> np.random.Generator:
@@ -53,7 +53,7 @@ class Points(NamedTuple):
     these.
 
     :param z: whitened latents, (draws, size).
-    :param bound: the collapsed bound.
+    :param bound: the collapsed bound; not a number where the Gaussian was not sought.
     :param log_prior: log-density of the unconstrained hyperparameters.
     :param log_joint_over_q: log of the density of data, latents and hyperparameters
         over that of the draw of the latents, (draws,).
@@ -70,15 +70,14 @@ class Points(NamedTuple):
 
 
 class Drawer:
-    """Calls the programs of a run, and counts. Every Gaussian starts from the factors
-    of the nearest hyperparameters at which one has been found.
+    """Calls the programs of a run, and counts. Draws are weighed whatever Gaussian they
+    are from: where those known say by a spline what it is it need not be found, and
+    elsewhere the search starts from the nearest.
 
     :param programs: the programs.
     :param arrays: array arguments of the model.
     :param rng: random numbers.
     :param bar: a progress bar.
-    :ivar law: of the hyperparameters, in whose units distances are; in unconstrained
-        ones before it is known.
     """
 
     def __init__(
@@ -86,18 +85,19 @@ class Drawer:
     ) -> None:
         self._programs, self._arrays, self._bar = programs, arrays, bar
         self._rng = rng
-        self.start = self._none = programs.no_start(arrays)
+        self._none = programs.no_start(arrays)
+        self.start = self._none
         self.best, self.evaluations = -np.inf, 0
-        self.law: StudentT | None = None
-        numbers = sum(x.size for x in jax.tree.leaves(self._none.factors))
-        self._room = REMEMBERED // max(numbers, 1)
-        self._starts: list[Start] = []
-        self._points = np.zeros((0, programs.hyper.size))
+        self.known = Known(self._none, programs.hyper.size)
+        # How far each search was from what is known, and what it has lost by that.
+        self._doubts: list[float] = []
+        self._losses: list[float] = []
+        self._most = -np.inf
 
     def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """The collapsed log-density and its gradient."""
-        self.evaluations += 1
-        found = self._evaluated(point[None], gradient=True)
+        rows, _ = self.known.at(point[None])
+        found = self._evaluated(point[None], rows, gradient=True)
         bound, log_prior, ascent = map(np.asarray, found[:3])
         value = float(bound[0]) + float(log_prior[0])
         if value > self.best:
@@ -105,83 +105,134 @@ class Drawer:
             self.start = Start(found.factors, KNOWN)
         return value, ascent[0].astype(float)
 
-    def _evaluated(self, points: np.ndarray, *, gradient: bool) -> Evaluated:
-        """The Gaussian at points. One that is not finite may have started from factors
-        that are none there, and starts anew."""
-        programs, arrays = self._programs, self._arrays
-        starts = [self._nearest(point) for point in points]
-        found = programs.evaluate(points, _joined(starts), arrays, gradient=gradient)
-        finite = np.isfinite(np.asarray(found.bound))
-        if not finite.all() and any(start.known.any() for start in starts):
-            starts = [self._none] * len(points)
-            anew = programs.evaluate(points, _joined(starts), arrays, gradient=gradient)
-            if np.isfinite(np.asarray(anew.bound)).sum() > finite.sum():
-                found, finite = anew, np.isfinite(np.asarray(anew.bound))
-        places = np.flatnonzero(finite)[: max(self._room - len(self._starts), 0)]
-        self._points = np.concatenate([self._points, points[places]])
-        self._starts += [_start(found.factors, i) for i in places]
-        return found
-
-    def _nearest(self, point: np.ndarray) -> Start:
-        if not self._starts:
-            return self.start
-        apart = self._points - point
-        if self.law is not None:
-            apart = np.linalg.solve(self.law.axes, apart.T).T
-        return self._starts[int(np.argmin(np.square(apart).sum(1)))]
-
-    def draw(self, points: np.ndarray, widths: np.ndarray) -> Points:
-        """Draws of the latents at points.
+    def first(self, points: np.ndarray, widths: np.ndarray) -> Points:
+        """Draws from Gaussians that were all found, from which it is learnt where they
+        need not be: half of them tell how good those are that the others give.
 
         :param points: (n, d).
         :param widths: (n, draws).
         """
+        half = len(points) // 2
+        parts = []
+        for places in (slice(half), slice(half, None)):
+            parts.append(self.draw(points[places], widths[places], found=True))
+            self.known.learn()
+        self._calibrate()
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+    def _calibrate(self) -> None:
+        """How far a point may be from those known: losses grow as squares of the error,
+        which the square of the power function bounds up to a factor."""
+        doubts, losses = np.array(self._doubts), np.array(self._losses)
+        seen = np.isfinite(doubts) & np.isfinite(losses) & (doubts > 0)
+        if seen.sum() < LEAST:
+            return
+        factor = np.quantile(losses[seen] / doubts[seen], SURE)
+        self._most = ENOUGH / max(factor, 1e-300)
+
+    def draw(self, points: np.ndarray, widths: np.ndarray, *, found: bool) -> Points:
+        """Draws of the latents at points.
+
+        :param points: (n, d).
+        :param widths: (n, draws).
+        :param found: whether the Gaussian is to be found at all of them.
+        """
         chunk = self._programs.chunk
         starts = range(0, len(points), chunk)
         parts = [
-            self._chunk(points[i : i + chunk], widths[i : i + chunk]) for i in starts
+            self._chunk(points[i : i + chunk], widths[i : i + chunk], found)
+            for i in starts
         ]
-        self.evaluations += len(points)
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
-    def _chunk(self, points: np.ndarray, widths: np.ndarray) -> Points:
+    def _chunk(self, points: np.ndarray, widths: np.ndarray, found: bool) -> Points:
         programs, num = self._programs, len(points)
-        dtype = programs.structure.dtype
-        # The last chunk has the shape of the others.
-        filled, batch = np.minimum(np.arange(programs.chunk), num - 1), programs.batch
-        at = [
-            self._evaluated(points[filled[i : i + batch]], gradient=False)
-            for i in range(0, num, batch)
-        ]
-        evaluations = at + (programs.chunk // batch - len(at)) * at[-1:]
+        rows, doubts = self.known.at(points)
+        sure = doubts <= (-np.inf if found else self._most)
+        bound = np.full(num, np.nan)
+        self._find(points, rows, doubts, bound, np.flatnonzero(~sure))
         size = programs.chunk, programs.num_draws, programs.structure.size
-        noise = self._rng.standard_normal(size, dtype)
-        drawn = programs.draw(
-            tuple((x.values, x.moments) for x in evaluations), noise,
-            widths[filled].astype(dtype), self._arrays,
-        )  # fmt: skip
-        drawn = jax.tree.map(lambda x: np.asarray(x)[:num], drawn)
-        bound, log_prior = (
-            np.concatenate([np.asarray(x, float) for x in each])[:num]
-            for each in zip(*[(x.bound, x.log_prior) for x in evaluations], strict=True)
-        )
-        total, lost, log_det = (
-            np.asarray(x, float) for x in (drawn.total, drawn.lost, drawn.log_det)
+        noise = self._rng.standard_normal(size, programs.structure.dtype)
+        drawn = self._drawn(points, rows, noise, widths)
+        # Factors between those known may be none of a Gaussian.
+        broken = sure & ~np.isfinite(drawn.log_det)
+        if broken.any():
+            self._find(points, rows, doubts, bound, np.flatnonzero(broken))
+            drawn = self._drawn(points, rows, noise, widths)
+        failed = ~(sure & ~broken) & ~np.isfinite(bound)
+        total, lost, log_det, log_prior = (
+            np.asarray(x, float)
+            for x in (drawn.total, drawn.lost, drawn.log_det, drawn.log_prior)
         )
         ratios = total + lost + (log_prior + log_det / 2)[:, None]
+        ratios[failed] = np.nan
         self._bar.update(num)
         squares = np.square(noise[:num], dtype=float).sum(-1)
-        return Points(drawn.z, bound, log_prior, ratios, squares, drawn.sites)
+        return Points(
+            np.asarray(drawn.z), bound, log_prior, ratios, squares, drawn.sites
+        )
 
+    def _drawn(
+        self, points: np.ndarray, rows: np.ndarray, noise: np.ndarray, widths: Any
+    ) -> Drawn:
+        """Draws at some points; the last chunk has the shape of the others."""
+        programs, num = self._programs, len(points)
+        filled = np.minimum(np.arange(programs.chunk), num - 1)
+        factors = self.known.factors(rows[filled])
+        drawn = programs.draw(
+            points[filled], factors, noise, widths[filled], self._arrays
+        )
+        return jax.tree.map(lambda x: np.asarray(x)[:num], drawn)
 
-def _start(factors: Any, i: int) -> Start:
-    """One of those found."""
-    if len(jax.tree.leaves(factors)[0]) > 1:
-        factors = jax.tree.map(lambda x: x[i : i + 1], factors)
-    return Start(factors, KNOWN)
+    def _find(
+        self,
+        points: np.ndarray,
+        rows: np.ndarray,
+        doubts: np.ndarray,
+        bound: np.ndarray,
+        places: np.ndarray,
+    ) -> None:
+        """Finds the Gaussian at some of the points.
 
+        :param points: (n, d).
+        :param rows: flat factors from which searches start, and into which those go
+            that are found, (n, numbers).
+        :param doubts: how far these are from those known, (n,).
+        :param bound: into which the bound goes, (n,).
+        :param places: which.
+        """
+        batch = self._programs.batch
+        for i in range(0, len(places), batch):
+            here = places[i : i + batch]
+            filled = here[np.minimum(np.arange(batch), len(here) - 1)]
+            # Those that were just found may be nearer.
+            near = ~np.isfinite(doubts[filled])
+            begin = rows[filled]
+            if near.any():
+                begin[near] = self.known.at(points[filled][near])[0]
+            found = self._evaluated(points[filled], begin, gradient=False)
+            num = len(here)
+            bound[here] = np.asarray(found.bound, float)[:num]
+            rows[here] = self.known.flat(found.factors)[:num]
+            self._doubts += list(doubts[here])
+            self._losses += list(np.asarray(found.loss, float)[:num])
 
-def _joined(starts: list[Start]) -> Start:
-    if len(starts) == 1:
-        return starts[0]
-    return jax.tree.map(lambda *x: np.concatenate(x), *starts)
+    def _evaluated(
+        self, points: np.ndarray, rows: np.ndarray, *, gradient: bool
+    ) -> Evaluated:
+        """The Gaussian at points. One that is not finite may have started from factors
+        that are none there, and starts anew."""
+        programs, arrays = self._programs, self._arrays
+        self.evaluations += len(points)
+        start = self.known.start(rows)
+        found = programs.evaluate(points, start, arrays, gradient=gradient)
+        finite = np.isfinite(np.asarray(found.bound))
+        if not finite.all() and start.known.any():
+            none = jax.tree.map(lambda x: np.repeat(x, len(points), 0), self._none)
+            anew = programs.evaluate(points, none, arrays, gradient=gradient)
+            if np.isfinite(np.asarray(anew.bound)).sum() > finite.sum():
+                found, finite = anew, np.isfinite(np.asarray(anew.bound))
+        if finite.any():
+            kept = jax.tree.map(lambda x: np.asarray(x)[finite], found.factors)
+            self.known.add(points[finite], kept)
+        return found

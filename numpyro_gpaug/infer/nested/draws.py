@@ -194,13 +194,13 @@ def integrated(
         bar.set_description("first draws")
         with clock.part("first draws"):
             laws = [m.law for m in modes]
-            drawer.law = laws[0]
+            drawer.known.law = laws[0]
             share = FIRST_FROM_PRIOR if len(prior) else 0.0
             proposal = Proposal(tuple(laws), (1.0,), share)
-            points = proposal.draws(FIRST, prior, rng)
+            points = rng.permutation(proposal.draws(FIRST, prior, rng))
             kinds = np.arange(FIRST * draws).reshape(FIRST, draws) % len(WIDENINGS)
             sizes = 1 + np.array(WIDENINGS) / np.sqrt(programs.structure.size)
-            first = drawer.draw(points, sizes[kinds])
+            first = drawer.first(points, sizes[kinds])
             density = proposal.log_density(points, first.log_prior, FIRST)
             target = _without_failures(first.bound + first.log_prior)
             ratios = _without_failures(first.log_joint_over_q - density[:, None])
@@ -215,7 +215,7 @@ def integrated(
             # The first were used before.
             points = proposal.draws(num_points, prior[::-1], rng)
             widths = np.full((num_points, draws), width)
-            drawn = drawer.draw(points, widths)
+            drawn = drawer.draw(points, widths, found=False)
             density = proposal.log_density(points, drawn.log_prior, num_points)
             ratios = drawn.log_joint_over_q - density[:, None]
     with clock.part("certificate"):
@@ -260,7 +260,7 @@ def sampled(
         with clock.part("draws"):
             mean = points.mean(0)
             value, _ = drawer.evaluate(mean)
-            drawn = drawer.draw(points, np.ones((num_points, draws)))
+            drawn = drawer.draw(points, np.ones((num_points, draws)), found=True)
     target = drawn.bound + drawn.log_prior
     ratios = drawn.log_joint_over_q - target[:, None]
     with clock.part("certificate"):
@@ -283,8 +283,6 @@ def _weighted(
     points: np.ndarray, drawn: Points, ratios: np.ndarray, *, normalised: bool
 ) -> Weighted:
     """The draws with their weights, which are looked at."""
-    failed = ~np.isfinite(drawn.bound)
-    ratios = np.where(failed[:, None], np.nan, ratios)
     _refuse_none(_without_failures(ratios))
     found = Weighted.of(points, drawn.z, ratios, normalised)
     assert found.khat is not None  # computed here, where it is timed

@@ -18,7 +18,12 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
-from numpyro_gpaug.infer.nested.bound import TOLERANCE, CollapsedBound, Start
+from numpyro_gpaug.infer.nested.bound import (
+    TOLERANCE,
+    CollapsedBound,
+    Start,
+    moments_given,
+)
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.structure import Arguments, Trace, run_model
@@ -38,6 +43,7 @@ class Evaluated(NamedTuple):
     :param bound: the collapsed bound.
     :param log_prior: log-density of the unconstrained hyperparameters.
     :param ascent: the gradient of the sum of both, (d,); zero unless asked for.
+    :param loss: by how much the bound was lower where the search started.
     :param values: constrained hyperparameters by name.
     :param factors: the Gaussian factors that stand for the likelihood.
     :param moments: of the Gaussian.
@@ -46,6 +52,7 @@ class Evaluated(NamedTuple):
     bound: Array
     log_prior: Array
     ascent: Array
+    loss: Array
     values: dict[str, Array]
     factors: Any
     moments: Any
@@ -54,6 +61,7 @@ class Evaluated(NamedTuple):
 class Drawn(NamedTuple):
     """Draws of the latents at hyperparameters; every array has a leading axis of these.
 
+    :param log_prior: log-density of the unconstrained hyperparameters.
     :param z: whitened latents, (draws, size).
     :param log_det: logarithm of the determinant of the Gaussian's covariance.
     :param total: of each draw the log-density of data and latents less that of the
@@ -63,6 +71,7 @@ class Drawn(NamedTuple):
         large as the data, the names alone.
     """
 
+    log_prior: Array
     z: Array
     log_det: Array
     total: Array
@@ -87,13 +96,17 @@ class Programs:
         self.num_draws = num_draws
         self._no_start: Start | None = None
         size, rows = self.structure.size, sum(x.size for x in arguments.arrays)
-        held = 4 * size**2 + 2 * size * rows + num_draws * (size + rows)
+        # One point after the other has no matrices but its own.
+        one_by_one = jax.default_backend() == "cpu"
+        matrices = 0 if one_by_one else 4 * size**2 + 2 * size * rows
+        held = matrices + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
-        self.batch = 1 if jax.default_backend() == "cpu" else self.chunk
-        # Some 600 points, of a move or two each, for a run; and blocks of 64 of them.
+        self.batch = 1 if one_by_one else self.chunk
+        # Some hundred points of a move or two each, or as many as are drawn.
         # What all moves have in common is made before their loop.
-        self._settle = compiled(self._evaluate, runs=1000, hoisted=False)
-        self.draw = compiled(self._draw, runs=10)
+        self._settle = compiled(self._evaluate, runs=300, hoisted=False)
+        # Some 600 in chunks.
+        self._drawn = compiled(self._draw, runs=-(-600 // self.chunk))
         self.sites = compiled(self._sites, runs=2)
 
     def no_start(self, arrays: Any) -> Start:
@@ -145,10 +158,24 @@ class Programs:
 
             ascended = lax.cond(asked, ascent, lambda: jnp.zeros_like(point))
             return Evaluated(
-                bound, log_prior, ascended, values, found.factors, found.moments
-            )
+                bound, log_prior, ascended, found.evaluation.rise, values,
+                found.factors, found.moments,
+            )  # fmt: skip
 
         return self._each(one, (points, start))
+
+    def draw(
+        self,
+        points: np.ndarray,
+        factors: Any,
+        noise: np.ndarray,
+        widths: np.ndarray,
+        arrays: Any,
+    ) -> Drawn:
+        """Draws of the latents at as many points as a chunk has; see :meth:`weigh`."""
+        dtype = self.structure.dtype
+        points = np.asarray(points, self.hyper.dtype)
+        return self._drawn(points, factors, noise, widths.astype(dtype), arrays)
 
     def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
         """Hyperparameters by name, and the moments of the Gaussian given them, as
@@ -182,25 +209,21 @@ class Programs:
             terms.append(jnp.ravel(density).astype(self.structure.dtype))
         return jnp.concatenate(terms), trace
 
-    def _links(self, values: dict[str, Array], arrays: Any) -> tuple[Array, ...]:
-        """Of chains, at given hyperparameters."""
-        arguments, guide = Arguments(arrays, self.static), self.bound.guide
-        view = guide.view(self.structure, self._model, arguments, values, random.key(0))
-        return view.links
-
     def weigh(
-        self, values: Any, q: Any, noise: Array, widths: Array, arrays: Any
+        self, point: Array, factors: Any, noise: Array, widths: Array, arrays: Any
     ) -> Drawn:
         """Draws of the latents at one point.
 
-        :param values: constrained hyperparameters by name.
-        :param q: the moments of the Gaussian.
+        :param point: unconstrained hyperparameters, (d,).
+        :param factors: of the Gaussian.
         :param noise: standard normal, (draws, size).
         :param widths: by how much wider than the Gaussian each is drawn, (draws,).
         :param arrays: array arguments of the model.
         """
+        values, log_prior = self.hyper.values(point, arrays)
+        view = self.bound.view(values, arrays)
+        q, links = moments_given(factors, view), view.links
         z = q.mean + q.spread(widths[:, None] * noise)
-        links = self._links(values, arrays)
 
         def terms(z: Array, noise: Array, width: Array) -> tuple[Any, ...]:
             # Both Gaussian log-densities at once: their difference is small.
@@ -210,25 +233,26 @@ class Programs:
             sums = compensated_sum(jnp.concatenate([data, latents]))
             return *sums, self._latents(trace)
 
-        return Drawn(z, q.log_det[0], *jax.vmap(terms)(z, noise, widths))
+        weighed = jax.vmap(terms)(z, noise, widths)
+        return Drawn(log_prior, z, q.log_det[0], *weighed)
 
     def _draw(
-        self, parts: tuple[Any, ...], noise: Array, widths: Array, arrays: Any
+        self, points: Array, factors: Any, noise: Array, widths: Array, arrays: Any
     ) -> Drawn:
-        """Draws of the latents.
+        """Draws of the latents; see :meth:`weigh`.
 
-        :param parts: of evaluations, hyperparameters and moments, in order.
-        :param noise: standard normal, (n, draws, size).
+        :param points: (n, d).
+        :param factors: of the Gaussian at each of them.
+        :param noise: (n, draws, size).
         :param widths: (n, draws).
         :param arrays: array arguments of the model.
         """
-        at = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
         def one(each: Any) -> Drawn:
-            (values, q), noise, widths = each
-            return self.weigh(values, q, noise, widths, arrays)
+            point, factors, noise, widths = each
+            return self.weigh(point, factors, noise, widths, arrays)
 
-        return self._each(one, (at, noise, widths))
+        return self._each(one, (points, factors, noise, widths))
 
     def _each(self, function: Callable[[Any], Any], draws: Any) -> Any:
         """One after the other on a CPU, which compiles in half the time and takes as
@@ -251,7 +275,7 @@ class Programs:
         """Log-density of data, whitened latents and unconstrained hyperparameters, up
         to a constant."""
         values, log_prior = self.hyper.values(point, arrays)
-        white = self.structure.white(z, self._links(values, arrays))
+        white = self.structure.white(z, self.bound.view(values, arrays).links)
         data, _ = self.log_terms(values, white, arrays)
         return data.sum() + log_prior - 0.5 * jnp.square(white).sum()
 
@@ -265,7 +289,7 @@ class Programs:
 
         def one(draw: tuple[Array, Array]) -> dict[str, Array]:
             values, _ = self.hyper.values(draw[0], arrays)
-            white = self.structure.white(draw[1], self._links(values, arrays))
+            white = self.structure.white(draw[1], self.bound.view(values, arrays).links)
             _, trace = self.log_terms(values, white, arrays)
             return self._latents(trace, deterministic=True)
 

@@ -51,35 +51,42 @@ def settled(
     :param augmented: from the number of moves before: as for
         :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
     :param tolerance: the rise in nats that ends them, unless rounding is larger.
-    :return: natural parameters, the evaluation there, and next step sizes.
+    :return: natural parameters, the evaluation there, whose ``rise`` is that of all
+        moves, and next step sizes.
     """
     several = are_mixed(natural)
 
     def going(carry: Any) -> Array:
-        moves, (_, evaluation, _), rise, _ = carry
+        moves, (_, evaluation, _), rise, _, _ = carry
         least = jnp.maximum(evaluation.rounding, tolerance)
         return (moves < MAX_MOVES) & (rise > least)
 
     def move(carry: Any) -> Any:
-        moves, place, _, memory = carry
+        moves, place, _, total, memory = carry
         first, before = moves == 0, place[1].bound
         if several:
             place, memory = _mixed_or_swept(
                 problem, place, memory, moves, sweep, augmented
             )
-            return moves + 1, place, place[1].bound - before, memory
-        # Of the first move too, which evaluates where it starts: a start close to the
-        # optimum takes one move.
-        place = sweep(*place, moves, first)
-        return moves + 1, place, place[1].rise, memory
+            rise = place[1].bound - before
+            total += jnp.where(first, 0, rise)
+        else:
+            # Of the first move too, which evaluates where it starts: a start close to
+            # the optimum takes one move.
+            place = sweep(*place, moves, first)
+            rise = place[1].rise
+            total += rise
+        return moves + 1, place, rise, total, memory
 
     unevaluated = problem.unevaluated(natural)
+    bound = unevaluated.bound
     start = (
         jnp.int32(0), (natural, unevaluated, steps),
-        jnp.full_like(unevaluated.bound, jnp.inf),
+        jnp.full_like(bound, jnp.inf), jnp.zeros_like(bound),
         Memory.empty(natural) if several else (),
     )  # fmt: skip
-    return lax.while_loop(going, move, start)[1]
+    _, (natural, evaluation, steps), _, total, _ = lax.while_loop(going, move, start)
+    return natural, evaluation._replace(rise=total), steps
 
 
 def are_mixed(natural: Natural) -> bool:

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussian factors at hyperparameters where they are known, and elsewhere: between them
+by a spline; far out those of the nearest, where a search starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from numpyro_gpaug.infer.nested.bound import Start
+from numpyro_gpaug.infer.nested.proposal import StudentT
+
+# Numbers of factors that are kept.
+REMEMBERED = 2**24
+# Hyperparameters that are closer to each other, in units of their law, are one to a
+# spline, whose equations they would make singular.
+CLOSE = 0.05
+# The sum of the sizes of a spline's weights, which add up to one: it is larger outside
+# of what is known.
+WITHIN = 20.0
+KNOWN = np.ones(1, bool)
+
+
+class Known:
+    """Factors at hyperparameters.
+
+    :param none: a start without factors, which has their shapes.
+    :param dimension: of the hyperparameters.
+    """
+
+    def __init__(self, none: Start, dimension: int) -> None:
+        self._none = none
+        leaves, self._tree = jax.tree.flatten(none.factors)
+        self._shapes = [x.shape[1:] for x in leaves]
+        self._ends = np.cumsum([int(np.prod(s)) for s in self._shapes])
+        self._dtype = leaves[0].dtype
+        self._room = max(REMEMBERED // max(int(self._ends[-1]), 1), 1)
+        self._points = np.zeros((0, dimension))
+        self._rows: list[np.ndarray] = []
+        self.law: StudentT | None = None
+        self._spline: Spline | None = None
+
+    def add(self, points: np.ndarray, factors: Any) -> None:
+        """Factors that were found, as far as there is room.
+
+        :param points: (n, d).
+        :param factors: with a leading axis of these.
+        """
+        room = max(self._room - len(self._rows), 0)
+        self._rows += list(self.flat(factors)[:room])
+        self._points = np.concatenate([self._points, points[:room]])
+
+    def learn(self) -> None:
+        """Fits the spline to all that is known."""
+        white = self._white(self._points)
+        kept: list[int] = []
+        for i, point in enumerate(white):
+            apart = np.square(white[kept] - point).sum(1)
+            if not kept or apart.min() > CLOSE**2:
+                kept.append(i)
+        self._spline = Spline.of(white[kept])
+        if self._spline is not None:
+            self._between = np.stack([self._rows[i] for i in kept])
+            self._least, self._most = self._between.min(0), self._between.max(0)
+
+    def at(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Factors at points (n, d), flat, and of each how far it is from those known,
+        infinite where the factors are those of the nearest."""
+        if not self._rows:
+            empty = np.zeros((len(points), int(self._ends[-1])), self._dtype)
+            return empty, np.full(len(points), np.inf)
+        white, known = self._white(points), self._white(self._points)
+        apart = np.square(white[:, None] - known).sum(-1)
+        rows = np.stack([self._rows[i] for i in apart.argmin(1)])
+        doubts = np.full(len(points), np.inf)
+        if self._spline is not None:
+            weights, doubt = self._spline(white)
+            inside = np.abs(weights).sum(1) < WITHIN
+            # Precisions that are positive where they are known stay so.
+            found = np.clip(weights[inside] @ self._between, self._least, self._most)
+            rows[inside], doubts[inside] = found, doubt[inside]
+        return rows, doubts
+
+    def start(self, rows: np.ndarray) -> Start:
+        """Where searches start.
+
+        :param rows: flat factors, (n, numbers).
+        """
+        return Start(self.factors(rows), np.full(len(rows), bool(self._rows)))
+
+    def factors(self, rows: np.ndarray) -> Any:
+        """Factors that were flat."""
+        parts = np.split(rows, self._ends[:-1], 1)
+        shaped = [
+            x.reshape(len(rows), *s) for x, s in zip(parts, self._shapes, strict=True)
+        ]
+        return jax.tree.unflatten(self._tree, shaped)
+
+    def flat(self, factors: Any) -> np.ndarray:
+        """Factors as one row for each of the points."""
+        leaves = map(np.asarray, jax.tree.leaves(factors))
+        return np.concatenate([x.reshape(len(x), -1) for x in leaves], 1)
+
+    def _white(self, points: np.ndarray) -> np.ndarray:
+        return points if self.law is None else self.law.along(points)
+
+
+class Spline:
+    """A polyharmonic spline, a sum of cubed distances and an affine function: it has no
+    scale.
+
+    :param points: at which values are known, (n, d).
+    :param inverse: of its equations, (n + 1 + d, n + 1 + d).
+
+    Reference: Wendland (2005), Scattered data approximation, sections 8.3 and 11.1: the
+    power function.
+    """
+
+    def __init__(self, points: np.ndarray, inverse: np.ndarray) -> None:
+        self._points, self._inverse = points, inverse
+
+    @classmethod
+    def of(cls, points: np.ndarray) -> Spline | None:
+        """That of points (n, d), if they are enough of them."""
+        num, d = points.shape
+        if num < 2 * d + 1:
+            return None
+        sides = _sides(points, points)
+        corner = np.zeros((d + 1, d + 1))
+        equations = np.block(
+            [[sides[:, :num], sides[:, num:]], [sides[:, num:].T, corner]]
+        )
+        try:
+            return cls(points, np.linalg.inv(equations))
+        except np.linalg.LinAlgError:  # they lie in a plane
+            return None
+
+    def __call__(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Weights of the known values at points (m, d), (m, n), and squares of the
+        power function, which bound the error, (m,)."""
+        sides = _sides(at, self._points)
+        weights = sides @ self._inverse
+        return weights[:, : len(self._points)], -(weights * sides).sum(1).clip(max=0)
+
+
+def _sides(at: np.ndarray, points: np.ndarray) -> np.ndarray:
+    apart = np.square(at[:, None] - points).sum(-1)
+    return np.concatenate([apart**1.5, np.ones((len(at), 1)), at], 1)
