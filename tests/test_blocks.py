@@ -197,6 +197,23 @@ def test_elements_in_blocks(function, dtype) -> None:
             assert_close(a, b, 10)
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (1, 5), (3, 5), (2, 3, 5)])
+def test_elementwise_functions_see_one_axis(shape) -> None:
+    """Of others, and be it one of a single latent, sums over nodes are slow."""
+    seen = []
+
+    def function(x, y):
+        seen.append(x.shape)
+        return x - 2 * y, x
+
+    x = jnp.arange(1.0, 1 + np.prod(shape)).reshape(shape)
+    y = x[..., :1] if shape else x
+    difference, same = blocks.by_elements(function, x, y, each=1, dtype=x.dtype)
+    assert seen == [(x.size,)]
+    np.testing.assert_array_equal(difference, x - 2 * y)
+    np.testing.assert_array_equal(same, x)
+
+
 PREDICTED = {
     "student": (lambda m: dist.StudentT(4.0, m, 0.5), ("loc",)),
     "heteroscedastic": (
