@@ -52,7 +52,8 @@ def landing_page() -> None:
     scope: dict[str, Any] = {}
     exec("".join(cells), scope)
     with tempfile.NamedTemporaryFile(suffix=".png") as drawn:
-        scope["fig"].savefig(drawn.name, dpi=150)
+        plt.gcf().set_size_inches(8, 2.1)
+        plt.savefig(drawn.name, dpi=150)
         reduce(Path(drawn.name), STATIC / "index.png")
 
 
