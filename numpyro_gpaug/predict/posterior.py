@@ -249,7 +249,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     def print_summary(self) -> None:
         """Prints the table of :meth:`summary`, whole, to two decimals."""
-        print(self.summary().to_string(float_format="{:.2f}".format))
+        text = self.summary().to_string(float_format="{:.2f}".format, na_rep="-")
+        note = "\n-: held at a point; NestedVI(model) gives hyperparameters a posterior"
+        print(text + note * ("-\n" in text + "\n"))
 
     # -- prediction -------------------------------------------------------------------
 
