@@ -133,8 +133,8 @@ def split(X: np.ndarray, y: np.ndarray, seed: int) -> Split:
 def fit(data: Split, args: argparse.Namespace) -> dict[str, Any]:
     """The Gaussian process: everything that is later checked, printed or drawn."""
     start = time.perf_counter()
-    distinct = len(np.unique(data.X, axis=0))
-    Z = gpaug.inducing.kmeans(data.X, min(args.inducing, distinct), seed=args.seed)
+    size = recipe.num_inducing(data.X, args.inducing)
+    Z = gpaug.inducing.kmeans(data.X, size, seed=args.seed)
     guide = gpaug.AutoSparseGP(model)
     svi = gpaug.ConjugateSVI(model, guide)
     given = (data.X, data.y), {"inducing": Z}
@@ -288,7 +288,7 @@ def draw_ranked(axes, data: Split, posterior: gpaug.Posterior) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", help=".npz with X and y, or .csv with labels last")
-    parser.add_argument("--inducing", type=int, default=100, help="inducing inputs")
+    parser.add_argument("--inducing", type=int, help="inducing inputs")
     parser.add_argument("--steps", type=int, default=200, help="steps at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="classify.png", help="the picture")

@@ -123,12 +123,12 @@ def blur(width: jax.Array, side: int) -> jax.Array:
 
 
 def fit(
-    X: np.ndarray, y: np.ndarray, method: str, steps: int, num_inducing: int, **shape
+    X: np.ndarray, y: np.ndarray, method: str, steps: int, most: int | None, **shape
 ) -> Fitted:
     """L-BFGS on the bound at its optimum over the processes, from a cold start."""
     start = time.perf_counter()
     likelihood, updates = METHODS[method]
-    Z = gpaug.inducing.kmeans(X, min(num_inducing, len(np.unique(X, axis=0))))
+    Z = gpaug.inducing.kmeans(X, recipe.num_inducing(X, most))
     guide = gpaug.AutoSparseGP(model)
     svi = gpaug.ConjugateSVI(model, guide, updates=updates)
     given = {"Z": Z, "likelihood": likelihood, **shape}
@@ -366,7 +366,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", help=".npz with X and y, or .csv with labels last")
     parser.add_argument("--side", type=int, help="rows of --data are square images")
-    parser.add_argument("--inducing", type=int, default=100, help="inducing inputs")
+    parser.add_argument("--inducing", type=int, help="inducing inputs")
     parser.add_argument("--steps", type=int, default=50, help="steps at most")
     parser.add_argument("--fold", type=int, default=0, choices=range(FOLDS))
     parser.add_argument("--seed", type=int, default=0, help="of the folds")
@@ -382,7 +382,8 @@ def main(argv: list[str] | None = None) -> None:
     data = load(args.data, args.side)
     rows, columns = data.X.shape
     print(f"{rows} rows, {columns} inputs, {len(data.classes)} classes; ", end="")
-    print(f"{args.inducing} inducing inputs, {args.steps} steps")
+    size = recipe.num_inducing(data.X, args.inducing)
+    print(f"{size} inducing inputs, {args.steps} steps")
     if args.all_folds:
         every = []
         for fold in range(FOLDS):

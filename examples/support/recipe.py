@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of the classifiers here: what works on data that nobody tuned it for."""
+"""The kernel of the classifiers here, and their number of inducing inputs: what works
+on data that nobody tuned it for."""
 
 from __future__ import annotations
 
@@ -38,3 +39,14 @@ def kernel(columns: int) -> kernels.Kernel:
     slopes = numpyro.sample("slopes", dist.LogNormal(-np.log(columns), 1.5))
     smooth = kernels.Matern52(lengthscale, variance)
     return smooth + kernels.Linear(variance=slopes)
+
+
+def num_inducing(X: np.ndarray, most: int | None = None) -> int:
+    """How many inducing inputs; no more than there are different rows.
+
+    :param X: the inputs, (N, D).
+    :param most: 100 by default, twice as many for many columns: a function has more
+        directions to vary in.
+    """
+    default = 100 if X.shape[1] <= FEW else 200
+    return min(most or default, len(np.unique(X, axis=0)))
