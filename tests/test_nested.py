@@ -540,6 +540,11 @@ def test_what_cannot_be_evaluated_voids_the_certificate():
     fields = found.get_extra_fields()
     assert fields["failures"] > 0
     assert 0.1 < fields["loss"] < 0.9
+    # Draws that are no numbers count for nothing.
+    table = found.summary()
+    assert np.isfinite(table.to_numpy()).all()
+    tau = np.asarray(found.get_samples()["tau"])
+    np.testing.assert_allclose(table.loc["tau", "mean"], tau.mean(), atol=0.05)
 
 
 @pytest.mark.slow

@@ -137,8 +137,12 @@ class Weighted:
         weights = np.exp(self.log_weights.ravel())
         weights = weights / weights.sum()
         rows: dict[str, list[float]] = {}
+        # Draws without weight may be no numbers: where the model could not be evaluated.
+        some = weights.argmax()
         for name, values in sites.items():
-            flat = np.asarray(values, float).reshape(len(weights), -1)
+            rounded = values.reshape(len(weights), -1)
+            rounded = np.where(weights[:, None] > 0, rounded, rounded[some])
+            flat = rounded.astype(float)
             mean = weights @ flat
             apart = flat - mean
             variance = weights @ np.square(apart)
@@ -146,7 +150,7 @@ class Weighted:
             own = (weights[:, None] * apart).reshape(*self.log_ratios.shape, -1).sum(1)
             error = np.square(own).sum(0)
             worth = variance / np.where(error > 0, error, np.inf)
-            moves = varying(values.reshape(len(weights), -1))
+            moves = varying(rounded)
             variance, worth = np.where(moves, (variance, worth), [[0.0], [np.nan]])
             quantiles = weighted_quantiles(flat, weights, (0.05, 0.5, 0.95))
             places = list(np.ndindex(values.shape[1:]))
