@@ -137,7 +137,7 @@ class Weighted:
         weights = np.exp(self.log_weights.ravel())
         weights = weights / weights.sum()
         rows: dict[str, list[float]] = {}
-        # Draws without weight may be no numbers: where the model could not be evaluated.
+        # Draws without weight may be no numbers, where the model was not evaluated.
         some = weights.argmax()
         for name, values in sites.items():
             rounded = values.reshape(len(weights), -1)
