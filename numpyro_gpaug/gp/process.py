@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
@@ -184,14 +183,17 @@ class Conditional:
             shape = self.outputs.latent_shape
             standard = dist.Normal(jnp.zeros(shape, self.dtype), 1)
             standard, name = standard.to_event(len(shape) - 1), self.gp.name
-            with suppress(ValueError):  # of plates where shapes do not go together
+            misplaced = ValueError(
+                f'GaussianProcess("{name}"): its residual of with_residual(model, '
+                f'"site") has shape {shape}, and the plates around the call are not '
+                "those of the rows alone: call it before them, f = gp(X)"
+            )
+            try:
                 eps = numpyro.sample(f"{name}.eps", standard)
-            if getattr(eps, "shape", None) != shape:
-                raise ValueError(
-                    f'GaussianProcess("{name}"): its residual of with_residual(model, '
-                    f'"site") has shape {shape}, and the plates around the call are '
-                    "not those of the rows alone: call it before them, f = gp(X)"
-                )
+            except ValueError as error:  # shapes that do not go together
+                raise misplaced from error
+            if eps.shape != shape:
+                raise misplaced
         return self.values(self.gp.v, eps)
 
     def select(self, per_latent: Array) -> Array:

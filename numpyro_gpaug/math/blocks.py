@@ -155,8 +155,9 @@ def by_elements(
     """An elementwise function of arrays of one axis, in blocks of elements if they are
     very many.
 
-    Of one axis, because XLA's CPU compiler takes 2 to 30 times as long for sums over
-    the nodes of a rule if there are others, one of a single latent among them.
+    Of one axis, because XLA's CPU compiler makes slow loops of sums over the nodes of a
+    rule if there are others, one of a single latent among them: with it a step took
+    twice as long (``examples/benchmarks/elements.py``).
 
     :param function: of arrays of one shape, to a pytree of such; what it closes over is
         constant.
@@ -170,7 +171,8 @@ def by_elements(
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in arrays))
     rows = math.prod(shape)
     # Rows are last. Those of one device stay together if they come first.
-    flat = [rows_apart(jnp.broadcast_to(x, shape).T.ravel()) for x in arrays]
+    order = "C" if _parts(rows) == 1 else "F"
+    flat = [rows_apart(jnp.broadcast_to(x, shape).ravel(order)) for x in arrays]
     held = _AT_ONCE if jax.default_backend() == "cpu" else 1
     size = rows_of_blocks(rows, each * held, dtype)
 
@@ -184,7 +186,7 @@ def by_elements(
     else:
         cut = [cut_rows(x, size) for x in flat]
         found = _joined(lax.map(remade(of_devices), cut), rows)
-    return jax.tree.map(lambda x: x.reshape(shape[::-1]).T, found)
+    return jax.tree.map(lambda x: x.reshape(shape, order=order), found)
 
 
 def _parts(rows: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.sources import Sources
 from numpyro_gpaug.model.structure import Arguments, Structure, is_array
 from numpyro_gpaug.model.validation import check_arguments
@@ -26,15 +26,15 @@ class FitArguments(NamedTuple):
     :param shared: names of those that have no row per datum.
     :param data: positional arguments, and keyword arguments that hold observations,
         every array by its shape.
-    :param digests: of positional arguments, by name: what tells other rows from those
-        of the fit.
+    :param fingerprints: of positional arguments, by name, where others that have a row
+        per datum are kept: what tells other rows from those of the fit.
     """
 
     kwargs: dict[str, Any]
     observations: tuple[str, ...]
     shared: tuple[str, ...]
     data: tuple[tuple[Any, ...], dict[str, Any]]
-    digests: dict[str, str] = {}
+    fingerprints: dict[str, int] = {}
 
     @classmethod
     def of_fit(
@@ -78,12 +78,12 @@ class FitArguments(NamedTuple):
             if k in inducing or (rows and not _has_rows(v, rows))
         )
         data = args, {k: v for k, v in kwargs.items() if k not in kept}
-        positional = dict(zip(parameters, args, strict=False))
-        digests = {
-            k: _digest(x) for k, x in positional.items() if k not in observations
-        }
-        by_shape = jax.tree.map(_by_shape, data)
-        return cls(kept, observations, shared, by_shape, digests)
+        seen = {}
+        if any(k not in shared for k in kept):
+            positional = zip(parameters, args, strict=False)
+            seen = {k: _seen(x) for k, x in positional if k not in observations}
+        told = {k: x for k, x in seen.items() if x is not None}
+        return cls(kept, observations, shared, jax.tree.map(_by_shape, data), told)
 
     def holding(self, kwargs: dict[str, Any]) -> FitArguments:
         """These with other keyword arguments of the fit."""
@@ -140,7 +140,7 @@ class FitArguments(NamedTuple):
         :param positional: arguments of a prediction, by name.
         :param kwargs: its keyword arguments.
         """
-        known = {k: x for k, x in self.digests.items() if x and k in positional}
+        known = {k: x for k, x in self.fingerprints.items() if k in positional}
         rows = {n for k in known for n in _lengths(positional[k])}
         rows &= {n for x in self.data[0] for n in _lengths(x)}
         left = [
@@ -150,7 +150,7 @@ class FitArguments(NamedTuple):
         ]
         if not left:
             return
-        differ = [k for k, x in known.items() if _digest(positional[k]) not in ("", x)]
+        differ = [k for k, x in known.items() if _seen(positional[k]) not in (None, x)]
         if differ:
             raise ValueError(
                 f"{differ[0]!r} is not that of the fit, of which {left[0]!r} is kept "
@@ -204,21 +204,16 @@ def _alike(new: Any, old: Any) -> bool:
     return all(np.shape(a) == np.shape(b) for a, b in leaves)
 
 
-# Rows that tell one data set from another.
-_SAMPLE = 64
-
-
-def _digest(tree: Any) -> str:
-    """Of some rows of arrays, in single precision; empty where these are traced."""
-    arrays = [x for x in jax.tree.leaves(tree) if is_array(x) and np.ndim(x)]
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return ""
-    found = sha256()
-    for x in arrays:
-        places = np.linspace(0, max(len(x) - 1, 0), _SAMPLE).astype(int)
-        rows = np.asarray(x)[places[: len(x)]]
-        found.update(rows.astype(np.float32).tobytes())
-    return found.hexdigest()
+def _seen(tree: Any) -> int | None:
+    """A fingerprint of arrays, in single precision, as which they may be passed; none
+    where they are traced, or parts of them in other processes."""
+    arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
+    if any(
+        isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
+        for x in arrays
+    ):
+        return None
+    return int(fingerprint(np.asarray(x, np.float32) for x in arrays))
 
 
 def _lengths(tree: Any) -> set[int]:

@@ -28,7 +28,7 @@ from numpyro_gpaug.predict.joint import predictor_for, warn_of_quadrature
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues
 from numpyro_gpaug.predict.predictor import Predictor, is_traced
 from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
-from numpyro_gpaug.predict.summary import SiteMoments, table
+from numpyro_gpaug.predict.summary import SiteMoments, printed, table
 
 if TYPE_CHECKING:
     import pandas
@@ -249,9 +249,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     def print_summary(self) -> None:
         """Prints the table of :meth:`summary`, whole, to two decimals."""
-        text = self.summary().to_string(float_format="{:.2f}".format, na_rep="-")
-        note = "\n-: held at a point; NestedVI(model) gives hyperparameters a posterior"
-        print(text + note * ("-\n" in text + "\n"))
+        print(printed(self.summary()))
 
     # -- prediction -------------------------------------------------------------------
 

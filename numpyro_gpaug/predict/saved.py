@@ -66,7 +66,7 @@ class SavedFit(NamedTuple):
 def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
     """See :meth:`~numpyro_gpaug.Posterior.save`."""
     arrays: dict[str, np.ndarray] = {}
-    kwargs, observations, shared, data, digests = fit.arguments
+    kwargs, observations, shared, data, fingerprints = fit.arguments
     values, _, members = fit.fitted
     meta = {
         "values": pack_values(values, arrays),
@@ -77,7 +77,7 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
         "rule_errors": pack(fit.rule_errors, "rule_errors", arrays),
         "observations": list(observations),
         "shared": list(shared),
-        "digests": digests,
+        "fingerprints": fingerprints,
         "structure": pack_structure(fit.predictor.structure),
         "function_posterior": type(fit.predictor.function_posterior).__name__,
     }
@@ -111,7 +111,7 @@ def read_fit(
         sites = {k: SiteMoments(*m) for k, m in (part("sites") or {}).items()}
         kept = tuple(meta["observations"]), tuple(meta["shared"])
         arguments = FitArguments(
-            part("arguments"), *kept, part("data"), meta.get("digests", {})
+            part("arguments"), *kept, part("data"), meta.get("fingerprints", {})
         )
         fitted = Fitted(
             part("values"), _moments(structure, part("moments")),

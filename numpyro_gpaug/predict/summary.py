@@ -104,6 +104,14 @@ def table(
     return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
+def printed(found: pandas.DataFrame) -> str:
+    """A :func:`table`, whole, to two decimals."""
+    text = found.to_string(float_format="{:.2f}".format, na_rep="-")
+    if not found["sd"].isna().any():
+        return text
+    return f"{text}\n-: held at a point; NestedVI(model) integrates hyperparameters"
+
+
 def _of_members(
     name: str, values: np.ndarray, weights: np.ndarray
 ) -> dict[str, list[float]]:

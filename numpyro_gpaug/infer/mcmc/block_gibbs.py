@@ -86,11 +86,8 @@ class BlockGibbs(GaussianKernel):
                     f"site {site.name!r}: no augmentation is registered for {cls} "
                     f"(numpyro_gpaug.register_augmentation). {INSTEAD}"
                 )
-            if site.latents and message["scale"] is not None:
-                raise NotConjugateError(
-                    f"site {site.name!r} is scaled, and a power of {cls} has no "
-                    f"augmentation: drop the scale. {INSTEAD}"
-                )
+            if site.latents:
+                refuse_scaled(message, INSTEAD)
         for block in self.structure.blocks:
             if view.message(block.site)["scale"] is not None:
                 raise NotConjugateError(
@@ -169,6 +166,20 @@ class BlockGibbs(GaussianKernel):
             drawn[site], found = augmented(aux_key, message, given)
             factors.update({f"{site}/{k}": x for k, x in found.items()})
         return drawn, factors
+
+
+def refuse_scaled(message: dict[str, Any], instead: str) -> None:
+    """Raises for an observed site whose log-density is scaled.
+
+    :param message: of the site.
+    :param instead: what samples it.
+    """
+    if message["scale"] is not None:
+        cls = type(base_distribution(message["fn"])).__name__
+        raise NotConjugateError(
+            f"site {message['name']!r} is scaled, and a power of {cls} has no "
+            f"augmentation: drop the scale. {instead}"
+        )
 
 
 def latent_parameters(fn: dist.Distribution) -> Parameters:

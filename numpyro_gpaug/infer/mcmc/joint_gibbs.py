@@ -10,7 +10,11 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.infer.mcmc.block_gibbs import augmented, latent_parameters
+from numpyro_gpaug.infer.mcmc.block_gibbs import (
+    augmented,
+    latent_parameters,
+    refuse_scaled,
+)
 from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.infer.mcmc.joint_kernel import JointKernel
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
@@ -59,19 +63,15 @@ class JointGibbs(JointKernel):
             if site.route is Route.CONSTANT:
                 continue
             message = view.message(site.name)
-            cls = type(base_distribution(message["fn"])).__name__
             if site.route not in REGISTERED or not site.augmented:
+                cls = type(base_distribution(message["fn"])).__name__
                 raise NotConjugateError(
                     f"site {site.name!r}: given auxiliaries, likelihoods with an "
                     "augmentation (numpyro_gpaug.register_augmentation) are Gaussian "
                     "in a parameter that is affine in the latents, such as "
                     f"Bernoulli(logits=eta); this one of {cls} is not. {INSTEAD}"
                 )
-            if message["scale"] is not None:
-                raise NotConjugateError(
-                    f"site {site.name!r} is scaled, and a power of {cls} has no "
-                    f"augmentation: drop the scale. {INSTEAD}"
-                )
+            refuse_scaled(message, INSTEAD)
 
     def _first(self, key: Array, values: Values, view: JointView) -> Any:
         key, prior_key = random.split(key)

@@ -12,7 +12,7 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.vi.checks import check_fit
-from numpyro_gpaug.infer.vi.plan import fingerprint
+from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Arguments, remembered
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.batches import Blocks
-from numpyro_gpaug.infer.vi.plan import fingerprint
+from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.sharding import LATENTS
 from numpyro_gpaug.model.calls import check_by_name, check_processes
 from numpyro_gpaug.model.inspect import require_conjugate

@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
 from numpyro.distributions import biject_to
 
 from numpyro_gpaug._numpyro import weighted_plates
@@ -185,29 +181,3 @@ def closed_params_of(
     transforms = transforms_of(guide)
     key = jax.random.key(0)
     return closed_params(names, model, structure, arguments, values, transforms, key)
-
-
-def fingerprint(arrays: tuple[Array, ...]) -> np.uint32:
-    """A number that tells one set of arrays from another: a checksum of their bits.
-    Bounds are compared only if they are of the same data.
-
-    :param arrays: array arguments of the model. Traced ones, of a caller that compiles
-        steps itself, are taken to stay the same.
-    """
-    total = len(arrays)
-    for array in arrays:
-        if not isinstance(array, jax.core.Tracer):
-            if not array.is_fully_addressable:
-                # Of all processes, which have to agree.
-                array = _bits_summed(array)
-            keys = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-            numbers = np.asarray(jax.random.key_data(array) if keys else array)
-            total = zlib.crc32(np.ascontiguousarray(numbers).data.cast("B"), total)
-    return np.uint32(total)
-
-
-@jax.jit
-def _bits_summed(array: Array) -> Array:
-    bits = lax.bitcast_convert_type(array, jnp.uint8).ravel().astype(jnp.uint32)
-    odd = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1
-    return (bits * odd * odd).sum()

@@ -26,9 +26,10 @@ from numpyro_gpaug.infer.vi.guard import Guard
 from numpyro_gpaug.infer.vi.loop import copied
 from numpyro_gpaug.infer.vi.padding import SharedRows
 from numpyro_gpaug.infer.vi.passes import Passes
-from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings, fingerprint
+from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.joint_reading import IN_DENSITY
 from numpyro_gpaug.model.structure import Arguments, Structure
