@@ -107,7 +107,7 @@ def model(X, y=None, *, Z, kernel, classes):
         numpyro.sample("y", label, obs=y)
 
 
-def by_process(name: str, steps: int) -> Callable:
+def by_process(name: str, steps: int, inducing: int | None) -> Callable:
     """A method of ``METHODS``, as a function of the parts of a split."""
     kernel, most, options = METHODS[name]
     options = dict(options)
@@ -115,7 +115,7 @@ def by_process(name: str, steps: int) -> Callable:
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
 
     def probabilities(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
-        Z = gpaug.inducing.kmeans(X, recipe.num_inducing(X, most))
+        Z = gpaug.inducing.kmeans(X, recipe.num_inducing(X, inducing or most))
         given = {"Z": Z, "kernel": kernel, "classes": int(y.max()) + 1}
         key = jax.random.key(0)
         fit = svi.run(key, steps, X, y, progress_bar=False, **given, **options)
@@ -140,7 +140,7 @@ def compared(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each method; the seconds, of the last split, hold no compilation."""
     methods = {"logistic": logistic}
     # Not shared between sets: a guide keeps the shapes of what it learnt first.
-    methods |= {m: by_process(m, args.steps) for m in METHODS}
+    methods |= {m: by_process(m, args.steps, args.inducing) for m in METHODS}
     scores: dict[str, list[tuple[float, float, float]]] = {m: [] for m in methods}
     for X, y, X_test, y_test in splits(name, args.splits, args.rows):
         for method, probabilities in methods.items():
@@ -165,6 +165,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", default=list(every))
     parser.add_argument("--splits", type=int, default=4)
     parser.add_argument("--rows", type=int, default=5000, help="to train on, at most")
+    parser.add_argument("--inducing", type=int, help="at most, of both recipes")
     parser.add_argument("--steps", type=int, default=200, help="at most")
     parser.add_argument("--json", help="where results are written")
     return parser.parse_args(argv)
