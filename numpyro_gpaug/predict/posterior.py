@@ -90,11 +90,13 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             hyperparameters are computed from a positional argument.
         """
         arguments = Arguments.split(args, kwargs)
-        structure = guide.setup(*args, **kwargs).structure_at(arguments)
+        on_device = arguments.merge()
+        guide.setup(*on_device[0], **on_device[1])
+        structure = guide.structure_at(arguments)
         guide.check_params(params)
         fitted = Fitted.of_guide(guide, params)
         predictor = predictor_for(guide, model, structure)
-        return cls.of_fit(predictor, fitted, structure, args, kwargs)
+        return cls.of_fit(predictor, fitted, structure, args, kwargs, arguments)
 
     @classmethod
     def of_fit(
@@ -104,6 +106,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         structure: Structure,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        arguments: Arguments | None = None,
     ) -> Posterior:
         """From what was fitted; see :meth:`from_guide`.
 
@@ -112,8 +115,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param structure: of the model at the arguments of the fit.
         :param args: these, observations included.
         :param kwargs: keyword arguments.
+        :param arguments: both on the device, if they are there.
         """
-        arguments, first = Arguments.split(args, kwargs), fitted.first.values
+        arguments = arguments or Arguments.split(args, kwargs)
+        first = fitted.first.values
         origins = predictor.sources(arguments, structure, first)
         given = FitArguments.of_fit(predictor.model, structure, origins, args, kwargs)
         made = cls(predictor, fitted, given)

@@ -28,7 +28,7 @@ def check_fit(
     updates: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> None:
+) -> Arguments:
     """Sets up a guide, and raises for a model or arguments that cannot be fitted.
 
     :param model: the model.
@@ -36,17 +36,21 @@ def check_fit(
     :param updates: see :class:`~numpyro_gpaug.ConjugateSVI`.
     :param args: the model's arguments.
     :param kwargs: its keyword arguments.
+    :return: the arguments, on the device once for all that looks at them.
     :raises ValueError: naming the argument or the site.
     """
     check_arguments(model, args, kwargs)
+    arguments = Arguments.split(args, kwargs)
+    args, kwargs = arguments.merge()
     guide.check_data(*args, **kwargs)
     structure = guide.structure
-    check_observed(model, structure, Arguments.split(args, kwargs))
+    check_observed(model, structure, arguments)
     if not structure.blocks:
         raise ValueError(_nothing_gaussian(structure))
     require_conjugate(structure, updates)
     check_processes(structure)
     check_by_name(model, args, kwargs)
+    return arguments
 
 
 def check_latents(structure: Structure, mesh: Mesh | None) -> None:

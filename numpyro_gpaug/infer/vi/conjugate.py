@@ -31,7 +31,6 @@ from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.calls import check_count, check_key
-from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.validation import explain_failure
 from numpyro_gpaug.predict.posterior import Posterior
 
@@ -196,8 +195,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         check_key(rng_key)
         check_shards((args, kwargs))
         given = Given.split(self._mesh, *partitioned((args, kwargs)))
-        self._runs.check(given)
-        arguments = Arguments.split(given.args, given.kwargs).on(self._mesh)
+        arguments = self._runs.check(given).on(self._mesh)
         return self._programs.start(
             arguments, arguments, rng_key, init_params, given.batch
         )

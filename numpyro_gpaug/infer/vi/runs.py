@@ -72,8 +72,7 @@ class Runs:
         :param init_params: constrained values to start from, by param name.
         :param given: the arguments of the run.
         """
-        self.check(given)
-        first = Arguments.split(given.args, given.kwargs)
+        first = self.check(given)
         if given.batches is None:
             arguments = self.shared(first, key)
         else:
@@ -103,12 +102,13 @@ class Runs:
             state = both[losses[1] < losses[0]]
         return state, plan, feed
 
-    def check(self, given: Given) -> None:
+    def check(self, given: Given) -> Arguments:
         """Raises for arguments that cannot be fitted.
 
         :param given: the arguments of a run.
+        :return: they, on the device.
         """
-        check_fit(
+        return check_fit(
             self._model, self._guide, self._settings.updates, given.args, given.kwargs
         )
 
