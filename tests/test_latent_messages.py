@@ -2,6 +2,8 @@
 """Latent Gaussian models: what is said of models and data that do not fit, and what
 tables leave out."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -368,3 +370,58 @@ def test_processes_mixed_by_a_matrix_are_told_how_to_write_it():
 def test_a_class_is_no_guide():
     with pytest.raises(TypeError, match=r"pass a guide, gpaug.AutoLatentGaussian\(mod"):
         gpaug.ConjugateSVI(noisy, gpaug.AutoLatentGaussian)
+
+
+def random_effects(x, g, y=None, *, groups=4):
+    t = numpyro.sample("t", dist.HalfNormal(1))
+    with numpyro.plate("groups", groups):
+        u = numpyro.sample("u", dist.Normal(0, t))
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(x + u[g])), obs=y)
+
+
+X, CODES, COUNTS = np.zeros(6), np.zeros(6, int), np.ones(6, int)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message", "note"),
+    [
+        ((5, X, CODES), {"Y": COUNTS}, "for 'Y', did you mean 'y'", ""),
+        ((5, X[:, None], CODES, COUNTS), {}, "index or squeeze the column", ""),
+        ((X, CODES, COUNTS), {}, r"shape \(6,\): is num_steps missing", ""),
+        ((5, X, CODES[:4], COUNTS), {}, "incompatible", r"lengths are \[4, 6\]"),
+        ((5, X, 1.0 * CODES, COUNTS), {}, "Indexer", r"pass codes\.astype\(int\)"),
+    ],
+)
+def test_slips_of_the_pen_are_named(args, kwargs, message, note):
+    svi = gpaug.ConjugateSVI(random_effects, gpaug.AutoLatentGaussian(random_effects))
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
+        svi.run(KEY, *args, progress_bar=False, **kwargs)
+    assert re.search(note, "".join(getattr(raised.value, "__notes__", [])))
+
+
+def test_laws_of_ones_own_are_told_what_they_lack():
+    class Own(dist.Distribution):
+        def __init__(self, rate):
+            self.rate = rate
+            super().__init__(jnp.shape(rate))
+
+        def log_prob(self, value):
+            return dist.Poisson(self.rate).log_prob(value)
+
+    def model(x, y=None):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", Own(jnp.exp(a + x)), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    x, y = jnp.zeros(3), jnp.ones(3, int)
+    with pytest.raises(TypeError, match=r"Own has no support: set Own\.support"):
+        svi.run(KEY, 3, x, y, progress_bar=False)
+    Own.support = dist.constraints.nonnegative_integer
+    with pytest.raises(TypeError, match=r"set Own\.arg_constraints = \{'rate': "):
+        svi.run(KEY, 3, x, y, progress_bar=False)
+    Own.arg_constraints = {"rate": dist.constraints.positive}
+    fit = svi.run(KEY, 3, x, y, progress_bar=False)
+    with pytest.raises(NotImplementedError, match="define mean, or sample, there"):
+        _ = svi.posterior(fit).predict_y(x).mean

@@ -771,6 +771,16 @@ def test_khat_knows_tails():
     assert weighted(1e-3 * -2 * np.log(uniform)).certified
 
 
+@pytest.mark.parametrize(("num", "limit"), [(32, 0.336), (512, 0.631), (4000, 0.7)])
+def test_few_weights_are_certified_where_their_tail_is_lighter(num, limit):
+    found = weighted(np.zeros((num, 1)))
+    np.testing.assert_allclose(found.limit, limit, atol=1e-3)
+    object.__setattr__(found, "khat", limit - 0.01)
+    assert found.certified
+    object.__setattr__(found, "khat", limit + 0.01)
+    assert not found.certified
+
+
 def test_smoothed_weights_are_those_of_arviz():
     from arviz_stats.base import array_stats
 

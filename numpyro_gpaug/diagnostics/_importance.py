@@ -70,9 +70,11 @@ def check_tree(tree: Any) -> None:
     from xarray import DataTree
 
     if not isinstance(tree, DataTree):
+        nested = type(tree).__name__ == "NestedVI"
+        args = "nested" if nested else "model, guide, result.params, X, y"
         raise TypeError(
             f"got a {type(tree).__name__}: pass a tree of draws, "
-            "to_datatree(key, model, guide, result.params, X, y)"
+            f"to_datatree(key, {args})"
         )
 
 

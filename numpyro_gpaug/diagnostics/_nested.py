@@ -144,7 +144,11 @@ def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
                 "are drawn by NUTS, which gives none"
             )
         if not nested.certified:
-            warnings.warn(f"{name!r}: {nested!r}", stacklevel=2)
+            warnings.warn(
+                f"{name!r} is not certified (k-hat {fields['khat']:.2f}; its summary "
+                "says why): its evidence may be far off",
+                stacklevel=2,
+            )
     columns = ["log_evidence", "error", "khat"]
     table = pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
     table = table.sort_values("log_evidence", ascending=False)

@@ -114,11 +114,15 @@ class PredictorMixture(Distribution):
         try:
             return self._each(function)
         except NotImplementedError as error:
-            said = f"{type(self._component).__name__} has no {name}: take {draws}"
+            cls = type(self._component)
+            if cls.sample is Distribution.sample:
+                draws = f"none can be drawn either; define {name}, or sample, there"
+            said = f"{cls.__name__} has no {name}: {draws}"
             raise NotImplementedError(str(error) or said) from None
 
     def _moment(self, name: str) -> Array:
-        draws = f"that of draws, predicted.sample(key, (1000,)), or define {name} there"
+        draws = "take that of draws, predicted.sample(key, (1000,)), or define "
+        draws += f"{name} there"
         return self._known(name, lambda d: getattr(d, name), draws)
 
     @property
@@ -141,7 +145,7 @@ class PredictorMixture(Distribution):
         return self._average(self._each(lambda d: d.cdf(value)))
 
     def icdf(self, q: Array) -> Array:
-        draws = "quantiles of draws, "
+        draws = "take quantiles of draws, "
         draws += "numpy.quantile(predicted.sample(key, (1000,)), q, axis=0)"
         quantiles = self._known("icdf", lambda d: d.icdf(q), draws)
         found = bisected_icdf(self.cdf, q, quantiles.min(0), quantiles.max(0))

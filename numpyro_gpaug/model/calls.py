@@ -36,6 +36,11 @@ def check_count(name: str, value: Any) -> None:
     :param value: the value.
     :raises ValueError: naming it.
     """
+    if np.ndim(value):
+        raise ValueError(
+            f"{name} must be a whole number >= 1, got an array of shape "
+            f"{np.shape(value)}: is {name} missing?"
+        )
     try:
         whole = value >= 1 and value == int(value)
     except (TypeError, ValueError, OverflowError):

@@ -94,6 +94,11 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
                 "; labels are one whole number per datum, not columns (of 0 and 1, one "
                 f"for each class): pass {cure}, of shape {expected}"
             )
+        if expected == 2 * shape[-1:] and shape == shape[-1:]:
+            hint += (
+                f"; a column ({shape[0]}, 1) beside rows ({shape[0]},) makes a square: "
+                "index or squeeze the column, X[:, 0]"
+            )
         raise ValueError(
             f"site {name!r}: observations have shape {shape}, but the model gives them "
             f"a distribution of shape {expected}{hint}"
@@ -110,6 +115,30 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
     ):
         raise ValueError(
             f"site {name!r}: class labels have a float dtype; pass y.astype(int)"
+        )
+
+
+def check_law(name: str, law: dist.Distribution) -> None:
+    """Raises for a law of observations that does not say what NumPyro's say.
+
+    :param name: the site.
+    :param law: of it.
+    :raises TypeError: naming what its class lacks.
+    """
+    base = base_distribution(law)
+    cls = type(base)
+    if base.support is None:
+        raise TypeError(
+            f"site {name!r}: {cls.__name__} has no support: set {cls.__name__}.support "
+            "to a constraint, constraints.real or constraints.nonnegative_integer, say"
+        )
+    numbers = [k for k, x in vars(base).items() if isinstance(x, np.ndarray | Array)]
+    if numbers and not cls.gather_pytree_data_fields():
+        named = ", ".join(f"{k!r}: constraints.real" for k in numbers)
+        raise TypeError(
+            f"site {name!r}: {cls.__name__} has no arg_constraints, without which its "
+            f"parameters are not passed on to JAX's programs: set {cls.__name__}."
+            f"arg_constraints = {{{named}}}, say"
         )
 
 
@@ -222,6 +251,7 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
         fn, value = site["fn"], jnp.asarray(site["value"])
         if isinstance(base_distribution(fn), dist.Unit):
             continue  # numpyro.factor
+        check_law(name, fn)
         inside = fn.support(value)
         if isinstance(fn, dist.MaskedDistribution):
             inside = inside | ~jnp.asarray(fn._mask)

@@ -344,7 +344,26 @@ def run_model(
     unchecked = numpyro.validation_enabled(is_validate=False)
     with handlers.block(expose_types=expose_types), unchecked:
         policy = residual_policy(filled, "mean")
-        return handlers.trace(policy).get_trace(*args, **kwargs)
+        try:
+            return handlers.trace(policy).get_trace(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if not getattr(error, "__notes__", ()):
+                error.add_note(_given(args, kwargs, error))
+            raise
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
+    """What a model was given, for whoever reads that it failed."""
+    named = [*((str(i), x) for i, x in enumerate(args)), *kwargs.items()]
+    arrays = {k: x for k, x in named if is_array(x)}
+    shapes = [f"{k}: {x.dtype}{list(x.shape)}" for k, x in arrays.items()]
+    said = f"The model was given arrays, by place or name, {', '.join(shapes)}"
+    rows = {len(x) for x in arrays.values() if x.ndim}
+    if len(rows) > 1:
+        said += f"; their lengths are {sorted(rows)}"
+    if "ndexer must have integer" in str(error):
+        said += "; codes that index are whole numbers: pass codes.astype(int)"
+    return said
 
 
 def is_improper(site: dict[str, Any]) -> bool:

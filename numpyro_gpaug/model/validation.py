@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -82,12 +83,17 @@ def _named(
     except TypeError as error:
         shapes = [np.shape(x) for x in args]
         names = f" and {sorted(kwargs)} by name" if kwargs else ""
+        needed = (p for p in signature.parameters.values() if p.default is p.empty)
         lacking = [
             f"{p.name}=..."
-            for p in signature.parameters.values()
+            for p in needed
             if p.kind is p.KEYWORD_ONLY and p.name not in kwargs
         ]
         cure = f": pass {', '.join(lacking)} by name" if lacking else ""
+        known = {name.lower(): name for name in signature.parameters}
+        for name in sorted(set(kwargs) - set(signature.parameters)):
+            if like := get_close_matches(name.lower(), known, 1):
+                cure += f"; for {name!r}, did you mean {known[like[0]]!r}?"
         raise TypeError(
             f"{error}: the model takes {signature}, and was given arguments of shapes "
             f"{shapes}{names}{cure}"

@@ -88,7 +88,8 @@ class JointPredictor(Predictor):
             if wrong := gather.bad(extremes):
                 raise ValueError(
                     f"{wrong}: a group that was not seen needs a plate of more "
-                    "members, whose size is a keyword argument of the model, say"
+                    "members, a step beyond the last one a longer series; their size "
+                    "is a keyword argument of the model, say, and passed here"
                 )
         for name, mark in here.items():
             if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_gpaug.infer.nested.weighted import LARGEST_KHAT, LARGEST_LOSS
+from numpyro_gpaug.infer.nested.weighted import LARGEST_LOSS
 
 
 class Clock:
@@ -41,14 +41,14 @@ def certificate(run: Any) -> str:
     """
     weighted = run.weighted
     khat, loss = weighted.khat, weighted.loss
-    what = f"k-hat {khat:.2f}"
+    what, limit = f"k-hat {khat:.2f}", f"{weighted.limit:.2g}"
     if weighted.certified:
         return (
-            f"{what}, at most {LARGEST_KHAT}: the weighted draws are of the exact "
+            f"{what}, at most {limit}: the weighted draws are of the exact "
             "posterior, up to their Monte Carlo error"
         )
-    if khat > LARGEST_KHAT:
-        what += f", above {LARGEST_KHAT}: the weights are too uneven"
+    if khat > weighted.limit:
+        what += f", above {limit}: the weights are too uneven"
     if loss > LARGEST_LOSS:
         what += (
             f"; the model could not be evaluated where about {loss:.0%} of the "

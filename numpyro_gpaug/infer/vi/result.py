@@ -58,12 +58,19 @@ class ConjugateResult(Displayed, SVIRunResult):
         losses = np.asarray(self.losses)
         rows = [("steps", str(len(losses)))]
         if len(losses):
-            rows.append(("bound", f"{-losses[-1]:.6g}"))
+            rows.append(("bound", self._bound(losses)))
             rows.append(("verdict", self._verdict(losses)))
         if self.restored:
             rows.append(("restored", f"{len(self.restored)} times, as the bound fell"))
         rows += [(name, brief(value)) for name, value in self.params.items()]
         return "ConjugateResult", rows
+
+    def _bound(self, losses: np.ndarray) -> str:
+        known = isinstance(self.state, ConjugateState)
+        if not known or not self.state.epochs:
+            return f"{-losses[-1]:.6g}"
+        found = convergence(losses)
+        return f"{found.elbo:.6g}, on average over the last {found.window} minibatches"
 
     def _verdict(self, losses: np.ndarray) -> str:
         known = isinstance(self.state, ConjugateState)
