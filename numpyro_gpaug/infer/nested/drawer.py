@@ -57,8 +57,11 @@ class Points(NamedTuple):
     :param log_prior: log-density of the unconstrained hyperparameters.
     :param log_joint_over_q: log of the density of data, latents and hyperparameters
         over that of the draw of the latents, (draws,).
-    :param squares: squared lengths of the noise that draws are made of, (draws,).
+    :param squares: squared lengths of the noise that draws are made of, but for groups
+        that are weighed apart, (draws,).
     :param sites: values by name, (draws, ...); of deterministic sites the names alone.
+    :param corner: where groups are weighed apart, the numbers that corners are made of,
+        standard normal under the Gaussian, (corners, K).
     """
 
     z: np.ndarray
@@ -67,6 +70,7 @@ class Points(NamedTuple):
     log_joint_over_q: np.ndarray
     squares: np.ndarray
     sites: dict[str, Any]
+    corner: np.ndarray
 
 
 class Drawer:
@@ -78,11 +82,21 @@ class Drawer:
     :param arrays: array arguments of the model.
     :param rng: random numbers.
     :param bar: a progress bar.
+    :param point: hyperparameters at which the model is asked for its groups.
+    :ivar apart: how groups are weighed apart; ``None`` if they are not.
+    :ivar shift: of the corner from the Gaussian's mean, in its standard deviations.
     """
 
     def __init__(
-        self, programs: Programs, arrays: Any, rng: np.random.Generator, bar: Any
+        self,
+        programs: Programs,
+        arrays: Any,
+        rng: np.random.Generator,
+        bar: Any,
+        point: np.ndarray,
     ) -> None:
+        self.apart = programs.apart(point, arrays, rng)
+        self.shift = np.zeros(0 if self.apart is None else self.latents)
         self._programs, self._arrays, self._bar = programs, arrays, bar
         self._rng = rng
         self._none = programs.no_start(arrays)
@@ -93,6 +107,20 @@ class Drawer:
         self._doubts: list[float] = []
         self._losses: list[float] = []
         self._most = -np.inf
+
+    @property
+    def latents(self) -> int:
+        """How many of them are weighed at once."""
+        if self.apart is None:
+            return self._programs.structure.size
+        return self.apart.sizes.corner
+
+    @property
+    def alike(self) -> int:
+        """Of how many draws all but the groups are the same."""
+        if self.apart is None:
+            return 1
+        return self._programs.num_draws // self.apart.corners
 
     def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """The collapsed log-density and its gradient."""
@@ -151,14 +179,18 @@ class Drawer:
         sure = doubts <= (-np.inf if found else self._most)
         bound = np.full(num, np.nan)
         self._find(points, rows, doubts, bound, np.flatnonzero(~sure))
-        size = programs.chunk, programs.num_draws, programs.structure.size
+        size = programs.chunk, programs.num_draws // self.alike, self.latents
         noise = self._rng.standard_normal(size, programs.structure.dtype)
-        drawn = self._drawn(points, rows, noise, widths)
+        apart = None
+        if self.apart is not None:
+            uniform = self.apart.uniform(self._rng, size[0], noise.dtype)
+            apart = self.apart, uniform, self.shift.astype(noise.dtype)
+        drawn = self._drawn(points, rows, noise, widths, apart)
         # Factors between those known may be none of a Gaussian.
         broken = sure & ~np.isfinite(drawn.log_det)
         if broken.any():
             self._find(points, rows, doubts, bound, np.flatnonzero(broken))
-            drawn = self._drawn(points, rows, noise, widths)
+            drawn = self._drawn(points, rows, noise, widths, apart)
         failed = ~(sure & ~broken) & ~np.isfinite(bound)
         total, lost, log_det, log_prior = (
             np.asarray(x, float)
@@ -167,21 +199,30 @@ class Drawer:
         ratios = total + lost + (log_prior + log_det / 2)[:, None]
         ratios[failed] = np.nan
         self._bar.update(num)
-        squares = np.square(noise[:num], dtype=float).sum(-1)
+        squares = np.square(noise[:num], dtype=float).sum(-1).repeat(self.alike, 1)
+        corner = noise[:num, :, :0]
+        if apart is not None:
+            corner = widths[:, :: self.alike, None] * noise[:num] + self.shift
         return Points(
-            np.asarray(drawn.z), bound, log_prior, ratios, squares, drawn.sites
+            np.asarray(drawn.z), bound, log_prior, ratios, squares, drawn.sites, corner
         )
 
     def _drawn(
-        self, points: np.ndarray, rows: np.ndarray, noise: np.ndarray, widths: Any
+        self,
+        points: np.ndarray,
+        rows: np.ndarray,
+        noise: np.ndarray,
+        widths: Any,
+        apart: Any,
     ) -> Drawn:
         """Draws at some points; the last chunk has the shape of the others."""
         programs, num = self._programs, len(points)
         filled = np.minimum(np.arange(programs.chunk), num - 1)
         factors = self.known.factors(rows[filled])
         drawn = programs.draw(
-            points[filled], factors, noise, widths[filled], self._arrays
-        )
+            points[filled], factors, noise, widths[filled, :: self.alike],
+            self._arrays, apart,
+        )  # fmt: skip
         return jax.tree.map(lambda x: np.asarray(x)[:num], drawn)
 
     def _find(

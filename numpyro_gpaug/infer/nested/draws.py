@@ -28,6 +28,7 @@ from numpyro_gpaug.infer.nested.proposal import (
     refined,
 )
 from numpyro_gpaug.infer.nested.report import Clock
+from numpyro_gpaug.infer.nested.rounds import approached
 from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
 from numpyro_gpaug.math.threads import threads_for
@@ -188,30 +189,38 @@ def integrated(
     draws = programs.num_draws
     precise = programs.hyper.dtype == np.float64
     with tqdm(total=FIRST + num_points, disable=not progress_bar, desc="mode") as bar:
-        drawer = Drawer(programs, arrays, rng, bar)
+        with clock.part("reading the model"):
+            drawer = Drawer(programs, arrays, rng, bar, start)
         with clock.part("mode and curvature"):
             modes = [climb(drawer.evaluate, start, precise)]
         bar.set_description("first draws")
         with clock.part("first draws"):
-            laws = [m.law for m in modes]
+            laws = tuple(m.law for m in modes)
             drawer.known.law = laws[0]
             share = FIRST_FROM_PRIOR if len(prior) else 0.0
-            proposal = Proposal(tuple(laws), (1.0,), share)
+            proposal = Proposal(laws, (1.0,), share)
             points = rng.permutation(proposal.draws(FIRST, prior, rng))
-            kinds = np.arange(FIRST * draws).reshape(FIRST, draws) % len(WIDENINGS)
-            sizes = 1 + np.array(WIDENINGS) / np.sqrt(programs.structure.size)
+            # Draws that are alike have the same width.
+            numbers = np.arange(FIRST * draws) // drawer.alike % len(WIDENINGS)
+            kinds, latents = numbers.reshape(FIRST, draws), drawer.latents
+            sizes = 1 + np.array(WIDENINGS) / np.sqrt(max(latents, 1))
             first = drawer.first(points, sizes[kinds])
             density = proposal.log_density(points, first.log_prior, FIRST)
             target = _without_failures(first.bound + first.log_prior)
             ratios = _without_failures(first.log_joint_over_q - density[:, None])
-            latents = programs.structure.size
             width = best_width(ratios, first.squares, sizes, kinds, latents)
             _refuse_none(target)
         with clock.part("mode and curvature"):
             modes = _further_modes(modes, drawer, points, target - density, precise)
         bar.set_description("draws")
         with clock.part("draws"):
-            proposal = _final(modes, points, target - density, bool(len(prior)))
+            laws, weights = tuple(m.law for m in modes), target - density
+            if drawer.apart is not None:
+                widths = np.full((FIRST, draws), width)
+                laws, points, weights = approached(
+                    drawer, laws, first, points, ratios, prior, widths, share, rng
+                )
+            proposal = _final(laws, points, weights, bool(len(prior)))
             # The first were used before.
             points = proposal.draws(num_points, prior[::-1], rng)
             widths = np.full((num_points, draws), width)
@@ -219,7 +228,7 @@ def integrated(
             density = proposal.log_density(points, drawn.log_prior, num_points)
             ratios = drawn.log_joint_over_q - density[:, None]
     with clock.part("certificate"):
-        weighted = _weighted(points, drawn, ratios, normalised=True)
+        weighted = _weighted(points, drawn, ratios, drawer.alike, normalised=True)
     return Run(
         programs, arrays, weighted, drawn.sites, clock, drawer.evaluations, width,
         "Importance sampling", int(rng.integers(2**32)), modes, drawer.start,
@@ -256,7 +265,7 @@ def sampled(
         points = np.asarray(mcmc.get_samples(), float)
         steps = int(np.sum(mcmc.get_extra_fields()["num_steps"]))
     with tqdm(total=num_points, disable=not progress_bar, desc="draws") as bar:
-        drawer = Drawer(programs, arrays, rng, bar)
+        drawer = Drawer(programs, arrays, rng, bar, start)
         with clock.part("draws"):
             mean = points.mean(0)
             value, _ = drawer.evaluate(mean)
@@ -264,7 +273,7 @@ def sampled(
     target = drawn.bound + drawn.log_prior
     ratios = drawn.log_joint_over_q - target[:, None]
     with clock.part("certificate"):
-        weighted = _weighted(points, drawn, ratios, normalised=False)
+        weighted = _weighted(points, drawn, ratios, drawer.alike, normalised=False)
     law = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
     mode = Mode(mean, value, law)
     worth = effective_sample_size(points[None]).min() / num_points
@@ -280,11 +289,16 @@ def sampled(
 
 
 def _weighted(
-    points: np.ndarray, drawn: Points, ratios: np.ndarray, *, normalised: bool
+    points: np.ndarray,
+    drawn: Points,
+    ratios: np.ndarray,
+    alike: int,
+    *,
+    normalised: bool,
 ) -> Weighted:
     """The draws with their weights, which are looked at."""
     _refuse_none(_without_failures(ratios))
-    found = Weighted.of(points, drawn.z, ratios, normalised)
+    found = Weighted.of(points, drawn.z, ratios, normalised, alike)
     assert found.khat is not None  # computed here, where it is timed
     return found
 
@@ -342,9 +356,11 @@ def _further_modes(
 
 
 def _final(
-    modes: list[Mode], points: np.ndarray, log_weights: np.ndarray, proper: bool
+    laws: tuple[StudentT, ...],
+    points: np.ndarray,
+    log_weights: np.ndarray,
+    proper: bool,
 ) -> Proposal:
-    laws = tuple(m.law for m in modes)
     better, shares = refined(laws, points, log_weights)
     total = sum(shares)
     own = tuple((1 - AT_MODE) * s / total for s in shares)

@@ -13,6 +13,7 @@ from jax import Array
 
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.infer.nested.apart import draws_at, may_part
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
 from numpyro_gpaug.infer.nested.draws import FIRST, Run, integrated, sampled
@@ -353,6 +354,8 @@ class NestedVI(Displayed):
         if self.num_draws is not None:
             return self.num_draws
         structure = bound.structure
+        if may_part(structure):
+            return draws_at(structure.sizes)
         if structure.arrow is not None or structure.chains:
             return DRAWS
         # As many as there is room for.

@@ -18,6 +18,13 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.infer.nested.apart import (
+    Apart,
+    corners_of,
+    group_of_terms,
+    may_part,
+    weigh_apart,
+)
 from numpyro_gpaug.infer.nested.bound import (
     TOLERANCE,
     CollapsedBound,
@@ -106,7 +113,11 @@ class Programs:
         # What all moves have in common is made before their loop.
         self._settle = compiled(self._evaluate, runs=300, hoisted=False)
         # Some 600 in chunks.
-        self._drawn = compiled(self._draw, runs=-(-600 // self.chunk))
+        self._drawn, self._drawn_apart = (
+            compiled(fn, runs=-(-600 // self.chunk))
+            for fn in (self._draw, self._draw_apart)
+        )
+        self._terms = compiled(self._terms_at, runs=1)
         self.sites = compiled(self._sites, runs=2)
 
     def no_start(self, arrays: Any) -> Start:
@@ -171,11 +182,47 @@ class Programs:
         noise: np.ndarray,
         widths: np.ndarray,
         arrays: Any,
+        apart: tuple[Apart, np.ndarray, np.ndarray] | None = None,
     ) -> Drawn:
-        """Draws of the latents at as many points as a chunk has; see :meth:`weigh`."""
-        dtype = self.structure.dtype
+        """Draws of the latents at as many points as a chunk has; see :meth:`weigh`.
+
+        :param apart: how groups are weighed apart, if they are, the uniform numbers of
+            their candidates, and the shift of the corner; noise and widths are then
+            those of the corners.
+        """
         points = np.asarray(points, self.hyper.dtype)
-        return self._drawn(points, factors, noise, widths.astype(dtype), arrays)
+        given = points, factors, noise, widths.astype(self.structure.dtype)
+        if apart is None:
+            return self._drawn(*given, arrays)
+        how, uniform, shift = apart
+        return self._drawn_apart(*given, uniform, shift, how.group, arrays)
+
+    def apart(
+        self, point: np.ndarray, arrays: Any, rng: np.random.Generator
+    ) -> Apart | None:
+        """How groups can be weighed apart; ``None`` if they cannot.
+
+        :param point: unconstrained hyperparameters, any.
+        :param arrays: array arguments of the model.
+        :param rng: random numbers.
+        """
+        if not may_part(self.structure):
+            return None
+        point = np.asarray(point, self.hyper.dtype)
+
+        def terms(white: np.ndarray) -> np.ndarray:
+            white = white.astype(self.structure.dtype)
+            return np.asarray(self._terms(point, white, arrays))
+
+        group = group_of_terms(terms, self.structure.sizes, rng)
+        if group is None:
+            return None
+        sizes = self.structure.sizes
+        return Apart(sizes, group, corners_of(self.num_draws, sizes))
+
+    def _terms_at(self, point: Array, white: Array, arrays: Any) -> Array:
+        values, _ = self.hyper.values(point, arrays)
+        return lax.map(lambda z: self.log_terms(values, z, arrays)[0], white)
 
     def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
         """Hyperparameters by name, and the moments of the Gaussian given them, as
@@ -235,6 +282,45 @@ class Programs:
 
         weighed = jax.vmap(terms)(z, noise, widths)
         return Drawn(log_prior, z, q.log_det[0], *weighed)
+
+    def _draw_apart(
+        self,
+        points: Array,
+        factors: Any,
+        noise: Array,
+        widths: Array,
+        uniform: Array,
+        shift: Array,
+        group: Array,
+        arrays: Any,
+    ) -> Drawn:
+        """As :meth:`_draw`, by :func:`~numpyro_gpaug.infer.nested.apart.weigh_apart`.
+
+        :param noise: (n, corners, K).
+        :param widths: (n, corners).
+        :param uniform: (n, corners, G, R + 1).
+        :param shift: (K,).
+        :param group: of the terms.
+        """
+        traced: Any = group
+        how = Apart(self.structure.sizes, traced, uniform.shape[1])
+        number = self.num_draws // how.corners
+
+        def one(each: Any) -> Drawn:
+            point, factors, *numbers = each
+            values, log_prior = self.hyper.values(point, arrays)
+            q = moments_given(factors, self.bound.view(values, arrays))
+
+            def at(z: Array) -> tuple[Array, Trace]:
+                return self.log_terms(values, z, arrays)
+
+            z, *sums = weigh_apart(
+                how, number, q, lambda z: at(z)[0], lambda z: self._latents(at(z)[1]),
+                shift, *numbers,
+            )  # fmt: skip
+            return Drawn(log_prior, z, q.log_det[0], *sums)
+
+        return self._each(one, (points, factors, noise, widths, uniform))
 
     def _draw(
         self, points: Array, factors: Any, noise: Array, widths: Array, arrays: Any

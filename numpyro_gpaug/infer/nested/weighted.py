@@ -33,6 +33,8 @@ class Weighted:
     :param normalised: whether the density of the points is, so that the mean ratio
         estimates the evidence.
     :param failed: points at which the model could not be evaluated, (n,).
+    :param alike: how many draws, one after the other, have one weight in common, as all
+        but the groups of their latents are the same.
     """
 
     points: np.ndarray
@@ -40,10 +42,16 @@ class Weighted:
     log_ratios: np.ndarray
     normalised: bool
     failed: np.ndarray
+    alike: int = 1
 
     @classmethod
     def of(
-        cls, points: np.ndarray, z: np.ndarray, ratios: np.ndarray, normalised: bool
+        cls,
+        points: np.ndarray,
+        z: np.ndarray,
+        ratios: np.ndarray,
+        normalised: bool,
+        alike: int = 1,
     ) -> Weighted:
         """Weighted draws, of which some may have failed.
 
@@ -51,7 +59,7 @@ class Weighted:
         """
         broken = np.isnan(ratios) | (ratios == np.inf)
         kept = np.where(broken, -np.inf, ratios)
-        return cls(points, z, kept, normalised, broken.any(1))
+        return cls(points, z, kept, normalised, broken.any(1), alike)
 
     @cached_property
     def khat(self) -> float:
@@ -61,7 +69,7 @@ class Weighted:
         Draws at the same hyperparameters have weights that are alike, and a tail of
         ties has no shape: one draw of each at a time, and the mean over these.
         """
-        columns = [_tail_shape(x) for x in self.log_ratios.T]
+        columns = [_tail_shape(x) for x in self.log_ratios.T[:: self.alike]]
         khat = float(np.mean(columns))
         if self.points.shape[1] == 0:
             return khat
@@ -97,14 +105,15 @@ class Weighted:
     @cached_property
     def log_weights(self) -> np.ndarray:
         """Pareto-smoothed and normalised, (n, draws)."""
-        columns = [_smoothed(x) for x in self.log_ratios.T]
-        found = np.stack(columns, 1)
+        columns = [_smoothed(x) for x in self.log_ratios.T[:: self.alike]]
+        found = np.repeat(np.stack(columns, 1), self.alike, 1)
         return found - logsumexp(found)
 
     @property
     def effective_size(self) -> float:
-        """What all draws are worth, were they independent."""
-        return float(1 / np.exp(2 * self.log_weights).sum())
+        """What all draws are worth, were they independent, but for those alike."""
+        each = self.log_weights[:, :: self.alike] + np.log(self.alike)
+        return float(1 / np.exp(2 * each).sum())
 
     @property
     def effective_points(self) -> float:
