@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model import arrow, forms
+from numpyro_gpaug.model import arrow, costs
 from numpyro_gpaug.predict import posterior as predict
 from tests.conftest import enable_x64, small_blocks
 
@@ -73,7 +73,7 @@ def of_both_forms(model, y, **how):
     found = []
     for overhead in (np.inf, -np.inf):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(forms, "_OVERHEAD", overhead)
+            patched.setattr(costs, "_OVERHEAD", overhead)
             found.append(fitted(model, y, **how))
     return found
 
@@ -147,7 +147,7 @@ def test_more_groups_than_one_digit_tells(monkeypatch):
         with numpyro.plate("data", N):
             numpyro.sample("y", dist.Normal(a[group], 1), obs=y)
 
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     group = rng.choice([2, 1023, 1024, 1500, 2047, 2048, 2999], N)
     guide = gpaug.AutoLatentGaussian(model)
     svi = gpaug.ConjugateSVI(model, guide)
@@ -222,7 +222,7 @@ def test_what_looks_at_several_groups_is_refused(monkeypatch):
         with numpyro.plate("data", len(first)):
             numpyro.sample("y", dist.Normal(a[first] + b[second], 1), obs=y)
 
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(paired)
     svi = gpaug.ConjugateSVI(paired, guide, optim=None)
     svi.run(jax.random.key(0), 2, GROUP, GROUP, REAL, progress_bar=False)
@@ -239,7 +239,7 @@ def test_what_a_datum_compares_is_not_a_group(monkeypatch):
             law = dist.Bernoulli(logits=f[first] - f[second])
             numpyro.sample("y", law, obs=y)
 
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(preferred)
     guide.setup(GROUP, GROUP[::-1], REAL > 0)
     assert "40 Gaussian latents, dense" in repr(guide)
@@ -272,7 +272,7 @@ def test_minibatches_of_rows(monkeypatch):
             )
             numpyro.sample("y", dist.Normal(a[group] - 0.3 * t, 0.5), obs=y)
 
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(batched)
     svi = gpaug.ConjugateSVI(batched, guide, optim=None)
     fit = svi.run(jax.random.key(0), 600, T, GROUP, REAL, progress_bar=False)
@@ -297,7 +297,7 @@ def test_no_array_of_groups_by_groups_or_rows_by_groups(monkeypatch):
         with numpyro.plate("data", rows):
             numpyro.sample("y", dist.Bernoulli(logits=a[group] + c[item]), obs=y)
 
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     rng = np.random.default_rng(0)
     args = (rng.integers(0, n, rows) for n in (groups, items, 2))
     args = tuple(jnp.asarray(x) for x in args)

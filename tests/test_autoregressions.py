@@ -14,7 +14,7 @@ from numpyro.contrib.control_flow import scan
 from scipy import optimize
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model import forms
+from numpyro_gpaug.model import costs
 from numpyro_gpaug.model.whitened import whitened as program
 
 STEPS, ITEMS, NOISE = 24, 3, 0.4
@@ -143,7 +143,7 @@ def model_of(states, likelihood="normal"):
 
 def forced(monkeypatch, overhead=-np.inf):
     """Has chains chosen however few their steps are, or never."""
-    monkeypatch.setattr(forms, "_OVERHEAD", overhead)
+    monkeypatch.setattr(costs, "_OVERHEAD", overhead)
 
 
 def guided(states, *args, **kwargs):

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model import arrow, forms
+from numpyro_gpaug.model import arrow, costs
 
 N, STEPS = 90, 40
 rng = np.random.default_rng(0)
@@ -80,7 +80,7 @@ FORMS = pytest.mark.parametrize(
 
 @pytest.mark.slow
 def test_walks_of_a_panel(monkeypatch):
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(panel)
     guide.setup(TIME, ITEM, X, REAL)
     found = r"3 chains of 40 steps of 2 \(level, spread\), 0 others dense"
@@ -92,7 +92,7 @@ def test_walks_of_a_panel(monkeypatch):
 def test_a_chain_fits_what_a_matrix_fits(x64, monkeypatch, model, y, form):
     found = []
     for overhead in (np.inf, -np.inf):
-        monkeypatch.setattr(forms, "_OVERHEAD", overhead)
+        monkeypatch.setattr(costs, "_OVERHEAD", overhead)
         found.append(fitted(model, y))
     (dense, one, _), (posterior, other, guide) = found
     assert re.search(form + " dense", repr(guide))
@@ -111,7 +111,7 @@ def test_a_chain_fits_what_a_matrix_fits(x64, monkeypatch, model, y, form):
 @pytest.fixture(scope="module")
 def of_steps():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(forms, "_OVERHEAD", -np.inf)
+        patched.setattr(costs, "_OVERHEAD", -np.inf)
         yield fitted(counts, COUNTS, optim=None)
 
 
@@ -217,7 +217,7 @@ def test_the_evidence_of_a_walk_against_a_grid(monkeypatch):
     density = np.exp(-0.5 * (terms.sum(-1) + scale**2)) * np.sqrt(2 / np.pi)
     evidence = np.log(density.sum() * (scale[1] - scale[0]))
 
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     nested = gpaug.NestedVI(model, num_points=128, progress_bar=False)
     nested.run(jax.random.key(0), t, y)
     found = nested.get_extra_fields()
@@ -239,7 +239,7 @@ def test_what_is_no_chain(monkeypatch):
         with numpyro.plate("data", len(t)):
             numpyro.sample("y", dist.Normal(jnp.cumsum(walk)[t], 1), obs=y)
 
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(doubled)
     guide.setup(TIME, REAL)
     assert "40 Gaussian latents, dense" in repr(guide)
@@ -258,7 +258,7 @@ def test_data_that_look_at_several_steps(monkeypatch):
         with numpyro.plate("data", len(first)):
             numpyro.sample("y", dist.Normal(walk[first] + shock[second], 1), obs=y)
 
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(compared)
     svi = gpaug.ConjugateSVI(compared, guide, optim=None)
     svi.run(jax.random.key(0), 2, TIME, TIME, REAL, progress_bar=False)

@@ -16,7 +16,7 @@ from numpyro_gpaug.math.correlated_softmax import (
     expected_softmax,
     pair_places,
 )
-from numpyro_gpaug.model import forms
+from numpyro_gpaug.model import costs
 
 N, C = 40, 3
 RNG = np.random.default_rng(2)
@@ -184,7 +184,7 @@ def choices(t, group, y=None):
 def test_groups_fit_what_a_matrix_fits(x64, monkeypatch):
     found = []
     for overhead in (np.inf, -np.inf):
-        monkeypatch.setattr(forms, "_OVERHEAD", overhead)
+        monkeypatch.setattr(costs, "_OVERHEAD", overhead)
         svi = gpaug.ConjugateSVI(choices, gpaug.AutoLatentGaussian(choices))
         fit = svi.run(jax.random.key(0), 40, T, GROUP, CLASSES, progress_bar=False)
         posterior = svi.posterior(fit)

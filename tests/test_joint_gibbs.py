@@ -14,7 +14,7 @@ from numpyro.infer import MCMC, NUTS, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model import forms
+from numpyro_gpaug.model import costs
 from tests.chains import assert_same_law, importance_draws, many_chains
 from tests.test_joint_slices import GROUP, GROUPS, TAU, N, X, given, mixed
 
@@ -96,7 +96,7 @@ def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
     """Whatever the form: along a chain, and group by group."""
     y = RNG.normal(size=len(t))
     kernel, count = gpaug.AugmentedGaussian(model), 2000
-    monkeypatch.setattr(forms, "_OVERHEAD", 0)
+    monkeypatch.setattr(costs, "_OVERHEAD", 0)
     state = kernel.init(KEY, 0, None, (t, y), {})
 
     @jax.jit
@@ -120,7 +120,7 @@ def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
 
 @pytest.mark.parametrize(("model", "t"), [(walk, TIME), (subjects, SUBJECT)])
 def test_other_blocks_leave_values_as_they_are(model, t, x64, monkeypatch) -> None:
-    monkeypatch.setattr(forms, "_OVERHEAD", 0)
+    monkeypatch.setattr(costs, "_OVERHEAD", 0)
 
     def scaled(t, y=None):
         scale = numpyro.sample("scale", dist.LogNormal(0, 1))

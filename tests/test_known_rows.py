@@ -10,7 +10,7 @@ import pytest
 from numpyro import handlers
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model import forms
+from numpyro_gpaug.model import costs
 
 N, SLOPE, ERROR, NOISE = 30, 2.0, 0.3, 0.2
 RNG = np.random.default_rng(0)
@@ -44,7 +44,7 @@ def fitted(*args, steps=40, **how):
 def test_a_measured_covariate_counts_in_predictions(x64, monkeypatch, overhead):
     """Given it a row's own is known by Bayes' rule, and rows say nothing of each
     other."""
-    monkeypatch.setattr(forms, "_OVERHEAD", overhead)
+    monkeypatch.setattr(costs, "_OVERHEAD", overhead)
     posterior = fitted(MEASURED, GROUP, Y)
     a = posterior["a"]
     group = np.array([0, 1, 1, 2])

@@ -13,7 +13,7 @@ from scipy import special, stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.nested.weighted import stratified
-from numpyro_gpaug.model import forms
+from numpyro_gpaug.model import costs
 from tests.test_nested import (
     COUNTS,
     GROUP,
@@ -202,7 +202,7 @@ def test_arrows_predict_what_matrices_predict(monkeypatch):
     size, new = {"members": 21}, np.array([0, 7, 20])
     runs = []
     for overhead in (np.inf, -np.inf):
-        monkeypatch.setattr(forms, "_OVERHEAD", overhead)
+        monkeypatch.setattr(costs, "_OVERHEAD", overhead)
         runs.append(nested(poisson, group, y, data={"members": 20}))
     arrows = [run._run.programs.structure.arrow is not None for run in runs]
     assert arrows == [False, True]

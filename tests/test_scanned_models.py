@@ -12,7 +12,7 @@ from numpyro.contrib.control_flow import scan
 from scipy import stats
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model import forms
+from numpyro_gpaug.model import costs
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.program import Program
 
@@ -93,7 +93,7 @@ MODELS = {
 )
 def test_evidence_and_forecasts_are_exact(x64, monkeypatch, name):
     model, kwargs, (transition, innovations, first), form = MODELS[name]
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     svi, fit = fitted(model, **kwargs)
     assert f"a chain of 30 steps of {form} others" in repr(svi.guide)
     ahead = STEPS + 5
@@ -113,7 +113,7 @@ def test_evidence_and_forecasts_are_exact(x64, monkeypatch, name):
 @pytest.mark.slow
 def test_draws_of_a_scan_go_back_into_it(x64, monkeypatch):
     """Draws are sites of NumPyro's own programs, in their shapes."""
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     svi, fit = fitted(scanned, phi=PHI)
     predictive = numpyro.infer.Predictive(
         scanned, guide=svi.guide, params=fit.params, num_samples=2000
@@ -159,7 +159,7 @@ def rates(where):
     "where", ["after", "inside", pytest.param("returned", marks=pytest.mark.slow)]
 )
 def test_what_steps_make_of_their_states_may_be_looked_at(monkeypatch, where):
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(rates(where)).setup(COUNTS)
     assert "a chain of 30 steps of 1 (x), 1 others" in repr(guide)
     assert "observed, in closed form" in repr(guide)
@@ -245,7 +245,7 @@ def test_a_walk_goes_on_with_its_noise(monkeypatch):
         with numpyro.plate("data", len(t)):
             numpyro.sample("y", dist.Normal(walk[t] + shock[t], NOISE), obs=y)
 
-    monkeypatch.setattr(forms, "_OVERHEAD", -np.inf)
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), optim=None)
     t = np.arange(STEPS)
     fit = svi.run(jax.random.key(0), 2, t, REAL, progress_bar=False)

@@ -28,6 +28,7 @@ from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arrow import check_groups
+from numpyro_gpaug.model.costs import FIT
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
@@ -116,8 +117,7 @@ class AutoLatentGaussian(ProcessGuide):
     revisited.
     """
 
-    # How many fits' worth of sweeps pay for a program that is slower to compile.
-    _uses = 1.0
+    _purpose = FIT
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class AutoLatentGaussian(ProcessGuide):
         return found
 
     def _inspect(self, *args: Any, **kwargs: Any) -> JointStructure:
-        found = inspect_joint(self.model, self._uses, *args, **kwargs)
+        found = inspect_joint(self.model, self._purpose, *args, **kwargs)
         if not self.conjugate:
             found = found.in_steps(()).with_arrow(None)
             refuse_large(found)

@@ -18,6 +18,7 @@ from jax.core import Tracer
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.arrow import PROBES, ROUNDING, Predictors, relative
+from numpyro_gpaug.model.costs import Purpose, cost, dense_cost
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
 from numpyro_gpaug.model.loops import WIDEST, Loop
@@ -26,8 +27,6 @@ from numpyro_gpaug.model.loops import WIDEST, Loop
 MAX_DENSE = 5000
 # Members of a grouping, at least; numbers of each, at most.
 _FEWEST, _WIDEST = 16, 8
-# The program of other forms is longer: so many operations it has to save.
-_OVERHEAD = 5e7
 
 
 class Asked(NamedTuple):
@@ -86,16 +85,18 @@ class Asked(NamedTuple):
         return looked_at(self.arrays)
 
 
-def find_form(structure: JointStructure, asked: Asked, uses: float) -> JointStructure:
+def find_form(
+    structure: JointStructure, asked: Asked, purpose: Purpose
+) -> JointStructure:
     """A structure in the form that costs least: of groups, of steps of chains, or as it
     is, one dense matrix, which it is too where the arguments are traced.
 
     :param structure: of a model, dense.
     :param asked: its predictors.
-    :param uses: how many times as long as a fit's the program's savings are counted.
+    :param purpose: of the form.
     """
-    overhead, rows = _OVERHEAD / uses, asked.rows
-    if _dense_cost(rows, structure.size) < overhead:
+    rows = asked.rows
+    if purpose.contents(structure, rows):
         return structure
     chains = asked.chains(structure)
     stepwise = structure.in_steps(_once(chains))
@@ -112,11 +113,11 @@ def find_form(structure: JointStructure, asked: Asked, uses: float) -> JointStru
     forms = [_arrow(structure, found, chains), _chain(structure, found, chains)]
     known = sorted(
         (form for form in forms if form is not None),
-        key=lambda form: (_cost(form, rows), form.sizes.corner),
+        key=lambda form: (cost(form, rows), form.sizes.corner),
     )
     for form in known:
-        cheaper = _cost(form, rows) + overhead < _dense_cost(rows, structure.size)
-        if cheaper and asked.misfit(form) < ROUNDING:
+        whole = cost(form, rows) + purpose.overhead(form)
+        if whole < dense_cost(rows, structure.size) and asked.misfit(form) < ROUNDING:
             return form
     return structure
 
@@ -314,17 +315,6 @@ def _group_of_data(
                 found, place[single[place]], np.maximum(left, right)[single[place]]
             )
     return found
-
-
-def _dense_cost(rows: int, size: int) -> float:
-    return float(rows) * size**2 + float(size) ** 3
-
-
-def _cost(structure: JointStructure, rows: int) -> float:
-    groups, each, corner, _ = structure.sizes
-    border = float(groups) * each * (corner**2 + each**2) + 2 * float(corner) ** 3
-    seen = float(rows) * ((each + structure.width) ** 2 + 10 * corner)
-    return border + seen
 
 
 def refuse_large(structure: JointStructure, chains: tuple[Grouping, ...] = ()) -> None:

@@ -14,6 +14,7 @@ from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.model.costs import FIT, Purpose
 from numpyro_gpaug.model.forms import Asked, find_form, refuse_large
 from numpyro_gpaug.model.indices import check_indices, program_of_others
 from numpyro_gpaug.model.joint import JointView
@@ -30,12 +31,12 @@ from numpyro_gpaug.model.structure import Arguments, Structure, any_key
 
 
 def inspect_joint(
-    model: Callable[..., Any], uses: float, *args: Any, **kwargs: Any
+    model: Callable[..., Any], purpose: Purpose, *args: Any, **kwargs: Any
 ) -> JointStructure:
     """The structure of a model whose Gaussian latents are held jointly.
 
     :param model: a NumPyro model.
-    :param uses: see :func:`~numpyro_gpaug.model.forms.find_form`.
+    :param purpose: see :func:`~numpyro_gpaug.model.forms.find_form`.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     :raises NotConjugateError: for discrete latents, and for a site whose log-density is
@@ -81,7 +82,7 @@ def inspect_joint(
 
     view = seen(structure, arguments.arrays)
     asked = Asked(seen, arguments.arrays, view.pairs, view.rows)
-    form = find_form(structure, asked, uses)
+    form = find_form(structure, asked, purpose)
     refuse_large(form, tuple(loop.steps for loop in view.loops))
     return form
 
@@ -175,7 +176,7 @@ def warn_of_points(
     if not structure.gaussian_others or not structure.observed:
         return
     try:
-        joint = inspect_joint(model, 1.0, *args, **kwargs)
+        joint = inspect_joint(model, FIT, *args, **kwargs)
     except (NotConjugateError, ValueError):
         return
     registered = Route.CLOSED_FORM, Route.CONSTANT

@@ -116,6 +116,13 @@ class Drawer:
         return self.apart.sizes.corner
 
     @property
+    def weighed(self) -> str:
+        """How, for a message."""
+        if self.apart is None:
+            return ""
+        return f", {self.apart.sizes.groups} groups weighed apart"
+
+    @property
     def alike(self) -> int:
         """Of how many draws all but the groups are the same."""
         if self.apart is None:

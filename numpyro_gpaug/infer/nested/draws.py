@@ -231,7 +231,8 @@ def integrated(
         weighted = _weighted(points, drawn, ratios, drawer.alike, normalised=True)
     return Run(
         programs, arrays, weighted, drawn.sites, clock, drawer.evaluations, width,
-        "Importance sampling", int(rng.integers(2**32)), modes, drawer.start,
+        f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
+        drawer.start,
     )  # fmt: skip
 
 

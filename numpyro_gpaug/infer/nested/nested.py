@@ -52,6 +52,11 @@ class NestedVI(Displayed):
     3. weighs every draw by :math:`p(y, z, \theta) / (q(z \mid \theta)\, r(\theta))`,
        the density of the model itself over that of the draw.
 
+    Where data look at one of many groups each (random effects; an arrow of 48 or more),
+    these are weighed apart, each by several candidates
+    (:mod:`~numpyro_gpaug.infer.nested.apart`), so that weights stay even whatever their
+    number.
+
     The weighted draws are draws of the **exact** posterior, whatever the Gaussian
     neglects, if the weights are not too uneven. That is what k-hat, the shape of their
     tail, certifies: at most 0.7 (0.63 for 512 hyperparameters,
@@ -79,9 +84,10 @@ class NestedVI(Displayed):
     :param num_samples: equally weighted draws that :meth:`get_samples` returns.
     :param num_points: hyperparameters that are drawn (512 give about 300 effective
         ones).
-    :param num_draws: draws of the latents at each: 8 by default, and up to 32 where a
-        dense Gaussian has more than a hundred latents, whose weights are more uneven
-        and whose draws cost little beside the Gaussian.
+    :param num_draws: draws of the latents at each: 8 by default, 16 where groups are
+        weighed apart, and up to 32 where a dense Gaussian has more than a hundred
+        latents, whose weights are more uneven and whose draws cost little beside the
+        Gaussian.
     :param correct: ``"mcmc"`` runs NUTS from the draws where k-hat is too large, all
         latents and hyperparameters whitened by the Gaussian at the mode (slice moves of
         the hyperparameters were no faster on the two models tried: the theory pages

@@ -49,7 +49,8 @@ def corner_mean(corner: np.ndarray, log_weights: np.ndarray) -> np.ndarray:
     :param corner: (n, corners, K), standard normal under the Gaussian.
     :param log_weights: (n, corners).
     """
-    flat, each = corner.reshape(-1, corner.shape[-1]), log_weights.ravel()
+    each = log_weights.ravel()
+    flat = corner.reshape(each.size, corner.shape[-1])
     weights = tempered(np.where(np.isfinite(each), each, -np.inf), 30.0)
     mean = weights @ flat
     error = np.sqrt(np.square(weights).sum())

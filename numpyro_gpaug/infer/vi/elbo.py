@@ -16,6 +16,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.math.linalg import Moments, precise
+from numpyro_gpaug.model.costs import FIT
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.inspect_joint import inspect_joint
 from numpyro_gpaug.model.joint import JointView
@@ -104,7 +105,7 @@ class TraceAnalytic_ELBO(ELBO):
         if ours is not None and model is ours.model:
             structure = ours.structure_at(arguments)
         elif isinstance(ours, AutoLatentGaussian):
-            structure = inspect_joint(model, 1.0, *args, **kwargs)
+            structure = inspect_joint(model, FIT, *args, **kwargs)
         else:
             structure = inspect_model(model, *args, **kwargs)
         check_observed(model, structure, arguments)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the forms of a model's joint Gaussian cost, in operations of a sweep."""
+
+from __future__ import annotations
+
+from math import inf, prod
+from typing import NamedTuple
+
+from numpyro_gpaug.model.latents import JointStructure
+
+# The program of other forms is longer: so many operations it has to save.
+_OVERHEAD = 5e7
+
+
+def dense_cost(rows: int, size: int) -> float:
+    """Of one dense matrix.
+
+    :param rows: how many predictors there are.
+    :param size: of the Gaussian.
+    """
+    return float(rows) * size**2 + float(size) ** 3
+
+
+def cost(structure: JointStructure, rows: int) -> float:
+    """Of groups or chains.
+
+    :param structure: of this form.
+    :param rows: how many predictors there are.
+    """
+    groups, each, corner, _ = structure.sizes
+    border = float(groups) * each * (corner**2 + each**2) + 2 * float(corner) ** 3
+    seen = float(rows) * ((each + structure.width) ** 2 + 10 * corner)
+    return border + seen
+
+
+class Purpose(NamedTuple):
+    """What a form is chosen for.
+
+    :param uses: how many times as long as a fit's the program's savings are counted.
+    :param apart: groups from which on they are wanted as such, whatever it costs.
+    """
+
+    uses: float = 1.0
+    apart: float = inf
+
+    def overhead(self, form: JointStructure) -> float:
+        """Operations that a form has to save.
+
+        :param form: of groups or chains.
+        """
+        if not form.chains and form.sizes.groups >= self.apart:
+            return 0.0
+        return _OVERHEAD / self.uses
+
+    def contents(self, structure: JointStructure, rows: int) -> bool:
+        """Whether one dense matrix is as good as any form can be.
+
+        :param structure: of a model, dense.
+        :param rows: how many predictors there are.
+        """
+        largest = max((prod(s.shape) for s in structure.sites), default=0)
+        cheap = dense_cost(rows, structure.size) < _OVERHEAD / self.uses
+        return cheap and largest < self.apart
+
+
+FIT = Purpose()

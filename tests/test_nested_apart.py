@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups weighed apart: found by asking the model, weighed without bias, and composed
+to draws of the posterior."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy import special
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.nested.apart import (
+    _candidates,
+    _chosen,
+    corners_of,
+    draws_at,
+    group_of_terms,
+)
+from numpyro_gpaug.infer.nested.rounds import corner_mean
+from numpyro_gpaug.math.arrow import ArrowSizes
+from numpyro_gpaug.model import costs
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+G = 60
+LABELS = (RNG.random(2 * G) < special.expit(-1 + RNG.normal(0, 2, G).repeat(2))) * 1
+
+
+def in_groups(code, y=None, *, centre):
+    """Binary data, two of each group; with a common effect or without."""
+    tau = numpyro.sample("tau", dist.HalfNormal(2.0))
+    a = numpyro.sample("a", dist.Normal(0, 2)) if centre else -1.0
+    with numpyro.plate("groups", G):
+        u = numpyro.sample("u", dist.Normal(0, tau))
+    with numpyro.plate("data", len(code)):
+        numpyro.sample("y", dist.Bernoulli(logits=a + u[code]), obs=y)
+
+
+def exactly(centre):
+    """Log evidence, and moments of tau, a and of the first group's u, by sums."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(61)
+    weights = weights / weights.sum()
+    taus = np.linspace(1e-3, 9, 300)
+    levels = np.linspace(-5, 3, 161) if centre else np.array([-1.0])
+    ones = LABELS.reshape(G, 2).sum(1)
+    logits = levels[:, None, None] + taus[None, :, None] * nodes
+    each = [ones_ * logits - 2 * np.logaddexp(0, logits) for ones_ in range(3)]
+    single = [special.logsumexp(x, axis=-1, b=weights) for x in each]
+    total = sum((ones == k).sum() * x for k, x in enumerate(single))
+    total = total - taus**2 / 8 + np.log(2 / np.sqrt(8 * np.pi) * np.diff(taus)[0])
+    if centre:
+        prior = -(levels**2) / 8 - np.log(np.sqrt(8 * np.pi) / np.diff(levels)[0])
+        total = total + prior[:, None]
+    evidence = special.logsumexp(total)
+    mass = np.exp(total - evidence)
+    first = each[ones[0]] - single[ones[0]][..., None]
+    u = (weights * np.exp(first) * taus[None, :, None] * nodes).sum(-1)
+    tau = (mass.sum(0) * taus).sum()
+    spread = np.sqrt((mass.sum(0) * (taus - tau) ** 2).sum())
+    return evidence, tau, spread, (mass * u).sum(), (mass.sum(1) * levels).sum()
+
+
+@pytest.mark.parametrize("centre", [True, False])
+def test_evidence_and_moments_are_those_of_sums(centre, monkeypatch):
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
+    code = RNG.permutation(2 * G)
+    run = gpaug.NestedVI(in_groups, num_points=128, progress_bar=False)
+    run.run(KEY, np.arange(2 * G)[code] // 2, LABELS[code], centre=centre)
+    assert run._run.weighted.alike == 8
+    fields, table = run.get_extra_fields(), run.summary()
+    evidence, tau, spread, u, level = exactly(centre)
+    assert fields["khat"] < 0.5
+    error = fields["log_evidence_error"]
+    assert error < 0.2
+    np.testing.assert_allclose(fields["log_evidence"], evidence, atol=3 * error)
+    np.testing.assert_allclose(table.loc["tau", "mean"], tau, atol=0.3 * spread)
+    np.testing.assert_allclose(table.loc["tau", "sd"], spread, rtol=0.3)
+    np.testing.assert_allclose(table.loc["u[0]", "mean"], u, atol=0.3)
+    if centre:
+        np.testing.assert_allclose(table.loc["a", "mean"], level, atol=0.2)
+
+
+def terms_of(group, shared=None):
+    """Terms that look at one group each, at the corner, and perhaps at a second."""
+
+    def terms(z):
+        own, corner = z[:, : G * 2].reshape(-1, G, 2).sum(-1), z[:, -1:]
+        padded = np.concatenate([own, np.zeros((len(z), 1))], 1)
+        values = np.sin(padded[:, group] + corner)
+        if shared is not None:
+            values[:, 0] += 0.1 * own[:, shared]
+        return values.astype(np.float32)
+
+    return terms
+
+
+def test_groups_are_told_by_values():
+    sizes = ArrowSizes(G, 2, 1)
+    group = RNG.integers(0, G + 1, 500)
+    found = group_of_terms(terms_of(group), sizes, np.random.default_rng(1))
+    np.testing.assert_array_equal(found, group)
+    other = (group[0] + 7) % G
+    assert group_of_terms(terms_of(group, other), sizes, RNG) is None
+
+
+@pytest.mark.parametrize(("each", "number"), [(1, 8), (2, 16), (3, 16), (6, 32)])
+def test_candidates_have_the_density_that_is_said(each, number):
+    shifts = jnp.asarray(RNG.random((20_000, each)), jnp.float32)
+    own, over = _candidates(shifts, number)
+    assert own.shape == over.shape == (number, 20_000, each)
+    weights = np.exp(-np.asarray(over).sum(-1))
+    np.testing.assert_allclose(weights.mean(), 1, rtol=0.01)
+    products = np.einsum("jgr,jgs,jg->rs", own, own, weights) / weights.size
+    np.testing.assert_allclose(products, np.eye(each), atol=0.04)
+    # As precise as a lattice is: of one number a hundred times as a single weight.
+    assert np.log(weights.mean(0)).var() < (1e-4 if each == 1 else 0.05 * each)
+
+
+def test_draws_choose_candidates_by_their_shares():
+    shares = np.array([0.1, 0.0, 0.6, 0.3])
+    picks = jnp.asarray(RNG.random(40_000), jnp.float32)
+    wide = jnp.broadcast_to(jnp.asarray(shares[:, None], jnp.float32), (4, 40_000))
+    chosen = np.asarray(_chosen(wide, picks))
+    assert chosen.shape == (4, 40_000)
+    for draw in chosen:
+        counts = np.bincount(draw, minlength=4) / 40_000
+        np.testing.assert_allclose(counts, shares, atol=0.01)
+
+
+def test_corners_share_draws_evenly():
+    assert [corners_of(n, ArrowSizes(9, 1, 1)) for n in (1, 7, 16, 24, 20)] == [
+        1, 1, 2, 3, 2,
+    ]  # fmt: skip
+    assert draws_at(ArrowSizes(9, 1, 1)) == draws_at(ArrowSizes(9, 3, 1)) == 16
+
+
+def test_corners_move_only_where_their_mean_is_sure():
+    corner = RNG.normal(size=(200, 2, 2))
+    log_weights = corner[..., 0] - 0.5  # of a normal that is one further along
+    found = corner_mean(corner, log_weights)
+    np.testing.assert_allclose(found, [1, 0], atol=0.25)
+    assert found[1] == 0
