@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import Array, random
 
+from numpyro_gpaug.infer.nested.apart import Apart
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import KNOWN, Known
@@ -82,8 +83,7 @@ class Drawer:
     :param arrays: array arguments of the model.
     :param rng: random numbers.
     :param bar: a progress bar.
-    :param point: hyperparameters at which the model is asked for its groups.
-    :ivar apart: how groups are weighed apart; ``None`` if they are not.
+    :param apart: how groups are weighed apart; ``None`` if they are not.
     :ivar shift: of the corner from the Gaussian's mean, in its standard deviations.
     """
 
@@ -93,9 +93,9 @@ class Drawer:
         arrays: Any,
         rng: np.random.Generator,
         bar: Any,
-        point: np.ndarray,
+        apart: Apart | None = None,
     ) -> None:
-        self.apart = programs.apart(point, arrays, rng)
+        self.apart = apart
         self.shift = np.zeros(0 if self.apart is None else self.latents)
         self._programs, self._arrays, self._bar = programs, arrays, bar
         self._rng = rng

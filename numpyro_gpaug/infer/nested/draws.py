@@ -190,7 +190,8 @@ def integrated(
     precise = programs.hyper.dtype == np.float64
     with tqdm(total=FIRST + num_points, disable=not progress_bar, desc="mode") as bar:
         with clock.part("reading the model"):
-            drawer = Drawer(programs, arrays, rng, bar, start)
+            apart = programs.apart(start, arrays, rng)
+        drawer = Drawer(programs, arrays, rng, bar, apart)
         with clock.part("mode and curvature"):
             modes = [climb(drawer.evaluate, start, precise)]
         bar.set_description("first draws")
@@ -266,7 +267,8 @@ def sampled(
         points = np.asarray(mcmc.get_samples(), float)
         steps = int(np.sum(mcmc.get_extra_fields()["num_steps"]))
     with tqdm(total=num_points, disable=not progress_bar, desc="draws") as bar:
-        drawer = Drawer(programs, arrays, rng, bar, start)
+        apart = programs.apart(start, arrays, rng)
+        drawer = Drawer(programs, arrays, rng, bar, apart)
         with clock.part("draws"):
             mean = points.mean(0)
             value, _ = drawer.evaluate(mean)
