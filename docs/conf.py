@@ -15,7 +15,7 @@ from sphinx.util.parallel import make_chunks
 
 import numpyro_gpaug
 
-sys.path.insert(0, str(Path(__file__).parent))  # inventories.py, reference.py
+sys.path.insert(0, str(Path(__file__).parent))  # extensions of our own
 
 project = "numpyro_gpaug"
 author = "the numpyro_gpaug authors"
@@ -29,6 +29,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "inventories",
     "reference",
+    "thumbnails",
 ]
 exclude_patterns = ["_build"]
 

@@ -73,14 +73,27 @@ def as_text(title: str, rows: Rows) -> str:
 
 
 def as_html(title: str, rows: Rows) -> str:
-    """The same as an HTML table.
+    """The same as an HTML table; a row without a first cell is the rest of the one
+    above it.
 
     :param title: its caption.
     :param rows: of equally many cells.
+
+    **Example**
+
+    >>> as_html("Fit", [("bound", "at"), ("", "rest")]).count("<tr>")
+    1
     """
+    whole: list[list[str]] = []
+    for row in rows:
+        if whole and not row[0]:
+            pairs = zip(whole[-1], row, strict=True)
+            whole[-1] = [f"{above} {rest}".strip() for above, rest in pairs]
+        else:
+            whole.append([*row])
     cell = '<td style="text-align: left">{}</td>'.format
     body = "".join(
-        f"<tr>{''.join(cell(escape(text)) for text in row)}</tr>" for row in rows
+        f"<tr>{''.join(cell(escape(text)) for text in row)}</tr>" for row in whole
     )
     caption = f'<caption style="text-align: left">{escape(title)}</caption>'
     return f"<table>{caption}<tbody>{body}</tbody></table>"

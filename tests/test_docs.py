@@ -80,6 +80,21 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     assert set(trees) | {DOCS / "index.md"} == set(PAGES)
 
 
+def test_notebooks_go_from_a_prior_to_a_decision() -> None:
+    pages = [p for p in PAGES if p.parent.name == "gallery" and p.stem != "index"]
+    index = (DOCS / "gallery" / "index.md").read_text()
+    assert len(pages) >= 12
+    for page in pages:
+        text = page.read_text()
+        for part in (
+            "before any data", "reproduce the data", "diagnostics.compare(",
+            "{nb-download}", "{download}", "plt.",
+        ):  # fmt: skip
+            assert part in text, f"{page.name}: {part}"
+        assert re.search("^## .*[Dd]ecide", text, re.M), page.name
+        assert f"]({page.name})" in index, page.name
+
+
 def test_pictures_are_small_and_shown() -> None:
     shown = (DOCS / "examples.md").read_text() + (ROOT / "README.md").read_text()
     drawn = {p.stem for p in (ROOT / "examples").glob("*.py")}

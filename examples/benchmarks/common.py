@@ -226,6 +226,20 @@ def machine() -> dict[str, Any]:
     }
 
 
+def write_report(path: Path | None, rows: Sequence[Any], *packages: str) -> None:
+    """Rows of a table, with what they were measured on and with, as JSON.
+
+    :param path: where to; nowhere if ``None``.
+    :param rows: of the table.
+    :param packages: whose versions are told, beside JAX and NumPyro.
+    """
+    if path is None:
+        return
+    found = versions("jax", "numpyro", *packages)
+    report = {"machine": machine(), "versions": found, "rows": rows}
+    path.write_text(json.dumps(report, indent=1))
+
+
 # -- workers: one process per method and dtype, so that every start is cold ------------
 
 

@@ -31,7 +31,6 @@ ones; ``ConjugateSVI`` and ``mixture`` have what these leave open::
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from functools import partial
@@ -43,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from common import machine, print_table, versions
+from common import print_table, write_report
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.inducing import kmeans
@@ -221,10 +220,7 @@ def main() -> None:
     for name in args.likelihoods:
         rows += rows_of(name, args)
         print_table(rows[-3:], COLUMNS)
-        if args.json:
-            found = versions("jax", "numpyro")
-            report = {"machine": machine(), "versions": found, "rows": rows}
-            args.json.write_text(json.dumps(report, indent=1))
+        write_report(args.json, rows)
 
 
 if __name__ == "__main__":

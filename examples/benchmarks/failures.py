@@ -19,7 +19,6 @@ certified::
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from common import machine, print_table, versions
+from common import print_table, write_report
 from nested import eight_schools, folder
 from scipy import special, stats
 
@@ -187,10 +186,7 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     rows = [row(case) for case in args.cases]
     print_table(rows, COLUMNS)
-    if args.json:
-        found = versions("jax", "numpyro")
-        report = {"machine": machine(), "versions": found, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1))
+    write_report(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +36,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
-from common import data_folder, machine, print_table, versions
+from common import data_folder, print_table, write_report
 from jax import lax
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO, autoguide
@@ -362,10 +361,7 @@ def main() -> None:
     for name in args.data:
         rows += rows_of(name, args)
         print_table(rows[-len(METHODS) - 1 :], COLUMNS)
-        if args.json:
-            found = versions("jax", "numpyro", "optax")
-            report = {"machine": machine(), "versions": found, "rows": rows}
-            args.json.write_text(json.dumps(report, indent=1))
+        write_report(args.json, rows, "optax")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ of the two hyperparameters', and seconds are of the processor, compiling include
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from pathlib import Path
@@ -25,7 +24,7 @@ import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from common import machine, print_table, versions
+from common import print_table, write_report
 from scipy.special import logsumexp
 
 import numpyro_gpaug as gpaug
@@ -108,9 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row(n, w, args) for n in args.groups for w in ("at once", "apart")]
     print_table(rows, COLUMNS)
-    if args.json:
-        about = {"machine": machine(), "versions": versions("jax", "numpyro")}
-        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+    write_report(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import load_data, machine, print_table, versions
+from common import load_data, print_table, write_report
 from mcmc import spawn, with_numpyro, worst_size
 
 SAMPLERS = ("collapsed", "augmented", "elliptical", "nuts")
@@ -130,11 +130,7 @@ def main() -> None:
         print_table([row], COLUMNS)
     print(f"\n{args.table}, {rows[0]['rows']} rows")
     print_table(rows, COLUMNS)
-    if args.json:
-        output = {
-            "machine": machine(), "versions": versions("jax", "numpyro"), "rows": rows
-        }  # fmt: skip
-        args.json.write_text(json.dumps(output, indent=1))
+    write_report(args.json, rows)
 
 
 if __name__ == "__main__":

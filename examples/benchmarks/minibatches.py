@@ -33,7 +33,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
-from common import data_folder, machine, print_table, versions
+from common import data_folder, print_table, write_report
 
 import numpyro_gpaug as gpaug
 
@@ -289,9 +289,7 @@ def main() -> None:
     columns = {"set": "", "rate": "", "rule": ""}
     columns |= {str(point): ".3f" for point in args.points}
     print_table(rows, columns | {"lbfgs": ".3f", "back": "d"})
-    if args.json:
-        info = {"machine": machine(), "versions": versions("jax", "numpyro", "optax")}
-        args.json.write_text(json.dumps(info | {"rows": rows}, indent=1))
+    write_report(args.json, rows, "optax")
 
 
 if __name__ == "__main__":

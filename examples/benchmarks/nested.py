@@ -58,7 +58,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from agreement import LEVELS, Statistics, Table, differences, of_chains, of_weighted
-from common import data_folder, load_data, machine, print_table, versions
+from common import data_folder, load_data, print_table, write_report
 from latent import MODELS, load
 from numpyro.infer import NUTS
 from numpyro.infer.reparam import LocScaleReparam, Reparam
@@ -369,11 +369,9 @@ def main() -> None:
             rows += rows_of(name, args)
         print_table([r for r in rows if r["data"] == name], COLUMNS)
         if args.json:
-            found = versions("jax", "numpyro")
             done = json.loads(args.json.read_text()) if args.json.exists() else {}
             kept = [r for r in done.get("rows", []) if r["data"] not in args.data]
-            report = {"machine": machine(), "versions": found, "rows": kept + rows}
-            args.json.write_text(json.dumps(report, indent=1))
+            write_report(args.json, kept + rows)
 
 
 if __name__ == "__main__":

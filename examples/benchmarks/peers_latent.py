@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 import numpyro
-from common import machine, print_table, versions
+from common import print_table, write_report
 from latent import MODELS, by_nuts, load, timed
 
 import numpyro_gpaug as gpaug
@@ -234,9 +233,7 @@ def main() -> None:
         found = rows_of(name, args.draws)
         rows += found
         print_table(found, COLUMNS)
-        if args.json:
-            about = {"machine": machine(), "versions": versions("jax", "numpyro")}
-            args.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+        write_report(args.json, rows)
 
 
 if __name__ == "__main__":

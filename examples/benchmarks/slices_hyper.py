@@ -20,7 +20,6 @@ NUTS's ``per second`` over it: the slices are good enough where it is at most 2:
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from agreement import of_chains
-from common import machine, print_table, versions
+from common import print_table, write_report
 from jax import Array, lax, random
 from nested import CHAINS, for_nuts, problem
 from numpyro.infer import MCMC, NUTS
@@ -244,9 +243,7 @@ def main() -> None:
     for name in args.data:
         rows += rows_of(name, args)
         print_table([r for r in rows if r["data"] == name], COLUMNS)
-        if args.json:
-            about = {"machine": machine(), "versions": versions("jax", "numpyro")}
-            args.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+        write_report(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,8 @@ def compare(
         the stacked predictions; and ``bad_k``, how many observations have a
         ``pareto_k`` above ArviZ's ``good_k`` (0.7 from 2200 draws on): it counts what
         :func:`loo` warns of, and ``elpd`` is not reliable where it is many. ArviZ 1
-        adds diagnostics and rounds; unrounded values are those of :func:`loo`.
+        adds diagnostics and rounds; unrounded values are those of :func:`loo`. Where a
+        terminal has no room, pandas leaves out columns: ``print(table.to_string())``.
     :raises ValueError: for fewer than two trees, observations that differ, or a
         pseudo-likelihood.
 

@@ -54,8 +54,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     :param arguments: what is known of the arguments of the fit.
 
     All methods stream over rows in blocks of ``batch_size``, or of 128 if that is all
-    there are, padded to one shape: any number of rows costs one or two compilations,
-    and predictions do not depend on it.
+    there are. After :class:`~numpyro_gpaug.AutoSparseGP` they are padded to one shape:
+    any number of rows costs one or two compilations, and predictions do not depend on
+    it. Of a joint Gaussian up to 5000 rows are taken at once, as they may be members of
+    a latent, and each new number of them is compiled for.
     """
 
     def __init__(
@@ -391,9 +393,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             likelihood, sites, shapes and the covariance of its inducing inputs are
             compared; constants of the likelihood (a fixed noise scale) cannot be.
         :param guide: the guide it was fitted with, or a new one like it; may be left
-            out for an :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned,
-            but not for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is
-            code.
+            out after :class:`~numpyro_gpaug.AutoLatentGaussian`,
+            :class:`~numpyro_gpaug.NestedVI` and an
+            :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned, but not for
+            an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is code.
         :raises ArchiveError: for a file that is foreign, truncated or damaged, and for
             another model, or a guide of another kind, than that of the fit.
         """
