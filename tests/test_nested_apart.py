@@ -105,6 +105,13 @@ def test_groups_are_told_by_values():
     assert group_of_terms(terms_of(group, other), sizes, RNG) is None
 
 
+def test_groups_are_told_where_terms_have_steps():
+    sizes, group = ArrowSizes(G, 1, 0), RNG.integers(0, G, 2000)
+    rng = np.random.default_rng(2)
+    found = group_of_terms(lambda z: 0.0 + (z[:, group] > 1), sizes, rng)
+    np.testing.assert_array_equal(found, group)
+
+
 @pytest.mark.parametrize(("each", "number"), [(1, 8), (2, 16), (3, 16), (6, 32)])
 def test_candidates_have_the_density_that_is_said(each, number):
     shifts = jnp.asarray(RNG.random((20_000, each)), jnp.float32)

@@ -48,8 +48,9 @@ FEWEST = 48
 CANDIDATES = 8, 16
 # The lattice's steps along the numbers of a group, as many as one may have.
 LATTICE = 1, 5, 3, 11, 7, 13, 9, 15
-# Pairs of random latents by which the groups of data are told.
-PAIRS = 3
+# Scales of the pairs of random latents by which the groups of data are told, of which
+# every second has opposite signs: steps of a likelihood may be wide.
+SCALES = 1.0, 1.0, 2.0, 4.0, 8.0, 16.0
 
 
 class Apart(NamedTuple):
@@ -117,18 +118,23 @@ def group_of_terms(
     bits = max(groups - 1, 1).bit_length()
     places = np.arange(groups)[None] >> np.arange(bits)[:, None] & 1
     found: Any = None
-    for _ in range(PAIRS):
+    for turn, scale in enumerate(SCALES):
         mixed = rng.random((2, groups)) < 0.5
         second = np.concatenate([np.zeros((1, groups)), np.ones((1, groups)), places])
         chosen = np.concatenate([second > 0, mixed])
-        own, rest = sizes.split(rng.normal(size=(2, sizes.total)))
+        drawn = scale * rng.normal(size=(2, sizes.total))
+        if turn % 2:
+            drawn[1] = -drawn[0]
+        own, rest = sizes.split(drawn)
         numbers = np.where(chosen[..., None], own[1], own[0]).reshape(len(chosen), -1)
         corner = np.broadcast_to(rest[0], (len(chosen), rest.shape[1]))
         values = terms(np.concatenate([numbers, corner], 1))
         first, other, told = values[0], values[1], values[2:]
         rounding = ROUNDING * np.finfo(values.dtype).eps
         near = rounding * (1 + np.abs(first) + np.abs(other))
+        known = np.isfinite(near)
         found = np.full(len(first), groups) if found is None else found
+        first, other = np.where(known, first, 0), np.where(known, other, 0)
         moved = np.abs(told[:bits] - first) > near
         code = (moved * (1 << np.arange(bits))[:, None]).sum(0)
         apart = np.abs(other - first)
@@ -139,7 +145,7 @@ def group_of_terms(
         expected = np.where(seen, other, first)
         # Values that are hardly apart tell nothing.
         off = np.abs(told - expected) - np.where(apart > 4 * near, 0, apart)
-        if not (off <= near).all():
+        if not (off <= near)[:, known].all():
             return None
         if (found < groups).all():
             break
