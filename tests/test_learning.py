@@ -115,6 +115,8 @@ def climb(fn, start, evaluations, rounding=0.0, unresolved=0.0):
         pytest.param(rosenbrock, [-1.2, 1.0], 70, marks=pytest.mark.slow),
         (rosenbrock, [-1.2, 1.0, 0.3, -0.7, 2.0], 120),
         (walled, [-3.0, 2.0, -1.0, 0.0, 3.0], 60),
+        # With a memory of 20 pairs of points it takes 71.
+        (walled, np.linspace(-0.3, 0.3, 12), 50),
     ],
 )
 def test_a_search_finds_the_maximum(x64, fn, start, evaluations) -> None:

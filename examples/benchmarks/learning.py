@@ -11,6 +11,11 @@ method::
     python examples/benchmarks/learning.py --json learning.json \
         --peers gpflow=/path/to/python
 
+With ``--priors`` lengthscales, variance and noise have weak priors, log-normal around
+the default start, a factor e either way. Without, the evidence has many optima: other
+columns are irrelevant, their lengthscales infinite, and nothing calls them back. Which
+of them a start finds is chance.
+
 ``left`` is what a run ten times as long, which does not stop, finds beyond. Two causes
 of a gap are told apart: ``near`` is the share of the starts that end within .1 nat of
 the best (few, where there are many optima), ``unresolved`` by how much rounding makes
@@ -111,13 +116,19 @@ def load(name: str, rows: int, inducing: int) -> Task:
     return Task(kind, X, y, np.asarray(Z))
 
 
-def model_of(task: Task) -> Any:
+def positive(name: str, start: Any, priors: bool) -> Any:
+    """A positive hyperparameter, with a weak prior around its start or without one."""
+    if not priors:
+        return numpyro.param(name, start, constraint=dist.constraints.positive)
+    return numpyro.sample(name, dist.LogNormal(jnp.log(start), 1).to_event(start.ndim))
+
+
+def model_of(task: Task, priors: bool) -> Any:
     """The model of a data set."""
-    positive = dist.constraints.positive
 
     def model(X: Any, y: Any = None, *, inducing: Any) -> None:
         params = {
-            name: numpyro.param(name, jnp.asarray(value, X.dtype), constraint=positive)
+            name: positive(name, jnp.asarray(value, X.dtype), priors)
             for name, value in task.start.items()
         }
         kernel = gpaug.kernels.SquaredExponential(
@@ -151,24 +162,29 @@ def starts(task: Task, number: int) -> list[dict[str, np.ndarray]]:
     return [task.start, *drawn]
 
 
-def ours(task: Task, restarts: int) -> dict[str, dict[str, Any]]:
+def ours(task: Task, restarts: int, priors: bool) -> dict[str, dict[str, Any]]:
     """By optimiser: losses of every restart, and the seconds of the default start."""
     dtype = jnp.result_type(float)
     X, Z = jnp.asarray(task.X, dtype), jnp.asarray(task.Z, dtype)
     y = jnp.asarray(task.y, dtype if task.kind == "regression" else int)
-    model = model_of(task)
+    model = model_of(task, priors)
+    suffix = "_auto_loc" if priors else ""
+    begun = [
+        {f"{k}{suffix}": jnp.asarray(v, dtype) for k, v in start.items()}
+        for start in starts(task, restarts)
+    ]
     found: dict[str, dict[str, Any]] = {}
     for name, optim in OPTIMISERS.items():
         svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
         steps = 300 if name == "lbfgs" else ADAM_STEPS
         losses: list[np.ndarray] = []
         seconds = math.nan
-        for start in starts(task, restarts if name == "lbfgs" else 1):
+        for start in begun if name == "lbfgs" else begun[:1]:
             for _ in range(1 if losses else 2):
                 began = time.perf_counter()
                 result = svi.run(
                     jax.random.key(0), steps, X, y, inducing=Z, progress_bar=False,
-                    init_params={k: jnp.asarray(v, dtype) for k, v in start.items()},
+                    init_params=start,
                 )  # fmt: skip
                 took = time.perf_counter() - began
             if not losses:
@@ -178,7 +194,7 @@ def ours(task: Task, restarts: int) -> dict[str, dict[str, Any]]:
         if name == "lbfgs":
             longer = svi.run(
                 jax.random.key(0), 10 * len(losses[0]), X, y, inducing=Z, tol=0.0,
-                progress_bar=False,
+                progress_bar=False, init_params=begun[0],
             )  # fmt: skip
             found[name]["unresolved"] = uncertainty(search)
             found[name]["left"] = float(losses[0][-1] - longer.losses[-1])
@@ -200,15 +216,15 @@ def gpflow(task: Task, python: str) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def row(name: str, task: Task, restarts: int, peer: str | None) -> dict[str, Any]:
+def row(name: str, task: Task, args: argparse.Namespace) -> dict[str, Any]:
     """What is shown of one data set."""
-    found = ours(task, restarts)
+    found = ours(task, args.restarts, args.priors)
     ends = [losses[-1] for f in found.values() for losses in f["losses"]]
     out: dict[str, Any] = {
         "set": name, "rows": len(task.X), "columns": task.X.shape[1], "best": min(ends)
     }  # fmt: skip
-    if peer is not None:
-        rival = gpflow(task, peer)
+    if args.gpflow is not None:
+        rival = gpflow(task, args.gpflow)
         out |= {f"gpflow {k}": v for k, v in rival.items()}
     for optimiser, f in found.items():
         losses = f["losses"][0]
@@ -235,19 +251,22 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--rows", type=int, default=1500)
     parser.add_argument("--inducing", type=int, default=100)
+    parser.add_argument("--priors", action="store_true", help="weak ones")
     parser.add_argument("--peers", default="", help="gpflow=/path/to/python")
     parser.add_argument("--json")
     args = parser.parse_args()
-    peer = dict(x.split("=") for x in args.peers.split(",") if x).get("gpflow")
+    args.gpflow = dict(x.split("=") for x in args.peers.split(",") if x).get("gpflow")
+    if args.gpflow and args.priors:
+        parser.error("GPflow's model here has no priors")
     rows = []
     for name in args.sets:
         task = load(name, args.rows, args.inducing)
-        rows.append(row(name, task, args.restarts, peer))
+        rows.append(row(name, task, args))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     columns = dict.fromkeys(("set", "rows", "columns"), "") | {"best": ".2f"}
     columns |= {"gap in 60": ".3f", "to .1 nat": "", "left": ".3f"}
     columns |= {"near": ".0%", "unresolved": ".2f"}
-    for optimiser in (*OPTIMISERS, *(["gpflow"] if peer else [])):
+    for optimiser in (*OPTIMISERS, *(["gpflow"] if args.gpflow else [])):
         columns |= {f"{optimiser} gap": ".3f", f"{optimiser} steps": ""}
         columns |= {f"{optimiser} s": ".2f"}
     print_table(rows, columns)

@@ -23,9 +23,10 @@ def kernel(columns: int) -> kernels.Kernel:
     Columns share a lengthscale, from which each departs as far as the data insist: free
     lengthscales overfit a few hundred rows. Weaker priors gain .004 nats where classes
     separate (wine, iris) and lose .013 where labels are noisy (breast cancer of the
-    Raetsch sets). Where several classes separate, a posterior of each class by itself
-    prefers smaller slopes than one of all of them jointly (AutoLatentGaussian, which
-    costs far more), and is less sure than logistic regression.
+    Raetsch sets). Where classes separate, test NLL falls with ever larger slopes, which
+    the penalty of logistic regression allows and the bound does not; least of all that
+    of a posterior of each class by itself. One of all of them jointly, at ten times the
+    cost (AutoLatentGaussian), has .055 on wine for .064, and logistic regression .032.
 
     :param columns: number of them, standardised.
     """

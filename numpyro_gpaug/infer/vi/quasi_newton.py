@@ -33,7 +33,10 @@ from jax.flatten_util import ravel_pytree
 from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.model.structure import Structure
 
-MEMORY = 20
+# Pairs of points that curvature is known from. With 20 that of a dozen lengthscales is
+# forgotten again: fits took 6 to 14% more evaluations than with all of them. In float32
+# old pairs are of rounding as much, and bounds ended nats lower with them.
+MEMORY, ROUNDED_MEMORY = 60, 20
 # Of the rise that the slope promises: what must be had, and how much steeper than the
 # end of a step its start must have been.
 SUFFICIENT, CURVATURE = 1e-4, 0.9
@@ -81,7 +84,7 @@ def start(values: dict[str, Any]) -> Search:
     :param values: unconstrained params.
     """
     flat, _ = ravel_pytree(values)
-    memory, no = _lbfgs().init(flat), jnp.array(False)
+    memory, no = _lbfgs(flat).init(flat), jnp.array(False)
     zero = jnp.zeros((), flat.dtype)
     return Search(memory, flat, jnp.zeros_like(flat), no, zero, zero, no, ~no)
 
@@ -194,7 +197,7 @@ def refused(
     noisy = noisy & (change < largest_noise)
     over = probing & ~noisy
     none = over & search.steepest
-    again = _lbfgs().init(search.here)
+    again = _lbfgs(search.here).init(search.here)
     steepest, again = _direction(search.gradient, again, search.here)
     flat, unravel = ravel_pytree(hyper.update)
     update = jnp.where(none, 0, jnp.where(over, steepest, flat))
@@ -251,7 +254,7 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
 
 def _direction(gradient: Array, memory: Any, here: Array) -> tuple[Array, Any]:
     """Where to go, and the memory with this point."""
-    descent, memory = _lbfgs().update(-gradient, memory, here)
+    descent, memory = _lbfgs(here).update(-gradient, memory, here)
     size = jnp.max(jnp.abs(descent), initial=jnp.finfo(here.dtype).tiny)
     return -descent * jnp.minimum(1, LARGEST / size), memory
 
@@ -260,8 +263,9 @@ def _slope(hyper: Hyper) -> Array:
     return hyper.optim_state.gradient @ ravel_pytree(hyper.update)[0]
 
 
-def _lbfgs() -> Any:
+def _lbfgs(flat: Array) -> Any:
     # Imported here: whoever keeps hyperparameters fixed need not wait for it.
     import optax
 
-    return optax.scale_by_lbfgs(memory_size=MEMORY)
+    pairs = MEMORY if flat.dtype == jnp.float64 else ROUNDED_MEMORY
+    return optax.scale_by_lbfgs(memory_size=pairs)
