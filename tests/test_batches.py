@@ -359,6 +359,24 @@ def test_a_fault_is_named_and_placed(data, svi, fault):
     assert raised.value.__notes__ == ["batch 3 of epoch 0"]
 
 
+def test_a_loader_that_hangs_ends_a_fit_in_time(data, svi):
+    class Hanging(Loader):
+        number = 0
+
+        def __iter__(self):
+            yield from self.parts[: self.number]
+            Event().wait()
+
+    loader = Hanging(data.X, data.y)
+    with pytest.raises(TimeoutError, match="nothing came within 0.1 seconds"):
+        gpaug.Batches(loader, rows=ROWS, timeout=0.1)
+    loader.number = 3
+    batches = gpaug.Batches(loader, rows=ROWS, timeout=0.5)
+    with pytest.raises(TimeoutError, match="hangs, or takes longer") as raised:
+        svi.run(KEY, 9, batches, Z=data.Z, **QUIET)
+    assert raised.value.__notes__ == ["batch 3 of epoch 0"]
+
+
 def test_a_short_batch_within_an_epoch_and_too_many_rows(data, svi):
     loader = Loader(data.X, data.y)
     loader.parts[1] = [x[:4] for x in loader.parts[1]]

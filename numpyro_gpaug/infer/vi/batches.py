@@ -21,6 +21,8 @@ SHUFFLED = 2**18
 PIECE = 2**15
 # Batches that are read ahead, at least.
 AHEAD = 4
+# Seconds that a batch may take where other processes may wait for it.
+PATIENCE = 300.0
 
 
 class Blocks:
@@ -43,6 +45,9 @@ class Blocks:
         the last. It is iterated over again and again.
     :param size: rows of a block; of an iterable ``None``.
     :param rows: number of rows in all, of an iterable.
+    :param timeout: seconds that the next block may take to be there, after which the
+        fit ends by a ``TimeoutError``. By default it is waited for as long as it takes,
+        but 300 seconds where :mod:`jax.distributed` runs: others wait for it, too.
     :raises ValueError: for arrays of unequal length, or that are no arrays; for
         ``size`` or ``rows`` that are lacking, or not asked for.
 
@@ -57,8 +62,16 @@ class Blocks:
     """
 
     def __init__(
-        self, source: Any, size: int | None = None, *, rows: int | None = None
+        self,
+        source: Any,
+        size: int | None = None,
+        *,
+        rows: int | None = None,
+        timeout: float | None = None,
     ) -> None:
+        if timeout is None and jax.distributed.is_initialized():
+            timeout = PATIENCE
+        self.timeout = timeout
         if _is_arrays(source):
             source = ArrayRows(source)
         self._loads = not isinstance(source, RowBlocks)
@@ -69,7 +82,7 @@ class Blocks:
         self._source: Any = source
         self.rows = int(sum(source.sizes) if rows is None else rows)
         check_count("rows", self.rows)
-        first = _plain(next(iter(source), ())) if self._loads else None
+        first = _plain(_first(source, timeout)) if self._loads else None
         self.size = _rows_of(first) if size is None else size
         check_count("size", self.size)
         if self.size > self.rows:
@@ -149,6 +162,7 @@ class Batches(Blocks):
     :param rows: number of rows in all, of an iterable.
     :param seed: of the shuffling. Blocks of rows that lie together are read in random
         order, as many that they have 2^18 rows, and these are shuffled.
+    :param timeout: see :class:`Blocks`.
     :raises ValueError: as :class:`Blocks` does.
 
     **Example**
@@ -177,8 +191,9 @@ class Batches(Blocks):
         *,
         rows: int | None = None,
         seed: int = 0,
+        timeout: float | None = None,
     ) -> None:
-        super().__init__(source, size, rows=rows)
+        super().__init__(source, size, rows=rows, timeout=timeout)
         self._seed = seed
 
     def __len__(self) -> int:
@@ -228,6 +243,12 @@ class Batches(Blocks):
                 for start in range(0, len(order), piece):
                     some = order[start : start + piece]
                     yield jax.tree.map(lambda x, i=some: x.take(i, axis=0), held)
+
+
+def _first(loader: Iterable[Any], timeout: float | None) -> Any:
+    ahead: Any = prefetch(islice(loader, 1), 1, timeout)
+    with closing(ahead):
+        return next(ahead, ())
 
 
 def check_batch(batch: Any, like: Any, size: int) -> None:

@@ -281,7 +281,7 @@ class Reader:
         :param number: of the first.
         """
         # A generator, where the thread can be ended; closed with this one.
-        ahead: Any = prefetch(batches, self.batches.ahead)
+        ahead: Any = prefetch(batches, self.batches.ahead, self.batches.timeout)
         with closing(ahead):
             while True:
                 try:
