@@ -10,12 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
+from numpyro_gpaug.infer.vi import checks
 from numpyro_gpaug.infer.vi.progress import Pace, Progress
 from numpyro_gpaug.math import processes
+from numpyro_gpaug.math.fingerprints import fingerprint
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "distributed.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "XLA_FLAGS": ""}
@@ -224,11 +228,12 @@ class Loader:
                 labels[:] = 7
             yield some, labels
 def full(state, losses):
-    if process == 1:
-        raise OSError("no space left on device")
+    raise OSError("no space left on device")
 svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None, mesh=mesh)
 how = {"Z": Z, "progress_bar": False}
-faults = "missing", "raises", "hangs", "ends early", "NaN", "labels", "callback", None
+faults = (
+    "missing", "raises", "hangs", "ends early", "NaN", "labels", "callback", "key", None
+)
 for source in (gpaug.Batches, gpaug.Blocks):
     for fault in faults:
         begun, error = time.monotonic(), None
@@ -239,8 +244,8 @@ for source in (gpaug.Batches, gpaug.Blocks):
                 timeout = 2.0 if fault == "hangs" else None
                 read = source(Loader(fault), rows=60, timeout=timeout)
             svi.run(
-                jax.random.key(0), 4, read, **how,
-                callback=full if fault == "callback" else None,
+                jax.random.key(process if fault == "key" else 0), 4, read, **how,
+                callback=full if fault == "callback" and process == 1 else None,
             )
         except Exception as found:
             error = found
@@ -277,19 +282,33 @@ def two_processes(monkeypatch):
     return others
 
 
+def said(text):
+    return np.frombuffer(text.encode().ljust(processes._LONGEST), np.uint8)
+
+
 def test_an_error_of_another_process_is_raised_here(two_processes):
     two_processes += [np.ones(1, np.int32)]
     with processes.all_or_none(None):
         pass
-    said = np.frombuffer(b"OSError: gone".ljust(processes._LONGEST), np.uint8)
-    two_processes += [np.zeros(1, np.int32), said]
+    two_processes += [np.zeros(1, np.int32), said("OSError: gone")]
     with pytest.raises(RuntimeError, match="^process 1 failed: OSError: gone$"):
         with processes.all_or_none(None):
             pass
-    two_processes += [np.ones(1, np.int32), 0 * said]
+    two_processes += [np.ones(1, np.int32), said("")]
     with pytest.raises(KeyError, match="mine"), processes.all_or_none(None):
         raise KeyError("mine")
     assert two_processes == []
+
+
+def test_processes_that_were_to_run_unlike_things(two_processes, monkeypatch):
+    monkeypatch.setattr(checks, "spans_processes", lambda mesh: True)
+    key, state = jax.random.key(0), SimpleNamespace(step=np.int32(4))
+    held = f"num_steps=9, tol=None, rng_key {fingerprint([key])}"
+    two_processes += [said(f"from step 4, {held}")]
+    checks.check_alike(None, key, 9, None, state)
+    two_processes += [said(f"a new fit, {held}")]
+    with pytest.raises(ValueError, match="'from step 4, n.*, 'a new fit, n.*file"):
+        checks.check_alike(None, key, 9, None, state)
 
 
 def test_loops_of_processes_are_as_long_as_the_shortest(two_processes):
@@ -306,7 +325,7 @@ def test_loops_of_processes_are_as_long_as_the_shortest(two_processes):
 def test_what_fails_in_one_process_ends_all_with_the_same_message():
     """And leaves them able to go on, together."""
     (first, second), errors = printed(FAILING, (), ())
-    assert len(first) == len(second) == 16, errors
+    assert len(first) == len(second) == 18, errors
     for source in ("Batches", "Blocks"):
         at = "epoch 0" if source == "Batches" else "a pass"
         for fault, message in (
@@ -317,6 +336,7 @@ def test_what_fails_in_one_process_ends_all_with_the_same_message():
             ("NaN", f"ValueError: X has shape .* 20 NaN.*batch 3 of {at}"),
             ("labels", f"ValueError: .*outside the support.*batch 3 of {at}"),
             ("callback", "OSError: no space left on device"),
+            ("key", "ValueError: processes were to run unlike things"),
             ("None", "nothing"),
         ):
             (one,), (two,) = (
@@ -325,7 +345,7 @@ def test_what_fails_in_one_process_ends_all_with_the_same_message():
             )
             assert re.search(message, one), one
             assert re.search(message, two), two
-            if fault not in ("labels", "None"):
+            if fault not in ("labels", "key", "None"):
                 assert "RuntimeError: process 1 failed: " in one
 
 
