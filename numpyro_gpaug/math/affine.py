@@ -295,7 +295,9 @@ def _carried_jvp(primals: Any, tangents: Any) -> Any:
     product with all columns, for which the chain rule takes two."""
     (q, projection), (*of_q, moved) = primals, jax.tree.leaves(tangents)
     rests = all(isinstance(x, SymbolicZero) for x in of_q)
-    if isinstance(moved, SymbolicZero) or not (rests and isinstance(q, Moments)):
+    # W' W itself takes a product of as many columns as there are latents.
+    pays = isinstance(q, Moments) and projection.shape[-1] > q.mean.shape[-1]
+    if isinstance(moved, SymbolicZero) or not (rests and pays):
         whole = jax.tree.map(_instantiated, tangents)
         return jax.jvp(_carried_plainly, primals, whole)
     slopes = (q.whitener.mT @ q.whitener) @ projection
