@@ -53,7 +53,7 @@ class Blocks:
     :param rows: number of rows in all, of an iterable.
     :param timeout: seconds that the next block may take to be there, after which the
         fit ends by a ``TimeoutError``. By default it is waited for as long as it takes,
-        but 300 seconds where :mod:`jax.distributed` runs: others wait for it, too.
+        but 300 seconds after :func:`jax.distributed.initialize`: others wait, too.
     :raises ValueError: for arrays of unequal length, or that are no arrays; for
         ``size`` or ``rows`` that are lacking, or not asked for.
 
