@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.compilation import keep_compiled_programs
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer import load_state, save_state
+from numpyro_gpaug.infer import all_or_none, load_state, save_state
 
 # Rows are made in parts, so that a row is the same whoever makes it.
 PART = 1000
@@ -101,7 +101,9 @@ def fit(args: argparse.Namespace) -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("rows",))
     by_row = NamedSharding(mesh, PartitionSpec("rows"))
     each = args.rows // jax.device_count() * jax.local_device_count()
-    mine = rows_of(jax.process_index() * each, (jax.process_index() + 1) * each)
+    # Where a process cannot read its rows, all end with its error.
+    with all_or_none(mesh):
+        mine = rows_of(jax.process_index() * each, (jax.process_index() + 1) * each)
     X, y = (jax.make_array_from_process_local_data(by_row, x) for x in mine)
 
     Z = gpaug.inducing.kmeans(X, args.inducing)

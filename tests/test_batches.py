@@ -105,7 +105,7 @@ def test_the_next_part_is_read_while_the_last_is_used(data):
         def __init__(self):
             self.seen = [Event(), Event()]
 
-        def read(self, block):
+        def read(self, block, into=None):
             self.seen[block].set()
             return data.X[:20], data.y[:20]
 
@@ -128,7 +128,7 @@ def test_blocks_that_are_not_what_was_said_of_them(part, message):
     class Source:
         sizes = [8, 8]
 
-        def read(self, block):
+        def read(self, block, into=None):
             return part if block else (np.zeros((8, 2), "f"), np.zeros(8, "i4"))
 
     with pytest.raises(ValueError, match=message):
@@ -355,6 +355,24 @@ def test_a_fault_is_named_and_placed(data, svi, fault):
     part, error, message = FAULTS[fault]
     batches = gpaug.Batches(broken(data, 3, part), rows=ROWS)
     with pytest.raises(error, match=message) as raised:
+        svi.run(KEY, 9, batches, Z=data.Z, **QUIET)
+    assert raised.value.__notes__ == ["batch 3 of epoch 0"]
+
+
+def test_a_loader_that_hangs_ends_a_fit_in_time(data, svi):
+    class Hanging(Loader):
+        number = 0
+
+        def __iter__(self):
+            yield from self.parts[: self.number]
+            Event().wait()
+
+    loader = Hanging(data.X, data.y)
+    with pytest.raises(TimeoutError, match="nothing came within 0.1 seconds"):
+        gpaug.Batches(loader, rows=ROWS, timeout=0.1)
+    loader.number = 3
+    batches = gpaug.Batches(loader, rows=ROWS, timeout=0.5)
+    with pytest.raises(TimeoutError, match="hangs, or takes longer") as raised:
         svi.run(KEY, 9, batches, Z=data.Z, **QUIET)
     assert raised.value.__notes__ == ["batch 3 of epoch 0"]
 

@@ -10,12 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
+from numpyro_gpaug.infer.vi import checks
 from numpyro_gpaug.infer.vi.progress import Pace, Progress
 from numpyro_gpaug.math import processes
+from numpyro_gpaug.math.fingerprints import fingerprint
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "distributed.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "XLA_FLAGS": ""}
@@ -77,37 +81,41 @@ def test_the_others_end_when_one_is_killed(tmp_path):
     assert re.search("heartbeat timeout|closed by peer|Connection", output)
 
 
-WORKER = """
-import sys, jax, numpy as np, numpyro, numpyro.distributions as dist
+# What scripts begin with: who this process is, and a model.
+PROCESS = """
+import sys, threading, time, jax, numpy as np, optax
+import numpyro, numpyro.distributions as dist
 import numpyro_gpaug as gpaug
-port, process, rows, columns = map(int, sys.argv[1:])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-def model(X, y=None, *, Z):
-    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z)
-    with numpyro.plate("data", len(X)):
-        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-mesh = jax.make_mesh((2,), ("rows",))
-by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-data = np.ones((rows, columns), np.float32), np.ones(rows, np.int32)
-X, y = (jax.make_array_from_process_local_data(by_row, x) for x in data)
-svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-svi.run(jax.random.key(0), 2, X, y, Z=np.ones((2, columns), np.float32))
-"""
-
-
-READER = """
-import sys, jax, numpy as np, numpyro, numpyro.distributions as dist, optax
-import numpyro_gpaug as gpaug
-port, process, processes, rows = map(int, sys.argv[1:])
+from numpyro_gpaug.infer.vi import progress
+port, process, processes, *given = map(int, sys.argv[1:])
 if processes > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+mesh = jax.make_mesh((processes,), ("rows",))
 def model(X, y=None, *, Z):
     scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(scale), Z)
     with numpyro.plate("data", len(X)):
         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+def shared(*arrays):
+    by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    return [jax.make_array_from_process_local_data(by_row, x) for x in arrays]
+def told(*what, error):
+    notes = getattr(error, "__notes__", "")
+    said = "nothing" if error is None else f"{type(error).__name__}: {error} {notes}"
+    print("found", *what, *said.split())
+"""
+
+WORKER = """
+rows, columns, kind = given
+X = np.ones((rows, columns), np.float32)
+X, y = shared(X, np.ones(rows, [np.int32, np.float32][kind]))
+svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+svi.run(jax.random.key(0), 2, X, y, Z=np.ones((2, columns), np.float32))
+"""
+
+READER = """
+(rows,) = given
 X = np.random.default_rng(0).normal(size=(90, 2)).astype("f")
 y = (X[:, 0] * X[:, 1] > 0).astype("int32")
 def of(process, source):
@@ -123,7 +131,6 @@ class Both:
             parts = [of(i, gpaug.Batches).epoch(0) for i in (0, 1)]
         for pair in zip(*parts):
             yield tuple(map(np.concatenate, zip(*pair)))
-mesh = jax.make_mesh((processes,), ("rows",))
 for source, optim in ((gpaug.Blocks, "lbfgs"), (gpaug.Batches, optax.adam(0.02))):
     read = source(Both(source), rows=90) if processes == 1 else of(process, source)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim, mesh=mesh)
@@ -136,15 +143,18 @@ for source, optim in ((gpaug.Blocks, "lbfgs"), (gpaug.Batches, optax.adam(0.02))
 def printed(script, *given):
     """What processes of a script print after "found", and their errors.
 
-    :param script: with arguments port, number, and what it is given.
-    :param given: to each process.
+    :param script: what follows :data:`PROCESS`.
+    :param given: numbers, to each process.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", script, *map(str, (port, i, *own))],
+            [
+                sys.executable, "-c", PROCESS + script,
+                *map(str, (port, i, len(given), *own)),
+            ],
             env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for i, own in enumerate(given)
@@ -160,7 +170,7 @@ def printed(script, *given):
 
 def readers(*rows):
     """What processes find that read as many rows each; their errors."""
-    found, errors = printed(READER, *((len(rows), number) for number in rows))
+    found, errors = printed(READER, *((number,) for number in rows))
     return [[np.array(x.split(), float) for x in text] for text in found], errors
 
 
@@ -185,25 +195,18 @@ def test_processes_that_read_unequal_data_are_refused_by_all():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", [(0, 2), (20, 3)], ids=["no rows", "columns"])
+@pytest.mark.parametrize(
+    "other", [(0, 2, 0), (20, 3, 0), (20, 2, 1)], ids=["no rows", "columns", "dtype"]
+)
 def test_shards_that_do_not_fit_are_refused_by_all(other):
-    _, errors = printed(WORKER, (20, 2), other)
+    _, errors = printed(WORKER, (20, 2, 0), other)
     for text in errors:
         assert "ValueError: processes hold parts of unequal shapes" in text
         assert f"({other[0]}, {other[1]}, 'float32')" in text
+        assert "(20, 'float32')" in text or other[2] == 0
 
 
 FAILING = """
-import sys, time, jax, numpy as np, numpyro, numpyro.distributions as dist, optax
-import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.vi import progress
-port, process = map(int, sys.argv[1:])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-def model(X, y=None, *, Z):
-    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z)
-    with numpyro.plate("data", len(X)):
-        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 X = np.random.default_rng(process).normal(size=(60, 2)).astype("f")
 y = (X[:, 0] > 0).astype("int32")
 Z = np.random.default_rng(2).normal(size=(3, 2)).astype("f")
@@ -215,6 +218,8 @@ class Loader:
             some, labels = X[i : i + 10].copy(), y[i : i + 10].copy()
             if i == 30 and self.fault == "raises":
                 raise OSError("the disk is gone")
+            if i == 30 and self.fault == "hangs":
+                threading.Event().wait()
             if i == 30 and self.fault == "ends early":
                 return
             if i == 30 and self.fault == "NaN":
@@ -223,48 +228,37 @@ class Loader:
                 labels[:] = 7
             yield some, labels
 def full(state, losses):
-    if process == 1:
-        raise OSError("no space left on device")
-mesh = jax.make_mesh((2,), ("rows",))
+    raise OSError("no space left on device")
 svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None, mesh=mesh)
 how = {"Z": Z, "progress_bar": False}
+faults = (
+    "missing", "raises", "hangs", "ends early", "NaN", "labels", "callback", "key", None
+)
 for source in (gpaug.Batches, gpaug.Blocks):
-    for fault in ("raises", "ends early", "NaN", "labels", "callback", None):
-        read, begun = source(Loader(fault), rows=60), time.monotonic()
+    for fault in faults:
+        begun, error = time.monotonic(), None
         try:
+            with gpaug.infer.all_or_none(mesh):
+                if fault == "missing" and process == 1:
+                    np.load("nowhere.npy")
+                timeout = 2.0 if fault == "hangs" else None
+                read = source(Loader(fault), rows=60, timeout=timeout)
             svi.run(
-                jax.random.key(0), 4, read, **how,
-                callback=full if fault == "callback" else None,
+                jax.random.key(process if fault == "key" else 0), 4, read, **how,
+                callback=full if fault == "callback" and process == 1 else None,
             )
-            said = "nothing"
-        except Exception as error:
-            notes = getattr(error, "__notes__", [])
-            said = " ".join(f"{type(error).__name__}: {error} {notes}".split())
-        print("found", source.__name__, fault, time.monotonic() - begun < 30, said)
+        except Exception as found:
+            error = found
+        told(source.__name__, fault, time.monotonic() - begun < 30, error=error)
 """
 
 SKEWED = """
-import sys, time, jax, numpy as np, numpyro, numpyro.distributions as dist
-import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.vi import progress
-port, process, processes = map(int, sys.argv[1:])
-if processes > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
 # As if the data were large, and one machine slower than the other.
 progress._SMALL, now = 0, time.perf_counter
 time.perf_counter = lambda: now() * (100.0, 3000.0)[process]
-def model(X, y=None, *, Z):
-    scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
-    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(scale), Z)
-    with numpyro.plate("data", len(X)):
-        numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 X = np.random.default_rng(0).normal(size=(80, 2)).astype("f")
 y, own = (X[:, 0] > 0).astype("int32"), 80 // processes
-mesh = jax.make_mesh((processes,), ("rows",))
-by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-data = (x[process * own : (process + 1) * own] for x in (X, y))
-data = (jax.make_array_from_process_local_data(by_row, x) for x in data)
+data = shared(*(x[process * own : (process + 1) * own] for x in (X, y)))
 svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
 lengths = []
 result = svi.run(
@@ -288,19 +282,33 @@ def two_processes(monkeypatch):
     return others
 
 
+def said(text):
+    return np.frombuffer(text.encode().ljust(processes._LONGEST), np.uint8)
+
+
 def test_an_error_of_another_process_is_raised_here(two_processes):
     two_processes += [np.ones(1, np.int32)]
     with processes.all_or_none(None):
         pass
-    said = np.frombuffer(b"OSError: gone".ljust(processes._LONGEST), np.uint8)
-    two_processes += [np.zeros(1, np.int32), said]
+    two_processes += [np.zeros(1, np.int32), said("OSError: gone")]
     with pytest.raises(RuntimeError, match="^process 1 failed: OSError: gone$"):
         with processes.all_or_none(None):
             pass
-    two_processes += [np.ones(1, np.int32), 0 * said]
+    two_processes += [np.ones(1, np.int32), said("")]
     with pytest.raises(KeyError, match="mine"), processes.all_or_none(None):
         raise KeyError("mine")
     assert two_processes == []
+
+
+def test_processes_that_were_to_run_unlike_things(two_processes, monkeypatch):
+    monkeypatch.setattr(checks, "spans_processes", lambda mesh: True)
+    key, state = jax.random.key(0), SimpleNamespace(step=np.int32(4))
+    held = f"num_steps=9, tol=None, rng_key {fingerprint([key])}"
+    two_processes += [said(f"from step 4, {held}")]
+    checks.check_alike(None, key, 9, None, state)
+    two_processes += [said(f"a new fit, {held}")]
+    with pytest.raises(ValueError, match="'from step 4, n.*, 'a new fit, n.*file"):
+        checks.check_alike(None, key, 9, None, state)
 
 
 def test_loops_of_processes_are_as_long_as_the_shortest(two_processes):
@@ -317,15 +325,18 @@ def test_loops_of_processes_are_as_long_as_the_shortest(two_processes):
 def test_what_fails_in_one_process_ends_all_with_the_same_message():
     """And leaves them able to go on, together."""
     (first, second), errors = printed(FAILING, (), ())
-    assert len(first) == len(second) == 12, errors
+    assert len(first) == len(second) == 18, errors
     for source in ("Batches", "Blocks"):
         at = "epoch 0" if source == "Batches" else "a pass"
         for fault, message in (
+            ("missing", "FileNotFoundError: .*'nowhere.npy'"),
+            ("hangs", f"TimeoutError: .* within 2 seconds .*batch 3 of {at}"),
             ("raises", f"OSError: the disk is gone .*batch 3 of {at}"),
             ("ends early", f"ValueError: .* after 30 of 60 rows .*batch 3 of {at}"),
             ("NaN", f"ValueError: X has shape .* 20 NaN.*batch 3 of {at}"),
             ("labels", f"ValueError: .*outside the support.*batch 3 of {at}"),
             ("callback", "OSError: no space left on device"),
+            ("key", "ValueError: processes were to run unlike things"),
             ("None", "nothing"),
         ):
             (one,), (two,) = (
@@ -334,15 +345,15 @@ def test_what_fails_in_one_process_ends_all_with_the_same_message():
             )
             assert re.search(message, one), one
             assert re.search(message, two), two
-            if fault not in ("labels", "None"):
+            if fault not in ("labels", "key", "None"):
                 assert "RuntimeError: process 1 failed: " in one
 
 
 @pytest.mark.slow
 def test_processes_of_unequal_speed_take_loops_of_one_length():
-    (alone,), errors = printed(SKEWED, (1,))
+    (alone,), errors = printed(SKEWED, ())
     assert len(alone) == 2, errors
-    both, errors = printed(SKEWED, (2,), (2,))
+    both, errors = printed(SKEWED, (), ())
     for found in both:
         assert len(found) == 2, errors
         losses, expected = (np.array(x[0].split(), float) for x in (found, alone))

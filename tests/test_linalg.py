@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 from numpyro_gpaug import kernels
+from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import (
+    Moments,
     NaturalGaussian,
     cholesky,
     default_jitter,
@@ -158,3 +160,32 @@ def test_derivatives_are_those_of_jax(name, x64) -> None:
             if found.shape[-1] == 4:
                 found, right = jnp.tril(found), jnp.tril(right)
             np.testing.assert_allclose(found, right, rtol=1e-8, atol=1e-10)
+
+
+def test_slopes_of_marginals_at_a_gaussian_that_rests():
+    """They are written down; where the Gaussian moves too, or alone, they are JAX's."""
+    rng = np.random.default_rng(3)
+    A, offset, mean, slopes = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((1, 3, 5), (2, 5), (2, 3), (2, 2, 5))
+    )
+    whitener = jnp.tril(jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32))
+
+    def written(A, mean, whitener):
+        map_ = AffineMap(offset, A, offset**2)
+        at = map_.marginals(Moments(mean, whitener))
+        return (slopes[0] * at.mean + slopes[1] * at.variance).sum()
+
+    def plain(A, mean, whitener):
+        covariance = whitener.mT @ whitener
+        shift = jnp.einsum("lm,bmn->ln", mean, A)
+        spread = jnp.einsum("bmn,lmk,bkn->ln", A, covariance, A)
+        at = offset + shift, offset**2 + spread
+        return (slopes[0] * at[0] + slopes[1] * at[1]).sum()
+
+    for moved in (0, (1, 2), (0, 1, 2)):
+        found, expected = (
+            jax.value_and_grad(f, moved)(A, mean, whitener) for f in (written, plain)
+        )
+        for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -410,3 +410,20 @@ def test_prefetch_raises_where_the_item_would_have_come():
         next(iterator)
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):
         prefetch([1], 0)
+
+
+def test_prefetch_does_not_wait_for_ever():
+    def items():
+        yield 1
+        threading.Event().wait()
+
+    before = set(threading.enumerate())
+    iterator = prefetch(items(), timeout=0.2)
+    assert next(iterator) == 1
+    with pytest.raises(TimeoutError, match=r"within 0\.2 seconds \(timeout=0\.2\)"):
+        next(iterator)
+    # Python does not wait for it in the end.
+    assert [x.daemon for x in set(threading.enumerate()) - before] == [True]
+    for timeout in (0, -1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="timeout must be a number of seconds"):
+            prefetch([1], timeout=timeout)

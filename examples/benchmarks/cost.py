@@ -32,7 +32,7 @@ from common import machine, print_table, versions
 from scipy.optimize import nnls
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.vi.passes import add_block
+from numpyro_gpaug.infer.vi.passes import Pass, add_block
 from numpyro_gpaug.infer.vi.plan import Settings
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.model.structure import Arguments
@@ -75,7 +75,7 @@ def programs(n: int, m: int, d: int, c: int) -> dict[str, tuple[Any, Any]]:
 
     def sweep(state: Any, arrays: Any) -> Any:
         return add_block(
-            rest, state, None, arrays, plan, arguments.static, None
+            rest, state, Pass.begun(state), arrays, plan, arguments.static, None
         ).targets
 
     def gradient(state: Any, arrays: Any) -> Any:

@@ -15,11 +15,13 @@ but by construction: ``P + A diag(w) A'`` or ``I + sqrt(w) A' A sqrt(w)``.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, random
+from jax.custom_derivatives import SymbolicZero
 
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
@@ -118,8 +120,7 @@ class AffineMap(NamedTuple):
 
         :param q: moments of the latents, with their leading axis.
         """
-        shift, rows = q.carried(self.projection)
-        spread = jnp.square(rows).sum(-2)
+        shift, spread = _carried(q, self.projection)
         return Marginals(self.offset + shift, self.residual + spread)
 
     def prior_variance(self) -> Array:
@@ -278,6 +279,32 @@ class AffineMap(NamedTuple):
         return NaturalGaussian(potential, eye + precision)
 
 
+def _carried_plainly(q: Any, projection: Array) -> tuple[Array, Array]:
+    """Means, and variances, along an affine map."""
+    shift, rows = q.carried(projection)
+    return shift, jnp.square(rows).sum(-2)
+
+
+_carried = jax.custom_jvp(_carried_plainly)
+
+
+@partial(_carried.defjvp, symbolic_zeros=True)
+@linalg.precise
+def _carried_jvp(primals: Any, tangents: Any) -> Any:
+    """Where the Gaussian rests, the slope of ``|W a|^2`` in ``a`` is ``2 W' W a``: one
+    product with all columns, for which the chain rule takes two."""
+    (q, projection), (*of_q, moved) = primals, jax.tree.leaves(tangents)
+    rests = all(isinstance(x, SymbolicZero) for x in of_q)
+    # W' W itself takes a product of as many columns as there are latents.
+    pays = isinstance(q, Moments) and projection.shape[-1] > q.mean.shape[-1]
+    if isinstance(moved, SymbolicZero) or not (rests and pays):
+        whole = jax.tree.map(_instantiated, tangents)
+        return jax.jvp(_carried_plainly, primals, whole)
+    slopes = (q.whitener.mT @ q.whitener) @ projection
+    tangent = jnp.vecmat(q.mean, moved), 2 * (slopes * moved).sum(-2)
+    return _carried_plainly(q, projection), tangent
+
+
 def unshared(shared: Array) -> Array:
     """Of which predictors no more than one latent explains something.
 
@@ -307,6 +334,11 @@ def scatter(tree: Any, latents: Array | None, part: Any) -> Any:
         return part
     indices = jnp.asarray(latents)
     return jax.tree.map(lambda x, new: x.at[indices].set(new), tree, part)
+
+
+def _instantiated(tangent: Any) -> Any:
+    zero = isinstance(tangent, SymbolicZero)
+    return jnp.zeros(tangent.shape, tangent.dtype) if zero else tangent
 
 
 def _solve(factor: Array, vector: Array, *, transpose: bool = False) -> Array:

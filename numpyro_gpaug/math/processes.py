@@ -40,11 +40,26 @@ def least_of_all(numbers: Sequence[int]) -> list[int]:
 
 @contextmanager
 def all_or_none(mesh: Mesh | None) -> Iterator[None]:
-    """Around what each process does for itself, such as to read its rows: where it
-    fails in one of them, all raise.
+    """Around what each process does for itself before a fit, such as to open its files:
+    where it fails in one of them, all raise. Without it, the others wait for a process
+    that is not there any more. Runs have it around their own reading, and callbacks.
 
-    :param mesh: of the devices that they share.
+    All processes have to come here, and wait for the last at its end.
+
+    :param mesh: of the devices that they share; of those of one process, or ``None``,
+        nothing is waited for.
     :raises RuntimeError: in those where it did not fail, with the errors of the others.
+
+    **Example** Each process reads a file of its own:
+
+    >>> import jax, numpy as np, numpyro_gpaug as gpaug
+    >>> def rows_of(process):
+    ...     return np.zeros((60, 2), "float32"), np.zeros(60, "int32")
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("rows",))
+    >>> with gpaug.infer.all_or_none(mesh):
+    ...     batches = gpaug.Batches(rows_of(jax.process_index()), 10)
+    >>> len(batches)
+    6
     """
     error = None
     try:

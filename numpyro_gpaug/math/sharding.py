@@ -217,9 +217,16 @@ def placed(array: Any, mesh: Mesh, rows: int) -> Array:
     target = NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(ROWS))
     if getattr(array, "sharding", None) == target:
         return array
-    if getattr(array, "is_fully_addressable", True):
+    if not getattr(array, "is_fully_addressable", True):
+        return _renamed(array, target)
+    try:
         return jax.device_put(array, target)
-    return _renamed(array, target)
+    except AssertionError as error:
+        raise ValueError(
+            f"an argument of shape {np.shape(array)} is not the same in all processes: "
+            "what does not come by rows, such as inducing inputs, each computes from "
+            "data that all have"
+        ) from error
 
 
 def rows_placed(array: np.ndarray, mesh: Mesh | None, axis: int) -> Any:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, Queue
+from threading import TIMEOUT_MAX, Event, Semaphore, Thread
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -192,7 +192,9 @@ def _by_rejection(
     return result
 
 
-def prefetch(iterable: Iterable[T], size: int = 2) -> Iterator[T]:
+def prefetch(
+    iterable: Iterable[T], size: int = 2, timeout: float | None = None
+) -> Iterator[T]:
     """The items of an iterable, of which a thread prepares the next ones.
 
     An error in preparing an item is raised where the item would have come. The thread
@@ -201,6 +203,9 @@ def prefetch(iterable: Iterable[T], size: int = 2) -> Iterator[T]:
     :param iterable: such as :meth:`LabelSampler.epoch`, or a generator that also
         transforms the inputs of each batch.
     :param size: how many items are prepared ahead.
+    :param timeout: seconds to wait for an item at most; without, for ever.
+    :raises TimeoutError: if it is not there then. The thread is left behind, and keeps
+        no process from its end.
 
     .. doctest::
 
@@ -210,18 +215,58 @@ def prefetch(iterable: Iterable[T], size: int = 2) -> Iterator[T]:
     """
     if operator.index(size) < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    return _prefetch(iter(iterable), size)
+    if timeout is not None and not 0 < timeout < TIMEOUT_MAX:
+        raise ValueError(f"timeout must be a number of seconds or None, got {timeout}")
+    return _prefetch(iter(iterable), size, timeout)
 
 
-def _prefetch(items: Iterator[T], size: int) -> Iterator[T]:
-    end = object()
-    pool = ThreadPoolExecutor(1)
+# Seconds that a thread has for the item it is at, when no more are wanted.
+_LAST = 10.0
+
+
+def _prefetch(items: Iterator[T], size: int, timeout: float | None) -> Iterator[T]:
+    end, closed, places = object(), Event(), Semaphore(size)
+    ready: Queue[tuple[Any, BaseException | None]] = Queue()
+
+    def prepare() -> None:
+        item: Any = None
+        while item is not end:
+            places.acquire()
+            if closed.is_set():
+                return
+            try:
+                item, error = next(items, end), None
+            except BaseException as raised:
+                item, error = end, raised
+            ready.put((item, error))
+
+    # A daemon: one that hangs cannot be ended, and Python would wait for it.
+    thread = Thread(target=prepare, daemon=True)
+    thread.start()
+    patience = _LAST
     try:
-        ahead: deque[Future[Any]] = deque(
-            pool.submit(next, items, end) for _ in range(size)
-        )
-        while (item := ahead.popleft().result()) is not end:
-            ahead.append(pool.submit(next, items, end))
+        while True:
+            # None for what hangs, whether time is up or it is Ctrl-C that ends this.
+            patience = 0.0
+            item, error = _within(timeout, ready)
+            patience = _LAST
+            if error is not None:
+                raise error
+            if item is end:
+                return
+            places.release()
             yield item
     finally:
-        pool.shutdown(cancel_futures=True)
+        closed.set()
+        places.release()
+        thread.join(patience)
+
+
+def _within(timeout: float | None, ready: Queue[T]) -> T:
+    try:
+        return ready.get(timeout=timeout)
+    except Empty:
+        raise TimeoutError(
+            f"nothing came within {timeout:g} seconds (timeout={timeout:g}): what is "
+            "read from hangs, or takes longer"
+        ) from None

@@ -14,6 +14,7 @@ from numpyro_gpaug.infer.vi.wasserstein import (
     TraceWasserstein_ELBO,
     squared_wasserstein,
 )
+from numpyro_gpaug.math.processes import all_or_none
 
 __all__ = [
     "Adaptive",
@@ -28,6 +29,7 @@ __all__ = [
     "Stream",
     "TraceAnalytic_ELBO",
     "TraceWasserstein_ELBO",
+    "all_or_none",
     "load_state",
     "save_state",
     "squared_wasserstein",

@@ -45,20 +45,25 @@ class ArrowRows:
         self._blocks = [block for block, _ in blocks]
         self.sizes = [rows for _, rows in blocks]
 
-    def read(self, block: int) -> dict[str, np.ndarray]:
+    def read(
+        self, block: int, into: dict[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
         """The arrays of a block, by name of an argument, of the dtypes that JAX will
         give them.
 
         :param block: its number.
+        :param into: such arrays, to be read into; by default they are new.
         :raises ValueError: for missing values of integers; those of floats are NaN.
         """
         table = self._blocks[block].to_table(columns=self._names, schema=self._schema)
         dtypes = {name: _dtype(table[name], name) for name in self._names}
-        found = {}
-        for name, columns in self._columns.items():
-            of_all = np.result_type(*(dtypes[column] for column in columns))
-            dtype = jax.dtypes.canonicalize_dtype(of_all)
-            found[name] = np.empty((len(table), len(columns)), dtype)
+        if into is None:
+            into = {}
+            for name, columns in self._columns.items():
+                of_all = np.result_type(*(dtypes[column] for column in columns))
+                dtype = jax.dtypes.canonicalize_dtype(of_all)
+                width = () if name in self._flat else (len(columns),)
+                into[name] = np.empty((len(table), *width), dtype)
         start = 0
         # Whole columns would be copied once more to have all of their parts in one.
         for part in table.to_batches():
@@ -66,10 +71,10 @@ class ArrowRows:
             for name, columns in self._columns.items():
                 np.stack(
                     [part.column(x).to_numpy(zero_copy_only=False) for x in columns],
-                    axis=1, out=found[name][start:end],
+                    axis=1, out=into[name][start:end].reshape(-1, len(columns)),
                 )  # fmt: skip
             start = end
-        return {k: x[:, 0] if k in self._flat else x for k, x in found.items()}
+        return into
 
 
 def _split(fragment: Any) -> list[tuple[Any, int]]:

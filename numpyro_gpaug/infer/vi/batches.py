@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import jax
 import numpy as np
 
-from numpyro_gpaug.infer.vi.row_blocks import ArrayRows, RowBlocks
+from numpyro_gpaug.infer.vi.row_blocks import (
+    ArrayRows,
+    RowBlocks,
+    cut,
+    grouped,
+    rows_of,
+)
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.multilabel import prefetch
 
@@ -21,6 +27,8 @@ SHUFFLED = 2**18
 PIECE = 2**15
 # Batches that are read ahead, at least.
 AHEAD = 4
+# Seconds that a batch may take where other processes may wait for it.
+PATIENCE = 300.0
 
 
 class Blocks:
@@ -43,6 +51,9 @@ class Blocks:
         the last. It is iterated over again and again.
     :param size: rows of a block; of an iterable ``None``.
     :param rows: number of rows in all, of an iterable.
+    :param timeout: seconds that the next block may take to be there, after which the
+        fit ends by a ``TimeoutError``. By default it is waited for as long as it takes,
+        but 300 seconds after :func:`jax.distributed.initialize`: others wait, too.
     :raises ValueError: for arrays of unequal length, or that are no arrays; for
         ``size`` or ``rows`` that are lacking, or not asked for.
 
@@ -57,8 +68,16 @@ class Blocks:
     """
 
     def __init__(
-        self, source: Any, size: int | None = None, *, rows: int | None = None
+        self,
+        source: Any,
+        size: int | None = None,
+        *,
+        rows: int | None = None,
+        timeout: float | None = None,
     ) -> None:
+        if timeout is None and jax.distributed.is_initialized():
+            timeout = PATIENCE
+        self.timeout = timeout
         if _is_arrays(source):
             source = ArrayRows(source)
         self._loads = not isinstance(source, RowBlocks)
@@ -69,8 +88,8 @@ class Blocks:
         self._source: Any = source
         self.rows = int(sum(source.sizes) if rows is None else rows)
         check_count("rows", self.rows)
-        first = _plain(next(iter(source), ())) if self._loads else None
-        self.size = _rows_of(first) if size is None else size
+        first = _plain(_first(source, timeout)) if self._loads else None
+        self.size = rows_of(first) if size is None else size
         check_count("size", self.size)
         if self.size > self.rows:
             raise ValueError(
@@ -92,13 +111,14 @@ class Blocks:
         if self._loads:
             return self._loaded(0, slack=0)
         parts = map(self._read, range(len(self._source.sizes)))
-        return _cut(parts, self.size, -(-self.rows // self.size))
+        return cut(parts, self.size, -(-self.rows // self.size))
 
-    def _read(self, block: int) -> Any:
-        found, size = _plain(self._source.read(block)), self._source.sizes[block]
-        if _rows_of(found) != size:
+    def _read(self, block: int, into: Any = None) -> Any:
+        found = _plain(self._source.read(block, into))
+        size = self._source.sizes[block]
+        if rows_of(found) != size:
             raise ValueError(
-                f"block {block} of the source has {_rows_of(found)} rows, and was said "
+                f"block {block} of the source has {rows_of(found)} rows, and was said "
                 f"to have {size}"
             )
         return found
@@ -111,7 +131,7 @@ class Blocks:
         """
         seen, last = 0, self.size
         for i, batch in enumerate(map(_plain, self._source)):
-            rows = _rows_of(batch)
+            rows = rows_of(batch)
             if last < self.size or rows > self.size:
                 number, other = (i - 1, last) if last < self.size else (i, rows)
                 raise ValueError(
@@ -149,6 +169,7 @@ class Batches(Blocks):
     :param rows: number of rows in all, of an iterable.
     :param seed: of the shuffling. Blocks of rows that lie together are read in random
         order, as many that they have 2^18 rows, and these are shuffled.
+    :param timeout: see :class:`Blocks`.
     :raises ValueError: as :class:`Blocks` does.
 
     **Example**
@@ -177,8 +198,9 @@ class Batches(Blocks):
         *,
         rows: int | None = None,
         seed: int = 0,
+        timeout: float | None = None,
     ) -> None:
-        super().__init__(source, size, rows=rows)
+        super().__init__(source, size, rows=rows, timeout=timeout)
         self._seed = seed
 
     def __len__(self) -> int:
@@ -196,9 +218,9 @@ class Batches(Blocks):
         rng = np.random.default_rng([self._seed, number])
         order = rng.permutation(len(self._source.sizes))
         seeds = np.random.SeedSequence([self._seed, number, 1])
-        groups = _groups(order, self._source.sizes, max(SHUFFLED, self.size))
+        groups = grouped(order, self._source.sizes, max(SHUFFLED, self.size))
         parts = self._shuffled(groups, seeds.spawn(len(groups)), start * self.size)
-        return _cut(parts, self.size, len(self) - start)
+        return cut(parts, self.size, len(self) - start)
 
     def _shuffled(
         self, groups: list[list[int]], seeds: list[Any], skipped: int
@@ -211,23 +233,46 @@ class Batches(Blocks):
         while numbers and skipped >= numbers[0]:
             skipped -= numbers[0]
             del groups[0], seeds[0], numbers[0]
-        # One for all groups: new memory of this size takes as long as reading into it.
-        held = jax.tree.map(
-            lambda x: np.empty((max(numbers, default=0), *x.shape[1:]), x.dtype),
-            self.first,
-        )
         piece = max(PIECE // self.size, 1) * self.size
         # The next group is read while the last is shuffled.
-        reads = (self._read(block) for group in groups for block in group)
-        blocks: Any = prefetch(reads, -(-SHUFFLED // max(self._source.sizes)))
-        with closing(blocks):
-            for group, seed, number in zip(groups, seeds, numbers, strict=True):
+        groups_read: Any = prefetch(self._gathered(groups, max(numbers, default=0)), 1)
+        with closing(groups_read):
+            for held, seed, number in zip(groups_read, seeds, numbers, strict=True):
                 order = np.random.default_rng(seed).permutation(number)[skipped:]
                 skipped = 0
-                _gather(islice(blocks, len(group)), held, self.first)
                 for start in range(0, len(order), piece):
                     some = order[start : start + piece]
                     yield jax.tree.map(lambda x, i=some: x.take(i, axis=0), held)
+
+    def _gathered(self, groups: list[list[int]], most: int) -> Iterator[Any]:
+        """Groups of blocks, one after the other in arrays that have rows for more; what
+        these hold is there until the next group but one is asked for.
+
+        :param most: rows of a group.
+        """
+        # In turns: new memory of this size takes as long as reading into it.
+        both = [
+            jax.tree.map(lambda x: np.empty((most, *x.shape[1:]), x.dtype), self.first)
+            for _ in groups[:2]
+        ]
+        for group, held in zip(groups, cycle(both)):
+            start = 0
+            for block in group:
+                end = start + self._source.sizes[block]
+                rows = jax.tree.map(lambda x, i=start, j=end: x[i:j], held)
+                found = self._read(block, rows)
+                check_batch(found, self.first, end - start)
+                for x, there in zip(*map(jax.tree.leaves, (found, rows)), strict=True):
+                    if x is not there:
+                        there[...] = x
+                start = end
+            yield held
+
+
+def _first(loader: Iterable[Any], timeout: float | None) -> Any:
+    ahead: Any = prefetch(islice(loader, 1), 1, timeout)
+    with closing(ahead):
+        return next(ahead, ())
 
 
 def check_batch(batch: Any, like: Any, size: int) -> None:
@@ -312,70 +357,3 @@ def _plain(batch: Any) -> Any:
             f"{type(batch).__name__}"
         )
     return tuple(array(leaf) for leaf in batch)
-
-
-def _rows_of(batch: Any) -> int:
-    shapes = [x.shape for x in jax.tree.leaves(batch)]
-    if not shapes or not shapes[0]:
-        raise ValueError(f"a batch has arrays of shapes {shapes}: there are no rows")
-    return shapes[0][0]
-
-
-def _gather(blocks: Iterable[Any], into: Any, like: Any) -> None:
-    """Blocks of rows, one after the other, into arrays that are there.
-
-    :param blocks: tuples or dicts of arrays.
-    :param into: arrays for the rows of all blocks, or more.
-    :param like: what the first block of all was like.
-    """
-    start = 0
-    for block in blocks:
-        end = start + _rows_of(block)
-        check_batch(block, like, end - start)
-        for held, rows in zip(*map(jax.tree.leaves, (into, block)), strict=True):
-            held[start:end] = rows
-        start = end
-
-
-def _groups(order: Any, sizes: Sequence[int], least: int) -> list[list[int]]:
-    """Blocks in an order, as many together that they have ``least`` rows."""
-    groups: list[list[int]] = [[]]
-    number = 0
-    for block in order:
-        if number >= least:
-            groups.append([])
-            number = 0
-        groups[-1].append(int(block))
-        number += sizes[block]
-    return groups
-
-
-def _joined(parts: list[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def _cut(parts: Iterator[Any], size: int, count: int) -> Iterator[Any]:
-    """Rows that come in parts of any length, in batches; the last may have fewer.
-
-    :param count: of the batches.
-    """
-    held: list[Any] = []
-    number = 0
-    for part in parts:
-        held, number = [*held, part], number + _rows_of(part)
-        if number < size:
-            continue
-        rows = _joined(held)
-        for start in range(0, number - size + 1, size):
-            if count == 0:
-                return
-            yield jax.tree.map(lambda x, s=start: x[s : s + size], rows)
-            count -= 1
-        done = number - number % size
-        number -= done
-        left = jax.tree.map(lambda x, done=done: x[done:], rows)
-        held = [left] if number else []
-    if number and count:
-        yield _joined(held)

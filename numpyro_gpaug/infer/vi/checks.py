@@ -13,8 +13,14 @@ from jax.sharding import Mesh
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.batches import Blocks
 from numpyro_gpaug.math.fingerprints import fingerprint
+from numpyro_gpaug.math.processes import spans_processes, told_by_all
 from numpyro_gpaug.math.sharding import LATENTS
-from numpyro_gpaug.model.calls import check_by_name, check_processes
+from numpyro_gpaug.model.calls import (
+    check_by_name,
+    check_count,
+    check_key,
+    check_processes,
+)
 from numpyro_gpaug.model.inspect import require_conjugate
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.observations import check_observations, check_observed
@@ -51,6 +57,44 @@ def check_fit(
     check_processes(structure)
     check_by_name(model, args, kwargs)
     return arguments
+
+
+def check_run(rng_key: Any, num_steps: int, tol: float | None) -> None:
+    """Raises for arguments of a run that make no sense.
+
+    :raises ValueError: naming the argument.
+    """
+    check_key(rng_key)
+    check_count("num_steps", num_steps)
+    if tol is not None and not 0 <= tol < np.inf:
+        raise ValueError(f"tol must be a number >= 0 or None, got {tol}")
+
+
+def check_alike(
+    mesh: Mesh | None, rng_key: Any, num_steps: int, tol: float | None, state: Any
+) -> None:
+    """Raises, in all processes that share rows, where they are to run unlike things:
+    they would wait for each other for ever, or each find numbers of its own.
+
+    :param mesh: of the rows.
+    :param rng_key: of the run, as are the number of steps and the tolerance.
+    :param state: to continue from, if it does.
+    :raises ValueError: saying what each was to do.
+    """
+    if not spans_processes(mesh):
+        return
+    begins = (
+        f"from step {getattr(state, 'step', '?')}" if state is not None else "a new fit"
+    )
+    found = told_by_all(
+        f"{begins}, num_steps={num_steps}, tol={tol}, rng_key {fingerprint([rng_key])}"
+    )
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"processes were to run unlike things, by process: {found}; pass all of "
+            "them the same key, number of steps and init_state, from a file that all "
+            "can see"
+        )
 
 
 def check_latents(structure: Structure, mesh: Mesh | None) -> None:

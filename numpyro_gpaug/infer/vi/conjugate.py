@@ -8,6 +8,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from numpyro_gpaug._display import NotPickled, Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
-from numpyro_gpaug.infer.vi.checks import CheckedData
+from numpyro_gpaug.infer.vi.checks import CheckedData, check_alike, check_run
 from numpyro_gpaug.infer.vi.feeds import Given
 from numpyro_gpaug.infer.vi.loop import CHUNK, copied
 from numpyro_gpaug.infer.vi.plan import LBFGS, LEAST_RISE, Plan, Settings
@@ -30,7 +31,7 @@ from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.validation import explain_failure
 from numpyro_gpaug.predict.posterior import Posterior
 
@@ -269,9 +270,11 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             second one raises.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
-        _check_run(rng_key, num_steps, tol)
+        check_run(rng_key, num_steps, tol)
         check_shards((args, kwargs))
         given = Given.split(self._mesh, *partitioned((args, kwargs)))
+        mesh = rows_mesh(self._mesh, jax.tree.leaves((given.args, given.kwargs)))
+        check_alike(mesh, rng_key, num_steps, tol, init_state)
         state, plan, feed = self._runs.begin(rng_key, init_state, init_params, given)
         epoch = steps_compared(plan.structure) if plan.noisy else 0
         if tol is None and self._searches(plan):
@@ -296,9 +299,12 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 state = guard(
                     state, progress, np.concatenate(losses)[-CHUNK:], last=over
                 )
-                if callback is not None:
+                if several or callback is not None:
+                    seen = copied(state), np.concatenate(losses)
+                    # One process may have it alone: the others hear if it fails.
                     with all_or_none(feed.mesh):
-                        callback(copied(state), np.concatenate(losses))
+                        if callback is not None:
+                            callback(*seen)
                 if over:
                     break
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
@@ -386,10 +392,3 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         """Params and other latents."""
         params = self._programs.constrain(state.hyper.values)
         return {**params, **self.guide.other_median(params)}
-
-
-def _check_run(rng_key: Array, num_steps: int, tol: float | None) -> None:
-    check_key(rng_key)
-    check_count("num_steps", num_steps)
-    if tol is not None and not 0 <= tol < np.inf:
-        raise ValueError(f"tol must be a number >= 0 or None, got {tol}")

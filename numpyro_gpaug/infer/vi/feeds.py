@@ -25,8 +25,9 @@ from numpyro_gpaug.model.structure import Arguments, Structure
 from numpyro_gpaug.model.validation import are_moderate, check_arguments
 from numpyro_gpaug.multilabel import prefetch
 
-# Batches of one compiled loop, at most, and their bytes.
-TOGETHER, BYTES = 32, 2**22
+# Batches of one compiled loop, at most, and their bytes. Where batches are large a loop
+# takes new memory for what it makes on its way, which may take as long as a step.
+TOGETHER, BYTES = 32, 2**24
 
 
 class Feed(Protocol):
@@ -281,7 +282,7 @@ class Reader:
         :param number: of the first.
         """
         # A generator, where the thread can be ended; closed with this one.
-        ahead: Any = prefetch(batches, self.batches.ahead)
+        ahead: Any = prefetch(batches, self.batches.ahead, self.batches.timeout)
         with closing(ahead):
             while True:
                 try:

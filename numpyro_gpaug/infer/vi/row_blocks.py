@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -22,8 +22,12 @@ class RowBlocks(Protocol):
 
     sizes: Sequence[int]
 
-    def read(self, block: int) -> Any:
-        """A tuple or dict of arrays, rows first."""
+    def read(self, block: int, into: Any = None) -> Any:
+        """A tuple or dict of arrays, rows first.
+
+        :param block: its number.
+        :param into: such arrays, which these may be, with the rows read into them.
+        """
 
 
 class ArrayRows:
@@ -45,7 +49,69 @@ class ArrayRows:
         self._starts = range(0, rows, BLOCK)
         self.sizes = [min(BLOCK, rows - start) for start in self._starts]
 
-    def read(self, block: int) -> Any:
+    def read(self, block: int, into: Any = None) -> Any:
         """A tuple or dict of arrays, rows first."""
         start = self._starts[block]
-        return jax.tree.map(lambda x: np.array(x[start : start + BLOCK]), self._arrays)
+        rows = jax.tree.map(lambda x: x[start : start + BLOCK], self._arrays)
+        if into is None:
+            return jax.tree.map(np.array, rows)
+        jax.tree.map(np.copyto, into, rows)
+        return into
+
+
+def rows_of(batch: Any) -> int:
+    """Rows of a batch, a tuple or dict of arrays."""
+    shapes = [x.shape for x in jax.tree.leaves(batch)]
+    if not shapes or not shapes[0]:
+        raise ValueError(f"a batch has arrays of shapes {shapes}: there are no rows")
+    return shapes[0][0]
+
+
+def grouped(order: Any, sizes: Sequence[int], least: int) -> list[list[int]]:
+    """Blocks in an order, as many together that they have ``least`` rows.
+
+    :param order: their numbers.
+    :param sizes: rows of every block.
+    """
+    groups: list[list[int]] = [[]]
+    number = 0
+    for block in order:
+        if number >= least:
+            groups.append([])
+            number = 0
+        groups[-1].append(int(block))
+        number += sizes[block]
+    return groups
+
+
+def _joined(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def cut(parts: Iterable[Any], size: int, count: int) -> Iterator[Any]:
+    """Rows that come in parts of any length, in batches; the last may have fewer.
+
+    :param parts: tuples or dicts of arrays.
+    :param size: rows of a batch.
+    :param count: of the batches.
+    """
+    held: list[Any] = []
+    number = 0
+    for part in parts:
+        held, number = [*held, part], number + rows_of(part)
+        if number < size:
+            continue
+        rows = _joined(held)
+        for start in range(0, number - size + 1, size):
+            if count == 0:
+                return
+            yield jax.tree.map(lambda x, s=start: x[s : s + size], rows)
+            count -= 1
+        done = number - number % size
+        number -= done
+        left = jax.tree.map(lambda x, done=done: x[done:], rows)
+        held = [left] if number else []
+    if number and count:
+        yield _joined(held)
