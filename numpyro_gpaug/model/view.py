@@ -164,7 +164,7 @@ class ModelView:
         found: dict[str, AffineMap | AffineBlocks] = {}
         for block in self.structure.processes:
             f = self.conditional(block)
-            factor = f.gp.inverse_factor if factors is None else factors[block.name]
+            factor = f.gp.whitener if factors is None else factors[block.name]
             found[block.name] = f.map_through(factor)
         return {**found, **self.weight_maps()}
 

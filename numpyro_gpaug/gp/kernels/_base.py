@@ -155,6 +155,23 @@ class _Function(_Algebra):
         return jax.vmap(lambda x: self.fn(x[None], x[None])[0, 0])(jnp.asarray(X))
 
 
+def constant_of(kernel: Any) -> ArrayLike | None:
+    """The constant that a kernel is known by its difference from, scalar or (C,)."""
+    return kernel.constant if isinstance(kernel, Matrix | _Pair) else None
+
+
+def deviation_of(kernel: Any, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+    """``k(X, Z)`` or ``k(X)`` less :func:`constant_of`, or as it is without one."""
+    inputs = (X,) if Z is None else (X, Z)
+    known = isinstance(kernel, Matrix | _Pair)
+    return kernel.deviation(*inputs) if known else kernel(*inputs)
+
+
+def _beside(constant: Any, dtype: Any, axes: int) -> jax.Array:
+    constant = jnp.asarray(constant, dtype)
+    return constant.reshape(constant.shape + (1,) * axes)
+
+
 class Matrix(_Algebra):
     """Checks and shapes around ``_covariance`` and ``_diagonal`` of a subclass."""
 
@@ -163,6 +180,18 @@ class Matrix(_Algebra):
 
     @abstractmethod
     def _diagonal(self, X: jax.Array) -> jax.Array: ...
+
+    @property
+    def constant(self) -> ArrayLike | None:
+        """The covariance that any two function values have, scalar or (C,), if their
+        covariance is known as its difference from one (:meth:`deviation`)."""
+        return None
+
+    def _deviation(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
+        return self._covariance(X, Z, same)
+
+    def _own_deviation(self, X: jax.Array) -> jax.Array:
+        return self._diagonal(X)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -174,6 +203,20 @@ class Matrix(_Algebra):
         return jnp.broadcast_shapes(*shapes)
 
     def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        return self._at(X, Z, self._covariance, self._diagonal)
+
+    def deviation(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`, without cancellation: of a long
+        lengthscale all that tells function values apart."""
+        return self._at(X, Z, self._deviation, self._own_deviation)
+
+    def _at(
+        self,
+        X: ArrayLike,
+        Z: ArrayLike | None,
+        of_pairs: Callable[..., jax.Array],
+        of_rows: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
         for name, value in self._hyperparameters():
             _check(type(self).__name__, name, value)
         # The conversion makes new objects.
@@ -182,7 +225,7 @@ class Matrix(_Algebra):
             (X,) = _inputs(X)
             self._check_columns(X)
             shape = jnp.broadcast_shapes((*self.batch_shape, 1), X.shape[:-1])
-            return jnp.broadcast_to(self._diagonal(X), shape)
+            return jnp.broadcast_to(of_rows(X), shape)
         X, Z = _inputs(X, Z)
         if X.shape[-1] != Z.shape[-1]:
             raise ValueError(
@@ -192,7 +235,7 @@ class Matrix(_Algebra):
         self._check_columns(X)
         rows, columns = (*X.shape[:-1], 1), (*Z.shape[:-2], 1, Z.shape[-2])
         shape = jnp.broadcast_shapes((*self.batch_shape, 1, 1), rows, columns)
-        return jnp.broadcast_to(self._covariance(X, Z, same), shape)
+        return jnp.broadcast_to(of_pairs(X, Z, same), shape)
 
     def _hyperparameters(self) -> list[tuple[str, Any]]:
         names = (f.name for f in dataclasses.fields(cast(Any, self)))
@@ -258,12 +301,22 @@ class Constant(Matrix):
 
     variance: ArrayLike = 1.0
 
+    @property
+    def constant(self) -> ArrayLike | None:
+        return self.variance
+
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
         del Z, same
         return self._over_pairs("variance", X.dtype)
 
     def _diagonal(self, X: jax.Array) -> jax.Array:
         return self._value("variance", X.dtype)[..., None]
+
+    def _deviation(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
+        return jnp.zeros_like(self._covariance(X, Z, same))
+
+    def _own_deviation(self, X: jax.Array) -> jax.Array:
+        return jnp.zeros_like(self._diagonal(X))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -281,6 +334,11 @@ class _Pair(_Algebra):
     def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
         inputs = (X,) if Z is None else (X, Z)
         return self._join(self.left(*inputs), self.right(*inputs))
+
+    @property
+    def _constants(self) -> list[Any]:
+        constants = map(constant_of, (self.left, self.right))
+        return [None if c is None else jnp.asarray(c) for c in constants]
 
     def __repr__(self) -> str:
         parts = self.left, self.right
@@ -309,6 +367,17 @@ class Sum(_Pair):
 
     _join = staticmethod(operator.add)
 
+    @property
+    def constant(self) -> ArrayLike | None:
+        """The sum of those of the parts; that of one if the other has none."""
+        known = [c for c in self._constants if c is not None]
+        return sum(known[1:], known[0]) if known else None
+
+    def deviation(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        """As :meth:`SquaredExponential.deviation`."""
+        inputs = (X,) if Z is None else (X, Z)
+        return deviation_of(self.left, *inputs) + deviation_of(self.right, *inputs)
+
 
 @pytree
 class Product(_Pair):
@@ -329,6 +398,23 @@ class Product(_Pair):
     """
 
     _join = staticmethod(operator.mul)
+
+    @property
+    def constant(self) -> ArrayLike | None:
+        """The product of those of the parts, if both have one."""
+        left, right = self._constants
+        return None if left is None or right is None else left * right
+
+    def deviation(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        """As :meth:`SquaredExponential.deviation`."""
+        inputs = (X,) if Z is None else (X, Z)
+        if self.constant is None:
+            return self(*inputs)
+        left, right = (deviation_of(k, *inputs) for k in (self.left, self.right))
+        first, second = (
+            _beside(constant, left.dtype, len(inputs)) for constant in self._constants
+        )
+        return first * right + second * left + left * right
 
 
 def _combine(kind: type, *parts: Any) -> Any:

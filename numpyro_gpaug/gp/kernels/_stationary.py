@@ -17,6 +17,19 @@ from numpyro_gpaug.math.linalg import safe_sqrt
 from ._base import Matrix, pytree
 from ._distances import PAIRWISE_COLUMNS, centre, matmul_form, pairwise_form
 
+# Below it 1 less a Matern correlation cancels.
+_NEAR = 1.0
+_TERMS = 13
+
+
+def _beyond_linear(r: jax.Array) -> jax.Array:
+    """``e^r - 1 - r`` for r up to 1, by its series: to 1e-11 of it."""
+    r = jnp.minimum(r, _NEAR)
+    total = jnp.zeros_like(r)
+    for k in range(_TERMS, 1, -1):
+        total = total * r + 1 / math.factorial(k)
+    return jnp.square(r) * total
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Stationary(Matrix):
@@ -28,6 +41,14 @@ class _Stationary(Matrix):
     @abstractmethod
     def _correlation(self, scaled: jax.Array) -> jax.Array: ...
 
+    @abstractmethod
+    def _lost(self, scaled: jax.Array) -> jax.Array:
+        """The correlation less 1, without cancellation."""
+
+    @property
+    def constant(self) -> ArrayLike | None:
+        return self.variance
+
     def _check_columns(self, X: jax.Array) -> None:
         shape = np.shape(self.lengthscale)
         if shape and shape[-1] not in (1, X.shape[-1]):
@@ -38,14 +59,20 @@ class _Stationary(Matrix):
             )
 
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
+        correlation = self._correlation(self._scaled(X, Z, same))
+        return self._over_pairs("variance", X.dtype) * correlation
+
+    def _deviation(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
+        lost = self._lost(self._scaled(X, Z, same))
+        return self._over_pairs("variance", X.dtype) * lost
+
+    def _scaled(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
         lengthscale = self._value("lengthscale", X.dtype)
         if lengthscale.ndim and lengthscale.shape[-1] != 1:
-            scaled = self._squared_distance(X, Z, lengthscale, same)
-        else:
-            # Dividing the result keeps one distance matrix for all latents.
-            scale = lengthscale[..., None] if lengthscale.ndim else lengthscale
-            scaled = self._squared_distance(X, Z, None, same) / jnp.square(scale)
-        return self._over_pairs("variance", X.dtype) * self._correlation(scaled)
+            return self._squared_distance(X, Z, lengthscale, same)
+        # Dividing the result keeps one distance matrix for all latents.
+        scale = lengthscale[..., None] if lengthscale.ndim else lengthscale
+        return self._squared_distance(X, Z, None, same) / jnp.square(scale)
 
     def _squared_distance(
         self, X: jax.Array, Z: jax.Array, lengthscale: jax.Array | None, same: bool
@@ -56,6 +83,9 @@ class _Stationary(Matrix):
 
     def _diagonal(self, X: jax.Array) -> jax.Array:
         return self._value("variance", X.dtype)[..., None]
+
+    def _own_deviation(self, X: jax.Array) -> jax.Array:
+        return jnp.zeros_like(self._diagonal(X))
 
 
 @pytree
@@ -83,6 +113,9 @@ class SquaredExponential(_Stationary):
     def _correlation(self, squared: jax.Array) -> jax.Array:
         return jnp.exp(-0.5 * squared)
 
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        return jnp.expm1(-0.5 * squared)
+
 
 @pytree
 class Matern12(_Stationary):
@@ -105,6 +138,9 @@ class Matern12(_Stationary):
 
     def _correlation(self, squared: jax.Array) -> jax.Array:
         return jnp.exp(-safe_sqrt(squared))
+
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        return jnp.expm1(-safe_sqrt(squared))
 
 
 @pytree
@@ -130,6 +166,11 @@ class Matern32(_Stationary):
         r = math.sqrt(3) * safe_sqrt(squared)
         return (1 + r) * jnp.exp(-r)
 
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        r = math.sqrt(3) * safe_sqrt(squared)
+        near = -jnp.exp(-r) * _beyond_linear(r)
+        return jnp.where(r < _NEAR, near, self._correlation(squared) - 1)
+
 
 @pytree
 class Matern52(_Stationary):
@@ -153,6 +194,11 @@ class Matern52(_Stationary):
     def _correlation(self, squared: jax.Array) -> jax.Array:
         r = math.sqrt(5) * safe_sqrt(squared)
         return (1 + r + 5 / 3 * squared) * jnp.exp(-r)
+
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        r = math.sqrt(5) * safe_sqrt(squared)
+        near = -jnp.exp(-r) * (_beyond_linear(r) - 5 / 3 * squared)
+        return jnp.where(r < _NEAR, near, self._correlation(squared) - 1)
 
 
 @pytree
@@ -181,6 +227,10 @@ class RationalQuadratic(_Stationary):
     def _correlation(self, squared: jax.Array) -> jax.Array:
         alpha = self._over_pairs("alpha", squared.dtype)
         return jnp.exp(-alpha * jnp.log1p(squared / (2 * alpha)))
+
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        alpha = self._over_pairs("alpha", squared.dtype)
+        return jnp.expm1(-alpha * jnp.log1p(squared / (2 * alpha)))
 
 
 @pytree
@@ -228,3 +278,6 @@ class Periodic(_Stationary):
 
     def _correlation(self, squared: jax.Array) -> jax.Array:
         return jnp.exp(-0.5 * squared)
+
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        return jnp.expm1(-0.5 * squared)
