@@ -111,8 +111,7 @@ class _Pivoted:
         self._constant = lead(constant[..., None, None], 2)
         self._gram = self._deviation(inducing)
         across = lax.stop_gradient(self._gram[..., :1, :])
-        own = lead(deviation_of(kernel, inducing[..., :1, :]), 1)[..., None]
-        self._own = lax.stop_gradient(own)
+        self._own = across[..., :1]
         self._variance = lax.stop_gradient(self._constant) + self._own
         self._slopes = (across - self._own) / self._variance
 
@@ -133,7 +132,8 @@ class _Pivoted:
             _product(whitener.given, jnp.where(self._first, _UNITS * shared, given)),
         )
         own = lead(deviation_of(self._kernel, X), 1)
-        left = own - (across + (across - self._own) / self._variance * shared)[..., 0]
+        slopes = (across - self._own) / self._variance
+        left = own - (across + slopes * shared)[..., 0]
         left = valued(
             self._constant[..., 0] + own - jnp.square(projection[..., 0, :]), left
         )

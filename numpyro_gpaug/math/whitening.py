@@ -75,8 +75,7 @@ def inverse_root(matrix: Array) -> Array:
     share = jnp.minimum(
         1, _series(_LARGEST, _LARGEST**2) / _series(largest, largest**2)
     )
-    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
-    found = (eye + share * _series(lost, squared)) @ inverse
+    found = inverse + share * _series(lost, squared) @ inverse
     return as_inverse_root(matrix, found)
 
 
