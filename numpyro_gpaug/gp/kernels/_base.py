@@ -155,21 +155,15 @@ class _Function(_Algebra):
         return jax.vmap(lambda x: self.fn(x[None], x[None])[0, 0])(jnp.asarray(X))
 
 
-def constant_of(kernel: Any) -> ArrayLike | None:
-    """The constant that a kernel is known by its difference from, scalar or (C,)."""
-    return kernel.constant if isinstance(kernel, Matrix | _Pair) else None
+def constant_of(kernel: Any) -> Any:
+    """The constant that a kernel is known by its difference from, scalar or (C,), or
+    ``None``: function values of all inputs have it in common."""
+    return getattr(kernel, "constant", None) if isinstance(kernel, _Algebra) else None
 
 
-def deviation_of(kernel: Any, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
-    """``k(X, Z)`` or ``k(X)`` less :func:`constant_of`, or as it is without one."""
-    inputs = (X,) if Z is None else (X, Z)
-    known = isinstance(kernel, Matrix | _Pair)
-    return kernel.deviation(*inputs) if known else kernel(*inputs)
-
-
-def _beside(constant: Any, dtype: Any, axes: int) -> jax.Array:
-    constant = jnp.asarray(constant, dtype)
-    return constant.reshape(constant.shape + (1,) * axes)
+def deviation_of(kernel: Any, *inputs: ArrayLike) -> jax.Array:
+    """``k(X, Z)`` or ``k(X)`` less :func:`constant_of`, without cancellation."""
+    return kernel(*inputs) if constant_of(kernel) is None else kernel.deviation(*inputs)
 
 
 class Matrix(_Algebra):
@@ -182,18 +176,6 @@ class Matrix(_Algebra):
     def _diagonal(self, X: jax.Array) -> jax.Array: ...
 
     @property
-    def constant(self) -> ArrayLike | None:
-        """The covariance that any two function values have, scalar or (C,), if their
-        covariance is known as its difference from one (:meth:`deviation`)."""
-        return None
-
-    def _deviation(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
-        return self._covariance(X, Z, same)
-
-    def _own_deviation(self, X: jax.Array) -> jax.Array:
-        return self._diagonal(X)
-
-    @property
     def batch_shape(self) -> tuple[int, ...]:
         """``(C,)`` for hyperparameters of C latents, else ``()``."""
         shapes = (
@@ -204,11 +186,6 @@ class Matrix(_Algebra):
 
     def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
         return self._at(X, Z, self._covariance, self._diagonal)
-
-    def deviation(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
-        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`, without cancellation: of a long
-        lengthscale all that tells function values apart."""
-        return self._at(X, Z, self._deviation, self._own_deviation)
 
     def _at(
         self,
@@ -256,34 +233,6 @@ class Matrix(_Algebra):
 
 
 @pytree
-class Linear(Matrix):
-    r"""Linear functions through the origin.
-
-    .. math:: k(x, z) = \sigma^2 \sum_d x_d z_d
-
-    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
-
-    .. doctest::
-
-        >>> import jax.numpy as jnp
-        >>> from numpyro_gpaug.kernels import Linear
-        >>> print((Linear(2.0) + 1.0)(jnp.array([1.0, 2.0])))
-        [3. 9.]
-    """
-
-    variance: ArrayLike = 1.0
-
-    def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
-        del same
-        product = matmul(X, Z.mT)
-        return self._over_pairs("variance", X.dtype) * product
-
-    def _diagonal(self, X: jax.Array) -> jax.Array:
-        squared = jnp.sum(jnp.square(X), -1)
-        return self._value("variance", X.dtype)[..., None] * squared
-
-
-@pytree
 class Constant(Matrix):
     r"""Constant functions; a scalar added to or multiplied with a kernel becomes one.
 
@@ -302,8 +251,13 @@ class Constant(Matrix):
     variance: ArrayLike = 1.0
 
     @property
-    def constant(self) -> ArrayLike | None:
+    def constant(self) -> ArrayLike:
+        """The variance: :meth:`deviation` is 0."""
         return self.variance
+
+    def deviation(self, *inputs: ArrayLike) -> jax.Array:
+        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`."""
+        return jnp.zeros_like(self(*inputs))
 
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
         del Z, same
@@ -311,12 +265,6 @@ class Constant(Matrix):
 
     def _diagonal(self, X: jax.Array) -> jax.Array:
         return self._value("variance", X.dtype)[..., None]
-
-    def _deviation(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
-        return jnp.zeros_like(self._covariance(X, Z, same))
-
-    def _own_deviation(self, X: jax.Array) -> jax.Array:
-        return jnp.zeros_like(self._diagonal(X))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -334,11 +282,6 @@ class _Pair(_Algebra):
     def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
         inputs = (X,) if Z is None else (X, Z)
         return self._join(self.left(*inputs), self.right(*inputs))
-
-    @property
-    def _constants(self) -> list[Any]:
-        constants = map(constant_of, (self.left, self.right))
-        return [None if c is None else jnp.asarray(c) for c in constants]
 
     def __repr__(self) -> str:
         parts = self.left, self.right
@@ -368,14 +311,13 @@ class Sum(_Pair):
     _join = staticmethod(operator.add)
 
     @property
-    def constant(self) -> ArrayLike | None:
+    def constant(self) -> Any:
         """The sum of those of the parts; that of one if the other has none."""
-        known = [c for c in self._constants if c is not None]
-        return sum(known[1:], known[0]) if known else None
+        known = [c for c in map(constant_of, (self.left, self.right)) if c is not None]
+        return sum(map(jnp.asarray, known)) if known else None
 
-    def deviation(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
-        """As :meth:`SquaredExponential.deviation`."""
-        inputs = (X,) if Z is None else (X, Z)
+    def deviation(self, *inputs: ArrayLike) -> jax.Array:
+        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`."""
         return deviation_of(self.left, *inputs) + deviation_of(self.right, *inputs)
 
 
@@ -400,19 +342,19 @@ class Product(_Pair):
     _join = staticmethod(operator.mul)
 
     @property
-    def constant(self) -> ArrayLike | None:
+    def constant(self) -> Any:
         """The product of those of the parts, if both have one."""
-        left, right = self._constants
-        return None if left is None or right is None else left * right
+        left, right = map(constant_of, (self.left, self.right))
+        known = left is not None and right is not None
+        return jnp.asarray(left) * jnp.asarray(right) if known else None
 
-    def deviation(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
-        """As :meth:`SquaredExponential.deviation`."""
-        inputs = (X,) if Z is None else (X, Z)
-        if self.constant is None:
-            return self(*inputs)
-        left, right = (deviation_of(k, *inputs) for k in (self.left, self.right))
+    def deviation(self, *inputs: ArrayLike) -> jax.Array:
+        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`."""
+        parts = self.left, self.right
+        left, right = (deviation_of(k, *inputs) for k in parts)
+        axes = (None,) * len(inputs)
         first, second = (
-            _beside(constant, left.dtype, len(inputs)) for constant in self._constants
+            jnp.asarray(constant_of(k), left.dtype)[(..., *axes)] for k in parts
         )
         return first * right + second * left + left * right
 

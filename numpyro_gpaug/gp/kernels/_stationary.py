@@ -12,23 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from numpyro_gpaug.math.linalg import safe_sqrt
+from numpyro_gpaug.math.linalg import safe_sqrt, valued
 
 from ._base import Matrix, pytree
 from ._distances import PAIRWISE_COLUMNS, centre, matmul_form, pairwise_form
 
-# Below it 1 less a Matern correlation cancels.
+# Up to here one less a Matern correlation is a sum of terms that cancel.
 _NEAR = 1.0
 _TERMS = 13
 
 
-def _beyond_linear(r: jax.Array) -> jax.Array:
-    """``e^r - 1 - r`` for r up to 1, by its series: to 1e-11 of it."""
-    r = jnp.minimum(r, _NEAR)
+def _lost_of_matern(r: jax.Array, quadratic: float, correlation: jax.Array) -> jax.Array:
+    """``(1 + r + quadratic r^2) e^-r - 1``, with the derivative of the correlation: near
+    0 it is ``-e^-r`` times what the series of ``e^r`` has beyond the polynomial."""
+    near = jnp.minimum(r, _NEAR)
     total = jnp.zeros_like(r)
-    for k in range(_TERMS, 1, -1):
-        total = total * r + 1 / math.factorial(k)
-    return jnp.square(r) * total
+    for k in range(_TERMS, 2, -1):
+        total = (total + 1 / math.factorial(k)) * near
+    lost = -jnp.exp(-near) * jnp.square(near) * (total + (0.5 - quadratic))
+    plain = correlation - 1
+    return valued(plain, jax.lax.stop_gradient(jnp.where(r < _NEAR, lost, plain)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -46,8 +49,14 @@ class _Stationary(Matrix):
         """The correlation less 1, without cancellation."""
 
     @property
-    def constant(self) -> ArrayLike | None:
+    def constant(self) -> ArrayLike:
+        """The variance, of which :meth:`deviation` is what distance takes."""
         return self.variance
+
+    def deviation(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`, without cancellation: where
+        lengthscales are long, all that tells function values apart."""
+        return self._at(X, Z, self._deviation, self._own_deviation)
 
     def _check_columns(self, X: jax.Array) -> None:
         shape = np.shape(self.lengthscale)
@@ -168,8 +177,7 @@ class Matern32(_Stationary):
 
     def _lost(self, squared: jax.Array) -> jax.Array:
         r = math.sqrt(3) * safe_sqrt(squared)
-        near = -jnp.exp(-r) * _beyond_linear(r)
-        return jnp.where(r < _NEAR, near, self._correlation(squared) - 1)
+        return _lost_of_matern(r, 0, self._correlation(squared))
 
 
 @pytree
@@ -197,8 +205,7 @@ class Matern52(_Stationary):
 
     def _lost(self, squared: jax.Array) -> jax.Array:
         r = math.sqrt(5) * safe_sqrt(squared)
-        near = -jnp.exp(-r) * (_beyond_linear(r) - 5 / 3 * squared)
-        return jnp.where(r < _NEAR, near, self._correlation(squared) - 1)
+        return _lost_of_matern(r, 1 / 3, self._correlation(squared))
 
 
 @pytree
