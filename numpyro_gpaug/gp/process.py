@@ -34,12 +34,7 @@ from numpyro_gpaug.gp.projection import (
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.affine_blocks import AffineBlocks, affine_blocks
 from numpyro_gpaug.math.blocks import rows_of_blocks
-from numpyro_gpaug.math.linalg import (
-    cholesky,
-    precise,
-    safe_sqrt,
-    with_jitter,
-)
+from numpyro_gpaug.math.linalg import cholesky, precise, safe_sqrt, with_jitter
 
 _POLICIES = ("mean", "noise", "site")
 
@@ -241,8 +236,9 @@ class GaussianProcess(Displayed):
     :param bias: b, (K,), with ``loadings``; zero by default.
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; 0 is
         allowed. By default the smallest that factorises, of those that double from
-        ``2.4e-7 sqrt(M)`` in float32 and 1e-10 in float64, and L is corrected for
-        nearly all that it changes (``numpyro_gpaug.math.whitening``). NUTS on the model
+        ``2.4e-7 sqrt(M)`` in float32 and 1e-10 in float64, of variances given the
+        first inducing value where the kernel is a constant and a deviation from it, and
+        L is corrected for nearly all that it changes (``docs/theory``). NUTS on the model
         as it is written wants 1e-5 in float32 with a smooth kernel: rounding makes the
         density of the smallest too rough far from the data.
     :raises ValueError: inside a plate, for inducing inputs that are not two- or

@@ -15,8 +15,8 @@ the covariance of two function values is
     t_z = \frac{D_{0z} - D_{00}}{c + D_{00}},
 
 where no term is larger than deviations are. It is the first step of a Cholesky
-factorisation, so that whitened values remain what they are without it. Derivatives need no such care,
-and are those of ``L^-1 K_ZX`` as it is written.
+factorisation, so that whitened values remain what they are without it. Derivatives need
+no such care, and are those of ``L^-1 K_ZX`` as it is written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from jax import Array, lax
 from numpyro_gpaug.gp.kernels._base import constant_of, deviation_of
 from numpyro_gpaug.math.linalg import inverse_cholesky, precise, valued, with_jitter
 from numpyro_gpaug.math.whitening import as_inverse_root, inverse_root
-
 
 # Units of the first inducing value: jitter is relative to the mean of a diagonal, most
 # of which would be its variance.
@@ -65,9 +64,9 @@ def whitener(gp: Any) -> Whitener:
 
     :param gp: the process.
     """
-    pivoted = _Pivoted.of(gp)
-    if pivoted is not None:
-        return pivoted.whitener()
+    # A jitter that is given is one of the covariances as they are.
+    if gp.jitter is None and constant_of(gp.kernel) is not None:
+        return _Pivoted(gp).whitener()
     gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
     if gp.jitter is None:
         return Whitener(inverse_root(gram), None)
@@ -84,32 +83,24 @@ def project(gp: Any, whitener: Whitener, X: Array) -> Projected:
     :param gp: the process.
     :param whitener: of :func:`whitener`.
     """
-    pivoted = _Pivoted.of(gp)
-    if pivoted is not None:
-        return pivoted.project(whitener, X)
+    inverse, given = whitener
+    if given is not None:
+        return _Pivoted(gp).project(inverse, given, X)
     cross, variance = lead(gp.kernel(X, gp.inducing), 2), lead(gp.kernel(X), 1)
-    projection = _product(whitener.inverse, cross)
+    projection = _product(inverse, cross)
     return Projected(projection, residual_variance(variance, projection))
 
 
 class _Pivoted:
-    """Covariances given the first inducing value."""
+    """Covariances given the first inducing value, as values without derivatives, beside
+    covariances as they are."""
 
-    @classmethod
-    def of(cls, gp: Any) -> _Pivoted | None:
-        """``None`` for kernels without a constant, and where a jitter was given, which
-        is one of the covariances as they are."""
-        constant = constant_of(gp.kernel)
-        if gp.jitter is not None or constant is None:
-            return None
-        return cls(gp.kernel, gp.inducing, constant)
-
-    def __init__(self, kernel: Any, inducing: Array, constant: Any) -> None:
-        self._kernel, self._inducing = kernel, inducing
-        self._first = jnp.arange(inducing.shape[-2]) == 0
-        constant = jnp.asarray(constant, inducing.dtype)
+    def __init__(self, gp: Any) -> None:
+        self._kernel, self._inducing = gp.kernel, gp.inducing
+        self._first = jnp.arange(gp.inducing.shape[-2]) == 0
+        constant = jnp.asarray(constant_of(gp.kernel), gp.inducing.dtype)
         self._constant = lead(constant[..., None, None], 2)
-        self._gram = self._deviation(inducing)
+        self._gram = self._deviation(gp.inducing)
         across = lax.stop_gradient(self._gram[..., :1, :])
         self._own = across[..., :1]
         self._variance = lax.stop_gradient(self._constant) + self._own
@@ -120,28 +111,28 @@ class _Pivoted:
         gram = jnp.where(self._first[:, None], apart, self._given(self._gram)[0])
         given = inverse_root(gram)
         # In units of its own, less what the first one says of the others.
-        rest = jnp.matvec(given, jnp.where(self._first, -_UNITS, 1 + self._slopes[..., 0, :]))
-        inverse = jnp.where(self._first, -rest[..., None], given)
+        slopes = 1 + self._slopes[..., 0, :]
+        column = -jnp.matvec(given, jnp.where(self._first, -_UNITS, slopes))
+        inverse = jnp.where(self._first, column[..., None], given)
         return Whitener(as_inverse_root(self._constant + self._gram, inverse), given)
 
-    def project(self, whitener: Whitener, X: Array) -> Projected:
+    def project(self, inverse: Array, given: Array, X: Array) -> Projected:
         deviation = self._deviation(X)
-        given, across, shared = self._given(deviation)
+        rest, across, shared = self._given(deviation)
         projection = valued(
-            _product(whitener.inverse, self._constant + deviation),
-            _product(whitener.given, jnp.where(self._first, _UNITS * shared, given)),
+            _product(inverse, self._constant + deviation),
+            _product(given, jnp.where(self._first, _UNITS * shared, rest)),
         )
         own = lead(deviation_of(self._kernel, X), 1)
         slopes = (across - self._own) / self._variance
-        left = own - (across + slopes * shared)[..., 0]
         left = valued(
-            self._constant[..., 0] + own - jnp.square(projection[..., 0, :]), left
+            self._constant[..., 0] + own - jnp.square(projection[..., 0, :]),
+            own - (across + slopes * shared)[..., 0],
         )
         return Projected(projection, residual_variance(left, projection[..., 1:, :]))
 
     def _given(self, deviation: Array) -> tuple[Array, Array, Array]:
-        """From deviations from the inducing inputs: covariances with the inducing
-        values given the first, deviations from it and covariances with it."""
+        """From ``D_xz``: covariances given the first, ``D_x0`` and ``k(x, z_0)``."""
         deviation = lax.stop_gradient(deviation)
         across = deviation[..., :1]
         shared = self._variance - self._own + across

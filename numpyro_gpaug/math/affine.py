@@ -127,8 +127,9 @@ class AffineMap(NamedTuple):
         return self._explained() + self.residual
 
     def _explained(self) -> Array:
-        first, rest = self.projection[..., :1, :], self.projection[..., 1:, :]
-        return (jnp.square(first)[..., 0, :]) + jnp.square(rest).sum(-2)
+        # Of a process the rest is summed for the residual, too: once, if so written.
+        rest = jnp.square(self.projection[..., 1:, :]).sum(-2)
+        return jnp.square(self.projection[..., 0, :]) + rest
 
     def explained(self) -> Array:
         """Share of :meth:`prior_variance` that the latents explain, (latents, n); 1

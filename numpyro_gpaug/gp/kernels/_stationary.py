@@ -22,9 +22,11 @@ _NEAR = 1.0
 _TERMS = 13
 
 
-def _lost_of_matern(r: jax.Array, quadratic: float, correlation: jax.Array) -> jax.Array:
-    """``(1 + r + quadratic r^2) e^-r - 1``, with the derivative of the correlation: near
-    0 it is ``-e^-r`` times what the series of ``e^r`` has beyond the polynomial."""
+def _lost_of_matern(
+    r: jax.Array, quadratic: float, correlation: jax.Array
+) -> jax.Array:
+    """``(1 + r + quadratic r^2) e^-r - 1``, with the derivative of the correlation:
+    near 0, ``-e^-r`` times what the series of ``e^r`` has beyond the polynomial."""
     near = jnp.minimum(r, _NEAR)
     total = jnp.zeros_like(r)
     for k in range(_TERMS, 2, -1):
