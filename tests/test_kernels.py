@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sklearn.gaussian_process import kernels as sk
 
 from numpyro_gpaug import kernels
+from numpyro_gpaug.gp.kernels._base import constant_of, deviation_of
 from numpyro_gpaug.kernels import (
     Constant,
     Linear,
@@ -26,6 +27,7 @@ from numpyro_gpaug.kernels import (
     as_kernel,
     from_function,
 )
+from tests.conftest import enable_x64
 
 STATIONARY = [
     SquaredExponential,
@@ -311,6 +313,50 @@ def test_latents_with_a_lengthscale_per_column_do_not_repeat_the_data():
     X, Z = draw(0, 600, 12), draw(1, 5, 12)
     kernel = SquaredExponential(np.ones((4, 12), np.float32))
     assert "f32[4,600,12]" not in str(jaxpr_of(kernel, X, Z))
+
+
+DEVIATING = {
+    **{k.__name__: k for k in STATIONARY},
+    "sum": lambda scale: Matern52(scale) + Linear(0.1) + 2.0,
+    "product": lambda scale: 3.0 * SquaredExponential(scale) * Matern32(2 * scale),
+    "mixed": lambda scale: Linear(0.1) * SquaredExponential(scale) + Matern32(scale),
+}
+
+
+@pytest.mark.parametrize("name", DEVIATING)
+def test_deviations_from_the_constant_do_not_cancel(name):
+    """In float32, of lengthscales that leave 1e-7 to 1 of the variance; and they have
+    the derivative of the kernel."""
+    X, Z = draw(0, 7, 3), draw(1, 5, 3)
+
+    def deviation(scale, X, Z):
+        return deviation_of(DEVIATING[name](scale), X, Z)
+
+    def covariance(scale, X, Z):
+        return DEVIATING[name](scale)(X, Z)
+
+    for scale in np.array([0.5, 3.0, 30.0, 2000.0], np.float32):
+        single = np.asarray(deviation(scale, X, Z))
+        with enable_x64(True):
+            wide = [np.asarray(x, np.float64) for x in (scale, X, Z)]
+            kernel = DEVIATING[name](wide[0])
+            double = np.asarray(deviation(*wide))
+            whole = np.asarray(kernel(*wide[1:]))
+            np.testing.assert_allclose(constant_of(kernel) + double, whole, atol=1e-11)
+            own = constant_of(kernel) + deviation_of(kernel, wide[1])
+            np.testing.assert_allclose(own, kernel(wide[1]), rtol=1e-12)
+            slope = jax.jacfwd(deviation)(*wide)
+            expected = jax.jacfwd(covariance)(*wide)
+            np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(single, double, rtol=5e-5, atol=1e-10)
+
+
+def test_kernels_without_a_constant():
+    plain = from_function(lambda X, Z: X @ Z.T)
+    for kernel in (Linear(), plain, plain * SquaredExponential(), Linear() * 2.0):
+        assert constant_of(kernel) is None
+        X = draw(0, 4, 2)
+        np.testing.assert_array_equal(deviation_of(kernel, X, X), kernel(X, X))
 
 
 @pytest.mark.parametrize("kernel", [SquaredExponential(np.ones(12)), Linear()])

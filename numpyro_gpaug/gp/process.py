@@ -23,18 +23,18 @@ from numpyro_gpaug._numpyro import (
 from numpyro_gpaug.gp.checks import as_inputs, as_loadings, columns
 from numpyro_gpaug.gp.kernels import as_kernel
 from numpyro_gpaug.gp.outputs import Outputs
-from numpyro_gpaug.gp.projection import latent_first, lead, project, residual_variance
+from numpyro_gpaug.gp.projection import (
+    Projected,
+    Whitener,
+    latent_first,
+    lead,
+    project,
+    whitener,
+)
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.affine_blocks import AffineBlocks, affine_blocks
 from numpyro_gpaug.math.blocks import rows_of_blocks
-from numpyro_gpaug.math.linalg import (
-    cholesky,
-    inverse_cholesky,
-    precise,
-    safe_sqrt,
-    with_jitter,
-)
-from numpyro_gpaug.math.whitening import inverse_root
+from numpyro_gpaug.math.linalg import cholesky, precise, safe_sqrt, with_jitter
 
 _POLICIES = ("mean", "noise", "site")
 
@@ -67,12 +67,7 @@ class Conditional:
     @cached_property
     def projection(self) -> Array:
         """``A = L^-1 K_ZX``, (1 or C, M, N)."""
-        return self.projection_through(self.gp.inverse_factor)
-
-    def projection_through(self, inverse_factor: Array) -> Array:
-        """``A`` from ``L^-1`` computed before, (1 or C, M, M)."""
-        gp = self.gp
-        return self.select(project(gp.kernel, gp.inducing, inverse_factor, self.X))
+        return self._projected.projection
 
     @cached_property
     def prior_variance(self) -> Array:
@@ -82,13 +77,21 @@ class Conditional:
     @cached_property
     def residual(self) -> Array:
         """Variance of f given v, (1 or C, N)."""
-        return residual_variance(self.prior_variance, self.projection)
+        return self._projected.residual
 
     @property
     def residual_covariance(self) -> Array:
         """Covariance of f given v, (1 or C, N, N)."""
         prior = self.select(lead(self.gp.kernel(self.X, self.X), 2))
         return prior - jnp.swapaxes(self.projection, -1, -2) @ self.projection
+
+    @cached_property
+    def _projected(self) -> Projected:
+        return self._project(self.gp.whitener, self.X)
+
+    def _project(self, whitener: Whitener, X: Array) -> Projected:
+        """The selected latents at some inputs."""
+        return Projected(*map(self.select, project(self.gp, whitener, X)))
 
     @cached_property
     def outputs(self) -> Outputs:
@@ -121,29 +124,25 @@ class Conditional:
     @property
     def affine_map(self) -> AffineMap:
         """From the inducing vector to the latents' values at ``X``."""
-        return self.affine_map_through(self.gp.inverse_factor)
+        return self.affine_map_through(self.gp.whitener)
 
-    def affine_map_through(self, inverse_factor: Array) -> AffineMap:
-        """:attr:`affine_map` from ``L^-1`` computed before."""
-        projection = self.projection_through(inverse_factor)
-        residual = residual_variance(self.prior_variance, projection)
-        return AffineMap(self.mean, projection, residual)
+    def affine_map_through(self, whitener: Whitener) -> AffineMap:
+        """:attr:`affine_map` from a whitener computed before."""
+        return AffineMap(self.mean, *self._project(whitener, self.X))
 
-    def map_through(self, inverse_factor: Array) -> AffineMap | AffineBlocks:
+    def map_through(self, whitener: Whitener) -> AffineMap | AffineBlocks:
         """:meth:`affine_map_through`, of very many rows in blocks."""
-        gp, mean, num = self.gp, self.mean, inverse_factor.shape[-1]
+        mean, num = self.mean, whitener.inverse.shape[-1]
         # Matrices of the inducing inputs are whole, and these may be all of the data.
         size = rows_of_blocks(len(self.X), len(mean) * num, self.dtype, least=num)
         if size is None:
-            return self.affine_map_through(inverse_factor)
+            return self.affine_map_through(whitener)
 
         def of_rows(rows: tuple[Array, ...]) -> AffineMap:
-            X, mean, variance = rows
-            projection = self.select(project(gp.kernel, gp.inducing, inverse_factor, X))
-            residual = residual_variance(variance.T, projection)
-            return AffineMap(mean.T, projection, residual)
+            X, mean = rows
+            return AffineMap(mean.T, *self._project(whitener, X))
 
-        return affine_blocks(of_rows, (self.X, mean.T, self.prior_variance.T), size)
+        return affine_blocks(of_rows, (self.X, mean.T), size)
 
     @precise
     def moved(self, v: Array) -> Array:
@@ -237,8 +236,9 @@ class GaussianProcess(Displayed):
     :param bias: b, (K,), with ``loadings``; zero by default.
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; 0 is
         allowed. By default the smallest that factorises, of those that double from
-        ``2.4e-7 sqrt(M)`` in float32 and 1e-10 in float64, and L is corrected for
-        nearly all that it changes (``numpyro_gpaug.math.whitening``). NUTS on the model
+        ``2.4e-7 sqrt(M)`` in float32 and 1e-10 in float64, relative to variances given
+        the first inducing value where a kernel lets these be known, and L is corrected
+        for nearly all that it changes (``docs/theory/rounding.md``). NUTS on the model
         as it is written wants 1e-5 in float32 with a smooth kernel: rounding makes the
         density of the smallest too rough far from the data.
     :raises ValueError: inside a plate, for inducing inputs that are not two- or
@@ -321,9 +321,12 @@ class GaussianProcess(Displayed):
     def inverse_factor(self) -> Array:
         """What whitens ``K_ZZ``, (1 or C, M, M): ``L^-1`` of its lower factor if a
         jitter was given."""
-        if self.jitter is None:
-            return inverse_root(self._gram)
-        return inverse_cholesky(with_jitter(self._gram, self.jitter))
+        return self.whitener.inverse
+
+    @cached_property
+    def whitener(self) -> Whitener:
+        """What function values are projected through."""
+        return whitener(self)
 
     @cached_property
     def _gram(self) -> Array:

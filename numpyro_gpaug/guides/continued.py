@@ -117,7 +117,7 @@ class _ContinuedView(ModelView):
     """A model whose Gaussian blocks have been seen before."""
 
     def maps(
-        self, factors: dict[str, Array] | None = None
+        self, factors: dict[str, Any] | None = None
     ) -> dict[str, AffineMap | AffineBlocks]:
         found: dict[str, AffineMap] = {}
         for block in self.structure.processes:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
-from numpyro_gpaug.gp.projection import lead, project, residual_variance
+from numpyro_gpaug.gp.projection import Projected, Whitener, lead, project
 from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.linalg import Moments, kl_to_diagonal
 from numpyro_gpaug.model.marginals import block_marginals
@@ -34,7 +34,7 @@ class Fit(NamedTuple):
 
     values: dict[str, Any]
     moments: dict[str, Moments]
-    factors: dict[str, Array] | None = None
+    factors: dict[str, Any] | None = None
 
 
 class GaussianMeasure(NamedTuple):
@@ -70,36 +70,35 @@ class SparseKernel:
     complement of the prior.
 
     :param gp: the process, for its kernel and inducing inputs.
-    :param inverse_factor: ``L^-1``, L lower with ``L L' = K_ZZ`` (jitter included),
-        (1 or C, M, M).
+    :param inducing: what whitens the inducing values.
     :param whitener: W with ``S = W' W``, (1 or C, M, M).
     """
 
     def __init__(
-        self, gp: GaussianProcess, inverse_factor: Array, whitener: Array
+        self, gp: GaussianProcess, inducing: Whitener, whitener: Array
     ) -> None:
-        self._gp, self._inverse, self._whitener = gp, inverse_factor, whitener
+        self._gp, self._inducing, self._whitener = gp, inducing, whitener
 
     def __call__(self, X: Array, Z: Array | None = None) -> Array:
         A = self.project(X)
-        spread = self._whitener @ A
+        spread = self._whitener @ A.projection
         if Z is None:
-            prior = lead(self._gp.kernel(X), 1)
-            return residual_variance(prior, A) + jnp.square(spread).sum(-2)
+            return A.residual + jnp.square(spread).sum(-2)
         B = A if Z is X else self.project(Z)
         prior = lead(self._gp.kernel(X, Z), 2)
-        return prior - _transposed(A) @ B + _transposed(spread) @ (self._whitener @ B)
+        left = prior - A.projection.mT @ B.projection
+        return left + spread.mT @ (self._whitener @ B.projection)
 
-    def project(self, X: Array) -> Array:
-        """``A`` at inputs (N, D): (1 or C, M, N)."""
-        return project(self._gp.kernel, self._gp.inducing, self._inverse, X)
+    def project(self, X: Array) -> Projected:
+        """Function values at inputs (N, D) given inducing values."""
+        return project(self._gp, self._inducing, X)
 
 
 class FunctionPosterior(Protocol):
     """What a guide offers to prediction and to losses; see
     :class:`InducingPosterior`."""
 
-    def factors(self, view: ModelView) -> dict[str, Array]:
+    def factors(self, view: ModelView) -> dict[str, Any]:
         """What can be computed once for all inputs, by block name."""
         ...
 
@@ -117,7 +116,7 @@ class FunctionPosterior(Protocol):
 class InducingPosterior:
     """Function values under a Gaussian on the inducing values."""
 
-    def factors(self, view: ModelView) -> dict[str, Array]:
+    def factors(self, view: ModelView) -> dict[str, Any]:
         """Inverse Cholesky factors of the inducing matrices, by block name."""
         return inducing_factors(view)
 
@@ -140,25 +139,21 @@ class InducingPosterior:
         """Mean ``m(x) + A(x)' E v`` and the covariance of :class:`SparseKernel`."""
         gp, q = conditional.gp, fit.moments[block.name]
         prior = prior_measure(gp)
-        kernel = SparseKernel(gp, inverse_factor_of(gp, fit, block), q.whitener)
+        kernel = SparseKernel(gp, whitener_of(gp, fit, block), q.whitener)
 
         def mean(X: Array) -> Array:
-            shift = jnp.einsum("...mn,...m->...n", kernel.project(X), q.mean)
+            shift = jnp.einsum("...mn,...m->...n", kernel.project(X).projection, q.mean)
             return prior.mean(X) + shift
 
         return GaussianMeasure(mean, kernel)
 
 
-def inducing_factors(view: ModelView) -> dict[str, Array]:
-    """Inverse Cholesky factors of the inducing matrices of every process, by block."""
+def inducing_factors(view: ModelView) -> dict[str, Whitener]:
+    """What whitens the inducing values of every process, by block."""
     processes = view.structure.processes
-    return {b.name: view.conditional(b).gp.inverse_factor for b in processes}
+    return {b.name: view.conditional(b).gp.whitener for b in processes}
 
 
-def inverse_factor_of(gp: GaussianProcess, fit: Fit, block: Block) -> Array:
-    """That of a process's inducing matrix, computed if ``fit`` has none."""
-    return gp.inverse_factor if fit.factors is None else fit.factors[block.name]
-
-
-def _transposed(matrix: Array) -> Array:
-    return jnp.swapaxes(matrix, -1, -2)
+def whitener_of(gp: GaussianProcess, fit: Fit, block: Block) -> Whitener:
+    """That of a process's inducing values, computed if ``fit`` has none."""
+    return gp.whitener if fit.factors is None else fit.factors[block.name]

@@ -24,7 +24,7 @@ from numpyro_gpaug.guides.function_posterior import (
     GaussianMeasure,
     SparseKernel,
     inducing_factors,
-    inverse_factor_of,
+    whitener_of,
 )
 from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.linalg import Moments, precise, safe_sqrt, solve_lower
@@ -189,8 +189,8 @@ class FunctionSpacePosterior:
             kernel = as_kernel(kernel)
         self._kernel = kernel if is_builder or kernel is None else lambda: kernel
 
-    def factors(self, view: ModelView) -> dict[str, Array]:
-        """Cholesky factors of the inducing matrices, if the kernel is made of them."""
+    def factors(self, view: ModelView) -> dict[str, Any]:
+        """What whitens inducing values, if the kernel is made of them."""
         return inducing_factors(view) if self._kernel is None else {}
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class FunctionSpacePosterior:
             tril = jnp.tril(values[_tril_name(block)])
             whitener = lead(jnp.swapaxes(tril, -1, -2), 2)
             return GaussianMeasure(
-                mean, SparseKernel(gp, inverse_factor_of(gp, fit, block), whitener)
+                mean, SparseKernel(gp, whitener_of(gp, fit, block), whitener)
             )
         kernel = as_kernel(_pinned(self._kernel, values, "kernel")())
 

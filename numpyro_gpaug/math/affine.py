@@ -125,17 +125,21 @@ class AffineMap(NamedTuple):
 
     def prior_variance(self) -> Array:
         """Of the predictors under standard normal latents, (latents, n)."""
-        return jnp.square(self.projection).sum(-2) + self.residual
+        return self._explained() + self.residual
+
+    def _explained(self) -> Array:
+        # Of a process the rest is summed for the residual, too: once, if so written.
+        rest = jnp.square(self.projection[..., 1:, :]).sum(-2)
+        return jnp.square(self.projection[..., 0, :]) + rest
 
     def explained(self) -> Array:
         """Share of :meth:`prior_variance` that the latents explain, (latents, n); 1
         where there is none."""
-        return self._share(jnp.square(self.projection).sum(-2))
+        return self._share(self._explained())
 
     def shared(self) -> Array:
         """Of :meth:`explained`, what no latent explains alone."""
-        squared = jnp.square(self.projection)
-        return self._share(squared.sum(-2) - squared.max(-2))
+        return self._share(self._explained() - jnp.square(self.projection).max(-2))
 
     def _share(self, part: Array) -> Array:
         total = self.prior_variance()

@@ -139,6 +139,18 @@ def lower_half(inverse: Array, tangent: Array) -> Array:
     return half * jnp.einsum("...ij,...kj->...ik", inverse @ tangent, inverse)
 
 
+@jax.custom_jvp
+def valued(formula: Array, value: Array) -> Array:
+    """``value``, computed with more care than ``formula`` is, with its derivative."""
+    del formula
+    return value
+
+
+@valued.defjvp
+def _valued_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return valued(*primals), tangents[0]
+
+
 def safe_sqrt(x: Array) -> Array:
     """Square root with a gradient of 0, not infinity, at 0."""
     positive = x > 0

@@ -51,7 +51,6 @@ def least_jitter(size: int, dtype: np.dtype | type) -> float:
     return max(rounding, 1e-10) if jnp.dtype(dtype) == jnp.float64 else rounding
 
 
-@jax.custom_jvp
 @precise
 def inverse_root(matrix: Array) -> Array:
     """``V`` with ``V K V' = I`` as far as the dtype resolves K, and no more elsewhere.
@@ -65,9 +64,10 @@ def inverse_root(matrix: Array) -> Array:
     :param matrix: K, (..., M, M), symmetric to rounding and positive semi-definite.
     :return: (..., M, M), not triangular; NaN where no jitter makes K positive definite.
     """
-    factor, jitter = _factorised(matrix, diagonal(matrix).mean(-1))
+    still = lax.stop_gradient(matrix)
+    factor, jitter = _factorised(still, diagonal(still).mean(-1))
     inverse = inverse_lower(factor)
-    lost = jitter * (inverse @ inverse.mT)
+    lost = inverse @ (jitter * inverse).mT
     squared = lost @ lost
     # An eigenvalue r of R has r (r - 1) <= |R^2 - R|.
     excess = jnp.sqrt(jnp.square(squared - lost).sum((-2, -1), keepdims=True))
@@ -75,7 +75,16 @@ def inverse_root(matrix: Array) -> Array:
     share = jnp.minimum(
         1, _series(_LARGEST, _LARGEST**2) / _series(largest, largest**2)
     )
-    return inverse + share * _series(lost, squared) @ inverse
+    found = inverse + share * _series(lost, squared) @ inverse
+    return as_inverse_root(matrix, found)
+
+
+@jax.custom_jvp
+def as_inverse_root(matrix: Array, inverse: Array) -> Array:
+    """An inverse root of a matrix (..., M, M) that was found in some other way, with
+    the derivative of :func:`inverse_root`."""
+    del matrix
+    return inverse
 
 
 def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
@@ -95,11 +104,11 @@ def _series(first: Any, second: Any) -> Any:
     return 0.5 * first + 0.375 * second
 
 
-@inverse_root.defjvp
+@as_inverse_root.defjvp
 @precise
-def _inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (tangent,) = tangents
-    inverse = inverse_root(*primals)
+def _as_inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    tangent, _ = tangents
+    inverse = as_inverse_root(*primals)
     return inverse, -lower_half(inverse, tangent) @ inverse
 
 

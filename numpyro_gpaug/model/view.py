@@ -153,18 +153,17 @@ class ModelView:
     # Geometry: what can be kept while hyperparameters rest.
 
     def maps(
-        self, factors: dict[str, Array] | None = None
+        self, factors: dict[str, Any] | None = None
     ) -> dict[str, AffineMap | AffineBlocks]:
         """The affine map of every block: of a process to its latents' values at the
         data, of a weight vector to the predictors that depend on it, side by side.
 
-        :param factors: inverse Cholesky factors of the inducing matrices, if computed
-            before.
+        :param factors: what whitens inducing values, if computed before.
         """
         found: dict[str, AffineMap | AffineBlocks] = {}
         for block in self.structure.processes:
             f = self.conditional(block)
-            factor = f.gp.inverse_factor if factors is None else factors[block.name]
+            factor = f.gp.whitener if factors is None else factors[block.name]
             found[block.name] = f.map_through(factor)
         return {**found, **self.weight_maps()}
 

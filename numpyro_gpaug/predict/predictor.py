@@ -62,7 +62,7 @@ class Prepared(NamedTuple):
     """
 
     moments: dict[str, Moments]
-    factors: dict[str, Array]
+    factors: dict[str, Any]
 
 
 class Predictor:
@@ -155,7 +155,7 @@ class Predictor:
             )  # fmt: skip
         if not known and not is_traced(arguments):
             for name, factor in prepared.factors.items():
-                if not np.isfinite(np.asarray(factor)).all():
+                if not all(np.isfinite(x).all() for x in jax.tree.leaves(factor)):
                     raise CholeskyError(
                         f"the kernel matrix of {name!r} did not factorise"
                     )

@@ -23,7 +23,8 @@ twice for an exact diagonal: above 8 columns distances come from a matrix produc
 which is what keeps memory at O(NM) but leaves round-off between equal points.
 """
 
-from ._base import Constant, Kernel, Linear, Product, Sum, as_kernel, from_function
+from ._base import Constant, Kernel, Product, Sum, as_kernel, from_function
+from ._linear import Linear
 from ._stationary import (
     Matern12,
     Matern32,

@@ -155,6 +155,17 @@ class _Function(_Algebra):
         return jax.vmap(lambda x: self.fn(x[None], x[None])[0, 0])(jnp.asarray(X))
 
 
+def constant_of(kernel: Any) -> Any:
+    """The constant that a kernel is known by its difference from, scalar or (C,), or
+    ``None``: function values of all inputs have it in common."""
+    return getattr(kernel, "constant", None) if isinstance(kernel, _Algebra) else None
+
+
+def deviation_of(kernel: Any, *inputs: ArrayLike) -> jax.Array:
+    """``k(X, Z)`` or ``k(X)`` less :func:`constant_of`, without cancellation."""
+    return kernel(*inputs) if constant_of(kernel) is None else kernel.deviation(*inputs)
+
+
 class Matrix(_Algebra):
     """Checks and shapes around ``_covariance`` and ``_diagonal`` of a subclass."""
 
@@ -174,6 +185,15 @@ class Matrix(_Algebra):
         return jnp.broadcast_shapes(*shapes)
 
     def __call__(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        return self._at(X, Z, self._covariance, self._diagonal)
+
+    def _at(
+        self,
+        X: ArrayLike,
+        Z: ArrayLike | None,
+        of_pairs: Callable[..., jax.Array],
+        of_rows: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
         for name, value in self._hyperparameters():
             _check(type(self).__name__, name, value)
         # The conversion makes new objects.
@@ -182,7 +202,7 @@ class Matrix(_Algebra):
             (X,) = _inputs(X)
             self._check_columns(X)
             shape = jnp.broadcast_shapes((*self.batch_shape, 1), X.shape[:-1])
-            return jnp.broadcast_to(self._diagonal(X), shape)
+            return jnp.broadcast_to(of_rows(X), shape)
         X, Z = _inputs(X, Z)
         if X.shape[-1] != Z.shape[-1]:
             raise ValueError(
@@ -192,7 +212,7 @@ class Matrix(_Algebra):
         self._check_columns(X)
         rows, columns = (*X.shape[:-1], 1), (*Z.shape[:-2], 1, Z.shape[-2])
         shape = jnp.broadcast_shapes((*self.batch_shape, 1, 1), rows, columns)
-        return jnp.broadcast_to(self._covariance(X, Z, same), shape)
+        return jnp.broadcast_to(of_pairs(X, Z, same), shape)
 
     def _hyperparameters(self) -> list[tuple[str, Any]]:
         names = (f.name for f in dataclasses.fields(cast(Any, self)))
@@ -213,34 +233,6 @@ class Matrix(_Algebra):
 
 
 @pytree
-class Linear(Matrix):
-    r"""Linear functions through the origin.
-
-    .. math:: k(x, z) = \sigma^2 \sum_d x_d z_d
-
-    :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
-
-    .. doctest::
-
-        >>> import jax.numpy as jnp
-        >>> from numpyro_gpaug.kernels import Linear
-        >>> print((Linear(2.0) + 1.0)(jnp.array([1.0, 2.0])))
-        [3. 9.]
-    """
-
-    variance: ArrayLike = 1.0
-
-    def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
-        del same
-        product = matmul(X, Z.mT)
-        return self._over_pairs("variance", X.dtype) * product
-
-    def _diagonal(self, X: jax.Array) -> jax.Array:
-        squared = jnp.sum(jnp.square(X), -1)
-        return self._value("variance", X.dtype)[..., None] * squared
-
-
-@pytree
 class Constant(Matrix):
     r"""Constant functions; a scalar added to or multiplied with a kernel becomes one.
 
@@ -257,6 +249,15 @@ class Constant(Matrix):
     """
 
     variance: ArrayLike = 1.0
+
+    @property
+    def constant(self) -> ArrayLike:
+        """The variance: :meth:`deviation` is 0."""
+        return self.variance
+
+    def deviation(self, *inputs: ArrayLike) -> jax.Array:
+        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`."""
+        return jnp.zeros_like(self(*inputs))
 
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
         del Z, same
@@ -309,6 +310,16 @@ class Sum(_Pair):
 
     _join = staticmethod(operator.add)
 
+    @property
+    def constant(self) -> Any:
+        """The sum of those of the parts; that of one if the other has none."""
+        known = [c for c in map(constant_of, (self.left, self.right)) if c is not None]
+        return sum(map(jnp.asarray, known)) if known else None
+
+    def deviation(self, *inputs: ArrayLike) -> jax.Array:
+        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`."""
+        return deviation_of(self.left, *inputs) + deviation_of(self.right, *inputs)
+
 
 @pytree
 class Product(_Pair):
@@ -329,6 +340,23 @@ class Product(_Pair):
     """
 
     _join = staticmethod(operator.mul)
+
+    @property
+    def constant(self) -> Any:
+        """The product of those of the parts, if both have one."""
+        left, right = map(constant_of, (self.left, self.right))
+        known = left is not None and right is not None
+        return jnp.asarray(left) * jnp.asarray(right) if known else None
+
+    def deviation(self, *inputs: ArrayLike) -> jax.Array:
+        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`."""
+        parts = self.left, self.right
+        left, right = (deviation_of(k, *inputs) for k in parts)
+        axes = (None,) * len(inputs)
+        first, second = (
+            jnp.asarray(constant_of(k), left.dtype)[(..., *axes)] for k in parts
+        )
+        return first * right + second * left + left * right
 
 
 def _combine(kind: type, *parts: Any) -> Any:

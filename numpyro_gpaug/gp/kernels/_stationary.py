@@ -12,10 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from numpyro_gpaug.math.linalg import safe_sqrt
+from numpyro_gpaug.math.linalg import safe_sqrt, valued
 
 from ._base import Matrix, pytree
 from ._distances import PAIRWISE_COLUMNS, centre, matmul_form, pairwise_form
+
+# Up to here one less a Matern correlation is a sum of terms that cancel.
+_NEAR = 1.0
+_TERMS = 13
+
+
+def _lost_of_matern(
+    r: jax.Array, quadratic: float, correlation: jax.Array
+) -> jax.Array:
+    """``(1 + r + quadratic r^2) e^-r - 1``, with the derivative of the correlation:
+    near 0, ``-e^-r`` times what the series of ``e^r`` has beyond the polynomial."""
+    near = jnp.minimum(r, _NEAR)
+    total = jnp.zeros_like(r)
+    for k in range(_TERMS, 2, -1):
+        total = (total + 1 / math.factorial(k)) * near
+    lost = -jnp.exp(-near) * jnp.square(near) * (total + (0.5 - quadratic))
+    plain = correlation - 1
+    return valued(plain, jax.lax.stop_gradient(jnp.where(r < _NEAR, lost, plain)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -28,6 +46,20 @@ class _Stationary(Matrix):
     @abstractmethod
     def _correlation(self, scaled: jax.Array) -> jax.Array: ...
 
+    @abstractmethod
+    def _lost(self, scaled: jax.Array) -> jax.Array:
+        """The correlation less 1, without cancellation."""
+
+    @property
+    def constant(self) -> ArrayLike:
+        """The variance, of which :meth:`deviation` is what distance takes."""
+        return self.variance
+
+    def deviation(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
+        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`, without cancellation: where
+        lengthscales are long, all that tells function values apart."""
+        return self._at(X, Z, self._deviation, self._own_deviation)
+
     def _check_columns(self, X: jax.Array) -> None:
         shape = np.shape(self.lengthscale)
         if shape and shape[-1] not in (1, X.shape[-1]):
@@ -38,14 +70,20 @@ class _Stationary(Matrix):
             )
 
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
+        correlation = self._correlation(self._scaled(X, Z, same))
+        return self._over_pairs("variance", X.dtype) * correlation
+
+    def _deviation(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
+        lost = self._lost(self._scaled(X, Z, same))
+        return self._over_pairs("variance", X.dtype) * lost
+
+    def _scaled(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
         lengthscale = self._value("lengthscale", X.dtype)
         if lengthscale.ndim and lengthscale.shape[-1] != 1:
-            scaled = self._squared_distance(X, Z, lengthscale, same)
-        else:
-            # Dividing the result keeps one distance matrix for all latents.
-            scale = lengthscale[..., None] if lengthscale.ndim else lengthscale
-            scaled = self._squared_distance(X, Z, None, same) / jnp.square(scale)
-        return self._over_pairs("variance", X.dtype) * self._correlation(scaled)
+            return self._squared_distance(X, Z, lengthscale, same)
+        # Dividing the result keeps one distance matrix for all latents.
+        scale = lengthscale[..., None] if lengthscale.ndim else lengthscale
+        return self._squared_distance(X, Z, None, same) / jnp.square(scale)
 
     def _squared_distance(
         self, X: jax.Array, Z: jax.Array, lengthscale: jax.Array | None, same: bool
@@ -56,6 +94,9 @@ class _Stationary(Matrix):
 
     def _diagonal(self, X: jax.Array) -> jax.Array:
         return self._value("variance", X.dtype)[..., None]
+
+    def _own_deviation(self, X: jax.Array) -> jax.Array:
+        return jnp.zeros_like(self._diagonal(X))
 
 
 @pytree
@@ -83,6 +124,9 @@ class SquaredExponential(_Stationary):
     def _correlation(self, squared: jax.Array) -> jax.Array:
         return jnp.exp(-0.5 * squared)
 
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        return jnp.expm1(-0.5 * squared)
+
 
 @pytree
 class Matern12(_Stationary):
@@ -105,6 +149,9 @@ class Matern12(_Stationary):
 
     def _correlation(self, squared: jax.Array) -> jax.Array:
         return jnp.exp(-safe_sqrt(squared))
+
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        return jnp.expm1(-safe_sqrt(squared))
 
 
 @pytree
@@ -130,6 +177,10 @@ class Matern32(_Stationary):
         r = math.sqrt(3) * safe_sqrt(squared)
         return (1 + r) * jnp.exp(-r)
 
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        r = math.sqrt(3) * safe_sqrt(squared)
+        return _lost_of_matern(r, 0, self._correlation(squared))
+
 
 @pytree
 class Matern52(_Stationary):
@@ -153,6 +204,10 @@ class Matern52(_Stationary):
     def _correlation(self, squared: jax.Array) -> jax.Array:
         r = math.sqrt(5) * safe_sqrt(squared)
         return (1 + r + 5 / 3 * squared) * jnp.exp(-r)
+
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        r = math.sqrt(5) * safe_sqrt(squared)
+        return _lost_of_matern(r, 1 / 3, self._correlation(squared))
 
 
 @pytree
@@ -181,6 +236,10 @@ class RationalQuadratic(_Stationary):
     def _correlation(self, squared: jax.Array) -> jax.Array:
         alpha = self._over_pairs("alpha", squared.dtype)
         return jnp.exp(-alpha * jnp.log1p(squared / (2 * alpha)))
+
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        alpha = self._over_pairs("alpha", squared.dtype)
+        return jnp.expm1(-alpha * jnp.log1p(squared / (2 * alpha)))
 
 
 @pytree
@@ -228,3 +287,6 @@ class Periodic(_Stationary):
 
     def _correlation(self, squared: jax.Array) -> jax.Array:
         return jnp.exp(-0.5 * squared)
+
+    def _lost(self, squared: jax.Array) -> jax.Array:
+        return jnp.expm1(-0.5 * squared)

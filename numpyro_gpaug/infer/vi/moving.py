@@ -148,8 +148,8 @@ class InducingMoves:
 def _projection(old: GaussianProcess, new: GaussianProcess) -> Array:
     """Covariances of the whitened values at new inducing inputs, in rows, with those at
     the old."""
-    cross = project(new.kernel, new.inducing, new.inverse_factor, old.inducing)
-    return cross @ old.inverse_factor.mT
+    cross = project(new, new.whitener, old.inducing)
+    return cross.projection @ old.inverse_factor.mT
 
 
 def _shift(old: GaussianProcess, new: GaussianProcess) -> Array:

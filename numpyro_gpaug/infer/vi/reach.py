@@ -25,7 +25,7 @@ from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
-from numpyro_gpaug.gp.projection import lead, project, residual_variance
+from numpyro_gpaug.gp.projection import lead, project
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.affine import LEAST_EXPLAINED, AffineMap
 from numpyro_gpaug.model.latents import JOINT, JointStructure
@@ -102,9 +102,8 @@ def _diagnosis(conditional: Conditional) -> str | None:
     """What is wrong with a process; ``None`` if the prior is not the model's (a
     stream's posterior explains little because it is narrow)."""
     gp, X = conditional.gp, _some_rows(conditional)
-    projection = project(gp.kernel, gp.inducing, gp.inverse_factor, X)
-    residual = residual_variance(lead(gp.kernel(X), 1), projection)
-    explained = AffineMap(residual, projection, residual).explained()
+    seen = project(gp, gp.whitener, X)
+    explained = AffineMap(seen.residual, *seen).explained()
     share = float((explained < LEAST_EXPLAINED).mean())
     if share <= MOST_UNREACHED:
         return None
@@ -197,7 +196,7 @@ def _is_known(conditional: Conditional, mean: Array | None) -> bool:
         return True
     gp, X = conditional.gp, _some_rows(conditional)
     total = _differences(gp.kernel, X) * float(np.mean(gp.kernel(X)))
-    projection = project(gp.kernel, gp.inducing, gp.inverse_factor, X)
+    projection = project(gp, gp.whitener, X).projection
     found = np.asarray(jnp.vecmat(lead(mean, 1), projection), float).var(-1).mean()
     return found > LEAST_KNOWN * total
 
