@@ -49,7 +49,7 @@ def collapse(model: Callable[..., Any]) -> CollapsedModel:
     the params, and the factor ``"collapsed_bound"``. Deterministic sites are left out:
     they may depend on latents.
 
-    What it returns, a :class:`~numpyro_gpaug.infer.CollapsedModel`, is called like any
+    What it returns, a :class:`~numpyro_gpaug.CollapsedModel`, is called like any
     model, and knows the way back from draws of hyperparameters: its ``posterior``
     predicts, its ``sample_latents`` draws the latents. ``Predictive(model, draws)`` of
     draws without these has the latents from their *prior*.
