@@ -97,10 +97,10 @@ class _Pivoted:
 
     def __init__(self, gp: Any) -> None:
         self._kernel, self._inducing = gp.kernel, gp.inducing
-        self._first = jnp.arange(gp.inducing.shape[-2]) == 0
         constant = jnp.asarray(constant_of(gp.kernel), gp.inducing.dtype)
         self._constant = lead(constant[..., None, None], 2)
         self._gram = self._deviation(gp.inducing)
+        self._first = jnp.arange(self._gram.shape[-1]) == 0
         across = lax.stop_gradient(self._gram[..., :1, :])
         self._own = across[..., :1]
         self._variance = lax.stop_gradient(self._constant) + self._own
