@@ -53,9 +53,8 @@ class NestedVI(Displayed):
        the density of the model itself over that of the draw.
 
     Where data look at one of many groups each (random effects; an arrow of 48 or more),
-    these are weighed apart, each by several candidates
-    (:mod:`~numpyro_gpaug.infer.nested.apart`), so that weights stay even whatever their
-    number.
+    these are weighed apart, each by several candidates (Kuntz, Crucinio and Johansen,
+    2022), so that weights stay even whatever their number.
 
     The weighted draws are draws of the **exact** posterior, whatever the Gaussian
     neglects, if the weights are not too uneven. That is what k-hat, the shape of their
@@ -117,7 +116,7 @@ class NestedVI(Displayed):
     latent Gaussian models; Vehtari, Simpson, Gelman, Yao and Gabry (2024), Pareto
     smoothed importance sampling; Owen and Zhou (2000), Safe and effective importance
     sampling; Cornuet, Marin, Mira and Robert (2012), Adaptive multiple importance
-    sampling.
+    sampling; Kuntz, Crucinio and Johansen (2022), Product-form estimators.
     """
 
     def __init__(
