@@ -125,6 +125,31 @@ def test_candidates_have_the_density_that_is_said(each, number):
     assert np.log(weights.mean(0)).var() < (1e-4 if each == 1 else 0.05 * each)
 
 
+@pytest.mark.parametrize(("each", "number", "times"), [(1, 8, 1000), (2, 16, 30)])
+def test_means_over_candidates_vary_far_less_than_one_weight(each, number, times):
+    """Binary data under the Gaussian that has the moments of their posterior."""
+    rng = np.random.default_rng(1)
+    X = rng.normal(size=(2 * each, each))
+    X[:, 0] = 1
+
+    def log_target(z):
+        logits = 2.5 * z @ X.T
+        labels = np.arange(2 * each) != 2
+        data = labels * logits - np.logaddexp(0, logits)
+        return data.sum(-1) - np.square(z).sum(-1) / 2
+
+    z = rng.normal(size=(100_000, each))
+    shares = special.softmax(log_target(z) + np.square(z).sum(-1) / 2)
+    mean = shares @ z
+    root = np.linalg.cholesky(((z - mean) * shares[:, None]).T @ (z - mean))
+    single = log_target(mean + z @ root.T) + np.square(z).sum(-1) / 2
+    shifts = jnp.asarray(rng.random((20_000, each)), jnp.float32)
+    own, over = (np.asarray(x, float) for x in _candidates(shifts, number))
+    weights = log_target(mean + own @ root.T) + np.square(own).sum(-1) / 2
+    several = special.logsumexp(weights - over.sum(-1), axis=0)
+    assert times * several.var() < single.var()
+
+
 def test_draws_choose_candidates_by_their_shares():
     shares = np.array([0.1, 0.0, 0.6, 0.3])
     picks = jnp.asarray(RNG.random(40_000), jnp.float32)

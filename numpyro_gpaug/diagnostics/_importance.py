@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.typing import ArrayLike
 
+from numpyro_gpaug.infer.nested import NestedVI
 from numpyro_gpaug.math.importance import Psis, smoothed
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def check_tree(tree: Any) -> None:
     from xarray import DataTree
 
     if not isinstance(tree, DataTree):
-        nested = type(tree).__name__ == "NestedVI"
+        nested = isinstance(tree, NestedVI)
         args = "nested" if nested else "model, guide, result.params, X, y"
         raise TypeError(
             f"got a {type(tree).__name__}: pass a tree of draws, "

@@ -17,8 +17,8 @@ Candidates are the points of a lattice, shifted at random for each group, in the
 quantiles of logistic laws about the Gaussian: these are wider than whatever has the
 tails of a Gaussian prior, so that the weight is a smooth and periodic function on the
 unit cube, for which such a lattice is the more precise the smoother it is. For one
-number of a group, two binary data and J = 8 the logarithm of the mean varies a thousand
-times less than that of one weight; for two and J = 16 a hundred times.
+number of a group, two binary data and J = 8 the logarithm of the mean varies more than
+a thousand times less than that of one weight; for two and J = 16 some hundred times.
 
 References: Kuntz, Crucinio and Johansen (2022), Product-form estimators: exploiting
 independence to scale up Monte Carlo; Dick, Kuo and Sloan (2013), High-dimensional
