@@ -19,7 +19,7 @@ from scipy import special, stats
 from threadpoolctl import threadpool_info, threadpool_limits
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.nested.bound import Start
+from numpyro_gpaug.infer.nested.bound import Start, moments_given
 from numpyro_gpaug.infer.nested.drawer import Drawer
 from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.known import Known
@@ -634,6 +634,51 @@ def test_compensated_sums():
     total, lost = jax.jit(compensated_sum)(jnp.asarray(x))
     found = np.asarray(total, float) + np.asarray(lost, float)
     np.testing.assert_allclose(found, x.astype(float).sum(-1), rtol=1e-9)
+
+
+def varying_noise(x, y=None):
+    """Two predictors of each datum."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    w = numpyro.sample("w", dist.Normal(0, tau).expand([2]).to_event(1))
+    v = numpyro.sample("v", dist.Normal(0, tau).expand([2]).to_event(1))
+    with numpyro.plate("data", len(x)):
+        law = dist.Normal(w[0] + w[1] * x, jnp.exp(v[0] + v[1] * x))
+        numpyro.sample("y", law, obs=y)
+
+
+def classes(x, y=None):
+    """Three predictors of each datum."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    w = numpyro.sample("w", dist.Normal(0, tau).expand([3, 2]).to_event(2))
+    with numpyro.plate("data", len(x)):
+        eta = w[:, 0] + w[:, 1] * x[:, None]
+        numpyro.sample("y", dist.Categorical(logits=eta), obs=y)
+
+
+@pytest.mark.parametrize("model", [varying_noise, classes])
+def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
+    x64, model
+):
+    """Its factors have a part for pairs of predictors, without which k-hat of small
+    models had been above 1."""
+    x = jnp.asarray(RNG.normal(size=N))
+    y = COUNTS.clip(max=2) if model is classes else jnp.asarray(REAL + x)
+    arguments = Arguments.split((x, y), {})
+    bounds = CollapsedBounds(model, projected=True)
+    bound = bounds.at(arguments, (x, y), {})
+    values = {"tau": jnp.asarray(0.8)}
+
+    @jax.jit
+    def gaussians(arrays):
+        view = bound.view(values, arrays)
+        found = bound.settle(bound.problem(values, arrays, learns=False))
+        return found.moments, moments_given(found.factors, view)
+
+    settled, drawn = gaussians(arguments.arrays)
+    np.testing.assert_allclose(drawn.mean, settled.mean, atol=1e-4)
+    covariances = (q.spread(jnp.eye(q.mean.shape[-1])) for q in (settled, drawn))
+    expected, found = (s.mT @ s for s in covariances)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_a_gaussian_starts_from_the_nearest_one_or_anew():

@@ -161,9 +161,6 @@ class CollapsedBound:
         factors = map_.factors(
             evaluation.marginals[JOINT], evaluation.slopes[JOINT], 0.0
         )
-        if isinstance(factors, PairFactors):
-            # With their cross terms, elsewhere, they need not be positive definite.
-            factors = factors._replace(cross=jnp.zeros_like(factors.cross))
         return Settled(evaluation, factors)
 
     def with_pullback(
