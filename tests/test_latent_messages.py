@@ -325,16 +325,6 @@ def test_laws_that_hold_arrays_outside_of_their_leaves_are_refused_twice():
             gpaug.AutoLatentGaussian(model).setup(T, total, counts)
 
 
-def test_correlated_data_are_told_of_a_latent():
-    def marginal(X, y=None):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        covariance = gpaug.kernels.Matern32()(X, X) + 0.1 * jnp.eye(len(X))
-        numpyro.sample("y", dist.MultivariateNormal(b * X[:, 0], covariance), obs=y)
-
-    with pytest.raises(gpaug.NotConjugateError, match="y'.*a latent in common: give"):
-        gpaug.AutoLatentGaussian(marginal).setup(T[:, None], REAL)
-
-
 def test_processes_mixed_by_a_matrix_are_told_how_to_write_it():
     def model(X, y=None, *, inducing, written):
         kernel = gpaug.kernels.Matern52()

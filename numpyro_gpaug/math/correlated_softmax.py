@@ -48,15 +48,24 @@ def _nodes(classes: int, num: int) -> np.ndarray:
     return np.concatenate([half, -half])
 
 
-def _factor(variance: Array, covariance: Array) -> Array:
-    """Cholesky factors (..., C, C) of covariances that may be singular, as that of a
-    class whose latent is zero is."""
+def matrix_of_pairs(variance: Array, covariance: Array) -> Array:
+    """Covariance matrices, (..., C, C).
+
+    :param variance: their diagonals, (..., C).
+    :param covariance: of pairs, in the order of :func:`pair_places`.
+    """
     classes = variance.shape[-1]
     left, right = pair_places(classes)
     places = np.zeros((classes, classes), int)
     places[left, right] = places[right, left] = np.arange(len(left))
     eye = np.eye(classes, dtype=bool)
-    whole = jnp.where(eye, variance[..., None], covariance[..., places])
+    return jnp.where(eye, variance[..., None], covariance[..., places])
+
+
+def _factor(variance: Array, covariance: Array) -> Array:
+    """Cholesky factors (..., C, C) of covariances that may be singular, as that of a
+    class whose latent is zero is."""
+    classes, whole = variance.shape[-1], matrix_of_pairs(variance, covariance)
     found = jnp.zeros_like(whole)
     least = 8 * jnp.finfo(whole.dtype).eps * variance
     for j in range(classes):

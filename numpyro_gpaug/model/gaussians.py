@@ -133,16 +133,23 @@ def _(base: dist.MatrixNormal, shape: tuple[int, ...]) -> Whitening:
     )  # fmt: skip
 
 
-@_whitening.register
-def _(base: dist.CAR, shape: tuple[int, ...]) -> Whitening:
+def car_precision(base: dist.CAR) -> Array:
+    """The inverse of its covariance, (..., n, n).
+
+    :param base: a law of areas.
+    """
     adjacency = base.adj_matrix
     adjacency = adjacency.toarray() if base.is_sparse else adjacency
     correlation = jnp.asarray(base.correlation)[..., None, None]
     precision = jnp.asarray(base.conditional_precision)[..., None, None]
     neighbours = jnp.asarray(adjacency, jnp.result_type(correlation, precision))
-    degrees = jnp.eye(shape[-1], dtype=neighbours.dtype) * neighbours.sum(-1)[..., None]
-    whole = precision * (degrees - correlation * neighbours)
-    inverse = linalg.inverse_cholesky(whole)
+    eye = jnp.eye(neighbours.shape[-1], dtype=neighbours.dtype)
+    return precision * (eye * neighbours.sum(-1)[..., None] - correlation * neighbours)
+
+
+@_whitening.register
+def _(base: dist.CAR, shape: tuple[int, ...]) -> Whitening:
+    inverse = linalg.inverse_cholesky(car_precision(base))
 
     def value(z: Array) -> Array:
         return base.loc + (jnp.swapaxes(inverse, -1, -2) @ z[..., None])[..., 0]

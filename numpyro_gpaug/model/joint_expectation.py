@@ -77,6 +77,16 @@ class Split:
         return expectation(self.frontier, numbers, mean, variance)
 
 
+def places_within(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of entries of each datum, as :func:`pair_places`.
+
+    :param shape: of all data, entries last.
+    """
+    rows = np.arange(prod(shape[:-1]))[:, None] * shape[-1]
+    left, right = correlated_softmax.pair_places(shape[-1])
+    return (rows + left).ravel(), (rows + right).ravel()
+
+
 def pair_places(
     site: Observed, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -87,12 +97,7 @@ def pair_places(
     :param shapes: of its predictors.
     """
     if site.route is Route.CORRELATED:
-        (shape,) = shapes
-        rows = np.arange(prod(shape[:-1]))[:, None] * shape[-1]
-        left, right = (
-            (rows + x).ravel() for x in correlated_softmax.pair_places(shape[-1])
-        )
-        return left, right
+        return places_within(*shapes)
     if len(shapes) != 2:
         return np.arange(0), np.arange(0)
     first, second = (np.arange(prod(shape)) for shape in shapes)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
@@ -20,7 +22,8 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_correlated,
     predictive,
 )
-from numpyro_gpaug.math.correlated_softmax import FINER, NODES
+from numpyro_gpaug.math import linalg
+from numpyro_gpaug.math.correlated_softmax import FINER, NODES, matrix_of_pairs
 from numpyro_gpaug.math.expectation import (
     PredictorMoments,
     nodes,
@@ -28,6 +31,7 @@ from numpyro_gpaug.math.expectation import (
     rule_differences,
 )
 from numpyro_gpaug.model.arrow import Predictors
+from numpyro_gpaug.model.correlated_data import covariance_of
 from numpyro_gpaug.model.frontier import frontier
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint import REGISTERED, JointView
@@ -36,10 +40,18 @@ from numpyro_gpaug.model.joint_expectation import (
     correlated,
     ordered_roots,
     pair_places,
+    places_within,
 )
 from numpyro_gpaug.model.known_rows import conditioned, local_names, refuse_others
 from numpyro_gpaug.model.structure import Observed, run_model
 from numpyro_gpaug.model.whitened import whitened
+
+_ANOTHER = (
+    "all data of {0!r} are correlated with one another: what is predicted is another "
+    "set of them, independent of that of the fit given the latents. For other values "
+    "of the same one make what is correlated a latent (a GaussianProcess f), and "
+    "observe dist.Normal(f(X), noise)"
+)
 
 
 class JointPredictiveView(JointView):
@@ -274,6 +286,8 @@ class JointPredictiveView(JointView):
         """
         self._demand(site.name)
         parts, program = self._program.outputs, self._program
+        if site.correlated:
+            return self._of_correlated_data(site, q)
         if site.route is Route.CLOSED_FORM:
             parameter = parts.parameters[site.name].variable
             (mean,), (variance,), _ = self._marginals([parameter], q)
@@ -319,6 +333,24 @@ class JointPredictiveView(JointView):
             given, weights, treedef, varies, fn.batch_shape, fn.event_shape
         )
         return mixture.of_labels()
+
+    def _of_correlated_data(self, site: Observed, q: Any) -> Distribution:
+        """See :meth:`predictive`; of observations that are given, of those that they
+        were written as, which have the same density."""
+        variable = self._program.outputs.parameters[site.name].variable
+        (law,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
+        shape = self._program.avals[variable].shape
+        map_ = self._affine([variable]).matrices
+        mean, variance = (x[0].reshape(shape) for x in map_.marginals(q))
+        if len(shape) == 1:
+            warnings.warn(_ANOTHER.format(site.name), stacklevel=2)
+            whole = map_.covariance(q)[0]
+        else:
+            places = map(jnp.asarray, places_within(shape))
+            pairs = map_.covariances(q, *places)[0]
+            whole = matrix_of_pairs(variance, pairs.reshape(*shape[:-1], -1))
+        factor = linalg.cholesky(whole + covariance_of(law.fn))
+        return dist.MultivariateNormal(mean, scale_tril=factor)
 
     def rule_errors(self, q: Any) -> dict[str, Array]:
         """How far quadrature is off, as a finer rule says, in nats per datum (a mean of

@@ -89,7 +89,7 @@ class Reading:
                     raise NotConjugateError(
                         f"site {name!r}: its log-density is no sum over data of "
                         f"functions of one or two affine predictors: {reason}. "
-                        f"{_instead(reason, self._classes[name])}; MCMC(NUTS(model)) "
+                        f"{_instead(reason)}; MCMC(NUTS(model)) "
                         "samples any model"
                     )
                 return {s: f"{IN_DENSITY} of {name!r}, {reason}" for s in sources}
@@ -165,6 +165,7 @@ class Reading:
             return Observed(
                 name, expectation.latents, ((),), Route.CLOSED_FORM, (), augmented,
                 expectation.log_concave, None,
+                correlated=name in self._survey.correlated,
             )  # fmt: skip
         found = frontier(self.program, [variable])
         num, form = len(found.roots), has_form(found, self.program.avals)
@@ -175,11 +176,8 @@ class Reading:
         )  # fmt: skip
 
 
-def _instead(reason: str, law: type) -> str:
-    """What to write where a likelihood is refused for this reason.
-
-    :param law: its class.
-    """
+def _instead(reason: str) -> str:
+    """What to write where a likelihood is refused for this reason."""
     if reason.startswith("scan "):
         return (
             "What a scan carries from step to step has to be affine in Gaussian "
@@ -191,12 +189,6 @@ def _instead(reason: str, law: type) -> str:
             "..., loadings=W.T); of several processes f[:, None] * W[0] + g[:, None] * "
             "W[1]. For sums over inputs write the process without inducing inputs, "
             'numpyro.sample("f", dist.MultivariateNormal(mean, kernel(X, X)))'
-        )
-    if law is dist.MultivariateNormal:
-        return (
-            "Data that are correlated have a latent in common: give it the covariance, "
-            'f = numpyro.sample("f", dist.MultivariateNormal(mean, covariance)), or '
-            "make it a GaussianProcess, and observe dist.Normal(f, noise)"
         )
     return (
         "Of softmax likelihoods Categorical(logits=eta) and Multinomial(total, "

@@ -14,6 +14,7 @@ from numpyro.distributions import constraints
 from numpyro_gpaug._numpyro import is_scanned
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.model.correlated_data import is_correlated
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import unobserved_error
@@ -30,9 +31,10 @@ SCALED = "its density is scaled, by handlers.scale or a plate that is subsampled
 class Survey:
     """The sites of a model, from a trace without arithmetic: names of its ``latent``
     and ``observed`` sites, ``candidates`` for a joint Gaussian and those among them
-    that are ``scanned``, latents that are ``held`` apart and why, ``plates``,
-    ``constraints`` of params, ``shapes`` of values and of ``functions``, the plates
-    that sites are ``inside`` of, and the ``dtype`` of the Gaussian.
+    that are ``scanned``, those observed that are ``correlated``, latents that are
+    ``held`` apart and why, ``plates``, ``constraints`` of params, ``shapes`` of values
+    and of ``functions``, the plates that sites are ``inside`` of, and the ``dtype`` of
+    the Gaussian.
 
     :param model: a NumPyro model.
     :param arguments: its arguments.
@@ -50,6 +52,7 @@ class Survey:
         self.candidates: list[GaussianSite] = []
         self.latent: list[str] = []
         self.observed: list[str] = []
+        self.correlated: set[str] = set()
         self.constraints: dict[str, Any] = {}
         self.held: list[tuple[str, str]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -102,6 +105,8 @@ class Survey:
                 self.inside[name] = {f.name for f in site["cond_indep_stack"]}
                 if self._is_data(site):
                     self.observed.append(name)
+                    if is_correlated(site["fn"]):
+                        self.correlated.add(name)
                 else:
                     self.latent.append(name)
                     _refuse(site, observes)

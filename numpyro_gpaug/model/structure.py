@@ -61,6 +61,8 @@ class Observed(NamedTuple):
     :param reason: why the site has no closed-form update, ``None`` if it has.
     :param factor: whether it is a :func:`numpyro.factor`, a term of the density that
         observes nothing.
+    :param correlated: whether it is Gaussian with a covariance; see
+        :mod:`~numpyro_gpaug.model.correlated_data`.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Observed(NamedTuple):
     log_concave: bool
     reason: str | None
     factor: bool = False
+    correlated: bool = False
 
     @property
     def predictors(self) -> tuple[str, ...]:

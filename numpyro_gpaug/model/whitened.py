@@ -22,6 +22,11 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.math.affine import AffineMap, unshared
+from numpyro_gpaug.model.correlated_data import (
+    independent_data,
+    is_correlated,
+    mean_of,
+)
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import Likelihood
@@ -58,7 +63,8 @@ class Parts(NamedTuple):
 
 
 def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]:
-    """``model`` with Gaussian sites filled in from standard normal numbers.
+    """``model`` with Gaussian sites filled in from standard normal numbers, and
+    correlated Gaussian data written as independent ones.
 
     :param z: by site; by process, what is added to its function values.
     """
@@ -74,7 +80,7 @@ def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]
         numbers, index = z[message["name"]], scan_index(message)
         return found.value(numbers if index is None else numbers[index])
 
-    return handlers.substitute(model, substitute_fn=filled)
+    return independent_data(handlers.substitute(model, substitute_fn=filled))
 
 
 def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
@@ -122,7 +128,10 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
                 check_shape(name, site)
             density = fn.log_prob(value)
             parts.densities[name] = density if scale is None else density * scale
-            if latent := _parameter(fn):
+            if is_correlated(fn):
+                parts.parameters[name] = mean_of(fn)
+                parts.rest[name] = *_rest(fn, "loc"), value, scale
+            elif latent := _parameter(fn):
                 parts.parameters[name] = getattr(base_distribution(fn), latent)
                 parts.rest[name] = *_rest(fn, latent), value, scale
             parts.likelihoods[name] = Likelihood((traceable(fn), value, scale))

@@ -344,6 +344,10 @@ class Predictor:
             )
         check_shape(site, message)
         value = message["value"]
+        if observed.correlated:
+            # One density for each datum, of several entries.
+            mask = getattr(message["fn"], "_mask", True)
+            return jnp.where(mask, fn.log_prob(value), 0)
         if observed.factor:
             return fn.log_prob(value)
         # Wrong labels would have a density of zero, or that of others.

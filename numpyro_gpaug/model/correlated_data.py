@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Gaussian data whose entries are correlated: several outcomes of one subject,
+residuals along time or space.
+
+With a covariance ``S = L L'`` that depends on no Gaussian latent, and a mean ``eta``
+that is affine in them,
+
+.. math:: \log N(y | \eta, L L') = \sum_i \log N(0 | c (L^{-1} (\eta - y))_i, c^2),
+   \quad c^n = |L|:
+
+independent normal data of other predictors, which are affine too. Nothing else in the
+package has to know of covariances of data, until they are predicted.
+
+Reference: Aitken (1935), On least squares and linear combination of observations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+from numpyro import handlers
+from numpyro.infer.reparam import Reparam
+
+from numpyro_gpaug.likelihoods.expectations import base_distribution, feasible
+from numpyro_gpaug.math import linalg
+from numpyro_gpaug.model.gaussians import car_precision
+
+_LAWS = dist.MultivariateNormal, dist.LowRankMultivariateNormal, dist.CAR
+
+
+def is_correlated(fn: Any) -> bool:
+    """Whether a law is a Gaussian with a mean and a covariance, however it is wrapped.
+
+    :param fn: of a site.
+    """
+    return isinstance(base_distribution(fn), _LAWS)
+
+
+def mean_of(fn: Any) -> Array:
+    """The mean of such a law, in the shape of its values.
+
+    :param fn: of a site.
+    """
+    return jnp.broadcast_to(base_distribution(fn).loc, fn.shape())
+
+
+def covariance_of(fn: Any) -> Array:
+    """The covariance of its entries, (..., n, n), or that of the independent ones that
+    they were written as.
+
+    :param fn: of a site.
+    """
+    base = base_distribution(fn)
+    if isinstance(base, dist.Normal):
+        return jnp.square(base.scale)[..., None] * jnp.eye(base.scale.shape[-1])
+    return _factor_and_covariance(base)[1]
+
+
+def independent_data(model: Callable[..., Any]) -> Callable[..., Any]:
+    """``model`` with correlated Gaussian data written as independent ones.
+
+    :param model: a NumPyro model.
+    """
+
+    def chosen(message: dict[str, Any]) -> Reparam | None:
+        fn, value = message["fn"], message["value"]
+        # Data of another shape are refused where sites are checked.
+        right = message["is_observed"] and jnp.shape(value) == fn.shape()
+        return _Independent() if right and is_correlated(fn) else None
+
+    return handlers.reparam(model, config=chosen)
+
+
+class _Independent(Reparam):
+    """See :func:`independent_data`."""
+
+    def __call__(self, name: str, fn: Any, obs: Any) -> tuple[Any, Array]:
+        factor, _ = _factor_and_covariance(base_distribution(fn))
+        apart = mean_of(fn) - feasible(fn, obs)
+        diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
+        scale = jnp.exp(-jnp.log(diagonal).mean(-1, keepdims=True))
+        scale = jnp.broadcast_to(scale, apart.shape)
+        away = scale * (factor @ apart[..., None])[..., 0]
+        law = dist.Normal(away, scale).to_event(fn.event_dim)
+        if isinstance(fn, dist.MaskedDistribution):
+            law = law.mask(fn._mask)
+        return law, jnp.zeros_like(away)
+
+
+def _factor_and_covariance(base: Any) -> tuple[Array, Array]:
+    """A triangular W, with ``W' W`` the inverse of the covariance, and this."""
+    if isinstance(base, dist.CAR):
+        factor = linalg.cholesky(car_precision(base))
+        inverse = linalg.inverse_lower(factor)
+        return factor.mT, inverse.mT @ inverse
+    if isinstance(base, dist.LowRankMultivariateNormal):
+        covariance = base.covariance_matrix
+        return linalg.inverse_cholesky(covariance), covariance
+    factor = base.scale_tril
+    return linalg.inverse_lower(factor), factor @ factor.mT

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussian data whose entries are correlated, against linear algebra."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.infer.util import log_density
+from scipy.stats import multivariate_normal
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.correlated_data import independent_data
+
+N, G = 7, 3
+RNG = np.random.default_rng(3)
+X, NEW = RNG.normal(size=(N, 2)), RNG.normal(size=(4, 2))
+GROUP, AMONG = np.arange(N) % G, np.array([0, 1, 2, 1])
+Y, HELD = RNG.normal(size=(N, 2)), RNG.normal(size=(4, 2))
+NOISE = np.array([[0.5, 0.3], [0.3, 0.4]])
+STEPS = 0.5 * 0.8 ** np.abs(np.subtract.outer(np.arange(N), np.arange(N)))
+
+
+def outcomes(X, group, seen, Y=None, *, groups=G):
+    """Two outcomes of each datum, which have noise in common."""
+    slopes = numpyro.sample("slopes", dist.Normal(0, 2).expand([2, 2]).to_event(2))
+    with numpyro.plate("groups", groups):
+        b = numpyro.sample("b", dist.Normal(0, 0.7).expand([2]).to_event(1))
+    with numpyro.plate("data", len(X)), handlers.mask(mask=seen):
+        law = dist.MultivariateNormal(X @ slopes + b[group], NOISE)
+        numpyro.sample("Y", law, obs=Y)
+
+
+def design(X, group):
+    """The outcomes' coefficients in the standard normal numbers of :func:`outcomes`."""
+    found = np.zeros((len(X), 2, 4 + 2 * G))
+    for k in range(2):
+        found[:, k, [k, 2 + k]] = 2 * X
+        found[np.arange(len(X)), k, 4 + 2 * group + k] = 0.7
+    return found
+
+
+def posterior_of(J, noise, y):
+    """Mean and covariance of standard normal numbers, and the log evidence."""
+    given = np.linalg.solve(noise, J)
+    covariance = np.linalg.inv(np.eye(J.shape[1]) + J.T @ given)
+    evidence = multivariate_normal(np.zeros(len(J)), J @ J.T + noise).logpdf(y)
+    return covariance @ given.T @ y, covariance, evidence
+
+
+@pytest.mark.parametrize("covariance", ["dense", "arrow"])
+def test_several_outcomes_of_a_datum_against_linear_algebra(x64, covariance):
+    seen = np.array([1, 1, 0, 1, 1, 0, 1], bool)
+    data = np.where(seen[:, None], Y, np.nan)
+    # Groups are eliminated where they are many.
+    groups = G if covariance == "dense" else 200
+    svi = gpaug.ConjugateSVI(outcomes, gpaug.AutoLatentGaussian(outcomes))
+    fit = svi.run(
+        jax.random.key(0), 20, X, GROUP, seen, data, groups=groups, progress_bar=False
+    )
+    assert ("arrow" in repr(svi.guide)) == (covariance == "arrow")
+    kept = np.flatnonzero(seen)
+    J = design(X, GROUP)[kept].reshape(-1, 4 + 2 * G)
+    noise = np.kron(np.eye(len(kept)), NOISE)
+    mean, spread, evidence = posterior_of(J, noise, Y[kept].ravel())
+    np.testing.assert_allclose(-fit.losses[-1], evidence, rtol=1e-9)
+
+    posterior, all_of = svi.posterior(fit), np.ones(4, bool)
+    J = design(NEW, AMONG)
+    law = posterior.predict_y(NEW, AMONG, all_of, groups=groups)
+    expected = J @ spread @ J.mT + NOISE
+    np.testing.assert_allclose(law.mean, J @ mean, rtol=1e-8)
+    np.testing.assert_allclose(law.covariance_matrix, expected, rtol=1e-8)
+    none = all_of.copy()
+    none[1] = False
+    found = posterior.log_prob(NEW, AMONG, none, HELD, groups=groups)
+    parts = zip(J @ mean, expected, HELD, strict=True)
+    densities = np.array([multivariate_normal(m, c).logpdf(y) for m, c, y in parts])
+    np.testing.assert_allclose(found, densities * none, rtol=1e-8)
+    means = posterior.predict_f(NEW, AMONG, all_of, site="Y", groups=groups).mean
+    np.testing.assert_allclose(means, J @ mean, rtol=1e-8)
+
+
+def series(X, y=None):
+    """Residuals that are correlated along the rows."""
+    b = numpyro.sample("b", dist.Normal(0, 3).expand([2]).to_event(1))
+    covariance = jnp.asarray(STEPS)[: len(X), : len(X)]
+    numpyro.sample("y", dist.MultivariateNormal(X @ b, covariance), obs=y)
+
+
+def test_data_that_are_all_correlated_against_linear_algebra(x64):
+    svi = gpaug.ConjugateSVI(series, gpaug.AutoLatentGaussian(series))
+    fit = svi.run(jax.random.key(0), 20, X, Y[:, 0], progress_bar=False)
+    mean, spread, evidence = posterior_of(3 * X, STEPS, Y[:, 0])
+    np.testing.assert_allclose(-fit.losses[-1], evidence, rtol=1e-9)
+    J = 3 * NEW
+    with pytest.warns(UserWarning, match="'y' are correlated .* another set"):
+        law = svi.posterior(fit).predict_y(NEW)
+    expected = J @ spread @ J.T + STEPS[:4, :4]
+    np.testing.assert_allclose(law.mean, J @ mean, rtol=1e-8)
+    np.testing.assert_allclose(law.covariance_matrix, expected, rtol=1e-8)
+
+
+def in_a_plate(law):
+    with numpyro.plate("data", N):
+        return numpyro.sample("y", law, obs=Y)
+
+
+ROAD = np.eye(N, k=1) + np.eye(N, k=-1)
+LAWS = {
+    "factor of each datum": lambda a: in_a_plate(
+        dist.MultivariateNormal(
+            a, scale_tril=jnp.linalg.cholesky(NOISE) * (1 + X[:, :1, None] ** 2)
+        )
+    ),
+    "precision": lambda a: in_a_plate(
+        dist.MultivariateNormal(a, precision_matrix=jnp.asarray(NOISE))
+    ),
+    "low rank": lambda a: numpyro.sample(
+        "y",
+        dist.LowRankMultivariateNormal(a * X[:, 0], X, 0.1 + jnp.square(X[:, 1])),
+        obs=Y[:, 0],
+    ),
+    "areas": lambda a: numpyro.sample(
+        "y", dist.CAR(a * X[:, 0], 0.7, 2.0, ROAD), obs=Y[:, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("sample", LAWS.values(), ids=LAWS.keys())
+def test_independent_data_have_the_same_density_and_derivatives(x64, sample):
+    def model():
+        sample(numpyro.sample("a", dist.Normal(0, 1)))
+
+    @jax.jit
+    def densities(a):
+        both = independent_data(model), model
+        return jnp.stack([log_density(m, (), {}, {"a": a})[0] for m in both])
+
+    at = jnp.asarray(-2.0), jnp.asarray(1.0)
+    for ours, theirs in jax.jit(lambda *a: jax.jvp(densities, a[:1], a[1:]))(*at):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10)
+
+
+def test_hyperparameters_of_a_covariance_are_integrated(x64):
+    def model(X, y=None):
+        rho = numpyro.sample("rho", dist.Uniform(0, 1))
+        b = numpyro.sample("b", dist.Normal(0, 3).expand([2]).to_event(1))
+        steps = jnp.abs(jnp.subtract.outer(jnp.arange(len(X)), jnp.arange(len(X))))
+        numpyro.sample("y", dist.MultivariateNormal(X @ b, rho**steps), obs=y)
+
+    nested = gpaug.NestedVI(model, progress_bar=False)
+    nested.run(jax.random.key(0), X, Y[:, 0])
+    rho = (np.arange(4000) + 0.5) / 4000
+    steps = np.abs(np.subtract.outer(np.arange(N), np.arange(N)))
+    whole = 9 * X @ X.T + rho[:, None, None] ** steps
+    quadratic = np.linalg.solve(whole, Y[:, :1])[..., 0] @ Y[:, 0]
+    logs = -0.5 * (quadratic + np.linalg.slogdet(2 * np.pi * whole)[1])
+    weights = np.exp(logs)
+    expected = weights @ rho / weights.sum()
+    assert nested.certified
+    found = nested.summary().loc["rho"]
+    assert abs(found["mean"] - expected) < 0.1 * found["sd"]
+    error = nested.get_extra_fields()["log_evidence_error"]
+    found = nested.get_extra_fields()["log_evidence"]
+    assert abs(found - np.log(weights.mean())) < max(4 * error, 1e-3)
+
+
+def test_covariances_that_depend_on_latents_hold_these():
+    def model(X, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 3).expand([2]).to_event(1))
+        s = numpyro.sample("s", dist.Normal(0, 1))
+        covariance = jnp.exp(s) * jnp.eye(N)
+        numpyro.sample("y", dist.MultivariateNormal(X @ b, covariance), obs=y)
+
+    guide = gpaug.AutoLatentGaussian(model)
+    guide.setup(X, Y[:, 0])
+    assert "s  ()    held apart" in repr(guide)
+    assert "observed, in closed form" in repr(guide)
