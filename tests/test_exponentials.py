@@ -12,7 +12,7 @@ from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.expectation import PredictorMoments
 from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.joint_expectation import Split
-from tests.test_frontier import COUNTS, SPLIT, eta, split_at
+from tests.test_frontier import COUNTS, SHARES, SPLIT, eta, split_at
 
 EXPONENTIAL = {
     "poisson", "gamma", "weibull", "censored", "matrix", "event", "masked", "factor",
@@ -22,6 +22,11 @@ TOLD = {
     # Sums within a datum of which something else is a function.
     "sum of rates": (
         lambda z: jnp.log(jnp.exp(eta(z)[:, None] * jnp.arange(3.0)).sum(1)),
+        False,
+    ),
+    # Two of them side by side, in one array.
+    "beta of rates": (
+        lambda z: dist.Beta(jnp.exp(eta(z)), jnp.exp(-eta(z))).log_prob(SHARES),
         False,
     ),
     "rate and a constant": (

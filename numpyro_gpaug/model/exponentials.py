@@ -252,6 +252,8 @@ def _after_sums(eqn: Any, operands: list[Any]) -> Any:
         return jax.tree.map(lambda x: eqn.primitive.bind(x, **eqn.params), like)
     if name in _UNARY:
         return _UNARY[name](like)
+    if name not in _BINARY and name not in ("pow", "integer_pow", "select_n"):
+        raise NoFormError(name)
     # An axis of size 1 goes with one of any size.
     shape = eqn.outvars[0].aval.shape
     operands = [_broadcast(x, shape) for x in operands]
@@ -260,9 +262,7 @@ def _after_sums(eqn: Any, operands: list[Any]) -> Any:
     if name in ("pow", "integer_pow"):
         base, *exponent = operands
         return _powered(base, exponent[0] if exponent else eqn.params["y"])
-    if name == "select_n":
-        return _selected(*operands)
-    raise NoFormError(name)
+    return _selected(*operands)
 
 
 def _powered(base: Any, exponent: Any) -> ExponentialSum:
