@@ -15,7 +15,8 @@ from numpyro_gpaug.model.joint_expectation import Split
 from tests.test_frontier import COUNTS, SHARES, SPLIT, eta, split_at
 
 EXPONENTIAL = {
-    "poisson", "gamma", "weibull", "censored", "matrix", "event", "masked", "factor",
+    "poisson", "gamma", "weibull", "censored", "matrix", "matrix as one datum", "event",
+    "masked", "factor",
 }  # fmt: skip
 TOLD = {
     **{name: (density, name in EXPONENTIAL) for name, (density, _) in SPLIT.items()},

@@ -90,6 +90,14 @@ SPLIT = {
     "censored": (censored, [N]),
     "preference": (preference, [20]),
     "matrix": (matrix, [4 * N]),
+    "matrix as one datum": (
+        lambda z: (
+            dist.Poisson(jnp.exp(eta(z)[:, None] + z[10:14]))
+            .to_event(2)
+            .log_prob(jnp.ones((N, 4), int))
+        ),
+        [4 * N],
+    ),
     "event": (
         lambda z: dist.Poisson(jnp.exp(eta(z))).to_event(1).log_prob(COUNTS),
         [N],

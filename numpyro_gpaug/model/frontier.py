@@ -261,6 +261,14 @@ class _Apart:
 
     def _reshaped(self, eqn: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        first, num = axes[0], len(axes)
+        whole = prod(before[first : first + num])
+        if num > 1 and axes == tuple(range(first, first + num)):
+            # Side by side in their own order they may become one (to_event(2) does).
+            ahead = prod(before[:first])
+            for b, n in enumerate(after):
+                if n == whole and prod(after[:b]) == ahead:
+                    return (b,)
         found = []
         for a in axes:
             ahead = prod(before[:a])
