@@ -156,6 +156,20 @@ def test_noise_is_told_from_curvature(x64) -> None:
             quasi_newton.warn_of_noise(search, structure)
 
 
+def test_a_search_ends_where_known_curvature_promises_nothing(x64) -> None:
+    start = [-1.2, 1.0, 0.3, -0.7, 2.0]
+    # Of few points curvature is not known, however little they promise.
+    *_, early = climb(rosenbrock, start, 5)
+    assert quasi_newton.patience(early, 1e6) == quasi_newton.PATIENCE
+    bounds, _, hyper = climb(rosenbrock, start, 120)
+    assert quasi_newton.patience(hyper, 1e-3) == 1
+    assert quasi_newton.patience(hyper, 0.0) == quasi_newton.PATIENCE
+    for evaluations in range(20, 45, 8):
+        bounds, _, hyper = climb(rosenbrock, start, evaluations)
+        over = quasi_newton.patience(hyper, 1e-3) == 1
+        assert over == (bounds[-1] > -1e-5)
+
+
 def test_steps_double_where_the_slope_stays(x64) -> None:
     bounds, _, hyper = climb(flat, [0.0] * 5, 16)
     assert (np.diff(bounds) > 0).all()

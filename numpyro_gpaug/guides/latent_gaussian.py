@@ -216,10 +216,13 @@ class AutoLatentGaussian(ProcessGuide):
     # Natural parameters.
 
     def initial_natural(self, given: dict[str, Any]) -> dict[str, Natural]:
-        """Where it starts: the prior.
+        """Values to start from, the prior's where they are not given; nothing where
+        none are, as :meth:`start_at` knows better.
 
-        :param given: values to start from instead, by param name.
+        :param given: values by param name.
         """
+        if set(self.own_params()).isdisjoint(given):
+            return {}
         start: Any = self._prior
         named = zip(self.own_params(), start, strict=True)
         values = (given.get(name, x[0])[None].astype(x.dtype) for name, x in named)
@@ -247,7 +250,7 @@ class AutoLatentGaussian(ProcessGuide):
         :param given: values to start from instead, by param name.
         :param view: the model at initial params.
         """
-        if not set(self.own_params()).isdisjoint(given):
+        if natural:
             return natural
         map_ = view.maps()[JOINT]
         single = map_.single if isinstance(map_, PairedMap) else map_
@@ -331,7 +334,7 @@ class AutoLatentGaussian(ProcessGuide):
             scale = START * jnp.eye(structure.size, dtype=structure.dtype)
             pairs = zip(names, (zeros, scale), strict=True)
             return _factored({name: numpyro.param(name, x) for name, x in pairs})
-        start: Any = self.initial_natural({})[JOINT]
+        start: Any = self._prior
         params = [
             numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
             for name, x in zip(names, start, strict=True)

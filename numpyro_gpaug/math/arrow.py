@@ -214,18 +214,17 @@ class ArrowNatural(NamedTuple):
         """
         groups, each, size = self.border.shape[1:]
         inverse = small.inverse_cholesky(self.groups)
-        half = inverse @ self.border
+        half = small.product(inverse, self.border)
         flat = half.reshape(1, groups * each, size)
         schur = self.corner - flat.mT @ flat
         whitener = linalg.inverse_cholesky(schur)
         own, corner = self.sizes.split(self.potential)
         white = (inverse * own[..., None, :]).sum(-1)
-        corner = corner - (half * white[..., None]).sum((1, 2))
-        corner = (whitener * corner[..., None, :]).sum(-1)
-        corner = (whitener * corner[..., None]).sum(-2)
-        white = white - (half * corner[:, None, None]).sum(-1)
+        corner = corner - jnp.vecmat(white.reshape(1, -1), flat)
+        corner = jnp.vecmat(jnp.matvec(whitener, corner), whitener)
+        white = white - jnp.matvec(flat, corner).reshape(white.shape)
         mean = (inverse * white[..., None]).sum(-2)
-        shrunk = inverse.mT @ (flat @ whitener.mT).reshape(half.shape)
+        shrunk = small.product(inverse.mT, (flat @ whitener.mT).reshape(half.shape))
         mean = self.sizes.joined(mean, corner)
         return ArrowMoments(mean, inverse, shrunk, whitener)
 

@@ -112,11 +112,12 @@ class Compiled:
         update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = jax.tree.leaves((args, kwargs))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
+        leaves, tree = jax.tree.flatten((args, dynamic))
+        if are_traced(leaves):
             return self._inner(*args, **kwargs)
         try:
-            return self._program(args, kwargs)(*args, **kwargs)
+            return self._program(leaves, tree, args, kwargs)(*args, **kwargs)
         except ValueError as error:
             # A program around it may trace what is given no traced argument.
             if "top-level" not in str(error):
@@ -146,12 +147,12 @@ class Compiled:
             return self._inner
         return jax.jit(self._function, compiler_options=options, **self._options)
 
-    def _program(self, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _program(
+        self, leaves: list[Any], tree: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         if self._whole is self._unoptimised:
             return self._whole
-        dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
         static = tuple((k, v) for k, v in kwargs.items() if k in self._static)
-        leaves, tree = jax.tree.flatten((args, dynamic))
         key = tree, static, tuple(getattr(x, "shape", ()) for x in leaves)
         chosen = self._chosen.get(key)
         if chosen is None:
@@ -170,6 +171,22 @@ class Compiled:
 # are called some times: a notebook looks at a posterior again and again.
 once = partial(Compiled, runs=1)
 few = partial(Compiled, runs=50)
+
+
+# Types of leaves that are none of tracers.
+_CONCRETE: set[type] = set()
+
+
+def are_traced(leaves: list[Any]) -> bool:
+    """Whether any leaf is a tracer: asked of types, which are few, and one by one only
+    of those not seen before."""
+    types = set(map(type, leaves))
+    if types <= _CONCRETE:
+        return False
+    if any(issubclass(x, jax.core.Tracer) for x in types):
+        return True
+    _CONCRETE.update(types)
+    return False
 
 
 class Work(NamedTuple):

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from numpyro_gpaug.model.latents import JointStructure
 
-# The program of other forms is longer: so many operations it has to save.
-_OVERHEAD = 5e7
+# The programs of other forms take a quarter of a second longer to compile: so many
+# operations they have to save, as long as that in two hundred sweeps, ten fits.
+_OVERHEAD = 2e7
 
 
 def dense_cost(rows: int, size: int) -> float:
@@ -36,11 +37,9 @@ def cost(structure: JointStructure, rows: int) -> float:
 class Purpose(NamedTuple):
     """What a form is chosen for.
 
-    :param uses: how many times as long as a fit's the program's savings are counted.
     :param apart: groups from which on they are wanted as such, whatever it costs.
     """
 
-    uses: float = 1.0
     apart: float = inf
 
     def overhead(self, form: JointStructure) -> float:
@@ -50,7 +49,7 @@ class Purpose(NamedTuple):
         """
         if not form.chains and form.sizes.groups >= self.apart:
             return 0.0
-        return _OVERHEAD / self.uses
+        return _OVERHEAD
 
     def contents(self, structure: JointStructure, rows: int) -> bool:
         """Whether one dense matrix is as good as any form can be.
@@ -59,7 +58,7 @@ class Purpose(NamedTuple):
         :param rows: how many predictors there are.
         """
         largest = max((prod(s.shape) for s in structure.sites), default=0)
-        cheap = dense_cost(rows, structure.size) < _OVERHEAD / self.uses
+        cheap = dense_cost(rows, structure.size) < _OVERHEAD
         return cheap and largest < self.apart
 
 

@@ -28,7 +28,12 @@ from numpyro_gpaug.math.expectation import PredictorMoments, expected_sum
 from numpyro_gpaug.model.exponentials import expectation
 from numpyro_gpaug.model.frontier import Frontier
 from numpyro_gpaug.model.latents import JOINT
-from numpyro_gpaug.model.predictors import Likelihood, closed_form, scaled_sum
+from numpyro_gpaug.model.predictors import (
+    Likelihood,
+    are_normal,
+    closed_form,
+    scaled_sum,
+)
 from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import Observed
 
@@ -157,6 +162,11 @@ class JointExpectation:
     shapes: tuple[tuple[tuple[int, ...], str], ...]
     frontiers: tuple[tuple[str, Any], ...]
     bound: str
+
+    @property
+    def quadratic(self) -> bool:
+        """See :func:`~numpyro_gpaug.model.predictors.are_normal`."""
+        return are_normal(self.sites, self.likelihoods)
 
     def __call__(self, at: dict[str, Any], bound: str | None = None) -> Array:
         """The sum over sites of their expectations.

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug._numpyro import Ordered
@@ -168,6 +169,11 @@ class ExpectedLogLikelihood:
     sites: tuple[Observed, ...]
     bound: str
 
+    @property
+    def quadratic(self) -> bool:
+        """See :func:`are_normal`."""
+        return are_normal(self.sites, self.likelihoods)
+
     def __call__(self, at: dict[str, Marginals], bound: str | None = None) -> Array:
         """The sum over sites of their scaled, masked expectations.
 
@@ -190,6 +196,19 @@ class ExpectedLogLikelihood:
                 term = closed_form(site, fn, value, carried, bound)
             total = total + scaled_sum(term, scale)
         return total
+
+
+def are_normal(sites: tuple[Observed, ...], likelihoods: dict[str, Likelihood]) -> bool:
+    """Whether the expected log-likelihood is quadratic in the latents, so that Gaussian
+    factors are the same wherever they are taken.
+
+    :param sites: observed sites.
+    :param likelihoods: by site, of those in closed form.
+    """
+    closed = [s.name for s in sites if s.route is Route.CLOSED_FORM]
+    rest = [s for s in sites if s.route not in (Route.CLOSED_FORM, Route.CONSTANT)]
+    laws = [type(base_distribution(likelihoods[name].fn)) for name in closed]
+    return not rest and all(law is dist.Normal for law in laws)
 
 
 def of_site(

@@ -180,7 +180,7 @@ class Arguments(NamedTuple):
         among devices, those of all are."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # NumPy arrays cannot be indexed by the traced indices of a plate.
-        arrays = tuple(map(as_array, filter(is_array, leaves)))
+        arrays = as_arrays([x for x in leaves if is_array(x)])
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
         given = cls(arrays, (treedef, static, None))
         return given.on(given.mesh)
@@ -302,10 +302,12 @@ def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
     return handlers.substitute(fn, substitute_fn=filled)
 
 
-def as_array(leaf: Any) -> Array:
-    """An array argument as one of JAX's, a copy of NumPy's: ``jnp.asarray`` compiles a
+def as_arrays(leaves: list[Any]) -> tuple[Array, ...]:
+    """Array arguments as JAX's, NumPy's by one transfer: ``jnp.asarray`` compiles a
     program for each shape."""
-    return leaf if isinstance(leaf, Array) else jax.device_put(leaf, may_alias=False)
+    given = [x for x in leaves if not isinstance(x, Array)]
+    placed = iter(jax.device_put(given, may_alias=False) if given else ())
+    return tuple(x if isinstance(x, Array) else next(placed) for x in leaves)
 
 
 def any_key() -> Array:

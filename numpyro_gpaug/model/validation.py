@@ -57,8 +57,24 @@ def check_arguments(
         _check_kind(name, value, rows)
         for leaf in jax.tree.leaves(value):
             traced = isinstance(leaf, jax.core.Tracer)
-            if isinstance(leaf, np.ndarray | jax.Array) and not traced:
+            arrays = isinstance(leaf, np.ndarray | jax.Array)
+            if arrays and not traced and not _is_plain(leaf):
                 _check_array(name, leaf, uses)
+
+
+# Of the kinds of numbers, those that every JAX has or takes for one that it has.
+_PLAIN = tuple(map(np.dtype, (bool, np.int32, np.int64, np.float32, np.float64)))
+# No squares of these are zero in any dtype.
+_NOT_TINY = 1e-18
+
+
+def _is_plain(array: Any) -> bool:
+    """Whether its extremes alone tell that :func:`_check_array`, which takes longer,
+    has nothing to say of an array."""
+    known = type(array) is np.ndarray and array.dtype in _PLAIN
+    if not (known and are_moderate([array])):
+        return False
+    return array.dtype.kind != "f" or max(array.max(), -array.min()) > _NOT_TINY
 
 
 def are_moderate(arrays: Iterable[np.ndarray]) -> bool:

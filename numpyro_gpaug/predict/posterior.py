@@ -21,7 +21,7 @@ from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.observations import check_observations
-from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.structure import Arguments, Structure, remembered
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.calls import Calls
 from numpyro_gpaug.predict.joint import predictor_for, warn_of_quadrature
@@ -68,6 +68,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         self._fit_arguments = arguments
         self._calls = Calls(predictor, fitted, arguments)
         self._sites: dict[str, SiteMoments] = {}
+        self._laws: dict[str, Distribution] = {}
         self._rule_errors: dict[str, float] = {}
 
     @classmethod
@@ -228,7 +229,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             weight vector.
         """
         if site in self._sites:
-            return self._sites[site].distribution
+            # Of a covariance it takes a factorisation.
+            return remembered(self._laws, site, lambda: self._sites[site].distribution)
         weights = self.weights
         if site not in weights:
             if site in self._fitted.values and not site.endswith("_auto_loc"):

@@ -33,12 +33,10 @@ class _Left:
 
 
 class _OfManyPoints(AutoLatentGaussian):
-    """Fits at some 600 hyperparameters, of which each starts near its end. An arrow's
-    programs take seven seconds longer to compile than dense ones: what these lose at
-    600 points by ``2e7`` operations a sweep. Where there are groups enough to be
-    weighed apart, that is worth it anyway."""
+    """Fits at many hyperparameters. Where there are groups enough to be weighed apart,
+    they are held as such."""
 
-    _purpose = Purpose(2.5, FEWEST)
+    _purpose = Purpose(FEWEST)
 
 
 class CollapsedBounds:

@@ -254,11 +254,13 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             :class:`~numpyro_gpaug.Blocks` of them, and all else by name.
         :param progress_bar: whether to show one.
         :param tol: stop once the bound has not risen by ``tol`` nats. On full data:
-            within three steps; with L-BFGS, within five that were not undone (1e-3 if
-            ``tol`` is not given); with optax, within 40 (times ``hyper_every``), or a
-            fifth of those taken if that is more, as slow progress is progress; steps
-            that were undone do not count. On minibatches: from one epoch's mean to the
-            next. ``None`` or 0: never.
+            within three steps, or by a quarter of that in a whole step after one that
+            rose; with L-BFGS, within five that were not undone, or in one where the
+            next, by curvature known in all directions, promises less than a hundredth
+            of it (1e-3 if ``tol`` is not given); with optax, within 40 (times
+            ``hyper_every``), or a fifth of those taken if that is more, as slow
+            progress is progress; steps that were undone do not count. On minibatches:
+            from one epoch's mean to the next. ``None`` or 0: never.
         :param init_state: a state to continue from.
         :param init_params: constrained values to start from, by param name.
         :param callback: called about once a second, or every ten where steps are slow,

@@ -149,6 +149,14 @@ class LatentGaussian:
         """Of the bound; other latents may be in JAX's default dtype."""
         return jnp.result_type(*(prior.loc for prior in self.priors.values()))
 
+    @property
+    def quadratic(self) -> bool:
+        """Whether a whole step of one latent alone leads to the optimum, wherever it is
+        taken from."""
+        likelihood: Any = self.likelihood
+        single = sum(len(prior.loc) for prior in self.priors.values()) == 1
+        return single and likelihood.quadratic
+
     # Minibatches of latents.
 
     def select(self, natural: Natural) -> Natural:

@@ -14,12 +14,17 @@ from numpyro_gpaug.infer.vi.epochs import drawn_batch
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
+from numpyro_gpaug.infer.vi.sweeps import was_whole
 from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.observations import all_valid
 from numpyro_gpaug.model.structure import Arguments
 
 # Steps of one compiled loop.
 CHUNK = 100
+# Steps without a rise by the tolerance that end a run at fixed hyperparameters. After
+# one that rose a single whole step does, if it rose by less than this part of it: what
+# is still to come falls at least as fast.
+PATIENCE, SHORT = 3, 0.25
 # Minibatches on which two states are compared.
 BATCHES = 16
 
@@ -63,12 +68,13 @@ def run_chunk(
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
-        patience: Any = 3
+        patience: Any = PATIENCE
         if stepper.searches:
             search = state.hyper.optim_state
             # One that was exhausted before tries once more.
             search = search._replace(exhausted=search.exhausted & (i > 0))
-            patience = quasi_newton.patience(search, tol)
+            hyper = state.hyper._replace(optim_state=search)
+            patience = quasi_newton.patience(hyper, tol)
         elif stepper.learns:
             patience = jnp.maximum(40 * stepper.every, state.step // 5)
         return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
@@ -99,7 +105,11 @@ def counted(state: ConjugateState, new: ConjugateState, tol: Any) -> ConjugateSt
     rose = new.bound - state.mark >= tol
     # A refused update says nothing: less of it follows, or another.
     rests = new.hyper is state.hyper
-    tried = 1 if rests else jnp.int32(new.hyper.scale >= state.hyper.scale)
+    tried: Any = jnp.int32(new.hyper.scale >= state.hyper.scale)
+    if rests:
+        short = new.bound - state.bound < SHORT * tol
+        short &= (state.stalled == 0) & was_whole(state.step_sizes, new.step_sizes)
+        tried = jnp.where(short, PATIENCE, 1)
     return new._replace(
         mark=jnp.where(rose, new.bound, state.mark),
         stalled=jnp.where(rose, 0, state.stalled + tried), step=state.step + 1,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.feeds import Reader
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.infer.vi.loop import counted
+from numpyro_gpaug.infer.vi.loop import PATIENCE, counted
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.searching import Collapsed, goes_on, searched
@@ -40,9 +40,6 @@ from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.observations import all_valid
 from numpyro_gpaug.model.structure import Arguments
-
-# Steps without a rise of the bound that end a run, as in memory.
-PATIENCE = 3
 
 
 class Pass(NamedTuple):
@@ -175,6 +172,7 @@ def add_gradient(
 
 
 _moved, _goes_on = few(quasi_newton.moved), few(goes_on)
+_patience = few(quasi_newton.patience)
 _empty, _mix, _after = few(Memory.empty), few(mixed), few(Memory.after)
 
 
@@ -252,7 +250,7 @@ class Passes:
             losses.append(np.asarray(-state.bound))
             patience: Any = PATIENCE
             if self._searches:
-                patience = quasi_newton.patience(state.hyper.optim_state, tol)
+                patience = _patience(state.hyper, tol)
             if tol > 0 and state.stalled >= patience:
                 break
         return state, np.array(losses)

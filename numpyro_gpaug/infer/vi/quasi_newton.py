@@ -52,6 +52,9 @@ NOISY = 0.5
 # Steps without a rise that end a search; of one whose bounds are known to less than so
 # many nats, which sees slower that they rise.
 PATIENCE, LONG_PATIENCE, RESOLVED = 5, 15, 0.1
+# One ends it where so little of the rise that would count is promised by curvature
+# known in all directions.
+PROMISED = 0.01
 
 
 class Search(NamedTuple):
@@ -215,14 +218,19 @@ def refused(
     return Hyper(hyper.values, unravel(update), scale, search)
 
 
-def patience(search: Search, tol: Any) -> Array:
+def patience(hyper: Hyper, tol: Any) -> Array:
     """Steps without a rise by ``tol`` that end a search.
 
-    :param search: how it goes.
+    :param hyper: how it goes.
     :param tol: in nats.
     """
+    search: Search = hyper.optim_state
     noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
     most = jnp.where(noisy, LONG_PATIENCE, PATIENCE)
+    # Of a new direction, not of less of one.
+    known = (search.memory.count > search.here.size) & (hyper.scale == 1)
+    known = known & ~search.steepest & ~noisy
+    most = jnp.where(known & (_slope(hyper) < PROMISED * tol), 1, most)
     return jnp.where(search.exhausted, 0, most)
 
 

@@ -86,17 +86,16 @@ class Runs:
             state = started(init_params)
         else:
             check_state(state, "init_state")
-            state = copied(state)
+            state = _unmarked(copied(state))
         plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
         check_latents(plan.structure, arguments.mesh)
-        state = _unmarked(state)
         feed = self._feed(given, arguments, plan, fingerprint(first.arrays))
         searches = self._settings.optim == LBFGS and not init_params
         opposite = _opposite(state, plan.structure) if fresh and searches else {}
         if opposite and given.batches is None:
             limit = np.zeros((), state.bound.dtype)
-            both = state, _unmarked(started(opposite))
+            both = state, started(opposite)
             ends = [feed.steps(copied(each), 1, limit) for each in both]
             losses = [float(loss[-1]) for _, loss in ends]
             state = both[losses[1] < losses[0]]

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
-from numpyro_gpaug.infer.vi.sweeps import slopes_at
+from numpyro_gpaug.infer.vi.sweeps import slopes_at, was_whole
 
 # Moves of the blocks, at most, and the rise in nats that ends those of a fit.
 MAX_MOVES, SETTLED = 50, 1e-4
@@ -73,9 +73,11 @@ def settled(
         else:
             # Of the first move too, which evaluates where it starts: a start close to
             # the optimum takes one move.
-            place = sweep(*place, moves, first)
+            steps, place = place[2], sweep(*place, moves, first)
             rise = place[1].rise
             total += rise
+            if problem.quadratic:
+                rise = jnp.where(was_whole(steps, place[2]), 0, rise)
         return moves + 1, place, rise, total, memory
 
     unevaluated = problem.unevaluated(natural)

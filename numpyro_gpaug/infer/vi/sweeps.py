@@ -227,6 +227,16 @@ def next_step(step: Array, tries: Array, largest_step: float) -> Array:
     return jnp.clip(grown, 2.0**-MAX_HALVINGS, largest_step)
 
 
+def was_whole(before: dict[str, Array], after: dict[str, Array]) -> Array:
+    """Whether every block took a whole step at the first attempt.
+
+    :param before: the first step sizes tried.
+    :param after: from :func:`next_step`.
+    """
+    sizes = jnp.stack([*before.values(), *after.values()])
+    return (sizes == 1).all()
+
+
 def backtracked_update(
     problem: LatentGaussian,
     natural: Natural,
