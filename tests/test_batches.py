@@ -301,6 +301,20 @@ class Loader:
             yield part
 
 
+def test_a_loader_may_fill_the_same_arrays_again(data):
+    class Loader:
+        def __iter__(self):
+            kept = np.empty((SIZE, 2), "float32")
+            for i in range(0, 50, SIZE):
+                kept[:] = data.X[i : i + SIZE]
+                yield (kept,)
+
+    # All of an epoch is read ahead before the first batch is looked at.
+    for source in (gpaug.Batches, gpaug.Blocks):
+        found = [x for (x,) in [*source(Loader(), rows=50).blocks()]]
+        np.testing.assert_array_equal(np.concatenate(found), data.X[:50])
+
+
 def test_any_loader(data, svi):
     loader = Loader(data.X.astype(float), data.y.tolist())
     batches = gpaug.Batches(loader, rows=ROWS)

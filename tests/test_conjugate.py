@@ -17,6 +17,7 @@ from scipy import stats
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import Adaptive, RobbinsMonro
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
+from numpyro_gpaug.model.structure import Arguments
 from tests.models import covariance
 from tests.problems import classifier, learnt, regression, toy
 
@@ -442,6 +443,18 @@ def test_what_a_user_holds_is_never_overwritten() -> None:
         jax.tree.leaves(held), jax.tree.leaves(again), strict=True
     ):
         np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("offset", range(0, 64, 8))
+def test_what_a_user_changes_later_is_not_seen(offset: int) -> None:
+    """JAX takes over memory of NumPy's that is aligned in its way."""
+    memory = np.zeros(256, np.uint8)
+    begin = -memory.ctypes.data % 64 + offset
+    numbers = memory[begin : begin + 40].view(np.float32)
+    numbers[:] = 1
+    (array,) = Arguments.split((numbers,), {}).arrays
+    numbers[:] = 5
+    np.testing.assert_array_equal(array, 1)
 
 
 def test_likelihood_parameters_are_learnt_on_the_same_bound() -> None:

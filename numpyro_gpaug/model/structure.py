@@ -21,6 +21,7 @@ from numpyro.infer import init_to_feasible
 from numpyro_gpaug._numpyro import first_rows, residual_policy
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.math.arrays import as_arrays
 from numpyro_gpaug.math.sharding import ROWS, placed, rows_mesh
 
 Trace = dict[str, dict[str, Any]]
@@ -300,14 +301,6 @@ def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(initial), value.leaves)
 
     return handlers.substitute(fn, substitute_fn=filled)
-
-
-def as_arrays(leaves: list[Any]) -> tuple[Array, ...]:
-    """Array arguments as JAX's, NumPy's by one transfer: ``jnp.asarray`` compiles a
-    program for each shape."""
-    given = [x for x in leaves if not isinstance(x, Array)]
-    placed = iter(jax.device_put(given, may_alias=False) if given else ())
-    return tuple(x if isinstance(x, Array) else next(placed) for x in leaves)
 
 
 def any_key() -> Array:

@@ -88,7 +88,7 @@ class Blocks:
         self._source: Any = source
         self.rows = int(sum(source.sizes) if rows is None else rows)
         check_count("rows", self.rows)
-        first = _plain(_first(source, timeout)) if self._loads else None
+        first = _kept(_first(source, timeout)) if self._loads else None
         self.size = rows_of(first) if size is None else size
         check_count("size", self.size)
         if self.size > self.rows:
@@ -130,7 +130,7 @@ class Blocks:
         :param slack: rows that it may have left out at its end.
         """
         seen, last = 0, self.size
-        for i, batch in enumerate(map(_plain, self._source)):
+        for i, batch in enumerate(map(_kept, self._source)):
             rows = rows_of(batch)
             if last < self.size or rows > self.size:
                 number, other = (i - 1, last) if last < self.size else (i, rows)
@@ -340,6 +340,11 @@ def _check_no_arrays(source: Any) -> None:
             'y), or a dict of them by name, {"X": X, "y": y}; got '
             f"{type(source).__name__}{of}"
         )
+
+
+def _kept(batch: Any) -> Any:
+    """Of a loader, which may fill the same arrays again while this one waits."""
+    return jax.tree.map(np.copy, _plain(batch))
 
 
 def _plain(batch: Any) -> Any:
