@@ -2,9 +2,10 @@
 """Multi-class classification with sparse Gaussian processes, from data to a picture.
 
 Softmax, logistic-softmax and robust-max on the same model function, everything learnt
-on the bound (inducing inputs too; the kernel is that of ``classify.py``), beside
-logistic regression and a support vector machine; then the toy problem of Galy-Fajou et
-al. (2020), class probabilities as red, green and blue.
+on the bound (inducing inputs too; the kernel is that of ``classify.py``, and so is how
+sure predictions are made), beside logistic regression and a support vector machine;
+then the toy problem of Galy-Fajou et al. (2020), class probabilities as red, green and
+blue.
 Images may say so by their side: how far neighbouring pixels count as one is learnt
 too. Draws ``multiclass.png``::
 
@@ -202,7 +203,8 @@ def run_fold(data: Data, fold: int, args: argparse.Namespace) -> tuple[dict, ...
     scores, probs, fits = {}, {}, {}
     for name in METHODS:
         fitted = fit(parts.X, parts.y, name, args.steps, args.inducing, **shape)
-        p = probs[name] = np.asarray(fitted.posterior.predict_y(parts.X_test).probs)
+        tempered = recipe.tempered(fitted.posterior, parts.X, parts.y)
+        p = probs[name] = tempered(parts.X_test)
         rest = -fitted.losses[-1], fitted.seconds
         scores[name] = (*score(p, parts.y_test), *rest)
         fits[name] = fitted

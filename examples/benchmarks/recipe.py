@@ -11,9 +11,14 @@ error of that::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/recipe.py --json recipe.json
 
-``--methods joint`` has one posterior of all classes (``AutoLatentGaussian``): better on
-all sets of several classes that were tried, at ten times the cost.
-Sets other than scikit-learn's are read from the folder ``GPAUG_DATA``.
+Further methods: ``plain`` has no temperature; ``joint`` neither, but one posterior of
+all classes (``AutoLatentGaussian``), at ten times the cost; ``plug-in`` are the
+probabilities at the mean of the functions; ``nuts`` has the exact posterior of
+functions and hyperparameters (800 draws, minutes for each split). They say what a loss
+beside logistic regression is made of. Beside data there are laws (``--sets far3 null3``
+and others), 180 rows and 4000 for testing, anew for each split. Sets other than
+scikit-learn's are read from the folder ``GPAUG_DATA``, any ``NAME.npz`` with ``X`` and
+``y``.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +38,8 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 from common import data_folder, machine, print_table, versions
+from numpyro.infer import MCMC, NUTS, log_likelihood
+from scipy.special import expit, softmax
 from sklearn import datasets
 from sklearn.linear_model import LogisticRegressionCV
 from sklearn.metrics import log_loss
@@ -49,6 +56,12 @@ OTHERS = (
     "ratsch_breast_cancer", "ratsch_diabetis", "ratsch_heart", "usps_3v5", "glass",
     "vehicle", "seitz_banana", "ratsch_waveform", "segment",
 )  # fmt: skip
+# Their columns.
+LAWS = {
+    "linear2": 8, "linear3": 13, "steep2": 8, "steep3": 13, "near3": 10, "far3": 10,
+    "flip3": 10, "null2": 8, "null3": 6, "rings3": 4, "additive2": 6,
+}  # fmt: skip
+LAW_ROWS, LAW_TEST = 180, 4000
 IMAGES = ("digits", "usps", "usps_3v5")
 COLUMNS = {"data": "", "method": "", "nll": ".4f", "error": ".4f", "worse": "+.4f"}
 COLUMNS |= {"se": ".4f", "seconds": ".2f"}
@@ -62,14 +75,76 @@ def before(columns: int) -> Any:
     )
 
 
-# Kernel, guide, most inducing inputs, and how it is learnt.
-METHODS: dict[str, tuple[Callable[[int], Any], Any, int | None, Any]] = {
-    "now": (recipe.kernel, gpaug.AutoSparseGP, None, {}),
-    "joint": (recipe.kernel, gpaug.AutoLatentGaussian, None, {}),
-    "before": (
-        before, gpaug.AutoSparseGP, 100, {"tol": 1e-3, "optim": optax.adam(0.1)}
+def plain(posterior: gpaug.Posterior, X: np.ndarray, y: np.ndarray) -> Callable:
+    """The posterior's probabilities as they are."""
+
+    def probabilities(X_test: np.ndarray) -> np.ndarray:
+        return of_classes(posterior.predict_y(X_test).probs)
+
+    return probabilities
+
+
+def plug_in(posterior: gpaug.Posterior, X: np.ndarray, y: np.ndarray) -> Callable:
+    """Those at the mean of the functions."""
+
+    def probabilities(X_test: np.ndarray) -> np.ndarray:
+        f = np.asarray(posterior.predict_f(X_test).mean, float)
+        return of_classes(expit(f) if f.ndim == 1 else softmax(f, 1))
+
+    return probabilities
+
+
+def of_classes(p: Any) -> np.ndarray:
+    """Probabilities (N, C) of two classes, too."""
+    p = np.asarray(p, float)
+    return np.stack([1 - p, p], 1) if p.ndim == 1 else p / p.sum(1, keepdims=True)
+
+
+class Method(NamedTuple):
+    """Kernel, predictions from a posterior, guide, most inducing inputs, and how it is
+    learnt."""
+
+    kernel: Callable[[int], Any]
+    predict: Callable[..., Callable]
+    guide: Any = gpaug.AutoSparseGP
+    most: int | None = None
+    options: Any = {}
+
+
+METHODS = {
+    "now": Method(recipe.kernel, recipe.tempered),
+    "plain": Method(recipe.kernel, plain),
+    "plug-in": Method(recipe.kernel, plug_in),
+    "joint": Method(recipe.kernel, plain, gpaug.AutoLatentGaussian),
+    "before": Method(
+        before, plain, most=100, options={"tol": 1e-3, "optim": optax.adam(0.1)}
     ),
-}  # fmt: skip
+}
+
+
+def law(name: str, rng: np.random.Generator, rows: int) -> tuple[np.ndarray, ...]:
+    """Inputs and labels of a law: ``linear`` (slopes of one), ``steep`` (of four or
+    five), ``far`` (Gaussians apart), ``flip`` (so, a tenth of the labels random),
+    ``near``, ``null`` (labels that nothing predicts), ``rings``, ``additive``; the
+    digit is the number of classes."""
+    X = rng.normal(size=(rows, LAWS[name]))
+    kind, classes = name[:-1], int(name[-1])
+    if kind in ("linear", "steep"):
+        slopes = rng.normal(size=(X.shape[1], classes))
+        noise = rng.gumbel(size=(rows, classes))
+        return X, (X @ slopes * (1 if kind == "linear" else 4) + noise).argmax(1)
+    if kind == "rings":
+        return X, np.digitize((X[:, :2] ** 2).sum(1) + X[:, 2] / 3, [0.8, 2.2])
+    if kind == "additive":
+        f = 3 * np.sin(2 * X[:, 0]) + X[:, 1] ** 2 - 1 + X[:, 2]
+        return X, (f + rng.logistic(size=rows) > 0).astype(int)
+    y = rng.integers(classes, size=rows)
+    if kind != "null":
+        centres = rng.normal(size=(classes, X.shape[1]))
+        X += centres[y] * (1 if kind == "near" else 2)
+    if kind == "flip":
+        y = np.where(rng.random(rows) < 0.1, rng.integers(classes, size=rows), y)
+    return X, y
 
 
 def load(name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -87,11 +162,22 @@ def load(name: str) -> tuple[np.ndarray, np.ndarray]:
     return X.astype(float), np.unique(y, return_inverse=True)[1]
 
 
-def splits(name: str, num: int, rows: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Training inputs and labels, test inputs and labels."""
+def cuts(name: str, num: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Inputs, labels, rows for training and for testing."""
+    if name in LAWS:
+        for seed in range(num):
+            drawn = law(name, np.random.default_rng(seed), LAW_ROWS + LAW_TEST)
+            yield *drawn, *np.split(np.arange(LAW_ROWS + LAW_TEST), [LAW_ROWS])
+        return
     X, y = load(name)
     cut = StratifiedShuffleSplit(num, test_size=0.2, random_state=0)
     for train, test in cut.split(X, y):
+        yield X, y, train, test
+
+
+def splits(name: str, num: int, rows: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Training inputs and labels, test inputs and labels."""
+    for X, y, train, test in cuts(name, num):
         chosen = train[:rows]
         scale = X[chosen].std(None if name in IMAGES else 0)
         scaled = (X - X[chosen].mean(0)) / np.where(scale > 0, scale, 1)
@@ -114,7 +200,7 @@ def model(X, y=None, *, Z, kernel, classes):
 
 def by_process(name: str, steps: int, inducing: int | None) -> Callable:
     """A method of ``METHODS``, as a function of the parts of a split."""
-    kernel, guide, most, options = METHODS[name]
+    kernel, predict, guide, most, options = METHODS[name]
     options = dict(options)
     optim = options.pop("optim", "lbfgs")
     svi = gpaug.ConjugateSVI(model, guide(model), optim)
@@ -124,10 +210,23 @@ def by_process(name: str, steps: int, inducing: int | None) -> Callable:
         given = {"Z": Z, "kernel": kernel, "classes": int(y.max()) + 1}
         key = jax.random.key(0)
         fit = svi.run(key, steps, X, y, progress_bar=False, **given, **options)
-        p = np.asarray(svi.posterior(fit).predict_y(X_test).probs, float)
-        return np.stack([1 - p, p], 1) if p.ndim == 1 else p / p.sum(1, keepdims=True)
+        return predict(svi.posterior(fit), X, y)(X_test)
 
     return probabilities
+
+
+def by_nuts(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
+    """The exact posterior: function values at all rows, and all hyperparameters."""
+    classes = int(y.max()) + 1
+    Z = np.unique(np.concatenate([X, X_test]), axis=0)
+    given = {"Z": Z, "kernel": recipe.kernel, "classes": classes}
+    sampler = NUTS(model, max_tree_depth=8)
+    mcmc = MCMC(sampler, num_warmup=400, num_samples=800, progress_bar=False)
+    mcmc.run(jax.random.key(0), X, y, **given)
+    drawn = {k: v for k, v in mcmc.get_samples().items() if k != "f"}
+    labels = np.arange(classes)[:, None].repeat(len(X_test), 1)
+    each = [log_likelihood(model, drawn, X_test, y, **given)["y"] for y in labels]
+    return np.exp(np.array(each, float)).mean(1).T
 
 
 def logistic(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
@@ -145,7 +244,9 @@ def compared(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each method; the seconds, of the last split, hold no compilation."""
     methods = {"logistic": logistic}
     # Not shared between sets: a guide keeps the shapes of what it learnt first.
-    methods |= {m: by_process(m, args.steps, args.inducing) for m in args.methods}
+    for m in args.methods:
+        own = by_nuts if m == "nuts" else by_process(m, args.steps, args.inducing)
+        methods[m] = own
     scores: dict[str, list[tuple[float, float, float]]] = {m: [] for m in methods}
     for X, y, X_test, y_test in splits(name, args.splits, args.rows):
         for method, probabilities in methods.items():
@@ -169,7 +270,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     every = SHIPPED + (OTHERS if data_folder() else ())
     parser.add_argument("--sets", nargs="+", default=list(every))
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=["now", "before"]
+        "--methods", nargs="+", choices=[*METHODS, "nuts"], default=["now", "before"]
     )
     parser.add_argument("--splits", type=int, default=4)
     parser.add_argument("--rows", type=int, default=5000, help="to train on, at most")

@@ -15,6 +15,7 @@ from numpyro.distributions import Distribution
 
 from numpyro_gpaug._display import NotPickled, Rows, brief, name_of
 from numpyro_gpaug._numpyro import one_thread, whole_plates
+from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
@@ -24,7 +25,12 @@ from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Arguments, Structure, remembered
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.calls import Calls
-from numpyro_gpaug.predict.joint import predictor_for, warn_of_quadrature
+from numpyro_gpaug.predict.joint import (
+    JointPredictor,
+    predictor_for,
+    warn_of_quadrature,
+)
+from numpyro_gpaug.predict.left_out import check_left_out
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues
 from numpyro_gpaug.predict.predictor import Predictor, is_traced
 from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
@@ -331,6 +337,44 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         found = self._calls.stream("log_prob", called, observed.name, batch_size)
         if not is_traced(called[0]) and np.isnan(found).any():
             check_observations(whole_plates(model), structure, called[0])
+        return found
+
+    def leave_one_out(
+        self,
+        *args: Any,
+        site: str | None = None,
+        batch_size: int = BATCH_SIZE,
+        **kwargs: Any,
+    ) -> Distribution:
+        """Predictive distribution of each observation of the fit from all others, in
+        closed form: its Gaussian factors are taken out of the function values that it
+        looks at. Exact for Normal likelihoods, near for others; of several classes it
+        is too low rather than too high. Hyperparameters stay, and observations that
+        look at the same value are left out together.
+
+        :param args: the model's arguments of the fit, observations included.
+        :param site: which observed site, if the model has several.
+        :param batch_size: rows per block.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        :raises NotConjugateError: unless processes are held independent of one another
+            (``AutoSparseGP``) and hyperparameters at a point;
+            :func:`diagnostics.loo <numpyro_gpaug.diagnostics.loo>` takes any.
+        :raises ValueError: for rows that the fit has not seen.
+
+        Reference: Vehtari, Mononen, Tolvanen, Sivula and Winther (2016), Bayesian
+        leave-one-out cross-validation approximations for Gaussian latent variable
+        models.
+        """
+        if self.is_mixture or isinstance(self._predictor, JointPredictor):
+            raise NotConjugateError(
+                "leave_one_out takes fits of AutoSparseGP with hyperparameters at a "
+                "point; diagnostics.loo(diagnostics.to_datatree(...)) takes any"
+            )
+        observed = self._predictor.predicted(site)
+        called = self._fit_arguments.joined(self.model, args, kwargs)
+        found = self._calls.stream("left_out", called, observed.name, batch_size)
+        if not is_traced(called[0]):
+            check_left_out(found, self.model, self.structure, called[0])
         return found
 
     def sample(

@@ -25,6 +25,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
+from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
@@ -41,6 +42,7 @@ from numpyro_gpaug.model.structure import (
     remembered,
 )
 from numpyro_gpaug.model.view import ModelView
+from numpyro_gpaug.predict.left_out import left_out
 from numpyro_gpaug.predict.mixture import (
     Fitted,
     FunctionValues,
@@ -84,6 +86,7 @@ class Predictor:
         self._kinds: dict[str, Callable[..., Any]] = {
             "f": self._f, "joint": self._joint, "y": self._y,
             "log_prob": self._log_prob, "draws": self._draws,
+            "left_out": self._left_out,
         }  # fmt: skip
         static = "what", "static", "site", "num", "grouped"
         self._compiled = few(self._answer, static_argnames=static)
@@ -130,7 +133,7 @@ class Predictor:
         **how: Any,
     ) -> tuple[Any, Prepared]:
         """One prediction, by one compiled program: ``"f"``, ``"joint"``, ``"y"``,
-        ``"log_prob"``, or ``"draws"`` (with ``key`` and ``num``).
+        ``"log_prob"``, ``"left_out"``, or ``"draws"`` (with ``key`` and ``num``).
 
         :param what: which.
         :param arguments: the model's arguments.
@@ -335,14 +338,15 @@ class Predictor:
     def _y(self, view: ModelView, fit: Fit, site: str) -> Distribution:
         return self._predictive(view, fit, site)[0]
 
+    def _left_out(self, view: ModelView, fit: Fit, site: str) -> Distribution:
+        check_observed(site, view.message(site), "leave_one_out")
+        at = left_out(self.function_posterior, view, fit)
+        return self._predictive_at(at, view, site)[0]
+
     def _log_prob(self, view: ModelView, fit: Fit, site: str) -> Array:
         fn, message = self._predictive(view, fit, site)
         observed = self.observed(site)
-        if not message["is_observed"]:
-            raise ValueError(
-                f"log_prob needs the observations of site {site!r}: log_prob(X, y)"
-            )
-        check_shape(site, message)
+        check_observed(site, message, "log_prob")
         value = message["value"]
         if observed.correlated:
             # One density for each datum, of several entries.
@@ -358,6 +362,12 @@ class Predictor:
     def _predictive(
         self, view: ModelView, fit: Fit, site: str
     ) -> tuple[Distribution, dict[str, Any]]:
+        at = self.function_posterior.marginals(view, fit)
+        return self._predictive_at(at, view, site)
+
+    def _predictive_at(
+        self, at: dict[str, Marginals], view: ModelView, site: str
+    ) -> tuple[Distribution, dict[str, Any]]:
         observed = self.observed(site)
         if observed.route is not Route.CLOSED_FORM:
             raise NotConjugateError(
@@ -365,10 +375,23 @@ class Predictor:
                 "it with numpyro.infer.Predictive(model, guide=guide, params=params, "
                 "num_samples=...)"
             )
-        at = self.function_posterior.marginals(view, fit)
         message = view.message(site)
         moments = of_site(view.predictors.marginals(at), observed)
         return predictive(base_distribution(message["fn"]), *moments), message
+
+
+def check_observed(site: str, message: dict[str, Any], method: str) -> None:
+    """Raises where a method needs observations and there are none, or of another shape.
+
+    :param site: the observed site.
+    :param message: of it.
+    :param method: which.
+    """
+    if not message["is_observed"]:
+        raise ValueError(
+            f"{method} needs the observations of site {site!r}: {method}(X, y)"
+        )
+    check_shape(site, message)
 
 
 def is_traced(arguments: Arguments) -> bool:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Function values without what their own observations say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
+from numpyro_gpaug.math.affine import Marginals, gaussian_factors, selected
+from numpyro_gpaug.model.marginals import with_latent_axis
+from numpyro_gpaug.model.observations import check_observations
+from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.view import ModelView
+
+
+def left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Marginals]:
+    """Marginals of every block's affine map, each value's without its own factor.
+
+    At the optimum of the bound the Gaussian of a block is its prior times Gaussian
+    factors, one for each value, which are slopes of the expected log-likelihood. What
+    is divided by is the factor; what the latents leave open is not in it.
+
+    :param posterior: what the guide says of function values.
+    :param view: the model at rows of the fit, with their observations.
+    :param fit: what was fitted.
+    :raises NotConjugateError: for a posterior that is no Gaussian on inducing values.
+    """
+    if not isinstance(posterior, InducingPosterior):
+        raise NotConjugateError(
+            "leave_one_out takes fits of AutoSparseGP, whose function values have "
+            "a Gaussian factor for each observation"
+        )
+    maps, chosen = view.maps(fit.factors), view.selected()
+    at = posterior.marginals(view, fit)
+    slopes = jax.grad(lambda at: view.expected_log_likelihood(at, "exact"))(at)
+    found = {}
+    for name, (mean, variance) in at.items():
+        q = selected(with_latent_axis(fit.moments[name]), chosen.get(name))
+        residual = maps[name].given(q.mean).variance
+        precision = gaussian_factors(at[name], slopes[name]).precision
+        explained = variance - residual
+        kept = 1 - precision * explained
+        # Not of this fit: its Gaussian holds less than the factor that is taken away.
+        without = jnp.where(kept > 0, explained / kept, jnp.nan)
+        moved = mean - slopes[name].mean * without
+        found[name] = Marginals(moved, residual + without)
+    return found
+
+
+def check_left_out(
+    found: object, model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> None:
+    """Raises where :func:`left_out` found no Gaussian.
+
+    :param found: the predictive distribution.
+    :param model: the model.
+    :param structure: of it.
+    :param arguments: of it, observations included.
+    """
+    if any(np.isnan(leaf).any() for leaf in jax.tree.leaves(found)):
+        check_observations(whole_plates(model), structure, arguments)
+        raise ValueError(
+            "the posterior holds less than what these observations say: pass the rows "
+            "that it was fitted to, and fit until the bound rises no more"
+        )
