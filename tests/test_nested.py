@@ -27,6 +27,7 @@ from numpyro_gpaug.infer.nested.programs import Evaluated, Programs
 from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
+from numpyro_gpaug.math.affine import GaussianFactors
 from numpyro_gpaug.math.importance import compensated_sum, smoothed
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.structure import Arguments
@@ -501,7 +502,7 @@ def wide(y=None):
 )
 def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, num):
     monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", warmup)
-    options = {"num_points": 64, "num_draws": 2, "num_samples": 4 * num}
+    options = {"num_points": 64, "num_draws": 2, "num_samples": 4 * num, "key": 2}
     y = np.arange(60) % 2
     with pytest.warns(UserWarning, match=r"k-hat .* NOT of the exact posterior"):
         found = nested(wide, y, **options)
@@ -727,6 +728,23 @@ def test_factors_between_those_known_and_far_from_them():
     nearest = np.square(points - outside).sum(1).argmin()
     np.testing.assert_array_equal(found, factors(points[nearest : nearest + 1]))
     assert np.isinf(doubts)
+
+
+def test_factors_of_normal_data_are_known_between_others():
+    """Their precisions are exponentials of the logarithm of the noise, and they observe
+    the data; a precision that changes its sign has no logarithm."""
+    rng = np.random.default_rng(1)
+    none = Start(GaussianFactors(*np.zeros((2, 1, 3))), np.zeros(1, bool))
+    known, points = Known(none, 2), rng.normal(size=(60, 2))
+
+    def factors(x):
+        precision = np.stack([np.exp(-3 * x[:, 0]), np.exp(x[:, 1]), x[:, 0]], 1)
+        return np.concatenate([precision * [1.5, -0.2, 1.0], precision], 1)
+
+    known.add(points, factors(points))
+    known.learn()
+    inside = 0.8 * rng.uniform(-1, 1, (40, 2))
+    np.testing.assert_allclose(known.at(inside)[0], factors(inside), rtol=1e-7)
 
 
 @SLOW

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from numpyro_gpaug.math.arrays import as_arrays
+from numpyro_gpaug.math.hosting import Hosted
+
 # jaxlib's older code generator for CPUs: programs of linear algebra spend their time in
 # library calls and in loops that either vectorises (examples/benchmarks/compiling.py).
 # Later versions do not have it.
@@ -22,6 +25,9 @@ _OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 _UNOPTIMISED: dict[str, Any] = {
     "xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1,
 }  # fmt: skip
+# Of programs that are run some hundred times: the least of LLVM's optimisations, which
+# compiles them in a tenth less, and they run as fast.
+_BRIEF: dict[str, Any] = {"xla_backend_optimization_level": 1}
 # Of loops in which nothing is the same in all rounds: not to look for it, which takes a
 # tenth to a quarter of the time.
 _UNHOISTED: dict[str, Any] = {
@@ -83,7 +89,8 @@ class Compiled:
 
     A program of many operations on small arrays takes seconds to compile and less than
     a millisecond to run: it is compiled without LLVM's optimisations if it then saves
-    more time than it loses in ``runs``.
+    more time than it loses in ``runs``. One that runs once is not compiled at all where
+    NumPy knows its operations (:mod:`~numpyro_gpaug.math.hosting`).
 
     :param function: what is compiled.
     :param runs: how often a program is expected to run before the process ends, the
@@ -135,6 +142,8 @@ class Compiled:
         # Not before the first call: a guide may be made before jax.distributed starts.
         if self._optimised is None:
             options, quick = compiler_options(), quick_options()
+            if self._runs < RUNS:
+                options = options | _known(_BRIEF)
             self._optimised = self._unoptimised = self._with(options)
             if quick != options:
                 self._unoptimised = self._with(quick)
@@ -150,21 +159,69 @@ class Compiled:
     def _program(
         self, leaves: list[Any], tree: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if self._whole is self._unoptimised:
+        if self._runs > 1 and self._whole is self._unoptimised:
             return self._whole
         static = tuple((k, v) for k, v in kwargs.items() if k in self._static)
-        key = tree, static, tuple(getattr(x, "shape", ()) for x in leaves)
+        kinds = tuple((getattr(x, "shape", ()), getattr(x, "dtype", 0)) for x in leaves)
+        key = tree, static, kinds
         chosen = self._chosen.get(key)
         if chosen is None:
-            # JAX remembers the trace: the call that follows does not repeat it.
-            work = Work.of(self._inner.trace(*args, **kwargs).jaxpr.jaxpr)
-            lost, saved = LOST * work.elements, SAVED * work.operations
             if len(self._chosen) >= MAX_SHAPES:
                 self._chosen.clear()
-            quick = self._runs * lost <= saved
-            chosen = self._unoptimised if quick else self._optimised
-            self._chosen[key] = chosen
+            chosen = self._chosen[key] = self._choice(args, kwargs, leaves)
         return chosen
+
+    def _choice(self, args: Any, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+        # JAX remembers the trace: the call that follows does not repeat it.
+        traced = self._inner.trace(*args, **kwargs)
+        hosted = _by_numpy(traced, leaves) if self._runs == 1 else None
+        if hosted is not None:
+            return partial(self._hosted, hosted)
+        whole, work = self._whole, Work.of(traced.jaxpr.jaxpr)
+        lost, saved = LOST * work.elements, SAVED * work.operations
+        return self._unoptimised if self._runs * lost <= saved else whole
+
+    def _hosted(self, program: Any, *args: Any, **kwargs: Any) -> Any:
+        dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
+        return program(*jax.tree.leaves((args, dynamic)))
+
+
+def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A function that is called once, traced for such arguments.
+
+    :param function: of arrays.
+    :param args: of the shapes that it will be given.
+    """
+    traced = jax.jit(function).trace(*args)
+    hosted = _by_numpy(traced, jax.tree.leaves(args))
+    if hosted is not None:
+        return lambda *args: hosted(*jax.tree.leaves(args))
+    return traced.lower().compile(quick_options())
+
+
+def _by_numpy(traced: Any, leaves: list[Any]) -> Callable[..., Any] | None:
+    """A program that NumPy runs in less time than it takes to compile, from the leaves
+    of its arguments; ``None`` for others.
+
+    :param traced: what JAX has traced.
+    :param leaves: of the arguments, on one device.
+    """
+    spread = any(
+        isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 for x in leaves
+    )
+    if spread or jax.default_backend() != "cpu":
+        return None
+    program = Hosted.of(traced.jaxpr)
+    if program is None:
+        return None
+    tree = jax.tree.structure(traced.out_info)
+
+    def run(*leaves: Any) -> Any:
+        # Results may be the arguments themselves, which others may change.
+        found = as_arrays(program(*leaves))
+        return jax.tree.unflatten(tree, found)
+
+    return run
 
 
 # Of functions that are called once at each shape of their arguments, and of those that

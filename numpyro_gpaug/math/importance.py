@@ -140,12 +140,15 @@ def compensated_sum(x: Array) -> tuple[Array, Array]:
 
     Log-weights are small differences of large sums: of 1e5 terms in float32, summed one
     after the other, those would be noise. Both parts are added in double precision, on
-    the host.
+    the host. What sums in double precision lose is nothing to weights.
 
     :param x: (..., n).
 
     Reference: Ogita, Rump and Oishi (2005), Accurate sum and dot product.
     """
+    if x.dtype == jnp.float64:
+        total = x.sum(-1)
+        return total, jnp.zeros_like(total)
     size = 1 << max(x.shape[-1] - 1, 0).bit_length()
     total = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
     lost = jnp.zeros_like(total)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from numpyro_gpaug.model.jaxpr import Reader, State, Value, carried_by
+from numpyro_gpaug.model.jaxpr import Reader, State, Value
 
 # Calls that change nothing: what they call may as well stand in their place. Those that
 # bring derivatives of their own (``custom_jvp_call``) are kept whole.

@@ -21,7 +21,7 @@ from numpyro.distributions import (
 
 from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.compiling import quick_options
+from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.math.sharding import of_this_process
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -178,10 +178,9 @@ def check_observations(
             names[:] = found
             return list(found.values())
 
-        lowered = jax.jit(flags).lower(arguments.arrays)
-        return names, lowered.compile(quick_options())
+        return names, ahead(flags, arguments.arrays)
 
-    # A guide may be called in a trace that does not concern its arguments. Compiled
+    # A guide may be called in a trace that does not concern its arguments. Made
     # outside of that context: within it JAX runs constants operation by operation.
     cached = {} if programs is None else programs
     names, compiled = remembered(cached, arguments.shapes, compiled_flags)

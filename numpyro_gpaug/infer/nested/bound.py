@@ -192,8 +192,7 @@ class CollapsedBound:
         """Of the factors in a :class:`Start`; values and arrays may be shapes too."""
 
         def factors(values: Any, arrays: Any) -> Any:
-            problem = self.problem(values, arrays, learns=False)
-            return _first_factors(problem.maps[JOINT])
+            return _first_factors(self.view(values, arrays).maps()[JOINT])
 
         return jax.eval_shape(factors, values, arrays)
 

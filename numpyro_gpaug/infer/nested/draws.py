@@ -33,9 +33,9 @@ from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
 from numpyro_gpaug.math.threads import threads_for
 
-# Points from which the proposal and the width are learnt, and the part of them that
-# comes from the prior.
-FIRST, FIRST_FROM_PRIOR = 96, 1 / 3
+# Points from which the proposal and the width are learnt: so many, and as many more for
+# each hyperparameter, at most; and the part of them that comes from the prior.
+EACH, FIRST, FIRST_FROM_PRIOR = 32, 96, 1 / 3
 # How much wider than the Gaussian latents may be drawn, times the root of their number:
 # the weights of many suffer more.
 WIDENINGS = (0.0, 0.25, 0.5, 1.0)
@@ -186,9 +186,9 @@ def integrated(
     :param progress_bar: whether to show one.
     """
     rng = generator(key, 1)
-    draws = programs.num_draws
+    draws, num = programs.num_draws, min(EACH * (1 + start.size), FIRST)
     precise = programs.hyper.dtype == np.float64
-    with tqdm(total=FIRST + num_points, disable=not progress_bar, desc="mode") as bar:
+    with tqdm(total=num + num_points, disable=not progress_bar, desc="mode") as bar:
         with clock.part("reading the model"):
             apart = programs.apart(start, arrays, rng)
         drawer = Drawer(programs, arrays, rng, bar, apart)
@@ -200,13 +200,13 @@ def integrated(
             drawer.known.law = laws[0]
             share = FIRST_FROM_PRIOR if len(prior) else 0.0
             proposal = Proposal(laws, (1.0,), share)
-            points = rng.permutation(proposal.draws(FIRST, prior, rng))
+            points = rng.permutation(proposal.draws(num, prior, rng))
             # Draws that are alike have the same width.
-            numbers = np.arange(FIRST * draws) // drawer.alike % len(WIDENINGS)
-            kinds, latents = numbers.reshape(FIRST, draws), drawer.latents
+            numbers = np.arange(num * draws) // drawer.alike % len(WIDENINGS)
+            kinds, latents = numbers.reshape(num, draws), drawer.latents
             sizes = 1 + np.array(WIDENINGS) / np.sqrt(max(latents, 1))
             first = drawer.first(points, sizes[kinds])
-            density = proposal.log_density(points, first.log_prior, FIRST)
+            density = proposal.log_density(points, first.log_prior, num)
             target = _without_failures(first.bound + first.log_prior)
             ratios = _without_failures(first.log_joint_over_q - density[:, None])
             width = best_width(ratios, first.squares, sizes, kinds, latents)
@@ -217,7 +217,7 @@ def integrated(
         with clock.part("draws"):
             laws, weights = tuple(m.law for m in modes), target - density
             if drawer.apart is not None:
-                widths = np.full((FIRST, draws), width)
+                widths = np.full((num, draws), width)
                 laws, points, weights = approached(
                     drawer, laws, first, points, ratios, prior, widths, share, rng
                 )

@@ -103,6 +103,7 @@ class Hyperparameters:
     :param model: the model.
     :param structure: of the model at arguments of these shapes.
     :param arguments: such arguments.
+    :ivar shapes: of constrained values by name, with their dtypes.
     """
 
     def __init__(
@@ -114,10 +115,12 @@ class Hyperparameters:
         self._model, self._structure = model, structure
         self._static = arguments.static
         self.names = structure.others
-        shapes = jax.eval_shape(self._medians, arguments.arrays, any_key())
-        flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], shapes)
+        known = dict(structure.shapes)
+        zeros = {k: np.zeros(known[k]) for k in self.names}
+        self.shapes, free = jax.eval_shape(self._both, zeros, arguments.arrays)
+        flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], free)
         self.size, self.dtype = flat.size, flat.dtype
-        self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in shapes.items()}
+        self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in free.items()}
         self.medians = compiled(self._flat_medians, runs=1)
         self._draws = compiled(self._drawn, runs=1)
 
@@ -174,16 +177,20 @@ class Hyperparameters:
         )
         return lax.stop_gradient(sizes(trace))
 
-    @one_thread
-    def flatten(self, values: dict[str, Any], arrays: Any) -> Array:
-        """Constrained values as an unconstrained vector."""
+    def _both(self, values: dict[str, Any], arrays: Any) -> tuple[Any, Any]:
+        """Constrained values as the model has them, and unconstrained ones."""
         trace = self._trace(
             arrays,
             lambda model: handlers.substitute(
-                handlers.seed(model, jax.random.key(0)), data=values
+                handlers.seed(model, any_key()), data=values
             ),
         )
-        return ravel_pytree(_free(trace))[0]
+        return {k: jnp.asarray(trace[k]["value"]) for k in self.names}, _free(trace)
+
+    @one_thread
+    def flatten(self, values: dict[str, Any], arrays: Any) -> Array:
+        """Constrained values as an unconstrained vector."""
+        return ravel_pytree(self._both(values, arrays)[1])[0]
 
     def prior_draws(
         self, arrays: Any, num: int, rng: np.random.Generator
@@ -220,8 +227,7 @@ class Hyperparameters:
             trace = self._trace(arrays, lambda model: handlers.seed(model, key))
             return ravel_pytree(_free(trace))[0]
 
-        # One after the other: samplers of many draws at once compile twice as long.
-        return lax.map(one, numbers)
+        return jax.vmap(one)(numbers)
 
 
 def _free(trace: Trace) -> dict[str, Array]:

@@ -36,6 +36,8 @@ class Known:
         self._shapes = [x.shape[1:] for x in leaves]
         self._ends = np.cumsum([int(np.prod(s)) for s in self._shapes])
         self._dtype = leaves[0].dtype
+        # Potentials come first, and as many precisions.
+        self._size = int(self._ends[0])
         self._room = max(REMEMBERED // max(int(self._ends[-1]), 1), 1)
         self._points = np.zeros((0, dimension))
         self._rows: list[np.ndarray] = []
@@ -62,7 +64,11 @@ class Known:
                 kept.append(i)
         self._spline = Spline.of(white[kept])
         if self._spline is not None:
-            self._between = np.stack([self._rows[i] for i in kept])
+            rows = np.stack([self._rows[i] for i in kept])
+            precisions = rows[:, self._size : 2 * self._size]
+            least = np.sqrt(np.finfo(self._dtype).tiny)
+            self._positive = (precisions > least).all(0)
+            self._between = self._observed(rows)
             self._least, self._most = self._between.min(0), self._between.max(0)
 
     def at(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -80,8 +86,29 @@ class Known:
             inside = np.abs(weights).sum(1) < WITHIN
             # Precisions that are positive where they are known stay so.
             found = np.clip(weights[inside] @ self._between, self._least, self._most)
-            rows[inside], doubts[inside] = found, doubt[inside]
+            rows[inside], doubts[inside] = self._factors_of(found), doubt[inside]
         return rows, doubts
+
+    def _observed(self, rows: np.ndarray) -> np.ndarray:
+        """Factors as observations of their predictors, and the logarithms of the
+        precisions of these, which change less than they do: where the likelihood is
+        normal, not at all, and as a scale does. Precisions that are not positive
+        everywhere stay what they are."""
+        found, n = rows.copy(), self._size
+        potential, precision = found[:, :n], found[:, n : 2 * n]
+        positive = self._positive
+        potential[:, positive] /= precision[:, positive]
+        precision[:, positive] = np.log(precision[:, positive])
+        return found
+
+    def _factors_of(self, observed: np.ndarray) -> np.ndarray:
+        """The inverse of :meth:`_observed`."""
+        found, n = observed.copy(), self._size
+        potential, precision = found[:, :n], found[:, n : 2 * n]
+        positive = self._positive
+        precision[:, positive] = np.exp(precision[:, positive])
+        potential[:, positive] *= precision[:, positive]
+        return found
 
     def start(self, rows: np.ndarray) -> Start:
         """Where searches start.

@@ -128,9 +128,7 @@ class Programs:
 
     @one_thread
     def _zeros(self, arrays: Any) -> Start:
-        point = jax.ShapeDtypeStruct((self.hyper.size,), self.hyper.dtype)
-        values = jax.eval_shape(lambda u: self.hyper.values(u, arrays)[0], point)
-        shapes = self.bound.shapes(values, arrays)
+        shapes = self.bound.shapes(self.hyper.shapes, arrays)
         zeros = jax.tree.map(lambda s: np.zeros((1, *s.shape), s.dtype), shapes)
         return Start(zeros, np.zeros(1, bool))
 
@@ -222,7 +220,7 @@ class Programs:
 
     def _terms_at(self, point: Array, white: Array, arrays: Any) -> Array:
         values, _ = self.hyper.values(point, arrays)
-        return lax.map(lambda z: self.log_terms(values, z, arrays)[0], white)
+        return jax.vmap(lambda z: self.log_terms(values, z, arrays)[0])(white)
 
     def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
         """Hyperparameters by name, and the moments of the Gaussian given them, as
