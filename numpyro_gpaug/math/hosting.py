@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from numpyro_gpaug.math.equations import carried_by
 from numpyro_gpaug.math.numpy_rules import RULES, SEVERAL, Rule
 
 # Operations, those of loops as often as they are done, and elements that they make.
@@ -164,7 +165,7 @@ def _step(eqn: Any) -> _Step | None:
             *((part.operations, part.elements) for part in known), strict=True
         )
     )
-    return _Step(run(known, params), eqn.invars, eqn.outvars, operations, elements)
+    return _Step(run(known, eqn), eqn.invars, eqn.outvars, operations, elements)
 
 
 def _one(rule: Rule, params: dict[str, Any], several: bool) -> Callable[..., Any]:
@@ -173,21 +174,21 @@ def _one(rule: Rule, params: dict[str, Any], several: bool) -> Callable[..., Any
     return lambda *args: (rule(*args, **params),)
 
 
-def _called(inner: list[Hosted], params: dict[str, Any]) -> Callable[..., Any]:
+def _called(inner: list[Hosted], eqn: Any) -> Callable[..., Any]:
     return inner[0]
 
 
-def _chosen(inner: list[Hosted], params: dict[str, Any]) -> Callable[..., Any]:
+def _chosen(inner: list[Hosted], eqn: Any) -> Callable[..., Any]:
     def run(which: np.ndarray, *args: Any) -> Any:
         return inner[int(np.clip(which, 0, len(inner) - 1))](*args)
 
     return run
 
 
-def _repeated(inner: list[Hosted], params: dict[str, Any]) -> Callable[..., Any]:
-    fixed, carried = params["num_consts"], params["num_carry"]
-    length = params["length"]
-    order = range(length)[::-1] if params["reverse"] else range(length)
+def _repeated(inner: list[Hosted], eqn: Any) -> Callable[..., Any]:
+    fixed, carried = carried_by(eqn, eqn.params["jaxpr"].jaxpr)
+    length = eqn.params["length"]
+    order = range(length)[::-1] if eqn.params["reverse"] else range(length)
 
     def run(*args: Any) -> Any:
         consts, rows = args[:fixed], args[fixed + carried :]

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
+from numpyro_gpaug.math.equations import carried_by
+
 
 class Dependence(NamedTuple):
     """How one output depends on one input.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from numpyro_gpaug.math.equations import carried_by
 from numpyro_gpaug.model.jaxpr import Reader, State, Value
 
 # Calls that change nothing: what they call may as well stand in their place. Those that

@@ -11,6 +11,7 @@ from jax import Array
 from jax.extend.core import jaxpr_as_fun
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.math.equations import carried_by
 from numpyro_gpaug.model.latents import Grouping, JointStructure
 from numpyro_gpaug.model.program import Program
 
