@@ -105,8 +105,8 @@ def test_random_problems_in_float32(chosen: Sequence[int]) -> None:
     assert total.number == len(chosen)
     assert total.errors == 0, found
     assert total.not_finite == 0, found
-    # All that are off, whatever for. Of a few, one more than their share is chance.
-    assert total.off <= len(chosen) // 50 + 1, found
+    # All that are off, whatever for. Of a few, two more than their share is chance.
+    assert total.off <= len(chosen) // 50 + 2, found
 
 
 if __name__ == "__main__":
