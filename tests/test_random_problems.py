@@ -21,9 +21,8 @@ from tests.random_problems import (
     LIKELIHOODS,
     Outcome,
     Problem,
-    Reference,
     Tally,
-    computed,
+    in_double,
     tally,
     the_case,
 )
@@ -54,11 +53,10 @@ def write_golden() -> None:
     rows = []
     for case in CASES:
         problem = the_case(case, 0)
-        reference = computed(*problem)
-        _, mean, scale = reference.outcome()
-        rows.append((checksum(problem[2]), reference.ill(), mean, scale))
-    sums, ill, means, scales = zip(*rows, strict=True)
-    golden = {"sums": sums, "ill": [int(x) for x in ill]}
+        _, mean, scale = in_double(*problem)
+        rows.append((checksum(problem[2]), mean, scale))
+    sums, means, scales = zip(*rows, strict=True)
+    golden = {"sums": sums}
     golden["means"] = [
         [round(float(m), digits(s)) for m, s in zip(*row, strict=True)]
         for row in zip(means, scales, strict=True)
@@ -81,9 +79,8 @@ def run_golden(chosen: Sequence[int]) -> dict[str, Tally]:
         name, shape, problem = the_case(CASES[i], 0)
         if checksum(problem) != golden["sums"][i]:
             raise ValueError("problems differ from those of the file: write it again")
-        double, ill = Outcome(True, means[i], scales[i]), golden["ill"][i]
-        reference = Reference(lambda double=double: double, lambda ill=ill: ill)
-        counts = tally(name, shape, problem, reference)
+        double = Outcome(True, means[i], scales[i])
+        counts, _ = tally(name, shape, problem, lambda double=double: double)
         found[name] = found.get(name, Tally()) + counts
     return found
 
@@ -108,8 +105,8 @@ def test_random_problems_in_float32(chosen: Sequence[int]) -> None:
     assert total.number == len(chosen)
     assert total.errors == 0, found
     assert total.not_finite == 0, found
-    # Of a few, one more than their share is chance.
-    assert total.off - total.ill <= len(chosen) // 50 + 1, found
+    # All that are off, whatever for. Of a few, two more than their share is chance.
+    assert total.off <= len(chosen) // 50 + 2, found
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ def backtracked_update(
         slopes = slopes_at(problem, evaluation, name, augmented)
         at = evaluation.moments[name], evaluation.marginals[name], slopes
         target = problem.of_latent(name, index).target(name, *selected(at, index))
-        return target, evaluation.bound - evaluation.rounding
+        return target, evaluation.bound - evaluation.slack
 
     def refused(search: _Search) -> Array:
         return ~search.accepted
@@ -297,7 +297,7 @@ def backtracked_update(
     found = lax.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
     size = next_step(step, found.tries, largest_step)
-    rise = found.evaluation.bound - found.floor - found.evaluation.rounding
+    rise = found.evaluation.bound - found.floor - found.evaluation.slack
     return {**natural, name: moved}, found.evaluation._replace(rise=rise), size
 
 
