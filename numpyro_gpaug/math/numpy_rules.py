@@ -326,6 +326,7 @@ RULES: dict[str, Rule] = {k: _plain(rule) for k, rule in _ARITHMETIC.items()} | 
     "pad": _padded,
     "iota": _iota,
     "split": lambda x, *, sizes, axis: np.split(x, np.cumsum(sizes)[:-1], axis),
+    "unstack": lambda x, *, axis, **_: list(np.moveaxis(x, axis, 0)),
     "optimization_barrier": lambda *xs: list(xs),
     "gather": _gather,
     "scatter": _scatter(None),
@@ -354,4 +355,4 @@ RULES: dict[str, Rule] = {k: _plain(rule) for k, rule in _ARITHMETIC.items()} | 
     "random_gamma": numpy_random.gamma,
 }
 # Whose result is a list.
-SEVERAL = {"split", "optimization_barrier"}
+SEVERAL = {"split", "unstack", "optimization_barrier"}
