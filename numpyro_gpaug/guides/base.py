@@ -180,7 +180,7 @@ class ProcessGuide(Displayed):
         :param kwargs: its keyword arguments.
         :return: the guide.
         """
-        if self._structure is None or not self._structure.observed:
+        if not self._is_set_up:
             self._structure = self._inspect(*args, **kwargs)
             arguments = Arguments.split(args, kwargs)
             self._sizes = {arguments.shapes: self._structure}
@@ -197,13 +197,25 @@ class ProcessGuide(Displayed):
                 }
         return self
 
-    def check_data(self, *args: Any, **kwargs: Any) -> None:
+    @property
+    def _is_set_up(self) -> bool:
+        return self._structure is not None and bool(self._structure.observed)
+
+    def set_up(self, arguments: Arguments) -> None:
+        """:meth:`setup`, unless it is done.
+
+        :param arguments: the model's arguments.
+        """
+        if not self._is_set_up:
+            args, kwargs = arguments.merge()
+            self.setup(*args, **kwargs)
+
+    def check_data(self, arguments: Arguments) -> None:
         """Sets it up for a fit to these arguments, and checks them.
 
-        :param args: the model's arguments.
-        :param kwargs: its keyword arguments.
+        :param arguments: the model's arguments.
         """
-        self.setup(*args, **kwargs)
+        self.set_up(arguments)
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """What a call does first: :meth:`setup`, and a check of the first observations

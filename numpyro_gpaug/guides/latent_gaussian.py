@@ -165,21 +165,19 @@ class AutoLatentGaussian(ProcessGuide):
     ) -> JointView:
         return JointView(structure, model, arguments, values, key)
 
-    def check_data(self, *args: Any, **kwargs: Any) -> None:
+    def check_data(self, arguments: Arguments) -> None:
         """Sets it up for a fit to these arguments: anew if the model has other latents
         there. Otherwise raises for what a set-up would not have taken.
 
-        :param args: the model's arguments; of traced ones no values are looked at.
-        :param kwargs: its keyword arguments.
+        :param arguments: the model's; of traced ones no values are looked at.
         :raises ValueError: for observations that are missing, and for codes that no
             member of a plate has.
         :raises NotConjugateError: where data look at several groups.
         """
-        known = self._structure is not None and bool(self._structure.observed)
-        arguments = Arguments.split(args, kwargs)
+        known = self._is_set_up
         if known and self.structure_at(arguments).blocks != self.structure.blocks:
             self._structure, known = None, False
-        self.setup(*args, **kwargs)
+        self.set_up(arguments)
         if not known or any(isinstance(x, Tracer) for x in arguments.arrays):
             return
         program, gathers, missing = remembered(

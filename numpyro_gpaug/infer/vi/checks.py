@@ -47,8 +47,7 @@ def check_fit(
     """
     check_arguments(model, args, kwargs)
     arguments = Arguments.split(args, kwargs)
-    args, kwargs = arguments.merge()
-    guide.check_data(*args, **kwargs)
+    guide.check_data(arguments)
     structure = guide.structure
     check_observed(model, structure, arguments)
     if not structure.blocks:
@@ -176,7 +175,7 @@ class CheckedData:
         if traced or seen != self._seen:
             check_arguments(self._model, args, kwargs)
         if not traced and seen != self._seen:
-            self._guide.check_data(*args, **kwargs)
+            self._guide.check_data(arguments)
             structure = self._guide.structure
             check_observations(self._model, structure, arguments, self._programs)
             self._seen = seen
