@@ -328,8 +328,8 @@ def test_known_parameters_that_break_their_constraints(guide) -> None:
         with numpyro.plate("data", 16):
             numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
+    given = Arguments.split((X, -jnp.ones(16), Y), {"inducing": Z})
     with pytest.raises(ValueError, match="'shift': parameter 'scale' of Normal, of sh"):
-        given = Arguments.split((X, -jnp.ones(16), Y), {"inducing": Z})
         guide(model).check_data(given)
 
 

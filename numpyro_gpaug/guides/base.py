@@ -18,6 +18,7 @@ from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.observations import check_observations
@@ -210,12 +211,30 @@ class ProcessGuide(Displayed):
             args, kwargs = arguments.merge()
             self.setup(*args, **kwargs)
 
+    def prepare(self, arguments: Arguments) -> bool:
+        """Sets it up for a fit to these arguments.
+
+        :param arguments: the model's arguments.
+        :return: whether it was, by others.
+        """
+        known = self._is_set_up
+        self.set_up(arguments)
+        return known
+
     def check_data(self, arguments: Arguments) -> None:
         """Sets it up for a fit to these arguments, and checks them.
 
         :param arguments: the model's arguments.
         """
-        self.set_up(arguments)
+        self.prepare(arguments)
+
+    def seen(self, view: Any) -> Codes | None:
+        """What :meth:`check_data` would look at, for the program that begins a fit;
+        pure. ``None`` for nothing.
+
+        :param view: the model at initial params.
+        """
+        return None
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """What a call does first: :meth:`setup`, and a check of the first observations
