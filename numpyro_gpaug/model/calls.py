@@ -20,7 +20,8 @@ def check_key(key: Any) -> None:
     :param key: the first argument of whatever draws.
     :raises TypeError: saying what it is.
     """
-    dtype, ndim = getattr(key, "dtype", None), np.ndim(key)
+    dtype = getattr(key, "dtype", None)
+    ndim = key.ndim if isinstance(key, jax.Array) else np.ndim(key)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and ndim == 0) and not (dtype == np.uint32 and ndim == 1):
         what = f"shape {np.shape(key)} and dtype {dtype}" if dtype else repr(key)

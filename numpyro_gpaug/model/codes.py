@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from numpyro_gpaug.model.arrow import check_groups
@@ -25,13 +26,14 @@ from numpyro_gpaug.model.program import Gather
 class Codes:
     """What is known of how data look at latents, once a program has looked at them.
 
-    :param extremes: by gather, what
-        :meth:`~numpyro_gpaug.model.program.Gather.extremes` returns.
+    :param extremes: of all gathers, one after the other, what
+        :meth:`~numpyro_gpaug.model.program.Gather.extremes` returns: one answer, as
+        each takes a while to be read.
     :param misfit: see :attr:`~numpyro_gpaug.model.joint.JointView.misfit`.
     :param gathers: where latents are indexed.
     """
 
-    extremes: tuple[Any, ...]
+    extremes: Array
     misfit: Array
     gathers: tuple[Gather, ...]
 
@@ -49,7 +51,9 @@ class Codes:
         found = view.gathers()
         gathers = tuple(g._replace(indices=None, raw=()) for g, _ in found)
         misfit = jnp.asarray(view.misfit)
-        return cls(tuple(extremes for _, extremes in found), misfit, gathers)
+        parts = [jnp.ravel(x).astype(int) for _, three in found for x in three]
+        extremes = jnp.concatenate([jnp.zeros(0, int), *parts])
+        return cls(extremes, misfit, gathers)
 
     def check(self) -> None:
         """Raises for codes that no member has, and for data that look at several
@@ -58,7 +62,9 @@ class Codes:
         :raises ValueError: naming what is indexed.
         :raises NotConjugateError: where data look at several groups.
         """
-        for gather, extremes in zip(self.gathers, self.extremes, strict=True):
-            if wrong := gather.bad(extremes):
+        numbers = iter(np.asarray(self.extremes).tolist())
+        for gather in self.gathers:
+            lows, highs = ([next(numbers) for _ in gather.sizes] for _ in range(2))
+            if wrong := gather.bad((lows, highs, next(numbers))):
                 raise ValueError(wrong)
         check_groups(self.misfit, "data")

@@ -238,13 +238,16 @@ def predictor_for(
 
     :param structure: of the model, at any arguments.
     """
-    structure = structure.sizeless()
     found = guide.predictors.get(id(model))
+    if found is not None and found.known is structure:
+        return found
+    known, structure = structure, structure.sizeless()
     if found is None or found.structure != structure:
         # It holds the model, whose id is thus not given away.
         joint = isinstance(structure, JointStructure)
         kind: Any = JointPredictor if joint else Predictor
         found = guide.predictors[id(model)] = kind(model, structure, guide)
+    found.known = known
     return found
 
 

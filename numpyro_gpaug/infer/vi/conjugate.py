@@ -295,8 +295,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 state = taken
                 losses.append(chunk)
                 # A bound of minus infinity is never known.
-                unknown = -chunk[-1:] <= unknown_bound(chunk.dtype)
-                if unknown.any() or not np.isfinite(chunk).all():
+                known = -chunk[-1:] > unknown_bound(chunk.dtype)
+                if not (known.all() and np.isfinite(chunk).all()):
                     self._explain(state, given.args, given.kwargs)
                 progress.took(losses[-1])
                 over = len(losses[-1]) < wanted or settled(losses, epoch, tol)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 from jax import Array, random
 from numpyro import handlers
@@ -111,7 +112,7 @@ def check_start(
     for name, value in params.items():
         check_param(name, value, guide.constraints[name])
     for (name, parameter), inside in valid.items():
-        if not inside:
+        if not np.asarray(inside).item():
             values = {**structure.zeros, **params, **given}
             flat, key = flat_functions(model), random.key(0)
             with numpyro.validation_enabled(False):
