@@ -247,7 +247,8 @@ class ProcessGuide(Displayed):
         if structure.observed and not self._checked:
             self._checked = True
             arguments = Arguments.split(args, kwargs)
-            check_observations(self.model, structure, arguments)
+            # NumPyro's Predictive leaves them out.
+            check_observations(self.model, structure, arguments, needed=False)
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
         return inspect_model(self.model, *args, **kwargs)
