@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from functools import cache, partial
 from typing import Any, NoReturn
 
 import jax
@@ -51,7 +50,13 @@ def check_arguments(
         and arguments that the model does not take.
     """
     named = _named(model, args, kwargs)
-    uses = cache(uses or partial(sources, model, args, kwargs))
+    known: list[Sources] = []
+
+    def used() -> Sources:
+        if not known:
+            known.append(uses() if uses else sources(model, args, kwargs))
+        return known[0]
+
     rows = next((len(x) for x in named.values() if is_array(x) and x.ndim), 0)
     for name, value in named.items():
         _check_kind(name, value, rows)
@@ -59,7 +64,7 @@ def check_arguments(
             traced = isinstance(leaf, jax.core.Tracer)
             arrays = isinstance(leaf, np.ndarray | jax.Array)
             if arrays and not traced and not _is_plain(leaf):
-                _check_array(name, leaf, uses)
+                _check_array(name, leaf, used)
 
 
 # Of the kinds of numbers, those that every JAX has or takes for one that it has.

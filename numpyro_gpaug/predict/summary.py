@@ -41,9 +41,10 @@ class SiteMoments(NamedTuple):
     def distribution(self) -> dist.Distribution:
         """The posterior: normal of a scalar, multivariate normal of a flat vector; of
         what has more axes, or more than 2000 entries, its marginals."""
-        if self.covariance is None:
-            return dist.Normal(self.mean, _root(self.variance))
-        return LatentNormal(*self)
+        mean, variance, covariance = self
+        if covariance is None:
+            return dist.Normal(mean, _root(variance))
+        return LatentNormal(mean, variance, covariance)
 
     def about(self, point: Array) -> SiteMoments:
         """First and second moments about a point: unlike those about the mean they are

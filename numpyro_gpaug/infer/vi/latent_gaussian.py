@@ -256,7 +256,8 @@ class LatentGaussian:
         :param natural: anywhere; the nearer, the less is lost to rounding.
         """
         ((name, old),) = natural.items()
-        q, maps = old.moments(), self.maps
+        maps: Any = self.maps
+        q = old.moments()
         at = maps[name].given(selected(q.mean, self.latents.get(name)))
         slopes = jax.grad(lambda at: self.likelihood({name: at}))(at)
         found = {name: self.target(name, q, at, slopes)}

@@ -16,7 +16,7 @@ from jax import Array, lax
 class Memory(NamedTuple):
     """What curvature is known from, in a ring.
 
-    :param count: of the points seen.
+    :param number: of the points seen.
     :param point: the last, (n,).
     :param descent: the gradient there of what is to fall, (n,).
     :param moves: from point to point, (pairs, n).
@@ -24,7 +24,7 @@ class Memory(NamedTuple):
     :param weights: one over the products of the two, (pairs,); 0 where there is none.
     """
 
-    count: Array
+    number: Array
     point: Array
     descent: Array
     moves: Array
@@ -48,14 +48,14 @@ class Memory(NamedTuple):
         :param descent: the gradient at the point, (n,).
         :param point: the point, (n,).
         """
-        first = self.count == 0
+        first = self.number == 0
         move = jnp.where(first, 0, point - self.point)
         change = jnp.where(first, 0, descent - self.descent)
         product, size = move @ change, change @ change
         weight = jnp.where(product == 0, 0, 1 / jnp.where(product == 0, 1, product))
-        slot = (self.count - 1) % len(self.weights)
+        slot = (self.number - 1) % len(self.weights)
         new = self._replace(
-            count=self.count + 1, point=point, descent=descent,
+            number=self.number + 1, point=point, descent=descent,
             moves=self.moves.at[slot].set(move),
             changes=self.changes.at[slot].set(change),
             weights=self.weights.at[slot].set(weight),
@@ -69,10 +69,10 @@ class Memory(NamedTuple):
     def _solved(self, vector: Array, scale: Array) -> Array:
         """:param scale: of the identity that the approximation begins as."""
         pairs = len(self.weights)
-        number = jnp.minimum(self.count - 1, pairs)
+        number = jnp.minimum(self.number - 1, pairs)
 
         def pair(back: Array) -> tuple[Array, Array, Array, Array]:
-            slot = (self.count - 2 - back) % pairs
+            slot = (self.number - 2 - back) % pairs
             return slot, self.moves[slot], self.changes[slot], self.weights[slot]
 
         def newest_first(back: Array, carry: Any) -> Any:

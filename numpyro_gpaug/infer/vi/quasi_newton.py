@@ -142,7 +142,7 @@ def accepted(
     memory = search.memory
     last = jnp.asarray(hyper.scale * ravel_pytree(hyper.update)[0], here.dtype)
     rises = (last @ gradient) > CURVATURE * -(last @ memory.descent)
-    steepest = memory.count == 0
+    steepest = memory.number == 0
     further = ~steepest & rises
     direction, next_memory = _direction(gradient, memory, here)
     update, memory = jax.tree.map(
@@ -229,7 +229,7 @@ def patience(hyper: Hyper, tol: Any) -> Array:
     noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
     most = jnp.where(noisy, LONG_PATIENCE, PATIENCE)
     # Of a new direction, not of less of one.
-    known = (search.memory.count > search.here.size) & (hyper.scale == 1)
+    known = (search.memory.number > search.here.size) & (hyper.scale == 1)
     known = known & ~search.steepest & ~noisy
     most = jnp.where(known & (_slope(hyper) < PROMISED * tol), 1, most)
     return jnp.where(search.exhausted, 0, most)
