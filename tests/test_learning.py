@@ -19,7 +19,6 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.infer.vi import quasi_newton, reach, settling, stepper
 from numpyro_gpaug.infer.vi.hyper import Hyper
-from numpyro_gpaug.infer.vi.lbfgs import Memory
 
 KEY = jax.random.key(0)
 positive = dist.constraints.positive
@@ -82,22 +81,6 @@ def walled(z):
 def flat(z):
     """Rises for ever, ever less."""
     return -jnp.exp(-0.1 * z.sum())
-
-
-@pytest.mark.parametrize("pairs", [2, 20])
-def test_directions_are_those_of_optax(x64, pairs: int) -> None:
-    rng = np.random.default_rng(0)
-    root = rng.normal(size=(4, 4))
-    point = rng.normal(size=4)
-    theirs = optax.scale_by_lbfgs(memory_size=pairs)
-    state, memory = theirs.init(jnp.asarray(point)), Memory.empty(point, pairs)
-    update, step = jax.jit(theirs.update), jax.jit(Memory.step)
-    for _ in range(8):
-        gradient = root @ root.T @ point + np.sin(point)
-        wanted, state = update(gradient, state, point)
-        direction, memory = step(memory, gradient, point)
-        np.testing.assert_allclose(direction, wanted, rtol=1e-9)
-        point = np.asarray(point - 0.7 * direction)
 
 
 def climb(fn, start, evaluations, rounding=0.0, unresolved=0.0):

@@ -3,8 +3,8 @@
 
 The collapsed bound is the bound at its optimum over the Gaussian blocks, a function of
 the hyperparameters alone. By the envelope theorem its gradient is that of the bound
-with the blocks held fixed (in whitened coordinates). One step of a fit is one
-evaluation, at the end of the pending update:
+with the blocks held fixed (in whitened coordinates). Directions are optax's; one step
+of a fit is one evaluation, at the end of the pending update:
 
 - the bound has not risen enough (Armijo): less of the update, by a parabola through
   what is known;
@@ -31,13 +31,13 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi.hyper import Hyper
-from numpyro_gpaug.infer.vi.lbfgs import Memory
 from numpyro_gpaug.model.structure import Structure
 
 # Pairs of points that curvature is known from. With 20 that of a dozen lengthscales is
 # forgotten again: fits took 6 to 14% more evaluations than with all of them. In float32
-# old pairs are of rounding as much, and bounds ended nats lower with them.
-MEMORY, ROUNDED_MEMORY = 60, 20
+# old pairs are of rounding as much, and bounds ended nats lower with them. Of few params
+# three times their number tell all, and every pair takes two steps of a loop.
+MEMORY, ROUNDED_MEMORY, EACH = 60, 20, 3
 # Of the rise that the slope promises: what must be had, and how much steeper than the
 # end of a step its start must have been.
 SUFFICIENT, CURVATURE = 1e-4, 0.9
@@ -61,8 +61,8 @@ PROMISED = 0.01
 class Search(NamedTuple):
     """State of the search. The values that it belongs to are the best seen.
 
-    :param memory: which holds the last point that a direction was taken from, and
-        minus the gradient there.
+    :param memory: optax's, which holds the last point that a direction was taken from,
+        and minus the gradient there.
     :param here: where the search is, flat: the pending update starts there.
     :param gradient: of the bound there, flat.
     :param steepest: whether the pending update is along it.
@@ -72,7 +72,7 @@ class Search(NamedTuple):
     :param fresh: whether no direction has led nowhere yet.
     """
 
-    memory: Memory
+    memory: Any
     here: Array
     gradient: Array
     steepest: Array
@@ -88,7 +88,7 @@ def start(values: dict[str, Any]) -> Search:
     :param values: unconstrained params.
     """
     flat, _ = ravel_pytree(values)
-    memory, no = _empty(flat), jnp.array(False)
+    memory, no = _lbfgs(flat).init(flat), jnp.array(False)
     zero = jnp.zeros((), flat.dtype)
     return Search(memory, flat, jnp.zeros_like(flat), no, zero, zero, no, ~no)
 
@@ -141,8 +141,8 @@ def accepted(
     )
     memory = search.memory
     last = jnp.asarray(hyper.scale * ravel_pytree(hyper.update)[0], here.dtype)
-    rises = (last @ gradient) > CURVATURE * -(last @ memory.descent)
-    steepest = memory.number == 0
+    rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)
+    steepest = memory.count == 0
     further = ~steepest & rises
     direction, next_memory = _direction(gradient, memory, here)
     update, memory = jax.tree.map(
@@ -201,7 +201,7 @@ def refused(
     noisy = noisy & (change < largest_noise)
     over = probing & ~noisy
     none = over & search.steepest
-    again = _empty(search.here)
+    again = _lbfgs(search.here).init(search.here)
     steepest, again = _direction(search.gradient, again, search.here)
     flat, unravel = ravel_pytree(hyper.update)
     update = jnp.where(none, 0, jnp.where(over, steepest, flat))
@@ -229,7 +229,7 @@ def patience(hyper: Hyper, tol: Any) -> Array:
     noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
     most = jnp.where(noisy, LONG_PATIENCE, PATIENCE)
     # Of a new direction, not of less of one.
-    known = (search.memory.number > search.here.size) & (hyper.scale == 1)
+    known = (search.memory.count > search.here.size) & (hyper.scale == 1)
     known = known & ~search.steepest & ~noisy
     most = jnp.where(known & (_slope(hyper) < PROMISED * tol), 1, most)
     return jnp.where(search.exhausted, 0, most)
@@ -261,9 +261,9 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
         )
 
 
-def _direction(gradient: Array, memory: Memory, here: Array) -> tuple[Array, Memory]:
+def _direction(gradient: Array, memory: Any, here: Array) -> tuple[Array, Any]:
     """Where to go, and the memory with this point."""
-    descent, memory = memory.step(-gradient, here)
+    descent, memory = _lbfgs(here).update(-gradient, memory, here)
     size = jnp.max(jnp.abs(descent), initial=jnp.finfo(here.dtype).tiny)
     return -descent * jnp.minimum(1, LARGEST / size), memory
 
@@ -272,5 +272,9 @@ def _slope(hyper: Hyper) -> Array:
     return hyper.optim_state.gradient @ ravel_pytree(hyper.update)[0]
 
 
-def _empty(flat: Array) -> Memory:
-    return Memory.empty(flat, MEMORY if flat.dtype == jnp.float64 else ROUNDED_MEMORY)
+def _lbfgs(flat: Array) -> Any:
+    # Imported here: whoever keeps hyperparameters fixed need not wait for it.
+    import optax
+
+    most = MEMORY if flat.dtype == jnp.float64 else ROUNDED_MEMORY
+    return optax.scale_by_lbfgs(memory_size=min(most, EACH * max(flat.size, 1)))
