@@ -16,6 +16,7 @@ from numpyro import handlers
 from scipy import sparse
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.structure import Arguments
 from tests.conftest import compilations
 from tests.problems import classifier, learnt, regression, toy
 
@@ -327,8 +328,9 @@ def test_known_parameters_that_break_their_constraints(guide) -> None:
         with numpyro.plate("data", 16):
             numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
+    given = Arguments.split((X, -jnp.ones(16), Y), {"inducing": Z})
     with pytest.raises(ValueError, match="'shift': parameter 'scale' of Normal, of sh"):
-        guide(model).check_data(X, -jnp.ones(16), Y, inducing=Z)
+        guide(model).check_data(given)
 
 
 def test_obs_mask_is_told_what_to_do() -> None:

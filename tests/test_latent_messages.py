@@ -13,6 +13,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+from numpyro_gpaug.model.structure import Arguments
 
 N = 12
 RNG = np.random.default_rng(0)
@@ -40,9 +41,9 @@ def test_codes_that_index_hyperparameters_are_checked(shift, message):
     guide.setup(T, GROUP, REAL)
     with pytest.raises(ValueError, match=message):
         gpaug.AutoLatentGaussian(noisy).setup(T, GROUP + shift, REAL)
-    guide.check_data(T, GROUP[::-1], REAL)
+    guide.check_data(Arguments.split((T, GROUP[::-1], REAL), {}))
     with pytest.raises(ValueError, match=message):
-        guide.check_data(T, GROUP + shift, REAL)
+        guide.check_data(Arguments.split((T, GROUP + shift, REAL), {}))
 
 
 def no_latent(t, y=None):

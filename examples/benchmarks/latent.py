@@ -12,8 +12,7 @@ their scales, the other methods have the model as it is written. The last two st
 prior medians and take at most 2000 and 5000 steps of adam, from .1 on a cosine to zero,
 begun within ``--seconds``: fewer ``steps`` are what these allowed. ``cold`` counts
 everything after imports, in a compiled-from-nothing session, ``warm`` is the shorter of
-two more runs (ours compiles in the second what looks for new codes). Seconds are of one
-process::
+two more runs. Seconds are of one process::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/latent.py --json latent.json
 

@@ -10,7 +10,7 @@ likelihood, and ``BayesMixedGLM`` a mean-field approximation under the priors it
 have. Binomial data they get as Bernoulli rows, one for each trial. ``held`` rows have
 standard deviations held at NUTS's means, and infer the effects alone, with their
 variances. ``cold`` counts everything after imports, ``warm`` is the shortest of seven
-runs after the second (ours compiles in the second what looks for new codes).
+more runs.
 Packages that are not installed are left out::
 
     pip install statsmodels gpboost
@@ -210,7 +210,6 @@ def rows_of(name: str, draws: int) -> list[dict[str, Any]]:
         held = spreads if method.endswith("held") else None
         run = of(name, data if package == "numpyro" else one_by_one(name, data), held)
         (fixed, deviations), cold = timed(run)
-        timed(run)
         warm = min(timed(run)[1] for _ in range(RUNS))
         rows.append({
             "data": name, "method": method, "cold": cold, "warm": warm,

@@ -18,6 +18,7 @@ from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.observations import check_observations
@@ -180,7 +181,7 @@ class ProcessGuide(Displayed):
         :param kwargs: its keyword arguments.
         :return: the guide.
         """
-        if self._structure is None or not self._structure.observed:
+        if not self._is_set_up:
             self._structure = self._inspect(*args, **kwargs)
             arguments = Arguments.split(args, kwargs)
             self._sizes = {arguments.shapes: self._structure}
@@ -197,13 +198,43 @@ class ProcessGuide(Displayed):
                 }
         return self
 
-    def check_data(self, *args: Any, **kwargs: Any) -> None:
+    @property
+    def _is_set_up(self) -> bool:
+        return self._structure is not None and bool(self._structure.observed)
+
+    def set_up(self, arguments: Arguments) -> None:
+        """:meth:`setup`, unless it is done.
+
+        :param arguments: the model's arguments.
+        """
+        if not self._is_set_up:
+            args, kwargs = arguments.merge()
+            self.setup(*args, **kwargs)
+
+    def prepare(self, arguments: Arguments) -> bool:
+        """Sets it up for a fit to these arguments.
+
+        :param arguments: the model's arguments.
+        :return: whether it was, by others.
+        """
+        known = self._is_set_up
+        self.set_up(arguments)
+        return known
+
+    def check_data(self, arguments: Arguments) -> None:
         """Sets it up for a fit to these arguments, and checks them.
 
-        :param args: the model's arguments.
-        :param kwargs: its keyword arguments.
+        :param arguments: the model's arguments.
         """
-        self.setup(*args, **kwargs)
+        self.prepare(arguments)
+
+    def seen(self, view: Any) -> Codes | None:
+        """What :meth:`check_data` would look at, for the program that begins a fit;
+        pure. ``None`` for nothing.
+
+        :param view: the model at initial params.
+        """
+        return None
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """What a call does first: :meth:`setup`, and a check of the first observations
@@ -216,7 +247,8 @@ class ProcessGuide(Displayed):
         if structure.observed and not self._checked:
             self._checked = True
             arguments = Arguments.split(args, kwargs)
-            check_observations(self.model, structure, arguments)
+            # NumPyro's Predictive leaves them out.
+            check_observations(self.model, structure, arguments, needed=False)
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
         return inspect_model(self.model, *args, **kwargs)

@@ -27,14 +27,14 @@ from numpyro_gpaug.math.chain import ChainMoments, ChainNatural
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.math.pairs import PairedMap
-from numpyro_gpaug.model.arrow import check_groups
+from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.costs import FIT
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.marginals import with_latent_axis
-from numpyro_gpaug.model.structure import Arguments, remembered
+from numpyro_gpaug.model.structure import Arguments, any_key, remembered
 from numpyro_gpaug.model.whitened import whitened
 
 Natural = NaturalGaussian | ArrowNatural | ChainNatural
@@ -165,53 +165,48 @@ class AutoLatentGaussian(ProcessGuide):
     ) -> JointView:
         return JointView(structure, model, arguments, values, key)
 
-    def check_data(self, *args: Any, **kwargs: Any) -> None:
+    def prepare(self, arguments: Arguments) -> bool:
         """Sets it up for a fit to these arguments: anew if the model has other latents
-        there. Otherwise raises for what a set-up would not have taken.
+        there.
 
-        :param args: the model's arguments; of traced ones no values are looked at.
-        :param kwargs: its keyword arguments.
+        :param arguments: the model's arguments.
+        :return: whether it was set up before, and thus has not looked at these.
+        """
+        known = self._is_set_up
+        if known and self.structure_at(arguments).blocks != self.structure.blocks:
+            self._structure, known = None, False
+        self.set_up(arguments)
+        return known
+
+    def check_data(self, arguments: Arguments) -> None:
+        """Sets it up for a fit to these arguments, or raises for what a set-up would
+        not have taken.
+
+        :param arguments: the model's; of traced ones no values are looked at.
         :raises ValueError: for observations that are missing, and for codes that no
             member of a plate has.
         :raises NotConjugateError: where data look at several groups.
         """
-        known = self._structure is not None and bool(self._structure.observed)
-        arguments = Arguments.split(args, kwargs)
-        if known and self.structure_at(arguments).blocks != self.structure.blocks:
-            self._structure, known = None, False
-        self.setup(*args, **kwargs)
-        if not known or any(isinstance(x, Tracer) for x in arguments.arrays):
+        traced = any(isinstance(x, Tracer) for x in arguments.arrays)
+        if not self.prepare(arguments) or traced:
             return
-        program, gathers, missing = remembered(
+        program = remembered(
             self._checks, arguments.shapes, lambda: self._check(arguments)
         )
-        extremes, misfit = program(arguments.arrays)
-        if missing:
-            raise ValueError(
-                f"{missing} are not observed by these arguments, as they were when the "
-                "guide was set up: pass the observations to init or run"
-            )
-        for gather, each in zip(gathers, extremes, strict=True):
-            if wrong := gather.bad(each):
-                raise ValueError(wrong)
-        check_groups(misfit, "data")
+        program(arguments.arrays).check()
 
-    def _check(self, arguments: Arguments) -> tuple[Callable[..., Any], list, list]:
+    def _check(self, arguments: Arguments) -> Callable[..., Codes]:
         structure: Any = self.structure_at(arguments)
-        indexed: list[Any] = []
-        missing: list[str] = []
 
-        def checked(arrays: tuple[Array, ...]) -> Any:
+        def seen(arrays: tuple[Array, ...]) -> Codes:
             here = arguments._replace(arrays=arrays)
             # As it is: a batch that is passed in is shorter than its plate.
-            view = JointView(structure, self.model, here, {}, random.key(0))
-            gathers = view.gathers()
-            indexed[:] = [gather for gather, _ in gathers]
-            missing[:] = view.unobserved
-            misfit = jnp.zeros(()) if missing else view.misfit
-            return [extremes for _, extremes in gathers], misfit
+            return self.seen(JointView(structure, self.model, here, {}, any_key()))
 
-        return few(checked), indexed, missing
+        return few(seen)
+
+    def seen(self, view: Any) -> Codes:
+        return Codes.of(view)
 
     # Natural parameters.
 
@@ -244,7 +239,8 @@ class AutoLatentGaussian(ProcessGuide):
     ) -> dict[str, Natural]:
         """Where a fit starts: as if every predictor had been observed with a variance
         of one at its prior mean. At a wide prior a likelihood may have no expectation:
-        that of ``exp(f)`` overflows at a standard deviation of 14.
+        that of ``exp(f)`` overflows at a standard deviation of 14. Of Gaussian data,
+        which one step settles from anywhere, at the prior.
 
         :param natural: from :meth:`initial_natural`.
         :param given: values to start from instead, by param name.
@@ -252,11 +248,14 @@ class AutoLatentGaussian(ProcessGuide):
         """
         if natural:
             return natural
+        prior, structure = view.priors()[JOINT].natural, view.structure
+        compared = not (structure.subsampled or self.random_others)
+        if compared and view.expected("exact").quadratic:
+            return {JOINT: prior}
         map_ = view.maps()[JOINT]
         single = map_.single if isinstance(map_, PairedMap) else map_
         seen = GaussianFactors(single.offset, jnp.ones_like(single.offset))
         added = single.information(seen)
-        prior = view.priors()[JOINT].natural
         return {JOINT: jax.tree.map(jnp.add, prior, added)}
 
     def natural_params(self, natural: dict[str, Natural]) -> dict[str, Array]:

@@ -9,15 +9,46 @@ import jax
 import numpy as np
 from jax import Array
 
+# Bytes of an array up to which programs take it over in less time than a transfer of
+# its own takes.
+_SMALL = 2**14
 # Bytes: memory that begins at a multiple of them JAX takes over on a CPU.
 _ALIGNED = 64
+
+
+def held(leaves: list[Any]) -> tuple[Any, ...]:
+    """Array arguments as programs take them: small ones of NumPy's as copies of the
+    dtypes that JAX has, which no caller can change; all others as JAX's.
+
+    :param leaves: arrays of JAX's or NumPy's.
+    """
+    small = {i: _copied(x) for i, x in enumerate(leaves) if _is_small(x)}
+    if len(small) == len(leaves):
+        return tuple(small.values())
+    others = iter(as_arrays([x for i, x in enumerate(leaves) if i not in small]))
+    return tuple(small[i] if i in small else next(others) for i in range(len(leaves)))
+
+
+def _is_small(array: Any) -> bool:
+    known = type(array) is np.ndarray and array.nbytes <= _SMALL
+    return known and array.dtype.kind in "biuf" and array.dtype.isnative
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    copy = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), order="C")
+    copy.flags.writeable = False
+    return copy
 
 
 def as_arrays(leaves: list[Any]) -> tuple[Array, ...]:
     """Array arguments as JAX's, NumPy's by one transfer: ``jnp.asarray`` compiles a
     program for each shape."""
     given = [_own(x) for x in leaves if not isinstance(x, Array)]
-    placed = iter(jax.device_put(given) if given else ())
+    if not given:
+        return tuple(leaves)
+    # Known numbers in a trace, too, that does not concern them.
+    with jax.ensure_compile_time_eval():
+        placed = iter(jax.device_put(given))
     return tuple(x if isinstance(x, Array) else next(placed) for x in leaves)
 
 

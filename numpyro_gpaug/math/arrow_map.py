@@ -102,6 +102,10 @@ class ArrowMap:
         moved = moved + (value * corner[width:][place]).sum(-1)
         return self.offset + self._put_back(moved)
 
+    def given(self, z: Array) -> Marginals:
+        """Marginals of the predictors given latents (1, G R + K)."""
+        return Marginals(self(z), self.residual)
+
     def marginals(self, q: Any) -> Marginals:
         """Marginals of the predictors: variances are sums of squares."""
 

@@ -159,6 +159,8 @@ def partitioned(tree: Any) -> Any:
         same = Mesh(mesh.devices, mesh.axis_names)
         return _renamed(leaf, NamedSharding(same, sharding.spec))
 
+    if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(tree)):
+        return tree
     return jax.tree.map(auto, tree)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 from threadpoolctl import ThreadpoolController
 
@@ -21,30 +22,39 @@ class _OneThread:
     and whoever leaves last lifts it."""
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._limit = threading.Lock(), 0, ExitStack()
+        self._lock, self._inside = threading.Lock(), 0
+        self._before: list[tuple[Any, int]] = []
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._inside:
-                self._limit.enter_context(_pools().limit(limits=1, user_api="blas"))
+                # Not ``_pools().limit``, which asks all libraries for all they know
+                # and takes as long as a sweep.
+                self._before = [(pool, pool.num_threads) for pool in _pools()]
+                for pool, number in self._before:
+                    if number != 1:
+                        pool.set_num_threads(1)
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                self._limit.close()
+                for pool, number in self._before:
+                    if number != 1:
+                        pool.set_num_threads(number)
 
 
 _one_thread = _OneThread()
 
 
 @cache
-def _pools() -> ThreadpoolController:
+def _pools() -> list[Any]:
     # Whose BLAS JAX calls: pools are found once, among the libraries that are loaded.
     import scipy.linalg  # noqa: F401
 
-    return ThreadpoolController()
+    found = ThreadpoolController().lib_controllers
+    return [pool for pool in found if pool.user_api == "blas"]
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import sources
 from numpyro_gpaug.model.structure import Structure, is_array
 
@@ -20,7 +20,8 @@ def check_key(key: Any) -> None:
     :param key: the first argument of whatever draws.
     :raises TypeError: saying what it is.
     """
-    dtype, ndim = getattr(key, "dtype", None), np.ndim(key)
+    dtype = getattr(key, "dtype", None)
+    ndim = key.ndim if isinstance(key, jax.Array) else np.ndim(key)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and ndim == 0) and not (dtype == np.uint32 and ndim == 1):
         what = f"shape {np.shape(key)} and dtype {dtype}" if dtype else repr(key)
@@ -63,7 +64,7 @@ def check_by_name(
     if sum(is_array(x) for x in jax.tree.leaves(args)) < 3:
         return
     observed, inducing, inputs = sources(model, args, kwargs)
-    positional = list(inspect.signature(model).parameters)[: len(args)]
+    positional = list(signature_of(model).parameters)[: len(args)]
     for name in set(positional) & set(inducing) - set(inputs) - set(observed):
         shape = np.shape(args[positional.index(name)])
         raise ValueError(

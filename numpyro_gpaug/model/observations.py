@@ -147,6 +147,8 @@ def check_observations(
     structure: Structure,
     arguments: Arguments,
     programs: dict[Any, Any] | None = None,
+    *,
+    needed: bool = True,
 ) -> None:
     """Raises for observations outside the support of their likelihood, or parameters
     of it that break their constraints, at initial params; traced ones are not looked
@@ -156,6 +158,7 @@ def check_observations(
     :param structure: what it is made of.
     :param arguments: its arguments.
     :param programs: those compiled before, by shapes of arguments.
+    :param needed: whether observations may not be left out.
     :raises ValueError: naming the site and what was expected.
     """
     if any(isinstance(x, jax.core.Tracer) for x in arguments.arrays):
@@ -172,7 +175,8 @@ def check_observations(
         def flags(arrays: tuple[Array, ...]) -> list[Array]:
             trace = run(arrays)
             data = [k for k in (s.name for s in structure.observed) if k in trace]
-            if missing := [k for k in data if not trace[k]["is_observed"]]:
+            missing = [k for k in data if not trace[k]["is_observed"]]
+            if missing and needed:
                 raise unobserved_error(missing)
             found = valid_observations(trace)
             names[:] = found

@@ -21,7 +21,7 @@ from numpyro.infer import init_to_feasible
 from numpyro_gpaug._numpyro import first_rows, residual_policy
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
-from numpyro_gpaug.math.arrays import as_arrays
+from numpyro_gpaug.math.arrays import as_arrays, held
 from numpyro_gpaug.math.sharding import ROWS, placed, rows_mesh
 
 Trace = dict[str, dict[str, Any]]
@@ -180,8 +180,7 @@ class Arguments(NamedTuple):
         """Splits positional and keyword arguments; where rows of one are shared out
         among devices, those of all are."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        # NumPy arrays cannot be indexed by the traced indices of a plate.
-        arrays = as_arrays([x for x in leaves if is_array(x)])
+        arrays = held([x for x in leaves if is_array(x)])
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
         given = cls(arrays, (treedef, static, None))
         return given.on(given.mesh)
@@ -248,9 +247,10 @@ class Arguments(NamedTuple):
         return [item for x, item in zip(leaves, items, strict=True) if is_array(x)]
 
     def merge(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments again."""
+        """The positional and keyword arguments again, arrays as JAX's: NumPy's cannot
+        be indexed by the traced indices of a plate."""
         treedef, static, _ = self.static
-        leaves, arrays = dict(static), iter(self.arrays)
+        leaves, arrays = dict(static), iter(as_arrays(list(self.arrays)))
         ordered = [
             leaves[i] if i in leaves else next(arrays)
             for i in range(treedef.num_leaves)

@@ -4,11 +4,9 @@ that is not finite; every error names the argument and its shape."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from functools import cache, partial
 from typing import Any, NoReturn
 
 import jax
@@ -18,6 +16,7 @@ from numpyro.distributions import constraints
 
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.math.sharding import total
+from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -51,7 +50,13 @@ def check_arguments(
         and arguments that the model does not take.
     """
     named = _named(model, args, kwargs)
-    uses = cache(uses or partial(sources, model, args, kwargs))
+    known: list[Sources] = []
+
+    def used() -> Sources:
+        if not known:
+            known.append(uses() if uses else sources(model, args, kwargs))
+        return known[0]
+
     rows = next((len(x) for x in named.values() if is_array(x) and x.ndim), 0)
     for name, value in named.items():
         _check_kind(name, value, rows)
@@ -59,7 +64,7 @@ def check_arguments(
             traced = isinstance(leaf, jax.core.Tracer)
             arrays = isinstance(leaf, np.ndarray | jax.Array)
             if arrays and not traced and not _is_plain(leaf):
-                _check_array(name, leaf, uses)
+                _check_array(name, leaf, used)
 
 
 # Of the kinds of numbers, those that every JAX has or takes for one that it has.
@@ -71,10 +76,12 @@ _NOT_TINY = 1e-18
 def _is_plain(array: Any) -> bool:
     """Whether its extremes alone tell that :func:`_check_array`, which takes longer,
     has nothing to say of an array."""
-    known = type(array) is np.ndarray and array.dtype in _PLAIN
-    if not (known and are_moderate([array])):
+    if type(array) is not np.ndarray or array.dtype not in _PLAIN or not array.size:
         return False
-    return array.dtype.kind != "f" or max(array.max(), -array.min()) > _NOT_TINY
+    low, high = array.min(), array.max()
+    if not (-_LARGE < low and high < _LARGE):
+        return False
+    return array.dtype.kind != "f" or high > _NOT_TINY or low < -_NOT_TINY
 
 
 def are_moderate(arrays: Iterable[np.ndarray]) -> bool:
@@ -91,7 +98,7 @@ def _named(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     try:
-        signature = inspect.signature(model)
+        signature = signature_of(model)
     except ValueError:
         return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
     try:

@@ -19,6 +19,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arrow import ROUNDING, check_groups
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
@@ -129,7 +130,7 @@ class JointPredictor(Predictor):
             found = {s.name: _site(view, s.name, q) for s in view.structure.sites}
             return found, view, q
 
-        def found(arrays: Any, fitted: Fitted) -> Any:
+        def told(arrays: Any, fitted: Fitted) -> Any:
             first, view, q = sites(arrays, fitted.first)
             marks, errors = view.marks(), view.rule_errors(q)
             if fitted.members is None:
@@ -144,8 +145,10 @@ class JointPredictor(Predictor):
             total = averaged(about, fitted, weights)
             return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
 
-        program = remembered(self._sites, arguments.shapes, lambda: few(found))
-        at, marks, errors = program(arguments.arrays, fitted)
+        program = remembered(self._sites, arguments.shapes, lambda: few(told))
+        with threads_for(self.structure.largest):
+            found = program(arguments.arrays, fitted)
+            at, marks, errors = jax.block_until_ready(found)
         # Inducing values are whitened: predict_f has the process.
         hidden = {f"{name}.v" for name in self.structure.functions}
         names = [s.name for s in self.structure.sites if s.name not in hidden]
@@ -235,13 +238,16 @@ def predictor_for(
 
     :param structure: of the model, at any arguments.
     """
-    structure = structure.sizeless()
     found = guide.predictors.get(id(model))
+    if found is not None and found.known is structure:
+        return found
+    known, structure = structure, structure.sizeless()
     if found is None or found.structure != structure:
         # It holds the model, whose id is thus not given away.
         joint = isinstance(structure, JointStructure)
         kind: Any = JointPredictor if joint else Predictor
         found = guide.predictors[id(model)] = kind(model, structure, guide)
+    found.known = known
     return found
 
 

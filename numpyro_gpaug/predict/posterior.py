@@ -99,8 +99,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             hyperparameters are computed from a positional argument.
         """
         arguments = Arguments.split(args, kwargs)
-        on_device = arguments.merge()
-        guide.setup(*on_device[0], **on_device[1])
+        guide.set_up(arguments)
         structure = guide.structure_at(arguments)
         guide.check_params(params)
         fitted = Fitted.of_guide(guide, params)

@@ -81,6 +81,8 @@ class Predictor:
     ) -> None:
         self.model = model
         self.structure = structure
+        # With the sizes of the last fit, to be known again by.
+        self.known: Structure | None = None
         self.function_posterior = guide.function_posterior
         self._moments = guide.moments
         self._kinds: dict[str, Callable[..., Any]] = {

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
+from numpyro.distributions.util import lazy_property
 
+from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.importance import varying, weighted_quantiles
+from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.predict.mixture import Members
 
 if TYPE_CHECKING:
@@ -37,7 +41,10 @@ class SiteMoments(NamedTuple):
     def distribution(self) -> dist.Distribution:
         """The posterior: normal of a scalar, multivariate normal of a flat vector; of
         what has more axes, or more than 2000 entries, its marginals."""
-        return _law(*self)
+        mean, variance, covariance = self
+        if covariance is None:
+            return dist.Normal(mean, _root(variance))
+        return LatentNormal(mean, variance, covariance)
 
     def about(self, point: Array) -> SiteMoments:
         """First and second moments about a point: unlike those about the mean they are
@@ -62,17 +69,46 @@ class SiteMoments(NamedTuple):
         return SiteMoments(mean, variance + sign * jnp.square(shift), covariance)
 
 
-# In one program and without NumPyro's checks of matrices: operation by operation, the
-# first of a size would take longer than a fit.
+class LatentNormal(dist.MultivariateNormal):
+    """A multivariate normal with known marginals, whose covariance is factorised as
+    soon as anything asks for the factor: means and variances need none.
+
+    :param mean: (n,).
+    :param variance: (n,).
+    :param covariance: (n, n).
+    """
+
+    pytree_data_fields = ("_variance", "_covariance")
+
+    def __init__(self, mean: Array, variance: Array, covariance: Array) -> None:
+        self.loc, self._variance, self._covariance = mean, variance, covariance
+        dist.Distribution.__init__(self, (), mean.shape, validate_args=False)
+
+    @lazy_property
+    def scale_tril(self) -> Array:
+        """The lower Cholesky factor of the covariance."""
+        with threads_for(len(self.loc)):
+            return jax.block_until_ready(_factor(self._covariance))
+
+    @property
+    def mean(self) -> Array:
+        return self.loc
+
+    @property
+    def variance(self) -> Array:
+        return self._variance
+
+
+# In programs: operation by operation, the first of a size would take longer than a fit.
+_root = few(jnp.sqrt)
+
+
 @few
-def _law(mean: Array, variance: Array, covariance: Array | None) -> dist.Distribution:
-    if covariance is None:
-        return dist.Normal(mean, jnp.sqrt(variance))
+def _factor(covariance: Array) -> Array:
     # A constraint (a sum of zero) leaves it singular.
-    least = 10 * jnp.finfo(mean.dtype).eps * jnp.trace(covariance) / len(mean)
-    eye = jnp.eye(len(mean), dtype=mean.dtype)
-    covariance = covariance + least * eye
-    return dist.MultivariateNormal(mean, covariance, validate_args=False)
+    least = 10 * jnp.finfo(covariance.dtype).eps * jnp.trace(covariance)
+    eye = jnp.eye(len(covariance), dtype=covariance.dtype)
+    return linalg.cholesky(covariance + least / len(covariance) * eye)
 
 
 def table(

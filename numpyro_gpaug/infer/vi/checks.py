@@ -34,6 +34,8 @@ def check_fit(
     updates: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    begins: bool = False,
 ) -> Arguments:
     """Sets up a guide, and raises for a model or arguments that cannot be fitted.
 
@@ -42,13 +44,17 @@ def check_fit(
     :param updates: see :class:`~numpyro_gpaug.ConjugateSVI`.
     :param args: the model's arguments.
     :param kwargs: its keyword arguments.
+    :param begins: whether :func:`~numpyro_gpaug.infer.vi.start.initial_state` will look
+        at them as ``guide.check_data`` does.
     :return: the arguments, on the device once for all that looks at them.
     :raises ValueError: naming the argument or the site.
     """
     check_arguments(model, args, kwargs)
     arguments = Arguments.split(args, kwargs)
-    args, kwargs = arguments.merge()
-    guide.check_data(*args, **kwargs)
+    if begins:
+        guide.prepare(arguments)
+    else:
+        guide.check_data(arguments)
     structure = guide.structure
     check_observed(model, structure, arguments)
     if not structure.blocks:
@@ -176,7 +182,7 @@ class CheckedData:
         if traced or seen != self._seen:
             check_arguments(self._model, args, kwargs)
         if not traced and seen != self._seen:
-            self._guide.check_data(*args, **kwargs)
+            self._guide.check_data(arguments)
             structure = self._guide.structure
             check_observations(self._model, structure, arguments, self._programs)
             self._seen = seen

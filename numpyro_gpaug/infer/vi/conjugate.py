@@ -196,7 +196,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         check_key(rng_key)
         check_shards((args, kwargs))
         given = Given.split(self._mesh, *partitioned((args, kwargs)))
-        arguments = self._runs.check(given).on(self._mesh)
+        arguments = self._runs.check(given, begins=True).on(self._mesh)
         return self._programs.start(
             arguments, arguments, rng_key, init_params, given.batch
         )
@@ -218,7 +218,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         arguments, data = self._checked(state, *partitioned((args, kwargs)))
         plan = self._programs.plan_at(arguments, state)
         never = np.zeros((), state.bound.dtype)
-        state, losses, _ = self._runs.steps(
+        state, losses, *_ = self._runs.steps(
             copied(state), 1, never, data, arguments, plan
         )
         return state, losses[0]
@@ -254,13 +254,14 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             :class:`~numpyro_gpaug.Blocks` of them, and all else by name.
         :param progress_bar: whether to show one.
         :param tol: stop once the bound has not risen by ``tol`` nats. On full data:
-            within three steps, or by a quarter of that in a whole step after one that
-            rose; with L-BFGS, within five that were not undone, or in one where the
-            next, by curvature known in all directions, promises less than a hundredth
-            of it (1e-3 if ``tol`` is not given); with optax, within 40 (times
-            ``hyper_every``), or a fifth of those taken if that is more, as slow
-            progress is progress; steps that were undone do not count. On minibatches:
-            from one epoch's mean to the next. ``None`` or 0: never.
+            within three steps, or by a quarter of that (or what may be rounding) in a
+            whole step after one that rose, or after one that is exact; with L-BFGS,
+            within five that were not undone, or in one where the next, by curvature
+            known in all directions, promises less than a hundredth of it (1e-3 if
+            ``tol`` is not given); with optax, within 40 (times ``hyper_every``), or a
+            fifth of those taken if that is more, as slow progress is progress; steps
+            that were undone do not count. On minibatches: from one epoch's mean to the
+            next. ``None`` or 0: never.
         :param init_state: a state to continue from.
         :param init_params: constrained values to start from, by param name.
         :param callback: called about once a second, or every ten where steps are slow,
@@ -290,11 +291,12 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         progress = Progress(num_steps, pace, progress_bar, several=several)
         with progress, closing(feed), threads_for(plan.structure.largest):
             while wanted := progress.next():
-                state, chunk = feed.steps(state, wanted, limit)
+                taken, chunk, params = feed.steps(state, wanted, limit)
+                state = taken
                 losses.append(chunk)
                 # A bound of minus infinity is never known.
-                unknown = -chunk[-1:] <= unknown_bound(chunk.dtype)
-                if unknown.any() or not np.isfinite(chunk).all():
+                known = -chunk[-1:] > unknown_bound(chunk.dtype)
+                if not (known.all() and np.isfinite(chunk).all()):
                     self._explain(state, given.args, given.kwargs)
                 progress.took(losses[-1])
                 over = len(losses[-1]) < wanted or settled(losses, epoch, tol)
@@ -311,10 +313,11 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                     break
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         self._warn(state, plan, given, start if init_state is None else None)
-        params, losses_ = self.get_params(state), np.concatenate(losses)
+        if params is None or state is not taken:
+            params = self.get_params(state)
         return ConjugateResult(
-            params, state, losses_, given.args, given.kwargs, guard.restored,
-            stopped=over,
+            params, state, np.concatenate(losses), given.args, given.kwargs,
+            guard.restored, stopped=over,
         )  # fmt: skip
 
     def _searches(self, plan: Plan) -> bool:

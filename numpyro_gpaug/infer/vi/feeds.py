@@ -30,6 +30,19 @@ from numpyro_gpaug.multilabel import prefetch
 TOGETHER, BYTES = 32, 2**24
 
 
+class Taken(NamedTuple):
+    """What steps lead to.
+
+    :param state: the last.
+    :param losses: of the steps.
+    :param params: constrained, at the last state, if they were asked for with it.
+    """
+
+    state: ConjugateState
+    losses: np.ndarray
+    params: dict[str, Any] | None = None
+
+
 class Feed(Protocol):
     """What a run asks for."""
 
@@ -41,10 +54,8 @@ class Feed(Protocol):
     def mesh(self) -> Mesh | None:
         """Where it is."""
 
-    def steps(
-        self, state: ConjugateState, wanted: int, tol: np.ndarray
-    ) -> tuple[ConjugateState, np.ndarray]:
-        """So many steps, fewer if the bound rises no more; and their losses."""
+    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
+        """So many steps, fewer if the bound rises no more."""
 
     def bounds(self, state: ConjugateState) -> Array:
         """The bounds of a state on the same minibatches every time."""
@@ -57,13 +68,13 @@ class InMemory(NamedTuple):
     """Arguments that steps see whole.
 
     :param arguments: of the model.
-    :param take: the steps, from state, number and tolerance: the state, losses, and
-        how many they were.
+    :param take: the steps, from state, number and tolerance: the state, losses, how
+        many they were, and params.
     :param bounds: see :class:`Feed`.
     """
 
     arguments: Arguments
-    take: Callable[..., tuple[ConjugateState, Array, Array]]
+    take: Callable[..., tuple[ConjugateState, Array, Array, dict[str, Any]]]
     bounds: Callable[[ConjugateState], Array]
 
     @property
@@ -76,11 +87,9 @@ class InMemory(NamedTuple):
         """Where they are."""
         return self.arguments.mesh
 
-    def steps(
-        self, state: ConjugateState, wanted: int, tol: np.ndarray
-    ) -> tuple[ConjugateState, np.ndarray]:
-        state, losses, taken = self.take(state, wanted, tol)
-        return state, np.asarray(losses)[: int(taken)]
+    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
+        state, losses, taken, params = self.take(state, wanted, tol)
+        return Taken(state, np.asarray(losses)[: int(taken)], params)
 
     def close(self) -> None:
         pass
@@ -344,10 +353,8 @@ class Minibatches:
         """Where batches are shared out."""
         return self._reader.mesh
 
-    def steps(
-        self, state: ConjugateState, wanted: int, tol: np.ndarray
-    ) -> tuple[ConjugateState, np.ndarray]:
-        """So many steps, and their losses."""
+    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
+        """So many steps."""
         here = int(state.step)
         if here != self._next:
             self.close()
@@ -374,7 +381,7 @@ class Minibatches:
         for i in np.flatnonzero(~valid):
             epoch, number = divmod(here + int(i), len(self._reader.batches))
             self._reader.explain(taken[i], f"batch {number} of epoch {epoch}")
-        return state, losses
+        return Taken(state, losses)
 
     def bounds(self, state: ConjugateState) -> Array:
         """The bounds of a state on the first batches of all, of the next

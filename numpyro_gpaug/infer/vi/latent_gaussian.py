@@ -250,6 +250,19 @@ class LatentGaussian:
             {**old.divergences, name: kl},
         )
 
+    def solved(self, natural: Natural) -> tuple[Natural, Evaluation]:
+        """The optimum of a problem that is :attr:`quadratic`, and the evaluation there.
+
+        :param natural: anywhere; the nearer, the less is lost to rounding.
+        """
+        ((name, old),) = natural.items()
+        maps: Any = self.maps
+        q = old.moments()
+        at = maps[name].given(selected(q.mean, self.latents.get(name)))
+        slopes = jax.grad(lambda at: self.likelihood({name: at}))(at)
+        found = {name: self.target(name, q, at, slopes)}
+        return found, self.evaluate(found)
+
     def augmented_slopes(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
         """Derivatives of the augmented bound in the marginals."""
         return jax.grad(lambda at: self.likelihood(at, bound="augmented"))(at)

@@ -11,7 +11,9 @@ from jax import Array, lax, random
 
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
 from numpyro_gpaug.infer.vi.sweeps import was_whole
@@ -25,6 +27,8 @@ CHUNK = 100
 # one that rose a single whole step does, if it rose by less than this part of it: what
 # is still to come falls at least as fast.
 PATIENCE, SHORT = 3, 0.25
+# Rises are seen from so many units in the last place of a bound on.
+SHOWN = 2
 # Minibatches on which two states are compared.
 BATCHES = 16
 
@@ -43,7 +47,7 @@ def run_chunk(
     arrays: tuple[Array, ...],
     plan: Plan,
     static: Any,
-) -> tuple[ConjugateState, Array, Array]:
+) -> tuple[ConjugateState, Array, Array, dict[str, Any]]:
     """Up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop.
 
     :param settings: options of the fit.
@@ -55,7 +59,8 @@ def run_chunk(
     :param arrays: array arguments of the model.
     :param plan: of the fit.
     :param static: the model's other arguments.
-    :return: the state, losses (CHUNK,) and the number of steps taken.
+    :return: the state, losses (CHUNK,), the number of steps taken, and constrained
+        params.
     """
     stepper = Stepper(plan, settings, Arguments(arrays, static))
     losses = jnp.zeros((CHUNK,), state.bound.dtype)
@@ -65,6 +70,7 @@ def run_chunk(
     state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
     state = stepper.noted(state, first)
+    exact = isinstance(first.problem, LatentGaussian) and first.problem.quadratic
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
@@ -82,7 +88,7 @@ def run_chunk(
     def body(carry: Any) -> Any:
         i, state, evaluation, losses = carry
         new, evaluation = stepper.step(state, Carry(first.problem, evaluation))
-        new = counted(state, new, tol)
+        new = counted(state, new, tol, exact=exact)
         new = new._replace(natural=latents_apart(new.natural))
         noted = losses.at[i].set(
             -new.bound, mode="promise_in_bounds", wrap_negative_indices=False
@@ -91,15 +97,20 @@ def run_chunk(
 
     start = jnp.int32(0), state, first.evaluation, losses
     taken, state, _, losses = lax.while_loop(going, body, start)
-    return state, losses, taken
+    params = read_params(plan.guide, state.hyper.values, state.natural)
+    return state, losses, taken, params
 
 
-def counted(state: ConjugateState, new: ConjugateState, tol: Any) -> ConjugateState:
+def counted(
+    state: ConjugateState, new: ConjugateState, tol: Any, *, exact: bool = False
+) -> ConjugateState:
     """A state after a step, which notes it, and whether the bound has risen by it.
 
     :param state: before.
     :param new: after.
     :param tol: see :func:`run_chunk`.
+    :param exact: whether a whole step, at hyperparameters that rest, leads to the
+        optimum.
     """
     # Not ``mark + tol``: next to a large bound that may be the mark itself.
     rose = new.bound - state.mark >= tol
@@ -107,13 +118,16 @@ def counted(state: ConjugateState, new: ConjugateState, tol: Any) -> ConjugateSt
     rests = new.hyper is state.hyper
     tried: Any = jnp.int32(new.hyper.scale >= state.hyper.scale)
     if rests:
-        short = new.bound - state.bound < SHORT * tol
-        short &= (state.stalled == 0) & was_whole(state.step_sizes, new.step_sizes)
-        tried = jnp.where(short, PATIENCE, 1)
-    return new._replace(
-        mark=jnp.where(rose, new.bound, state.mark),
-        stalled=jnp.where(rose, 0, state.stalled + tried), step=state.step + 1,
-    )  # fmt: skip
+        # A rise that may be rounding is none.
+        shown = SHOWN * jnp.finfo(new.bound.dtype).eps * jnp.abs(new.bound)
+        short = new.bound - state.bound < jnp.maximum(SHORT * tol, shown)
+        whole = was_whole(state.step_sizes, new.step_sizes)
+        tried = jnp.where(short & (state.stalled == 0) & whole, PATIENCE, 1)
+    stalled = jnp.where(rose, 0, state.stalled + tried)
+    if rests and exact:
+        stalled = jnp.where(whole, PATIENCE, stalled)
+    mark = jnp.where(rose, new.bound, state.mark)
+    return new._replace(mark=mark, stalled=stalled, step=state.step + 1)
 
 
 class Stacked(NamedTuple):

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from numpyro_gpaug.infer.vi import quasi_newton
-from numpyro_gpaug.infer.vi.feeds import Reader
+from numpyro_gpaug.infer.vi.feeds import Reader, Taken
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.loop import PATIENCE, counted
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
@@ -235,9 +235,7 @@ class Passes:
         """Where blocks are shared out."""
         return self._reader.mesh
 
-    def steps(
-        self, state: ConjugateState, wanted: int, tol: np.ndarray
-    ) -> tuple[ConjugateState, np.ndarray]:
+    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
         """So many steps, fewer if the bound rises no more; and their losses."""
         if self._searches and state.data != self._data:
             unknown = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
@@ -253,7 +251,7 @@ class Passes:
                 patience = _patience(state.hyper, tol)
             if tol > 0 and state.stalled >= patience:
                 break
-        return state, np.array(losses)
+        return Taken(state, np.array(losses))
 
     def bounds(self, state: ConjugateState) -> Array:
         """The bound of a state."""

@@ -91,10 +91,12 @@ class Programs:
         if values:
             check_given(values, self._declared(given, key), self._guide.structure)
         with on_mesh(arguments.mesh):
-            state, params, valid = self.begin(
+            state, params, seen, valid = self.begin(
                 arguments.arrays, key, values, self._guide.initial_natural(values),
                 static=arguments.static, batch=batch,
             )  # fmt: skip
+        if seen is not None:
+            seen.check()
         check_start(self._model, self._guide, given, params, valid, values)
         self.plan(arguments, lambda: params)
         return state

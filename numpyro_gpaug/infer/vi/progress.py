@@ -53,7 +53,7 @@ class Pace:
             best = self._speed if steps == self._shortest else 0.0
             self._shortest, self._speed = steps, max(speed, best)
         longer = min(_TIMES * steps, speed * _LONGEST) if self._pays else 0
-        self.length = int(np.clip(max(speed * _SECONDS, longer), 1, CHUNK))
+        self.length = int(min(max(speed * _SECONDS, longer, 1), CHUNK))
 
 
 class Progress:
@@ -77,7 +77,7 @@ class Progress:
         self._num_steps, self.taken = num_steps, 0
         self._pace = pace
         self._several, self._all_end = several, False
-        self._bar = tqdm(total=num_steps, disable=not bar, desc="compiling")
+        self._bar = tqdm(total=num_steps, desc="compiling") if bar else None
         self._since = time.perf_counter()
         self._interrupted = False
         self._handler: Any = None
@@ -89,7 +89,8 @@ class Progress:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
         if self._ends and error[0] is None:
@@ -129,19 +130,23 @@ class Progress:
             return
         now = time.perf_counter()
         first, self.taken = self.taken == 0, self.taken + len(losses)
-        if first:  # what was compiled is no part of the time left
-            self._bar.set_description_str("", refresh=False)
-            self._bar.reset(self._num_steps)
-            self._bar.initial = self._bar.n = self.taken
-        else:
-            self._bar.update(len(losses))
         self._pace.took(len(losses), now - self._since)
-        self._bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
         self._since = now
+        if self._bar is not None:
+            self._show(self._bar, losses, first=first)
         if self._several:
             here = self._pace.length, not self._interrupted
             self._pace.length, goes_on = least_of_all(here)
             self._all_end = not goes_on
+
+    def _show(self, bar: tqdm, losses: np.ndarray, *, first: bool) -> None:
+        if first:  # what was compiled is no part of the time left
+            bar.set_description_str("", refresh=False)
+            bar.reset(self._num_steps)
+            bar.initial = bar.n = self.taken
+        else:
+            bar.update(len(losses))
+        bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
 
 
 def steps_compared(structure: Structure) -> int:

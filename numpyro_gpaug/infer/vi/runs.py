@@ -72,7 +72,7 @@ class Runs:
         :param init_params: constrained values to start from, by param name.
         :param given: the arguments of the run.
         """
-        first = self.check(given)
+        first = self.check(given, begins=state is None)
         if given.batches is None:
             arguments = self.shared(first, key)
         else:
@@ -97,19 +97,21 @@ class Runs:
             limit = np.zeros((), state.bound.dtype)
             both = state, started(opposite)
             ends = [feed.steps(copied(each), 1, limit) for each in both]
-            losses = [float(loss[-1]) for _, loss in ends]
+            losses = [float(loss[-1]) for _, loss, _ in ends]
             state = both[losses[1] < losses[0]]
         return state, plan, feed
 
-    def check(self, given: Given) -> Arguments:
+    def check(self, given: Given, *, begins: bool) -> Arguments:
         """Raises for arguments that cannot be fitted.
 
         :param given: the arguments of a run.
+        :param begins: whether it begins with them, from no state.
         :return: they, on the device.
         """
         return check_fit(
-            self._model, self._guide, self._settings.updates, given.args, given.kwargs
-        )
+            self._model, self._guide, self._settings.updates, given.args, given.kwargs,
+            begins=begins and given.batch is None,
+        )  # fmt: skip
 
     def _feed(
         self,
@@ -173,8 +175,9 @@ class Runs:
         data: np.uint32,
         arguments: Arguments,
         plan: Plan,
-    ) -> tuple[ConjugateState, Array, Array]:
-        """Steps on arguments in memory: the state, losses, and how many they were.
+    ) -> tuple[ConjugateState, Array, Array, dict[str, Any]]:
+        """Steps on arguments in memory: the state, losses, how many they were, and
+        params.
 
         :param state: to start from, which is overwritten.
         :param number: of steps, at most.

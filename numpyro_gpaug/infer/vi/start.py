@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 from jax import Array, random
 from numpyro import handlers
@@ -27,6 +28,7 @@ from numpyro_gpaug.infer.vi.plan import (
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.sharding import latents_apart
+from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.observations import invalid_error, valid_observations
 from numpyro_gpaug.model.structure import (
     Arguments,
@@ -47,9 +49,9 @@ def initial_state(
     natural: Natural,
     static: Any,
     batch: Batch | None = None,
-) -> tuple[ConjugateState, dict[str, Any], dict[tuple[str, str], Array]]:
-    """The initial state, the constrained params it was made from, and whether what is
-    observed is valid; pure, and one program.
+) -> tuple[ConjugateState, dict[str, Any], Codes | None, dict[tuple[str, str], Array]]:
+    """The initial state, the constrained params it was made from, how data look at
+    latents, and whether what is observed is valid; pure, and one program.
 
     :param settings: options of the fit.
     :param model: the model.
@@ -80,10 +82,12 @@ def initial_state(
         if site["type"] == "param"
     }
     view = guide.view(structure, model, arguments, {**params, **drawn}, model_key)
+    # A batch is checked as it is.
+    seen = guide.seen(view) if batch is None else None
     natural = latents_apart(guide.start_at(natural, given, view))
     state = _state(settings, structure, guide, params, natural, key)
     state = state._replace(epochs=first_epochs(structure, passed))
-    return state, params, valid_observations(trace)
+    return state, params, seen, valid_observations(trace)
 
 
 def check_start(
@@ -108,7 +112,7 @@ def check_start(
     for name, value in params.items():
         check_param(name, value, guide.constraints[name])
     for (name, parameter), inside in valid.items():
-        if not inside:
+        if not np.asarray(inside).item():
             values = {**structure.zeros, **params, **given}
             flat, key = flat_functions(model), random.key(0)
             with numpyro.validation_enabled(False):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,7 @@ class ConjugateState(NamedTuple):
     rng_key: Array
 
 
+@cache
 def unknown_bound(dtype: Any) -> Any:
     """What any bound is larger than. No infinity: ``jax_debug_infs`` looks at what
     compiled functions return."""

@@ -71,6 +71,11 @@ class Stepper:
         batches = None if self._comparable else epoch_length(self._structure)
         return as_schedule(self._settings.step_size, batches)
 
+    @property
+    def _largest(self) -> float:
+        """Step size, at most."""
+        return getattr(self._schedule, "value", 1.0)
+
     def start(self, state: ConjugateState) -> Carry:
         """What the first step of a loop needs: the problem is computed here, once, if
         it cannot change."""
@@ -124,8 +129,12 @@ class Stepper:
         self, state: ConjugateState, problem: LatentGaussian, evaluation: Evaluation
     ) -> tuple[ConjugateState, Evaluation]:
         """Full data, hyperparameters at rest: geometry and evaluation are reused."""
-        fresh = ~jnp.isfinite(evaluation.bound)
-        natural, evaluation, steps = self._sweep(problem, state, evaluation, fresh)
+        steps = state.step_sizes
+        if problem.quadratic and self._largest == 1:
+            natural, evaluation = problem.solved(state.natural)
+        else:
+            fresh = ~jnp.isfinite(evaluation.bound)
+            natural, evaluation, steps = self._sweep(problem, state, evaluation, fresh)
         state = state._replace(
             natural=natural, step_sizes=steps, bound=evaluation.bound
         )
@@ -238,12 +247,15 @@ class Stepper:
     ) -> tuple[Natural, Evaluation, dict[str, Array]]:
         return backtracked_sweep(
             problem, state.natural, evaluation, state.step_sizes,
-            getattr(self._schedule, "value", 1.0), self._augmented(state), fresh,
+            self._largest, self._augmented(state), fresh,
         )  # fmt: skip
 
     def _settled(
         self, problem: LatentGaussian, state: ConjugateState
     ) -> tuple[Natural, Evaluation, dict[str, Array]]:
+        if problem.quadratic:
+            return *problem.solved(state.natural), state.step_sizes
+
         def after(moves: Array) -> ConjugateState:
             return state._replace(step=state.step + moves)
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether data index the members that latents have, and look at groups as a joint
+Gaussian needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug.model.arrow import check_groups
+from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.program import Gather
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("extremes", "misfit"), meta_fields=("gathers",),
+)  # fmt: skip
+@dataclass(frozen=True)
+class Codes:
+    """What is known of how data look at latents, once a program has looked at them.
+
+    :param extremes: of all gathers, one after the other, what
+        :meth:`~numpyro_gpaug.model.program.Gather.extremes` returns: one answer, as
+        each takes a while to be read.
+    :param misfit: see :attr:`~numpyro_gpaug.model.joint.JointView.misfit`.
+    :param gathers: where latents are indexed.
+    """
+
+    extremes: Array
+    misfit: Array
+    gathers: tuple[Gather, ...]
+
+    @classmethod
+    def of(cls, view: JointView) -> Self:
+        """Of a model at the arguments that it is seen with.
+
+        :raises ValueError: for observations that are missing.
+        """
+        if missing := view.unobserved:
+            raise ValueError(
+                f"{missing} are not observed by these arguments, as they were when the "
+                "guide was set up: pass the observations to init or run"
+            )
+        found = view.gathers()
+        gathers = tuple(g._replace(indices=None, raw=()) for g, _ in found)
+        misfit = jnp.asarray(view.misfit)
+        parts = [jnp.ravel(x).astype(int) for _, three in found for x in three]
+        extremes = jnp.concatenate([jnp.zeros(0, int), *parts])
+        return cls(extremes, misfit, gathers)
+
+    def check(self) -> None:
+        """Raises for codes that no member has, and for data that look at several
+        groups.
+
+        :raises ValueError: naming what is indexed.
+        :raises NotConjugateError: where data look at several groups.
+        """
+        numbers = iter(np.asarray(self.extremes).tolist())
+        for gather in self.gathers:
+            lows, highs = ([next(numbers) for _ in gather.sizes] for _ in range(2))
+            if wrong := gather.bad((lows, highs, next(numbers))):
+                raise ValueError(wrong)
+        check_groups(self.misfit, "data")

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model says that it takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+# To read a signature takes longer than to look at all arguments of a small fit.
+_KNOWN: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
+
+
+def signature_of(model: Callable[..., Any]) -> inspect.Signature:
+    """:func:`inspect.signature`, read once.
+
+    :param model: the model.
+    """
+    try:
+        return _KNOWN[model]
+    except KeyError:
+        found = _KNOWN[model] = inspect.signature(model)
+        return found
+    except TypeError:  # it is not hashable, or nothing refers to it weakly
+        return inspect.signature(model)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits of shapes that were fitted before: they compile nothing, and check all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.signatures import signature_of
+from numpyro_gpaug.model.structure import Arguments
+from tests import conftest
+
+GROUP = np.repeat(np.arange(4), 4)
+Y = np.random.default_rng(0).normal(size=16) + GROUP
+
+
+def model(y, group):
+    level = numpyro.sample("level", dist.Normal(0, 3))
+    with numpyro.plate("groups", 4):
+        effect = numpyro.sample("effect", dist.Normal(0, 2))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(level + effect[group], 0.5), obs=y)
+
+
+@pytest.fixture(scope="module")
+def svi():
+    made = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    moments(run(made, Y, GROUP)[1])
+    return made
+
+
+def moments(posterior):
+    laws = [posterior[k] for k in ("level", "effect")]
+    return [np.asarray(x) for law in laws for x in (law.mean, law.variance)]
+
+
+def run(svi, y, group, **how):
+    key = jax.random.key(0)
+    fit = svi.run(key, 20, y=y, group=group, progress_bar=False, tol=1e-4, **how)
+    return fit, svi.posterior(fit)
+
+
+def test_a_second_fit_compiles_nothing(svi) -> None:
+    before = len(conftest._COMPILED)
+    _, posterior = run(svi, Y + 1, GROUP[::-1].copy())
+    found = moments(posterior)
+    assert conftest._COMPILED[before:] == []
+    assert all(np.isfinite(x).all() for x in found)
+
+
+def test_gaussian_data_take_one_step(svi) -> None:
+    fit, posterior = run(svi, Y, GROUP)
+    assert len(fit.losses) == 1
+    assert fit.stopped
+    design = np.concatenate([np.ones((16, 1)), np.eye(4)[GROUP]], 1)
+    precision = design.T @ design / 0.25 + np.diag([1 / 9, *[1 / 4] * 4])
+    mean = np.linalg.solve(precision, design.T @ Y / 0.25)
+    found = np.append(posterior["level"].mean, posterior["effect"].mean)
+    np.testing.assert_allclose(found, mean, rtol=1e-4, atol=1e-4)
+    again, _ = run(svi, Y, GROUP, init_state=fit.state)
+    np.testing.assert_allclose(again.losses, fit.losses, rtol=1e-5)
+
+
+def test_every_fit_is_checked(svi) -> None:
+    with pytest.raises(ValueError, match="'effect' has 4 members.*1 to 4"):
+        run(svi, Y, GROUP + 1)
+    with pytest.raises(ValueError, match="1 NaN"):
+        run(svi, np.where(np.arange(16) == 3, np.nan, Y), GROUP)
+
+
+def test_a_latent_has_its_covariance_when_asked(svi) -> None:
+    _, posterior = run(svi, Y, GROUP)
+    law = posterior["effect"]
+    assert "scale_tril" not in vars(law)
+    whole = law.covariance_matrix
+    np.testing.assert_allclose(jnp.diagonal(whole), law.variance, rtol=1e-5)
+    plain = dist.MultivariateNormal(law.mean, whole)
+    point, key = law.mean + 0.3, jax.random.key(1)
+    np.testing.assert_allclose(law.log_prob(point), plain.log_prob(point), rtol=1e-4)
+    leaves, tree = jax.tree.flatten(posterior["effect"])
+    same = jax.tree.unflatten(tree, leaves)
+    drawn = [jax.jit(lambda d: d.sample(key, (3,)))(d) for d in (law, same, plain)]
+    np.testing.assert_allclose(drawn[0], drawn[1])
+    np.testing.assert_allclose(drawn[0], drawn[2], atol=1e-4)
+
+
+def test_arrays_that_change_are_not_seen() -> None:
+    for size in (8, 2**15):
+        given = np.arange(size, dtype=float)
+        kept = Arguments.split((given,), {})
+        given[:] = -1
+        assert (np.asarray(kept.arrays[0]) == np.arange(size)).all()
+        assert kept.arrays[0].dtype == jnp.result_type(float)
+        ((merged,), _) = kept.merge()
+        assert isinstance(merged, jax.Array)
+
+
+def test_signatures_of_any_model() -> None:
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, X, y=None):
+            pass
+
+    for callable_ in (model, Unhashable(), numpyro.handlers.seed(model, 0)):
+        known = [list(signature_of(callable_).parameters) for _ in range(2)]
+        assert known[0] == known[1]
+    assert known[0] == ["y", "group"]
