@@ -9,6 +9,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+import pandas
 import pytest
 
 import numpyro_gpaug as gpaug
@@ -152,6 +153,9 @@ def test_lists_and_frames() -> None:
         run(classifier, X, y.tolist(), **arguments)
     with pytest.raises(TypeError, match="X is a Frame.*to_numpy"):
         run(classifier, Frame(), y, **arguments)
+    coded = pandas.Series(["a", "b"] * 10, dtype="category")
+    with pytest.raises(TypeError, match=r"y is a Series: .*\(y.cat.codes.to_numpy"):
+        run(classifier, X, coded, **arguments)
 
 
 def test_new_inputs_that_are_not_finite() -> None:

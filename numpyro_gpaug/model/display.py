@@ -27,7 +27,9 @@ def latent_rows(structure: Structure) -> list[Row]:
     :param structure: of a model.
     """
     if isinstance(structure, JointStructure):
-        return [(s.name, str(s.value_shape), "Gaussian") for s in structure.sites]
+        # A prediction at the rows of the fit does not know theirs: nobody may miss it.
+        kinds = "Gaussian", "Gaussian, of each datum: predictions draw it anew"
+        return [(s.name, str(s.value_shape), kinds[s.local]) for s in structure.sites]
     return [_block_row(structure, block) for block in structure.blocks]
 
 

@@ -125,8 +125,10 @@ def _named(
 
 def _check_kind(name: str, value: Any, rows: int) -> None:
     if hasattr(value, "to_numpy"):
+        coded = hasattr(value, "dtype") and hasattr(value, "cat")
+        codes = f"{name}.cat.codes" if coded else name
         raise TypeError(
-            f"{name} is a {type(value).__name__}: pass an array ({name}.to_numpy())"
+            f"{name} is a {type(value).__name__}: pass an array ({codes}.to_numpy())"
         )
     if hasattr(value, "tocsr"):
         raise TypeError(
@@ -329,8 +331,9 @@ def check_densities(trace: dict[str, Any]) -> None:
                 f"of {bad.size} entries, at values that its latents may well have: "
                 "expectations need it finite. Likely causes: a logarithm of what "
                 "rounds to zero, as log1p(-cdf) does where cdf rounds to 1 (write the "
-                "logarithm of the survival function itself), counts where the rate, or "
-                "the exposure, is zero, or far too wide priors"
+                "logarithm of the survival function itself), a parameter that is not in "
+                "its domain (a rate without exp), counts where the rate, or the "
+                "exposure, is zero, or far too wide priors"
             )
 
 

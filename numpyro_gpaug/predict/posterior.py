@@ -276,7 +276,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         **kwargs: Any,
     ) -> FunctionValues:
         """Posterior mean and variance of a Gaussian process; of a model with jointly
-        Gaussian latents, of any site that is affine in them.
+        Gaussian latents, of any site that is affine in them. Latents in the plate of the
+        data, an effect of each datum, are drawn anew, as ``print(posterior)`` says.
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which process, if the model has several; or which Gaussian or
@@ -305,7 +306,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """Posterior predictive distribution of new observations, the latents integrated
         out: a NumPyro distribution (``.probs`` of a Bernoulli, ``.mean``,
         ``.variance``, ``.log_prob``, ``.sample``, and ``.icdf`` for intervals of real
-        ones).
+        ones). Latents in the plate of the data are those of new data: an effect that
+        data share has a plate of its own, which they index.
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which observed site, if the model has several.
