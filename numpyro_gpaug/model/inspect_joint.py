@@ -62,7 +62,7 @@ def inspect_joint(
         check_indices(program_of_others(model, arguments, others, {}, survey.dtype))
     size = sum(prod(s.shape) for s in sites)
     structure = JointStructure(
-        blocks=(joint_block(size, survey.dtype),) if sites else (),
+        blocks=(joint_block(size, survey.dtype),),
         others=tuple(n for n in survey.latent if n not in names),
         observed=tuple(found.observed(n) for n in survey.observed),
         plates=survey.plates,

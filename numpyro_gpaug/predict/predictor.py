@@ -401,6 +401,12 @@ def is_traced(arguments: Arguments) -> bool:
 
 def _one_of(candidates: Any, name: str | None, what: str) -> Any:
     names = [c.name for c in candidates]
+    if not names:
+        raise ValueError(
+            f"no {what} depends on Gaussian latents: draws of the others, as "
+            "NestedVI(model).get_samples(), are for numpyro.infer.Predictive(model, "
+            "samples)"
+        )
     if name is None and len(names) == 1:
         return candidates[0]
     if name not in names:

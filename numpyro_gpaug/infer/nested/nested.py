@@ -23,6 +23,7 @@ from numpyro_gpaug.infer.nested.predictions import mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
+from numpyro_gpaug.infer.vi.checks import check_gaussian
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.structure import Arguments, remembered
@@ -66,6 +67,10 @@ class NestedVI(Displayed):
     model could not be evaluated (a Cholesky factorisation that fails in float32) and
     more than a hundredth of the posterior's mass seems to be. The mean weight estimates
     the evidence :math:`p(y)`.
+
+    A model without Gaussian latents, of up to eight hyperparameters (a marginal
+    likelihood ``MultivariateNormal(0, K(theta))``, say), is sampled all the same: the
+    bound is its log-density then.
 
     With more than eight hyperparameters NUTS runs on the collapsed model instead, and
     weights correct its draws; there is no evidence then. ``print_summary`` says which
@@ -183,6 +188,9 @@ class NestedVI(Displayed):
             hyper, num = programs.hyper, FIRST + self.num_points
             prior = prior_draws(hyper, arguments.arrays, num, generator(rng_key, 0))
             start = _start(hyper, init_params, arguments.arrays, prior)
+        if not 0 < hyper.size <= MOST:
+            # NUTS on the collapsed model would be NUTS on the model.
+            check_gaussian(programs.structure)
         way = integrated if hyper.size <= MOST else sampled
         with threads_for(programs.structure.size):
             run = way(
@@ -359,6 +367,8 @@ class NestedVI(Displayed):
         if self.num_draws is not None:
             return self.num_draws
         structure = bound.structure
+        if not structure.size:
+            return 1
         if may_part(structure):
             return draws_at(structure.sizes)
         if structure.arrow is not None or structure.chains:
