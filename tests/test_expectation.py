@@ -137,9 +137,7 @@ def test_densities_may_overflow_far_out():
 
     (found, exact), at_node, off = both(numbers, at)
     assert not np.isfinite(at_node)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, exact
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, exact)
     assert np.isfinite(off[0])
 
 

@@ -13,6 +13,7 @@ from jax import Array
 
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.apart import draws_at, may_part
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
@@ -22,16 +23,14 @@ from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.predictions import mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
-from numpyro_gpaug.infer.nested.setup import CollapsedBounds
+from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
 from numpyro_gpaug.infer.vi.checks import check_gaussian
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.structure import Arguments, remembered
-from numpyro_gpaug.model.validation import check_arguments
+from numpyro_gpaug.model.validation import check_arguments, check_densities
 from numpyro_gpaug.predict import Posterior
 
-# Hyperparameters that are integrated by importance sampling; more go to NUTS.
-MOST = 8
 # Draws of the latents at each of them: by default, at most, and numbers held in all.
 DRAWS, MOST_DRAWS, MOST_NUMBERS = 8, 32, 2**24
 
@@ -70,7 +69,9 @@ class NestedVI(Displayed):
 
     A model without Gaussian latents, of up to eight hyperparameters (a marginal
     likelihood ``MultivariateNormal(0, K(theta))``, say), is sampled all the same: the
-    bound is its log-density then.
+    bound is its log-density then. A Gaussian latent of up to eight numbers that no sum
+    over data takes (weights in Cox's partial likelihood, which looks at all that are at
+    risk) is integrated with the hyperparameters.
 
     With more than eight hyperparameters NUTS runs on the collapsed model instead, and
     weights correct its draws; there is no evidence then. ``print_summary`` says which
@@ -193,10 +194,14 @@ class NestedVI(Displayed):
             check_gaussian(programs.structure)
         way = integrated if hyper.size <= MOST else sampled
         with threads_for(programs.structure.size):
-            run = way(
-                programs, rng_key, arguments.arrays, start, prior, clock,
-                num_points=self.num_points, progress_bar=self.progress_bar,
-            )  # fmt: skip
+            try:
+                run = way(
+                    programs, rng_key, arguments.arrays, start, prior, clock,
+                    num_points=self.num_points, progress_bar=self.progress_bar,
+                )  # fmt: skip
+            except CholeskyError:
+                check_densities(programs.trace(start, arguments.arrays))
+                raise
             if self.correct == "mcmc" and not run.weighted.certified:
                 with clock.part("NUTS from the draws"):
                     run = corrected(run, programs, rng_key, self.num_samples)
