@@ -34,6 +34,21 @@ class Sources(NamedTuple):
     inputs: tuple[str, ...]
 
 
+def argument_names(model: Callable[..., Any], given: int) -> list[str]:
+    """Names of a model's arguments in their order; those of ``*args`` have numbers.
+
+    :param model: the model.
+    :param given: how many are given by position.
+    """
+    names: list[str] = []
+    for parameter in inspect.signature(model).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}[{i}]" for i in range(given - len(names))]
+        else:
+            names.append(parameter.name)
+    return names
+
+
 def sources(
     model: Callable[..., Any],
     args: tuple[Any, ...],
@@ -74,7 +89,7 @@ def sources(
         )
 
     found = dependence_tree(parts, inputs)
-    positional = list(inspect.signature(model).parameters)
+    positional = argument_names(model, len(args))
     paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     names = Arguments.select_arrays(
         (args, kwargs),
