@@ -79,15 +79,16 @@ def test_predictions_have_the_shape_of_data(law):
         draws = np.asarray(found.sample(KEY, (4000,)))
         np.testing.assert_allclose(draws.mean(0), found.mean, atol=0.06)
         # No two of them are the same draw.
-        first, *others = draws.reshape(len(draws), -1).T[:3]
+        middle = draws[0].size // 2
+        first, *others = draws.reshape(len(draws), -1).T[middle - 1 : middle + 2]
         apart = [np.corrcoef(first, other)[0, 1] for other in others]
         np.testing.assert_allclose(apart, 0, atol=0.06)
         if found.is_discrete:
             np.testing.assert_allclose(found.probs + np.zeros(shape), found.mean)
         else:
             half = found.icdf(0.5)
-            np.testing.assert_allclose(half, found.mean)
-            np.testing.assert_allclose(found.cdf(half), np.full(shape, 0.5))
+            np.testing.assert_allclose(half, found.mean, atol=1e-6)
+            np.testing.assert_allclose(found.cdf(half), np.full(shape, 0.5), atol=1e-6)
 
 
 def survival(t, time=None, died=None):
