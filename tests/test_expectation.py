@@ -106,6 +106,41 @@ def test_a_predictor_without_variance_has_finite_derivatives():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
 
 
+def test_densities_may_overflow_far_out():
+    """Of a truncated normal: beyond thirteen standard deviations the distribution
+    function is zero in float32, and minus its logarithm infinite."""
+
+    def truncated(numbers, predictors, log_cdf):
+        (f,) = predictors
+        return (-0.5 * jnp.square(f - numbers[0]) - log_cdf(f)).sum()
+
+    def naive(numbers, predictors):
+        return truncated(
+            numbers, predictors, lambda f: jnp.log(jax.scipy.stats.norm.cdf(f))
+        )
+
+    def stable(numbers, predictors):
+        return truncated(numbers, predictors, jax.scipy.stats.norm.logcdf)
+
+    at = PredictorMoments((jnp.array([-3.0, 1.0]),), (jnp.array([1.3, 0.2]),))
+    numbers = (jnp.array([0.5, 0.1]),)
+
+    @jax.jit
+    def both(numbers, at):
+        values = [
+            jax.value_and_grad(lambda *a, t=total: expected_sum(t, *a), (0, 1))
+            for total in (naive, stable)
+        ]
+        at_node = naive(numbers, placed(at, nodes(1, jnp.float32)[0][0]))
+        off = rule_differences(lambda f: [naive(numbers, f)], at)
+        return [v(numbers, at) for v in values], at_node, off
+
+    (found, exact), at_node, off = both(numbers, at)
+    assert not np.isfinite(at_node)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, exact)
+    assert np.isfinite(off[0])
+
+
 def test_rules_differ_by_what_they_are_off(x64):
     """Sums of NumPy's: of a polynomial by nothing, of a kink by what is known."""
     at = PredictorMoments((jnp.array([0.2, 0.0]),), (jnp.array([0.5, 2.0]),))

@@ -10,11 +10,13 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
+from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model.gaussians import whitening
+from numpyro_gpaug.model.latents import JointStructure
 from tests.chains import assert_same_law, importance_draws, many_chains
 
 KEY = jax.random.key(0)
@@ -168,3 +170,24 @@ def test_as_a_block_of_gibbs_against_nuts() -> None:
     blocks = [(gpaug.EllipticalSlice(model), ["beta", "level", "effect"])]
     ours = sampled(Gibbs([*blocks, (NUTS(model), None)]))
     assert_same_law(ours, sampled(NUTS(model)), "beta", "level", "effect", "tau")
+
+
+def test_weights_of_a_softmax_are_moved_as_one():
+    """By turns draws are worth half of these, and a fortieth in worse cases."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 4, 2)) + 2 * np.arange(4)[:, None]
+    y = (x @ [-1.5, 0.5] + 2.0 * np.arange(4) + rng.gumbel(size=(60, 4))).argmax(1)
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 2).expand([2]).to_event(1))
+        level = numpyro.sample("level", dist.Normal(0, 2).expand([3]).to_event(1))
+        logits = x @ w + jnp.concatenate([jnp.zeros(1), level])
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    kernel = gpaug.EllipticalSlice(model)
+    mcmc = MCMC(kernel, num_warmup=50, num_samples=1000, progress_bar=False)
+    mcmc.run(jax.random.key(0), x, y)
+    level = np.asarray(mcmc.get_samples()["level"])[None]
+    assert isinstance(kernel.structure, JointStructure)
+    assert effective_sample_size(level).min() > 200

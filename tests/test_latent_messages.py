@@ -391,6 +391,26 @@ def test_slips_of_the_pen_are_named(args, kwargs, message, note):
     assert re.search(note, "".join(getattr(raised.value, "__notes__", [])))
 
 
+@pytest.mark.parametrize("route", ["svi", "nested"])
+def test_choices_that_are_none_need_finite_logits(route):
+    available = T[:, None] < np.array([2.0, 0.5, 2.0])
+
+    def model(available, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("data", len(available)):
+            logits = jnp.where(available, b, -jnp.inf)
+            numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    def run(*args):
+        if route == "nested":
+            return gpaug.NestedVI(model, progress_bar=False).run(KEY, *args)
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+        return svi.run(KEY, 3, *args, progress_bar=False)
+
+    with pytest.raises(gpaug.CholeskyError, match="logits of 'y' are -inf in 3 of 36"):
+        run(available, np.zeros(N, int))
+
+
 def test_laws_of_ones_own_are_told_what_they_lack():
     class Own(dist.Distribution):
         def __init__(self, rate):

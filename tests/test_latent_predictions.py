@@ -52,6 +52,45 @@ def test_models_without_inputs_are_predicted():
         known.predict_y()
 
 
+def alike(t, y=None, z=None, *, law):
+    """Columns that have their law in common, and data that all have."""
+    a = numpyro.sample("a", dist.Normal(0, 1))
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("columns", 2), numpyro.plate("rows", len(t), dim=-2):
+        numpyro.sample("y", law((a + b * t)[:, None]), obs=y)
+    with numpyro.plate("others", 3):
+        numpyro.sample("z", law(a), obs=z)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [lambda eta: dist.Normal(eta, 0.5), lambda eta: dist.Bernoulli(probs=ndtr(eta))],
+)
+def test_predictions_have_the_shape_of_data(law):
+    def model(*args):
+        alike(*args, law=law)
+
+    y = (T[:, None] > np.array([0.0, 0.2])).astype("float32")
+    posterior = fitted(model, T, y, y[:3, 0])
+    for site, shape in (("y", (130, 2)), ("z", (3,))):
+        new = np.linspace(-1, 1, 130, dtype="float32")
+        found = posterior.predict_y(new, site=site)
+        assert found.batch_shape == found.mean.shape == shape
+        draws = np.asarray(found.sample(KEY, (4000,)))
+        np.testing.assert_allclose(draws.mean(0), found.mean, atol=0.06)
+        # No two of them are the same draw.
+        middle = draws[0].size // 2
+        first, *others = draws.reshape(len(draws), -1).T[middle - 1 : middle + 2]
+        apart = [np.corrcoef(first, other)[0, 1] for other in others]
+        np.testing.assert_allclose(apart, 0, atol=0.06)
+        if found.is_discrete:
+            np.testing.assert_allclose(found.probs + np.zeros(shape), found.mean)
+        else:
+            half = found.icdf(0.5)
+            np.testing.assert_allclose(half, found.mean, atol=1e-6)
+            np.testing.assert_allclose(found.cdf(half), np.full(shape, 0.5), atol=1e-6)
+
+
 def survival(t, time=None, died=None):
     """Durations, of which some were cut off."""
     b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))

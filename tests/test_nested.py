@@ -307,6 +307,65 @@ def test_the_evidence_of_a_normal_model_against_a_grid(of_normal):
     assert found["evaluations"] < 400
 
 
+def marginal(group, y=None, *, spare):
+    """The same, its latents integrated by hand; perhaps with one that no data see."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    if spare:
+        numpyro.sample("spare", dist.Normal(1, 2))
+    effects = jnp.where(group[:, None] == group, tau**2, 0)
+    covariance = 4 + effects + sigma**2 * jnp.eye(len(group))
+    law = dist.MultivariateNormal(jnp.zeros(len(group)), covariance)
+    numpyro.sample("y", law, obs=y)
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_models_of_hyperparameters_alone_against_a_grid(spare):
+    of_marginal = nested(partial(marginal, spare=spare), GROUP, REAL)
+    test_hyperparameters_of_a_normal_model_against_a_grid(of_marginal)
+    test_the_evidence_of_a_normal_model_against_a_grid(of_marginal)
+    samples = of_marginal.get_samples()
+    assert set(samples) == {"tau", "sigma", *["spare"] * spare}
+    if spare:
+        spread = np.mean(samples["spare"]), np.std(samples["spare"])
+        np.testing.assert_allclose(spread, (1, 2), atol=0.2)
+        return
+    assert of_marginal.get_extra_fields()["log_weights"].shape == (512,)
+    with pytest.raises(ValueError, match="Predictive"):
+        of_marginal.posterior().predict_y(GROUP)
+
+
+def survival(x, order, died):
+    """Cox's partial likelihood: no sum over data of functions of their own latents."""
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    eta = (x @ b)[order]
+    at_risk = jax.lax.cumlogsumexp(eta)
+    numpyro.factor("partial", jnp.where(died[order], eta - at_risk, 0).sum())
+
+
+def test_what_no_gaussian_takes_is_integrated_with_the_hyperparameters():
+    rng = np.random.default_rng(1)
+    x, died = rng.normal(size=(N, 2)), rng.uniform(size=N) < 0.7
+    order = np.argsort(-rng.exponential(np.exp(-x[:, 0])))
+    found = nested(survival, x, order, died)
+    axis = np.linspace(-2, 3, 101)
+    points = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
+    eta = (points @ x.T)[:, order]
+    terms = np.where(died[order], eta - np.logaddexp.accumulate(eta, 1), 0)
+    logs = terms.sum(1) - 0.5 * (points**2).sum(1) - np.log(2 * np.pi)
+    weights = special.softmax(logs)
+    mean = weights @ points
+    deviation = np.sqrt(weights @ (points - mean) ** 2)
+    b = found.get_samples()["b"]
+    np.testing.assert_allclose((b.mean(0) - mean) / deviation, 0, atol=0.1)
+    np.testing.assert_allclose(b.std(0) / deviation, 1, atol=0.1)
+    fields = found.get_extra_fields()
+    evidence = special.logsumexp(logs) + 2 * np.log(axis[1] - axis[0])
+    assert abs(fields["log_evidence"] - evidence) < 4 * fields["log_evidence_error"]
+    with pytest.raises(gpaug.NotConjugateError, match="cumlogsumexp mixes data"):
+        gpaug.AutoLatentGaussian(survival).setup(x, order, died)
+
+
 def flat(group, y=None, *, width=None):
     """A level with a flat prior, or with one that is as good as flat."""
     real = dist.constraints.real
@@ -987,5 +1046,7 @@ def test_a_bound_that_is_not_finite_is_explained():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(gpaug.CholeskyError, match="not finite where the search"):
+        with pytest.raises(
+            gpaug.CholeskyError, match="log-density of 'y' is nan in 24"
+        ):
             nested(model, REAL)

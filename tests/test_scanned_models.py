@@ -236,6 +236,27 @@ def test_scans_are_read_until_nothing_more_is_carried():
     assert product.state["z"].nonlinear == "mul"
 
 
+def test_what_a_scan_observed_is_replicated_step_by_step():
+    def model(y=None):
+        def step(x, y):
+            x = numpyro.sample("x", dist.Normal(PHI * x, SCALE))
+            numpyro.sample("y", dist.StudentT(5.0, x, NOISE), obs=y)
+            return x, None
+
+        scan(step, 0.0, y)
+
+    nested = gpaug.NestedVI(model, num_points=64, progress_bar=False)
+    nested.run(jax.random.key(0), REAL)
+    tree = gpaug.diagnostics.to_datatree(jax.random.key(0), nested)
+    noise = (tree["posterior_predictive"]["y"].values - tree["posterior"]["x"].values)[
+        0
+    ]
+    assert noise.shape == (1000, STEPS)
+    np.testing.assert_allclose(noise.std(), NOISE * np.sqrt(5 / 3), rtol=0.05)
+    apart = np.corrcoef(noise.T) - np.eye(STEPS)
+    assert abs(apart).max() < 0.2
+
+
 @pytest.mark.slow
 def test_a_walk_goes_on_with_its_noise(monkeypatch):
     def model(t, y=None, *, steps=STEPS, noisy=STEPS):

@@ -17,7 +17,7 @@ from jax import Array, random
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.diagnostics._run import run
+from numpyro_gpaug.diagnostics._run import replicate, run
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.likelihoods.expectations import (
@@ -129,7 +129,7 @@ class Programs:
             if is_pseudo(message["fn"]):
                 self.pseudo.add(name)
             observed[name] = message["value"]
-            replicated[name] = message["fn"].sample(new_key)
+            replicated[name] = replicate(message, new_key)
         prior = _log_density([trace[n] for n in drawn])
         return Draws(deterministic, replicated, likelihoods, scaled, prior), observed
 

@@ -14,7 +14,7 @@ from jax import Array, random
 from numpyro.distributions import Unit
 
 from numpyro_gpaug.diagnostics._arviz import part_of_arviz
-from numpyro_gpaug.diagnostics._run import run
+from numpyro_gpaug.diagnostics._run import replicate, run
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 
@@ -52,7 +52,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
                 factors.add(name)
                 continue
             densities[name] = site["fn"].log_prob(site["value"])
-            replicated[name] = site["fn"].sample(random.fold_in(key, i))
+            replicated[name] = replicate(site, random.fold_in(key, i))
         return densities, replicated
 
     @jax.jit

@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import Array
 from numpyro import handlers
+from numpyro.distributions import Distribution
+from numpyro.distributions.batch_util import promote_batch_shape
 
-from numpyro_gpaug._numpyro import residual_policy
+from numpyro_gpaug._numpyro import is_scanned, residual_policy
 from numpyro_gpaug.model.structure import Arguments, Trace
 
 
@@ -31,3 +34,27 @@ def run(
     args, kwargs = arguments.merge()
     filled = handlers.substitute(handlers.seed(model, key), data=values)
     return handlers.trace(residual_policy(filled, policy)).get_trace(*args, **kwargs)
+
+
+def replicate(message: dict[str, Any], key: Array) -> Array:
+    """A draw of what a site observed.
+
+    :param message: of the site.
+    :param key: random key.
+    """
+    fn = message["fn"]
+    return (_of_all_steps(fn) if is_scanned(message) else fn).sample(key)
+
+
+def _of_all_steps(fn: Distribution) -> Distribution:
+    """A law that a scan left, which has the shape of all steps: so have those that it
+    is made of, of which NumPyro leaves that of one (the Gamma in a Student-t)."""
+
+    def inner(x: Any) -> bool:
+        return isinstance(x, Distribution) and x is not fn
+
+    return jax.tree.map(
+        lambda x: promote_batch_shape(_of_all_steps(x)) if inner(x) else x,
+        fn,
+        is_leaf=inner,
+    )

@@ -99,7 +99,8 @@ def rule_differences(
 
     def add(sums: list[Array], node: tuple[Array, Array]) -> tuple[list[Array], None]:
         found = values(placed(at, node[0]))
-        return [s + node[1] * y for s, y in zip(sums, found, strict=True)], None
+        added = [_share(node[1], y) for y in found]
+        return [s + y for s, y in zip(sums, added, strict=True)], None
 
     shapes = jax.eval_shape(values, jax.eval_shape(placed, at, x[0]))
     zeros = [jnp.zeros(s.shape, s.dtype) for s in shapes]
@@ -119,7 +120,7 @@ def expected_sum(total: Sum, numbers: Any, at: PredictorMoments) -> Array:
     x, weights = nodes(len(at.means), at.means[0].dtype)
 
     def add(value: Array, node: tuple[Array, Array]) -> tuple[Array, None]:
-        return value + node[1] * total(numbers, placed(at, node[0])), None
+        return value + _share(node[1], total(numbers, placed(at, node[0]))), None
 
     zero = jnp.zeros((), at.means[0].dtype)
     return lax.scan(add, zero, (x, weights))[0]
@@ -149,7 +150,7 @@ def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any
         # The slope of a predictor times the numbers it was placed by.
         turned = [[slope * here[j] for j in range(i + 1)] for i, slope in _each(slopes)]
         new = value, direct, slopes, turned
-        weighted = jax.tree.map(lambda y: y * weight.astype(y.dtype), new)
+        weighted = jax.tree.map(partial(_share, weight), new)
         return jax.tree.map(jnp.add, sums, weighted), None
 
     values = jax.eval_shape(lambda: placed(at, x[0]))
@@ -158,6 +159,15 @@ def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), empty)
     (value, direct, slopes, turned), _ = lax.scan(add, zeros, (x, weights))
     return value, (direct, _moment_slopes(at, slopes, turned), numbers)
+
+
+def _share(weight: Array, y: Array) -> Array:
+    """What a node adds: its weight times ``y``. Ten standard deviations out densities
+    overflow that are right where anything happens (a logarithm of a distribution
+    function is); what is not finite there is left out, if by its weight it is less than
+    rounding."""
+    rounded = jnp.abs(weight) < jnp.finfo(weight.dtype).eps
+    return jnp.where(rounded & ~jnp.isfinite(y), 0, y * weight.astype(y.dtype))
 
 
 def _each(items: Any) -> list[tuple[int, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from numpyro_gpaug.model.signatures import signature_of
+from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.sources import sources
 from numpyro_gpaug.model.structure import Structure, is_array
 
@@ -64,7 +64,7 @@ def check_by_name(
     if sum(is_array(x) for x in jax.tree.leaves(args)) < 3:
         return
     observed, inducing, inputs = sources(model, args, kwargs)
-    positional = list(signature_of(model).parameters)[: len(args)]
+    positional = argument_names(model, len(args))[: len(args)]
     for name in set(positional) & set(inducing) - set(inputs) - set(observed):
         shape = np.shape(args[positional.index(name)])
         raise ValueError(

@@ -38,9 +38,12 @@ class Purpose(NamedTuple):
     """What a form is chosen for.
 
     :param apart: groups from which on they are wanted as such, whatever it costs.
+    :param held: numbers of a site, at most, that may be held with the hyperparameters
+        where no Gaussian takes it.
     """
 
     apart: float = inf
+    held: int = 0
 
     def overhead(self, form: JointStructure) -> float:
         """Operations that a form has to save.

@@ -47,10 +47,10 @@ def inspect_joint(
     survey = Survey(model, arguments)
     sites, held = tuple(survey.candidates), [*survey.held]
     while True:
-        found = Reading(model, arguments, sites, survey)
+        found = Reading(model, arguments, sites, survey, purpose.held)
         if not (blamed := found.blamed()):
             break
-        name, reason = _chosen(model, arguments, sites, survey, blamed)
+        name, reason = _chosen(model, arguments, sites, survey, purpose, blamed)
         held.append((name, reason))
         sites = tuple(s for s in sites if s.name != name)
     sites = tuple(found.kept(s) for s in sites)
@@ -62,7 +62,7 @@ def inspect_joint(
         check_indices(program_of_others(model, arguments, others, {}, survey.dtype))
     size = sum(prod(s.shape) for s in sites)
     structure = JointStructure(
-        blocks=(joint_block(size, survey.dtype),) if sites else (),
+        blocks=(joint_block(size, survey.dtype),),
         others=tuple(n for n in survey.latent if n not in names),
         observed=tuple(found.observed(n) for n in survey.observed),
         plates=survey.plates,
@@ -92,6 +92,7 @@ def _chosen(
     arguments: Arguments,
     sites: tuple[GaussianSite, ...],
     survey: Survey,
+    purpose: Purpose,
     blamed: dict[str, str],
 ) -> tuple[str, str]:
     """The site to hold fixed: one without which all the others pass, of the smallest,
@@ -107,7 +108,7 @@ def _chosen(
         if passed and sizes[name] > sizes[next(iter(passed))]:
             break
         rest = tuple(s for s in sites if s.name != name)
-        found = Reading(model, arguments, rest, survey)
+        found = Reading(model, arguments, rest, survey, purpose.held)
         if not found.blamed():
             routes = [found.observed(k).route for k in survey.observed]
             passed[name] = sum(route is Route.GAUSS_HERMITE for route in routes)

@@ -175,13 +175,17 @@ class JointView:
             for chain in chains:
                 known |= chain.results(numbers, known)
             found = program.run(variables, known)
-            return jnp.concatenate([x.ravel() for x in found])
+            return self._flat(found)
 
         zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self._shapes.items()}
         offset, push = jax.linearize(values, zeros)
-        residuals = [r.ravel() for r in self._residuals(variables)]
-        residual = jnp.concatenate(residuals)
+        residual = self._flat(self._residuals(variables))
         return Predictors(structure, offset, push, residual, self._grouped)
+
+    def _flat(self, values: list[Array]) -> Array:
+        """Values side by side; of none, where no data look at latents, none."""
+        none = jnp.zeros(0, self.structure.dtype)
+        return jnp.concatenate([x.ravel() for x in values]) if values else none
 
     def _at(self, moved: dict[str, Any]) -> dict[int, Array]:
         """Inputs of the program: zero, or what they are moved by."""

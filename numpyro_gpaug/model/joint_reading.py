@@ -5,6 +5,7 @@ held jointly with the others, and which route each observed site takes."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import jax
@@ -43,6 +44,8 @@ class Reading:
     :param arguments: its arguments.
     :param sites: the Gaussian sites.
     :param survey: of the model.
+    :param held: numbers of a site, at most, that may be held apart though no other
+        would have to be.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class Reading:
         arguments: Arguments,
         sites: tuple[GaussianSite, ...],
         survey: Survey,
+        held: int,
     ) -> None:
         self._survey = survey
+        self._small = {s.name for s in sites if prod(s.shape) <= held}
         self._classes: dict[str, type] = {}
         shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
         self._processes = set(survey.functions)
@@ -85,7 +90,7 @@ class Reading:
             if reason := self._why_not(name):
                 density = self.parts.densities[name].variable
                 sources = set(self.program.value(density).state) - self._processes
-                if len(sources) < 2:
+                if len(sources) < 2 and not sources & self._small:
                     raise NotConjugateError(
                         f"site {name!r}: its log-density is no sum over data of "
                         f"functions of one or two affine predictors: {reason}. "

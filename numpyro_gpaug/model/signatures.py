@@ -24,3 +24,18 @@ def signature_of(model: Callable[..., Any]) -> inspect.Signature:
         return found
     except TypeError:  # it is not hashable, or nothing refers to it weakly
         return inspect.signature(model)
+
+
+def argument_names(model: Callable[..., Any], given: int) -> list[str]:
+    """Names of a model's arguments in their order; those of ``*args`` have numbers.
+
+    :param model: the model.
+    :param given: how many are given by position.
+    """
+    names: list[str] = []
+    for parameter in signature_of(model).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}[{i}]" for i in range(given - len(names))]
+        else:
+            names.append(parameter.name)
+    return names

@@ -12,7 +12,7 @@ from jax import Array, random
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.jaxpr import dependence_tree
-from numpyro_gpaug.model.signatures import signature_of
+from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.structure import (
     Arguments,
     Structure,
@@ -74,7 +74,7 @@ def sources(
         )
 
     found = dependence_tree(parts, inputs)
-    positional = list(signature_of(model).parameters)
+    positional = argument_names(model, len(args))
     paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     names = Arguments.select_arrays(
         (args, kwargs),

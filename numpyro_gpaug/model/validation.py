@@ -15,6 +15,7 @@ import numpy as np
 from numpyro.distributions import constraints
 
 from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import total
 from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import Sources, sources
@@ -316,7 +317,7 @@ def explain_failure(
 
 
 def check_densities(trace: dict[str, Any]) -> None:
-    """Raises for observed sites whose log-density is not finite.
+    """Raises for observed sites whose log-density, or logits, are not finite.
 
     :param trace: of a run; latents that are held jointly are drawn from their prior,
         where expectations look too.
@@ -331,9 +332,16 @@ def check_densities(trace: dict[str, Any]) -> None:
                 f"of {bad.size} entries, at values that its latents may well have: "
                 "expectations need it finite. Likely causes: a logarithm of what "
                 "rounds to zero, as log1p(-cdf) does where cdf rounds to 1 (write the "
-                "logarithm of the survival function itself), a parameter that is not in "
-                "its domain (a rate without exp), counts where the rate, or the "
-                "exposure, is zero, or far too wide priors"
+                "logarithm of the survival function itself), a parameter outside its "
+                "domain (a rate without exp), counts where the rate, or the exposure, "
+                "is zero, or far too wide priors"
+            )
+        logits = vars(base_distribution(site["fn"])).get("logits")
+        if logits is not None and (bad := ~np.isfinite(np.asarray(logits))).any():
+            raise CholeskyError(
+                f"the logits of {name!r} are {np.asarray(logits)[bad].flat[0]} in "
+                f"{bad.sum()} of {bad.size} entries: for what is no choice, write a "
+                "finite number, jnp.where(available, logits, -1e9)"
             )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.math.fingerprints import fingerprint
-from numpyro_gpaug.model.signatures import signature_of
+from numpyro_gpaug.model.signatures import argument_names, signature_of
 from numpyro_gpaug.model.sources import Sources
 from numpyro_gpaug.model.structure import Arguments, Structure, is_array
 from numpyro_gpaug.model.validation import check_arguments
@@ -56,7 +56,7 @@ class FitArguments(NamedTuple):
             positional argument, which changes at prediction.
         """
         observations, inducing, _ = origins
-        parameters = list(signature_of(model).parameters)
+        parameters = argument_names(model, len(args))
         if lost := [name for name in inducing if name in parameters[: len(args)]]:
             raise ValueError(
                 f"inducing inputs or hyperparameters are computed from {lost}, which "
@@ -97,7 +97,7 @@ class FitArguments(NamedTuple):
         inputs with a row per datum at its fit."""
         # Observations that are not finite have no density, unless they are masked.
         check_arguments(model, args, kwargs, lambda: Sources(self.observations, (), ()))
-        parameters = list(signature_of(model).parameters)
+        parameters = argument_names(model, len(args))
         # What the fit got by name may come by position now.
         kept = {
             k: v for k, v in self.kwargs.items() if k not in parameters[: len(args)]
@@ -168,7 +168,7 @@ class FitArguments(NamedTuple):
         :param arguments: of a prediction.
         """
         args, kwargs = arguments.merge()
-        parameters = list(signature_of(model).parameters)
+        parameters = argument_names(model, len(self.data[0]))
         by_place = dict(zip(parameters, args, strict=False))
         given = by_place | kwargs
         of_fit = dict(zip(parameters, self.data[0], strict=False)) | self.kwargs

@@ -276,8 +276,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         **kwargs: Any,
     ) -> FunctionValues:
         """Posterior mean and variance of a Gaussian process; of a model with jointly
-        Gaussian latents, of any site that is affine in them. Latents in the plate of the
-        data, an effect of each datum, are drawn anew, as ``print(posterior)`` says.
+        Gaussian latents, of any site that is affine in them. Latents in the plate of
+        the data, an effect of each datum, are drawn anew: ``print(posterior)`` says.
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which process, if the model has several; or which Gaussian or

@@ -15,6 +15,7 @@ from numpyro import handlers
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import Ordered, one_thread, whole_plates
+from numpyro_gpaug.distributions.expanded import expanded
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.guides.base import ProcessGuide
@@ -256,8 +257,12 @@ class Predictor:
         grouped: bool = False,
         **how: Any,
     ) -> tuple[Ordered, Prepared]:
+        shapes = []  # of data
+
         def one(fitted: Fitted, prepared: Prepared | None) -> tuple[Ordered, Prepared]:
             view = self._view(arrays, static, fitted, grouped=grouped)
+            if what == "y":
+                shapes.append(view.message(site)["fn"].shape())
 
             def prepare() -> Prepared:
                 # From a view of its own: what a view keeps must not stem from a branch.
@@ -274,6 +279,9 @@ class Predictor:
         if fitted.members is not None:
             log_weights = fitted.members.log_weights
             answer = Ordered(mixed(what, answer.tree, log_weights, **how))
+        if what == "y":
+            # Last: mixtures take laws apart.
+            answer = Ordered(expanded(answer.tree, shapes[-1]))
         return answer, ready
 
     def _prepare(self, view: ModelView, fitted: Fitted) -> Prepared:
@@ -403,6 +411,12 @@ def is_traced(arguments: Arguments) -> bool:
 
 def _one_of(candidates: Any, name: str | None, what: str) -> Any:
     names = [c.name for c in candidates]
+    if not names:
+        raise ValueError(
+            f"no {what} depends on Gaussian latents: draws of the others, as "
+            "NestedVI(model).get_samples(), are for numpyro.infer.Predictive(model, "
+            "samples)"
+        )
     if name is None and len(names) == 1:
         return candidates[0]
     if name not in names:

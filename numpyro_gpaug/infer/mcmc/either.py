@@ -19,7 +19,8 @@ from numpyro_gpaug.model.structure import Structure
 
 class EitherKernel(MCMCKernel):
     """A kernel of processes and weight vectors where these are all there is to sample,
-    under likelihoods of a registered kind; otherwise one of all Gaussian latents.
+    under likelihoods of a registered kind; otherwise, and of weights alone under a
+    softmax, one of all Gaussian latents.
 
     :param blocks: the one.
     :param joint: the other.
@@ -56,16 +57,19 @@ class EitherKernel(MCMCKernel):
         structure = self._blocks.read(args, kwargs)
         observed = [s for s in structure.observed if s.route is not Route.CONSTANT]
         closed = all(site.latents for site in observed)
-        if structure.blocks and closed and not structure.others:
+        apart = bool(structure.blocks) and closed and not structure.others
+        if apart and structure.processes:
             return self._blocks
         try:
-            self._joint.read(args, kwargs)
+            joint = self._joint.read(args, kwargs)
         except NotConjugateError:
             # Processes of softmax likelihoods are for the others, or say what is wrong.
             if not structure.blocks:
                 raise
             return self._blocks
-        return self._joint
+        # Those that a softmax ties to each other mix as one Gaussian, not by turns.
+        tied = any(site.route is Route.CORRELATED for site in joint.observed)
+        return self._blocks if apart and not tied else self._joint
 
     def init(
         self,

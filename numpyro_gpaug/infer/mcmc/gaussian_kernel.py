@@ -180,7 +180,7 @@ class GaussianKernel(MCMCKernel):
         arguments = Arguments.split(args, kwargs)
         others = kwargs.get(GIBBS_SITES_KWARG, ())
         check_observed(self._model, structure, arguments, others)
-        if not structure.blocks:
+        if not structure.largest:
             raise ValueError(
                 f"{self._name} samples {self._kinds} on which likelihoods depend "
                 f"affinely; the model has none{self._otherwise}"

@@ -13,6 +13,7 @@ from jax import Array
 
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.apart import draws_at, may_part
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
@@ -22,15 +23,14 @@ from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.predictions import mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
-from numpyro_gpaug.infer.nested.setup import CollapsedBounds
+from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
+from numpyro_gpaug.infer.vi.checks import check_gaussian
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.structure import Arguments, remembered
-from numpyro_gpaug.model.validation import check_arguments
+from numpyro_gpaug.model.validation import check_arguments, check_densities
 from numpyro_gpaug.predict import Posterior
 
-# Hyperparameters that are integrated by importance sampling; more go to NUTS.
-MOST = 8
 # Draws of the latents at each of them: by default, at most, and numbers held in all.
 DRAWS, MOST_DRAWS, MOST_NUMBERS = 8, 32, 2**24
 
@@ -66,6 +66,12 @@ class NestedVI(Displayed):
     model could not be evaluated (a Cholesky factorisation that fails in float32) and
     more than a hundredth of the posterior's mass seems to be. The mean weight estimates
     the evidence :math:`p(y)`.
+
+    A model without Gaussian latents, of up to eight hyperparameters (a marginal
+    likelihood ``MultivariateNormal(0, K(theta))``, say), is sampled all the same: the
+    bound is its log-density then. A Gaussian latent of up to eight numbers that no sum
+    over data takes (weights in Cox's partial likelihood, which looks at all that are at
+    risk) is integrated with the hyperparameters.
 
     With more than eight hyperparameters NUTS runs on the collapsed model instead, and
     weights correct its draws; there is no evidence then. ``print_summary`` says which
@@ -183,12 +189,19 @@ class NestedVI(Displayed):
             hyper, num = programs.hyper, FIRST + self.num_points
             prior = prior_draws(hyper, arguments.arrays, num, generator(rng_key, 0))
             start = _start(hyper, init_params, arguments.arrays, prior)
+        if not 0 < hyper.size <= MOST:
+            # NUTS on the collapsed model would be NUTS on the model.
+            check_gaussian(programs.structure)
         way = integrated if hyper.size <= MOST else sampled
         with threads_for(programs.structure.size):
-            run = way(
-                programs, rng_key, arguments.arrays, start, prior, clock,
-                num_points=self.num_points, progress_bar=self.progress_bar,
-            )  # fmt: skip
+            try:
+                run = way(
+                    programs, rng_key, arguments.arrays, start, prior, clock,
+                    num_points=self.num_points, progress_bar=self.progress_bar,
+                )  # fmt: skip
+            except CholeskyError:
+                check_densities(programs.trace(start, arguments.arrays))
+                raise
             if self.correct == "mcmc" and not run.weighted.certified:
                 with clock.part("NUTS from the draws"):
                     run = corrected(run, programs, rng_key, self.num_samples)
@@ -359,6 +372,8 @@ class NestedVI(Displayed):
         if self.num_draws is not None:
             return self.num_draws
         structure = bound.structure
+        if not structure.size:
+            return 1
         if may_part(structure):
             return draws_at(structure.sizes)
         if structure.arrow is not None or structure.chains:

@@ -254,6 +254,13 @@ class Programs:
             terms.append(jnp.ravel(density).astype(self.structure.dtype))
         return jnp.concatenate(terms), trace
 
+    def trace(self, point: np.ndarray, arrays: Any) -> Trace:
+        """A run of the model at unconstrained hyperparameters, its other latents drawn
+        from their prior."""
+        values, _ = self.hyper.values(jnp.asarray(point, self.hyper.dtype), arrays)
+        arguments = Arguments(arrays, self.static)
+        return run_model(self._model, arguments, random.key(0), values)
+
     def weigh(
         self, point: Array, factors: Any, noise: Array, widths: Array, arrays: Any
     ) -> Drawn:

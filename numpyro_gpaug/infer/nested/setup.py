@@ -18,6 +18,9 @@ from numpyro_gpaug.model.costs import Purpose
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Arguments, remembered
 
+# Hyperparameters that are integrated by importance sampling; more go to NUTS.
+MOST = 8
+
 
 class _Left:
     """In the place of an autoguide: leaves all other latents to whoever calls.
@@ -36,7 +39,7 @@ class _OfManyPoints(AutoLatentGaussian):
     """Fits at many hyperparameters. Where there are groups enough to be weighed apart,
     they are held as such."""
 
-    _purpose = Purpose(FEWEST)
+    _purpose = Purpose(FEWEST, MOST)
 
 
 class CollapsedBounds:

@@ -57,8 +57,6 @@ def check_fit(
         guide.check_data(arguments)
     structure = guide.structure
     check_observed(model, structure, arguments)
-    if not structure.blocks:
-        raise ValueError(_nothing_gaussian(structure))
     require_conjugate(structure, updates)
     check_processes(structure)
     check_by_name(model, args, kwargs)
@@ -122,6 +120,16 @@ def check_latents(structure: Structure, mesh: Mesh | None) -> None:
             "latents of processes with num_latents are shared out evenly: "
             + ("AutoLatentGaussian has one Gaussian" if joint else found or "none is")
         )
+
+
+def check_gaussian(structure: Structure) -> None:
+    """Raises where there is no Gaussian to fit.
+
+    :param structure: of the model.
+    :raises ValueError: saying what could be one.
+    """
+    if not structure.largest:
+        raise ValueError(_nothing_gaussian(structure))
 
 
 def _nothing_gaussian(structure: Structure) -> str:

@@ -35,8 +35,8 @@ from numpyro_gpaug.model.structure import Structure
 
 # Pairs of points that curvature is known from. With 20 that of a dozen lengthscales is
 # forgotten again: fits took 6 to 14% more evaluations than with all of them. In float32
-# old pairs are of rounding as much, and bounds ended nats lower with them. Of few params
-# three times their number tell all, and every pair takes two steps of a loop.
+# old pairs are of rounding as much, and bounds ended nats lower with them. Of few
+# params three times their number tell all, and each takes two steps of a loop.
 MEMORY, ROUNDED_MEMORY, EACH = 60, 20, 3
 # Of the rise that the slope promises: what must be had, and how much steeper than the
 # end of a step its start must have been.

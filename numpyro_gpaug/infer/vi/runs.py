@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checkpoints import check_state
-from numpyro_gpaug.infer.vi.checks import check_fit, check_latents
+from numpyro_gpaug.infer.vi.checks import check_fit, check_gaussian, check_latents
 from numpyro_gpaug.infer.vi.feeds import (
     Feed,
     Given,
@@ -108,10 +108,12 @@ class Runs:
         :param begins: whether it begins with them, from no state.
         :return: they, on the device.
         """
-        return check_fit(
+        found = check_fit(
             self._model, self._guide, self._settings.updates, given.args, given.kwargs,
             begins=begins and given.batch is None,
         )  # fmt: skip
+        check_gaussian(self._guide.structure)
+        return found
 
     def _feed(
         self,

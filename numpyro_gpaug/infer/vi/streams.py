@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +17,7 @@ from numpyro_gpaug.infer.vi.plan import is_optax
 from numpyro_gpaug.math.affine import Prior
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.predict.joint import predictor_for
 from numpyro_gpaug.predict.mixture import Fitted
@@ -166,7 +166,7 @@ class Stream:
         :raises NotImplementedError: for a move of a set of inducing inputs per latent.
         """
         known, model = self.posterior.arguments, self.posterior.model
-        names = inspect.signature(model).parameters
+        names = argument_names(model, len(args))
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
         if missing := [k for k in known.observations if passed.get(k) is None]:
             raise ValueError(

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A law of fewer data than a plate has members."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import Distribution
+
+
+class Expanded(dist.ExpandedDistribution):
+    """An expanded law, with the attributes of the law itself (``probs``, ``loc``), in
+    its shapes, and its ``cdf`` and ``icdf``, which NumPyro's has not."""
+
+    def cdf(self, value: Array) -> Array:
+        return self._whole(self.base_dist.cdf(value))
+
+    def icdf(self, q: Array) -> Array:
+        return self._whole(self.base_dist.icdf(q))
+
+    def _whole(self, values: Array) -> Array:
+        shape = jnp.broadcast_shapes(jnp.shape(values), self.batch_shape)
+        return jnp.broadcast_to(values, shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "base_dist" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.base_dist, name)
+
+
+def expanded(law: Distribution, shape: tuple[int, ...]) -> Distribution:
+    """A law of data of a certain shape: of entries that have it in common one for each.
+
+    :param law: of all data.
+    :param shape: of these, entries of an event last.
+    """
+    batch_shape = shape[: len(shape) - len(law.event_shape)]
+    return law if law.batch_shape == batch_shape else Expanded(law, batch_shape)
