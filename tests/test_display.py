@@ -129,3 +129,16 @@ def test_a_result_says_how_well_its_bound_is_known(noise, verdict):
     state = ConjugateState(hyper, *[None] * (len(ConjugateState._fields) - 1))
     result = ConjugateResult({}, state, np.array([3.0, 2.0]), stopped=True)
     assert verdict in repr(result)
+
+
+def test_effects_of_each_datum_are_said_to_be() -> None:
+    def counts(y=None):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        with numpyro.plate("data", 8):
+            own = numpyro.sample("own", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Poisson(jnp.exp(level + own)), obs=y)
+
+    shown = repr(gpaug.AutoLatentGaussian(counts).setup(Y)).split("\n")
+    kinds = {row.split()[0]: row for row in shown}
+    assert kinds["level"].endswith("Gaussian")
+    assert kinds["own"].endswith("of each datum: predictions draw it anew")
