@@ -121,17 +121,19 @@ def _raises(x: jax.Array) -> jax.Array:
     raise ValueError("of its own")
 
 
-def test_the_law_of_a_site_is_one_program(caplog):
+def test_the_factor_of_a_site_is_one_program(caplog):
     """Operation by operation it took three times as long as the fit before it."""
 
     def law(size):
         eye = np.eye(size, dtype=np.float32)
-        return SiteMoments(eye[0], np.ones(size, np.float32), 4 * eye).distribution
+        return SiteMoments(eye[0], np.full(size, 4, np.float32), 4 * eye).distribution
 
-    law(5)
+    assert law(5).scale_tril.shape == (5, 5)
     with jax.log_compiles(), caplog.at_level("WARNING"):
         found = law(7)
+        factor = found.scale_tril
     compiled = [r.message for r in caplog.records if "XLA compilation" in r.message]
     assert len(compiled) == 1, compiled
     np.testing.assert_allclose(found.mean, np.eye(7)[0])
     np.testing.assert_allclose(found.variance, 4, rtol=1e-5)
+    np.testing.assert_allclose(factor, 2 * np.eye(7), rtol=1e-5, atol=1e-5)

@@ -67,7 +67,8 @@ class Asked(NamedTuple):
         found = misfits(self.arrays)
         if any(isinstance(misfit, Tracer) for misfit in found):
             return ()
-        pairs = zip(loops, found, strict=True)
+        # As numbers of Python's: in a trace JAX traces comparisons of what is known, too.
+        pairs = zip(loops, map(float, found), strict=True)
         return tuple(loop.steps for loop, misfit in pairs if misfit < ROUNDING)
 
     def looked_at(
