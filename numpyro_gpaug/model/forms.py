@@ -67,7 +67,7 @@ class Asked(NamedTuple):
         found = misfits(self.arrays)
         if any(isinstance(misfit, Tracer) for misfit in found):
             return ()
-        # As numbers of Python's: in a trace JAX traces comparisons of what is known, too.
+        # Python's numbers: in a trace JAX traces comparisons of what is known, too.
         pairs = zip(loops, map(float, found), strict=True)
         return tuple(loop.steps for loop, misfit in pairs if misfit < ROUNDING)
 
