@@ -351,6 +351,14 @@ def test_deviations_from_the_constant_do_not_cancel(name):
         np.testing.assert_allclose(single, double, rtol=5e-5, atol=1e-10)
 
 
+def test_deviations_are_rounded_as_few_times_as_can_be():
+    """At distances whose squares float32 has: XLA's ``expm1`` is out by 5 units."""
+    X, Z = np.arange(1, 257, dtype="f")[:, None] / 64, np.zeros((1, 1), "f")
+    found = np.asarray(jax.jit(SquaredExponential().deviation)(X, Z), float)
+    exact = np.expm1(-0.5 * np.square(X.astype(float)))
+    assert np.abs(found / exact - 1).max() < 2.5 * 2.0**-24
+
+
 def test_kernels_without_a_constant():
     plain = from_function(lambda X, Z: X @ Z.T)
     for kernel in (Linear(), plain, plain * SquaredExponential(), Linear() * 2.0):
