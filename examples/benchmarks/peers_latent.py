@@ -10,7 +10,8 @@ likelihood, and ``BayesMixedGLM`` a mean-field approximation under the priors it
 have. Binomial data they get as Bernoulli rows, one for each trial. ``held`` rows have
 standard deviations held at NUTS's means, and infer the effects alone, with their
 variances. ``cold`` counts everything after imports, ``warm`` is the shortest of seven
-more runs.
+more runs; for fits that are repeated as often as that is worth, programs are compiled
+with ``XLA_FLAGS=--xla_backend_optimization_level=3`` (a slower ``cold``).
 Packages that are not installed are left out::
 
     pip install statsmodels gpboost
