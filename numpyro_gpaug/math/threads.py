@@ -28,8 +28,8 @@ class _OneThread:
     def __enter__(self) -> None:
         with self._lock:
             if not self._inside:
-                # Not ``_pools().limit``, which asks all libraries for all they know
-                # and takes as long as a sweep.
+                # Not threadpoolctl's ``limit``, which asks libraries for all they know:
+                # a fit of a millisecond would notice.
                 self._before = [(pool, pool.num_threads) for pool in _pools()]
                 for pool, number in self._before:
                     if number != 1:
