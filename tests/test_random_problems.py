@@ -11,7 +11,9 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from tests.random_problems import (
     Outcome,
     Problem,
     Tally,
+    difference,
+    fit,
     in_double,
     tally,
     the_case,
@@ -70,17 +74,21 @@ def digits(scale: float) -> int:
     return 3 - math.floor(math.log10(scale)) if math.isfinite(scale) else 3
 
 
+def golden_outcome(golden: dict[str, Any], place: int) -> Outcome:
+    """What float64 predicts for a problem, by its place in ``CASES``."""
+    mean, scale = (np.array(golden[k][place]) for k in ("means", "scales"))
+    return Outcome(True, mean, scale)
+
+
 def run_golden(chosen: Sequence[int]) -> dict[str, Tally]:
     """Tallies by likelihood of some of the problems, by their places in ``CASES``."""
     golden = json.loads(GOLDEN.read_text())
-    means, scales = ([np.array(row) for row in golden[k]] for k in ("means", "scales"))
     found: dict[str, Tally] = {}
     for i in chosen:
         name, shape, problem = the_case(CASES[i], 0)
         if checksum(problem) != golden["sums"][i]:
             raise ValueError("problems differ from those of the file: write it again")
-        double = Outcome(True, means[i], scales[i])
-        counts, _ = tally(name, shape, problem, lambda double=double: double)
+        counts, _ = tally(name, shape, problem, partial(golden_outcome, golden, i))
         found[name] = found.get(name, Tally()) + counts
     return found
 
@@ -105,8 +113,15 @@ def test_random_problems_in_float32(chosen: Sequence[int]) -> None:
     assert total.number == len(chosen)
     assert total.errors == 0, found
     assert total.not_finite == 0, found
-    # All that are off, whatever for. Of a few, two more than their share is chance.
-    assert total.off <= len(chosen) // 50 + 2, found
+    # All that are off, whatever for. Of a few, more than their share is chance.
+    assert total.off <= max(len(chosen) // 100, 3), found
+
+
+def test_a_tolerance_that_bounds_do_not_show_is_sought_in_marginals() -> None:
+    """Next to a bound of 1242 nats a rise of 1e-5 is none in float32, which ended this
+    fit where means were still off by .014."""
+    double = golden_outcome(json.loads(GOLDEN.read_text()), CASES.index(705))
+    assert difference(fit(*the_case(705, 0), "float32"), double) < 0.01
 
 
 if __name__ == "__main__":

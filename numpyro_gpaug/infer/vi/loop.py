@@ -11,7 +11,7 @@ from jax import Array, lax, random
 
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
-from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
@@ -23,11 +23,12 @@ from numpyro_gpaug.model.structure import Arguments
 
 # Steps of one compiled loop.
 CHUNK = 100
-# Steps without a rise by the tolerance that end a run at fixed hyperparameters. After
-# one that rose a single whole step does, if it rose by less than this part of it: what
-# is still to come falls at least as fast.
-PATIENCE, SHORT = 3, 0.25
-# Rises are seen from so many units in the last place of a bound on.
+# Steps without a rise by the tolerance end a run at fixed hyperparameters, at so many
+# points, of which each has some. After one that rose a single whole step does, if it
+# rose by less than this part of it: what is still to come falls at least as fast.
+PATIENCE, POINTS, SHORT = 12, 4, 0.25
+# Rises are seen from so many units in the last place of a bound on. Where the tolerance
+# is none of them, steps that move marginals by it have a single point.
 SHOWN = 2
 # Minibatches on which two states are compared.
 BATCHES = 16
@@ -87,8 +88,10 @@ def run_chunk(
 
     def body(carry: Any) -> Any:
         i, state, evaluation, losses = carry
-        new, evaluation = stepper.step(state, Carry(first.problem, evaluation))
-        new = counted(state, new, tol, exact=exact)
+        before = evaluation
+        new, evaluation = stepper.step(state, Carry(first.problem, before))
+        moves = _moves(before, evaluation, tol)
+        new = counted(state, new, tol, moves=moves, exact=exact)
         new = new._replace(natural=latents_apart(new.natural))
         noted = losses.at[i].set(
             -new.bound, mode="promise_in_bounds", wrap_negative_indices=False
@@ -101,14 +104,34 @@ def run_chunk(
     return state, losses, taken, params
 
 
+def _moves(before: Any, after: Any, tol: Array) -> Any:
+    """Whether a step has moved any marginal by ``tol`` nats, from evaluations; False
+    where hyperparameters may have moved, which have none.
+    """
+    if not isinstance(after, Evaluation):
+        return False
+
+    def moves(old: Any, new: Any) -> Array:
+        return (jnp.square(new.mean - old.mean) > 2 * tol * new.variance).any()
+
+    pairs = ((before.marginals[k], new) for k, new in after.marginals.items())
+    return jnp.stack([moves(*pair) for pair in pairs]).any()
+
+
 def counted(
-    state: ConjugateState, new: ConjugateState, tol: Any, *, exact: bool = False
+    state: ConjugateState,
+    new: ConjugateState,
+    tol: Any,
+    *,
+    moves: Any = False,
+    exact: bool = False,
 ) -> ConjugateState:
     """A state after a step, which notes it, and whether the bound has risen by it.
 
     :param state: before.
     :param new: after.
     :param tol: see :func:`run_chunk`.
+    :param moves: whether marginals have moved by it.
     :param exact: whether a whole step, at hyperparameters that rest, leads to the
         optimum.
     """
@@ -118,11 +141,13 @@ def counted(
     rests = new.hyper is state.hyper
     tried: Any = jnp.int32(new.hyper.scale >= state.hyper.scale)
     if rests:
-        # A rise that may be rounding is none.
+        # A rise that may be rounding is none, but then marginals say more than it.
         shown = SHOWN * jnp.finfo(new.bound.dtype).eps * jnp.abs(new.bound)
+        moves &= SHORT * tol < shown
         short = new.bound - state.bound < jnp.maximum(SHORT * tol, shown)
         whole = was_whole(state.step_sizes, new.step_sizes)
-        tried = jnp.where(short & (state.stalled == 0) & whole, PATIENCE, 1)
+        ends = short & (state.stalled == 0) & whole & ~moves
+        tried = jnp.where(ends, PATIENCE, jnp.where(moves, 1, POINTS))
     stalled = jnp.where(rose, 0, state.stalled + tried)
     if rests and exact:
         stalled = jnp.where(whole, PATIENCE, stalled)
