@@ -2,16 +2,15 @@
 r"""What each source of rounding takes of the bound of a regression in float32, in nats.
 
 Hyperparameters are learnt in float64 (a squared exponential with a lengthscale for each
-column, Normal noise). There the collapsed bound is computed again in NumPy, as
-:mod:`numpyro_gpaug.gp.projection` and :mod:`numpyro_gpaug.math.whitening` compute it,
-with one stage after the other in float32::
+column, Normal noise). There the collapsed bound is computed again by
+:mod:`numpyro_gpaug.math.whitening`, with one stage after the other in float32::
 
     python examples/benchmarks/rounding.py --sets friedman hl_yacht hl_energy
 
 ``inputs``: rounded inputs, observations and hyperparameters, of which all else is
-computed; ``jitter``: that of float32, corrected as there; ``K_ZZ``: its elements
-stored; ``factor``: its factor and inverse; ``K_ZX``: its elements stored; ``product``:
-of the two; ``sum`` is all of them, ``package`` what a fit in float32 has less than, or
+computed; ``whitening``: elements of ``K_ZZ`` stored, and their inverse root, with the
+jitter of float32; ``K_ZX``: its elements stored; ``product``: of the two;
+``sum`` is all of them, ``package`` what a fit in float32 has less than, or
 above, one in float64. Negative numbers are nats lost. ``ratio`` is that of the prior
 variance to the variance of the noise. Other sets than friedman are read from
 ``GPAUG_DATA``.
@@ -23,6 +22,7 @@ import argparse
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -31,12 +31,12 @@ from learning import load, model_of
 from scipy.linalg import solve_triangular
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.math.whitening import least_jitter
+from numpyro_gpaug.math.whitening import differenced
 
 SETS = ("friedman", "hl_yacht", "hl_energy", "seitz_boston")
-STAGES = ("jitter", "K_ZZ", "factor", "K_ZX", "product")
+STAGES = ("whitening", "K_ZX", "product")
 SINGLE, DOUBLE = np.float32, np.float64
-UNITS, STEPS = 0.25, 150
+STEPS = 150
 # Lengthscales beyond are infinite to float32, whose squares overflow.
 LONGEST = 1e15
 
@@ -77,58 +77,25 @@ def deviation(X: Any, Z: Any, r: Regression) -> Any:
     return r.variance * np.expm1(half)
 
 
-def given_first(D: Any, own: Any, r: Regression) -> Any:
-    """Covariances given the first inducing value, which comes in units of its own."""
-    slopes = own / r.variance
-    found = (D - D[:, :1]) - slopes * (r.variance + D[:, :1])
-    found[:, 0] = UNITS * (r.variance + D[:, 0])
-    return found
-
-
-def inverse_root(K: Any, jitter: float) -> Any:
-    """As :func:`numpyro_gpaug.math.whitening.inverse_root` has it, in K's dtype."""
-    eye = np.eye(len(K), dtype=K.dtype)
-    j = K.dtype.type(jitter * K.diagonal().mean())
-    while True:
-        try:
-            factor = np.linalg.cholesky(K + j * eye)
-        except np.linalg.LinAlgError:
-            factor = np.zeros_like(K)
-        if (np.square(factor.diagonal()) >= 0.95 * j).all():
-            break
-        j = 2 * j
-    inverse = solve_triangular(factor, eye, lower=True)
-    lost = j * inverse @ inverse.T
-    squared = lost @ lost
-    largest = 0.5 + np.sqrt(0.25 + np.sqrt(np.square(squared - lost).sum()))
-    share = min(1.0, (1.5 + 3.375) / (0.5 * largest + 0.375 * largest**2))
-    series = K.dtype.type(share) * (0.5 * lost + 0.375 * squared).astype(K.dtype)
-    return inverse + series @ inverse
-
-
 def bound(r: Regression, single: tuple[str, ...] = ()) -> float:
     """The collapsed bound with some stages in float32, all else in float64."""
 
     def stored(x: Any, stage: str) -> Any:
-        return x.astype(SINGLE if stage in single else DOUBLE)
+        dtype = SINGLE if stage in single else DOUBLE
+        return jax.tree.map(lambda x: x.astype(dtype) if x.dtype.kind == "f" else x, x)
 
-    across = deviation(r.Z, r.Z, r)
-    gram = given_first(across, across[0], r)
-    gram[0], gram[:, 0] = 0, 0
-    gram[0, 0] = UNITS**2 * r.variance
-    dtype = SINGLE if "jitter" in single else DOUBLE
-    gram = stored(stored(gram, "K_ZZ"), "factor")
-    inverse = inverse_root(gram, least_jitter(len(gram), dtype))
-    cross = deviation(r.X, r.Z, r)
-    first = cross[:, 0]
-    cross = stored(given_first(cross, across[0], r), "K_ZX")
-    A = stored(inverse, "product") @ stored(cross, "product").T
-    left = stored(-(first + first / r.variance * (r.variance + first)), "product")
-    residual = np.maximum(left - np.square(A[1:]).sum(0), 0)
-    A, precision = A.astype(DOUBLE), r.noise**-2
+    gram, own = deviation(r.Z, r.Z, r), np.zeros(len(r.Z))
+    cross = stored(deviation(r.X, r.Z, r), "K_ZX")
+    with jax.enable_x64(True):
+        given = stored((gram, own, r.variance.reshape(1, 1)), "whitening")
+        values = stored(differenced(*map(jnp.asarray, given)), "product")
+        across = stored((cross, np.zeros(len(r.X))), "product")
+        A, left = map(np.asarray, values.project(*map(jnp.asarray, across)))
+    A, residual = A.astype(DOUBLE), np.maximum(left, 0).astype(DOUBLE)
+    precision = r.noise**-2
     root = np.linalg.cholesky(np.eye(len(A)) + precision * A @ A.T)
     gain = solve_triangular(root, precision * A @ r.y, lower=True)
-    lost = precision * (r.y @ r.y + residual.astype(DOUBLE).sum()) - gain @ gain
+    lost = precision * (r.y @ r.y + residual.sum()) - gain @ gain
     entropy = len(r.y) * np.log(2 * np.pi / precision)
     return float(-0.5 * (lost + entropy) - np.log(root.diagonal()).sum())
 

@@ -235,10 +235,10 @@ class GaussianProcess(Displayed):
         leave out.
     :param bias: b, (K,), with ``loadings``; zero by default.
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; 0 is
-        allowed. By default the smallest that factorises, of those that double from
-        ``2.4e-7 sqrt(M)`` in float32 and 1e-10 in float64, relative to variances given
-        the first inducing value where a kernel lets these be known, and L is corrected
-        for nearly all that it changes (``docs/theory/rounding.md``). NUTS on the model
+        allowed. By default what rounding makes of the elements of ``K_ZZ``, or of
+        their deviations from a constant where a kernel lets these be known, doubled
+        until the matrix factorises; and L is corrected for nearly all that it changes
+        (``docs/theory/rounding.md``). NUTS on the model
         as it is written wants 1e-5 in float32 with a smooth kernel: rounding makes the
         density of the smallest too rough far from the data.
     :raises ValueError: inside a plate, for inducing inputs that are not two- or

@@ -4,19 +4,11 @@ r"""What a sparse process sees of inputs: their projection on its inducing input
 A dtype resolves covariances to a share of the prior variance, 6e-8 in float32. Where
 that is not far below the variance of the noise, as where lengthscales are long, what
 counts is how function values differ, and their differences vary far less than they do.
-A kernel that is a constant c and a deviation D from it that does not cancel
-(``kernel.constant``, ``kernel.deviation``) knows these: given the first inducing value
-the covariance of two function values is
-
-.. math::
-
-    k(x, z) - \frac{k(x, z_0)\, k(z_0, z)}{k(z_0, z_0)}
-    = D_{xz} - D_{x0} - t_z\, k(x, z_0), \qquad
-    t_z = \frac{D_{0z} - D_{00}}{c + D_{00}},
-
-where no term is larger than deviations are. It is the first step of a Cholesky
-factorisation, so that whitened values remain what they are without it. Derivatives need
-no such care, and are those of ``L^-1 K_ZX`` as it is written.
+A kernel that is a constant and a deviation from it that does not cancel
+(``kernel.constant``, ``kernel.deviation``) knows these:
+:class:`~numpyro_gpaug.math.whitening.Differenced`. Whitened values remain what they are
+without it. Derivatives need no such care, and are those of ``L^-1 K_ZX`` as it is
+written.
 """
 
 from __future__ import annotations
@@ -27,24 +19,30 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.gp.kernels._base import constant_of, deviation_of
-from numpyro_gpaug.math.linalg import inverse_cholesky, precise, valued, with_jitter
-from numpyro_gpaug.math.whitening import as_inverse_root, inverse_root
-
-# Units of the first inducing value: jitter is relative to the mean of a diagonal, most
-# of which would be its variance.
-_UNITS = 1 / 4
+from numpyro_gpaug.math.linalg import (
+    inverse_cholesky,
+    precise,
+    valued,
+    with_jitter,
+)
+from numpyro_gpaug.math.whitening import (
+    Differenced,
+    as_inverse_root,
+    differenced,
+    inverse_root,
+)
 
 
 class Whitener(NamedTuple):
     """What whitens inducing values.
 
     :param inverse: ``L^-1`` of ``K_ZZ``, (1 or C, M, M).
-    :param given: of their covariances given the first one, whose derivative is not
-        looked at; None if these are not known.
+    :param values: what it is the product of, whose derivative is not looked at; None if
+        it is not made of differences.
     """
 
     inverse: Array
-    given: Array | None
+    values: Differenced | None
 
 
 class Projected(NamedTuple):
@@ -66,7 +64,7 @@ def whitener(gp: Any) -> Whitener:
     """
     # A jitter that is given is one of the covariances as they are.
     if gp.jitter is None and constant_of(gp.kernel) is not None:
-        return _Pivoted(gp).whitener()
+        return _Deviations(gp).whitener()
     gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
     if gp.jitter is None:
         return Whitener(inverse_root(gram), None)
@@ -83,63 +81,40 @@ def project(gp: Any, whitener: Whitener, X: Array) -> Projected:
     :param gp: the process.
     :param whitener: of :func:`whitener`.
     """
-    inverse, given = whitener
-    if given is not None:
-        return _Pivoted(gp).project(inverse, given, X)
+    inverse, values = whitener
+    if values is not None:
+        return _Deviations(gp).project(inverse, values, X)
     cross, variance = lead(gp.kernel(X, gp.inducing), 2), lead(gp.kernel(X), 1)
     projection = _product(inverse, cross)
     return Projected(projection, residual_variance(variance, projection))
 
 
-class _Pivoted:
-    """Covariances given the first inducing value, as values without derivatives, beside
-    covariances as they are."""
+class _Deviations:
+    """Covariances as a constant and deviations from it."""
 
     def __init__(self, gp: Any) -> None:
         self._kernel, self._inducing = gp.kernel, gp.inducing
         constant = jnp.asarray(constant_of(gp.kernel), gp.inducing.dtype)
         self._constant = lead(constant[..., None, None], 2)
-        self._gram = self._deviation(gp.inducing)
-        self._first = jnp.arange(self._gram.shape[-1]) == 0
-        across = lax.stop_gradient(self._gram[..., :1, :])
-        self._own = across[..., :1]
-        self._variance = lax.stop_gradient(self._constant) + self._own
-        self._slopes = (across - self._own) / self._variance
 
     def whitener(self) -> Whitener:
-        apart = jnp.where(self._first, _UNITS**2 * self._variance, 0)
-        gram = jnp.where(self._first[:, None], apart, self._given(self._gram)[0])
-        given = inverse_root(gram)
-        # In units of its own, less what the first one says of the others.
-        slopes = 1 + self._slopes[..., 0, :]
-        column = -jnp.matvec(given, jnp.where(self._first, -_UNITS, slopes))
-        inverse = jnp.where(self._first, column[..., None], given)
-        return Whitener(as_inverse_root(self._constant + self._gram, inverse), given)
+        gram, own = self._at(self._inducing)
+        values = differenced(*map(lax.stop_gradient, (gram, own, self._constant)))
+        return Whitener(as_inverse_root(self._constant + gram, values.root), values)
 
-    def project(self, inverse: Array, given: Array, X: Array) -> Projected:
-        deviation = self._deviation(X)
-        rest, across, shared = self._given(deviation)
-        projection = valued(
-            _product(inverse, self._constant + deviation),
-            _product(given, jnp.where(self._first, _UNITS * shared, rest)),
-        )
-        own = lead(deviation_of(self._kernel, X), 1)
-        slopes = (across - self._own) / self._variance
-        left = valued(
-            self._constant[..., 0] + own - jnp.square(projection[..., 0, :]),
-            own - (across + slopes * shared)[..., 0],
-        )
-        return Projected(projection, residual_variance(left, projection[..., 1:, :]))
+    def project(self, inverse: Array, values: Differenced, X: Array) -> Projected:
+        across, own = self._at(X)
+        found, left = values.project(*map(lax.stop_gradient, (across, own)))
+        projection = valued(_product(inverse, self._constant + across), found)
+        variance = self._constant[..., 0] + own
+        left = valued(variance - jnp.square(projection).sum(-2), left)
+        return Projected(projection, jnp.maximum(left, 0))
 
-    def _given(self, deviation: Array) -> tuple[Array, Array, Array]:
-        """From ``D_xz``: covariances given the first, ``D_x0`` and ``k(x, z_0)``."""
-        deviation = lax.stop_gradient(deviation)
-        across = deviation[..., :1]
-        shared = self._variance - self._own + across
-        return (deviation - across) - self._slopes * shared, across, shared
-
-    def _deviation(self, X: Array) -> Array:
-        return lead(deviation_of(self._kernel, X, self._inducing), 2)
+    def _at(self, X: Array) -> tuple[Array, Array]:
+        """Deviations from the inducing values' covariances and the variance, (1 or C,
+        N, M) and (1 or C, N)."""
+        across = lead(deviation_of(self._kernel, X, self._inducing), 2)
+        return across, lead(deviation_of(self._kernel, X), 1)
 
 
 def _product(inverse_factor: Array, cross: Array) -> Array:

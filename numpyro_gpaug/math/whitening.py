@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Inverse roots of kernel matrices that are singular to rounding.
 
-``W = L^-1`` with :math:`L L^\top = K + j I` whitens K but for
-:math:`W K W^\top = I - R` with :math:`R = j W W^\top`: every eigenvector of K of an
-eigenvalue well above j loses the same j, all of which a likelihood of low noise sees.
-R is known from W alone, without the cancellation there is in K, so that
-:math:`(I - R)^{-1/2} W` is what j spoilt: the first terms of its series leave a share
-of :math:`5/8\,(j / \lambda)^3` of an eigenvalue :math:`\lambda \gg j` unexplained. What
-is far below j stays unexplained, as in a matrix without it, and the prior of what is
-whitened is never larger than it says.
+Elements of a kernel matrix K, or of its deviation D from a constant, are known to a
+share of themselves. Values at near inputs are nearly equal, and what tells them apart
+drowns in sums: so K is factorised as that of differences, of each value from the
+earlier one that is most like it,
+
+.. math:: B K B^\top = L L^\top, \qquad W = L^{-1} B,
+
+with B unit lower triangular, so that W is what the factor of K gives. Between near
+inputs differences have small variances, of as many digits.
+
+A jitter is added: a share of these variances, for the rounding errors of the
+factorisation, and one of all function values (of their differences, times
+:math:`B B^\top`), for those of the elements. The second is doubled until no pivot is
+noise. What is known of the whole, J, without the cancellation there is in K, is how
+much of a variance of 1 it takes, :math:`R = L^{-1} J L^{-\top}`; so that it is given
+back by
+
+.. math:: V = C^{-1} W, \qquad C C^\top = I - R + \tfrac{2}{5} R^2.
+
+Far above the jitter that is the whitener of K, but for :math:`r^2 2/5` of an
+eigenvalue r of R. Below, where :math:`r \approx 1` or, by rounding, more, no variance
+grows by more than 8/3: what is noise stays unexplained.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +44,19 @@ from numpyro_gpaug.math.linalg import (
     precise,
 )
 
-# In exact arithmetic every pivot of K + j I is at least j. Pivots below are rounding
-# errors of the size of j, which the inverse would amplify.
-_LEAST_PIVOT = 0.95
-_MOST = 2.0**13
-# Eigenvalues of R are at most 1. Sums of rounding errors that all point one way escape
-# the pivots and make them larger: the series may grow as it would at this one.
-_LARGEST = 3.0
+# Jitters are in units of rounding errors: of sums that cancel, as they are bounded; of
+# what random errors of the elements make of the largest eigenvalue, which is about .4
+# of them; and of the first variance, for values that are equal.
+_SHARE, _NOISE, _TINY = 1 / 64, 1 / 4, 1 / 1024
+# In exact arithmetic every pivot is at least its jitter. Pivots below are rounding
+# errors of the size of it, which the inverse would amplify.
+_LEAST_PIVOT, _MOST = 0.95, 2.0**16
+# Above 1/4, or what is left of a variance could be nothing. It is at least .375.
+_DAMPING = 0.4
 
 
 def least_jitter(size: int, dtype: np.dtype | type) -> float:
-    """The smallest jitter that is tried, relative to the mean of the diagonal.
+    """The smallest jitter of sums of covariances, relative to their diagonal.
 
     :param size: number of rows M.
     :param dtype: float dtype of the matrix.
@@ -51,32 +67,105 @@ def least_jitter(size: int, dtype: np.dtype | type) -> float:
     return max(rounding, 1e-10) if jnp.dtype(dtype) == jnp.float64 else rounding
 
 
-@precise
 def inverse_root(matrix: Array) -> Array:
     """``V`` with ``V K V' = I`` as far as the dtype resolves K, and no more elsewhere.
 
-    Made from the smallest jitter, of those that double from :func:`least_jitter`, whose
-    Cholesky factor is not spoilt by rounding. Its derivative is that of an inverse
-    factor, ``-half(V dK V') V``: of the root of K, not of what the jitter makes of it.
-    Where noise is near the jitter the two differ by half, and searches that go by this
-    one end nearer to float64's optimum.
+    Its derivative is that of an inverse factor, ``-half(W dK W') W``: of the root of K,
+    not of what jitter and rounding make of it. Where noise is near the jitter the two
+    differ by half, and searches that go by this one end nearer to float64's optimum.
 
     :param matrix: K, (..., M, M), symmetric to rounding and positive semi-definite.
-    :return: (..., M, M), not triangular; NaN where no jitter makes K positive definite.
+    :return: (..., M, M), lower triangular; NaN where no jitter makes K positive
+        definite.
     """
     still = lax.stop_gradient(matrix)
-    factor, jitter = _factorised(still, diagonal(still).mean(-1))
-    inverse = inverse_lower(factor)
-    lost = inverse @ (jitter * inverse).mT
-    squared = lost @ lost
-    # An eigenvalue r of R has r (r - 1) <= |R^2 - R|.
-    excess = jnp.sqrt(jnp.square(squared - lost).sum((-2, -1), keepdims=True))
-    largest = 0.5 + jnp.sqrt(0.25 + excess)
-    share = jnp.minimum(
-        1, _series(_LARGEST, _LARGEST**2) / _series(largest, largest**2)
-    )
-    found = inverse + share * _series(lost, squared) @ inverse
-    return as_inverse_root(matrix, found)
+    nothing = jnp.zeros((1, 1), matrix.dtype)
+    return as_inverse_root(matrix, differenced(still, diagonal(still), nothing).root)
+
+
+class Differenced(NamedTuple):
+    """An inverse root ``V = F B`` of the covariances of values, a constant and
+    deviations from it.
+
+    :param factor: F, (..., M, M), lower triangular.
+    :param near: places of what each value but the first is the difference from, as B
+        has them, (..., M).
+    :param first: the variance of the first value's deviation, (..., 1).
+    :param constant: (..., 1, 1).
+    """
+
+    factor: Array
+    near: Array
+    first: Array
+    constant: Array
+
+    @property
+    def root(self) -> Array:
+        """V, (..., M, M)."""
+        return self.factor @ _steps(self.near, self.factor.dtype).mT
+
+    @precise
+    def project(self, across: Array, own: Array) -> tuple[Array, Array]:
+        """``V k`` of other values, (..., M, N), and what is left of their variances,
+        (..., N), which rounding may make negative.
+
+        :param across: deviations of their covariances with these, (..., N, M).
+        :param own: of their variances, (..., N).
+        """
+        first = np.arange(self.near.shape[-1]) == 0
+        known = _apart(self.near, across) + self.constant * first
+        projection = jnp.einsum("...ij,...nj->...in", self.factor, known)
+        # Given the first value, which may have most of a variance: no term is larger
+        # than deviations are.
+        with_first, constant = across[..., 0], self.constant[..., 0]
+        slopes = (with_first - self.first) / (constant + self.first)
+        left = own - (with_first + slopes * (constant + with_first))
+        return projection, left - jnp.square(projection[..., 1:, :]).sum(-2)
+
+
+def _apart(near: Array, values: Array) -> Array:
+    """Differences of columns (..., n, M), but for the first one: sums of two terms,
+    which products with B are not."""
+    columns = jnp.vectorize(lambda x, i: x[:, i], signature="(n,m),(m)->(n,m)")
+    later = np.arange(values.shape[-1]) > 0
+    return values - jnp.where(later, columns(values, near), 0)
+
+
+def _steps(near: Array, dtype: Any) -> Array:
+    """The transpose of B."""
+    return _apart(near, jnp.eye(near.shape[-1], dtype=dtype))
+
+
+@precise
+def differenced(deviation: Array, own: Array, constant: Array) -> Differenced:
+    """The :func:`inverse_root` of a constant and deviations from it, without
+    derivatives.
+
+    :param deviation: (..., M, M).
+    :param own: its diagonal, (..., M).
+    :param constant: (..., 1, 1).
+    """
+    size, eps = deviation.shape[-1], float(jnp.finfo(deviation.dtype).eps)
+    places = np.arange(size)
+    # Variances of differences, but for what those from one value have in common.
+    apart = own[..., None, :] - 2 * deviation
+    near = jnp.where(places < places[:, None], apart, jnp.inf).argmin(-1)
+    gram = _apart(near, _apart(near, deviation).mT)
+    gram = gram + constant * ((places == 0) & (places[:, None] == 0))
+    scales = diagonal(gram)[..., None]
+    least = _SHARE * math.sqrt(size) * eps * scales
+    tiny = _TINY * eps * scales[..., :1, :]
+    noise = jnp.sqrt(jnp.square(deviation).sum((-2, -1), keepdims=True) / size)
+    steps = _steps(near, deviation.dtype)
+    even = (_NOISE * eps * noise + tiny) * _apart(near, steps.mT)
+    lower, times = _factorised(gram, least, even)
+    factor = inverse_lower(lower)
+    lost = factor @ (least * factor.mT + times * (even @ factor.mT))
+    left = jnp.eye(size, dtype=lost.dtype) - lost + _DAMPING * (lost @ lost)
+    factor = inverse_lower(cholesky(left)) @ factor
+    # Equal inputs have none: what their jitter makes of rounding in K_ZX is no value.
+    factor = factor * (jnp.abs(scales) > tiny)
+    return Differenced(factor, near, own[..., :1], constant)
 
 
 @jax.custom_jvp
@@ -87,23 +176,6 @@ def as_inverse_root(matrix: Array, inverse: Array) -> Array:
     return inverse
 
 
-def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
-    """Lower factor of a covariance that was made of larger ones by sums and
-    differences, with the smallest jitter for which :func:`inverse_root` would take it.
-
-    :param matrix: (..., M, M), symmetric to rounding.
-    :param scale: (...), of what it was made of: rounding errors are relative to it.
-    :return: (..., M, M); NaN where no jitter makes it positive definite.
-    """
-    _, jitter = _factorised(*map(lax.stop_gradient, (matrix, scale)))
-    return cholesky(matrix + jitter * jnp.eye(matrix.shape[-1], dtype=matrix.dtype))
-
-
-def _series(first: Any, second: Any) -> Any:
-    """``(1 - r)^-1/2 - 1`` to second order, from r and its square."""
-    return 0.5 * first + 0.375 * second
-
-
 @as_inverse_root.defjvp
 @precise
 def _as_inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
@@ -112,16 +184,33 @@ def _as_inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return inverse, -lower_half(inverse, tangent) @ inverse
 
 
-def _factorised(matrix: Array, scale: Array) -> tuple[Array, Array]:
-    """The lower factor of ``K + j I`` and j, (..., 1, 1), relative to a scale (...)."""
-    least = least_jitter(matrix.shape[-1], matrix.dtype)
-    start = jnp.asarray(least, matrix.dtype) * scale[..., None, None]
-    start = jnp.broadcast_to(start, (*matrix.shape[:-2], 1, 1))
-    single = jnp.vectorize(_first_unspoilt, signature="(m,m),(k,k)->(m,m),(k,k)")
-    return one_by_one(single)(matrix, start)
+def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
+    """Lower factor of a covariance that was made of larger ones by sums and
+    differences, with the smallest jitter at which it is not spoilt by rounding.
+
+    :param matrix: (..., M, M), symmetric to rounding.
+    :param scale: (...), of what it was made of: rounding errors are relative to it.
+    :return: (..., M, M); NaN where no jitter makes it positive definite.
+    """
+    matrix_, scale = map(lax.stop_gradient, (matrix, scale[..., None, None]))
+    size, dtype = matrix.shape[-1], matrix.dtype
+    least = jnp.asarray(least_jitter(size, dtype), dtype) * scale
+    even = least * jnp.eye(size, dtype=dtype)
+    _, times = _factorised(matrix_, jnp.zeros_like(matrix[..., :1]), even)
+    return cholesky(matrix + times * even)
 
 
-def _first_unspoilt(matrix: Array, least: Array) -> tuple[Array, Array]:
+def _factorised(matrix: Array, least: Array, even: Array) -> tuple[Array, Array]:
+    """The lower factor of K with jitters, (..., M, 1) of the diagonal and a number of
+    times ``even``, (..., M, M), and that, (..., 1, 1)."""
+    signature = "(m,m),(m,k),(m,m)->(m,m),(k,k)"
+    single = jnp.vectorize(_first_unspoilt, signature=signature)
+    batch = matrix.shape[:-2]
+    given = (jnp.broadcast_to(x, batch + x.shape[-2:]) for x in (least, even))
+    return one_by_one(single)(matrix, *given)
+
+
+def _first_unspoilt(matrix: Array, least: Array, even: Array) -> tuple[Array, Array]:
     # Made here: a literal becomes a constant of the loop, and JAX's custom batching
     # does not take constants that a scan under vmap carries along.
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
@@ -129,14 +218,16 @@ def _first_unspoilt(matrix: Array, least: Array) -> tuple[Array, Array]:
     def spoilt(trial: tuple[Array, Array]) -> Array:
         factor, following = trial
         # Of a matrix that is not positive definite pivots are NaN.
-        kept = (jnp.square(factor) >= _LEAST_PIVOT / 2 * following * eye).all()
-        return ~kept & (following < 2 * _MOST * least)[0, 0]
+        jitter = least + following / 2 * even[0, 0]
+        kept = (jnp.square(factor) >= _LEAST_PIVOT * jitter * eye).all()
+        return ~kept & (following <= _MOST)[0, 0]
 
     def attempt(trial: tuple[Array, Array]) -> tuple[Array, Array]:
-        _, jitter = trial
+        _, times = trial
         # LAPACK reads columns: the transpose of an array of rows needs no copy.
-        raised = (matrix + jitter * eye).mT
-        return jnp.linalg.cholesky(raised, symmetrize_input=False), 2 * jitter
+        raised = (matrix + least * eye + times * even).mT
+        return jnp.linalg.cholesky(raised, symmetrize_input=False), 2 * times
 
-    factor, following = lax.while_loop(spoilt, attempt, (jnp.zeros_like(matrix), least))
+    start = jnp.zeros_like(matrix), jnp.ones_like(least[:1])
+    factor, following = lax.while_loop(spoilt, attempt, start)
     return factor, following / 2

@@ -21,8 +21,8 @@ from ._distances import PAIRWISE_COLUMNS, centre, matmul_form, pairwise_form
 # Above it the exponential less 1 is summed from its series.
 _CLOSE = -0.5
 # Up to here one less a Matern correlation is a sum of terms that cancel.
-_NEAR = 1.0
-_TERMS = 13
+_NEAR = 2.5
+_TERMS = 20
 
 
 @jax.custom_jvp
