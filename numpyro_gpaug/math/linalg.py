@@ -193,7 +193,8 @@ def _solved_jvp(transpose: bool, primals: Any, tangents: Any) -> tuple[Array, Ar
 def inverse_lower(factor: Array) -> Array:
     """Inverse of a lower triangular factor (..., M, M)."""
     eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
-    return solve_lower(factor, eye)
+    # LAPACK writes columns, which are the rows of the transpose.
+    return solve_lower(factor, eye, transpose=True).mT
 
 
 @inverse_lower.defjvp
