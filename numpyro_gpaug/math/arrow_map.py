@@ -240,8 +240,9 @@ def _products(
     number, width = left.dense.shape
     size = _rows_of_blocks(number, sizes, weights.dtype)
     others = sizes.corner - width
+    lead = sizes.groups, sizes.each
     shapes = _Sums(
-        (sizes.groups, sizes.each, sizes.each), (sizes.groups, sizes.each, sizes.corner),
+        (*lead, sizes.each), (*lead, sizes.corner),
         (width, width), (others, width), (others, others),
     )  # fmt: skip
     sums = _Sums(*(jnp.zeros(shape, weights.dtype) for shape in shapes))

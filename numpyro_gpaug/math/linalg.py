@@ -220,15 +220,15 @@ class Moments(NamedTuple):
         return 2 * jnp.log(jnp.abs(diagonal(self.whitener))).sum(-1)
 
     @precise
-    def carried(self, projection: Array) -> tuple[Array, Array]:
+    def carried(self, projection: Array) -> tuple[Array, tuple[Array]]:
         """How means shift by, and how far values spread along, an affine map.
 
         :param projection: A, (..., M, n).
-        :return: ``A' mean`` (..., n) and rows (..., M, n) whose squares sum to the
-            variances.
+        :return: ``A' mean`` (..., n) and, as one of several parts, rows (..., M, n)
+            whose squares sum to the variances.
         """
         # Two products: slices of one are loops that no library runs.
-        return jnp.vecmat(self.mean, projection), self.whitener @ projection
+        return jnp.vecmat(self.mean, projection), (self.whitener @ projection,)
 
     @property
     def rank(self) -> int:

@@ -99,7 +99,7 @@ class Predictors(NamedTuple):
 
     structure: JointStructure
     offset: Array
-    push: Callable[[dict[str, Array]], Array]
+    push: Callable[[dict[str, Array]], Array] | BySites
     residual: Array
     grouped: bool = False
 
