@@ -149,7 +149,7 @@ class JointPredictor(Predictor):
 
         program = remembered(self._sites, arguments.shapes, lambda: few(told))
         with threads_for(self.structure.largest):
-            found = program(arguments.arrays, fitted)
+            found = program.again(arguments.shapes)(arguments.arrays, fitted)
             at, marks, errors = jax.block_until_ready(found)
         # Inducing values are whitened: predict_f has the process.
         hidden = {f"{name}.v" for name in self.structure.functions}

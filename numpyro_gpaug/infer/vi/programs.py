@@ -91,7 +91,7 @@ class Programs:
         if values:
             check_given(values, self._declared(given, key), self._guide.structure)
         with on_mesh(arguments.mesh):
-            state, params, seen, valid = self.begin(
+            state, params, seen, valid = self.begin.again(arguments.shapes)(
                 arguments.arrays, key, values, self._guide.initial_natural(values),
                 static=arguments.static, batch=batch,
             )  # fmt: skip
