@@ -10,7 +10,13 @@ import pytest
 from jax import lax
 
 from numpyro_gpaug.math import compiling
-from numpyro_gpaug.math.compiling import Compiled, Work, compiler_options, quick_options
+from numpyro_gpaug.math.compiling import (
+    Compiled,
+    Uses,
+    Work,
+    compiler_options,
+    quick_options,
+)
 from numpyro_gpaug.predict.summary import SiteMoments
 
 LEVEL = "xla_backend_optimization_level"
@@ -100,7 +106,7 @@ def test_what_is_used_often_is_compiled_again(monkeypatch, caplog) -> None:
     def smooth(x: jax.Array) -> jax.Array:
         return lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y) @ y.T + y, x)
 
-    compiled = Compiled(smooth)
+    compiled, uses = Compiled(smooth), Uses()
     sizes = {"small": 5, "large": 100}
     found: dict[str, list] = {name: [] for name in sizes}
     made: dict[str, list] = {name: [] for name in sizes}
@@ -109,7 +115,7 @@ def test_what_is_used_often_is_compiled_again(monkeypatch, caplog) -> None:
             x = jnp.linspace(-0.1, 0.1, size * size).reshape(size, size)
             for _ in range(4):
                 caplog.clear()
-                program = compiled.again(name)
+                program = uses.again(compiled, name)
                 both = program(x), program(x)
                 assert (both[0] == both[1]).all()
                 found[name].append(both[0])

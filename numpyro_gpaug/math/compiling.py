@@ -117,7 +117,6 @@ class Compiled:
         self._optimised: Any = None
         self._unoptimised: Any = None
         self._often: Any = None
-        self._uses: dict[Hashable, int] = {}
         # By the shapes of the arguments.
         self._chosen: dict[Any, Any] = {}
         names = options.get("static_argnames", ())
@@ -127,19 +126,9 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._called(args, kwargs)
 
-    def again(self, what: Hashable) -> Callable[..., Any]:
-        """This function, for one more use of it: with LLVM's optimisations after
-        :data:`OFTEN` of them. What it returns is the same to rounding; whoever calls it
-        several times within a use gets the same to the last bit, however many.
-
-        :param what: is done by it; uses of the same are counted.
-        """
-        if len(self._uses) >= MAX_SHAPES and what not in self._uses:
-            self._uses.clear()
-        self._uses[what] = self._uses.get(what, 0) + 1
-        return self if self._uses[what] <= OFTEN else self._repaid
-
-    def _repaid(self, *args: Any, **kwargs: Any) -> Any:
+    def often(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of what is used often: with LLVM's optimisations, whatever they take.
+        What it returns is the same to rounding."""
         return self._called(args, kwargs, often=True)
 
     def _called(self, args: Any, kwargs: dict[str, Any], *, often: bool = False) -> Any:
@@ -212,6 +201,26 @@ class Compiled:
     def _hosted(self, program: Any, *args: Any, **kwargs: Any) -> Any:
         dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
         return program(*jax.tree.leaves((args, dynamic)))
+
+
+class Uses:
+    """Counts uses of programs, each of one or several calls: after :data:`OFTEN` they
+    are compiled as what is used often."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, int] = {}
+
+    def again(self, program: Any, what: Hashable) -> Callable[..., Any]:
+        """A program for one more use, the same in all of its calls: however many these
+        are, they return the same to the last bit.
+
+        :param program: the program.
+        :param what: is done by it; uses of the same are counted.
+        """
+        if len(self._counts) >= MAX_SHAPES and what not in self._counts:
+            self._counts.clear()
+        self._counts[what] = self._counts.get(what, 0) + 1
+        return program if self._counts[what] <= OFTEN else program.often
 
 
 def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:

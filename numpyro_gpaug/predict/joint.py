@@ -19,7 +19,7 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import Uses, few
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arrow import ROUNDING, check_groups
@@ -57,6 +57,7 @@ class JointPredictor(Predictor):
         self._checks: dict[Any, Any] = {}
         self._sites: dict[Any, Any] = {}
         self._covariances: dict[Any, Any] = {}
+        self._uses = Uses()
 
     @one_thread
     def check(
@@ -149,7 +150,8 @@ class JointPredictor(Predictor):
 
         program = remembered(self._sites, arguments.shapes, lambda: few(told))
         with threads_for(self.structure.largest):
-            found = program.again(arguments.shapes)(arguments.arrays, fitted)
+            again = self._uses.again(program, arguments.shapes)
+            found = again(arguments.arrays, fitted)
             at, marks, errors = jax.block_until_ready(found)
         # Inducing values are whitened: predict_f has the process.
         hidden = {f"{name}.v" for name in self.structure.functions}

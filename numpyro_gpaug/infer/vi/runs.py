@@ -145,7 +145,7 @@ class Runs:
             return Minibatches(reader, plan, advance, bounds_of, data)
 
         # Of one program, so that it makes no difference where a run is divided.
-        advance = self._programs.advance.again(plan)
+        advance = self._programs.uses.again(self._programs.advance, plan)
 
         def steps(state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
             return self.steps(state, wanted, tol, data, arguments, plan, advance)
