@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits of shapes that were fitted before: they compile nothing, and check all."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,12 +112,14 @@ def test_every_fit_is_checked(svi) -> None:
 def test_a_latent_has_its_covariance_when_asked(svi) -> None:
     _, posterior = run(svi, Y, GROUP)
     law = posterior["effect"]
-    assert "scale_tril" not in vars(law)
+    assert {"scale_tril", "_covariance"}.isdisjoint(vars(law))
     whole = law.covariance_matrix
     np.testing.assert_allclose(jnp.diagonal(whole), law.variance, rtol=1e-5)
     plain = dist.MultivariateNormal(law.mean, whole)
     point, key = law.mean + 0.3, jax.random.key(1)
     np.testing.assert_allclose(law.log_prob(point), plain.log_prob(point), rtol=1e-4)
+    kept = pickle.loads(pickle.dumps(law))
+    np.testing.assert_array_equal(kept.scale_tril, law.scale_tril)
     leaves, tree = jax.tree.flatten(posterior["effect"])
     same = jax.tree.unflatten(tree, leaves)
     drawn = [jax.jit(lambda d: d.sample(key, (3,)))(d) for d in (law, same, plain)]

@@ -214,7 +214,7 @@ class ArrowNatural(NamedTuple):
         """
         groups, each, size = self.border.shape[1:]
         inverse = small.inverse_cholesky(self.groups)
-        half = jax.lax.optimization_barrier(small.product(inverse, self.border))
+        half = small.product(inverse, self.border)
         flat = half.reshape(1, groups * each, size)
         schur = self.corner - flat.mT @ flat
         whitener = linalg.inverse_cholesky(schur)
