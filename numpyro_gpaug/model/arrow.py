@@ -65,7 +65,7 @@ class BySites(NamedTuple):
         made = program.outputs.values
         sites = [made[k].variable for k in shapes if k in made]
         latents = {program.inputs[k] for k in shapes}.difference(sites)
-        if latents & program.read_for(wanted, sites):
+        if not (sites and wanted) or latents & program.read_for(wanted, sites):
             return None
         avals = [program.avals[v] for v in sites]
 
