@@ -94,8 +94,10 @@ def test_an_arrow_is_a_dense_gaussian(x64, shape, in_blocks):
         q, p = natural.moments(), other.moments()
         left, right = rng.integers(0, rows, (2, 30))
         # An affine map that is not of this form, under the same Gaussian.
-        shift, spread = q.carried(dense.projection)
-        carried = dense.projection.mT @ p.whitener.mT @ p.carried(dense.projection)[1]
+        shift, parts = q.carried(dense.projection)
+        spread = jnp.concatenate(parts, 1)
+        _, (rows_of_dense,) = p.carried(dense.projection)
+        carried = dense.projection.mT @ p.whitener.mT @ rows_of_dense
         root = q.spread(jnp.eye(arrow.sizes.total))
         covariance = p.whitener[0].T @ p.whitener[0]
         marginals = dense.marginals(p)

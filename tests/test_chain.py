@@ -105,7 +105,8 @@ def test_a_chain_is_a_dense_gaussian(x64, monkeypatch, link, chains, steps, widt
         q, p = natural.moments(), other.moments()
         whole = p.whitener[0].T @ p.whitener[0]
         rows = dense.marginals(p)
-        shift, spread = q.carried(jnp.asarray(projection.T)[None])
+        shift, parts = q.carried(jnp.asarray(projection.T)[None])
+        spread = jnp.concatenate(parts, 1)
         root = q.spread(jnp.eye(sizes.total))
         covariance = made @ whole @ made.T
         said = jnp.linalg.inv(covariance) - jnp.linalg.inv(made @ made.T)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits of shapes that were fitted before: they compile nothing, and check all."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.math import compiling
+from numpyro_gpaug.model.arrow import BySites
 from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.structure import Arguments
 from tests import conftest
@@ -23,6 +27,15 @@ def model(y, group):
         effect = numpyro.sample("effect", dist.Normal(0, 2))
     with numpyro.plate("data", len(y)):
         numpyro.sample("y", dist.Normal(level + effect[group], 0.5), obs=y)
+
+
+def learnt(y, group):
+    level = numpyro.sample("level", dist.Normal(0, 3))
+    sd = numpyro.sample("sd", dist.HalfNormal(1))
+    with numpyro.plate("groups", 4):
+        effect = numpyro.sample("effect", dist.Normal(level, sd))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(2 * effect[group], 0.5), obs=y)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +77,31 @@ def test_gaussian_data_take_one_step(svi) -> None:
     np.testing.assert_allclose(again.losses, fit.losses, rtol=1e-5)
 
 
+def test_repeated_fits_are_equal_and_later_ones_to_rounding(monkeypatch) -> None:
+    monkeypatch.setattr(compiling, "OFTEN", 2)
+    # As if nobody had set it.
+    monkeypatch.delenv("XLA_FLAGS")
+    compiling._compiles.cache_clear()
+    svi = gpaug.ConjugateSVI(learnt, gpaug.AutoLatentGaussian(learnt))
+    found = []
+    for _ in range(4):
+        fit, posterior = run(svi, Y, GROUP)
+        found.append([fit.losses, *jax.tree.leaves(fit.params), *moments(posterior)])
+    # However a run is divided: the first steps of the last are steps of one that ends.
+    short = svi.run(jax.random.key(0), 3, y=Y, group=GROUP, progress_bar=False)
+    rest = svi.run(
+        jax.random.key(0), 2, y=Y, group=GROUP, progress_bar=False,
+        init_state=short.state,
+    )  # fmt: skip
+    compiling._compiles.cache_clear()
+    for first, second, *later in zip(*found, strict=True):
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(*later)
+        np.testing.assert_allclose(later[0], first, rtol=1e-3, atol=1e-4)
+    divided = np.concatenate([short.losses, rest.losses])
+    np.testing.assert_array_equal(divided, found[-1][0][:5])
+
+
 def test_every_fit_is_checked(svi) -> None:
     with pytest.raises(ValueError, match="'effect' has 4 members.*1 to 4"):
         run(svi, Y, GROUP + 1)
@@ -74,12 +112,14 @@ def test_every_fit_is_checked(svi) -> None:
 def test_a_latent_has_its_covariance_when_asked(svi) -> None:
     _, posterior = run(svi, Y, GROUP)
     law = posterior["effect"]
-    assert "scale_tril" not in vars(law)
+    assert {"scale_tril", "_covariance"}.isdisjoint(vars(law))
     whole = law.covariance_matrix
     np.testing.assert_allclose(jnp.diagonal(whole), law.variance, rtol=1e-5)
     plain = dist.MultivariateNormal(law.mean, whole)
     point, key = law.mean + 0.3, jax.random.key(1)
     np.testing.assert_allclose(law.log_prob(point), plain.log_prob(point), rtol=1e-4)
+    kept = pickle.loads(pickle.dumps(law))
+    np.testing.assert_array_equal(kept.scale_tril, law.scale_tril)
     leaves, tree = jax.tree.flatten(posterior["effect"])
     same = jax.tree.unflatten(tree, leaves)
     drawn = [jax.jit(lambda d: d.sample(key, (3,)))(d) for d in (law, same, plain)]
@@ -96,6 +136,35 @@ def test_arrays_that_change_are_not_seen() -> None:
         assert kept.arrays[0].dtype == jnp.result_type(float)
         ((merged,), _) = kept.merge()
         assert isinstance(merged, jax.Array)
+
+
+def test_what_predictors_make_of_sites_is_the_same_at_all_scales() -> None:
+    guide = gpaug.AutoLatentGaussian(learnt).setup(Y, GROUP)
+    arguments = Arguments.split((Y, GROUP), {})
+
+    def predictors(sd):
+        at = {"sd": sd}
+        key = jax.random.key(0)
+        return guide.view(guide.structure, learnt, arguments, at, key).predictors
+
+    @jax.jit
+    def matrices(sd):
+        found = predictors(sd)
+        assert isinstance(found.push, BySites)
+        each = jax.jacobian(found)(jnp.ones(found.structure.size))
+        values = jnp.eye(found.push.size)
+        slopes = jax.jacobian(lambda sd: predictors(sd).push.predictors(values[1]))(sd)
+        return found.dense.projection[0].T, each, found.offset, slopes
+
+    projection, each, offset, slopes = matrices(jnp.float32(0.7))
+    names = guide.structure.split(np.arange(5))
+    wanted = np.zeros((16, 5))
+    wanted[:, names["level"]] = 2 * 3
+    wanted[np.arange(16), names["effect"][GROUP]] = 2 * 0.7
+    np.testing.assert_allclose(projection, wanted, rtol=1e-6)
+    np.testing.assert_allclose(each, wanted, rtol=1e-6)
+    np.testing.assert_allclose(offset, 0, atol=1e-6)
+    assert (slopes == 0).all()
 
 
 def test_signatures_of_any_model() -> None:

@@ -10,8 +10,8 @@ likelihood, and ``BayesMixedGLM`` a mean-field approximation under the priors it
 have. Binomial data they get as Bernoulli rows, one for each trial. ``held`` rows have
 standard deviations held at NUTS's means, and infer the effects alone, with their
 variances. ``cold`` counts everything after imports, ``warm`` is the shortest of seven
-more runs; for fits that are repeated as often as that is worth, programs are compiled
-with ``XLA_FLAGS=--xla_backend_optimization_level=3`` (a slower ``cold``).
+more runs, ``often`` of as many as five seconds hold, up to 300: after a hundred, ours
+are compiled with LLVM's optimisations (``docs/guide/long_runs.md``).
 Packages that are not installed are left out::
 
     pip install statsmodels gpboost
@@ -35,7 +35,7 @@ from latent import MODELS, by_nuts, load, timed
 import numpyro_gpaug as gpaug
 
 COLUMNS = {"data": "", "method": "", "fixed": ".2f", "sd": "", "cold": ".2f"}
-COLUMNS |= {"warm": ".3f"}
+COLUMNS |= {"warm": ".4f", "often": ".4f"}
 Answer = tuple[np.ndarray, list[float]]
 
 
@@ -195,7 +195,19 @@ METHODS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "AutoLatentGaussian, held": ("numpyro", ours, ALL),
     "GPBoost, held": ("gpboost", gpboost, ALL),
 }
-RUNS = 7
+# Runs, at least and at most, and the seconds that they may take together.
+FEWEST, MOST, SECONDS = 7, 300, 5.0
+
+
+def repeated(run: Callable[[], Answer]) -> list[float]:
+    """Seconds of runs, one after the other."""
+    found: list[float] = []
+    spent = 0.0
+    while len(found) < FEWEST or (spent < SECONDS and len(found) < MOST):
+        found.append(timed(run)[1])
+        # But for one that compiles.
+        spent = sum(found) - max(found)
+    return found
 
 
 def rows_of(name: str, draws: int) -> list[dict[str, Any]]:
@@ -211,9 +223,10 @@ def rows_of(name: str, draws: int) -> list[dict[str, Any]]:
         held = spreads if method.endswith("held") else None
         run = of(name, data if package == "numpyro" else one_by_one(name, data), held)
         (fixed, deviations), cold = timed(run)
-        warm = min(timed(run)[1] for _ in range(RUNS))
+        runs = repeated(run)
         rows.append({
-            "data": name, "method": method, "cold": cold, "warm": warm,
+            "data": name, "method": method, "cold": cold,
+            "warm": min(runs[:FEWEST]), "often": min(runs),
             "fixed": float(np.max(np.abs(fixed - mean) / error)),
             "sd": " ".join(f"{x:.3g}" for x in deviations),
         })  # fmt: skip

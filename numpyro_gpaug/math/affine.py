@@ -153,13 +153,15 @@ class AffineMap(NamedTuple):
         :param left: one predictor of each pair, (P,).
         :param right: the other.
         """
-        _, rows = q.carried(self.projection)
-        return (rows[..., left] * rows[..., right]).sum(-2)
+        _, parts = q.carried(self.projection)
+        found: Any = sum((x[..., left] * x[..., right]).sum(-2) for x in parts)
+        return found
 
     def covariance(self, q: Moments) -> Array:
         """Of all predictors, (latents, n, n), without the residual."""
-        _, rows = q.carried(self.projection)
-        return rows.mT @ rows
+        _, parts = q.carried(self.projection)
+        found: Any = sum(x.mT @ x for x in parts)
+        return found
 
     def given(self, z: Array) -> Marginals:
         """Marginals of the predictors given latents (latents, M)."""
@@ -208,7 +210,7 @@ class AffineMap(NamedTuple):
 
         :param q: the Gaussian, with its leading axis.
         """
-        shift, rows = q.carried(self.projection)
+        shift, (rows,) = q.carried(self.projection)
         return AffineMap(self.offset + shift, rows, self.residual)
 
     def select(self, latents: Array | None) -> AffineMap:
@@ -285,8 +287,9 @@ class AffineMap(NamedTuple):
 
 def _carried_plainly(q: Any, projection: Array) -> tuple[Array, Array]:
     """Means, and variances, along an affine map."""
-    shift, rows = q.carried(projection)
-    return shift, jnp.square(rows).sum(-2)
+    shift, parts = q.carried(projection)
+    variance: Any = sum(jnp.square(x).sum(-2) for x in parts)
+    return shift, variance
 
 
 _carried = jax.custom_jvp(_carried_plainly)

@@ -113,19 +113,19 @@ class ArrowMoments(NamedTuple):
         """Log-determinant of the covariance, (1,)."""
         return log_det_of(self.inverse, self.whitener)
 
-    def carried(self, projection: Array) -> tuple[Array, Array]:
+    def carried(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
         """How means shift by, and how far values spread along, an affine map.
 
         :param projection: A, (1, G R + K, n).
-        :return: ``A' mean`` (1, n) and rows (1, G R + E, n) whose squares sum to the
-            variances.
+        :return: ``A' mean`` (1, n) and rows, (1, G R, n) and (1, E, n), whose squares
+            sum to the variances.
         """
-        shift = jnp.vecmat(self.mean, projection)
-        groups, corner = self.sizes.split(projection.mT)
-        own = jnp.einsum("zgij,zngj->zgin", self.inverse, groups)
-        drawn = jnp.einsum("zgre,zngr->zen", self.shrunk, groups)
-        rest = self.whitener @ corner.mT - drawn
-        return shift, jnp.concatenate([own.reshape(1, -1, own.shape[-1]), rest], 1)
+        shift, (groups, each, *_) = jnp.vecmat(self.mean, projection), self.sizes
+        own, corner = jnp.split(projection, [groups * each], 1)
+        shape = *self.inverse.shape[:3], own.shape[-1]
+        rows = small.product(self.inverse, own.reshape(shape)).reshape(own.shape)
+        drawn = self.shrunk.reshape(1, groups * each, -1).mT @ own
+        return shift, (rows, self.whitener @ corner - drawn)
 
     @property
     def rank(self) -> int:

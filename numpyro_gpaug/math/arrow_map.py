@@ -240,9 +240,9 @@ def _products(
     number, width = left.dense.shape
     size = _rows_of_blocks(number, sizes, weights.dtype)
     others = sizes.corner - width
+    lead = sizes.groups, sizes.each
     shapes = _Sums(
-        (sizes.groups, sizes.each, sizes.each),
-        (sizes.groups, sizes.each, width), (sizes.groups, sizes.each, others),
+        (*lead, sizes.each), (*lead, sizes.corner),
         (width, width), (others, width), (others, others),
     )  # fmt: skip
     sums = _Sums(*(jnp.zeros(shape, weights.dtype) for shape in shapes))
@@ -253,15 +253,13 @@ def _products(
         # Rows that fill the last block weigh nothing.
         cut = cut_rows(weights, size, "constant")
         sums = summed_blocks(_added, sums, (*parts, cut))
-    border = jnp.concatenate([sums.dense_border, sums.single_border], -1)
     corner = jnp.block([[sums.dense, sums.mixed.T], [sums.mixed, sums.single]])
-    return sums.groups[None], border[None], corner[None]
+    return sums.groups[None], sums.border[None], corner[None]
 
 
 class _Sums(NamedTuple):
     groups: Any
-    dense_border: Any
-    single_border: Any
+    border: Any
     dense: Any
     mixed: Any
     single: Any
@@ -271,7 +269,9 @@ def _added(sums: _Sums, part: tuple[Loadings, Loadings, Array]) -> _Sums:
     left, right, weights = part
     own, group = left.own * weights[:, None], left.group
     value = left.value * weights[:, None]
-    single_border, mixed, single = sums.single_border, sums.mixed, sums.single
+    width, outer = left.dense.shape[-1], own[:, :, None]
+    border = sums.border.at[group, :, :width].add(outer * right.dense[:, None])
+    mixed, single = sums.mixed, sums.single
     for s in range(value.shape[-1]):
         here = left.place[:, s]
         mixed = mixed.at[here].add(value[:, s, None] * right.dense)
@@ -280,12 +280,10 @@ def _added(sums: _Sums, part: tuple[Loadings, Loadings, Array]) -> _Sums:
             single = single.at[here, right.place[:, t]].add(entry)
         for r in range(own.shape[-1]):
             entry = own[:, r] * right.value[:, s]
-            single_border = single_border.at[group, r, right.place[:, s]].add(entry)
-    outer = own[:, :, None]
+            border = border.at[group, r, width + right.place[:, s]].add(entry)
     return _Sums(
         sums.groups.at[group].add(outer * right.own[:, None]),
-        sums.dense_border.at[group].add(outer * right.dense[:, None]),
-        single_border,
+        border,
         sums.dense + (left.dense * weights[:, None]).T @ right.dense,
         mixed,
         single,

@@ -82,18 +82,18 @@ class ChainMoments(NamedTuple):
         """Standard normal numbers that :meth:`spread` takes."""
         return self.sizes.total - self.sizes.corner + self.whitener.shape[1]
 
-    def carried(self, projection: Array) -> tuple[Array, Array]:
+    def carried(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
         """How means shift by, and how far values spread along, an affine map.
 
         :param projection: A, (1, G R + K, n).
-        :return: ``A' mean`` (1, n) and rows (1, G R + E, n) whose squares sum to the
-            variances.
+        :return: ``A' mean`` (1, n) and rows, (1, G R, n) and (1, E, n), whose squares
+            sum to the variances.
         """
         shift = jnp.vecmat(self.mean, projection)
         own, corner = self._columns(projection[0])
         rows = small.product(self.inverse[0], self._ahead(own))
         rest = self.whitener[0] @ corner - self._drawn(own)
-        return shift, jnp.concatenate([rows.reshape(-1, own.shape[-1]), rest])[None]
+        return shift, (rows.reshape(1, -1, own.shape[-1]), rest[None])
 
     def covarying(self, projection: Array) -> Array:
         """Covariances of all latents with affine functions of them, (G R + K, n).

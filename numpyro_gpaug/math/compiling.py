@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache, partial, update_wrapper
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ _UNHOISTED: dict[str, Any] = {
 SAVED, LOST = 1.7e-3, 4e-9
 # A fit of a few hundred steps should not take longer by it.
 RUNS = 500
+# Uses after which a program without LLVM's optimisations is compiled again. A count,
+# not a clock: equal sessions get equal numbers. A small fit gains .2 to 10 ms by it for
+# each second that compiling takes, and who repeats it so often goes on.
+OFTEN = 100
 # Shapes of arguments whose choice is remembered.
 MAX_SHAPES = 256
 
@@ -112,6 +116,7 @@ class Compiled:
         self._inner = jax.jit(function, **options)
         self._optimised: Any = None
         self._unoptimised: Any = None
+        self._often: Any = None
         # By the shapes of the arguments.
         self._chosen: dict[Any, Any] = {}
         names = options.get("static_argnames", ())
@@ -119,12 +124,23 @@ class Compiled:
         update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._called(args, kwargs)
+
+    def often(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of what is used often: with LLVM's optimisations, whatever they take.
+        What it returns is the same to rounding."""
+        return self._called(args, kwargs, often=True)
+
+    def _called(self, args: Any, kwargs: dict[str, Any], *, often: bool = False) -> Any:
         dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
         leaves, tree = jax.tree.flatten((args, dynamic))
         if are_traced(leaves):
             return self._inner(*args, **kwargs)
         try:
-            return self._program(leaves, tree, args, kwargs)(*args, **kwargs)
+            program = self._program(leaves, tree, args, kwargs)
+            if often and program is self._unoptimised:
+                program = self._often
+            return program(*args, **kwargs)
         except ValueError as error:
             # A program around it may trace what is given no traced argument.
             if "top-level" not in str(error):
@@ -144,9 +160,10 @@ class Compiled:
             options, quick = compiler_options(), quick_options()
             if self._runs < RUNS:
                 options = options | _known(_BRIEF)
-            self._optimised = self._unoptimised = self._with(options)
+            self._optimised = self._unoptimised = self._often = self._with(options)
             if quick != options:
                 self._unoptimised = self._with(quick)
+                self._often = self._with(options | _known(_BRIEF))
         return self._optimised
 
     def _with(self, options: dict[str, Any]) -> Any:
@@ -184,6 +201,26 @@ class Compiled:
     def _hosted(self, program: Any, *args: Any, **kwargs: Any) -> Any:
         dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
         return program(*jax.tree.leaves((args, dynamic)))
+
+
+class Uses:
+    """Counts uses of programs, each of one or several calls: after :data:`OFTEN` they
+    are compiled as what is used often."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, int] = {}
+
+    def again(self, program: Any, what: Hashable) -> Callable[..., Any]:
+        """A program for one more use, the same in all of its calls: however many these
+        are, they return the same to the last bit.
+
+        :param program: the program.
+        :param what: is done by it; uses of the same are counted.
+        """
+        if len(self._counts) >= MAX_SHAPES and what not in self._counts:
+            self._counts.clear()
+        self._counts[what] = self._counts.get(what, 0) + 1
+        return program if self._counts[what] <= OFTEN else program.often
 
 
 def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:

@@ -193,7 +193,8 @@ def _solved_jvp(transpose: bool, primals: Any, tangents: Any) -> tuple[Array, Ar
 def inverse_lower(factor: Array) -> Array:
     """Inverse of a lower triangular factor (..., M, M)."""
     eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
-    return solve_lower(factor, eye)
+    # LAPACK writes columns, which are the rows of the transpose.
+    return solve_lower(factor, eye, transpose=True).mT
 
 
 @inverse_lower.defjvp
@@ -219,17 +220,15 @@ class Moments(NamedTuple):
         return 2 * jnp.log(jnp.abs(diagonal(self.whitener))).sum(-1)
 
     @precise
-    def carried(self, projection: Array) -> tuple[Array, Array]:
+    def carried(self, projection: Array) -> tuple[Array, tuple[Array]]:
         """How means shift by, and how far values spread along, an affine map.
 
         :param projection: A, (..., M, n).
-        :return: ``A' mean`` (..., n) and rows (..., M, n) whose squares sum to the
-            variances.
+        :return: ``A' mean`` (..., n) and, as one of several parts, rows (..., M, n)
+            whose squares sum to the variances.
         """
-        # Spread and shift in one product: two take longer to compile.
-        rows = jnp.concatenate([self.whitener, self.mean[..., None, :]], -2)
-        rows = rows @ projection
-        return rows[..., -1, :], rows[..., :-1, :]
+        # Two products: slices of one are loops that no library runs.
+        return jnp.vecmat(self.mean, projection), (self.whitener @ projection,)
 
     @property
     def rank(self) -> int:
@@ -279,6 +278,7 @@ class NaturalGaussian(NamedTuple):
     potential: Array
     precision: Array
 
+    @precise
     def moments(self) -> Moments:
         """Mean and covariance factor.
 
@@ -287,10 +287,10 @@ class NaturalGaussian(NamedTuple):
         of the covariance and the marginal variances all reuse it.
         """
         whitener = inverse_cholesky(self.precision)
-        # Sums of products: compiled faster than calls of products with a vector.
-        white = (whitener * self.potential[..., None, :]).sum(-1)
-        return Moments((whitener * white[..., None]).sum(-2), whitener)
+        white = jnp.matvec(whitener, self.potential)
+        return Moments(jnp.vecmat(white, whitener), whitener)
 
+    @precise
     def moved(self, z: Array) -> NaturalGaussian:
         """That of latents, from that of their deviations from ``z``, (..., M).
 
@@ -299,7 +299,7 @@ class NaturalGaussian(NamedTuple):
         have all of the error. Of deviations it is small, and ``precision z`` has the
         same error as the matrix that is solved with.
         """
-        shift = (self.precision * z[..., None, :]).sum(-1)
+        shift = jnp.matvec(self.precision, z)
         return self._replace(potential=self.potential + shift)
 
     def stand_in(self) -> Moments:
@@ -308,9 +308,10 @@ class NaturalGaussian(NamedTuple):
 
 
 def diagonal(matrix: Array) -> Array:
-    """The diagonal of (..., M, M), as a masked sum: the derivative of
+    """The diagonal of (..., M, M), as every (M + 1)-th number: the derivative of
     ``jnp.diagonal`` is a scatter."""
-    return (matrix * jnp.eye(matrix.shape[-1], dtype=matrix.dtype)).sum(-1)
+    size = matrix.shape[-1]
+    return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
 
 
 def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
@@ -320,11 +321,8 @@ def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
     :param loc: (..., M), prior means.
     :param scale: (..., M), prior standard deviations.
     """
-    scale = jnp.broadcast_to(scale, q.mean.shape)
-    eye = np.eye(q.mean.shape[-1], dtype=bool)
-    distances = (jnp.square((q.mean - loc) / scale) - 1)[..., None, :]
-    whitener = q.whitener / scale[..., None, :]
-    determinant = 2 * jnp.log(jnp.where(eye, jnp.abs(whitener), 1))
-    # Trace, distance and determinant in one sum.
-    terms = jnp.square(whitener) + jnp.where(eye, distances, 0) - determinant
-    return 0.5 * terms.sum((-2, -1))
+    # A sum of squares alone is a library's; with more in it, a loop.
+    variances = jnp.square(q.whitener).sum(-2)
+    terms = (variances + jnp.square(q.mean - loc)) / jnp.square(scale)
+    roots = jnp.abs(diagonal(q.whitener)) / scale
+    return 0.5 * (terms - 1 - 2 * jnp.log(roots)).sum(-1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,14 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.arrow_map import ArrowMap, Loadings
 from numpyro_gpaug.math.chain_map import ChainMap
 from numpyro_gpaug.model.latents import Grouping, JointStructure
+from numpyro_gpaug.model.program import Program
 
+Shapes = dict[str, jax.ShapeDtypeStruct]
 # Entries of a matrix that predictions may take, and above which rows by groups, which
 # take a check, are the faster.
 _MOST, _LARGE = 2**24, 2**20
@@ -33,6 +36,55 @@ _BASE = 1024
 # Random vectors that a map is compared by, and how far, in units of the last digit, it
 # may be off by rounding.
 PROBES, ROUNDING = 2, 500
+
+
+class BySites(NamedTuple):
+    """How predictors move with standard normal numbers, by way of the values of sites.
+
+    What they make of these values (an index, a product with a column of the data) is
+    the same at all scales: a fit that learns scales has it from one loop for all steps,
+    and differentiates none of it.
+
+    :param values: how values, flat, move with numbers by site.
+    :param predictors: how predictors move with values.
+    :param size: number of values.
+    """
+
+    values: Callable[[dict[str, Array]], Array]
+    predictors: Callable[[Array], Array]
+    size: int
+
+    @classmethod
+    def of(cls, program: Program, shapes: Shapes, wanted: list[Any]) -> Self | None:
+        """How variables of a program move, if they look at its latents in no other way.
+
+        :param program: of a model, from standard normal numbers by site.
+        :param shapes: of these.
+        :param wanted: variables that are affine in them.
+        """
+        made = program.outputs.values
+        sites = [made[k].variable for k in shapes if k in made]
+        latents = {program.inputs[k] for k in shapes}.difference(sites)
+        if not (sites and wanted) or latents & program.read_for(wanted, sites):
+            return None
+        avals = [program.avals[v] for v in sites]
+
+        def values(z: dict[str, Array]) -> Array:
+            known = {program.inputs[k]: x for k, x in z.items()}
+            return _flat(program.run(sites, known))
+
+        def predictors(flat: Array) -> Array:
+            parts = jnp.split(flat, np.cumsum([a.size for a in avals])[:-1])
+            shaped = [x.reshape(a.shape) for x, a in zip(parts, avals, strict=True)]
+            return _flat(program.run(wanted, dict(zip(sites, shaped, strict=True))))
+
+        start, scaled = jax.linearize(values, {k: _zeros(s) for k, s in shapes.items()})
+        # Zero is as good as any values, and known without the hyperparameters.
+        _, push = jax.linearize(predictors, jnp.zeros_like(start))
+        return cls(scaled, push, start.size)
+
+    def __call__(self, numbers: dict[str, Array]) -> Array:
+        return self.predictors(self.values(numbers))
 
 
 class Predictors(NamedTuple):
@@ -47,7 +99,7 @@ class Predictors(NamedTuple):
 
     structure: JointStructure
     offset: Array
-    push: Callable[[dict[str, Array]], Array]
+    push: Callable[[dict[str, Array]], Array] | BySites
     residual: Array
     grouped: bool = False
 
@@ -75,20 +127,14 @@ class Predictors(NamedTuple):
     @property
     def dense(self) -> AffineMap:
         """As one matrix."""
-        structure, number = self.structure, len(self.offset)
-
-        def push(flat: Array) -> Array:
-            return self.push(structure.split(flat))
-
-        if number < structure.size:
-            # By rows, where there are fewer of them.
-            zeros = jnp.zeros(structure.size, structure.dtype)
-            pull = jax.linear_transpose(push, zeros)
-            eye = jnp.eye(number, dtype=self.offset.dtype)
-            projection = jax.vmap(lambda row: pull(row)[0], out_axes=1)(eye)
+        structure, number, push = self.structure, len(self.offset), self.push
+        split, like = structure.split, jnp.zeros(structure.size, structure.dtype)
+        if isinstance(push, BySites):
+            values = _matrix(lambda z: push.values(split(z)), like, push.size)
+            of_values = _matrix(push.predictors, values[0], number)
+            projection = linalg.precise(jnp.matmul)(values, of_values)
         else:
-            eye = jnp.eye(structure.size, dtype=structure.dtype)
-            projection = jax.vmap(push)(eye)
+            projection = _matrix(lambda z: push(split(z)), like, number)
         return AffineMap(self.offset[None], projection[None], self.residual[None])
 
     @property
@@ -168,6 +214,29 @@ class Predictors(NamedTuple):
             apart = (seen & (left.group != right.group)).any()
             worst = jnp.where(apart, jnp.inf, worst)
         return worst
+
+
+def _flat(values: list[Array]) -> Array:
+    return jnp.concatenate([x.ravel() for x in values])
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def _matrix(linear: Callable[[Array], Array], like: Array, number: int) -> Array:
+    """The matrix of a linear map, transposed.
+
+    :param linear: the map, of a vector.
+    :param like: such a vector.
+    :param number: the length of what it is mapped to.
+    """
+    if number < like.size:
+        # By rows, where there are fewer of them.
+        pull = jax.linear_transpose(linear, like)
+        eye = jnp.eye(number, dtype=like.dtype)
+        return jax.vmap(lambda row: pull(row)[0], out_axes=1)(eye)
+    return jax.vmap(linear)(jnp.eye(like.size, dtype=like.dtype))
 
 
 def relative(off: Array, terms: Array) -> Array:

@@ -20,7 +20,7 @@ from numpyro_gpaug.math.arrow import ArrowPrior
 from numpyro_gpaug.math.arrow_map import ArrowMap
 from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.math.pairs import PairedMap
-from numpyro_gpaug.model.arrow import Predictors
+from numpyro_gpaug.model.arrow import BySites, Predictors
 from numpyro_gpaug.model.frontier import Frontier, frontier
 from numpyro_gpaug.model.indices import program_of_others
 from numpyro_gpaug.model.joint_expectation import (
@@ -162,7 +162,12 @@ class JointView:
     @cached_property
     def predictors(self) -> Predictors:
         """Of all data, side by side."""
-        return self._affine(self._roots)
+        found, structure = self._affine(self._roots), self.structure
+        mixed = structure.functions or self._program.outputs.factors
+        if structure.arrow is not None or structure.chains or mixed:
+            return found
+        by_sites = BySites.of(self._program, self._shapes, self._roots)
+        return found if by_sites is None else found._replace(push=by_sites)
 
     def _affine(self, variables: list[Any]) -> Predictors:
         program, structure = self._program, self.structure

@@ -149,6 +149,12 @@ class Listing:
             needed |= {x for x in operation.operands if not isinstance(x, Literal)}
         return chosen[::-1]
 
+    def read_for(self, wanted: list[Any], known: Iterable[int]) -> set[int]:
+        """The variables that are read to compute some from others, or that they are."""
+        operations = self.between(wanted, known)
+        read = [*wanted, *(x for each in operations for x in each.operands)]
+        return {x for x in read if not isinstance(x, Literal)}
+
     def run(self, wanted: list[Any], known: dict[int, Any]) -> list[Any]:
         """Values of variables, given those of some others.
 

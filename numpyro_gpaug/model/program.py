@@ -157,8 +157,7 @@ class Program(Listing):
         def extremes(known: dict[int, Any]) -> list[Any]:
             return reach(execute(operations, wanted, known))
 
-        read = [*wanted, *(x for op in operations for x in op.operands)]
-        used = {x for x in read if not isinstance(x, Literal)}
+        used = self.read_for(wanted, ())
         known = {k: x for k, x in self.constants.items() if k in used}
         if not any(isinstance(x, Tracer) for x in known.values()):
             if all(op.eqn.primitive.name in _BY_NUMPY for op in operations):

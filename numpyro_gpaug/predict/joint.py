@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import Uses, few
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arrow import ROUNDING, check_groups
@@ -55,6 +56,8 @@ class JointPredictor(Predictor):
         super().__init__(model, structure, guide)
         self._checks: dict[Any, Any] = {}
         self._sites: dict[Any, Any] = {}
+        self._covariances: dict[Any, Any] = {}
+        self._uses = Uses()
 
     @one_thread
     def check(
@@ -147,13 +150,51 @@ class JointPredictor(Predictor):
 
         program = remembered(self._sites, arguments.shapes, lambda: few(told))
         with threads_for(self.structure.largest):
-            found = program(arguments.arrays, fitted)
+            again = self._uses.again(program, arguments.shapes)
+            found = again(arguments.arrays, fitted)
             at, marks, errors = jax.block_until_ready(found)
         # Inducing values are whitened: predict_f has the process.
         hidden = {f"{name}.v" for name in self.structure.functions}
         names = [s.name for s in self.structure.sites if s.name not in hidden]
+        shown = {k: SiteMoments(*at[k]) for k in names}
         lost = {name: float(x) for name, x in errors.items()}
-        return {name: SiteMoments(*at[name]) for name in names}, marks, lost
+        flat = {k: x.mean for k, x in shown.items() if _is_small_vector(x.mean)}
+        known = cache(partial(self.covariances, arguments, fitted, flat))
+        for k in flat:
+            one = partial(lambda k: known()[k], k)
+            shown[k] = shown[k]._replace(covariance=one)
+        return shown, marks, lost
+
+    @one_thread
+    def covariances(
+        self, arguments: Arguments, fitted: Fitted, means: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Of Gaussian sites.
+
+        :param arguments: of the model.
+        :param fitted: what was fitted.
+        :param means: of the sites, in its mixture.
+        """
+
+        def covariances(arrays: Any, fitted: Fitted, means: dict[str, Array]) -> Any:
+            def of_one(fitted: Fitted) -> dict[str, Array]:
+                view = self._view(arrays, arguments.static, fitted)
+                q, found = self._moments(fitted.own)[JOINT], {}
+                for k, mean in means.items():
+                    map_ = view.affine(k).matrices
+                    shift = map_(q.mean)[0] - mean
+                    found[k] = map_.covariance(q)[0] + jnp.outer(shift, shift)
+                return found
+
+            if fitted.members is None:
+                return of_one(fitted)
+            return averaged(of_one, fitted, jnp.exp(fitted.members.log_weights))
+
+        program = remembered(
+            self._covariances, arguments.shapes, lambda: few(covariances)
+        )
+        with threads_for(self.structure.largest):
+            return jax.block_until_ready(program(arguments.arrays, fitted, means))
 
     def weights(self, fitted: Fitted) -> dict[str, dist.MultivariateNormal]:
         return {}
@@ -221,14 +262,15 @@ class JointPredictor(Predictor):
         return view.predictive(observed, q), view.message(site)
 
 
+def _is_small_vector(mean: Array) -> bool:
+    return mean.ndim == 1 and len(mean) <= MAX_JOINT
+
+
 def _site(view: Any, name: str, q: Any) -> SiteMoments:
     values, shape = view.affine(name), view.shape(name)
     at = values.matrices.marginals(q)
     mean, variance = (x.reshape(shape) for x in at)
-    moments = SiteMoments(mean, variance, None)
-    if len(shape) == 1 and len(values.offset) <= MAX_JOINT:
-        return moments._replace(covariance=values.matrices.covariance(q)[0])
-    return moments
+    return SiteMoments(mean, variance)
 
 
 def predictor_for(

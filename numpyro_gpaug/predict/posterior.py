@@ -258,7 +258,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         sites = dict(self._sites)
         for name, normal in self.weights.items():
-            sites[name] = SiteMoments(normal.mean, normal.variance, None)
+            sites[name] = SiteMoments(normal.mean, normal.variance)
         return table(sites, self._fitted.points, self._fitted.members)
 
     def print_summary(self) -> None:

@@ -72,7 +72,9 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
         "values": pack_values(values, arrays),
         "arguments": pack(kwargs, "arguments", arrays),
         "moments": _packed(fit.predictor.moments(fit.fitted), "moments", arrays),
-        "sites": _packed(fit.sites, "sites", arrays),
+        "sites": _packed(
+            {k: _arrays(m) for k, m in fit.sites.items()}, "sites", arrays
+        ),
         "marks": pack(fit.marks, "marks", arrays),
         "rule_errors": pack(fit.rule_errors, "rule_errors", arrays),
         "observations": list(observations),
@@ -108,7 +110,7 @@ def read_fit(
         def part(name: str) -> Any:
             return unpack(meta.get(name, {"plain": None}), arrays)
 
-        sites = {k: SiteMoments(*m) for k, m in (part("sites") or {}).items()}
+        sites = {k: _site(*m) for k, m in (part("sites") or {}).items()}
         kept = tuple(meta["observations"]), tuple(meta["shared"])
         arguments = FitArguments(
             part("arguments"), *kept, part("data"), meta.get("fingerprints", {})
@@ -141,6 +143,16 @@ def _packed(
     moments: dict[str, Any], path: str, arrays: dict[str, np.ndarray]
 ) -> dict[str, Any]:
     return pack({k: list(m) for k, m in moments.items()}, path, arrays)
+
+
+def _arrays(site: SiteMoments) -> tuple[Array, Array, Array | None]:
+    mean, variance, covariance = site
+    return mean, variance, None if covariance is None else covariance()
+
+
+def _site(mean: Array, variance: Array, covariance: Array | None) -> SiteMoments:
+    known = None if covariance is None else lambda: covariance
+    return SiteMoments(mean, variance, known)
 
 
 def _members(structure: Structure, parts: Any, moments: Any) -> Members | None:

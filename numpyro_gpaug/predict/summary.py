@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -30,12 +31,13 @@ class SiteMoments(NamedTuple):
 
     :param mean: in the shape of the site.
     :param variance: likewise.
-    :param covariance: of a flat vector of at most 2000 entries, or ``None``.
+    :param covariance: gives that of a flat vector of at most 2000 entries, which costs
+        more than all else; else ``None``.
     """
 
     mean: Array
     variance: Array
-    covariance: Array | None
+    covariance: Callable[[], Array] | None = None
 
     @property
     def distribution(self) -> dist.Distribution:
@@ -53,36 +55,45 @@ class SiteMoments(NamedTuple):
         :param point: in the shape of the site.
         """
         shift = self.mean - point
-        return self._plus(shift, 1)._replace(mean=shift)
+        return SiteMoments(shift, self.variance + jnp.square(shift))
 
     def centred(self, point: Array) -> SiteMoments:
         """From moments about a point.
 
         :param point: that of :meth:`about`.
         """
-        return self._plus(self.mean, -1)._replace(mean=point + self.mean)
-
-    def _plus(self, shift: Array, sign: int) -> SiteMoments:
-        mean, variance, covariance = self
-        if covariance is not None:
-            covariance = covariance + sign * jnp.outer(shift, shift)
-        return SiteMoments(mean, variance + sign * jnp.square(shift), covariance)
+        spread = self.variance - jnp.square(self.mean)
+        return SiteMoments(point + self.mean, spread)
 
 
 class LatentNormal(dist.MultivariateNormal):
-    """A multivariate normal with known marginals, whose covariance is factorised as
-    soon as anything asks for the factor: means and variances need none.
+    """A multivariate normal with known marginals, whose covariance is computed, and
+    factorised, as soon as anything asks for it: means and variances need neither.
 
     :param mean: (n,).
     :param variance: (n,).
-    :param covariance: (n, n).
+    :param covariance: gives it, (n, n).
     """
 
     pytree_data_fields = ("_variance", "_covariance")
 
-    def __init__(self, mean: Array, variance: Array, covariance: Array) -> None:
-        self.loc, self._variance, self._covariance = mean, variance, covariance
+    def __init__(
+        self, mean: Array, variance: Array, covariance: Callable[[], Array]
+    ) -> None:
+        self.loc, self._variance, self._ask = mean, variance, covariance
         dist.Distribution.__init__(self, (), mean.shape, validate_args=False)
+
+    def tree_flatten(self) -> Any:
+        _ = self._covariance
+        return super().tree_flatten()
+
+    def __getstate__(self) -> dict[str, Any]:
+        covariance = self._covariance
+        return {**vars(self), "_covariance": covariance, "_ask": None}
+
+    @lazy_property
+    def _covariance(self) -> Array:
+        return self._ask()
 
     @lazy_property
     def scale_tril(self) -> Array:

@@ -29,7 +29,7 @@ from numpyro_gpaug.infer.vi.plan import (
 from numpyro_gpaug.infer.vi.progress import Pace
 from numpyro_gpaug.infer.vi.start import check_start, initial_state, read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.math.compiling import Compiled, Uses
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.calls import check_given
 from numpyro_gpaug.model.inspect import structure_at
@@ -51,6 +51,7 @@ class Programs:
         self._model, self._guide, self._settings = model, guide, settings
         self.plans: dict[Any, Plan] = {}
         self._paces: dict[tuple[Plan, int], Pace] = {}
+        self.uses = Uses()
         self.begin = Compiled(
             partial(initial_state, settings, model, guide),
             static_argnames=("static", "batch"),
@@ -91,7 +92,8 @@ class Programs:
         if values:
             check_given(values, self._declared(given, key), self._guide.structure)
         with on_mesh(arguments.mesh):
-            state, params, seen, valid = self.begin(
+            begin = self.uses.again(self.begin, arguments.shapes)
+            state, params, seen, valid = begin(
                 arguments.arrays, key, values, self._guide.initial_natural(values),
                 static=arguments.static, batch=batch,
             )  # fmt: skip

@@ -144,8 +144,11 @@ class Runs:
             )
             return Minibatches(reader, plan, advance, bounds_of, data)
 
+        # Of one program, so that it makes no difference where a run is divided.
+        advance = self._programs.uses.again(self._programs.advance, plan)
+
         def steps(state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
-            return self.steps(state, wanted, tol, data, arguments, plan)
+            return self.steps(state, wanted, tol, data, arguments, plan, advance)
 
         @one_thread
         def bounds(state: ConjugateState) -> Array:
@@ -177,6 +180,7 @@ class Runs:
         data: np.uint32,
         arguments: Arguments,
         plan: Plan,
+        advance: Callable[..., Any] | None = None,
     ) -> tuple[ConjugateState, Array, Array, dict[str, Any]]:
         """Steps on arguments in memory: the state, losses, how many they were, and
         params.
@@ -187,9 +191,11 @@ class Runs:
         :param data: fingerprint of the arguments.
         :param arguments: of the model.
         :param plan: of the fit.
+        :param advance: the program, of a run.
         """
+        program = advance or self._programs.advance
         with on_mesh(arguments.mesh):
-            return self._programs.advance(
+            return program(
                 state, np.int32(number), tol, data, arguments.arrays, plan=plan,
                 static=arguments.static,
             )  # fmt: skip
