@@ -28,6 +28,7 @@ from numpyro_gpaug.infer.vi.padding import SharedRows
 from numpyro_gpaug.infer.vi.passes import Passes
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.programs import Programs
+from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.sharding import on_mesh
@@ -205,6 +206,9 @@ def _check_plates(plan: Plan, state: ConjugateState) -> None:
 
 
 def _unmarked(state: ConjugateState) -> ConjugateState:
+    search = state.hyper.optim_state
+    if isinstance(search, Search) and search.back.tries:
+        return state  # at an end, which is looked at
     return state._replace(
         mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
         stalled=jnp.zeros_like(state.stalled),
