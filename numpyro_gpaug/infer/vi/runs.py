@@ -82,16 +82,16 @@ class Runs:
         def started(init_params: dict[str, Any] | None) -> ConjugateState:
             return self._programs.start(arguments, first, key, init_params, given.batch)
 
-        fresh = state is None
+        fresh, data = state is None, fingerprint(first.arrays)
         if state is None:
             state = started(init_params)
         else:
             check_state(state, "init_state")
-            state = _unmarked(copied(state))
+            state = _unmarked(copied(state), data)
         plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
         check_latents(plan.structure, arguments.mesh)
-        feed = self._feed(given, arguments, plan, fingerprint(first.arrays))
+        feed = self._feed(given, arguments, plan, data)
         searches = self._settings.optim == LBFGS and not init_params
         opposite = _opposite(state, plan.structure) if fresh and searches else {}
         if opposite and given.batches is None:
@@ -205,10 +205,10 @@ def _check_plates(plan: Plan, state: ConjugateState) -> None:
         )
 
 
-def _unmarked(state: ConjugateState) -> ConjugateState:
+def _unmarked(state: ConjugateState, data: np.uint32) -> ConjugateState:
     search = state.hyper.optim_state
-    if isinstance(search, Search) and search.back.tries:
-        return state  # at an end, which is looked at
+    if isinstance(search, Search) and search.back.tries and state.data == data:
+        return state  # at its end, which it looks at
     return state._replace(
         mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
         stalled=jnp.zeros_like(state.stalled),
