@@ -26,7 +26,7 @@ def at_end(back, best, scales=1, bound=-10.0, clear=0.5, *, ended=True):
 
 
 def test_numbers_on_a_scale_that_moved_far_are_put_back() -> None:
-    start, end = jnp.zeros(5), [3.0, 0.5, -7.0, 2.0, 9.0]
+    start, end = jnp.ones(5), [4.0, 1.5, -6.0, 3.0, 10.0]
     scales = jnp.array([True, True, True, True, False])
     back = at_end(PuttingBack.start(start), end, scales)
     tried = []
@@ -35,7 +35,7 @@ def test_numbers_on_a_scale_that_moved_far_are_put_back() -> None:
         put = back.values(jnp.asarray(end), jnp.full(5, 100.0))
         changed = np.flatnonzero(put != jnp.asarray(end))
         np.testing.assert_array_equal(changed, [back.trial])
-        assert put[back.trial] == 0
+        assert put[back.trial] == 1
         tried.append(int(back.trial))
         back = back.after(jnp.asarray(-9.6 if back.trial == 2 else jnp.nan))
     assert tried == [0, 2, 3]  # -9.6 is not clearly higher
