@@ -22,7 +22,9 @@ NONE = -1
 
 def at_end(back, best, scales=1, bound=-10.0, clear=0.5, *, ended=True):
     best, on = jnp.asarray(best), jnp.full(len(best), scales, bool)
-    return back.at_end(best, on, jnp.asarray(bound), clear, jnp.asarray(ended))
+    return back.at_end(
+        best, on, jnp.asarray(bound), jnp.asarray(clear), jnp.asarray(ended)
+    )
 
 
 def test_numbers_on_a_scale_that_moved_far_are_put_back() -> None:
@@ -53,7 +55,7 @@ def test_the_search_goes_on_from_the_best() -> None:
         back = back.after(jnp.asarray(bound))
     assert back.leads
     assert back.trial == 1
-    back = back.led()
+    back = back.led(jnp.ones(3), jnp.array(False))
     assert not back.leads | back.tries
     np.testing.assert_array_equal(back.times, [0, 1, 0])
     assert at_end(back, [2.0, 0.0, -4.0], bound=-8.0).tries

@@ -12,7 +12,7 @@ from jax import Array, lax, random
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
-from numpyro_gpaug.infer.vi.searching import at_end, ended
+from numpyro_gpaug.infer.vi.searching import at_end
 from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
@@ -76,11 +76,8 @@ def run_chunk(
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
         if stepper.searches:
-            search = state.hyper.optim_state
-            # One that was exhausted before tries once more.
-            search = search._replace(exhausted=search.exhausted & (i > 0))
-            hyper = state.hyper._replace(optim_state=search)
-            return (i < num_steps) & ~ended(state._replace(hyper=hyper), tol)
+            over = state.hyper.optim_state.back.over
+            return (i < num_steps) & ((tol <= 0) | ~over)
         patience: Any = PATIENCE
         if stepper.learns:
             patience = jnp.maximum(40 * stepper.every, state.step // 5)

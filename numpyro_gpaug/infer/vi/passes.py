@@ -19,13 +19,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.loop import PATIENCE, counted
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import as_schedule
-from numpyro_gpaug.infer.vi.searching import (
-    Collapsed,
-    at_end,
-    ended,
-    goes_on,
-    searched,
-)
+from numpyro_gpaug.infer.vi.searching import Collapsed, at_end, goes_on, searched
 from numpyro_gpaug.infer.vi.settling import (
     MAX_MOVES,
     SETTLED,
@@ -177,8 +171,7 @@ def add_gradient(
     return jax.tree.map(jnp.add, before, pullback(slopes))
 
 
-_moved, _goes_on = few(quasi_newton.moved), few(goes_on)
-_at_end, _ended = few(at_end), few(ended)
+_moved, _goes_on, _at_end = map(few, (quasi_newton.moved, goes_on, at_end))
 _empty, _mix, _after = few(Memory.empty), few(mixed), few(Memory.after)
 
 
@@ -255,7 +248,7 @@ class Passes:
             losses.append(np.asarray(-state.bound))
             if self._searches:
                 state = _at_end(state, tol, scales)
-                over = _ended(state, tol)
+                over: Any = state.hyper.optim_state.back.over
             else:
                 over = tol > 0 and state.stalled >= PATIENCE
             if over:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -35,6 +34,7 @@ class PuttingBack(NamedTuple):
     :param highest: that bound, or what it must exceed; the next end must, too.
     :param leads: whether the search is to go on from the next evaluation.
     :param times: how often it has gone on from each number put back.
+    :param over: whether it is at an end from which none leads away.
     """
 
     begun: Array
@@ -44,6 +44,7 @@ class PuttingBack(NamedTuple):
     highest: Array
     leads: Array
     times: Array
+    over: Array
 
     @classmethod
     def start(cls, flat: Array) -> PuttingBack:
@@ -54,7 +55,7 @@ class PuttingBack(NamedTuple):
         lowest = jnp.full((), jnp.finfo(flat.dtype).min, flat.dtype)
         none, no = jnp.int32(-1), jnp.array(False)
         left, times = jnp.zeros(flat.shape, bool), jnp.zeros(flat.shape, jnp.int32)
-        return cls(flat, left, none, none, lowest, no, times)
+        return cls(flat, left, none, none, lowest, no, times, no)
 
     @property
     def tries(self) -> Array:
@@ -86,12 +87,16 @@ class PuttingBack(NamedTuple):
             least = jnp.sort(distance)[-MOST]
             distance = jnp.where(distance >= least, distance, 0)
         bound = jnp.asarray(bound, self.highest.dtype)
+        ended = ended & ~self.tries
         due = ended & (bound > self.highest)
+        left = distance > FAR
         new = self._replace(
-            left=distance > FAR, best=jnp.int32(-1),
-            highest=bound + jnp.asarray(clear, bound.dtype),
-        )._next()  # fmt: skip
-        return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, self)
+            left=jnp.where(due, left, self.left),
+            trial=jnp.where(due, _first(left), self.trial),
+            best=jnp.where(due, -1, self.best),
+            highest=jnp.where(due, bound + clear.astype(bound.dtype), self.highest),
+        )
+        return new._replace(over=ended & ~new.tries)
 
     def after(self, bound: Array) -> PuttingBack:
         """After a number was put back: the next; after the last, the best once more,
@@ -101,20 +106,29 @@ class PuttingBack(NamedTuple):
         """
         bound = jnp.asarray(bound, self.highest.dtype)
         higher = bound > self.highest
-        here = jnp.arange(self.left.size) == self.trial
-        new = self._replace(
-            left=self.left & ~here,
-            best=jnp.where(higher, self.trial, self.best),
+        best = jnp.where(higher, self.trial, self.best)
+        left = self.left & (jnp.arange(self.left.size) != self.trial)
+        any_left = left.any()
+        return self._replace(
+            left=left, trial=jnp.where(any_left, _first(left), best), best=best,
             highest=jnp.where(higher, bound, self.highest),
-        )._next()
-        leads = ~new.tries & (new.best >= 0)
-        return new._replace(trial=jnp.where(leads, new.best, new.trial), leads=leads)
+            leads=~any_left & (best >= 0),
+        )  # fmt: skip
 
-    def led(self) -> PuttingBack:
-        """After the search has gone on from there."""
-        here = jnp.arange(self.times.size) == self.trial
-        return self.start(self.begun)._replace(times=self.times + here)
+    def led(self, flat: Array, first: Array) -> PuttingBack:
+        """After a search has gone on, from the best number put back if that leads.
 
-    def _next(self) -> PuttingBack:
-        first = jnp.argmax(self.left).astype(jnp.int32)
-        return self._replace(trial=jnp.where(self.left.any(), first, -1))
+        :param flat: where it is.
+        :param first: whether it begins there.
+        """
+        new = self.start(jnp.where(first, flat, self.begun))
+        here = jnp.arange(flat.size) == self.trial  # none, unless it leads
+        return new._replace(
+            highest=jnp.where(first | self.leads, new.highest, self.highest),
+            times=jnp.where(first, 0, self.times + here),
+        )
+
+
+def _first(left: Array) -> Array:
+    """The first number of those that are left; -1 if none is."""
+    return jnp.where(left.any(), jnp.argmax(left), -1).astype(jnp.int32)

@@ -142,9 +142,9 @@ def accepted(
     """
     (here, unravel), (gradient, _) = ravel_pytree(values), ravel_pytree(ascent)
     known: Search = hyper.optim_state
-    leads, begun = known.back.leads, start(values)
-    back = _either(first, begun.back, _either(leads, known.back.led(), known.back))
-    search: Search = _either(first | leads, begun, known)._replace(back=back)
+    back, begun = known.back.led(here, first), start(values)
+    anew, none = first | known.back.leads, {"back": ()}
+    search: Search = _either(anew, begun._replace(**none), known._replace(**none))
     memory = search.memory
     last = jnp.asarray(hyper.scale * ravel_pytree(hyper.update)[0], here.dtype)
     rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)
@@ -154,7 +154,7 @@ def accepted(
     update, memory = _either(further, (2 * last, memory), (direction, next_memory))
     search = search._replace(
         memory=memory, here=here, gradient=gradient, steepest=steepest,
-        exhausted=jnp.array(False),
+        exhausted=jnp.array(False), back=back,
     )  # fmt: skip
     scale = jnp.ones_like(hyper.scale)
     return Hyper(hyper.values, unravel(update), scale, search)

@@ -206,10 +206,15 @@ def _check_plates(plan: Plan, state: ConjugateState) -> None:
 
 
 def _unmarked(state: ConjugateState, data: np.uint32) -> ConjugateState:
-    search = state.hyper.optim_state
-    if isinstance(search, Search) and search.back.tries and state.data == data:
-        return state  # at its end, which it looks at
+    hyper = state.hyper
+    if isinstance(search := hyper.optim_state, Search):
+        if search.back.tries and state.data == data:
+            return state  # at its end, which it looks at
+        # One that is at its end tries once more.
+        going = search.back._replace(over=jnp.zeros_like(search.back.over))
+        hyper = hyper._replace(optim_state=search._replace(back=going))
     return state._replace(
+        hyper=hyper,
         mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
         stalled=jnp.zeros_like(state.stalled),
     )

@@ -101,29 +101,20 @@ def searched(
     return flagged(new, hyper)
 
 
-def ended(state: ConjugateState, tol: Any) -> Array:
-    """Whether a search is at an end, which no number put back has led away from.
-
-    :param state: after a step.
-    :param tol: in nats; 0 for never.
-    """
-    back = state.hyper.optim_state.back
-    rests = state.stalled >= quasi_newton.patience(state.hyper, tol)
-    return (tol > 0) & rests & ~back.tries
-
-
 def at_end(state: ConjugateState, tol: Any, scales: Array) -> ConjugateState:
-    """A state after a step: numbers are to be put back if the search is at an end.
+    """A state after a step, which knows whether the search is over; numbers are to be
+    put back where it is at an end that has not been looked at.
 
     :param state: after a step.
-    :param tol: see :func:`ended`.
+    :param tol: in nats, see :func:`~numpyro_gpaug.infer.vi.loop.run_chunk`.
     :param scales: which numbers are on a scale, flat.
     """
     search = state.hyper.optim_state
     best, _ = ravel_pytree(state.hyper.values)
+    rests = state.stalled >= quasi_newton.patience(state.hyper, tol)
     unknown = jnp.maximum(search.noise, search.unresolved)
     clear = jnp.maximum(HIGHER, tol) + unknown
-    back = search.back.at_end(best, scales, state.bound, clear, ended(state, tol))
+    back = search.back.at_end(best, scales, state.bound, clear, (tol > 0) & rests)
     search = search._replace(back=back)
     return state._replace(hyper=state.hyper._replace(optim_state=search))
 
