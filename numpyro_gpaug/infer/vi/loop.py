@@ -70,7 +70,7 @@ def run_chunk(
     state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
     state = stepper.noted(state, first)
-    scales = plan.scales(state.hyper.values)
+    scales: Any = plan.scales(state.hyper.values) if stepper.searches else ()
     exact = isinstance(first.problem, LatentGaussian) and first.problem.quadratic
 
     def going(carry: Any) -> Array:

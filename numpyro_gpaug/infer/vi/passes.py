@@ -241,7 +241,9 @@ class Passes:
             state = state._replace(bound=unknown)
         state = state._replace(data=jnp.asarray(self._data))
         step = self._search_step if self._searches else self._step
-        scales = self._plan.scales(state.hyper.values) if self._searches else None
+        scales: Any = ()
+        if self._searches:
+            scales = self._plan.scales(state.hyper.values)
         losses: list[np.ndarray] = []
         while len(losses) < wanted:
             state = counted(state, step(state), tol)

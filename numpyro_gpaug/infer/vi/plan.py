@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
-from jax.flatten_util import ravel_pytree
 from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import IdentityTransform, IndependentTransform
 
@@ -102,7 +100,7 @@ class Plan:
         """Whether other latents are drawn at random."""
         return self.guide.random_others
 
-    def scales(self, values: dict[str, Any]) -> Array:
+    def scales(self, values: dict[str, Any]) -> np.ndarray:
         """Which unconstrained numbers are on a scale of their own, flat: those of
         params that are constrained. Of others it is that of the user's units.
 
@@ -111,9 +109,10 @@ class Plan:
 
         def of_param(name: str) -> Any:
             on = not _is_identity(self.transforms[name])
-            return jax.tree.map(lambda x: np.full(x.shape, on), values[name])
+            return jax.tree.map(lambda x: np.full(x.size, on), values[name])
 
-        return ravel_pytree({name: of_param(name) for name in values})[0] > 0
+        found = {name: of_param(name) for name in values}
+        return np.concatenate(jax.tree.leaves(found))
 
     def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
         """Constrained params from unconstrained ones."""

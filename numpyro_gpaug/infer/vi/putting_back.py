@@ -11,7 +11,7 @@ start would.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -72,7 +72,7 @@ class PuttingBack(NamedTuple):
         return jnp.where(self.tries, jnp.where(here, self.begun, best), ahead)
 
     def at_end(
-        self, best: Array, scales: Array, bound: Array, clear: Array, ended: Array
+        self, best: Array, scales: Any, bound: Array, clear: Array, ended: Array
     ) -> PuttingBack:
         """Which numbers are to be put back, at an end that is higher than the last.
 

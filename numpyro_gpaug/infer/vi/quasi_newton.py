@@ -142,9 +142,8 @@ def accepted(
     """
     (here, unravel), (gradient, _) = ravel_pytree(values), ravel_pytree(ascent)
     known: Search = hyper.optim_state
-    back, begun = known.back.led(here, first), start(values)
-    anew, none = first | known.back.leads, {"back": ()}
-    search: Search = _either(anew, begun._replace(**none), known._replace(**none))
+    back = known.back.led(here, first)
+    search: Search = _either(first | known.back.leads, start(values), known)
     memory = search.memory
     last = jnp.asarray(hyper.scale * ravel_pytree(hyper.update)[0], here.dtype)
     rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)

@@ -101,7 +101,7 @@ def searched(
     return flagged(new, hyper)
 
 
-def at_end(state: ConjugateState, tol: Any, scales: Array) -> ConjugateState:
+def at_end(state: ConjugateState, tol: Any, scales: Any) -> ConjugateState:
     """A state after a step, which knows whether the search is over; numbers are to be
     put back where it is at an end that has not been looked at.
 
