@@ -32,12 +32,11 @@ gap`` is the best of that, ``moved steps`` its evaluations, ``restart steps`` th
 all restarts.
 
 ``left`` is what a run ten times as long, which does not stop, finds beyond; as it puts
-nothing back, it is below zero by what that has gained. Two causes
-of a gap are told apart: ``near`` is the share of the starts that end within .1 nat of
-the best (few, where there are many optima), ``unresolved`` by how much rounding makes
-the bound at the end uncertain, as the fit says. Seconds are
-of a second run, without compilation. Sets other than scikit-learn's are
-read from the folder ``GPAUG_DATA``.
+nothing back, it is below zero by what that has gained. Two causes of a gap are told
+apart: ``near`` is the share of the starts that end within .1 nat of the best (few,
+where there are many optima), ``unresolved`` by how much rounding makes the bound at the
+end uncertain, as the fit says. Seconds are of a second run, without compilation. Sets
+other than scikit-learn's are read from the folder ``GPAUG_DATA``.
 """
 
 from __future__ import annotations
