@@ -311,6 +311,13 @@ def planted() -> list[Planted]:
             ("test_learning",),
         ),
         Planted(
+            "Ends of a search: numbers go back to zero",
+            "infer/vi/putting_back.py",
+            "jnp.where(here, self.begun, best)",
+            "jnp.where(here, 0 * self.begun, best)",
+            ("test_putting_back",),
+        ),
+        Planted(
             "Minibatches: the guard goes back to what is worst",
             "infer/vi/guard.py",
             "bound >= self._best.bound:",

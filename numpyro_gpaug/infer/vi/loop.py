@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
-from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.searching import at_end
 from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
@@ -71,18 +71,16 @@ def run_chunk(
     state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
     state = stepper.noted(state, first)
+    scales: Any = plan.scales(state.hyper.values) if stepper.searches else ()
     exact = isinstance(first.problem, LatentGaussian) and first.problem.quadratic
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
-        patience: Any = PATIENCE
         if stepper.searches:
-            search = state.hyper.optim_state
-            # One that was exhausted before tries once more.
-            search = search._replace(exhausted=search.exhausted & (i > 0))
-            hyper = state.hyper._replace(optim_state=search)
-            patience = quasi_newton.patience(hyper, tol)
-        elif stepper.learns:
+            over = state.hyper.optim_state.back.over
+            return (i < num_steps) & ((tol <= 0) | ~over)
+        patience: Any = PATIENCE
+        if stepper.learns:
             patience = jnp.maximum(40 * stepper.every, state.step // 5)
         return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
 
@@ -92,6 +90,8 @@ def run_chunk(
         new, evaluation = stepper.step(state, Carry(first.problem, before))
         moves = _moves(before, evaluation, tol)
         new = counted(state, new, tol, moves=moves, exact=exact)
+        if stepper.searches:
+            new = at_end(new, tol, scales)
         new = new._replace(natural=latents_apart(new.natural))
         noted = losses.at[i].set(
             -new.bound, mode="promise_in_bounds", wrap_negative_indices=False

@@ -19,7 +19,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.loop import PATIENCE, counted
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import as_schedule
-from numpyro_gpaug.infer.vi.searching import Collapsed, goes_on, searched
+from numpyro_gpaug.infer.vi.searching import Collapsed, at_end, goes_on, searched
 from numpyro_gpaug.infer.vi.settling import (
     MAX_MOVES,
     SETTLED,
@@ -171,8 +171,7 @@ def add_gradient(
     return jax.tree.map(jnp.add, before, pullback(slopes))
 
 
-_moved, _goes_on = few(quasi_newton.moved), few(goes_on)
-_patience = few(quasi_newton.patience)
+_moved, _goes_on, _at_end = map(few, (quasi_newton.moved, goes_on, at_end))
 _empty, _mix, _after = few(Memory.empty), few(mixed), few(Memory.after)
 
 
@@ -219,7 +218,7 @@ class Passes:
                 f"{sorted(plan.transforms)}, by optim='lbfgs' alone; or learn them on "
                 "Batches, then pass optim=None and init_params=result.params"
             )
-        self._reader, self._plan_at = reader, plan_at
+        self._reader, self._plan, self._plan_at = reader, plan, plan_at
         self._add, self._add_slopes, self._data = add, add_slopes, data
         self._augmented = settings.updates == "auto" and starts_augmented(
             plan.structure
@@ -242,14 +241,19 @@ class Passes:
             state = state._replace(bound=unknown)
         state = state._replace(data=jnp.asarray(self._data))
         step = self._search_step if self._searches else self._step
+        scales: Any = ()
+        if self._searches:
+            scales = self._plan.scales(state.hyper.values)
         losses: list[np.ndarray] = []
         while len(losses) < wanted:
             state = counted(state, step(state), tol)
             losses.append(np.asarray(-state.bound))
-            patience: Any = PATIENCE
             if self._searches:
-                patience = _patience(state.hyper, tol)
-            if tol > 0 and state.stalled >= patience:
+                state = _at_end(state, tol, scales)
+                over: Any = state.hyper.optim_state.back.over
+            else:
+                over = tol > 0 and state.stalled >= PATIENCE
+            if over:
                 break
         return Taken(state, np.array(losses))
 

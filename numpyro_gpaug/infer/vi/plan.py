@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 from numpyro.distributions import biject_to
+from numpyro.distributions.transforms import IdentityTransform, IndependentTransform
 
 from numpyro_gpaug._numpyro import weighted_plates
 from numpyro_gpaug.guides import ConjugateGuide
@@ -98,6 +100,20 @@ class Plan:
         """Whether other latents are drawn at random."""
         return self.guide.random_others
 
+    def scales(self, values: dict[str, Any]) -> np.ndarray:
+        """Which unconstrained numbers are on a scale of their own, flat: those of
+        params that are constrained. Of others it is that of the user's units.
+
+        :param values: unconstrained params.
+        """
+
+        def of_param(name: str) -> Any:
+            on = not _is_identity(self.transforms[name])
+            return jax.tree.map(lambda x: np.full(x.size, on), values[name])
+
+        found = {name: of_param(name) for name in values}
+        return np.concatenate(jax.tree.leaves(found))
+
     def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
         """Constrained params from unconstrained ones."""
         return {k: jax.tree.map(self.transforms[k], v) for k, v in values.items()}
@@ -144,6 +160,12 @@ def is_optax(optim: Any) -> bool:
         and callable(getattr(optim, "update", None))
         and not hasattr(optim, "get_params")
     )
+
+
+def _is_identity(transform: Any) -> bool:
+    while isinstance(transform, IndependentTransform):
+        transform = transform.base_transform
+    return isinstance(transform, IdentityTransform)
 
 
 def transforms_of(guide: ConjugateGuide) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi.hyper import Hyper
+from numpyro_gpaug.infer.vi.putting_back import PuttingBack
 from numpyro_gpaug.model.structure import Structure
 
 # Pairs of points that curvature is known from. With 20 that of a dozen lengthscales is
@@ -70,6 +71,7 @@ class Search(NamedTuple):
     :param unresolved: of the best bound, by rounding of matrices.
     :param exhausted: whether no update makes the bound rise any more.
     :param fresh: whether no direction has led nowhere yet.
+    :param back: what its ends are looked at for.
     """
 
     memory: Any
@@ -80,6 +82,7 @@ class Search(NamedTuple):
     unresolved: Array
     exhausted: Array
     fresh: Array
+    back: PuttingBack
 
 
 def start(values: dict[str, Any]) -> Search:
@@ -90,18 +93,20 @@ def start(values: dict[str, Any]) -> Search:
     flat, _ = ravel_pytree(values)
     memory, no = _lbfgs(flat).init(flat), jnp.array(False)
     zero = jnp.zeros((), flat.dtype)
-    return Search(memory, flat, jnp.zeros_like(flat), no, zero, zero, no, ~no)
+    back = PuttingBack.start(flat)
+    return Search(memory, flat, jnp.zeros_like(flat), no, zero, zero, no, ~no, back)
 
 
 def moved(hyper: Hyper) -> dict[str, Any]:
-    """Hyperparameters after the pending update.
+    """Hyperparameters after the pending update, or with a number put back.
 
     :param hyper: before it.
     """
     search: Search = hyper.optim_state
-    _, unravel = ravel_pytree(hyper.values)
+    best, unravel = ravel_pytree(hyper.values)
     update = hyper.scale * ravel_pytree(hyper.update)[0]
-    return unravel(search.here + jnp.asarray(update, search.here.dtype))
+    ahead = search.here + jnp.asarray(update, search.here.dtype)
+    return unravel(search.back.values(best, ahead))
 
 
 def accepts(
@@ -136,22 +141,19 @@ def accepted(
     :param first: whether nothing that is remembered concerns these data.
     """
     (here, unravel), (gradient, _) = ravel_pytree(values), ravel_pytree(ascent)
-    search: Search = jax.tree.map(
-        lambda new, old: jnp.where(first, new, old), start(values), hyper.optim_state
-    )
+    known: Search = hyper.optim_state
+    back = known.back.led(here, first)
+    search: Search = _either(first | known.back.leads, start(values), known)
     memory = search.memory
     last = jnp.asarray(hyper.scale * ravel_pytree(hyper.update)[0], here.dtype)
     rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)
     steepest = memory.count == 0
     further = ~steepest & rises
     direction, next_memory = _direction(gradient, memory, here)
-    update, memory = jax.tree.map(
-        lambda a, b: jnp.where(further, a, b),
-        (2 * last, memory), (direction, next_memory),
-    )  # fmt: skip
+    update, memory = _either(further, (2 * last, memory), (direction, next_memory))
     search = search._replace(
         memory=memory, here=here, gradient=gradient, steepest=steepest,
-        exhausted=jnp.array(False),
+        exhausted=jnp.array(False), back=back,
     )  # fmt: skip
     scale = jnp.ones_like(hyper.scale)
     return Hyper(hyper.values, unravel(update), scale, search)
@@ -207,9 +209,7 @@ def refused(
     update = jnp.where(none, 0, jnp.where(over, steepest, flat))
     scale = jnp.where(hopeless | (less < PROBE), PROBE, less)
     search = search._replace(
-        memory=jax.tree.map(
-            lambda new, old: jnp.where(over, new, old), again, search.memory
-        ),
+        memory=_either(over, again, search.memory),
         steepest=search.steepest | over,
         noise=jnp.asarray(jnp.where(noisy, change, search.noise), search.noise.dtype),
         exhausted=none,
@@ -266,6 +266,10 @@ def _direction(gradient: Array, memory: Any, here: Array) -> tuple[Array, Any]:
     descent, memory = _lbfgs(here).update(-gradient, memory, here)
     size = jnp.max(jnp.abs(descent), initial=jnp.finfo(here.dtype).tiny)
     return -descent * jnp.minimum(1, LARGEST / size), memory
+
+
+def _either(which: Array, one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(which, a, b), one, other)
 
 
 def _slope(hyper: Hyper) -> Array:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+import jax
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from numpyro.infer.svi import SVIRunResult
 
 from numpyro_gpaug._display import Displayed, Rows, brief
@@ -54,6 +56,19 @@ class ConjugateResult(Displayed, SVIRunResult):
         result.restored, result.stopped = restored, stopped
         return result
 
+    @property
+    def put_back(self) -> dict[str, Any]:
+        """How often a search by L-BFGS went on from a number that was put back to where
+        it began, the bound being higher there: an array by param, of its unconstrained
+        shape; without those of which no number was. What led there is in ``losses``."""
+        search = _search(self.state)
+        if search is None:
+            return {}
+        flat, unravel = ravel_pytree(self.state.hyper.values)
+        times = unravel(search.back.times.astype(flat.dtype))
+        found = {k: jax.tree.map(lambda x: np.asarray(x, int), times[k]) for k in times}
+        return {k: v for k, v in found.items() if np.any(ravel_pytree(v)[0])}
+
     def _display(self) -> tuple[str, Rows]:
         losses = np.asarray(self.losses)
         rows = [("steps", str(len(losses)))]
@@ -62,6 +77,8 @@ class ConjugateResult(Displayed, SVIRunResult):
             rows.append(("verdict", self._verdict(losses)))
         if self.restored:
             rows.append(("restored", f"{len(self.restored)} times, as the bound fell"))
+        if back := self.put_back:
+            rows.append(("put back", f"{', '.join(back)}, to where the search began"))
         rows += [(name, brief(value)) for name, value in self.params.items()]
         return "ConjugateResult", rows
 
@@ -73,9 +90,8 @@ class ConjugateResult(Displayed, SVIRunResult):
         return f"{found.elbo:.6g}, on average over the last {found.window} minibatches"
 
     def _verdict(self, losses: np.ndarray) -> str:
-        known = isinstance(self.state, ConjugateState)
-        search = self.state.hyper.optim_state if known else None
-        if isinstance(search, Search) and uncertainty(search) > NOISY:
+        search = _search(self.state)
+        if search is not None and uncertainty(search) > NOISY:
             return (
                 "as good as rounding tells: bounds are uncertain by up to "
                 f"{uncertainty(search):.2g} nats, and the best is kept (try float64)"
@@ -91,3 +107,11 @@ class ConjugateResult(Displayed, SVIRunResult):
         noisy = found.hidden > HIDDEN * abs(found.elbo)
         rest = "at rest, as far as noise lets see" if noisy else "converged"
         return f"{rest}: {moved}{noise}"
+
+
+def _search(state: Any) -> Search | None:
+    """That of L-BFGS, if it has learnt hyperparameters."""
+    if not isinstance(state, ConjugateState):
+        return None
+    search = state.hyper.optim_state
+    return search if isinstance(search, Search) else None

@@ -28,6 +28,7 @@ from numpyro_gpaug.infer.vi.padding import SharedRows
 from numpyro_gpaug.infer.vi.passes import Passes
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.programs import Programs
+from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.sharding import on_mesh
@@ -81,16 +82,16 @@ class Runs:
         def started(init_params: dict[str, Any] | None) -> ConjugateState:
             return self._programs.start(arguments, first, key, init_params, given.batch)
 
-        fresh = state is None
+        fresh, data = state is None, fingerprint(first.arrays)
         if state is None:
             state = started(init_params)
         else:
             check_state(state, "init_state")
-            state = _unmarked(copied(state))
+            state = _unmarked(copied(state), data)
         plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
         check_latents(plan.structure, arguments.mesh)
-        feed = self._feed(given, arguments, plan, fingerprint(first.arrays))
+        feed = self._feed(given, arguments, plan, data)
         searches = self._settings.optim == LBFGS and not init_params
         opposite = _opposite(state, plan.structure) if fresh and searches else {}
         if opposite and given.batches is None:
@@ -210,8 +211,16 @@ def _check_plates(plan: Plan, state: ConjugateState) -> None:
         )
 
 
-def _unmarked(state: ConjugateState) -> ConjugateState:
+def _unmarked(state: ConjugateState, data: np.uint32) -> ConjugateState:
+    hyper = state.hyper
+    if isinstance(search := hyper.optim_state, Search):
+        if search.back.tries and state.data == data:
+            return state  # at its end, which it looks at
+        # One that is at its end tries once more.
+        going = search.back._replace(over=jnp.zeros_like(search.back.over))
+        hyper = hyper._replace(optim_state=search._replace(back=going))
     return state._replace(
+        hyper=hyper,
         mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
         stalled=jnp.zeros_like(state.stalled),
     )
