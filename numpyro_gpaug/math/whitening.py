@@ -126,7 +126,13 @@ class Differenced(NamedTuple):
 def _apart(near: Array, values: Array) -> Array:
     """Differences of columns (..., n, M), but for the first one: sums of two terms,
     which products with B are not."""
-    columns = jnp.vectorize(lambda x, i: x[:, i], signature="(n,m),(m)->(n,m)")
+
+    def columns_of(x: Array, places: Array) -> Array:
+        return x.at[:, places].get(
+            mode="promise_in_bounds", wrap_negative_indices=False
+        )
+
+    columns = jnp.vectorize(columns_of, signature="(n,m),(m)->(n,m)")
     later = np.arange(values.shape[-1]) > 0
     return values - jnp.where(later, columns(values, near), 0)
 

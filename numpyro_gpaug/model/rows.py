@@ -28,7 +28,7 @@ _IDEMPOTENT = {"reduce_and", "reduce_max", "reduce_min", "reduce_or"}
 # Params that hold shapes, of operations that keep the number of rows.
 _SHAPES = {
     "broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes",
-    "slice": "limit_indices",
+    "slice": "limit_indices", "gather": "slice_sizes",
 }  # fmt: skip
 
 
@@ -138,8 +138,16 @@ def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
     if name == "iota":
         return True
     if name == "gather":
-        offsets = params["dimension_numbers"].offset_dims
-        return axis is None and out is not None and out not in offsets
+        numbers = params["dimension_numbers"]
+        if ins[1] is not None:  # what is wanted of something without rows, by row
+            return axis is None and out is not None and out not in numbers.offset_dims
+        # Columns of rows: along these the operand is taken whole.
+        apart = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        whole = [i for i in range(eqn.invars[0].aval.ndim) if i not in apart]
+        if axis not in whole or axis in numbers.start_index_map:
+            return False
+        full = params["slice_sizes"][axis] == eqn.invars[0].aval.shape[axis]
+        return full and out == numbers.offset_dims[whole.index(axis)]
     if name == "dot_general":
         contracted, _ = params["dimension_numbers"]
         sides = zip(ins, contracted, strict=True)

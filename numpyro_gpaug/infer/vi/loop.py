@@ -111,11 +111,14 @@ def _moves(before: Any, after: Any, tol: Array) -> Any:
     if not isinstance(after, Evaluation):
         return False
 
-    def moves(old: Any, new: Any) -> Array:
-        return (jnp.square(new.mean - old.mean) > 2 * tol * new.variance).any()
+    def moves(old: Any, new: Any, slopes: Any) -> Array:
+        # Rows without weight do not count.
+        seen = (slopes.mean != 0) | (slopes.variance != 0)
+        far = jnp.square(new.mean - old.mean) > 2 * tol * new.variance
+        return (far & seen).any()
 
-    pairs = ((before.marginals[k], new) for k, new in after.marginals.items())
-    return jnp.stack([moves(*pair) for pair in pairs]).any()
+    at, slopes = after.marginals, after.slopes
+    return jnp.stack([moves(before.marginals[k], at[k], slopes[k]) for k in at]).any()
 
 
 def counted(
