@@ -6,17 +6,14 @@ share of themselves. Values at near inputs are nearly equal, and what tells them
 drowns in sums: so K is factorised as that of differences, of each value from the
 earlier one that is most like it,
 
-.. math:: B K B^\top = L L^\top, \qquad W = L^{-1} B,
+.. math:: B (K + j I) B^\top = L L^\top, \qquad W = L^{-1} B,
 
 with B unit lower triangular, so that W is what the factor of K gives. Between near
 inputs differences have small variances, of as many digits.
 
-A jitter is added: a share of these variances, for the rounding errors of the
-factorisation, and one of all function values (of their differences, times
-:math:`B B^\top`), for those of the elements. The second is doubled until no pivot is
-noise. What is known of the whole, J, without the cancellation there is in K, is how
-much of a variance of 1 it takes, :math:`R = L^{-1} J L^{-\top}`; so that it is given
-back by
+The jitter j is of the size of what rounding of the elements makes of eigenvalues, and
+doubled until no pivot is noise. What it takes of a variance of 1 is known without the
+cancellation there is in K, :math:`R = j W W^\top`, so that it is given back by
 
 .. math:: V = C^{-1} W, \qquad C C^\top = I - R + \tfrac{2}{5} R^2.
 
@@ -44,10 +41,10 @@ from numpyro_gpaug.math.linalg import (
     precise,
 )
 
-# Jitters are in units of rounding errors: of sums that cancel, as they are bounded; of
-# what random errors of the elements make of the largest eigenvalue, which is about .4
-# of them; and of the first variance, for values that are equal.
-_SHARE, _NOISE, _TINY = 1 / 64, 1 / 4, 1 / 1024
+# The least jitter, in rounding errors: of what random errors of the elements make of
+# the largest eigenvalue, which is about .4 of them; and of the first variance, where
+# all values are equal.
+_NOISE, _TINY = 1 / 4, 1 / 1024
 # In exact arithmetic every pivot is at least its jitter. Pivots below are rounding
 # errors of the size of it, which the inverse would amplify.
 _LEAST_PIVOT, _MOST = 0.95, 2.0**16
@@ -158,19 +155,16 @@ def differenced(deviation: Array, own: Array, constant: Array) -> Differenced:
     near = jnp.where(places < places[:, None], apart, jnp.inf).argmin(-1)
     gram = _apart(near, _apart(near, deviation).mT)
     gram = gram + constant * ((places == 0) & (places[:, None] == 0))
-    scales = diagonal(gram)[..., None]
-    least = _SHARE * math.sqrt(size) * eps * scales
-    tiny = _TINY * eps * scales[..., :1, :]
     noise = jnp.sqrt(jnp.square(deviation).sum((-2, -1), keepdims=True) / size)
+    tiny = _TINY * jnp.abs(constant + own[..., :1, None])
+    least = eps * (_NOISE * noise + tiny)
     steps = _steps(near, deviation.dtype)
-    even = (_NOISE * eps * noise + tiny) * _apart(near, steps.mT)
-    lower, times = _factorised(gram, least, even)
+    lower, jitter = _factorised(gram, least, _apart(near, steps.mT))
     factor = inverse_lower(lower)
-    lost = factor @ (least * factor.mT + times * (even @ factor.mT))
+    root = factor @ steps.mT
+    lost = root @ (jitter * root.mT)
     left = jnp.eye(size, dtype=lost.dtype) - lost + _DAMPING * (lost @ lost)
     factor = inverse_lower(cholesky(left)) @ factor
-    # Equal inputs have none: what their jitter makes of rounding in K_ZX is no value.
-    factor = factor * (jnp.abs(scales) > tiny)
     return Differenced(factor, near, own[..., :1], constant)
 
 
@@ -201,22 +195,23 @@ def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
     matrix_, scale = map(lax.stop_gradient, (matrix, scale[..., None, None]))
     size, dtype = matrix.shape[-1], matrix.dtype
     least = jnp.asarray(least_jitter(size, dtype), dtype) * scale
-    even = least * jnp.eye(size, dtype=dtype)
-    _, times = _factorised(matrix_, jnp.zeros_like(matrix[..., :1]), even)
-    return cholesky(matrix + times * even)
+    eye = jnp.eye(size, dtype=dtype)
+    return cholesky(matrix + _factorised(matrix_, least, eye)[1] * eye)
 
 
-def _factorised(matrix: Array, least: Array, even: Array) -> tuple[Array, Array]:
-    """The lower factor of K with jitters, (..., M, 1) of the diagonal and a number of
-    times ``even``, (..., M, M), and that, (..., 1, 1)."""
-    signature = "(m,m),(m,k),(m,m)->(m,m),(k,k)"
-    single = jnp.vectorize(_first_unspoilt, signature=signature)
+def _factorised(matrix: Array, least: Array, spread: Array) -> tuple[Array, Array]:
+    """The lower factor of ``K + j E`` and j, (..., 1, 1), the first that will do of
+    ``least``, (..., 1, 1), and its doubles.
+
+    :param spread: E, (..., M, M).
+    """
+    single = jnp.vectorize(_first_unspoilt, signature="(m,m),(k,k),(m,m)->(m,m),(k,k)")
     batch = matrix.shape[:-2]
-    given = (jnp.broadcast_to(x, batch + x.shape[-2:]) for x in (least, even))
+    given = (jnp.broadcast_to(x, batch + x.shape[-2:]) for x in (least, spread))
     return one_by_one(single)(matrix, *given)
 
 
-def _first_unspoilt(matrix: Array, least: Array, even: Array) -> tuple[Array, Array]:
+def _first_unspoilt(matrix: Array, least: Array, spread: Array) -> tuple[Array, Array]:
     # Made here: a literal becomes a constant of the loop, and JAX's custom batching
     # does not take constants that a scan under vmap carries along.
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
@@ -224,16 +219,14 @@ def _first_unspoilt(matrix: Array, least: Array, even: Array) -> tuple[Array, Ar
     def spoilt(trial: tuple[Array, Array]) -> Array:
         factor, following = trial
         # Of a matrix that is not positive definite pivots are NaN.
-        jitter = least + following / 2 * even[0, 0]
-        kept = (jnp.square(factor) >= _LEAST_PIVOT * jitter * eye).all()
-        return ~kept & (following <= _MOST)[0, 0]
+        kept = (jnp.square(factor) >= _LEAST_PIVOT / 2 * following * eye).all()
+        return ~kept & (following < 2 * _MOST * least)[0, 0]
 
     def attempt(trial: tuple[Array, Array]) -> tuple[Array, Array]:
-        _, times = trial
+        _, jitter = trial
         # LAPACK reads columns: the transpose of an array of rows needs no copy.
-        raised = (matrix + least * eye + times * even).mT
-        return jnp.linalg.cholesky(raised, symmetrize_input=False), 2 * times
+        raised = (matrix + jitter * spread).mT
+        return jnp.linalg.cholesky(raised, symmetrize_input=False), 2 * jitter
 
-    start = jnp.zeros_like(matrix), jnp.ones_like(least[:1])
-    factor, following = lax.while_loop(spoilt, attempt, start)
+    factor, following = lax.while_loop(spoilt, attempt, (jnp.zeros_like(matrix), least))
     return factor, following / 2
