@@ -23,9 +23,9 @@ from numpyro_gpaug.model.structure import Arguments
 
 # Steps of one compiled loop.
 CHUNK = 100
-# Steps without a rise by the tolerance end a run at fixed hyperparameters, at so many
-# points, of which each has some. After one that rose a single whole step does, if it
-# rose by less than this part of it: what is still to come falls at least as fast.
+# A step without a rise by the tolerance has some points, and so many end a run at fixed
+# hyperparameters. After one that rose a single whole step does, if it rose by less than
+# this part of it: what is still to come falls at least as fast.
 PATIENCE, POINTS, SHORT = 12, 4, 0.25
 # Rises are seen from so many units in the last place of a bound on. Where the tolerance
 # is none of them, steps that move marginals by it have a single point.
