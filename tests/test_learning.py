@@ -176,6 +176,24 @@ def test_steps_double_where_the_slope_stays(x64) -> None:
     assert float(hyper.values["z"].sum()) > 30
 
 
+def endless(y):
+    """A model whose bound rises with a scale without end."""
+    scale = numpyro.param("scale", 1.0, constraint=positive)
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    numpyro.factor("push", 0.5 * jnp.log(scale))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("optim", ["lbfgs", optax.adam(5.0)], ids=["lbfgs", "adam"])
+def test_a_bound_that_rises_without_end_is_left_at_the_end_of_the_range(optim) -> None:
+    svi = gpaug.ConjugateSVI(endless, gpaug.AutoLatentGaussian(endless), optim)
+    with pytest.warns(UserWarning, match=r"\['scale'\] towards zero or infinity"):
+        result = svi.run(KEY, 100, jnp.zeros(3), progress_bar=False, tol=0)
+    assert np.isfinite(result.losses).all()
+    assert 1e30 < result.params["scale"] < np.inf
+
+
 def test_a_search_that_cannot_rise_says_so(x64) -> None:
     def wall(z):
         return jnp.where((z == 1).all(), z.sum(), jnp.nan)

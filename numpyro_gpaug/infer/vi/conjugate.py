@@ -339,6 +339,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         if self._searches(plan):
             warn_of_noise(state.hyper.optim_state, plan.structure)
         looks = bool(plan.transforms) and self.settings.optim is not None
+        if looks:
+            plan.warn_of_range(state.hyper.values)
         warn_of_reach(
             state, plan.structure, self.model, self._values,
             start if looks else None, given.args, given.kwargs,

@@ -274,8 +274,8 @@ class Passes:
         there = state._replace(hyper=state.hyper._replace(values=values))
         there, found = self._settled(there)
         at = Collapsed(
-            there.natural, there.step_sizes, found.bound, found.rounding,
-            found.unresolved, found.shares_unreached,
+            there.natural, there.step_sizes, self._plan.known(found.bound, values),
+            found.rounding, found.unresolved, found.shares_unreached,
         )  # fmt: skip
         ascent = jax.tree.map(np.zeros_like, values)
         if _goes_on(state, at):

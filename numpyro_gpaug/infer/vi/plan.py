@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import IdentityTransform, IndependentTransform
 
@@ -26,6 +29,9 @@ UPDATES = ("auto", "augmented", "exact")
 LBFGS = "lbfgs"
 # Nats by which the bound must go on rising, if no tol is given to a search.
 LEAST_RISE = 1e-3
+# Of the logarithms that a dtype has numbers for: in float32 e-folds of 66 either way,
+# whatever the units.
+FULL = 0.75
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,40 @@ class Plan:
     def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
         """Constrained params from unconstrained ones."""
         return {k: jax.tree.map(self.transforms[k], v) for k, v in values.items()}
+
+    def warn_of_range(self, values: dict[str, Any]) -> None:
+        """Warns where learning has brought a number near the end of its dtype's range.
+
+        :param values: unconstrained params.
+        """
+
+        def leaves_range(name: str) -> bool:
+            if _is_identity(self.transforms[name]):
+                return False
+            leaves = [np.asarray(x) for x in jax.tree.leaves(values[name])]
+            return any(
+                np.abs(x).max(initial=0) > FULL * np.log(np.finfo(x.dtype).max)
+                for x in leaves
+            )
+
+        if names := [name for name in values if leaves_range(name)]:
+            warnings.warn(
+                f"learning took params {names} towards zero or infinity: the bound "
+                "rises on the way, without an end. The data do not determine them: "
+                "give them a prior, or values that are kept",
+                stacklevel=4,
+            )
+
+    def known(self, bound: Array, values: dict[str, Any]) -> Array:
+        """The bound; NaN, with which no step is taken, where a number has left the
+        range of its dtype.
+
+        :param bound: there.
+        :param values: unconstrained params.
+        """
+        leaves = jax.tree.leaves(self.constrain(values))
+        inside = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+        return jnp.where(inside, bound, jnp.nan)
 
 
 class Batch(NamedTuple):

@@ -49,6 +49,9 @@ PROBE = 1e-6
 # back: steps of two e-folds cost bounds up to six nats, and saved few evaluations.
 # Repeated, updates double.
 LARGEST = 0.5
+# Nor any by one update, however often that doubled: where a bound hardly changes any
+# more a number would be at the end of its dtype's range after a dozen.
+FURTHEST = 16.0
 # Nats of noise that a user should know of.
 NOISY = 0.5
 # Steps without a rise that end a search; of one whose bounds are known to less than so
@@ -150,7 +153,8 @@ def accepted(
     steepest = memory.count == 0
     further = ~steepest & rises
     direction, next_memory = _direction(gradient, memory, here)
-    update, memory = _either(further, (2 * last, memory), (direction, next_memory))
+    longer = last * jnp.minimum(2, FURTHEST / _size(last))
+    update, memory = _either(further, (longer, memory), (direction, next_memory))
     search = search._replace(
         memory=memory, here=here, gradient=gradient, steepest=steepest,
         exhausted=jnp.array(False), back=back,
@@ -264,8 +268,11 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
 def _direction(gradient: Array, memory: Any, here: Array) -> tuple[Array, Any]:
     """Where to go, and the memory with this point."""
     descent, memory = _lbfgs(here).update(-gradient, memory, here)
-    size = jnp.max(jnp.abs(descent), initial=jnp.finfo(here.dtype).tiny)
-    return -descent * jnp.minimum(1, LARGEST / size), memory
+    return -descent * jnp.minimum(1, LARGEST / _size(descent)), memory
+
+
+def _size(update: Array) -> Array:
+    return jnp.max(jnp.abs(update), initial=jnp.finfo(update.dtype).tiny)
 
 
 def _either(which: Array, one: Any, other: Any) -> Any:

@@ -164,7 +164,8 @@ class Stepper:
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
             unreached=problem.shares_unreached,
         )  # fmt: skip
-        fell = ~(evaluation.bound >= state.bound - evaluation.rounding)
+        bound = self._plan.known(evaluation.bound, values)
+        fell = ~(bound >= state.bound - evaluation.rounding)
         same = state._replace(hyper=refused(state.hyper))
         return lax.cond(fell, lambda: same, lambda: flagged(new, hyper))
 
@@ -173,8 +174,9 @@ class Stepper:
         values = quasi_newton.moved(state.hyper)
         problem, pullback = self.problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
+        bound = self._plan.known(evaluation.bound, values)
         at = Collapsed(
-            natural, steps, evaluation.bound, evaluation.rounding,
+            natural, steps, bound, evaluation.rounding,
             self.unresolved(problem, evaluation), problem.shares_unreached,
         )  # fmt: skip
 
