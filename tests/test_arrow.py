@@ -84,11 +84,15 @@ def test_an_arrow_is_a_dense_gaussian(x64, shape, in_blocks):
     )
     noise = rng.normal(size=(3, arrow.sizes.total))
 
+    def gradient_in_means(prior, q):
+        return jax.grad(lambda m: prior.divergence(q._replace(mean=m)).sum())(q.mean)
+
     @jax.jit
     def both(factors, noise):
         """Numbers of the arrow, and of the dense Gaussian."""
         prior = ArrowPrior(jnp.zeros((1, arrow.sizes.total)), arrow.sizes)
         plain = Prior(jnp.zeros_like(prior.loc), jnp.ones_like(prior.loc))
+        wide = Prior(noise[:1], jnp.exp(noise[1:2]))
         natural = jax.tree.map(jnp.add, prior.natural, arrow.information(factors))
         other = jax.tree.map(jnp.add, plain.natural, dense.information(factors))
         q, p = natural.moments(), other.moments()
@@ -106,6 +110,8 @@ def test_an_arrow_is_a_dense_gaussian(x64, shape, in_blocks):
             "mean": (q.mean, p.mean),
             "determinant": (q.log_det, p.log_det),
             "divergence": (prior.divergence(q), plain.divergence(p)),
+            "pull": (prior.pull(q.mean), gradient_in_means(plain, p)),
+            "pull of another": (wide.pull(p.mean), gradient_in_means(wide, p)),
             "marginals": (arrow.marginals(q), marginals),
             "pairs": (
                 arrow.covariances(q, left, right),

@@ -117,6 +117,10 @@ def test_a_chain_is_a_dense_gaussian(x64, monkeypatch, link, chains, steps, widt
             "mean": (q.mean[0], made @ p.mean[0]),
             "determinant": (q.log_det, p.log_det),
             "divergence": (prior.divergence(q), plain.divergence(p)),
+            "pull": (
+                prior.pull(q.mean),
+                jax.grad(lambda m: prior.divergence(q._replace(mean=m)).sum())(q.mean),
+            ),
             "marginals": (chain.marginals(q), rows),
             "pairs": (
                 chain.covariances(q, left, right),

@@ -73,6 +73,13 @@ class Prior(NamedTuple):
         """KL(q || prior), (latents,)."""
         return linalg.kl_to_diagonal(q, self.loc, self.scale)
 
+    def pull(self, mean: Array) -> Array:
+        """Gradient of :meth:`divergence` in the means, (latents, M).
+
+        :param mean: where, (latents, M).
+        """
+        return (mean - self.loc) * jnp.square(1 / self.scale)
+
 
 def gaussian_factors(
     at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf

@@ -363,6 +363,18 @@ class ChainPrior:
         total = along.sum() + rest.sum() + jnp.square(whitener).sum()
         return 0.5 * (total + jnp.square(roots[:, 0]).sum())[None]
 
+    def pull(self, mean: Array) -> Array:
+        """Gradient of :meth:`divergence` in the means, (1, G R + K).
+
+        :param mean: where, (1, G R + K).
+        """
+        links = self.links
+        steps, corner = self.sizes.split(mean)
+        known = steps[0].reshape(*links.shape[:3], 1)
+        apart = known - small.product(links, step_before(known))
+        pulled = apart - small.product(step_after(links).mT, step_after(apart))
+        return self.sizes.joined(pulled.reshape(steps.shape), corner)
+
 
 def _eye(matrices: Array) -> Array:
     return jnp.eye(matrices.shape[-1], dtype=matrices.dtype)

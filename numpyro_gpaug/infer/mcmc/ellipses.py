@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.infer.mcmc.groups import Group, Values, joint_map
-from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
+from numpyro_gpaug.infer.vi.evaluation import Evaluation
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.affine import (
@@ -26,7 +27,7 @@ from numpyro_gpaug.model.view import ModelView
 
 # Rounds of closed-form updates at most, and the gain in nats below which they stop.
 MAX_ROUNDS = 40
-LEAST_GAIN = 1e-2
+LEAST_GAIN = 1e-3
 
 White = tuple[Array, ...]
 

@@ -22,7 +22,8 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.vi.differentiation import vjp
-from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
+from numpyro_gpaug.infer.vi.evaluation import Evaluation
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, starts_augmented
 from numpyro_gpaug.math.affine import GaussianFactors

@@ -14,13 +14,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.infer.vi.differentiation import split_floats
+from numpyro_gpaug.infer.vi.evaluation import (
+    Evaluation,
+    Place,
+    relative_rounding,
+    share_of_walk,
+)
 from numpyro_gpaug.math.affine import (
     AffineMap,
     Marginals,
@@ -36,53 +42,6 @@ from numpyro_gpaug.math.pairs import PairedMap
 
 # By block: a NaturalGaussian, an ArrowNatural or a ChainNatural.
 Natural = dict[str, Any]
-
-
-def relative_rounding(dtype: Any) -> float:
-    """By what part of the terms that it is summed from a bound may seem to fall by
-    rounding alone."""
-    return 32 * float(jnp.finfo(dtype).eps)
-
-
-def _share_of_walk(marginals: Any) -> float:
-    """Of :func:`relative_rounding`, what a sum of so many terms is off by: errors are a
-    random walk. Where moves may lower the bound by more, they go to and fro around
-    their fixed point: counts of thousands make bounds of 1e5 nats, and 32 units in the
-    last place are nats.
-    """
-    terms = sum(x.size for x in jax.tree.leaves(marginals))
-    return min(1.0, (4 + math.sqrt(terms)) / 128)
-
-
-class Evaluation(NamedTuple):
-    """The bound at natural parameters, and all that the next update needs.
-
-    :param bound: evidence lower bound.
-    :param expected: the expected log-likelihood in it.
-    :param slack: how far it may fall in a move of a block that is taken.
-    :param moments: by block.
-    :param marginals: by block.
-    :param slopes: derivatives of the expected log-likelihood in the marginals.
-    :param direct: its derivatives in the numbers that the likelihood is made of; empty
-        unless something is learnt.
-    :param divergences: KL by block, (latents,).
-    :param rise: of the bound in the move that led here; infinite where it is not known.
-    """
-
-    bound: Array
-    expected: Array
-    slack: Array
-    moments: dict[str, Any]
-    marginals: dict[str, Marginals]
-    slopes: dict[str, Marginals]
-    direct: tuple[Array, ...]
-    divergences: dict[str, Array]
-    rise: Array
-
-    @property
-    def rounding(self) -> Array:
-        """How far the bound may seem to fall by rounding alone, at most."""
-        return self.slack / _share_of_walk(self.marginals)
 
 
 @partial(
@@ -290,7 +249,7 @@ class LatentGaussian:
         value = jnp.asarray(value, self.dtype)
         bound, rounding = self.bound(value, kl)
         rise = jnp.full_like(bound, jnp.inf)
-        slack = rounding * _share_of_walk(at)
+        slack = rounding * share_of_walk(at)
         return Evaluation(bound, value, slack, q, at, slopes, direct, kl, rise)
 
     def bound(self, value: Array, kl: dict[str, Array]) -> tuple[Array, Array]:
@@ -304,6 +263,51 @@ class LatentGaussian:
         # The constant is at most the sum of the others.
         terms = jnp.asarray(jnp.abs(value) + total + 1, self.dtype) + jnp.abs(bound)
         return bound, relative_rounding(self.dtype) * terms
+
+    def place(self, name: str, evaluation: Evaluation) -> Place:
+        """Where a block is, for :meth:`slopes_between`."""
+        at, slopes = evaluation.marginals[name], evaluation.slopes[name]
+        return Place(evaluation.moments[name].mean, at.mean, slopes.mean)
+
+    def slopes_between(
+        self, name: str, one: Place, other: Place
+    ) -> tuple[Array, Array]:
+        """Slopes of the bound as the means of a block go from one place to another, at
+        both.
+
+        :param name: the block.
+        :param one: where they start.
+        :param other: where they end.
+        """
+        latents, rows = other.mean - one.mean, other.rows - one.rows
+
+        def along(at: Place) -> Array:
+            pull = self.pull(name, at.mean)
+            return (at.slopes * rows).sum() - (pull * latents).sum()
+
+        return along(one), along(other)
+
+    def pull(self, name: str, mean: Array) -> Array:
+        """Gradient of the divergence in the means of a block.
+
+        :param name: the block.
+        :param mean: where.
+        """
+        return self.priors[name].pull(mean) * self.scales[name]
+
+    def push(self, name: str, evaluation: Evaluation) -> Array:
+        """Gradient of the expected log-likelihood in the means of a block, a sum over
+        rows.
+
+        :param name: the block.
+        :param evaluation: where.
+        """
+        q = evaluation.moments[name]
+
+        def rows(mean: Array) -> Array:
+            return self._marginals(name, q._replace(mean=mean)).mean
+
+        return jax.vjp(rows, q.mean)[1](evaluation.slopes[name].mean)[0]
 
     def unresolved(self, evaluation: Evaluation, processes: tuple[str, ...]) -> Array:
         """By how much bounds at different hyperparameters may differ because kernel

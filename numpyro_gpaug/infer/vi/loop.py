@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
-from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
+from numpyro_gpaug.infer.vi.evaluation import Evaluation
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.searching import at_end
 from numpyro_gpaug.infer.vi.start import read_params
@@ -144,13 +145,14 @@ def counted(
     rests = new.hyper is state.hyper
     tried: Any = jnp.int32(new.hyper.scale >= state.hyper.scale)
     if rests:
-        # A rise that may be rounding is none, but then marginals say more than it.
+        # A rise that may be rounding is none, but then marginals say more than it. They
+        # also tell a step that went as far beyond the maximum as it began before it.
         shown = SHOWN * jnp.finfo(new.bound.dtype).eps * jnp.abs(new.bound)
-        moves &= SHORT * tol < shown
+        unseen = moves & (SHORT * tol < shown)
         short = new.bound - state.bound < jnp.maximum(SHORT * tol, shown)
         whole = was_whole(state.step_sizes, new.step_sizes)
         ends = short & (state.stalled == 0) & whole & ~moves
-        tried = jnp.where(ends, PATIENCE, jnp.where(moves, 1, POINTS))
+        tried = jnp.where(ends, PATIENCE, jnp.where(unseen, 1, POINTS))
     stalled = jnp.where(rose, 0, state.stalled + tried)
     if rests and exact:
         stalled = jnp.where(whole, PATIENCE, stalled)

@@ -49,6 +49,9 @@ class Pass(NamedTuple):
     :param rounding: how far it may seem to fall by rounding alone.
     :param expected: the expected log-likelihood.
     :param information: what the data say of each block.
+    :param pushes: gradients of the expected log-likelihood in means, by block.
+    :param means: of the latents, by block.
+    :param ascents: gradients of the bound in means, by block.
     :param targets: where a whole step takes each block.
     :param values: by process, of how many function values inducing values say next to
         nothing, and how many there are.
@@ -60,6 +63,9 @@ class Pass(NamedTuple):
     rounding: Array
     expected: Array
     information: Natural
+    pushes: dict[str, Array]
+    means: dict[str, Array]
+    ascents: dict[str, Array]
     targets: Natural
     values: dict[str, Array]
     unresolved: Array
@@ -76,7 +82,10 @@ class Pass(NamedTuple):
         none = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.natural)
         values: Any = {name: np.zeros(2, dtype) for name in state.unreached}
         zero: Any = np.zeros((), dtype)
-        return cls(zero, zero, zero, none, none, values, zero, zero == 0)
+        means = {name: q.potential for name, q in none.items()}
+        return cls(
+            zero, zero, zero, none, means, means, means, none, values, zero, zero == 0
+        )
 
     @property
     def shares_unreached(self) -> dict[str, Array]:
@@ -126,10 +135,13 @@ def add_block(
         name: jnp.stack([x.sum(dtype=dtype), jnp.asarray(x.size, dtype)])
         for name, x in problem.unreached.items()
     }
-    value, found, values = jax.tree.map(
-        jnp.add, (before.expected, before.information, before.values),
-        (at.expected, found, values),
+    pushes = {name: problem.push(name, at) for name in found}
+    value, found, pushes, values = jax.tree.map(
+        jnp.add, (before.expected, before.information, before.pushes, before.values),
+        (at.expected, found, pushes, values),
     )  # fmt: skip
+    means = {name: q.mean for name, q in at.moments.items()}
+    ascents = {name: pushes[name] - problem.pull(name, means[name]) for name in means}
     unresolved = before.unresolved
     if stepper.searches:
         unresolved = unresolved + stepper.unresolved(problem, at)
@@ -138,8 +150,8 @@ def add_block(
     targets = jax.tree.map(jnp.add, priors, found)
     valid = all_valid(plan.model, plan.structure, Arguments(arrays, static))
     return Pass(
-        bound, rounding, value, found, targets, values, unresolved,
-        before.valid & valid,
+        bound, rounding, value, found, pushes, means, ascents, targets, values,
+        unresolved, before.valid & valid,
     )  # fmt: skip
 
 
@@ -351,10 +363,13 @@ class Passes:
                 )
                 if none or there.bound >= floor:
                     break
-            sizes = state.step_sizes | {
-                name: next_step(step, jnp.int32(tries + 1), self._largest)
-            }
-            state = state._replace(natural=natural, step_sizes=sizes, bound=there.bound)
+            moved = there.means[name] - here.means[name]
+            slopes = ((at.ascents[name] * moved).sum() for at in (here, there))
+            size = next_step(step, jnp.int32(tries + 1), self._largest, *slopes)
+            state = state._replace(
+                natural=natural, step_sizes=state.step_sizes | {name: size},
+                bound=there.bound,
+            )  # fmt: skip
             here = there
         return state, here
 

@@ -11,8 +11,9 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi import quasi_newton
+from numpyro_gpaug.infer.vi.evaluation import relative_rounding
 from numpyro_gpaug.infer.vi.hyper import Hyper
-from numpyro_gpaug.infer.vi.latent_gaussian import Natural, relative_rounding
+from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.putting_back import HIGHER
 from numpyro_gpaug.infer.vi.state import ConjugateState, flagged, unknown_bound
 

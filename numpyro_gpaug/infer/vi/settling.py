@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
-from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
+from numpyro_gpaug.infer.vi.evaluation import Evaluation
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.sweeps import slopes_at, was_whole
 
 # Moves of the blocks, at most, and the rise in nats that ends those of a fit.

@@ -11,12 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
+from numpyro_gpaug.infer.vi.evaluation import Evaluation, Place
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.math.affine import Marginals, scatter, selected
 from numpyro_gpaug.model.structure import Structure
 
 MAX_HALVINGS = 12
+# A parabola is as high at the end of a step as where it began if it falls there as it
+# rose here: by no more than this part.
+FALLING = 0.8
 
 
 def backtracked_sweep(
@@ -214,17 +218,27 @@ def starts_augmented(structure: Structure) -> bool:
     )
 
 
-def next_step(step: Array, tries: Array, largest_step: float) -> Array:
-    """The step size to try next time: twice this one if it was the first tried, else
-    that of the last attempt.
+def next_step(
+    step: Array, tries: Array, largest_step: float, before: Array, after: Array
+) -> Array:
+    """The step size to try next time: of one that was not the first tried, its own;
+    else, from half to twice as much, where the slope along it would have vanished. A
+    bound that rises does not tell that a step went too far: of one by twice the best
+    it is where it was, and so it would be of the next.
 
     :param step: the first tried.
     :param tries: how many.
     :param largest_step: bound of it.
+    :param before: slope of the bound along it, where it began.
+    :param after: where it ended.
     """
     halvings = jnp.where(tries == 1, 0, tries)
-    grown = 2 * step * jnp.exp2(jnp.asarray(-halvings, step.dtype))
-    return jnp.clip(grown, 2.0**-MAX_HALVINGS, largest_step)
+    falls = (before > 0) & (after < before)
+    best = before / jnp.where(falls, before - after, 1)
+    doublings = jnp.clip(jnp.rint(jnp.log2(jnp.maximum(best, 0.1))), -1, 1)
+    factor = jnp.where((tries == 1) & falls, jnp.exp2(doublings), 2)
+    grown = factor * step * jnp.exp2(jnp.asarray(-halvings, step.dtype))
+    return jnp.clip(grown.astype(step.dtype), 2.0**-MAX_HALVINGS, largest_step)
 
 
 def was_whole(before: dict[str, Array], after: dict[str, Array]) -> Array:
@@ -266,39 +280,64 @@ def backtracked_update(
     """
     old = selected(natural[name], index)
 
-    def towards(evaluation: Evaluation) -> tuple[Any, Array]:
+    def towards(evaluation: Evaluation) -> tuple[Any, Array, Place]:
         slopes = slopes_at(problem, evaluation, name, augmented)
         at = evaluation.moments[name], evaluation.marginals[name], slopes
         target = problem.of_latent(name, index).target(name, *selected(at, index))
-        return target, evaluation.bound - evaluation.slack
+        floor = evaluation.bound - evaluation.slack
+        return target, floor, problem.place(name, evaluation)
 
     def refused(search: _Search) -> Array:
         return ~search.accepted
 
     def attempt(search: _Search) -> _Search:
         tries, latest = search.tries, search.evaluation
-        target, floor = lax.cond(
-            tries == 0, lambda: towards(latest), lambda: (search.target, search.floor)
-        )
+        target, floor, origin = lax.cond(
+            tries == 0, lambda: towards(latest),
+            lambda: (search.target, search.floor, search.origin),
+        )  # fmt: skip
         # The last attempt is no step at all, and is accepted; nothing rises above NaN.
         last = (tries == MAX_HALVINGS) | ((tries == 0) & jnp.isnan(floor))
         size = jnp.where((tries < 0) | last, 0, step * halved(tries))
         candidate = mix(old, target, size)
         # A precision that is not positive definite has a bound of NaN: refused.
         outcome = problem.reevaluate(latest, name, candidate, index)
-        accepted = last | ((tries >= 0) & (outcome.bound >= floor))
-        return _Search(tries + 1, accepted, target, floor, candidate, outcome)
+        slopes = problem.slopes_between(name, origin, problem.place(name, outcome))
+        accepted = last | ((tries >= 0) & _rises(outcome, floor, *slopes))
+        return _Search(
+            tries + 1, accepted, target, floor, origin, slopes, candidate, outcome
+        )
 
     def halved(tries: Array) -> Array:
         return jnp.exp2(jnp.asarray(-tries, step.dtype))
 
     tries = jnp.where(fresh, jnp.int32(-1), jnp.int32(0))
-    start = _Search(tries, jnp.array(False), old, evaluation.bound, old, evaluation)
+    bound, origin = evaluation.bound, problem.place(name, evaluation)
+    start = _Search(
+        tries, jnp.array(False), old, bound, origin,
+        problem.slopes_between(name, origin, origin), old, evaluation,
+    )  # fmt: skip
     found = lax.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
-    size = next_step(step, found.tries, largest_step)
+    size = next_step(step, found.tries, largest_step, *found.slopes)
     rise = found.evaluation.bound - found.floor - found.evaluation.slack
     return {**natural, name: moved}, found.evaluation._replace(rise=rise), size
+
+
+def _rises(outcome: Evaluation, floor: Array, before: Array, after: Array) -> Array:
+    """Whether a step has raised the bound. One whose fall may be rounding is judged by
+    slopes, of which much more is known: the approximate Wolfe condition of Hager and
+    Zhang (2005), A new conjugate gradient method with guaranteed descent and an
+    efficient line search, equation 4.1.
+
+    :param outcome: at its end.
+    :param floor: what the bound must be there, but for rounding.
+    :param before: slope of the bound along the step, where it began.
+    :param after: where it ended.
+    """
+    lowest = floor - (outcome.rounding - outcome.slack)
+    steep = (before > 0) & (after >= -FALLING * before)
+    return (outcome.bound >= floor) | (steep & (outcome.bound >= lowest))
 
 
 class _Search(NamedTuple):
@@ -306,5 +345,7 @@ class _Search(NamedTuple):
     accepted: Array
     target: Any
     floor: Array
+    origin: Place
+    slopes: tuple[Array, Array]
     natural: Any
     evaluation: Evaluation

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closed-form steps: how far they go, and when they have arrived."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.vi import sweeps
+
+KEY = jax.random.key(0)
+
+
+def test_steps_that_go_too_far_do_not_end_a_fit(x64) -> None:
+    # Counts whose rate is at its limit: a whole step goes to the other side of the
+    # maximum, where the bound is as high, and it was taken for the end of the ascent.
+    kernel = gpaug.kernels.SquaredExponential(12.379977, 26.789555)
+    X = np.array([[-137.10135], [-120.26357], [45.068638]])
+
+    def model(X, y):
+        gp = gpaug.GaussianProcess("f", kernel, inducing=X)
+        with numpyro.plate("data", 3):
+            numpyro.sample("y", gpaug.LogisticPoisson(gp(X), 260.9118), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    args = KEY, 200, X, np.array([2, 240, 1])
+    fit = svi.run(*args, tol=1e-5, progress_bar=False)
+    further = svi.run(*args, init_state=fit.state, progress_bar=False)
+    assert 20 < len(fit.losses) < 60
+    assert fit.losses[-1] - further.losses.min() < 1e-4
+
+
+def test_a_fall_within_rounding_is_judged_by_slopes() -> None:
+    floor, more = jnp.float32(-10.0), jnp.float32(1e-4)
+    at = SimpleNamespace(bound=floor - more, slack=more / 10, rounding=2 * more)
+    for before, after, rises in ((1, 0.5, 1), (1, -0.5, 1), (1, -0.9, 0), (-1, 0, 0)):
+        assert (
+            sweeps._rises(at, floor, jnp.float32(before), jnp.float32(after)) == rises
+        )
+    far = SimpleNamespace(bound=floor - 3 * more, slack=at.slack, rounding=at.rounding)
+    assert not sweeps._rises(far, floor, jnp.float32(1), jnp.float32(0.5))
+
+
+@pytest.mark.parametrize(
+    ("after", "step", "following"),
+    [(-1.0, 1.0, 0.5), (-0.2, 1.0, 1.0), (0.05, 0.5, 0.5), (0.6, 0.25, 0.5),
+     (1.5, 0.25, 0.5)],
+)  # fmt: skip
+def test_the_next_step_is_where_the_slope_would_vanish(after, step, following) -> None:
+    one, tries = jnp.ones(()), jnp.int32(1)
+    assert sweeps.next_step(one * step, tries, 1.0, one, one * after) == following
