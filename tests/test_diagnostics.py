@@ -295,6 +295,27 @@ def test_chunks_do_not_change_the_answer(x64, monkeypatch):
             np.testing.assert_allclose(found, variable.values, atol=1e-12)
 
 
+def test_sites_in_a_scope_and_totals_that_are_floats():
+    def scoped(total, y=None):
+        with numpyro.handlers.scope(prefix="herds"):
+            level = numpyro.sample("level", dist.Normal(0, 2))
+            with numpyro.plate("data", len(total)):
+                numpyro.sample("y", dist.Binomial(total, logits=level), obs=y)
+
+    guide, args = gpaug.AutoLatentGaussian(scoped), (np.full(5, 10.0), np.arange(5))
+    fit = gpaug.ConjugateSVI(scoped, guide).run(
+        random.key(0), 9, *args, progress_bar=False
+    )
+    tree = diagnostics.to_datatree(
+        random.key(0), scoped, guide, fit.params, *args, num_samples=50
+    )
+    assert set(tree["posterior"].data_vars) == {"herds.level"}
+    drawn = tree["posterior_predictive"]["herds.y"]
+    assert drawn.dims == ("chain", "draw", "herds.data")
+    assert 0 <= drawn.min() < drawn.max() <= 10
+    assert 0.05 < drawn.mean() / 10 < 0.4
+
+
 def test_importing_the_package_does_not_import_arviz():
     heavy = (
         "sklearn",

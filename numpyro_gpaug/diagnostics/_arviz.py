@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xarray import DataTree
 
 
 def part_of_arviz(name: str) -> Any:
@@ -21,3 +24,33 @@ def part_of_arviz(name: str) -> Any:
             'pip install -U "arviz-base>=0.8" "arviz-stats[xarray]>=0.8" puts it back, '
             "on Python 3.11 too; arviz itself, whose 1.0 needs Python 3.12, is not used"
         ) from error
+
+
+def tree_of(
+    groups: dict[str, dict[str, Any]], dims: dict[str, list[str]] | None = None
+) -> DataTree:
+    """A tree of arrays by group and name.
+
+    A path has "/" between its parts, so that no name may: what NumPyro's ``scope``
+    calls ``"a/b"`` is ``"a.b"`` there.
+
+    :param groups: those of draws with axes (chains, draws, ...); empty ones are left
+        out.
+    :param dims: names of further axes, by site.
+    """
+
+    def plain(name: str) -> str:
+        return name.replace("/", ".")
+
+    found = {
+        group: {plain(name): x for name, x in given.items()}
+        for group, given in groups.items()
+        if given
+    }
+    named = {plain(name): [*map(plain, x)] for name, x in (dims or {}).items()}
+    return part_of_arviz("arviz_base").from_dict(
+        found,
+        sample_dims=["chain", "draw"],
+        dims=named,
+        attrs={"/": {"inference_library": "numpyro_gpaug"}},
+    )

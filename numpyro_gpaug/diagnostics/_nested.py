@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, random
 from numpyro.distributions import Unit
 
-from numpyro_gpaug.diagnostics._arviz import part_of_arviz
+from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._run import replicate, run
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
@@ -30,7 +30,6 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     :param key: random key, of replicated observations.
     :param nested: after a run.
     """
-    from_dict = part_of_arviz("arviz_base").from_dict
     draws = nested.get_samples(group_by_chain=True)
     chains, num = next(iter(draws.values())).shape[:2]
     flat = {k: x.reshape(chains * num, *x.shape[2:]) for k, x in draws.items()}
@@ -69,11 +68,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         "posterior_predictive": _by_chain(replicated, chains, num),
         "log_likelihood": _by_chain(densities, chains, num),
     }
-    return from_dict(
-        {**{k: g for k, g in groups.items() if g}, "observed_data": observed},
-        sample_dims=["chain", "draw"],
-        attrs={"/": {"inference_library": "numpyro_gpaug"}},
-    )
+    return tree_of({**groups, "observed_data": observed})
 
 
 def _by_chain(found: dict[str, Array], chains: int, num: int) -> dict[str, np.ndarray]:

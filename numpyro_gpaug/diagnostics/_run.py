@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
-from numpyro.distributions import Distribution
+from numpyro.distributions import BinomialLogits, BinomialProbs, Distribution
 from numpyro.distributions.batch_util import promote_batch_shape
 
 from numpyro_gpaug._numpyro import is_scanned, residual_policy
@@ -43,7 +45,24 @@ def replicate(message: dict[str, Any], key: Array) -> Array:
     :param key: random key.
     """
     fn = message["fn"]
-    return (_of_all_steps(fn) if is_scanned(message) else fn).sample(key)
+    return _drawable(_of_all_steps(fn) if is_scanned(message) else fn).sample(key)
+
+
+def _drawable(fn: Distribution) -> Distribution:
+    """The same law, where NumPyro draws from it: a binomial one only if its number of
+    trials is an integer by its dtype, too."""
+
+    def whole(x: Any) -> Any:
+        if not binomial(x):
+            return x
+        ours = copy(x)
+        ours.total_count = jnp.asarray(x.total_count).astype(int)
+        return ours
+
+    def binomial(x: Any) -> bool:
+        return isinstance(x, (BinomialLogits, BinomialProbs))
+
+    return jax.tree.map(whole, fn, is_leaf=binomial)
 
 
 def _of_all_steps(fn: Distribution) -> Distribution:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, random
 from jax.typing import ArrayLike
 
-from numpyro_gpaug.diagnostics._arviz import part_of_arviz
+from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._draws import Evaluated, evaluated_at, programs_for
 from numpyro_gpaug.diagnostics._nested import tree_of_nested
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
@@ -46,6 +46,9 @@ def to_datatree(
       ``log_q``, the log density of the guide;
     * ``observed_data``;
     * ``fit``: ``losses``, over a dimension ``step``, if they were given.
+
+    Names are those of the sites, but that a ``/`` in them, which
+    :class:`numpyro.handlers.scope` writes, is a ``.``: a tree has paths.
 
     With fewer inducing inputs than data, function values are not determined by a draw
     of the inducing vector :math:`v`. The likelihood of an observation is the one given
@@ -154,7 +157,6 @@ def _check(guide: Callable[..., Any], params: Any, num_samples: int) -> None:
 def _as_tree(
     latents: dict[str, np.ndarray], log_q: np.ndarray, evaluated: Evaluated
 ) -> DataTree:
-    from_dict = part_of_arviz("arviz_base").from_dict
     draws, model = evaluated.draws, evaluated.model
     densities = draws.likelihoods.items()
     no_likelihood = model.factors | model.pseudo
@@ -168,11 +170,5 @@ def _as_tree(
     one_chain = {
         group: {name: v[None] for name, v in found.items()}
         for group, found in groups.items()
-        if found
     }
-    return from_dict(
-        {**one_chain, "observed_data": evaluated.observed},
-        sample_dims=["chain", "draw"],
-        dims=model.dims,
-        attrs={"/": {"inference_library": "numpyro_gpaug"}},
-    )
+    return tree_of({**one_chain, "observed_data": evaluated.observed}, dims=model.dims)
