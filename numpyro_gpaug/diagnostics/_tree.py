@@ -48,7 +48,7 @@ def to_datatree(
     * ``fit``: ``losses``, over a dimension ``step``, if they were given.
 
     Names are those of the sites, but that a ``/`` in them, which
-    :class:`numpyro.handlers.scope` writes, is a ``.``: a tree has paths.
+    ``numpyro.handlers.scope`` writes, is a ``.``: a tree has paths.
 
     With fewer inducing inputs than data, function values are not determined by a draw
     of the inducing vector :math:`v`. The likelihood of an observation is the one given
