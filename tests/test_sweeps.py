@@ -11,6 +11,8 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.vi import sweeps
+from numpyro_gpaug.math.affine import Prior
+from numpyro_gpaug.math.pseudo_data import PseudoData, SeenPrior
 
 KEY = jax.random.key(0)
 
@@ -53,3 +55,17 @@ def test_a_fall_within_rounding_is_judged_by_slopes() -> None:
 def test_the_next_step_is_where_the_slope_would_vanish(after, step, following) -> None:
     one, tries = jnp.ones(()), jnp.int32(1)
     assert sweeps.next_step(one * step, tries, 1.0, one, one * after) == following
+
+
+def test_data_seen_before_pull_as_their_divergence_says(x64) -> None:
+    rng = np.random.default_rng(0)
+    prior = Prior(rng.normal(size=(1, 3)), rng.uniform(1, 2, (1, 3)))
+    data = PseudoData(rng.normal(size=(1, 4)), rng.normal(size=(1, 4, 3)))
+    seen = SeenPrior(prior, data)
+    q = seen.natural.moments()
+
+    def at(mean):
+        return seen.divergence(q._replace(mean=mean)).sum()
+
+    mean = jnp.asarray(rng.normal(size=(1, 3)))
+    np.testing.assert_allclose(seen.pull(mean), jax.grad(at)(mean), rtol=1e-10)

@@ -99,3 +99,13 @@ class SeenPrior(NamedTuple):
         spread = jnp.square(root @ q.whitener.mT).sum((-2, -1))
         unexplained = jnp.square(missed).sum(-1) + spread
         return self.prior.divergence(q) + 0.5 * unexplained
+
+    @precise
+    def pull(self, mean: Array) -> Array:
+        """Gradient of :meth:`divergence` in the means, (latents, M).
+
+        :param mean: where, (latents, M).
+        """
+        targets, root = self.data
+        missed = targets - jnp.matvec(root, mean)
+        return self.prior.pull(mean) - jnp.vecmat(missed, root)
