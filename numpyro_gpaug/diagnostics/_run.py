@@ -52,17 +52,18 @@ def _drawable(fn: Distribution) -> Distribution:
     """The same law, where NumPyro draws from it: a binomial one only if its number of
     trials is an integer by its dtype, too."""
 
+    def binomial(x: Any) -> bool:
+        return isinstance(x, (BinomialLogits, BinomialProbs))
+
     def whole(x: Any) -> Any:
-        if not binomial(x):
-            return x
         ours = copy(x)
         ours.total_count = jnp.asarray(x.total_count).astype(int)
         return ours
 
-    def binomial(x: Any) -> bool:
-        return isinstance(x, (BinomialLogits, BinomialProbs))
-
-    return jax.tree.map(whole, fn, is_leaf=binomial)
+    # Others as they are: a class of a user's need not be a pytree of all it holds.
+    if not any(map(binomial, jax.tree.leaves(fn, is_leaf=binomial))):
+        return fn
+    return jax.tree.map(lambda x: whole(x) if binomial(x) else x, fn, is_leaf=binomial)
 
 
 def _of_all_steps(fn: Distribution) -> Distribution:
