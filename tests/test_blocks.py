@@ -16,7 +16,7 @@ from numpyro_gpaug.likelihoods.student_t import jensen_gap
 from numpyro_gpaug.math import blocks
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import assert_close, small_blocks
 from tests.problems import toy
 

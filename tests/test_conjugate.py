@@ -17,7 +17,7 @@ from scipy import stats
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import Adaptive, RobbinsMonro
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 from tests.models import covariance
 from tests.problems import classifier, learnt, regression, toy
 

@@ -16,7 +16,7 @@ from numpyro import handlers
 from scipy import sparse
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import compilations
 from tests.problems import classifier, learnt, regression, toy
 

@@ -13,7 +13,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 
 N = 12
 RNG = np.random.default_rng(0)

@@ -30,7 +30,7 @@ from numpyro_gpaug.infer.nested.weighted import Weighted
 from numpyro_gpaug.math.affine import GaussianFactors
 from numpyro_gpaug.math.importance import compensated_sum, smoothed
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.predict import summary
 from numpyro_gpaug.predict.mixture import Members
 from tests.conftest import compilations, enable_x64

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 from tests.problems import classifier, toy
 
 KEY = jax.random.key(0)

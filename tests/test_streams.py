@@ -17,7 +17,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.vi.moving import InducingMoves
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.projecting import projected
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import enable_x64
 
 KEY = jax.random.key(0)

@@ -12,9 +12,9 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.math import compiling
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.arrow import BySites
 from numpyro_gpaug.model.signatures import signature_of
-from numpyro_gpaug.model.structure import Arguments
 from tests import conftest
 
 GROUP = np.repeat(np.arange(4), 4)

@@ -35,7 +35,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.vi.passes import Pass, add_block
 from numpyro_gpaug.infer.vi.plan import Settings
 from numpyro_gpaug.infer.vi.stepper import Stepper
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 
 # Rows, inducing inputs, columns, latents.
 SIZES = [

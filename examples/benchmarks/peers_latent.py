@@ -96,9 +96,10 @@ def ours(name: str, data: dict[str, Any], held: Held) -> Callable[[], Answer]:
         model = numpyro.handlers.condition(model, {spread(name): held})
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     tol = None if held is None else 1e-4
+    key = jax.random.key(0)
 
     def run() -> Answer:
-        fit = svi.run(jax.random.key(0), 200, **data, progress_bar=False, tol=tol)
+        fit = svi.run(key, 200, **data, progress_bar=False, tol=tol)
         posterior = svi.posterior(fit)
         effects = [site.name for site in svi.guide.structure.sites]
         found = {k: np.asarray(posterior[k].mean) for k in effects}

@@ -30,9 +30,10 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.math.affine import selected as _selected
 from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.predictors import of_site
-from numpyro_gpaug.model.structure import Arguments, Observed, Structure, remembered
+from numpyro_gpaug.model.structure import Observed, Structure, remembered
 from numpyro_gpaug.model.view import NUM_NODES, ModelView, nodes_of
 
 # Numbers held at once while draws are evaluated: 64 MiB in float32.

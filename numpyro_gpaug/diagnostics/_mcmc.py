@@ -21,7 +21,8 @@ from numpyro_gpaug.diagnostics._run import run
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.model.structure import Arguments, Trace
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.structure import Trace
 from numpyro_gpaug.predict.posterior import Posterior
 
 if TYPE_CHECKING:

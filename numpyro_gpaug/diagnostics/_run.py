@@ -15,7 +15,8 @@ from numpyro.distributions import BinomialLogits, BinomialProbs, Distribution
 from numpyro.distributions.batch_util import promote_batch_shape
 
 from numpyro_gpaug._numpyro import is_scanned, residual_policy
-from numpyro_gpaug.model.structure import Arguments, Trace
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.structure import Trace
 
 
 def run(

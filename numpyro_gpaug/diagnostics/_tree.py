@@ -16,7 +16,7 @@ from numpyro_gpaug.diagnostics._draws import Evaluated, evaluated_at, programs_f
 from numpyro_gpaug.diagnostics._nested import tree_of_nested
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 
 if TYPE_CHECKING:
     from xarray import DataTree

@@ -18,13 +18,13 @@ from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Structure,
     Trace,
     any_key,

@@ -15,7 +15,8 @@ from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.math.affine import AffineMap, Prior, selected
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import Moments, precise
-from numpyro_gpaug.model.structure import Arguments, Block, Structure
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.structure import Block, Structure
 from numpyro_gpaug.model.view import ModelView
 
 

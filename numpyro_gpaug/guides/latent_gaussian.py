@@ -27,6 +27,7 @@ from numpyro_gpaug.math.chain import ChainMoments, ChainNatural
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.math.pairs import PairedMap
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.costs import FIT
 from numpyro_gpaug.model.forms import refuse_large
@@ -34,7 +35,7 @@ from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.marginals import with_latent_axis
-from numpyro_gpaug.model.structure import Arguments, any_key, remembered
+from numpyro_gpaug.model.structure import any_key, remembered
 from numpyro_gpaug.model.whitened import whitened
 
 Natural = NaturalGaussian | ArrowNatural | ChainNatural

@@ -26,10 +26,10 @@ from numpyro_gpaug.guides.preconditioned import (
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import warn_of_points
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Block,
     Structure,
     conditional_of,

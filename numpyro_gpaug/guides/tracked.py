@@ -22,7 +22,8 @@ from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments, precise
 from numpyro_gpaug.math.pseudo_data import PseudoData, SeenPrior
-from numpyro_gpaug.model.structure import Arguments, Block
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
 

@@ -124,28 +124,46 @@ class Compiled:
         update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._called(args, kwargs)
-
-    def often(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of what is used often: with LLVM's optimisations, whatever they take.
-        What it returns is the same to rounding."""
-        return self._called(args, kwargs, often=True)
-
-    def _called(self, args: Any, kwargs: dict[str, Any], *, often: bool = False) -> Any:
         dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
         leaves, tree = jax.tree.flatten((args, dynamic))
         if are_traced(leaves):
             return self._inner(*args, **kwargs)
+        return self._called(self._program(leaves, tree, args, kwargs), args, kwargs)
+
+    def often(self) -> Callable[..., Any]:
+        """The program of what is used often, at arguments of one kind: with LLVM's
+        optimisations, whatever they take. The first call chooses it; later ones, which
+        look at no argument, take no time. What it returns is the same to rounding."""
+        chosen: list[Any] = []
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not chosen:
+                dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
+                leaves, tree = jax.tree.flatten((args, dynamic))
+                if are_traced(leaves):
+                    return self._inner(*args, **kwargs)
+                program = self._program(leaves, tree, args, kwargs)
+                chosen[:] = [self._often if program is self._unoptimised else program]
+            return self._called(chosen[0], args, kwargs)
+
+        return called
+
+    def _called(self, program: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         try:
-            program = self._program(leaves, tree, args, kwargs)
-            if often and program is self._unoptimised:
-                program = self._often
             return program(*args, **kwargs)
         except ValueError as error:
             # A program around it may trace what is given no traced argument.
             if "top-level" not in str(error):
                 raise
         return self._inner(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets what was compiled."""
+        self._chosen.clear()
+        programs: list[Any] = [self._inner, self._optimised]
+        for program in (*programs, self._unoptimised, self._often):
+            if program is not None:
+                program.clear_cache()
 
     def __getattr__(self, name: str) -> Any:
         """``lower``, ``trace``, ``eval_shape``, ... of what ``jax.jit`` returns."""
@@ -209,8 +227,9 @@ class Uses:
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, int] = {}
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
 
-    def again(self, program: Any, what: Hashable) -> Callable[..., Any]:
+    def again(self, program: Compiled, what: Hashable) -> Callable[..., Any]:
         """A program for one more use, the same in all of its calls: however many these
         are, they return the same to the last bit.
 
@@ -219,8 +238,34 @@ class Uses:
         """
         if len(self._counts) >= MAX_SHAPES and what not in self._counts:
             self._counts.clear()
+            self._programs.clear()
         self._counts[what] = self._counts.get(what, 0) + 1
-        return program if self._counts[what] <= OFTEN else program.often
+        return self.often(program, what) if self.are_often(what) else program
+
+    def are_often(self, what: Hashable) -> bool:
+        """Whether so many uses of the same were counted.
+
+        :param what: is done.
+        """
+        return self.number(what) > OFTEN
+
+    def number(self, what: Hashable) -> int:
+        """How many uses of the same were counted.
+
+        :param what: is done.
+        """
+        return self._counts.get(what, 0)
+
+    def often(self, program: Compiled, what: Hashable) -> Callable[..., Any]:
+        """A program of what is used often.
+
+        :param program: the program.
+        :param what: is done by it, and by others perhaps.
+        """
+        key = id(program), what
+        if key not in self._programs:
+            self._programs[key] = program.often()
+        return self._programs[key]
 
 
 def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from numpyro_gpaug.model.arguments import is_array
 from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.sources import sources
-from numpyro_gpaug.model.structure import Structure, is_array
+from numpyro_gpaug.model.structure import Structure
 
 
 def check_key(key: Any) -> None:

@@ -17,10 +17,10 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     lookup_expectation,
 )
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.observations import check_constants, check_shape
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Block,
     Observed,
     Trace,

@@ -10,8 +10,9 @@ import jax
 from jax import Array
 from jax.core import Tracer
 
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.program import Program
-from numpyro_gpaug.model.structure import Arguments, run_model
+from numpyro_gpaug.model.structure import run_model
 
 
 def check_indices(program: Program) -> None:

@@ -22,11 +22,11 @@ from numpyro.distributions import constraints
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.dependencies import Dependencies
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Block,
     Structure,
     Trace,

@@ -14,6 +14,7 @@ from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.costs import FIT, Purpose
 from numpyro_gpaug.model.forms import Asked, find_form, refuse_large
 from numpyro_gpaug.model.indices import check_indices, program_of_others
@@ -27,7 +28,7 @@ from numpyro_gpaug.model.latents import (
     joint_block,
 )
 from numpyro_gpaug.model.loops import refuse_reversed
-from numpyro_gpaug.model.structure import Arguments, Structure, any_key
+from numpyro_gpaug.model.structure import Structure, any_key
 
 
 def inspect_joint(

@@ -20,6 +20,7 @@ from numpyro_gpaug.math.arrow import ArrowPrior
 from numpyro_gpaug.math.arrow_map import ArrowMap
 from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.math.pairs import PairedMap
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.arrow import BySites, Predictors
 from numpyro_gpaug.model.frontier import Frontier, frontier
 from numpyro_gpaug.model.indices import program_of_others
@@ -33,7 +34,7 @@ from numpyro_gpaug.model.latents import JOINT, Grouping, JointStructure
 from numpyro_gpaug.model.links import Chained
 from numpyro_gpaug.model.loops import Loop, loops
 from numpyro_gpaug.model.program import Gather, Program
-from numpyro_gpaug.model.structure import Arguments, Block, Observed, Trace, run_model
+from numpyro_gpaug.model.structure import Block, Observed, Trace, run_model
 from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 
 # Of likelihoods whose parameter is the predictor.

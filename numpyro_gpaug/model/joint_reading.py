@@ -20,13 +20,14 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_correlated,
     lookup_expectation,
 )
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.frontier import frontier
 from numpyro_gpaug.model.joint_survey import Survey
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import check_constants
 from numpyro_gpaug.model.program import Program
-from numpyro_gpaug.model.structure import Arguments, Observed, run_model
+from numpyro_gpaug.model.structure import Observed, run_model
 from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 
 # Predictors of one datum whose expectation is by quadrature.

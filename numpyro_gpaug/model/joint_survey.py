@@ -14,12 +14,13 @@ from numpyro.distributions import constraints
 from numpyro_gpaug._numpyro import is_scanned
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import is_correlated
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import unobserved_error
 from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
-from numpyro_gpaug.model.structure import Arguments, Trace, is_improper, run_model
+from numpyro_gpaug.model.structure import Trace, is_improper, run_model
 
 IMPROPER = (
     "its prior is flat, so that it is a point: with a wide one, such as "

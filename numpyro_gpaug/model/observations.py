@@ -23,8 +23,8 @@ from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.math.sharding import of_this_process
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Structure,
     Trace,
     flat_functions,

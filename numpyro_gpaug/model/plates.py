@@ -12,9 +12,10 @@ import numpy as np
 from jax.extend.core import Literal
 from numpyro import handlers
 
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.jaxpr import inner_jaxpr
-from numpyro_gpaug.model.structure import Arguments, Plate, Trace
+from numpyro_gpaug.model.structure import Plate, Trace
 
 # Operations whose result still is the index of a plate: those before a gather.
 _KEPT = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"}

@@ -11,14 +11,10 @@ from jax import Array, random
 
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.signatures import argument_names
-from numpyro_gpaug.model.structure import (
-    Arguments,
-    Structure,
-    flat_functions,
-    run_model,
-)
+from numpyro_gpaug.model.structure import Structure, flat_functions, run_model
 
 
 class Sources(NamedTuple):

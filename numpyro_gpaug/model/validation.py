@@ -4,6 +4,7 @@ that is not finite; every error names the argument and its shape."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -17,17 +18,18 @@ from numpyro.distributions import constraints
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import total
+from numpyro_gpaug.model.arguments import Arguments, is_array
 from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Block,
     conditional_of,
     flat_functions,
-    is_array,
     run_model,
 )
 
+# Kinds of parameters that are passed by name.
+_BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 # Integers below it are float32 numbers.
 _LARGE = 2**24
 
@@ -60,6 +62,8 @@ def check_arguments(
 
     rows = next((len(x) for x in named.values() if is_array(x) and x.ndim), 0)
     for name, value in named.items():
+        if _is_plain(value):
+            continue
         _check_kind(name, value, rows)
         for leaf in jax.tree.leaves(value):
             traced = isinstance(leaf, jax.core.Tracer)
@@ -69,17 +73,17 @@ def check_arguments(
 
 
 # Of the kinds of numbers, those that every JAX has or takes for one that it has.
-_PLAIN = tuple(map(np.dtype, (bool, np.int32, np.int64, np.float32, np.float64)))
+_PLAIN = set(map(np.dtype, (bool, np.int32, np.int64, np.float32, np.float64)))
 # No squares of these are zero in any dtype.
 _NOT_TINY = 1e-18
 
 
 def _is_plain(array: Any) -> bool:
-    """Whether its extremes alone tell that :func:`_check_array`, which takes longer,
-    has nothing to say of an array."""
+    """Whether it is an array of which its extremes alone tell that there is nothing to
+    say, which takes less time."""
     if type(array) is not np.ndarray or array.dtype not in _PLAIN or not array.size:
         return False
-    low, high = array.min(), array.max()
+    low, high = float(array.min()), float(array.max())
     if not (-_LARGE < low and high < _LARGE):
         return False
     return array.dtype.kind != "f" or high > _NOT_TINY or low < -_NOT_TINY
@@ -102,6 +106,11 @@ def _named(
         signature = signature_of(model)
     except ValueError:
         return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+    parameters = signature.parameters
+    if not args and kwargs.keys() <= parameters.keys():
+        plain = [p for p in parameters.values() if p.name in kwargs]
+        if all(p.kind in _BY_NAME for p in plain):  # bind, in less time
+            return {p.name: kwargs[p.name] for p in plain}
     try:
         return dict(signature.bind_partial(*args, **kwargs).arguments)
     except TypeError as error:

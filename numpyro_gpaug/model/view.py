@@ -17,6 +17,7 @@ from numpyro_gpaug.math.affine import AffineMap, Marginals, Prior, unshared
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import (
     ExpectedLogLikelihood,
@@ -25,7 +26,6 @@ from numpyro_gpaug.model.predictors import (
     scaled_sum,
 )
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Block,
     Observed,
     Structure,

@@ -26,9 +26,9 @@ from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Block,
     Leaves,
     Observed,

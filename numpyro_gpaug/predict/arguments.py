@@ -12,9 +12,10 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.math.fingerprints import fingerprint
+from numpyro_gpaug.model.arguments import Arguments, is_array
 from numpyro_gpaug.model.signatures import argument_names, signature_of
 from numpyro_gpaug.model.sources import Sources
-from numpyro_gpaug.model.structure import Arguments, Structure, is_array
+from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.model.validation import check_arguments
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.forms import MAX_DENSE
-from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
 from numpyro_gpaug.predict.joint import JointPredictor
 from numpyro_gpaug.predict.mixture import Fitted

@@ -19,14 +19,16 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
+from numpyro_gpaug.math import compiling
 from numpyro_gpaug.math.compiling import Uses, few
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.math.whitening import cholesky_of_sums
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.arrow import ROUNDING, check_groups
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
-from numpyro_gpaug.model.structure import Arguments, Block, Structure, remembered
+from numpyro_gpaug.model.structure import Block, Structure, remembered
 from numpyro_gpaug.predict.mixture import (
     Fitted,
     FunctionValues,
@@ -113,16 +115,12 @@ class JointPredictor(Predictor):
         for ``None`` the only observed site, by its predictor."""
         return Block(site or self.observed(None).name, "", (), None)
 
-    @one_thread
-    def sites(
-        self, arguments: Arguments, fitted: Fitted
-    ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
-        """Posteriors of all Gaussian sites, at the arguments of the fit; what tells
-        their factors; and errors of quadrature by observed site. Of a mixture the last
-        two are those of its first member.
+    def telling(self, arguments: Arguments) -> Callable[[Any, Fitted], Any]:
+        """What :meth:`sites` compiles, a pure function of arrays and of what was
+        fitted: moments of all Gaussian sites, what tells their factors, and errors of
+        quadrature.
 
         :param arguments: of the model.
-        :param fitted: what was fitted.
         """
 
         def sites(
@@ -148,11 +146,37 @@ class JointPredictor(Predictor):
             total = averaged(about, fitted, weights)
             return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
 
-        program = remembered(self._sites, arguments.shapes, lambda: few(told))
-        with threads_for(self.structure.largest):
-            again = self._uses.again(program, arguments.shapes)
-            found = again(arguments.arrays, fitted)
-            at, marks, errors = jax.block_until_ready(found)
+        return told
+
+    def tells_often(self, arguments: Arguments) -> bool:
+        """Whether :meth:`sites` is asked so often that a fit may answer with it.
+
+        :param arguments: of the model.
+        """
+        return self._uses.number(arguments.shapes) > compiling.OFTEN // 2
+
+    @one_thread
+    def sites(
+        self, arguments: Arguments, fitted: Fitted, told: Any = None
+    ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
+        """Posteriors of all Gaussian sites, at the arguments of the fit; what tells
+        their factors; and errors of quadrature by observed site. Of a mixture the last
+        two are those of its first member.
+
+        :param arguments: of the model.
+        :param fitted: what was fitted.
+        :param told: what :meth:`telling` says of both, if it is known.
+        """
+        if told is None:
+            program = remembered(
+                self._sites, arguments.shapes, lambda: few(self.telling(arguments))
+            )
+            with threads_for(self.structure.largest):
+                again = self._uses.again(program, arguments.shapes)
+                told = again(arguments.arrays, fitted)
+                # All results of a program are there at once.
+                jax.block_until_ready(jax.tree.leaves(told)[:1])
+        at, marks, errors = told
         # Inducing values are whitened: predict_f has the process.
         hidden = {f"{name}.v" for name in self.structure.functions}
         names = [s.name for s in self.structure.sites if s.name not in hidden]

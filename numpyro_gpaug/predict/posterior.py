@@ -19,10 +19,11 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.observations import check_observations
-from numpyro_gpaug.model.structure import Arguments, Structure, remembered
+from numpyro_gpaug.model.structure import Structure, remembered
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.calls import Calls
 from numpyro_gpaug.predict.joint import (
@@ -78,7 +79,6 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         self._rule_errors: dict[str, float] = {}
 
     @classmethod
-    @one_thread
     def from_guide(
         cls,
         model: Callable[..., Any],
@@ -98,13 +98,35 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :raises ValueError: if params are missing, or if inducing inputs or
             hyperparameters are computed from a positional argument.
         """
+        return cls.of_guide(model, guide, params, args, kwargs)
+
+    @classmethod
+    @one_thread
+    def of_guide(
+        cls,
+        model: Callable[..., Any],
+        guide: ProcessGuide,
+        params: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        told: Any = None,
+    ) -> Posterior:
+        """See :meth:`from_guide`.
+
+        :param model: the model.
+        :param guide: its guide.
+        :param params: params of model and guide.
+        :param args: the model's arguments at the fit.
+        :param kwargs: its keyword arguments.
+        :param told: see :meth:`of_fit`.
+        """
         arguments = Arguments.split(args, kwargs)
         guide.set_up(arguments)
         structure = guide.structure_at(arguments)
         guide.check_params(params)
         fitted = Fitted.of_guide(guide, params)
         predictor = predictor_for(guide, model, structure)
-        return cls.of_fit(predictor, fitted, structure, args, kwargs, arguments)
+        return cls.of_fit(predictor, fitted, structure, args, kwargs, arguments, told)
 
     @classmethod
     def of_fit(
@@ -115,6 +137,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         arguments: Arguments | None = None,
+        told: Any = None,
     ) -> Posterior:
         """From what was fitted; see :meth:`from_guide`.
 
@@ -124,13 +147,14 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param args: these, observations included.
         :param kwargs: keyword arguments.
         :param arguments: both on the device, if they are there.
+        :param told: what the predictor's ``telling`` says of the fit, if that is known.
         """
         arguments = arguments or Arguments.split(args, kwargs)
         first = fitted.first.values
         origins = predictor.sources(arguments, structure, first)
         given = FitArguments.of_fit(predictor.model, structure, origins, args, kwargs)
         made = cls(predictor, fitted, given)
-        known = predictor.sites(arguments, fitted)
+        known = predictor.sites(arguments, fitted, told)
         made._sites, made._calls.marks, made._rule_errors = known
         warn_of_quadrature(made._rule_errors)
         return made

@@ -31,17 +31,12 @@ from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.whitening import cholesky_of_sums
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.sources import Sources, sources
-from numpyro_gpaug.model.structure import (
-    Arguments,
-    Block,
-    Observed,
-    Structure,
-    remembered,
-)
+from numpyro_gpaug.model.structure import Block, Observed, Structure, remembered
 from numpyro_gpaug.model.view import ModelView
 from numpyro_gpaug.predict.left_out import left_out
 from numpyro_gpaug.predict.mixture import (
@@ -205,13 +200,29 @@ class Predictor:
             )
         return found
 
+    def telling(self, arguments: Arguments) -> Callable[[Any, Fitted], Any]:
+        """A pure function of arrays and of what was fitted, whose answer :meth:`sites`
+        takes; none where :meth:`tells_often` is false.
+
+        :param arguments: of the model.
+        """
+        raise NotImplementedError
+
+    def tells_often(self, arguments: Arguments) -> bool:
+        """Whether a fit may answer with what :meth:`telling` says.
+
+        :param arguments: of the model.
+        """
+        return False
+
     def sites(
-        self, arguments: Arguments, fitted: Fitted
+        self, arguments: Arguments, fitted: Fitted, told: Any = None
     ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
         """What is known of jointly Gaussian latents: here there are none.
 
         :param arguments: of the model at the fit.
         :param fitted: what was fitted.
+        :param told: what :meth:`telling` says of both, if it is known.
         """
         return {}, {}, {}
 

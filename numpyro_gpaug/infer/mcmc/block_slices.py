@@ -25,8 +25,9 @@ from numpyro_gpaug.infer.mcmc.slices import AtAngle, EllipticalState, Ratio, Sli
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.predictors import scaled_sum
-from numpyro_gpaug.model.structure import Arguments, Block, flat_functions, run_model
+from numpyro_gpaug.model.structure import Block, flat_functions, run_model
 from numpyro_gpaug.model.view import ModelView
 
 

@@ -27,8 +27,9 @@ from numpyro_gpaug.infer.mcmc.groups import (
 )
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import precise
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.jaxpr import dependence_tree
-from numpyro_gpaug.model.structure import Arguments, flat_functions
+from numpyro_gpaug.model.structure import flat_functions
 from numpyro_gpaug.model.view import ModelView
 
 FACTORS_KWARG = "_gaussian_factors"

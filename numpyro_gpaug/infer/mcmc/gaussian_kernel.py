@@ -20,9 +20,10 @@ from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import precise
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.observations import check_observations, check_observed
-from numpyro_gpaug.model.structure import Arguments, Block, Structure
+from numpyro_gpaug.model.structure import Block, Structure
 from numpyro_gpaug.model.validation import check_arguments, cholesky_message
 from numpyro_gpaug.model.view import ModelView
 

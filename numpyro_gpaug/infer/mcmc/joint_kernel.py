@@ -13,11 +13,12 @@ from jax import Array, random
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.groups import Values
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.costs import FIT
 from numpyro_gpaug.model.inspect_joint import inspect_joint
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JointStructure
-from numpyro_gpaug.model.structure import Arguments, run_model
+from numpyro_gpaug.model.structure import run_model
 from numpyro_gpaug.model.whitened import white_numbers, whitened
 
 

@@ -31,9 +31,9 @@ from numpyro_gpaug.math.arrow_map import ArrowMap
 from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.pairs import PairedMap, PairFactors
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
-from numpyro_gpaug.model.structure import Arguments
 
 # The rise in nats that ends the moves, where rounding is not larger. An error in the
 # Gaussian is of second order in the bound, but of first in its gradient.

@@ -14,8 +14,9 @@ from numpyro_gpaug.infer.nested.hyperparameters import declared, sizes
 from numpyro_gpaug.infer.nested.predictions import AtDraws, mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
-from numpyro_gpaug.model.structure import Arguments, remembered
+from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.model.validation import check_arguments
 from numpyro_gpaug.predict import Posterior
 

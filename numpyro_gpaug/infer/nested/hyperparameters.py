@@ -18,14 +18,10 @@ from numpyro.distributions import biject_to, constraints
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.starts import MedianStart
-from numpyro_gpaug.model.structure import (
-    Arguments,
-    Trace,
-    any_key,
-    without_gaussians,
-)
+from numpyro_gpaug.model.structure import Trace, any_key, without_gaussians
 
 
 def compiled(

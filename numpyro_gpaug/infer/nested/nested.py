@@ -26,8 +26,9 @@ from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overvie
 from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
 from numpyro_gpaug.infer.vi.checks import check_gaussian
 from numpyro_gpaug.math.threads import threads_for
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
-from numpyro_gpaug.model.structure import Arguments, remembered
+from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.model.validation import check_arguments, check_densities
 from numpyro_gpaug.predict import Posterior
 

@@ -14,8 +14,8 @@ from numpyro_gpaug.infer.nested.bound import CollapsedBound, Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.math.threads import threads_for
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JOINT
-from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.predict import Posterior
 from numpyro_gpaug.predict.joint import predictor_for
 from numpyro_gpaug.predict.mixture import Fitted, Members

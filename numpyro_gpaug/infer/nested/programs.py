@@ -33,7 +33,8 @@ from numpyro_gpaug.infer.nested.bound import (
 )
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.math.importance import compensated_sum
-from numpyro_gpaug.model.structure import Arguments, Trace, run_model
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.structure import Trace, run_model
 from numpyro_gpaug.model.whitened import whitened
 
 # Numbers held at once while draws are made.

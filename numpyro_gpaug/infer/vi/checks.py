@@ -15,6 +15,7 @@ from numpyro_gpaug.infer.vi.batches import Blocks
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.processes import spans_processes, told_by_all
 from numpyro_gpaug.math.sharding import LATENTS
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import (
     check_by_name,
     check_count,
@@ -24,7 +25,7 @@ from numpyro_gpaug.model.calls import (
 from numpyro_gpaug.model.inspect import require_conjugate
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.observations import check_observations, check_observed
-from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.model.validation import check_arguments
 
 
@@ -183,7 +184,7 @@ class CheckedData:
                 "and run"
             )
         arguments = Arguments.split(args, kwargs).on(self._mesh)
-        data = fingerprint(arguments.arrays)
+        data = arguments.data
         leaves = jax.tree.leaves((state, arguments.arrays))
         traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
         seen = arguments.shapes, int(data)

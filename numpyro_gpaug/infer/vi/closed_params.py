@@ -19,15 +19,10 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
 from numpyro_gpaug.math.affine import Marginals
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.predictors import ExpectedLogLikelihood, of_site, scaled_sum
-from numpyro_gpaug.model.structure import (
-    Arguments,
-    Structure,
-    Trace,
-    conditional_of,
-    run_model,
-)
+from numpyro_gpaug.model.structure import Structure, Trace, conditional_of, run_model
 
 
 class ClosedParam(NamedTuple):

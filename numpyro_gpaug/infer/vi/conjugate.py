@@ -284,7 +284,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         epoch = steps_compared(plan.structure) if plan.noisy else 0
         if tol is None and self._searches(plan):
             tol = LEAST_RISE
-        limit = np.asarray(0 if tol is None or plan.noisy else tol, state.bound.dtype)
+        limit = np.asarray(0 if tol is None or plan.noisy else tol, plan.dtype)
         guard = self._runs.guard(num_steps, feed, plan)
         losses: list[np.ndarray] = []
         over = False
@@ -293,8 +293,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         progress = Progress(num_steps, pace, progress_bar, several=several)
         with progress, closing(feed), threads_for(plan.structure.largest):
             while wanted := progress.next():
-                taken, chunk, params = feed.steps(state, wanted, limit)
-                state = taken
+                taken = feed.steps(state, wanted, limit)
+                state, chunk = taken.state, taken.losses
                 losses.append(chunk)
                 # A bound of minus infinity is never known.
                 known = -chunk[-1:] > unknown_bound(chunk.dtype)
@@ -315,11 +315,12 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                     break
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         self._warn(state, plan, given, start if init_state is None else None)
-        if params is None or state is not taken:
-            params = self.get_params(state)
+        params, told = taken.params, taken.told
+        if params is None or state is not taken.state:
+            params, told = self.get_params(state), None
         return ConjugateResult(
             params, state, np.concatenate(losses), given.args, given.kwargs,
-            guard.restored, stopped=over,
+            guard.restored, stopped=over, told=told,
         )  # fmt: skip
 
     def _searches(self, plan: Plan) -> bool:
@@ -361,8 +362,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :raises ValueError: if params of the model or of the guide are missing.
         :raises TypeError: for params without arguments, and a state.
         """
+        told = None
         if isinstance(fit, ConjugateResult) and not args and not kwargs:
-            args, kwargs, params = fit.args, fit.kwargs, fit.params
+            args, kwargs, params, told = fit.args, fit.kwargs, fit.params, fit.told
         elif isinstance(fit, dict):
             params = fit
         else:
@@ -376,7 +378,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 "returned, svi.posterior(result), or the arguments too, "
                 "svi.posterior(params, X, y)"
             )
-        return Posterior.from_guide(self.model, self.guide, params, *args, **kwargs)
+        return Posterior.of_guide(self.model, self.guide, params, args, kwargs, told)
 
     def _display(self) -> tuple[str, Rows]:
         given = self.settings

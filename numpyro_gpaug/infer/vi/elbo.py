@@ -16,6 +16,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.math.linalg import Moments, precise
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.costs import FIT
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.inspect_joint import inspect_joint
@@ -24,7 +25,6 @@ from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.observations import check_observed
 from numpyro_gpaug.model.predictors import scaled_sum
 from numpyro_gpaug.model.structure import (
-    Arguments,
     Block,
     Structure,
     Trace,

@@ -20,8 +20,9 @@ from numpyro_gpaug.infer.vi.plan import Batch, Plan
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.processes import all_or_none, spans_processes, told_by_all
 from numpyro_gpaug.math.sharding import ROWS, on_mesh, row_processes, rows_placed
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import check_observations
-from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.model.validation import are_moderate, check_arguments
 from numpyro_gpaug.multilabel import prefetch
 
@@ -36,11 +37,13 @@ class Taken(NamedTuple):
     :param state: the last.
     :param losses: of the steps.
     :param params: constrained, at the last state, if they were asked for with it.
+    :param told: what a posterior asks of them, likewise.
     """
 
     state: ConjugateState
     losses: np.ndarray
     params: dict[str, Any] | None = None
+    told: Any = None
 
 
 class Feed(Protocol):
@@ -68,13 +71,14 @@ class InMemory(NamedTuple):
     """Arguments that steps see whole.
 
     :param arguments: of the model.
-    :param take: the steps, from state, number and tolerance: the state, losses, how
-        many they were, and params.
+    :param take: the steps, from state (``None`` if they begin the run), number and
+        tolerance: the state, losses, how many they were, params, and what a posterior
+        asks of these, if that is known.
     :param bounds: see :class:`Feed`.
     """
 
     arguments: Arguments
-    take: Callable[..., tuple[ConjugateState, Array, Array, dict[str, Any]]]
+    take: Callable[..., tuple[Any, ...]]
     bounds: Callable[[ConjugateState], Array]
 
     @property
@@ -87,9 +91,11 @@ class InMemory(NamedTuple):
         """Where they are."""
         return self.arguments.mesh
 
-    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
-        state, losses, taken, params = self.take(state, wanted, tol)
-        return Taken(state, np.asarray(losses)[: int(taken)], params)
+    def steps(
+        self, state: ConjugateState | None, wanted: int, tol: np.ndarray
+    ) -> Taken:
+        last, losses, taken, *known = self.take(state, wanted, tol)
+        return Taken(last, np.asarray(losses)[: int(taken)], *known)
 
     def close(self) -> None:
         pass

@@ -17,13 +17,9 @@ from numpyro_gpaug.gp.projection import lead, project
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments, precise
 from numpyro_gpaug.math.projecting import projected
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.sources import sources
-from numpyro_gpaug.model.structure import (
-    Arguments,
-    flat_functions,
-    remembered,
-    run_model,
-)
+from numpyro_gpaug.model.structure import flat_functions, remembered, run_model
 
 # Of the elements of a kernel matrix that the same program computes twice.
 _SAME = 1e-4

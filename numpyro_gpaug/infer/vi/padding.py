@@ -19,9 +19,10 @@ from numpyro_gpaug.infer.vi.plan import Settings
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.math.sharding import ROWS
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.rows import rows_apart
-from numpyro_gpaug.model.structure import Arguments, remembered
+from numpyro_gpaug.model.structure import remembered
 
 # At most one row in as many is added.
 _GRAIN = 32

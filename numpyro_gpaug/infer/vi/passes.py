@@ -38,8 +38,8 @@ from numpyro_gpaug.infer.vi.sweeps import (
 )
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.sharding import on_mesh
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import all_valid
-from numpyro_gpaug.model.structure import Arguments
 
 
 class Pass(NamedTuple):

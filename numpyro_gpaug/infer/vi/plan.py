@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,7 +20,8 @@ from numpyro_gpaug._numpyro import weighted_plates
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.closed_params import ClosedParam, closed_params
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
-from numpyro_gpaug.model.structure import Arguments, Plate, Structure
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.structure import Plate, Structure
 
 if TYPE_CHECKING:
     import optax
@@ -95,6 +97,11 @@ class Plan:
         """
         model, structure, passed = seen_in_batches(self.model, self.structure, batch)
         return replace(self, model=model, structure=structure, passed=passed)
+
+    @cached_property
+    def dtype(self) -> Any:
+        """Of bounds."""
+        return jnp.result_type(*(b.dtype for b in self.structure.blocks))
 
     @property
     def noisy(self) -> bool:

@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.loop import (
+    begin_and_advance,
     bounds_of_batches,
     copied,
     evaluate,
@@ -31,9 +33,10 @@ from numpyro_gpaug.infer.vi.start import check_start, initial_state, read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.compiling import Compiled, Uses
 from numpyro_gpaug.math.sharding import on_mesh
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_given
 from numpyro_gpaug.model.inspect import structure_at
-from numpyro_gpaug.model.structure import MAX_SHAPES, Arguments, remembered
+from numpyro_gpaug.model.structure import MAX_SHAPES, remembered
 
 
 class Programs:
@@ -52,6 +55,7 @@ class Programs:
         self.plans: dict[Any, Plan] = {}
         self._paces: dict[tuple[Plan, int], Pace] = {}
         self.uses = Uses()
+        self._tellings: dict[Any, Callable[..., Any] | None] = {}
         self.begin = Compiled(
             partial(initial_state, settings, model, guide),
             static_argnames=("static", "batch"),
@@ -65,6 +69,11 @@ class Programs:
             )
             for fn in (run_chunk, run_batches)
         )  # fmt: skip
+        # Beginning and steps in one, of fits that are made often.
+        self.begin_and_advance = Compiled(
+            partial(begin_and_advance, settings, model, guide),
+            static_argnames=("plan", "static", "telling"),
+        )
         self.read = Compiled(partial(read_params, guide))
         self.loss, self.bounds, self.sums, self.slopes = (
             Compiled(partial(fn, settings), static_argnames=("plan", "static"))
@@ -97,11 +106,56 @@ class Programs:
                 arguments.arrays, key, values, self._guide.initial_natural(values),
                 static=arguments.static, batch=batch,
             )  # fmt: skip
+        self._check(given, params, seen, valid, values)
+        self.plan(arguments, lambda: params)
+        return state
+
+    def started(
+        self,
+        arguments: Arguments,
+        given: Arguments,
+        key: Array,
+        number: np.int32,
+        tol: np.ndarray,
+    ) -> tuple[ConjugateState, Array, Array, dict[str, Any], Any]:
+        """The first steps, from an initial state that is checked once they are done, as
+        :func:`~numpyro_gpaug.infer.vi.loop.run_chunk` returns them: to the last bit
+        what :meth:`start` and steps from there lead to. And what posteriors ask for, if
+        they are made often.
+
+        :param arguments: with rows that do not count, perhaps.
+        :param given: without.
+        :param key: random key.
+        :param number: of steps, at most.
+        :param tol: see there.
+        """
+        plan = self.plans[arguments.shapes]
+        program = self.uses.often(self.begin_and_advance, arguments.shapes)
+        with on_mesh(arguments.mesh):
+            taken, params, seen, valid = program(
+                key, self._guide.initial_natural({}), number, tol, given.data,
+                arguments.arrays, plan=plan, static=arguments.static,
+                telling=self._telling(arguments),
+            )  # fmt: skip
+        self._check(given, params, seen, valid, {})
+        return taken
+
+    def _telling(self, arguments: Arguments) -> Callable[..., Any] | None:
+        def found() -> Callable[..., Any] | None:
+            predictor = self._guide.predictors.get(id(self._model))
+            if predictor is None or not predictor.tells_often(arguments):
+                return None
+            return predictor.telling(arguments)
+
+        # Asked once: what is compiled for either answer is kept.
+        return remembered(self._tellings, arguments.shapes, found)
+
+    def _check(
+        self, given: Arguments, params: Any, seen: Any, valid: Any, values: Any
+    ) -> None:
         if seen is not None:
             seen.check()
         check_start(self._model, self._guide, given, params, valid, values)
-        self.plan(arguments, lambda: params)
-        return state
 
     def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
         """Shapes of the params as model and guide declare them."""
@@ -149,8 +203,10 @@ class Programs:
             # JAX would keep what it compiled for every one of them.
             self.plans.clear()
             self._paces.clear()
+            self._tellings.clear()
             programs: tuple[Any, ...] = self.begin, self.advance, self.loss
             programs += self.bounds, self.advance_batches, self.sums, self.slopes
+            programs += (self.begin_and_advance,)
             for program in programs:
                 program.clear_cache()
         return remembered(self.plans, arguments.shapes, made)

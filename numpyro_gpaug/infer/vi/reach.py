@@ -28,13 +28,9 @@ from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.affine import LEAST_EXPLAINED, AffineMap
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JOINT, JointStructure
-from numpyro_gpaug.model.structure import (
-    Arguments,
-    Structure,
-    flat_functions,
-    run_model,
-)
+from numpyro_gpaug.model.structure import Structure, flat_functions, run_model
 
 # Of the rows, of which a fit may know as little: those that are inducing inputs
 # themselves are explained wherever the others are.

@@ -39,6 +39,7 @@ class ConjugateResult(Displayed, SVIRunResult):
     kwargs: dict[str, Any]
     restored: tuple[tuple[int, int], ...]
     stopped: bool
+    _told: tuple[dict[str, Any], Any] | None
 
     def __new__(
         cls,
@@ -50,11 +51,25 @@ class ConjugateResult(Displayed, SVIRunResult):
         restored: tuple[tuple[int, int], ...] = (),
         *,
         stopped: bool = False,
+        told: Any = None,
     ) -> Self:
         result = super().__new__(cls, params, state, losses)
         result.args, result.kwargs = args, kwargs or {}
         result.restored, result.stopped = restored, stopped
+        result._told = None if told is None else (dict(params), told)
         return result
+
+    @property
+    def told(self) -> Any:
+        """What the run says of the posterior at its params, for whoever makes that; if
+        it does, and if they are still the same."""
+        if self._told is None:
+            return None
+        of, told = self._told
+        same = of.keys() == self.params.keys()
+        return (
+            told if same and all(of[k] is x for k, x in self.params.items()) else None
+        )
 
     @property
     def put_back(self) -> dict[str, Any]:

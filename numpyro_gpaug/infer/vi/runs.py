@@ -30,10 +30,10 @@ from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.sharding import on_mesh
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint_reading import IN_DENSITY
-from numpyro_gpaug.model.structure import Arguments, Structure
+from numpyro_gpaug.model.structure import Structure
 
 
 class Runs:
@@ -65,42 +65,55 @@ class Runs:
         state: ConjugateState | None,
         init_params: dict[str, Any] | None,
         given: Given,
-    ) -> tuple[ConjugateState, Plan, Feed]:
+    ) -> tuple[Any, Plan, Feed]:
         """Where a run starts, its plan, and what its steps see.
 
         :param key: random key.
         :param state: to continue from, if it does.
         :param init_params: constrained values to start from, by param name.
         :param given: the arguments of the run.
+        :return: as a state ``None``, if the program of the first steps makes it.
         """
         first = self.check(given, begins=state is None)
         if given.batches is None:
             arguments = self.shared(first, key)
         else:
             arguments = first.on(self._mesh)
+        if state is None and not init_params and self._at_once(given, arguments):
+            plan = self._programs.plans[arguments.shapes]
+            return None, plan, self._feed(given, arguments, plan, first, key)
 
         def started(init_params: dict[str, Any] | None) -> ConjugateState:
             return self._programs.start(arguments, first, key, init_params, given.batch)
 
-        fresh, data = state is None, fingerprint(first.arrays)
+        fresh = state is None
         if state is None:
             state = started(init_params)
         else:
             check_state(state, "init_state")
-            state = _unmarked(copied(state), data)
+            state = _unmarked(copied(state), first.data)
         plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
         check_latents(plan.structure, arguments.mesh)
-        feed = self._feed(given, arguments, plan, data)
+        feed = self._feed(given, arguments, plan, first, key)
         searches = self._settings.optim == LBFGS and not init_params
-        opposite = _opposite(state, plan.structure) if fresh and searches else {}
-        if opposite and given.batches is None:
-            limit = np.zeros((), state.bound.dtype)
+        opposite = _opposite(plan.structure, state.hyper.values)
+        if opposite and fresh and searches and given.batches is None:
+            limit = np.zeros((), plan.dtype)
             both = state, started(opposite)
             ends = [feed.steps(copied(each), 1, limit) for each in both]
-            losses = [float(loss[-1]) for _, loss, _ in ends]
+            losses = [float(end.losses[-1]) for end in ends]
             state = both[losses[1] < losses[0]]
         return state, plan, feed
+
+    def _at_once(self, given: Given, arguments: Arguments) -> bool:
+        """Whether a fresh run begins in the program of its first steps: one that is
+        made often, of which it is known that it has one start."""
+        plan = self._programs.plans.get(arguments.shapes)
+        if plan is None or given.batches is not None:
+            return False
+        often = self._programs.uses.are_often(arguments.shapes)
+        return often and not _held_apart(plan.structure)
 
     def check(self, given: Given, *, begins: bool) -> Arguments:
         """Raises for arguments that cannot be fitted.
@@ -121,15 +134,18 @@ class Runs:
         given: Given,
         arguments: Arguments,
         plan: Plan,
-        data: np.uint32,
+        first: Arguments,
+        key: Array,
     ) -> Feed:
         """What steps see.
 
         :param given: the arguments of the run.
         :param arguments: those of a step.
         :param plan: of the run.
-        :param data: fingerprint of the arguments.
+        :param first: its arguments, without rows that do not count.
+        :param key: its random key.
         """
+        data = first.data
         if given.batches is not None:
             reader = Reader(given, self._model, plan.structure, self._mesh)
             if given.batch is None:
@@ -148,7 +164,13 @@ class Runs:
         # Of one program, so that it makes no difference where a run is divided.
         advance = self._programs.uses.again(self._programs.advance, plan)
 
-        def steps(state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
+        @one_thread
+        def begun(wanted: int, tol: np.ndarray) -> Any:
+            return self._programs.started(arguments, first, key, np.int32(wanted), tol)
+
+        def steps(state: ConjugateState | None, wanted: int, tol: np.ndarray) -> Any:
+            if state is None:
+                return begun(wanted, tol)
             return self.steps(state, wanted, tol, data, arguments, plan, advance)
 
         @one_thread
@@ -226,10 +248,14 @@ def _unmarked(state: ConjugateState, data: np.uint32) -> ConjugateState:
     )
 
 
-def _opposite(state: ConjugateState, structure: Structure) -> dict[str, Array]:
-    """Starts of the other sign, by param, of Gaussian sites that are held apart because
-    they multiply others: at zero nothing depends on these, so that a search does not
-    get from one sign to the other."""
+def _held_apart(structure: Structure) -> list[str]:
+    """Params of Gaussian sites that are held apart because they multiply others."""
     held = getattr(structure, "held", ())
-    names = [f"{site}_auto_loc" for site, why in held if why.startswith(IN_DENSITY)]
-    return {k: -state.hyper.values[k] for k in names if k in state.hyper.values}
+    return [f"{site}_auto_loc" for site, why in held if why.startswith(IN_DENSITY)]
+
+
+def _opposite(structure: Structure, values: dict[str, Any]) -> dict[str, Array]:
+    """Starts of the other sign, by param, of sites that multiply others: at zero
+    nothing depends on these, so that a search does not get from one sign to the
+    other."""
+    return {k: -values[k] for k in _held_apart(structure) if k in values}

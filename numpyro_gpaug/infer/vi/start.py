@@ -28,14 +28,10 @@ from numpyro_gpaug.infer.vi.plan import (
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.sharding import latents_apart
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.observations import invalid_error, valid_observations
-from numpyro_gpaug.model.structure import (
-    Arguments,
-    Structure,
-    flat_functions,
-    run_model,
-)
+from numpyro_gpaug.model.structure import Structure, flat_functions, run_model
 from numpyro_gpaug.model.validation import check_param
 
 

@@ -29,7 +29,7 @@ from numpyro_gpaug.infer.vi.sweeps import (
     damped_sweep,
     starts_augmented,
 )
-from numpyro_gpaug.model.structure import Arguments
+from numpyro_gpaug.model.arguments import Arguments
 
 
 class Carry(NamedTuple):

@@ -21,8 +21,8 @@ from numpyro_gpaug.infer.vi.elbo import (
     view_at,
 )
 from numpyro_gpaug.math.linalg import default_jitter, one_by_one, precise
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect import structure_at
-from numpyro_gpaug.model.structure import Arguments
 from numpyro_gpaug.model.view import ModelView
 
 ESTIMATORS = ("symmetric", "spectral")

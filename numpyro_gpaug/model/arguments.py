@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of models, parted into arrays and all else."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from numpyro_gpaug.math.arrays import as_arrays, held
+from numpyro_gpaug.math.fingerprints import fingerprint
+from numpyro_gpaug.math.sharding import ROWS, placed, rows_mesh
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether an argument is traced; anything else is static."""
+    return isinstance(leaf, np.ndarray | np.generic | jax.Array)
+
+
+class _Split(NamedTuple):
+    arrays: tuple[Array, ...]
+    static: tuple[Any, tuple[tuple[int, Hashable], ...], int | None]
+
+
+class Arguments(_Split):
+    """Model arguments split for ``jax.jit``: arrays traced, the rest static.
+
+    :param arrays: the arrays; the last is the number of rows that count if there are
+        more (:meth:`with_rows`).
+    :param static: their tree, its other leaves, and the number of rows if not all
+        count.
+    """
+
+    @classmethod
+    def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Splits positional and keyword arguments; where rows of one are shared out
+        among devices, those of all are."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = held([x for x in leaves if is_array(x)])
+        static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
+        given = cls(arrays, (treedef, static, None))
+        return given.on(given.mesh)
+
+    def on(self, mesh: Mesh | None) -> Arguments:
+        """The arguments, rows shared out and all else copied.
+
+        :param mesh: from :func:`~numpyro_gpaug.math.sharding.rows_mesh`; ``None``
+            changes nothing.
+        :raises ValueError: for rows that cannot be shared out evenly.
+        """
+        if mesh is None:
+            return self
+        num, parts = self.num_rows, mesh.shape[ROWS]
+        if num % parts:
+            raise ValueError(
+                f"{num} rows cannot be shared out evenly among {parts} devices; rows "
+                "of no weight are added by a run on full data where this is proved to "
+                "change no fit, and it was not: leave out some rows, or add some under "
+                "numpyro.handlers.mask"
+            )
+        return self._replace(arrays=tuple(placed(x, mesh, num) for x in self.arrays))
+
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        """Where rows are shared out."""
+        return rows_mesh(None, self.arrays)
+
+    @cached_property
+    def data(self) -> np.uint32:
+        """What tells these arrays from others."""
+        return fingerprint(self.arrays)
+
+    @property
+    def num_rows(self) -> int:
+        """The length of the first array, which has a row per datum, as all of its
+        length have."""
+        return next((len(x) for x in self.arrays if x.ndim), 0)
+
+    def with_rows(self, size: int) -> Arguments:
+        """The arguments with ``size`` rows, the added ones repeated and of no weight.
+
+        :param size: at least :attr:`num_rows`.
+        """
+        num = self.num_rows
+        chosen = np.minimum(np.arange(size), num - 1)
+        arrays: list[Any] = [
+            np.asarray(x)[chosen] if x.ndim and len(x) == num else x
+            for x in self.arrays
+        ]
+        arrays.append(np.int32(num))
+        return Arguments(tuple(arrays), (*self.static[:2], size))
+
+    def counting_all(self) -> Arguments:
+        """The same in which all rows count."""
+        if self.static[-1] is None:
+            return self
+        return Arguments(self.arrays[:-1], (*self.static[:2], None))
+
+    @cached_property
+    def shapes(self) -> Hashable:
+        """What compiled programs depend on."""
+        return tuple((x.shape, x.dtype) for x in self.arrays), self.static, self.mesh
+
+    @staticmethod
+    def select_arrays(tree: Any, items: list[Any]) -> list[Any]:
+        """Of ``items``, one per leaf of ``tree``, those of the array leaves."""
+        leaves = jax.tree.leaves(tree)
+        return [item for x, item in zip(leaves, items, strict=True) if is_array(x)]
+
+    def merge(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments again, arrays as JAX's: NumPy's cannot
+        be indexed by the traced indices of a plate."""
+        treedef, static, _ = self.static
+        leaves, arrays = dict(static), iter(as_arrays(list(self.arrays)))
+        ordered = [
+            leaves[i] if i in leaves else next(arrays)
+            for i in range(treedef.num_leaves)
+        ]
+        return jax.tree.unflatten(treedef, ordered)
