@@ -93,6 +93,18 @@ def test_repeated_fits_are_equal_and_later_ones_to_rounding(monkeypatch) -> None
         jax.random.key(0), 2, y=Y, group=GROUP, progress_bar=False,
         init_state=short.state,
     )  # fmt: skip
+    for wrong, message in ((Y, GROUP + 1), "1 to 4"), ((Y * np.nan, GROUP), "NaN"):
+        with pytest.raises(ValueError, match=message):
+            run(svi, *wrong)
+    # The run has answered what the posterior asks, of no other params than its own.
+    assert fit.told is not None
+    kept = pickle.loads(pickle.dumps(fit))
+    np.testing.assert_array_equal(kept.losses, fit.losses)
+    fit.params["sd_auto_loc"] = 3 * fit.params["sd_auto_loc"]
+    again = svi.posterior(fit), svi.posterior(dict(fit.params), y=Y, group=GROUP)
+    for moved, same in zip(*map(moments, again), strict=True):
+        np.testing.assert_array_equal(moved, same)
+    assert np.abs(moments(again[0])[2] - moments(posterior)[2]).max() > 0.1
     compiling._compiles.cache_clear()
     for first, second, *later in zip(*found, strict=True):
         np.testing.assert_array_equal(first, second)
