@@ -19,6 +19,7 @@ from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import latent_first
 from numpyro_gpaug.guides.continued import ContinuedGP, earlier_of, earlier_params
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
+from numpyro_gpaug.math.affine import GaussianPrior
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments, precise
 from numpyro_gpaug.math.pseudo_data import PseudoData, SeenPrior
@@ -112,7 +113,7 @@ class _TrackedView(ModelView):
         return found
 
     def priors(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        found: dict[str, GaussianPrior] = {}
         own = super().priors()
         for block in self.structure.blocks:
             data = PseudoData(*earlier_of(block, self.values))

@@ -16,7 +16,7 @@ but by construction: ``P + A diag(w) A'`` or ``I + sqrt(w) A' A sqrt(w)``.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,24 @@ class GaussianFactors(NamedTuple):
 
     potential: Array
     precision: Array
+
+
+class GaussianPrior(Protocol):
+    """What fits ask of a prior of Gaussian latents."""
+
+    @property
+    def loc(self) -> Array:
+        """Means, (latents, M)."""
+
+    @property
+    def natural(self) -> Any:
+        """Potential and precision."""
+
+    def divergence(self, q: Any) -> Array:
+        """KL(q || prior), (latents,)."""
+
+    def pull(self, mean: Array) -> Array:
+        """Gradient of :meth:`divergence` in the means, (latents, M)."""
 
 
 class Prior(NamedTuple):

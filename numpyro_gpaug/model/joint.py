@@ -15,10 +15,8 @@ from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.affine import Prior
-from numpyro_gpaug.math.arrow import ArrowPrior
+from numpyro_gpaug.math.affine import GaussianPrior
 from numpyro_gpaug.math.arrow_map import ArrowMap
-from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.arrow import BySites, Predictors
@@ -281,11 +279,11 @@ class JointView:
         return jnp.asarray(np.concatenate(left)), jnp.asarray(np.concatenate(right))
 
     @property
-    def prior(self) -> Prior | ArrowPrior | ChainPrior:
+    def prior(self) -> GaussianPrior:
         """Standard normal, or steps that follow each other."""
         return self.structure.prior(self.links)
 
-    def priors(self) -> dict[str, Prior | ArrowPrior | ChainPrior]:
+    def priors(self) -> dict[str, GaussianPrior]:
         """:attr:`prior` by block."""
         return {JOINT: self.prior}
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.math import small
-from numpyro_gpaug.math.affine import Prior
+from numpyro_gpaug.math.affine import GaussianPrior, Prior
 from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
 from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.math.recurrences import linear, step_before
@@ -247,7 +247,7 @@ class JointStructure(Structure):
             found = found.at[:, :, own[:, None], own].set(link)
         return found
 
-    def prior(self, links: tuple[Array, ...]) -> Prior | ArrowPrior | ChainPrior:
+    def prior(self, links: tuple[Array, ...]) -> GaussianPrior:
         """Of its numbers.
 
         :param links: by chain.

@@ -29,15 +29,13 @@ from numpyro_gpaug.infer.vi.evaluation import (
 )
 from numpyro_gpaug.math.affine import (
     AffineMap,
+    GaussianPrior,
     Marginals,
-    Prior,
     scatter,
     selected,
 )
 from numpyro_gpaug.math.affine_blocks import AffineBlocks
-from numpyro_gpaug.math.arrow import ArrowPrior
 from numpyro_gpaug.math.arrow_map import ArrowMap
-from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.math.pairs import PairedMap
 
 # By block: a NaturalGaussian, an ArrowNatural or a ChainNatural.
@@ -76,7 +74,7 @@ class LatentGaussian:
     """
 
     maps: Mapping[str, AffineMap | AffineBlocks | PairedMap | ArrowMap]
-    priors: Mapping[str, Prior | ArrowPrior | ChainPrior]
+    priors: Mapping[str, GaussianPrior]
     scales: dict[str, Any]
     latents: dict[str, Array | None]
     coupled: tuple[str, ...]
