@@ -26,6 +26,9 @@ from numpyro_gpaug.infer.vi.sweeps import slopes_at, was_whole
 
 # Moves of the blocks, at most, and the rise in nats that ends those of a fit.
 MAX_MOVES, SETTLED = 50, 1e-4
+# Of what bounds show of a rise, what slopes do. Mixing ends in many moves that gain
+# little each: in float32 those that bounds do not show were .1 of 400 nats.
+FINER = 1 / 256
 # Targets that are mixed, and of how much of their residuals' size differences may be
 # rounding.
 MEMORY, RIDGE = 6, 1e-5
@@ -59,18 +62,19 @@ def settled(
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _, _ = carry
-        least = jnp.maximum(evaluation.rounding, tolerance)
-        return (moves < MAX_MOVES) & (rise > least)
+        shown = evaluation.rounding * (FINER if several else 1)
+        return (moves < MAX_MOVES) & (rise > jnp.maximum(shown, tolerance))
 
     def move(carry: Any) -> Any:
         moves, place, _, total, memory = carry
-        first, before = moves == 0, place[1].bound
+        first, before = moves == 0, place[1]
         if several:
             place, memory = _mixed_or_swept(
                 problem, place, memory, moves, sweep, augmented
             )
-            rise = place[1].bound - before
+            rise = place[1].bound - before.bound
             total += jnp.where(first, 0, rise)
+            rise = jnp.where(first, rise, _seen(problem, before, place[1], rise))
         else:
             # Of the first move too, which evaluates where it starts: a start close to
             # the optimum takes one move.
@@ -90,6 +94,24 @@ def settled(
     )  # fmt: skip
     _, (natural, evaluation, steps), _, total, _ = lax.while_loop(going, move, start)
     return natural, evaluation._replace(rise=total), steps
+
+
+def _seen(
+    problem: LatentGaussian, before: Evaluation, after: Evaluation, rise: Array
+) -> Array:
+    """By how much a move made the bound rise; where that may be rounding, by the slopes
+    along it, whose mean times its length is the same to second order.
+
+    :param problem: the problem.
+    :param before: the evaluation where the move began.
+    :param after: that where it ended.
+    :param rise: of the bound.
+    """
+    along = jnp.zeros_like(rise)
+    for name in after.moments:
+        ends = problem.place(name, before), problem.place(name, after)
+        along += 0.5 * sum(problem.slopes_between(name, *ends))
+    return jnp.where(rise > after.rounding, rise, along)
 
 
 def are_mixed(natural: Natural) -> bool:
