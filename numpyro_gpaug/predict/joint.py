@@ -76,9 +76,10 @@ class JointPredictor(Predictor):
         :return: whether it is to be predicted by groups: it is much, and each row was
             found to look at one.
         """
+        static = arguments.static  # the program outlives the arrays
 
         def checks(arrays: Any, fitted: Fitted) -> Any:
-            view = self._view(arrays, arguments.static, fitted)
+            view = self._view(arrays, static, fitted)
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
             reached = [extremes for _, extremes in gathers]
@@ -122,11 +123,12 @@ class JointPredictor(Predictor):
 
         :param arguments: of the model.
         """
+        static = arguments.static  # the program outlives the arrays
 
         def sites(
             arrays: Any, fitted: Fitted
         ) -> tuple[dict[str, SiteMoments], Any, Any]:
-            view = self._view(arrays, arguments.static, fitted)
+            view = self._view(arrays, static, fitted)
             q = self._moments(fitted.own)[JOINT]
             found = {s.name: _site(view, s.name, q) for s in view.structure.sites}
             return found, view, q
@@ -199,10 +201,11 @@ class JointPredictor(Predictor):
         :param fitted: what was fitted.
         :param means: of the sites, in its mixture.
         """
+        static = arguments.static  # the program outlives the arrays
 
         def covariances(arrays: Any, fitted: Fitted, means: dict[str, Array]) -> Any:
             def of_one(fitted: Fitted) -> dict[str, Array]:
-                view = self._view(arrays, arguments.static, fitted)
+                view = self._view(arrays, static, fitted)
                 q, found = self._moments(fitted.own)[JOINT], {}
                 for k, mean in means.items():
                     map_ = view.affine(k).matrices
