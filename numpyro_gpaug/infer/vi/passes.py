@@ -25,7 +25,9 @@ from numpyro_gpaug.infer.vi.settling import (
     SETTLED,
     Memory,
     are_mixed,
+    least_seen,
     mixed,
+    seen,
 )
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Stepper
@@ -184,7 +186,7 @@ def add_gradient(
 
 
 _moved, _goes_on, _at_end = map(few, (quasi_newton.moved, goes_on, at_end))
-_empty, _mix, _after = few(Memory.empty), few(mixed), few(Memory.after)
+_empty, _mix = few(Memory.empty), few(mixed)
 
 
 @few
@@ -192,6 +194,15 @@ def _searched(
     state: ConjugateState, values: dict[str, Any], at: Collapsed, ascent: dict[str, Any]
 ) -> ConjugateState:
     return searched(state, values, at, lambda: ascent, lambda ascent: {})
+
+
+def _rise(before: Pass, after: Pass) -> Array:
+    """By how much a move made the bound rise."""
+    along = jnp.zeros_like(after.bound)
+    for name, mean in after.means.items():
+        slopes = before.ascents[name] + after.ascents[name]
+        along += 0.5 * (slopes * (mean - before.means[name])).sum()
+    return seen(after.bound - before.bound, after.rounding, along)
 
 
 class Passes:
@@ -300,17 +311,20 @@ class Passes:
         here, first = self._pass(state, last=False), state.step
         mixes = are_mixed(state.natural)
         memory = _empty(state.natural) if mixes else None
-        before: Any = here.bound if mixes else -np.inf
+        before: Any = -np.inf
         # Where targets are mixed the first move is the evaluation.
         for moves in range(mixes, MAX_MOVES):
             state = state._replace(step=first + moves - mixes)
             if memory is None:
                 state, here = self._sweep(state, here)
+                rise, least = here.bound - before, max(here.rounding, SETTLED)
+                before = here.bound
             else:
+                start = here
                 state, here, memory = self._mixed(state, here, memory, moves)
-            if not here.bound - before > max(here.rounding, SETTLED):
+                rise, least = _rise(start, here), least_seen(here.rounding, SETTLED)
+            if not rise > least:
                 break
-            before = here.bound
         return state, here
 
     def _mixed(
@@ -322,10 +336,11 @@ class Passes:
         there = state._replace(natural=proposal)
         found = self._pass(there, last=True)
         rose = found.bound >= here.bound - here.rounding
+        rose = rose and -_rise(here, found) <= least_seen(here.rounding, SETTLED)
         there = there._replace(bound=found.bound)
         if not rose:
             there, found = self._sweep(state, here)
-        return there, found, _after(memory, number, rose)
+        return there, found, memory
 
     def _gradient(
         self, state: ConjugateState, ascent: dict[str, Array]

@@ -27,7 +27,8 @@ from numpyro_gpaug.infer.vi.sweeps import slopes_at, was_whole
 # Moves of the blocks, at most, and the rise in nats that ends those of a fit.
 MAX_MOVES, SETTLED = 50, 1e-4
 # Of what bounds show of a rise, what slopes do. Mixing ends in many moves that gain
-# little each: in float32 those that bounds do not show were .1 of 400 nats.
+# little each, and may lose little: in float32 bounds show neither, and moves ended with
+# one that fell by less than rounding, nats below the optimum.
 FINER = 1 / 256
 # Targets that are mixed, and of how much of their residuals' size differences may be
 # rounding.
@@ -62,19 +63,22 @@ def settled(
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _, _ = carry
-        shown = evaluation.rounding * (FINER if several else 1)
-        return (moves < MAX_MOVES) & (rise > jnp.maximum(shown, tolerance))
+        if several:
+            least = least_seen(evaluation.rounding, tolerance)
+        else:
+            least = jnp.maximum(evaluation.rounding, tolerance)
+        return (moves < MAX_MOVES) & (rise > least)
 
     def move(carry: Any) -> Any:
         moves, place, _, total, memory = carry
         first, before = moves == 0, place[1]
         if several:
             place, memory = _mixed_or_swept(
-                problem, place, memory, moves, sweep, augmented
+                problem, place, memory, moves, sweep, augmented, tolerance
             )
             rise = place[1].bound - before.bound
             total += jnp.where(first, 0, rise)
-            rise = jnp.where(first, rise, _seen(problem, before, place[1], rise))
+            rise = jnp.where(first, rise, _seen(problem, before, place[1]))
         else:
             # Of the first move too, which evaluates where it starts: a start close to
             # the optimum takes one move.
@@ -96,22 +100,33 @@ def settled(
     return natural, evaluation._replace(rise=total), steps
 
 
-def _seen(
-    problem: LatentGaussian, before: Evaluation, after: Evaluation, rise: Array
-) -> Array:
-    """By how much a move made the bound rise; where that may be rounding, by the slopes
-    along it, whose mean times its length is the same to second order.
-
-    :param problem: the problem.
-    :param before: the evaluation where the move began.
-    :param after: that where it ended.
-    :param rise: of the bound.
-    """
-    along = jnp.zeros_like(rise)
+def _seen(problem: LatentGaussian, before: Evaluation, after: Evaluation) -> Array:
+    """:func:`seen`, from evaluations at both ends of a move."""
+    along = jnp.zeros_like(after.bound)
     for name in after.moments:
         ends = problem.place(name, before), problem.place(name, after)
         along += 0.5 * sum(problem.slopes_between(name, *ends))
-    return jnp.where(rise > after.rounding, rise, along)
+    return seen(after.bound - before.bound, after.rounding, along)
+
+
+def seen(change: Array, rounding: Array, along: Array) -> Array:
+    """By how much a move made the bound rise, as far as is known.
+
+    :param change: of the bound.
+    :param rounding: which may hide it.
+    :param along: the mean of the slopes at both ends times the length of the move,
+        which is the same to second order.
+    """
+    return jnp.where(change > rounding, change, along)
+
+
+def least_seen(rounding: Array, tolerance: float) -> Array:
+    """The rise that ends mixing, and the fall that refuses what was mixed.
+
+    :param rounding: of bounds.
+    :param tolerance: in nats.
+    """
+    return jnp.maximum(FINER * rounding, tolerance)
 
 
 def are_mixed(natural: Natural) -> bool:
@@ -144,15 +159,6 @@ class Memory(NamedTuple):
         residuals = jnp.zeros((MEMORY, *residual.shape), residual.dtype)
         return cls(targets, residuals, jnp.zeros(MEMORY, bool))
 
-    def after(self, moves: Array, rose: Array) -> Memory:
-        """Where mixing has failed only the last target is a guide.
-
-        :param moves: the number of the move.
-        :param rose: whether the bound has risen by what was mixed.
-        """
-        last = jnp.arange(MEMORY) == moves % MEMORY
-        return self._replace(known=self.known & (rose | last))
-
 
 def _mixed_or_swept(
     problem: LatentGaussian,
@@ -161,6 +167,7 @@ def _mixed_or_swept(
     moves: Array,
     sweep: Callable[..., Place],
     augmented: Callable[[Array], Array | None],
+    tolerance: float,
 ) -> tuple[Place, Memory]:
     """One move. The first only evaluates."""
     natural, evaluation, steps = place
@@ -183,11 +190,13 @@ def _mixed_or_swept(
     outcome = problem.evaluate(proposal)
     # False for a bound of NaN.
     rose = outcome.bound >= evaluation.bound - evaluation.rounding
+    fall = -_seen(problem, evaluation, outcome)
+    rose &= (moves == 0) | (fall <= least_seen(evaluation.rounding, tolerance))
     place = lax.cond(
         rose, lambda: (proposal, outcome, steps),
         lambda: sweep(natural, evaluation, steps, before, moves == 0),
     )  # fmt: skip
-    return place, memory.after(moves, rose)
+    return place, memory
 
 
 def mixed(
