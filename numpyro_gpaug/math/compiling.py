@@ -124,11 +124,7 @@ class Compiled:
         update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
-        leaves, tree = jax.tree.flatten((args, dynamic))
-        if are_traced(leaves):
-            return self._inner(*args, **kwargs)
-        return self._called(self._program(leaves, tree, args, kwargs), args, kwargs)
+        return self._called(self._program(args, kwargs), args, kwargs)
 
     def often(self) -> Callable[..., Any]:
         """The program of what is used often, at arguments of one kind: with LLVM's
@@ -137,14 +133,13 @@ class Compiled:
         chosen: list[Any] = []
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not chosen:
-                dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
-                leaves, tree = jax.tree.flatten((args, dynamic))
-                if are_traced(leaves):
-                    return self._inner(*args, **kwargs)
-                program = self._program(leaves, tree, args, kwargs)
-                chosen[:] = [self._often if program is self._unoptimised else program]
-            return self._called(chosen[0], args, kwargs)
+            program = chosen[0] if chosen else self._program(args, kwargs)
+            if program is self._unoptimised:
+                program = self._often
+            # That of traced arguments says nothing of others.
+            if program is not self._inner:
+                chosen[:] = [program]
+            return self._called(program, args, kwargs)
 
         return called
 
@@ -191,9 +186,11 @@ class Compiled:
             return self._inner
         return jax.jit(self._function, compiler_options=options, **self._options)
 
-    def _program(
-        self, leaves: list[Any], tree: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _program(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
+        leaves, tree = jax.tree.flatten((args, dynamic))
+        if are_traced(leaves):
+            return self._inner
         if self._runs > 1 and self._whole is self._unoptimised:
             return self._whole
         static = tuple((k, v) for k, v in kwargs.items() if k in self._static)

@@ -73,12 +73,12 @@ def settled(
         moves, place, _, total, memory = carry
         first, before = moves == 0, place[1]
         if several:
-            place, memory = _mixed_or_swept(
+            place, rise, memory = _mixed_or_swept(
                 problem, place, memory, moves, sweep, augmented, tolerance
             )
-            rise = place[1].bound - before.bound
-            total += jnp.where(first, 0, rise)
-            rise = jnp.where(first, rise, _seen(problem, before, place[1]))
+            change = place[1].bound - before.bound
+            total += jnp.where(first, 0, change)
+            rise = jnp.where(first, change, rise)
         else:
             # Of the first move too, which evaluates where it starts: a start close to
             # the optimum takes one move.
@@ -168,8 +168,8 @@ def _mixed_or_swept(
     sweep: Callable[..., Place],
     augmented: Callable[[Array], Array | None],
     tolerance: float,
-) -> tuple[Place, Memory]:
-    """One move. The first only evaluates."""
+) -> tuple[Place, Array, Memory]:
+    """One move, and its rise. The first only evaluates, and has none."""
     natural, evaluation, steps = place
     before = jnp.maximum(moves - 1, 0)
 
@@ -190,13 +190,15 @@ def _mixed_or_swept(
     outcome = problem.evaluate(proposal)
     # False for a bound of NaN.
     rose = outcome.bound >= evaluation.bound - evaluation.rounding
-    fall = -_seen(problem, evaluation, outcome)
-    rose &= (moves == 0) | (fall <= least_seen(evaluation.rounding, tolerance))
-    place = lax.cond(
-        rose, lambda: (proposal, outcome, steps),
-        lambda: sweep(natural, evaluation, steps, before, moves == 0),
-    )  # fmt: skip
-    return place, memory
+    rise = _seen(problem, evaluation, outcome)
+    rose &= (moves == 0) | (rise >= -least_seen(evaluation.rounding, tolerance))
+
+    def swept() -> tuple[Place, Array]:
+        place = sweep(natural, evaluation, steps, before, moves == 0)
+        return place, _seen(problem, evaluation, place[1])
+
+    place, rise = lax.cond(rose, lambda: ((proposal, outcome, steps), rise), swept)
+    return place, rise, memory
 
 
 def mixed(
