@@ -7,9 +7,11 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +115,10 @@ def test_loops_are_longer_where_that_is_quicker(
 
 
 @pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C as in a terminal: what runs in the background may be set to ignore it."""
+def interruptible(monkeypatch) -> Iterator[None]:
+    """Ctrl-C as in a terminal: what runs in the background may be set to ignore it.
+    No run of this script was interrupted before."""
+    monkeypatch.setattr("numpyro_gpaug.infer.vi.progress._ended_in", None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -146,6 +150,46 @@ def test_two_interrupts_end_it_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         run(make(), 300, callback=interrupt)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("how", [{}, {"tol": 1e3}])
+def test_a_run_that_ends_by_itself_passes_an_interrupt_on(how) -> None:
+    """A cross-validation, whose fits are a loop each, ends at Ctrl-C."""
+    ended = []
+
+    def interrupt(state, losses):
+        ended.append(len(losses))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    steps = 300 if how else 100
+    with pytest.raises(KeyboardInterrupt):
+        run(make(), steps, callback=interrupt, **how)
+    assert len(ended) == 1
+    assert ended[0] <= 100
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+CELL = """
+for _ in range(3):
+    with warnings.catch_warnings(action="ignore"):
+        fits.append(run(svi, 200, callback=interrupt))
+"""
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_ends_a_loop_of_long_fits() -> None:
+    """And is for a run again in the next cell of a notebook."""
+    fits: list[Any] = []
+
+    def interrupt(state, losses):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    names = dict(fits=fits, run=run, svi=make(), interrupt=interrupt, warnings=warnings)
+    for cell in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            exec(CELL, names)
+        assert [len(fit.losses) for fit in fits] == [100] * cell
 
 
 @pytest.mark.parametrize(

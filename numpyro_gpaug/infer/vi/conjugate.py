@@ -271,8 +271,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             :func:`~numpyro_gpaug.infer.save_state`.
         :param kwargs: the model's keyword arguments.
         :return: params, state and the losses of the steps taken; with the arguments,
-            for :meth:`posterior`. After Ctrl-C they are those so far, with a warning; a
-            second one raises.
+            for :meth:`posterior`. After Ctrl-C they are those so far, with a warning;
+            where no steps were left, and of a second one in the same script or
+            notebook cell, it raises ``KeyboardInterrupt``.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
         check_run(rng_key, num_steps, tol)
@@ -287,7 +288,6 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         limit = np.asarray(0 if tol is None or plan.noisy else tol, plan.dtype)
         guard = self._runs.guard(num_steps, feed, plan)
         losses: list[np.ndarray] = []
-        over = False
         pace = self._programs.pace(plan, feed.size)
         several = spans_processes(feed.mesh)
         progress = Progress(num_steps, pace, progress_bar, several=several)
@@ -301,18 +301,15 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 if not (known.all() and np.isfinite(chunk).all()):
                     self._explain(state, given.args, given.kwargs)
                 progress.took(losses[-1])
-                over = len(losses[-1]) < wanted or settled(losses, epoch, tol)
-                state = guard(
-                    state, progress, np.concatenate(losses)[-CHUNK:], last=over
-                )
+                short = len(losses[-1]) < wanted
+                progress.at_rest = short or settled(losses, epoch, tol)
+                state = guard(state, progress, np.concatenate(losses)[-CHUNK:])
                 if several or callback is not None:
                     seen = copied(state), np.concatenate(losses)
                     # One process may have it alone: the others hear if it fails.
                     with all_or_none(feed.mesh):
                         if callback is not None:
                             callback(*seen)
-                if over:
-                    break
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         self._warn(state, plan, given, start if init_state is None else None)
         params, told = taken.params, taken.told
@@ -320,7 +317,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             params, told = self.get_params(state), None
         return ConjugateResult(
             params, state, np.concatenate(losses), given.args, given.kwargs,
-            guard.restored, stopped=over, told=told,
+            guard.restored, stopped=progress.at_rest, told=told,
         )  # fmt: skip
 
     def _searches(self, plan: Plan) -> bool:

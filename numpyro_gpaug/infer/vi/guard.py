@@ -53,17 +53,14 @@ class Guard:
         state: ConjugateState,
         progress: Progress,
         recent: np.ndarray,
-        *,
-        last: bool,
     ) -> ConjugateState:
         """The state to go on from, mostly the one given.
 
         :param state: after a loop of steps.
         :param progress: of the run.
         :param recent: losses of the last 100 steps.
-        :param last: whether the run ends here, whatever steps are left.
         """
-        last = last or progress.over
+        last = progress.over
         if not self._active or (progress.taken % CHUNK and not last):
             return state
         bound, loss = float(self._evaluate(state).mean()), float(recent.mean())

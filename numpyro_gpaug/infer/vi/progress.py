@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -25,6 +26,10 @@ _SMALL = 10**6
 _SECONDS, _LONGEST = 1.0, 10.0
 # By how much they have to be, and how many times as long is tried.
 _PAYS, _TIMES = 1.1, 8
+
+
+# The script or cell in which Ctrl-C ended a run early: its next one is not for a run.
+_ended_in: FrameType | None = None
 
 
 class Pace:
@@ -61,7 +66,9 @@ class Progress:
     are quicker for it, between which it can be shown, looked at and interrupted. Where
     it is divided changes no result.
 
-    The first Ctrl-C ends the run after the present loop; a second one at once.
+    The first Ctrl-C ends the run after the present loop, and is passed on if that was
+    the last one; a second one, in this run or a later one of the same script or
+    notebook cell, is passed on at once.
 
     :param num_steps: steps of the run.
     :param pace: of earlier runs of the same program.
@@ -69,12 +76,13 @@ class Progress:
     :param several: whether processes share the data: their loops are of one length,
         that of the slowest, and end for all where one was interrupted.
     :ivar taken: steps so far.
+    :ivar at_rest: whether the last loop ended because the bound came to rest.
     """
 
     def __init__(
         self, num_steps: int, pace: Pace, bar: bool, *, several: bool = False
     ) -> None:
-        self._num_steps, self.taken = num_steps, 0
+        self._num_steps, self.taken, self.at_rest = num_steps, 0, False
         self._pace = pace
         self._several, self._all_end = several, False
         self._bar = tqdm(total=num_steps, desc="compiling") if bar else None
@@ -84,7 +92,11 @@ class Progress:
 
     def __enter__(self) -> Self:
         ours = threading.current_thread() is threading.main_thread()
-        if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if (
+            ours
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            and _ended_in is not _script()
+        ):
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
@@ -93,7 +105,15 @@ class Progress:
             self._bar.close()
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
-        if self._ends and error[0] is None:
+        if not self._ends or error[0] is not None:
+            return
+        if self._is_whole:
+            # A loop of short fits would swallow one interrupt with each of them.
+            if self._interrupted:
+                raise KeyboardInterrupt
+        else:
+            global _ended_in
+            _ended_in = _script()
             warnings.warn(
                 f"interrupted after {self.taken} of {self._num_steps} steps: this is "
                 "the fit so far; go on with run(..., init_state=result.state)",
@@ -110,15 +130,19 @@ class Progress:
         return self._all_end if self._several else self._interrupted
 
     @property
+    def _is_whole(self) -> bool:
+        return self.at_rest or self.taken >= self._num_steps
+
+    @property
     def over(self) -> bool:
-        """Whether all steps are taken, or the run was interrupted."""
-        return self._ends or self.taken >= self._num_steps
+        """Whether the run ends by itself here, or was interrupted."""
+        return self._ends or self._is_whole
 
     def next(self) -> int:
         """Steps of the next loop: none after the last, or after Ctrl-C."""
         # Minibatches are judged at whole loops, wherever the clock divides the run.
         left = min(self._num_steps - self.taken, CHUNK - self.taken % CHUNK)
-        return 0 if self._ends else min(self._pace.length, left)
+        return 0 if self.over else min(self._pace.length, left)
 
     def took(self, losses: np.ndarray) -> None:
         """Notes a loop that has ended.
@@ -147,6 +171,14 @@ class Progress:
         else:
             bar.update(len(losses))
         bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=first)
+
+
+def _script() -> FrameType:
+    """The frame of the script, or of the notebook's cell, that is running."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return frame
 
 
 def steps_compared(structure: Structure) -> int:
