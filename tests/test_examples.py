@@ -17,6 +17,8 @@ import pytest
 from numpyro import handlers
 from scipy import sparse
 
+import numpyro_gpaug as gpaug
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # The last has tests of its own (test_distributed.py).
 SCRIPTS = sorted({p.stem for p in EXAMPLES.glob("*.py")} - {"distributed"})
@@ -69,6 +71,17 @@ def test_example_runs_and_draws(script: str, folder: Path) -> None:
     picture = imread(folder / f"{script}.png")
     inked = np.mean(picture[..., :3].min(-1) < 0.9)
     assert inked > 0.01, "the picture is blank"
+
+
+@pytest.mark.parametrize("script", ["bayesian_svm", "classify"])
+def test_the_model_of_an_example_is_as_its_guide_advises(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning of the guide is an error here."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    model = importlib.import_module(script).model
+    X, y = np.random.default_rng(0).normal(size=(12, 2)), np.arange(12) % 2
+    gpaug.AutoSparseGP(model).setup(X, y, inducing=X[:4])
 
 
 @pytest.mark.slow

@@ -191,7 +191,9 @@ def warn_of_points(
     if points:
         warnings.warn(
             f"{points} are Gaussian and reach data affinely, but AutoSparseGP gives "
-            "them point estimates: AutoLatentGaussian(model) holds them and all "
-            "processes jointly; other=AutoNormal gives them normals of their own",
+            "them point estimates. AutoLatentGaussian(model) holds them and all "
+            "processes jointly, other=AutoNormal gives them normals of their own. The "
+            "constant mean of a process may also be a part of its kernel, "
+            "kernel + variance",
             stacklevel=2,
         )
