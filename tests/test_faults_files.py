@@ -3,10 +3,17 @@
 saving that fails half-way."""
 
 import io
+import json
+import subprocess
+import sys
+import threading
 import tracemalloc
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -14,6 +21,9 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.math import files
+from tests import archives
+from tests.conftest import enable_x64
 
 X, Y = np.random.default_rng(0).normal(size=(12, 2)), np.arange(12) % 2
 Z = X[:4]
@@ -199,3 +209,231 @@ def test_names_that_make_the_same_path(tmp_path) -> None:
     fit.save(tmp_path / "nested.npz")
     loaded = gpaug.Posterior.load(tmp_path / "nested.npz", nested)
     np.testing.assert_array_equal(loaded.predict_f(X).mean, fit.predict_f(X).mean)
+
+
+# -- edited files ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dense",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in archives.KINDS),
+    ],
+)  # fmt: skip
+def test_edited_headers(kind, tmp_path, request) -> None:
+    """Whoever edits a header may write the checksum that goes with it: then what is
+    not refused is a posterior."""
+    make, of = archives.KINDS[kind]
+    path = tmp_path / "fit.npz"
+    make().save(path)
+    header, arrays, _ = files.read(path)
+    edited = list(archives.edits(header))
+    assert len(edited) > 1000
+    whole = request.node.get_closest_marker("slow") is not None
+    for i, (where, other) in enumerate(edited[:: 5 if whole else 61]):
+        files.write(path, arrays, other)
+        if i % 2:
+            text = np.array(json.dumps(other))
+            path.write_bytes(archived(path.read_bytes(), checksum=None, meta=text))
+        try:
+            loaded = gpaug.Posterior.load(path, of)
+            assert i % 2 == 0, where
+            loaded.summary()
+        except gpaug.ArchiveError as error:
+            said = str(error)
+            assert said.startswith(str(path)), where
+
+
+def test_edited_arrays(tmp_path) -> None:
+    make, of = archives.KINDS["dense"]
+    path = tmp_path / "fit.npz"
+    make().save(path)
+    content = path.read_bytes()
+    for name, x in files.read(path).arrays.items():
+        for other in (
+            None,
+            np.array("x"),
+            x * np.nan,
+            x[None],
+            2 * x + 1,
+        ):
+            path.write_bytes(archived(content, **{name: other}))
+            with pytest.raises(gpaug.ArchiveError):
+                gpaug.Posterior.load(path, of)
+
+
+# -- edited models ---------------------------------------------------------------------
+
+
+def joint(
+    X, group, y=None, *, sd=2.0, wide=1.0, column=0, slope=1.0, mean=0.0, gain=1.0,
+    swapped=False, noise=0.5, product=False,
+):  # fmt: skip
+    """Of a slope, effects and a process, with what an edit may change."""
+    b = numpyro.sample("b", dist.Normal(mean, sd))
+    tau = numpyro.sample("tau", dist.HalfNormal(wide))
+    with numpyro.plate("groups", 3):
+        a = numpyro.sample("a", dist.Normal(0, tau))
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z, mean=0.3 * mean)
+    inputs = X[:, ::-1] if swapped else X
+    trend = X @ jnp.array([b, 0.0]) if product else b * X[:, column]
+    eta = slope * trend + a[group] + gain * gp(inputs)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Normal(eta, noise), obs=y)
+
+
+GROUP = np.arange(12) % 3
+
+
+@pytest.fixture(scope="module")
+def joint_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("joint") / "fit.npz"
+    guide = gpaug.AutoLatentGaussian(joint)
+    archives.at_start(guide, X, GROUP, X[:, 0]).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sd": 3.0}, "prior of 'b'"),
+        ({"mean": 1.0}, "prior of 'b'|mean of 'f'"),
+        ({"wide": 2.0}, "prior of 'tau'"),
+        ({"column": 1}, "distribution of 'y' given its latents"),
+        ({"slope": 1.1}, "distribution of 'y'"),
+        ({"gain": 3.0}, "distribution of 'y'"),
+        ({"swapped": True}, "what 'f' is called at"),
+        ({"noise": 0.6}, "distribution of 'y'"),
+    ],
+)
+def test_an_edited_model(joint_file, changed, message) -> None:
+    """Of the same sites and shapes, but of other predictors, priors or constants."""
+    with pytest.raises(gpaug.ArchiveError, match=message):
+        gpaug.Posterior.load(joint_file, partial(joint, **changed))
+
+
+def grades(group, y=None, *, third=2.0):
+    with numpyro.plate("groups", 3):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+    with numpyro.plate("data", len(group)):
+        law = dist.OrderedLogistic(a[group], jnp.array([-1.0, 0.5, third]))
+        numpyro.sample("y", law, obs=y)
+
+
+def test_edited_cutpoints(tmp_path) -> None:
+    path = tmp_path / "fit.npz"
+    archives.at_start(gpaug.AutoLatentGaussian(grades), GROUP, GROUP).save(path)
+    with pytest.raises(gpaug.ArchiveError, match="distribution of 'y'"):
+        gpaug.Posterior.load(path, partial(grades, third=2.2))
+
+
+def written_otherwise(rows, code, y=None):
+    """The model of ``joint``, its variables and operations by other names."""
+    spread = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("units", 3):
+        effects = numpyro.sample("a", dist.Normal(jnp.zeros(3), spread))
+    weight = numpyro.sample("b", dist.Normal(0, 4.0**0.5))
+    process = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), jnp.asarray(Z))
+    chosen = jax.nn.one_hot(code, 3) @ effects
+    values = process(rows) + chosen + (rows * jnp.array([1.0, 0.0])).sum(1) * weight
+    with numpyro.plate("rows", rows.shape[0]):
+        numpyro.sample("y", dist.Normal(values, jnp.sqrt(0.25)), obs=y)
+
+
+def test_the_same_model_written_otherwise(joint_file) -> None:
+    for of in (joint, written_otherwise, partial(joint, product=True)):
+        gpaug.Posterior.load(joint_file, of)
+    with enable_x64(True):
+        gpaug.Posterior.load(joint_file, written_otherwise)
+
+
+def test_a_file_tells_no_data(tmp_path) -> None:
+    """Numbers that tell a model are of stand-ins: other data make the same file."""
+    contents = []
+    for seed in (1, 2):
+        X = np.random.default_rng(seed).normal(size=(12, 2))
+        of = gpaug.AutoLatentGaussian(archives.dense)
+        archives.at_start(of, X, Y).save(tmp_path / "fit.npz")
+        contents.append(files.read(tmp_path / "fit.npz").header["model"])
+    assert contents[0] == contents[1]
+
+
+# -- saves that are killed -------------------------------------------------------------
+
+
+def test_files_of_saves_that_were_killed_are_removed(tmp_path, monkeypatch) -> None:
+    """Those of a save that is running are not, nor any others."""
+    left = tmp_path / f".numpyro_gpaug-{'0f' * 16}.tmp"
+    others = [tmp_path / name for name in (".numpyro_gpaug-x.tmp", ".a.tmp", "b.npz")]
+    for path in (left, *others):
+        path.write_bytes(b"half of it")
+    savez, inside, going = np.savez, threading.Event(), threading.Event()
+
+    def slow(file, **arrays):
+        inside.set()
+        assert going.wait(60)
+        savez(file, **arrays)
+
+    monkeypatch.setattr(np, "savez", slow)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(files.write, tmp_path / "first.npz", {}, {"a": 1})
+        assert inside.wait(60)
+        assert not left.exists()
+        monkeypatch.setattr(np, "savez", savez)
+        files.write(tmp_path / "second.npz", {}, {"a": 2})
+        going.set()
+        first.result()
+    assert files.read(tmp_path / "first.npz").header == {"a": 1}
+    assert files.read(tmp_path / "second.npz").header == {"a": 2}
+    expected = [tmp_path / "first.npz", tmp_path / "second.npz", *others]
+    assert sorted(tmp_path.iterdir()) == sorted(expected)
+
+
+def test_a_save_whose_file_is_removed_writes_it_again(tmp_path, monkeypatch) -> None:
+    """Where a file system has no locks, another save may take it for abandoned."""
+    savez, removed = np.savez, []
+
+    def removing(file, **arrays):
+        savez(file, **arrays)
+        if not removed:
+            removed.append(file.name)
+            Path(file.name).unlink()
+
+    monkeypatch.setattr(np, "savez", removing)
+    files.write(tmp_path / "fit.npz", {}, {"a": 1})
+    assert removed
+    assert files.read(tmp_path / "fit.npz").header == {"a": 1}
+    assert list(tmp_path.iterdir()) == [tmp_path / "fit.npz"]
+
+
+KILLED = """
+import sys, time
+import numpy as np
+from numpyro_gpaug.math import files
+
+def half(file, **arrays):
+    file.write(b"half of it")
+    file.flush()
+    print("begun", flush=True)
+    time.sleep(60)
+
+np.savez = half
+files.write(sys.argv[1], {}, {})
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_left_is_removed(tmp_path) -> None:
+    path = tmp_path / "fit.npz"
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        files.write(path, {}, {"a": 1})
+        assert len(list(tmp_path.iterdir())) == 2
+        process.kill()
+    files.write(path, {}, {"a": 2})
+    assert list(tmp_path.iterdir()) == [path]

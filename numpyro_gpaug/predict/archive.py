@@ -1,116 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of arrays and model structures as plain arrays and JSON; nothing is pickled."""
+"""Models and trees of arrays as plain arrays and JSON."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
-from os import PathLike
-from pathlib import Path
-from typing import Any
-from uuid import uuid4
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.dtypes import canonicalize_dtype
+from numpyro import handlers
 
-from numpyro_gpaug.errors import ArchiveError
+from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.gp.process import Conditional
-from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import once
-from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.math.files import typed
+from numpyro_gpaug.math.linalg import Moments, precise
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
 from numpyro_gpaug.model.structure import (
     Block,
     Leaves,
     Observed,
     Structure,
-    flat_functions,
     run_model,
 )
 from numpyro_gpaug.predict.arguments import FitArguments
-
-# -- files ----------------------------------------------------------------------------
-
-
-def write(
-    path: str | PathLike[str], arrays: dict[str, np.ndarray], meta: dict[str, Any]
-) -> None:
-    """Writes arrays and JSON; whoever reads ``path`` meanwhile, or after a failure,
-    finds what was there before.
-
-    :param path: the file.
-    :param arrays: plain arrays by name.
-    :param meta: what :func:`pack` made.
-    """
-    # The file a link leads to is replaced, not the link.
-    target = Path(path).resolve()
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {target.parent}")
-    temporary = target.with_name(f".{uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            np.savez(
-                file, allow_pickle=False, meta=np.array(json.dumps(meta)), **arrays
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The JSON and the arrays that :func:`write` wrote.
-
-    :param path: the file.
-    """
-    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-        # Ours are never compressed: no array takes more memory than its file.
-        stored = all(m.compress_type == zipfile.ZIP_STORED for m in members)
-        size = os.fstat(file.fileno()).st_size
-        if not stored or sum(m.file_size for m in members) > size:
-            raise ValueError("it is compressed, or claims more than it holds")
-        arrays = {m.filename.removesuffix(".npy"): _array(archive, m) for m in members}
-    meta = json.loads(str(arrays.pop("meta")))
-    return meta, {k: jnp.asarray(v) for k, v in arrays.items()}
-
-
-def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(member) as file:
-        np.lib.format.read_magic(file)
-        shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
-        # NumPy's own reader would allocate what the header claims.
-        flat = np.frombuffer(file.read(), dtype)
-    return flat.reshape(shape, order="F" if by_column else "C")
-
-
-@contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Whatever goes wrong inside is an :class:`~numpyro_gpaug.ArchiveError`.
-
-    :param what: what it then says, before the cause.
-    """
-    try:
-        yield
-    except (ArchiveError, FileNotFoundError, IsADirectoryError, PermissionError):
-        raise
-    except Exception as error:
-        raise ArchiveError(f"{what} ({type(error).__name__}: {error})") from error
-
+from numpyro_gpaug.predict.mixture import Fitted
+from numpyro_gpaug.predict.summary import SiteMoments
 
 # -- models ---------------------------------------------------------------------------
 
-Description = tuple[dict[str, str], dict[str, Array]]
+
+class Description(NamedTuple):
+    """What a model must share with that of a saved fit.
+
+    :param lines: on every param, process and distribution.
+    :param kernels: covariances of the first inducing input of every process with all.
+    :param numbers: by what they tell, see :func:`describe`.
+    """
+
+    lines: dict[str, str]
+    kernels: dict[str, Array]
+    numbers: dict[str, tuple[float, ...]]
 
 
 def describe(
@@ -119,9 +57,12 @@ def describe(
     arguments: FitArguments,
     values: dict[str, Any],
 ) -> Description:
-    """What a model must share with that of a saved fit: a line for every param, process
-    and distribution, and the covariances of the first inducing input of every process
-    with all of them, which tell kernels, hyperparameters and inducing inputs.
+    """Describe a model by one run of it at stand-ins: at the same numbers in place of
+    all data, of which a fit keeps the shapes alone, of Gaussian latents and of function
+    values.
+
+    What a Gaussian site makes of standard normal numbers, and the log-density of any
+    other, change with a prior, with a predictor, and with constants.
 
     :param model: the model.
     :param structure: of the fit.
@@ -132,40 +73,108 @@ def describe(
     args, observations = arguments.data
     kept = Arguments.split(args, {**arguments.kwargs, **observations})
 
-    def covariances(arrays: tuple[Array, ...], values: dict[str, Any]) -> Any:
-        given = kept._replace(arrays=arrays).merge()
-        # Nothing here depends on data: the compiler drops what stands for them.
-        args, kwargs = jax.tree.map(_zeros, given)
-        filled = {**structure.zeros, **values}
-        with_data, key = Arguments.split(args, kwargs), jax.random.key(0)
-        trace = run_model(flat_functions(model), with_data, key, filled)
-        lines.update({k: _line(m) for k, m in trace.items() if m["type"] != "plate"})
-        found = {k: m["fn"].gp for k, m in trace.items() if _is_process(m)}
-        return {
-            k: gp.kernel(_first(gp.inducing), gp.inducing) for k, gp in found.items()
-        }
+    def function_values(message: dict[str, Any]) -> Array | None:
+        fn: Any = message.get("fn")
+        return _stand_in(fn.shape, fn.dtype) if _is_process(message) else None
 
-    return lines, once(covariances)(kept.arrays, values)
+    @precise
+    def numbers(arrays: tuple[Array, ...], values: dict[str, Any]) -> Any:
+        leaves, tree = jax.tree.flatten(kept._replace(arrays=arrays).merge())
+        # Other ones in every argument: a predictor may be of another one.
+        args, kwargs = tree.unflatten(  # type: ignore[attr-defined]
+            _data(x, i) if _is_shape(x) else x for i, x in enumerate(leaves)
+        )
+        latents = {k: _stand_in(x.shape, x.dtype) for k, x in structure.zeros.items()}
+        stood_in = handlers.substitute(
+            whole_plates(model), substitute_fn=function_values
+        )
+        with_data, key = Arguments.split(args, kwargs), jax.random.key(0)
+        trace = run_model(stood_in, with_data, key, {**latents, **values})
+        lines.update({k: _line(m) for k, m in trace.items() if m["type"] != "plate"})
+        gps = {k: m["fn"].gp for k, m in trace.items() if _is_process(m)}
+        kernels = {
+            k: gp.kernel(_first(gp.inducing), gp.inducing) for k, gp in gps.items()
+        }
+        told = (_numbers(m).items() for m in trace.values())
+        return kernels, {what: _some(x) for each in told for what, x in each}
+
+    kernels, found = once(numbers)(kept.arrays, values)
+    rounded = {k: tuple(float(f"{x:.6g}") for x in v) for k, v in found.items()}
+    return Description(lines, kernels, rounded)
+
+
+def _stand_in(shape: tuple[int, ...], dtype: Any, start: int = 0) -> Array:
+    """Return numbers between -1 and 1 that are the same on every device; of another
+    dtype than floats 0 and 1."""
+    places = jnp.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    places = (618 * (places % 997) + 89 * start) % 997
+    dtype = canonicalize_dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return (places % 2).astype(dtype)
+    return (places / 498.0 - 1).astype(dtype)
+
+
+def _data(like: Any, start: int) -> Array:
+    """Return numbers in place of data; none is negative, for logarithms and codes."""
+    x = _stand_in(like.shape, like.dtype, start)
+    return 1 + 0.8 * x if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _numbers(message: dict[str, Any]) -> dict[str, Array]:
+    """Return what tells a site from others, by what it is."""
+    name, fn = message["name"], message.get("fn")
+    if isinstance(fn, Conditional):
+        return {f"what {name!r} is called at": fn.X, f"the mean of {name!r}": fn.mean}
+    if message["type"] != "sample" or fn is None:
+        return {}
+    what = f"the prior of {name!r}"
+    if message["is_observed"]:
+        what = f"the distribution of {name!r} given its latents"
+    gaussian = whitening(fn)
+    if gaussian is None:
+        # Labels that stand for data are 0 and 1: of more classes these are not all.
+        values = message["value"], message["value"] + 2
+        return {what: jnp.stack([fn.log_prob(x) for x in values])}
+    return {what: gaussian.value(_stand_in(gaussian.shape, float))}
+
+
+def _some(numbers: Array) -> Array:
+    """Return up to 16 of them: the first, the last, and some between."""
+    flat = jnp.ravel(numbers)
+    return flat[np.linspace(0, flat.size - 1, min(flat.size, 16)).astype(int)]
 
 
 def check_model(found: Description, saved: Description) -> None:
-    """Raises unless a model is, as far as :func:`describe` tells, that of the fit.
+    """Raise unless a model is, as far as :func:`describe` tells, that of the fit.
 
     :param found: of the model given.
     :param saved: of that of the fit.
-    :raises ArchiveError: naming the site that differs.
+    :raises ValueError: naming the site that differs.
     """
-    for name in sorted({**found[0], **saved[0]}):
-        here, there = (lines.get(name, "missing") for lines in (found[0], saved[0]))
+    for name in sorted({**found.lines, **saved.lines}):
+        here, there = (x.lines.get(name, "missing") for x in (found, saved))
         if here != there:
-            raise ArchiveError(f"{name!r} is {here} in the model, {there} in the fit")
-    for name, gram in saved[1].items():
-        scale = np.abs(gram).max()
-        if not np.allclose(found[1][name], gram, rtol=1e-3, atol=1e-3 * scale):
-            raise ArchiveError(
+            raise ValueError(f"{name!r} is {here} in the model, {there} in the fit")
+    for name in {**found.kernels, **saved.kernels}:
+        if not _agree(*(x.kernels.get(name) for x in (found, saved))):
+            raise ValueError(
                 f"the kernel of {name!r}, its hyperparameters or its inducing inputs "
                 "are not those of the fit"
             )
+    for what in {**found.numbers, **saved.numbers}:
+        if not _agree(*(x.numbers.get(what) for x in (found, saved))):
+            raise ValueError(f"{what} is not that of the fit")
+
+
+def _agree(found: Any, saved: Any) -> bool:
+    """Return whether numbers are the same up to rounding, of any device. What is finite
+    for one alone was computed where it has no value, of stand-ins."""
+    one, other = (np.asarray(x, float) for x in (found, saved))
+    if one.shape != other.shape:
+        return False
+    both = np.isfinite(one) & np.isfinite(other)
+    scale = np.abs(other[both]).max(initial=0)
+    return np.allclose(one[both], other[both], rtol=1e-3, atol=1e-3 * scale)
 
 
 def check_moments(
@@ -176,10 +185,12 @@ def check_moments(
     :param structure: of the fit.
     :param own: what was saved.
     :param leading: axes before theirs.
-    :raises ArchiveError: naming the block and the shapes.
+    :raises ValueError: naming the block and the shapes.
     """
     shapes = {b.name: b.shape for b in structure.blocks}
     for name, moments in own.items():
+        if name not in shapes:
+            raise ValueError(f"it has moments of {name!r}, which is no latent")
         latents, size = math.prod(shapes[name][:-1]), shapes[name][-1]
         given, expected = (
             [x.shape for x in moments],
@@ -188,20 +199,37 @@ def check_moments(
         if isinstance(structure, JointStructure):
             expected = [x.shape for x in moments_of(structure)]
         if given != [(*leading, *shape) for shape in expected]:
-            raise ArchiveError(
+            raise ValueError(
                 f"moments of {name!r}, of shape {shapes[name]}, have shapes {given}"
             )
+
+
+def check_whole(
+    structure: Structure, fitted: Fitted, sites: dict[str, SiteMoments]
+) -> None:
+    """Raise for a fit of which parts are missing, or of other shapes.
+
+    :param structure: of the fit.
+    :param fitted: what was saved of it.
+    :param sites: posteriors of jointly Gaussian latents.
+    :raises ValueError: naming them.
+    """
+    structure.sources()  # which are as many as predictors
+    own = [*fitted.own, *(fitted.members.own if fitted.members else ())]
+    if sorted(own) != sorted(b.name for b in structure.blocks):
+        raise ValueError(f"it has moments of {own}")
+    shapes = {k: x.shape for k, x in structure.zeros.items()}
+    for name, (mean, variance, covariance) in sites.items():
+        flat = [math.prod(mean.shape)] * 2
+        found = mean.shape, variance.shape, covariance and [*covariance().shape]
+        shape = shapes.get(name)
+        if found not in ((shape, shape, None), (shape, shape, flat)):
+            raise ValueError(f"the posterior of {name!r} has shapes {found}")
 
 
 def moments_of(structure: JointStructure) -> Any:
     """Moments of its Gaussian, as shapes."""
     return jax.eval_shape(lambda: structure.prior(structure.no_links).natural.moments())
-
-
-def _zeros(leaf: Any) -> Any:
-    if not _is_shape(leaf):
-        return leaf
-    return jnp.zeros(leaf.shape, canonicalize_dtype(leaf.dtype))
 
 
 def _is_shape(leaf: Any) -> bool:
@@ -239,6 +267,8 @@ def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
         return {"shape": [tree.shape, str(tree.dtype)]}
     if isinstance(tree, dict) and all(isinstance(k, str) for k in tree):
         return {"dict": {k: pack(v, f"{path}/{k}", arrays) for k, v in tree.items()}}
+    if isinstance(tree, Leaves):
+        return {"leaves": pack(tree.leaves, path, arrays)}
     if type(tree) in (list, tuple):
         return {"list": [pack(v, f"{path}/{i}", arrays) for i, v in enumerate(tree)]}
     if tree is None or isinstance(tree, bool | int | float | str):
@@ -249,34 +279,36 @@ def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     )
 
 
-def pack_values(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
-    """As :func:`pack`, for params: of one with a structure of its own (a network) only
-    the leaves are stored, and the code that declares it puts them together again."""
+def leaves_apart(values: dict[str, Any]) -> dict[str, Any]:
+    """Return params as they are saved: of one with a structure of its own (a network)
+    the leaves alone, which the code that declares it puts together again."""
 
-    def described(name: str, value: Any) -> Any:
-        path = f"values/{name}"
-        if _is_plain(value):
-            return pack(value, path, arrays)
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(value)]
-        return {"leaves": pack(leaves, path, arrays)}
+    def saved(value: Any) -> Any:
+        return value if _is_plain(value) else Leaves(tuple(jax.tree.leaves(value)))
 
-    return {"dict": {name: described(name, x) for name, x in values.items()}}
+    return {name: saved(value) for name, value in values.items()}
 
 
 def unpack(packed: dict[str, Any], arrays: dict[str, Array]) -> Any:
-    """The tree :func:`pack` described."""
+    """Return the tree that :func:`pack` described.
+
+    :raises ValueError: for what it does not write.
+    """
     ((kind, content),) = packed.items()
     if kind == "array":
         return arrays[content]
     if kind == "shape":
-        return jax.ShapeDtypeStruct(content[0], jnp.dtype(content[1]))
+        shape, dtype = typed(content, tuple[tuple[int, ...], str], kind)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     if kind == "dict":
         return {k: unpack(v, arrays) for k, v in content.items()}
     if kind == "leaves":
         return Leaves(tuple(unpack(content, arrays)))
     if kind == "list":
         return [unpack(v, arrays) for v in content]
-    return content
+    if kind == "plain" and isinstance(content, bool | int | float | str | None):
+        return content
+    raise ValueError(f"{str(packed)[:40]} is no part of a tree")
 
 
 def _is_plain(tree: Any) -> bool:
@@ -288,70 +320,40 @@ def _is_plain(tree: Any) -> bool:
     return jax.tree_util.all_leaves([tree])
 
 
-def pack_structure(structure: Structure) -> dict[str, Any]:
-    """A structure as JSON, without what depends on arguments."""
-    joint = {}
-    if isinstance(structure, JointStructure):
-        joint = {
-            "sites": structure.sites,
-            "held": structure.held,
-            "arrow": structure.arrow and structure.arrow.all,
-            "chains": structure.chains,
+class Parts(NamedTuple):
+    """A structure without what depends on arguments, as it is saved."""
+
+    blocks: tuple[Block, ...]
+    others: tuple[str, ...]
+    observed: tuple[Observed, ...]
+    sites: tuple[GaussianSite, ...] | None = None
+    held: tuple[tuple[str, str], ...] = ()
+    arrow: Arrow | None = None
+    chains: tuple[Grouping, ...] = ()
+
+    @classmethod
+    def of(cls, structure: Structure) -> Parts:
+        """Return those of a structure."""
+        known = {k: x for k, x in vars(structure).items() if k in cls._fields}
+        return cls(**known)
+
+    @property
+    def structure(self) -> Structure:
+        """The structure that these are parts of."""
+        structure = Structure(
+            blocks=tuple(b._replace(dtype=jnp.dtype(b.dtype)) for b in self.blocks),
+            others=self.others,
+            observed=self.observed,
+            plates={},
+            functions={},
+            constraints={},
+        )
+        if self.sites is None:
+            return structure
+        kept = {
+            field.name: getattr(structure, field.name) for field in fields(structure)
         }
-    return joint | {
-        "blocks": [[b.name, b.site, b.shape, str(b.dtype)] for b in structure.blocks],
-        "others": structure.others,
-        "observed": [[*o[:3], o.route.value, *o[4:]] for o in structure.observed],
-    }
-
-
-def unpack_structure(packed: dict[str, Any]) -> Structure:
-    """The structure :func:`pack_structure` described."""
-    structure = Structure(
-        blocks=tuple(
-            Block(name, site, tuple(shape), jnp.dtype(dtype))
-            for name, site, shape, dtype in packed["blocks"]
-        ),
-        others=tuple(packed["others"]),
-        observed=tuple(
-            Observed(
-                name,
-                tuple(latents),
-                tuple(map(tuple, sources)),
-                Route(route),
-                tuple(processes),
-                *rest,
-            )
-            for name, latents, sources, route, processes, *rest in packed["observed"]
-        ),
-        plates={},
-        functions={},
-        constraints={},
-    )
-    if "sites" not in packed:
-        return structure
-    kept = {field.name: getattr(structure, field.name) for field in fields(structure)}
-    return JointStructure(
-        **kept,
-        sites=tuple(
-            GaussianSite(name, tuple(shape), tuple(value_shape), local)
-            for name, shape, value_shape, local in packed["sites"]
-        ),
-        dtype=structure.blocks[0].dtype,
-        held=tuple(map(tuple, packed["held"])),
-        arrow=_unpack_arrow(packed.get("arrow")),
-        chains=tuple(map(_unpack_grouping, packed.get("chains", []))),
-    )
-
-
-def _unpack_arrow(packed: Any) -> Arrow | None:
-    if packed is None:
-        return None
-    groups, *others = map(_unpack_grouping, packed)
-    return Arrow(groups, tuple(others))
-
-
-def _unpack_grouping(packed: Any) -> Grouping:
-    sites, size, before = packed
-    named = tuple((name, tuple(axes)) for name, axes in sites)
-    return Grouping(named, size, before)
+        dtype = structure.blocks[0].dtype
+        return JointStructure(
+            **kept, dtype=dtype, held=self.held, arrow=self.arrow, chains=self.chains
+        ).with_sites(self.sites)

@@ -460,16 +460,17 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """Loads what :meth:`save` wrote; nothing is unpickled.
 
         :param path: the file.
-        :param model: the model it was fitted with. Classes of its kernel and of its
-            likelihood, sites, shapes and the covariance of its inducing inputs are
-            compared; constants of the likelihood (a fixed noise scale) cannot be.
+        :param model: the model it was fitted with; its code may have been rewritten.
+            Sites, classes and shapes are compared, the covariance of inducing inputs,
+            and what priors, predictors and constants make of the same numbers in place
+            of data and latents (differences of a thousandth pass).
         :param guide: the guide it was fitted with, or a new one like it; may be left
             out after :class:`~numpyro_gpaug.AutoLatentGaussian`,
             :class:`~numpyro_gpaug.NestedVI` and an
             :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned, but not for
             an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is code.
-        :raises ArchiveError: for a file that is foreign, truncated or damaged, and for
-            another model, or a guide of another kind, than that of the fit.
+        :raises ArchiveError: for a file that is foreign, truncated, damaged or edited,
+            and for another model, or a guide of another kind, than that of the fit.
         """
         found = read_fit(path, model, guide)
         loaded = cls(found.predictor, found.fitted, found.arguments)

@@ -8,29 +8,28 @@ from contextlib import suppress
 from os import PathLike
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.math.files import plain, read, refusing, typed, write
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.predict.archive import (
     Description,
+    Parts,
     check_model,
     check_moments,
+    check_whole,
     describe,
+    leaves_apart,
     moments_of,
     pack,
-    pack_structure,
-    pack_values,
-    read,
-    refusing,
     unpack,
-    unpack_structure,
-    write,
 )
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.joint import predictor_for
@@ -63,35 +62,50 @@ class SavedFit(NamedTuple):
         return describe(made.model, made.structure, self.arguments, values)
 
 
+class _Header(NamedTuple):
+    """What a file says of a fit; these types are checked."""
+
+    values: dict[str, Any]
+    arguments: dict[str, Any]
+    observations: tuple[str, ...]
+    shared: tuple[str, ...]
+    fingerprints: dict[str, int]
+    moments: dict[str, tuple[Array, ...]]
+    members: Members | None
+    sites: dict[str, tuple[Array, Array, Array | None]]
+    marks: dict[str, Array]
+    rule_errors: dict[str, float]
+    structure: Parts
+    function_posterior: str
+    # Left out where arguments are code, which whoever loads this has to bring.
+    data: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    model: Description | None = None
+
+
 def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
     """See :meth:`~numpyro_gpaug.Posterior.save`."""
     arrays: dict[str, np.ndarray] = {}
     kwargs, observations, shared, data, fingerprints = fit.arguments
     values, _, members = fit.fitted
-    meta = {
-        "values": pack_values(values, arrays),
-        "arguments": pack(kwargs, "arguments", arrays),
-        "moments": _packed(fit.predictor.moments(fit.fitted), "moments", arrays),
-        "sites": _packed(
-            {k: _arrays(m) for k, m in fit.sites.items()}, "sites", arrays
-        ),
-        "marks": pack(fit.marks, "marks", arrays),
-        "rule_errors": pack(fit.rule_errors, "rule_errors", arrays),
-        "observations": list(observations),
-        "shared": list(shared),
+    parts = {
+        "values": leaves_apart(values),
+        "arguments": kwargs,
+        "observations": observations,
+        "shared": shared,
         "fingerprints": fingerprints,
-        "structure": pack_structure(fit.predictor.structure),
+        "moments": _listed(fit.predictor.moments(fit.fitted)),
+        "members": members and members._asdict() | {"own": _listed(members.own)},
+        "sites": {k: _arrays(m) for k, m in fit.sites.items()},
+        "marks": fit.marks,
+        "rule_errors": fit.rule_errors,
+        "structure": plain(Parts.of(fit.predictor.structure)),
         "function_posterior": type(fit.predictor.function_posterior).__name__,
     }
-    if members is not None:
-        parts = [members.log_weights, members.values]
-        meta["members"] = pack(parts, "members", arrays)
-        meta["member_moments"] = _packed(members.own, "member_moments", arrays)
-    # What cannot be saved is code, which whoever loads this has to bring.
+    header = {name: pack(part, name, arrays) for name, part in parts.items()}
     with suppress(ValueError):
-        meta["data"] = pack(data, "data", arrays)
-        meta["model"] = pack(fit.description(), "model", arrays)
-    write(path, arrays, meta)
+        header["data"] = pack(data, "data", arrays)
+        header["model"] = pack(fit.description()._asdict(), "model", arrays)
+    write(path, arrays, header)
 
 
 def read_fit(
@@ -99,50 +113,49 @@ def read_fit(
 ) -> SavedFit:
     """See :meth:`~numpyro_gpaug.Posterior.load`."""
     with refusing(f"{path} is foreign, truncated or damaged"):
-        meta, arrays = read(path)
-        if "state" in meta:
+        contents = read(path)
+        if "state" in contents.header:
             raise ArchiveError(f"{path} holds a state of a fit, which load_state reads")
-        structure = unpack_structure(meta["structure"])
+        arrays = {k: jnp.asarray(x) for k, x in contents.arrays.items()}
+        parts = {k: unpack(x, arrays) for k, x in contents.header.items()}
+        found: _Header = typed(parts, _Header, "header")
+        structure = found.structure.structure
         joint = isinstance(structure, JointStructure)
         if guide is None:
             guide = (AutoLatentGaussian if joint else AutoSparseGP)(model)
-
-        def part(name: str) -> Any:
-            return unpack(meta.get(name, {"plain": None}), arrays)
-
-        sites = {k: _site(*m) for k, m in (part("sites") or {}).items()}
-        kept = tuple(meta["observations"]), tuple(meta["shared"])
-        arguments = FitArguments(
-            part("arguments"), *kept, part("data"), meta.get("fingerprints", {})
-        )
-        fitted = Fitted(
-            part("values"), _moments(structure, part("moments")),
-            _members(structure, part("members"), part("member_moments")),
-        )  # fmt: skip
-        marks, saved = part("marks") or {}, part("model")
         kind = type(guide.function_posterior).__name__
-        if kind != meta["function_posterior"] or joint != isinstance(
+        if kind != found.function_posterior or joint != isinstance(
             guide, AutoLatentGaussian
         ):
             raise ArchiveError(
-                f"{path} holds a fit read by {meta['function_posterior']}, but a "
+                f"{path} holds a fit read by {found.function_posterior}, but a "
                 f"{type(guide).__name__} brings {kind}: pass the guide of the fit, "
                 "load(path, model, guide)"
             )
-    predictor = predictor_for(guide, model, structure)
-    found = SavedFit(
-        predictor, fitted, arguments, sites, marks, part("rule_errors") or {}
-    )
-    if saved is not None:
+        fit = SavedFit(
+            predictor_for(guide, model, structure),
+            Fitted(
+                found.values, _moments(structure, found.moments),
+                _members(structure, found.members),
+            ),
+            FitArguments(
+                found.arguments, found.observations, found.shared, found.data,
+                found.fingerprints,
+            ),
+            {k: _site(*m) for k, m in found.sites.items()},
+            found.marks,
+            found.rule_errors,
+        )  # fmt: skip
+        check_whole(structure, fit.fitted, fit.sites)
+        contents.check()
+    if found.model is not None:
         with refusing(f"{path} does not fit the model given"):
-            check_model(found.description(), saved)
-    return found
+            check_model(fit.description(), found.model)
+    return fit
 
 
-def _packed(
-    moments: dict[str, Any], path: str, arrays: dict[str, np.ndarray]
-) -> dict[str, Any]:
-    return pack({k: list(m) for k, m in moments.items()}, path, arrays)
+def _listed(moments: dict[str, Any]) -> dict[str, list[Array]]:
+    return {k: list(m) for k, m in moments.items()}
 
 
 def _arrays(site: SiteMoments) -> tuple[Array, Array, Array | None]:
@@ -155,18 +168,17 @@ def _site(mean: Array, variance: Array, covariance: Array | None) -> SiteMoments
     return SiteMoments(mean, variance, known)
 
 
-def _members(structure: Structure, parts: Any, moments: Any) -> Members | None:
-    if parts is None:
+def _members(structure: Structure, saved: Members | None) -> Members | None:
+    if saved is None:
         return None
-    log_weights, values = parts
-    count = len(log_weights)
-    if any(len(x) != count for x in values.values()):
-        raise ArchiveError(f"of {count} members there are other numbers of values")
-    return Members(log_weights, values, _moments(structure, moments, (count,)))
+    count = len(saved.log_weights)
+    if any(len(x) != count for x in saved.values.values()):
+        raise ValueError(f"of {count} members there are other numbers of values")
+    return saved._replace(own=_moments(structure, saved.own, (count,)))
 
 
 def _moments(
-    structure: Structure, packed: dict[str, Any], leading: tuple[int, ...] = ()
+    structure: Structure, saved: dict[str, Any], leading: tuple[int, ...] = ()
 ) -> dict[str, Any]:
     """Moments of blocks, of the sizes that these have.
 
@@ -175,6 +187,6 @@ def _moments(
     of: Any = Moments
     if isinstance(structure, JointStructure):
         of = type(moments_of(structure))
-    own = {k: of(*m) for k, m in packed.items()}
+    own = {k: of(*m) for k, m in saved.items()}
     check_moments(structure, own, leading)
     return own

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from scipy import sparse
 from scipy.linalg import lu
 
+from numpyro_gpaug.math.files import read, refusing, write
 from numpyro_gpaug.math.sparse import canonical
 
 from ._choice import held_dtype, kmeans, quiet_and_repeatable, rows_to_keep, some_rows
@@ -230,18 +231,19 @@ class Subspace:
 
         :param path: the file.
         """
-        # Through a handle: given a name, NumPy may append a suffix to it.
-        with open(path, "wb") as file:
-            np.savez(file, allow_pickle=False, basis=self.basis)
+        write(path, {"basis": self.basis}, {"kind": "subspace"})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Subspace:
         """Loads what :meth:`save` wrote; nothing is unpickled.
 
         :param path: the file.
+        :raises ArchiveError: if the file is damaged, or holds no subspace.
         """
-        with np.load(path, allow_pickle=False) as archive:
-            return cls(archive["basis"])
+        with refusing(f"{path} is no file of a subspace, or damaged"):
+            contents = read(path)
+            contents.check()
+            return cls(contents.arrays["basis"])
 
 
 def _as_rows(X: Any) -> Any:

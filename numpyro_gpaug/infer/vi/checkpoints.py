@@ -12,7 +12,7 @@ import numpy as np
 
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.predict.archive import read, refusing, write
+from numpyro_gpaug.math.files import read, refusing, typed, write
 
 
 def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
@@ -60,26 +60,30 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
     :raises ArchiveError: if the file is damaged, or holds no state of that kind.
     """
     check_state(like, "like")
-    with refusing(f"{path} is no file of a state, or damaged"):
-        meta, arrays = read(path)
+    damaged = f"{path} is no file of a state, or damaged"
+    with refusing(damaged):
+        contents = read(path)
+        saved = typed(contents.header.get("state"), tuple[str, ...] | None, "state")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     names = [jax.tree_util.keystr(name) for name, _ in leaves]
-    if "state" not in meta:
+    if saved is None:
         raise ArchiveError(f"{path} holds no state, but a posterior (Posterior.load)")
-    if meta["state"] != names:
-        only = sorted({*meta["state"]} ^ {*names})
+    if list(saved) != names:
+        only = sorted({*saved} ^ {*names})
         raise ArchiveError(
             f"{path} holds no state of such a fit: {only} are in one of the two alone"
         )
     found = []
     for i, (name, (_, x)) in enumerate(zip(names, leaves, strict=True)):
-        array, plain = arrays.get(f"leaf{i}"), _plain(x)
+        array, plain = contents.arrays.get(f"leaf{i}"), _plain(x)
         if array is None or (array.shape, array.dtype) != (plain.shape, plain.dtype):
             raise ArchiveError(
                 f"{path}: {name} has shape {getattr(array, 'shape', None)}, but that "
                 f"of this model and data has {plain.shape}, {plain.dtype}"
             )
         found.append(_as_key(array) if _is_key(x) else jnp.asarray(array))
+    with refusing(damaged):
+        contents.check()
     return jax.tree.unflatten(treedef, found)
 
 

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of plain arrays and one JSON text, the header; nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from os import PathLike
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from uuid import uuid4
+
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug.errors import ArchiveError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where no file that is open can be removed
+    fcntl = None  # type: ignore[assignment]
+
+_TEMPORARY = ".numpyro_gpaug-{}.tmp"
+
+
+def write(
+    path: str | PathLike[str], arrays: dict[str, np.ndarray], header: dict[str, Any]
+) -> None:
+    """Write arrays and a header. Whoever reads ``path`` meanwhile, or after a failure,
+    finds what was there before.
+
+    :param path: the file.
+    :param arrays: plain arrays by name, other than ``meta`` and ``checksum``.
+    :param header: what JSON can write.
+    """
+    # The file a link leads to is replaced, not the link.
+    target = Path(path).resolve()
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {target.parent}")
+    _remove_abandoned(target.parent)
+    text = json.dumps(header)
+    checksum = _checksum(text, arrays)
+    members: dict[str, Any] = {"meta": text, "checksum": checksum, **arrays}
+    while True:
+        temporary = target.with_name(_TEMPORARY.format(uuid4().hex))
+        try:
+            with open(temporary, "xb") as file:
+                _lock(file)
+                np.savez(file, allow_pickle=False, **members)
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileNotFoundError):  # another save took it for abandoned
+                temporary.replace(target)
+                return
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what saves that were killed have left. A save that is running holds a
+    lock on its file, which ends with its process, however that ends."""
+    for path in folder.glob(_TEMPORARY.format("[0-9a-f]" * 32)):
+        with suppress(OSError), open(path, "rb") as file:
+            _lock(file, raises=True)
+            path.unlink()
+
+
+def _lock(file: Any, *, raises: bool = False) -> None:
+    """Lock a file, if it is not locked.
+
+    :param file: an open one.
+    :param raises: whether a file that is locked, or cannot be, raises an ``OSError``.
+    """
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if raises:
+            raise
+
+
+class Contents(NamedTuple):
+    """What a file holds.
+
+    :param header: read from JSON.
+    :param arrays: plain arrays by name.
+    :param unedited: whether both are as they were written.
+    """
+
+    header: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    unedited: bool
+
+    def check(self) -> None:
+        """Raise for a file that was edited: last, as other checks say where."""
+        if not self.unedited:
+            raise ValueError("it was edited")
+
+
+def read(path: str | PathLike[str]) -> Contents:
+    """Return what :func:`write` wrote.
+
+    :param path: the file.
+    :raises ValueError: for a file in another form.
+    """
+    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        # Ours are never compressed: no array takes more memory than its file.
+        stored = all(m.compress_type == zipfile.ZIP_STORED for m in members)
+        size = os.fstat(file.fileno()).st_size
+        if not stored or sum(m.file_size for m in members) > size:
+            raise ValueError("it is compressed, or claims more than it holds")
+        arrays = {m.filename.removesuffix(".npy"): _array(archive, m) for m in members}
+    text = str(arrays.pop("meta"))
+    header = typed(json.loads(text), dict[str, Any], "header")
+    checksum = arrays.pop("checksum", None)
+    return Contents(header, arrays, checksum == _checksum(text, arrays))
+
+
+def _checksum(text: str, arrays: dict[str, np.ndarray]) -> np.uint32:
+    total = zlib.crc32(text.encode())
+    for name in sorted(arrays):
+        x = arrays[name]
+        total = zlib.crc32(f"{name} {x.shape} {x.dtype}".encode(), total)
+        total = zlib.crc32(x.tobytes(), total)
+    return np.uint32(total)
+
+
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    with archive.open(member) as file:
+        np.lib.format.read_magic(file)
+        shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
+        # NumPy's own reader would allocate what the header claims.
+        flat = np.frombuffer(file.read(), dtype)
+    return flat.reshape(shape, order="F" if by_column else "C")
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Make an :class:`~numpyro_gpaug.ArchiveError` of whatever goes wrong inside.
+
+    :param what: what it then says, before the cause.
+    """
+    try:
+        yield
+    except (ArchiveError, FileNotFoundError, IsADirectoryError, PermissionError):
+        raise
+    except Exception as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ArchiveError(f"{what} ({kind}{error})") from error
+
+
+# -- headers --------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """Return what :func:`typed` reads: named tuples as dicts, members of enumerations
+    by value, dtypes by name.
+
+    :param value: made of these, and of what JSON can write.
+    """
+    if hasattr(value, "_asdict"):
+        return {k: plain(v) for k, v in value._asdict().items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, np.dtype) else value
+
+
+def typed(value: Any, hint: Any, where: str) -> Any:
+    """Return a value that was read from a header as what a type hint says.
+
+    :param value: made of dicts, lists, texts, numbers and arrays.
+    :param hint: ``Any``; a dict, a tuple, a union; a named tuple of such; an
+        enumeration; an array, a text, a truth value, a number, which is no negative one
+        if it is whole.
+    :param where: the place of the value, for the message.
+    :raises ValueError: for a value of another type, naming the place.
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any or (value is None and NoneType in args):
+        return value
+    if origin in (Union, UnionType):
+        (hint,) = set(args) - {NoneType}
+        return typed(value, hint, where)
+    if origin is dict and isinstance(value, dict):
+        return {k: typed(v, args[1], f"{where}.{k}") for k, v in value.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        hints = [args[0]] * len(value) if args[-1] is Ellipsis else args
+        if len(hints) == len(value):
+            given = enumerate(zip(value, hints, strict=True))
+            return tuple(typed(v, h, f"{where}[{i}]") for i, (v, h) in given)
+    if hasattr(hint, "_fields") and isinstance(value, dict):
+        fields = get_type_hints(hint)
+        needed = fields.keys() - hint._field_defaults.keys()
+        if needed <= value.keys() <= fields.keys():
+            made = {k: typed(v, fields[k], f"{where}.{k}") for k, v in value.items()}
+            return hint(**made)
+    if isinstance(hint, type) and _is_one(value, hint):
+        return hint(value) if issubclass(hint, Enum | float) else value
+    shown = getattr(hint, "__name__", hint) if origin is None else hint
+    raise ValueError(f"{where} is {str(value)[:40]!r} where {shown} is expected")
+
+
+def _is_one(value: Any, kind: type) -> bool:
+    if issubclass(kind, Enum):
+        return any(value == one.value for one in kind)
+    if kind is int:
+        return type(value) is int and value >= 0
+    if kind is float:
+        return type(value) in (int, float)
+    return isinstance(value, Array) if kind is Array else type(value) is kind
