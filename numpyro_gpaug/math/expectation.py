@@ -35,11 +35,14 @@ class PredictorMoments(NamedTuple):
         one of two is shared, it is the first.
     :param variances: likewise.
     :param covariance: of two predictors, (N,); ``None`` for one.
+    :param index: the entry of the first predictor that goes with each of the second,
+        (N,); ``None`` if entry by entry, or the first is shared.
     """
 
     means: tuple[Array, ...]
     variances: tuple[Array, ...]
     covariance: Array | None = None
+    index: Array | None = None
 
 
 def nodes(
@@ -77,7 +80,8 @@ def _factor(at: PredictorMoments) -> list[tuple[Array, ...]]:
     first = safe_sqrt(at.variances[0])
     if at.covariance is None:
         return [(first,)]
-    shared = at.covariance / jnp.where(first > 0, first, 1)
+    beside = first if at.index is None else first[at.index]
+    shared = at.covariance / jnp.where(beside > 0, beside, 1)
     # By Cauchy and Schwarz at least zero; rounding is not.
     rest = jnp.maximum(at.variances[1] - jnp.square(shared), 0)
     return [(first,), (shared, safe_sqrt(rest))]
@@ -158,7 +162,7 @@ def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any
     empty = shapes[0], *shapes[1], [[s] * (i + 1) for i, s in _each(shapes[1][1])]
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), empty)
     (value, direct, slopes, turned), _ = lax.scan(add, zeros, (x, weights))
-    return value, (direct, _moment_slopes(at, slopes, turned), numbers)
+    return value, (direct, _moment_slopes(at, slopes, turned), numbers, at.index)
 
 
 def _share(weight: Array, y: Array) -> Array:
@@ -190,16 +194,20 @@ def _moment_slopes(
     shared, own = factor[1]
     second = over(turned[1][1], own)
     # E (slope_2 x_1) = H_21 L_11 + H_22 L_21.
-    cross = over(turned[1][0] - second * shared, factor[0][0])
+    beside = factor[0][0] if at.index is None else factor[0][0][at.index]
+    cross = over(turned[1][0] - second * shared, beside)
     # E (slope_1 x_1) = H_11 L_11 + H_12 L_21, and L_21 of shared ones is summed.
     lean = cross * shared
-    lean = lean.sum(keepdims=True) if first.shape != lean.shape else lean
+    if at.index is not None:
+        lean = jnp.zeros_like(first).at[at.index].add(lean)
+    elif first.shape != lean.shape:
+        lean = lean.sum(keepdims=True)
     first = over(turned[0][0] - lean, factor[0][0])
     return PredictorMoments(tuple(slopes), (0.5 * first, 0.5 * second), cross)
 
 
 def _backward(total: Sum, kept: Any, cotangent: Array) -> tuple[Any, Any]:
-    direct, moments, numbers = kept
+    direct, moments, numbers, index = kept
     leaves, treedef = jax.tree.flatten(numbers)
     given = iter(direct)
     slopes = [
@@ -209,6 +217,8 @@ def _backward(total: Sum, kept: Any, cotangent: Array) -> tuple[Any, Any]:
         for leaf in leaves
     ]
     scaled = jax.tree.map(lambda x: cotangent * x, moments)
+    if index is not None:
+        scaled = scaled._replace(index=np.zeros(index.shape, jax.dtypes.float0))
     return jax.tree.unflatten(treedef, slopes), scaled
 
 

@@ -197,7 +197,7 @@ def has_form(found: Frontier, avals: list[Any]) -> bool:
     :param found: the frontier.
     :param avals: shapes of the program's variables.
     """
-    if len(found.roots) != 1 or found.reason is not None:
+    if len(found.roots) != 1:
         return False
     shapes = [
         jax.ShapeDtypeStruct(avals[x].shape, avals[x].dtype)
@@ -291,7 +291,7 @@ def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
 
 def _after_expectation(eqn: Any, operands: list[Any]) -> Expected:
     name, values = eqn.primitive.name, [_expected(x) for x in operands]
-    several = sum(isinstance(x, Expected) for x in operands) > 1
+    several = sum(isinstance(x, Expected | ExponentialSum) for x in operands) > 1
     over = name == "div" and isinstance(operands[-1], Expected)
     if name in ("mul", "div") and (several or over):
         raise NoFormError

@@ -8,11 +8,15 @@ prove that (a ``clip`` looks affine between its bounds), so the traced program i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
+import numpyro
+from jax.extend.core import ClosedJaxpr, Literal
 
 from numpyro_gpaug.math.equations import carried_by
 
@@ -39,25 +43,42 @@ class Dependence(NamedTuple):
         return self.nonlinear is None
 
 
-LINEAR = {"add", "sub", "neg", "add_any", "copy", "copy_p", "real", "select_n"}
+# What an operation does to values is said here, and nowhere else.
+LINEAR = {
+    "add", "sub", "neg", "add_any", "copy", "copy_p", "real", "imag", "conj", "complex",
+    "select_n", "reduce_precision", "stop_gradient",
+}  # fmt: skip
 _MOVES = {
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
-    "rev", "gather", "dynamic_slice", "pad", "split", "concatenate", "stack",
+    "rev", "gather", "dynamic_slice", "pad", "split", "concatenate", "stack", "tile",
 }  # fmt: skip
-_SUMS = {"reduce_sum", "cumsum", "dot_general", "reduce_window_sum"}
-# Operations that are linear in these operands, the others held fixed.
-_LINEAR_IN = {
-    "triangular_solve": (1,), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1),
+_SUMS = {"reduce_sum", "cumsum", "reduce_window_sum", "fft"}
+# Operations that are linear in one of two operands, the other fixed.
+BILINEAR = {"mul", "div", "dot_general", "conv_general_dilated"}
+# Operations that are linear in these operands together, the others fixed.
+LINEAR_IN = {
+    "triangular_solve": (1,), "tridiagonal_solve": (3,), "scatter": (0, 2),
+    "scatter-add": (0, 2), "scatter_add": (0, 2), "scatter-sub": (0, 2),
+    "scatter-mul": (0,), "scatter_mul": (0,), "dynamic_update_slice": (0, 1),
+    "bcoo_dot_general": (2,), "bcoo_transpose": (), "fft": (0,),
+    "reduce_window_sum": (0,),
 }  # fmt: skip
 ELEMENTWISE = {
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
     "clamp", "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2",
     "expm1", "floor", "integer_pow", "is_finite", "lgamma", "log", "log1p", "logistic",
-    "max", "min", "ne", "eq", "ge", "gt", "le", "lt", "nextafter", "not", "pow",
-    "rem", "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh",
-    "igamma", "igammac", "bessel_i0e", "bessel_i1e", "regularized_incomplete_beta",
-    "and", "or", "xor", "convert_element_type",
+    "max", "min", "ne", "eq", "ge", "gt", "le", "lt", "le_to", "lt_to", "nextafter",
+    "not", "pow", "rem", "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square",
+    "tan", "tanh", "igamma", "igammac", "igamma_grad_a", "bessel_i0e", "bessel_i1e",
+    "regularized_incomplete_beta", "polygamma", "zeta", "and", "or", "xor",
+    "convert_element_type",
 }  # fmt: skip
+# Calls of programs: what they compute is what the called program does. A derivative
+# that a call brings of its own says nothing of its values.
+_PLAIN = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint"}
+OWN_DERIVATIVE = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+
+_CALLED = "jaxpr", "call_jaxpr", "fun_jaxpr"
 
 State = dict[str, Dependence]
 
@@ -159,10 +180,14 @@ class Reader:
         """Values of the results of one equation."""
         if eqn.primitive.name == "scan":
             return self._scanned(eqn, operands)
-        inner = inner_jaxpr(eqn)
+        if eqn.primitive.name == "cond":
+            return self._conditional(eqn, operands)
+        if eqn.primitive.name == "optimization_barrier":
+            return operands
+        called = called_jaxpr(eqn)
         states = [value.state for value in operands]
-        if inner is not None:
-            results = self.interpret(inner, operands)
+        if called is not None:
+            results = self.interpret(called.jaxpr, operands)
             name = eqn.params.get("name")
             return [
                 value._replace(state=_renamed(value.state, states, name))
@@ -203,6 +228,18 @@ class Reader:
         _, found = self.step(eqn, operands)
         return [Value(state, self.token(*key, k)) for k, state in enumerate(found)]
 
+    def _conditional(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        """Whatever branch is taken: affine if all are, and the condition is known."""
+        index, *given = operands
+        branches = eqn.params["branches"]
+        found = [self.interpret(branch.jaxpr, given) for branch in branches]
+        key = "cond", _static(eqn), tuple(value.token for value in operands)
+        chosen = _mixed(_nonlinear(index.state, "cond"), "cond")
+        return [
+            Value(_join([chosen, *(x.state for x in each)]), self.token(*key, k))
+            for k, each in enumerate(zip(*found, strict=True))
+        ]
+
     def _primitive(self, eqn: Any, operands: list[Value]) -> State:
         name = eqn.primitive.name
         states = [value.state for value in operands]
@@ -212,12 +249,14 @@ class Reader:
         if name in _MOVES and (name == "pad" or not any(states[1:])):
             indices = tuple(value.token for value in operands[1:])
             return self._moved(joined, (name, _static(eqn), indices))
-        if name in _SUMS and sum(bool(state) for state in states) == 1:
+        moving = {k for k, state in enumerate(states) if state}
+        if name in _SUMS | BILINEAR - {"mul", "div"} and len(moving) == 1:
             return _mixed(joined, None)
-        if name in _LINEAR_IN and not any(
-            state for k, state in enumerate(states) if k not in _LINEAR_IN[name]
-        ):
+        if name in LINEAR_IN and moving <= set(LINEAR_IN[name]):
             return _mixed(joined, None)
+        if name == "custom_linear_solve":
+            if min(moving) >= sum(eqn.params["const_lengths"]):
+                return _mixed(joined, None)
         if name in ("mul", "div"):
             product = bool(states[0]) and bool(states[1])
             inverse = name == "div" and bool(states[1])
@@ -259,16 +298,30 @@ class Reader:
         return joined
 
 
-def inner_jaxpr(eqn: Any) -> Any:
-    """The jaxpr that an equation calls with its own operands, or ``None``."""
-    if eqn.primitive.name in ("while", "scan", "cond"):
+def called_jaxpr(eqn: Any) -> ClosedJaxpr | None:
+    """The program that an equation calls with its own operands, or ``None``."""
+    if eqn.primitive.name not in _PLAIN | OWN_DERIVATIVE:
         return None
-    for value in eqn.params.values():
-        jaxpr = getattr(value, "jaxpr", value)
-        invars = getattr(jaxpr, "invars", None)
-        if invars is not None and len(invars) == len(eqn.invars):
-            return jaxpr
-    return None
+    params = eqn.params
+    (found, *_) = (params[k] for k in _CALLED if k in params)
+    return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """Folders of code that is not the user's."""
+    modules = jax, numpyro, import_module(__name__.partition(".")[0]), os
+    return tuple(os.path.dirname(str(module.__file__)) for module in modules)
+
+
+def source_of(eqn: Any) -> str:
+    """Where an equation was written, `` (model.py:12)``: the innermost frame that is
+    the user's own; empty if there is none."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_libraries()):
+            return f" ({os.path.basename(frame.file_name)}:{frame.line_num})"
+    return ""
 
 
 def _renamed(state: State, operands: list[State], name: str | None) -> State:

@@ -20,12 +20,11 @@ from numpyro_gpaug.math.arrow_map import ArrowMap
 from numpyro_gpaug.math.pairs import PairedMap
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.arrow import BySites, Predictors
-from numpyro_gpaug.model.frontier import Frontier, frontier
+from numpyro_gpaug.model.frontier import Frontier, frontier, index_of
 from numpyro_gpaug.model.indices import program_of_others
 from numpyro_gpaug.model.joint_expectation import (
     JointExpectation,
     Split,
-    ordered_roots,
     pair_places,
 )
 from numpyro_gpaug.model.latents import JOINT, Grouping, JointStructure
@@ -140,8 +139,19 @@ class JointView:
                 continue
             closed = site.route in REGISTERED
             kind = parts.parameters if closed else parts.densities
-            found[site.name] = frontier(self._program, [kind[site.name].variable])
+            variable = kind[site.name].variable
+            found[site.name] = frontier(self._program, [variable], site.columns)
         return found
+
+    @cached_property
+    def _indices(self) -> dict[str, Array]:
+        """By site whose data say so, the entry of its first predictor that goes with
+        each of its second."""
+        return {
+            site.name: index_of(self._program, self.frontiers[site.name])
+            for site in self.structure.observed
+            if site.indexed and site.name in self.frontiers
+        }
 
     @cached_property
     def _roots(self) -> list[Any]:
@@ -156,7 +166,7 @@ class JointView:
             return []
         if site.route in REGISTERED:
             return [self._program.outputs.parameters[site.name].variable]
-        return ordered_roots(self._program, self.frontiers[site.name])
+        return list(self.frontiers[site.name].roots)
 
     @cached_property
     def predictors(self) -> Predictors:
@@ -270,13 +280,13 @@ class JointView:
         known = iter([v.shape for v in self._root_shapes])
         for site in self.structure.observed:
             shapes = [next(known) for _ in site.latents]
-            places = pair_places(site, shapes)
+            places = pair_places(site, shapes, self._indices.get(site.name))
             left.append(begin + places[0])
             right.append(begin + places[1])
             begin += sum(map(math.prod, shapes))
         if not sum(map(len, left)):
             return None
-        return jnp.asarray(np.concatenate(left)), jnp.asarray(np.concatenate(right))
+        return jnp.concatenate(left), jnp.concatenate(right)
 
     @property
     def prior(self) -> GaussianPrior:
@@ -328,7 +338,7 @@ class JointView:
             if s not in closed
         }
         return JointExpectation(
-            likelihoods, fixed, self.structure.observed,
+            likelihoods, fixed, self._indices, self.structure.observed,
             tuple((s.shape, str(s.dtype)) for s in self._root_shapes),
             tuple((k, Split(program, f)) for k, f in self.frontiers.items()),
             bound,
@@ -341,7 +351,7 @@ class JointView:
         program, densities = self._program, self._program.outputs.densities
         sites = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
         found = frontier(program, [densities[s.name].variable for s in sites])
-        roots, split = ordered_roots(program, found), Split(program, found)
+        roots, split = list(found.roots), Split(program, found)
         ends = np.cumsum([program.avals[root].size for root in roots])
         numbers = program.run(list(found.fixed), {})
 

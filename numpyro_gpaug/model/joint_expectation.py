@@ -43,27 +43,23 @@ class Split:
 
     def __init__(self, program: Program, found: Frontier) -> None:
         self.frontier = found
-        ordered = ordered_roots(program, found)
-        self.order = tuple(ordered.index(r) for r in found.roots)
         self.shapes = tuple(program.avals[r].shape for r in found.roots)
 
     def outputs(self, numbers: Any, predictors: tuple[Array, ...]) -> list[Array]:
         """What is computed from the roots.
 
         :param numbers: values of what depends on no latent.
-        :param predictors: flat, shared ones first.
+        :param predictors: flat, the smaller first.
         """
-        roots = [
-            predictors[i].reshape(shape)
-            for i, shape in zip(self.order, self.shapes, strict=True)
-        ]
+        pairs = zip(predictors, self.shapes, strict=True)
+        roots = [x.reshape(shape) for x, shape in pairs]
         return self.frontier.density(numbers, roots)
 
     def total(self, numbers: Any, predictors: tuple[Array, ...]) -> Array:
         """The sum of the densities.
 
         :param numbers: values of what depends on no latent.
-        :param predictors: flat, shared ones first.
+        :param predictors: flat, the smaller first.
         """
         found = self.outputs(numbers, predictors)
         return sum((jnp.sum(x) for x in found), start=jnp.zeros((), found[0].dtype))
@@ -93,21 +89,25 @@ def places_within(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pair_places(
-    site: Observed, shapes: Sequence[tuple[int, ...]]
-) -> tuple[np.ndarray, np.ndarray]:
+    site: Observed, shapes: Sequence[tuple[int, ...]], index: Array | None = None
+) -> tuple[Any, Any]:
     """Pairs of predictors of a site whose covariances count: places among all of its
     predictors, flat, one after the other.
 
     :param site: the site.
     :param shapes: of its predictors.
+    :param index: the entry of the first that goes with each of the second, if data say
+        so.
     """
     if site.route is Route.CORRELATED:
         return places_within(*shapes)
     if len(shapes) != 2:
         return np.arange(0), np.arange(0)
     first, second = (np.arange(prod(shape)) for shape in shapes)
-    left, right = np.broadcast_arrays(first, len(first) + second)
-    return left, right
+    beside: Any = first if index is None else index
+    return np.broadcast_to(beside, len(second)) if index is None else beside, (
+        len(first) + second
+    )
 
 
 def correlated(
@@ -134,14 +134,9 @@ def correlated(
     return through_wrappers(fn, lambda d: of_base(d, y, mean, variance, pairs, num))
 
 
-def ordered_roots(program: Program, found: Frontier) -> list[int]:
-    """Roots with those that all data share first."""
-    return sorted(found.roots, key=lambda r: program.avals[r].size)
-
-
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("likelihoods", "fixed"),
+    data_fields=("likelihoods", "fixed", "indices"),
     meta_fields=("sites", "shapes", "frontiers", "bound"),
 )
 @dataclass(frozen=True)
@@ -150,6 +145,8 @@ class JointExpectation:
 
     :param likelihoods: of sites in closed form, and of those without latents.
     :param fixed: numbers that the others' densities are made of.
+    :param indices: of sites whose data say which entries of two predictors go
+        together.
     :param sites: observed sites.
     :param shapes: of the predictors.
     :param frontiers: of sites that depend on latents.
@@ -158,6 +155,7 @@ class JointExpectation:
 
     likelihoods: dict[str, Likelihood]
     fixed: dict[str, tuple[Array, ...]]
+    indices: dict[str, Array]
     sites: tuple[Observed, ...]
     shapes: tuple[tuple[tuple[int, ...], str], ...]
     frontiers: tuple[tuple[str, Any], ...]
@@ -190,6 +188,7 @@ class JointExpectation:
                     tuple(m.ravel() for m in means),
                     tuple(v.ravel() for v in variances),
                     covariance,
+                    self.indices.get(site.name),
                 )
                 term = frontiers[site.name].expectation(
                     site.route, self.fixed[site.name], flat

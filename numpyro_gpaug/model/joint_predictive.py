@@ -32,13 +32,12 @@ from numpyro_gpaug.math.expectation import (
 )
 from numpyro_gpaug.model.arrow import Predictors
 from numpyro_gpaug.model.correlated_data import covariance_of
-from numpyro_gpaug.model.frontier import frontier
+from numpyro_gpaug.model.frontier import frontier, index_of, separation
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.joint_expectation import (
     Split,
     correlated,
-    ordered_roots,
     pair_places,
     places_within,
 )
@@ -265,8 +264,14 @@ class JointPredictiveView(JointView):
         whole = program.avals[found.roots[0]].size >= density.size
         return closed or (whole and not found.scaled[0])
 
-    def _marginals(self, variables: list[Any], q: Any) -> PredictorMoments:
-        """Moments of one or two predictors of each datum, flat."""
+    def _marginals(
+        self, variables: list[Any], q: Any, index: Array | None = None
+    ) -> PredictorMoments:
+        """Moments of one or two predictors of each datum, flat.
+
+        :param index: the entry of the first that goes with each of the second, if data
+            say so.
+        """
         sizes = [self._program.avals[v].size for v in variables]
         ends = np.cumsum(sizes)
         map_ = self._affine(variables).matrices
@@ -274,9 +279,10 @@ class JointPredictiveView(JointView):
         means, variances = (jnp.split(x[0], ends[:-1]) for x in (mean, variance))
         covariance = None
         if len(sizes) == 2:
-            places = jnp.arange(sizes[0]), sizes[0] + jnp.arange(sizes[1])
+            first = jnp.arange(sizes[0]) if index is None else index
+            places = first, sizes[0] + jnp.arange(sizes[1])
             covariance = map_.covariances(q, *jnp.broadcast_arrays(*places))[0]
-        return PredictorMoments(tuple(means), tuple(variances), covariance)
+        return PredictorMoments(tuple(means), tuple(variances), covariance, index)
 
     def predictive(self, site: Observed, q: Any) -> Distribution:
         """The distribution of new observations, the latents integrated out.
@@ -312,14 +318,18 @@ class JointPredictiveView(JointView):
         variables = [leaf.variable for leaf in leaves]
         varies = tuple(program.depends(v) for v in variables)
         moving = [v for v, moves in zip(variables, varies, strict=True) if moves]
-        found = frontier(program, moving)
-        if found.reason is not None or len(found.roots) > 2:
+        apart = separation(program, moving, traced=True)
+        if apart.reason is not None:
             raise NotConjugateError(
-                f"the parameters of {site.name!r} are no functions of one or two "
-                f"predictors for each datum: {found.reason}"
+                f"the parameters of {site.name!r} do not depend on one or two "
+                f"predictors for each datum: {apart.reason}. Draw predictions by "
+                "numpyro.infer.Predictive(model, guide=guide, ...)"
             )
-        roots = ordered_roots(program, found)
-        at = self._marginals(roots, q)
+        columns = site.columns if apart.columns is None else apart.columns
+        found = frontier(program, moving, columns)
+        roots = list(found.roots)
+        index = index_of(program, found) if apart.indexed else None
+        at = self._marginals(roots, q, index)
         split = Split(program, found)
         numbers = program.run(list(found.fixed), {})
         x, weights = nodes(len(roots), at.means[0].dtype)
@@ -370,7 +380,7 @@ class JointPredictiveView(JointView):
                 continue
             split = self._split(site)
             numbers = self._program.run(list(split.frontier.fixed), {})
-            at = self._marginals(roots, q)
+            at = self._marginals(roots, q, self._indices.get(site.name))
             differences = rule_differences(partial(split.outputs, numbers), at)
             total = jnp.stack([jnp.abs(x).sum() for x in differences]).sum()
             found[site.name] = total / max(m.size for m in at.means)

@@ -22,16 +22,13 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.exponentials import has_form
-from numpyro_gpaug.model.frontier import frontier
+from numpyro_gpaug.model.frontier import Separation, frontier, separation
 from numpyro_gpaug.model.joint_survey import Survey
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import check_constants
 from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import Observed, run_model
 from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
-
-# Predictors of one datum whose expectation is by quadrature.
-_MOST = 2
 
 # Why a site is held that is multiplied by another, say.
 IN_DENSITY = "in the density"
@@ -60,6 +57,7 @@ class Reading:
         self._survey = survey
         self._small = {s.name for s in sites if prod(s.shape) <= held}
         self._classes: dict[str, type] = {}
+        self._separations: dict[int, Separation] = {}
         shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
         self._processes = set(survey.functions)
 
@@ -106,12 +104,18 @@ class Reading:
             return None
         if self._closed(name):
             return self._mixed_residual((self.parts.parameters[name].variable,))
-        found = frontier(self.program, [self.parts.densities[name].variable])
-        if found.reason is not None:
-            return found.reason
-        if len(found.roots) > _MOST:
-            return f"there are {len(found.roots)} predictors"
+        variable = self.parts.densities[name].variable
+        apart = self._separation(variable)
+        if apart.reason is not None:
+            return apart.reason
+        found = frontier(self.program, [variable], apart.columns)
         return self._mixed_residual(found.roots)
+
+    def _separation(self, variable: int) -> Separation:
+        """How a density is a sum over data; found once."""
+        if variable not in self._separations:
+            self._separations[variable] = separation(self.program, [variable])
+        return self._separations[variable]
 
     def _mixed_residual(self, roots: tuple[int, ...]) -> str | None:
         """Function values of a sparse process have a variance of their own given the
@@ -173,12 +177,14 @@ class Reading:
                 expectation.log_concave, None,
                 correlated=name in self._survey.correlated,
             )  # fmt: skip
-        found = frontier(self.program, [variable])
+        apart = self._separation(variable)
+        found = frontier(self.program, [variable], apart.columns)
         num, form = len(found.roots), has_form(found, self.program.avals)
         return Observed(
             name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
             Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, (), augmented=False,
             log_concave=False, reason=None, factor=cls is dist.Unit,
+            columns=apart.columns, indexed=apart.indexed,
         )  # fmt: skip
 
 

@@ -18,12 +18,13 @@ from jax import lax
 from jax.extend.core import Literal
 
 from numpyro_gpaug.math.equations import carried_by
-from numpyro_gpaug.model.jaxpr import Reader, State, Value
-
-# Calls that change nothing: what they call may as well stand in their place. Those that
-# bring derivatives of their own (``custom_jvp_call``) are kept whole.
-_INLINED = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint"}
-
+from numpyro_gpaug.model.jaxpr import (
+    OWN_DERIVATIVE,
+    Reader,
+    State,
+    Value,
+    called_jaxpr,
+)
 
 class Operation(NamedTuple):
     """An equation between numbered variables.
@@ -89,16 +90,32 @@ class Listing:
 
         for eqn in jaxpr.eqns:
             operands = tuple(read(v) for v in eqn.invars)
-            inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-            if eqn.primitive.name in _INLINED and inner is not None:
-                if hasattr(inner, "consts"):
-                    results = self.write(inner.jaxpr, self.held(inner), list(operands))
-                else:
-                    results = self.write(inner, [], list(operands))
+            called = called_jaxpr(eqn)
+            if self._is_identity(eqn, operands):
+                results = list(operands)
+            elif called is not None and not self._keeps_derivative(eqn, operands):
+                given = list(operands)
+                results = self.write(called.jaxpr, self.held(called), given)
             else:
                 results = self._equation(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
+
+    def _is_identity(self, eqn: Any, operands: tuple[int | Literal, ...]) -> bool:
+        """Whether an equation gives latents, which a program is a function of, other
+        derivatives, or other ways to be compiled, and the same values."""
+        name = eqn.primitive.name
+        same = name in ("stop_gradient", "optimization_barrier")
+        return same and any(map(self.depends, operands))
+
+    def _keeps_derivative(self, eqn: Any, operands: tuple[Any, ...]) -> bool:
+        """Whether a call is kept whole for its own derivative: of what is affine in
+        latents the derivative is known, and it is that of the values."""
+        if eqn.primitive.name not in OWN_DERIVATIVE:
+            return False
+        found = self._reader.equation(eqn, [self.value(x) for x in operands])
+        moving = [value.state for value in found if value.state]
+        return not moving or not all(map(_affine, moving))
 
     def _equation(self, eqn: Any, operands: tuple[int | Literal, ...]) -> list[Any]:
         known = [self.value(x) for x in operands]

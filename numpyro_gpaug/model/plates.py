@@ -14,7 +14,7 @@ from numpyro import handlers
 
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
-from numpyro_gpaug.model.jaxpr import inner_jaxpr
+from numpyro_gpaug.model.jaxpr import called_jaxpr
 from numpyro_gpaug.model.structure import Plate, Trace
 
 # Operations whose result still is the index of a plate: those before a gather.
@@ -159,10 +159,11 @@ class _Reading:
         """
         for eqn in jaxpr.eqns:
             given = _looked_up(eqn.invars, known)
-            inner = inner_jaxpr(eqn)
-            if inner is not None:
-                pairs = zip(inner.invars, given, strict=True)
-                found = self.read(inner, {v: x for v, x in pairs if x is not None})
+            called = called_jaxpr(eqn)
+            if called is not None:
+                pairs = zip(called.jaxpr.invars, given, strict=True)
+                known_here = {v: x for v, x in pairs if x is not None}
+                found = self.read(called.jaxpr, known_here)
             else:
                 found = [self._result(eqn, given)]
             pairs = zip(eqn.outvars, found, strict=False)

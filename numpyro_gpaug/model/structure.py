@@ -62,6 +62,9 @@ class Observed(NamedTuple):
         observes nothing.
     :param correlated: whether it is Gaussian with a covariance; see
         :mod:`~numpyro_gpaug.model.correlated_data`.
+    :param columns: the axis along which one array holds both predictors of a datum.
+    :param indexed: whether data say by indices which entries of two predictors go
+        together.
     """
 
     name: str
@@ -74,6 +77,8 @@ class Observed(NamedTuple):
     reason: str | None
     factor: bool = False
     correlated: bool = False
+    columns: int | None = None
+    indexed: bool = False
 
     @property
     def predictors(self) -> tuple[str, ...]:

@@ -1,0 +1,590 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entries of predictors that each entry of an array depends on.
+
+A density is a sum over data of functions of their own predictors if nothing nonlinear
+happens to a number that depends on several entries of one predictor. The operations of
+a program say which entries those are: an operation that moves entries is applied to
+their places, and all others combine the places of their operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from numpyro_gpaug.math.equations import carried_by
+from numpyro_gpaug.model.jaxpr import (
+    BILINEAR,
+    ELEMENTWISE,
+    LINEAR,
+    LINEAR_IN,
+    called_jaxpr,
+    source_of,
+)
+from numpyro_gpaug.model.listing import Operation, applied
+from numpyro_gpaug.model.program import Program
+
+# Instead of a place: no entry; entries of several places, by a sum; and in any way.
+NONE, SUM, MIXED = -1, -2, -3
+
+Places = tuple[Any, ...]
+
+_SUMS = {"reduce_sum", "cumsum"}
+# Nonlinear functions of all entries along some axes.
+_ALONG = {
+    "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
+    "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort",
+}  # fmt: skip
+_RESHAPES = {"reshape", "squeeze", "expand_dims"}
+_MOVES = _RESHAPES | {"broadcast_in_dim", "transpose", "slice", "rev", "tile"}
+
+
+class Term(NamedTuple):
+    """A variable of a program.
+
+    :param places: for each predictor, of the entry that each of its own depends on;
+        ``None`` for a variable that depends on none.
+    :param value: computes it, if it depends on none.
+    """
+
+    places: Places | None
+    value: Callable[[], Any]
+
+
+class Entries:
+    """Places of the predictors' entries, carried through operations.
+
+    :param program: of a model's densities.
+    :param starts: places that are known, by variable.
+    """
+
+    def __init__(self, program: Program, starts: dict[int, Places]) -> None:
+        self._program = program
+        self._known: dict[int, Term] = {
+            k: Term(places, _unknown) for k, places in starts.items()
+        }
+        self._memo: dict[Any, Any] = {}
+        #: The operation that first mixed entries.
+        self.mixing: str | None = None
+        #: Whether it depends on traced values which entries are combined.
+        self.unchecked = False
+        #: Whether places depend on indices, which are others with other data.
+        self.by_data = False
+        #: Arrays of places that occur together, of two predictors.
+        self.pairs: list[Places] = []
+
+    def run(self, operations: Sequence[Operation]) -> None:
+        """Carries places through operations, in order."""
+        for eqn, operands, results in operations:
+            found = self._equation(eqn, [self._term(x) for x in operands])
+            self._known |= dict(zip(results, found, strict=True))
+
+    def places(self, variable: int | Literal) -> Places | None:
+        """Places of a variable; ``None`` if it depends on no predictor."""
+        return self._term(variable).places
+
+    def close(self, variable: int | Literal) -> bool:
+        """Whether a density is a sum of functions of single entries; what occurs
+        together in one of them joins :attr:`pairs`."""
+        places = self.places(variable)
+        if places is None:
+            return True
+        self.pairs.append(places)
+        return not _any(places[0] == MIXED)
+
+    def _term(self, variable: int | Literal) -> Term:
+        if isinstance(variable, Literal):
+            return _literal(variable)
+        if variable not in self._known:
+            run = partial(self._program.run, [variable], {})
+            self._known[variable] = Term(None, cache(lambda: run()[0]))
+        return self._known[variable]
+
+    def _equation(self, eqn: Any, operands: list[Term]) -> list[Term]:
+        if all(x.places is None for x in operands):
+            values = cache(lambda: applied(eqn, [x.value() for x in operands]))
+            return [
+                Term(None, partial(lambda k: values()[k], k))
+                for k in range(len(eqn.outvars))
+            ]
+        name, inner = eqn.primitive.name, called_jaxpr(eqn)
+        if inner is not None:
+            return self._inside(inner, operands)
+        if name == "cond":
+            return self._conditional(eqn, operands)
+        if name == "scan":
+            return self._scanned(eqn, operands)
+        if name == "optimization_barrier":
+            return operands
+        before = self.mixing
+        found = self._results(eqn, operands)
+        if before is None and any(_any(x[0] == MIXED) for x in found):
+            self.mixing = self.mixing or f"{name}{source_of(eqn)}"
+        return [Term(places, _unknown) for places in found]
+
+    def _inside(self, closed: Any, operands: list[Term]) -> list[Term]:
+        jaxpr, consts = closed.jaxpr, closed.consts
+        env = dict(zip(jaxpr.invars, operands, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = Term(None, partial(lambda x: x, const))
+
+        def read(var: Any) -> Term:
+            return _literal(var) if isinstance(var, Literal) else env[var]
+
+        for eqn in jaxpr.eqns:
+            found = self._equation(eqn, [read(v) for v in eqn.invars])
+            env |= dict(zip(eqn.outvars, found, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _conditional(self, eqn: Any, operands: list[Term]) -> list[Term]:
+        """Each result is that of one branch: it depends on what it does in any."""
+        index, *given = operands
+        branches = [self._inside(b, given) for b in eqn.params["branches"]]
+        found = []
+        for var, results in zip(eqn.outvars, zip(*branches, strict=True), strict=True):
+            known = [index.places] if index.places is not None else []
+            known += [x.places for x in results if x.places is not None]
+            places = self._combined(known, var.aval.shape, linear=False)
+            found.append(Term(places, _unknown))
+        return found
+
+    def _scanned(self, eqn: Any, operands: list[Term]) -> list[Term]:
+        """All steps have to depend on the same entries, as within one datum."""
+        closed = eqn.params["jaxpr"]
+        begin, count = carried_by(eqn, closed.jaxpr)
+        split = begin + count
+        each = []
+        for term in operands[split:]:
+            places = term.places and self._along(term.places, (0,), linear=False)
+            first = cache(partial(lambda term: term.value()[0], term))
+            each.append(Term(places, _unknown if places else first))
+        carried = operands[begin:split]
+        for _ in range(3):
+            found = self._inside(closed, [*operands[:begin], *carried, *each])
+            after = []
+            for old, new in zip(carried, found[:count], strict=True):
+                known = [x.places for x in (old, new) if x.places is not None]
+                shape = np.shape(known[0][0]) if known else ()
+                after.append(
+                    Term(self._combined(known, shape, linear=False), _unknown)
+                    if known else old
+                )  # fmt: skip
+            if all(_same(x.places, y.places) for x, y in zip(carried, after)):
+                break
+            carried = after
+        results = []
+        for var, term in zip(eqn.outvars, [*carried, *found[count:]], strict=True):
+            places, shape = term.places, var.aval.shape
+            if places is None:
+                # No value is needed, and none is known without all steps.
+                places = tuple(np.full(shape, NONE, np.int32) for _ in self._width)
+            results.append(
+                Term(tuple(jnp.broadcast_to(p, shape) if isinstance(p, Tracer)
+                           else np.broadcast_to(p, shape) for p in places), _unknown)
+            )  # fmt: skip
+        return results
+
+    @property
+    def _width(self) -> range:
+        (places, *_) = (x.places for x in self._known.values() if x.places is not None)
+        return range(len(places))
+
+    def _results(self, eqn: Any, operands: list[Term]) -> list[Places]:
+        """Places of the results of a primitive that depends on predictors."""
+        name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
+        shape = shapes[0]
+        moving = [x.places for x in operands if x.places is not None]
+        if name in LINEAR or name in BILINEAR - {"dot_general"} or name in ELEMENTWISE:
+            if all(_fits(v.aval.shape, shape) for v in eqn.invars):
+                linear = self._is_linear(eqn, operands)
+                return [self._combined(moving, shape, linear)]
+        if name in _MOVES and len(moving) == 1:
+            return [self._moved(eqn, moving[0])]
+        handler = getattr(self, "_" + name.replace("-", "_"), None)
+        if name.startswith("scatter"):
+            return [self._scatter(eqn, operands)]
+        if handler is not None:
+            found = handler(eqn, operands)
+            return found if isinstance(found, list) else [found]
+        if name in _SUMS or name in _ALONG:
+            return self._reduced(eqn, moving, linear=name in _SUMS)
+        linear = self._is_linear(eqn, operands)
+        whole = [self._whole(places, linear) for places in moving]
+        return [self._combined(whole, shape, linear) for shape in shapes]
+
+    @staticmethod
+    def _is_linear(eqn: Any, operands: list[Term]) -> bool:
+        """Whether it is linear in all operands together that depend on predictors."""
+        name = eqn.primitive.name
+        moving = {i for i, x in enumerate(operands) if x.places is not None}
+        if name == "select_n":
+            return 0 not in moving
+        if name == "convert_element_type":
+            return bool(jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact))
+        if name == "custom_linear_solve":
+            return not moving & set(range(sum(eqn.params["const_lengths"])))
+        if name in BILINEAR:
+            return len(moving) == 1 and not (name == "div" and 1 in moving)
+        return name in LINEAR or (name in LINEAR_IN and moving <= set(LINEAR_IN[name]))
+
+    # What becomes of places.
+
+    def _combined(
+        self, moving: list[Places], shape: tuple[int, ...], linear: bool
+    ) -> Places:
+        """Places of an elementwise function.
+
+        :param moving: of its operands.
+        :param shape: of the result.
+        :param linear: whether it is linear in all of them.
+        """
+        found = tuple(_broadcast(p, shape) for p in moving[0])
+        for places in moving[1:]:
+            other = tuple(_broadcast(p, shape) for p in places)
+            found = self._merged(found, other, linear)
+        return found if linear else self._nonlinear(found)
+
+    def _nonlinear(self, places: Places) -> Places:
+        first = places[0]
+        if not _any(first == SUM):
+            return places
+        return tuple(_where(first == SUM, MIXED, p) for p in places)
+
+    def _merged(self, left: Places, right: Places, linear: bool) -> Places:
+        if all(x is y or _equal(x, y) for x, y in zip(left, right, strict=True)):
+            return left
+        self._note(*left, *right)
+        lost = SUM if linear else MIXED
+        apart: Any = False
+        for x, y in zip(left, right, strict=True):
+            apart = apart | ((x >= 0) & (y >= 0) & (x != y))
+        apart = apart | (left[0] == SUM) | (right[0] == SUM)
+        mixed = (left[0] == MIXED) | (right[0] == MIXED)
+        if linear and _any(apart):
+            self.pairs += [left, right]
+        return tuple(
+            _where(mixed, MIXED, _where(apart, lost, _where(x >= 0, x, y)))
+            for x, y in zip(left, right, strict=True)
+        )
+
+    def _along(self, places: Places, axes: Sequence[int], linear: bool) -> Places:
+        """Places of a function of all entries along axes, which are dropped."""
+        axes = tuple(axes)
+        if not prod(np.shape(places[0])[a] for a in axes):
+            return tuple(_where(p.sum(axes) == 0, NONE, NONE) for p in places)
+        self._note(*places)
+        lost = SUM if linear else MIXED
+        large = np.iinfo(np.int32).max
+        apart: Any = (places[0] == SUM).any(axes)
+        for p in places:
+            least = _where(p < 0, large, p).min(axes)
+            apart = apart | ((p.max(axes) > least) & (least < large))
+        if not linear:
+            # The largest of sums is a function of several entries.
+            apart = apart & True
+        elif _any(apart):
+            self.pairs.append(places)
+        mixed = (places[0] == MIXED).any(axes)
+        return tuple(
+            _where(mixed, MIXED, _where(apart, lost, p.max(axes))) for p in places
+        )
+
+    def _whole(self, places: Places, linear: bool) -> Places:
+        """Places of a function of all entries."""
+        return self._along(places, range(np.ndim(places[0])), linear)
+
+    def _reduced(self, eqn: Any, moving: list[Places], linear: bool) -> list[Places]:
+        params, shapes = eqn.params, [v.aval.shape for v in eqn.outvars]
+        axes = params.get("axes")
+        kept = axes is None
+        if kept:
+            axes = (params.get("axis", params.get("dimension")),)
+        joint = self._combined(moving, np.shape(moving[0][0]), linear or len(moving) < 2)
+        found = self._along(joint, axes, linear)
+        if kept:
+            found = tuple(_expanded(p, axes[0]) for p in found)
+        return [tuple(_broadcast(p, shape) for p in found) for shape in shapes]
+
+    def _moved(self, eqn: Any, places: Places, *others: Any) -> Places:
+        """Places moved as an operation moves entries.
+
+        :param others: values of its other operands.
+        """
+        key = eqn.primitive.name, str(eqn.params), *map(id, others)
+        found = []
+        for p in places:
+            at = (*key, id(p))
+            if at not in self._memo:
+                # What has an id stays alive.
+                self._memo[at] = _move(eqn, p, others), p, others
+            found.append(self._memo[at][0])
+        return tuple(found)
+
+    def _note(self, *places: Any) -> None:
+        self.unchecked |= any(isinstance(p, Tracer) for p in places)
+
+    def _none(self, like: Places, shape: tuple[int, ...]) -> Places:
+        return tuple(np.full(shape, NONE, np.int32) for _ in like)
+
+    def _whole_terms(self, eqn: Any, operands: list[Term]) -> list[Places]:
+        """Places of all operands, those that depend on none included."""
+        (like, *_) = (x.places for x in operands if x.places is not None)
+        return [
+            self._none(like, v.aval.shape) if x.places is None else x.places
+            for v, x in zip(eqn.invars, operands, strict=True)
+        ]
+
+    def _concatenate(self, eqn: Any, operands: list[Term]) -> Places:
+        parts = zip(*self._whole_terms(eqn, operands), strict=True)
+        axis = eqn.params["dimension"]
+        return tuple(_namespace(*p).concatenate(p, axis) for p in parts)
+
+    def _stack(self, eqn: Any, operands: list[Term]) -> Places:
+        parts = zip(*self._whole_terms(eqn, operands), strict=True)
+        return tuple(_namespace(*p).stack(p, eqn.params["axis"]) for p in parts)
+
+    def _split(self, eqn: Any, operands: list[Term]) -> list[Places]:
+        (places,) = (x.places for x in operands)
+        assert places is not None
+        ends = np.cumsum(eqn.params["sizes"])[:-1]
+        axis = eqn.params["axis"]
+        parts = [_namespace(p).split(p, ends, axis) for p in places]
+        return [*zip(*parts, strict=True)]
+
+    def _pad(self, eqn: Any, operands: list[Term]) -> Places:
+        operand, filler = self._whole_terms(eqn, operands)
+        return tuple(
+            _bound(eqn, p, jnp.asarray(f)) for p, f in zip(operand, filler, strict=True)
+        )
+
+    def _dynamic_slice(self, eqn: Any, operands: list[Term]) -> Places:
+        source, *starts = operands
+        if source.places is None or any(x.places is not None for x in starts):
+            return self._any_way(eqn, operands)
+        cut = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
+        axes = [a for a, (n, size) in enumerate(cut) if n != size]
+        if _is_constant(source.places, axes):
+            return self._moved(eqn, source.places, *[np.int32(0)] * len(starts))
+        self.by_data = True
+        return self._moved(eqn, source.places, *(x.value() for x in starts))
+
+    def _dynamic_update_slice(self, eqn: Any, operands: list[Term]) -> Places:
+        if any(x.places is not None for x in operands[2:]):
+            return self._any_way(eqn, operands)
+        self.by_data = True
+        starts = [x.value() for x in operands[2:]]
+        operand, update = self._whole_terms(eqn, operands)[:2]
+        return tuple(
+            _bound(eqn, p, u, *starts) for p, u in zip(operand, update, strict=True)
+        )
+
+    def _any_way(self, eqn: Any, operands: list[Term]) -> Places:
+        moving = [x.places for x in operands if x.places is not None]
+        whole = [self._whole(places, linear=False) for places in moving]
+        return self._combined(whole, eqn.outvars[0].aval.shape, linear=False)
+
+    def _gather(self, eqn: Any, operands: list[Term]) -> Places:
+        source, index = operands
+        numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
+        found = []
+        if index.places is not None:
+            # Each entry of the result is chosen by one row of the indices.
+            rows = self._along(index.places, (np.ndim(index.places[0]) - 1,), False)
+            axes = [i for i in range(len(shape)) if i not in numbers.offset_dims]
+            found.append(tuple(_spread(p, axes, shape) for p in rows))
+        if source.places is not None:
+            axes = numbers.start_index_map
+            if _is_constant(source.places, axes):
+                at: Any = np.zeros(eqn.invars[1].aval.shape, np.int32)
+            elif index.places is not None:
+                return self._any_way(eqn, operands)
+            else:
+                self.by_data, at = True, index.value()
+            found.append(self._moved(eqn, source.places, at))
+        return self._combined(found, shape, linear=index.places is None)
+
+    def _scatter(self, eqn: Any, operands: list[Term]) -> Places:
+        name, index = eqn.primitive.name, operands[1]
+        if index.places is not None:
+            return self._any_way(eqn, operands)
+        self.by_data = True
+        operand, _, updates = self._whole_terms(eqn, operands)
+        at, keys = index.value(), ("dimension_numbers", "mode")
+        params = {k: eqn.params[k] for k in keys}
+        shape = np.shape(operand[0])
+        ones = jnp.ones(np.shape(updates[0]), jnp.int32)
+        written = _host(lax.scatter_max(jnp.zeros(shape, jnp.int32), at, ones, **params))
+        linear = name in ("scatter", "scatter-add", "scatter_add", "scatter-sub")
+        large = np.iinfo(np.int32).max
+        here, apart = [], np.zeros(shape, bool)
+        for u in updates:
+            empty = jnp.full(shape, MIXED, jnp.int32)
+            most = _host(lax.scatter_max(empty, at, jnp.asarray(u), **params))
+            positive = jnp.where(jnp.asarray(u) < 0, large, u)
+            full = jnp.full(shape, large, jnp.int32)
+            least = _host(lax.scatter_min(full, at, positive, **params))
+            apart = apart | ((least < most) & (least < large))
+            here.append(_where(written > 0, most, NONE))
+        lost = SUM if linear else MIXED
+        if linear and _any(apart):
+            self.pairs.append(updates)
+        added = tuple(_where(apart, lost, p) for p in here)
+        if name == "scatter":
+            return tuple(
+                _where(written > 0, a, p) for a, p in zip(added, operand, strict=True)
+            )
+        both = sum(x.places is not None for x in operands) > 1
+        return self._combined([operand, added], shape, linear or not both)
+
+    def _dot_general(self, eqn: Any, operands: list[Term]) -> Places:
+        (left, right), (first, second) = eqn.params["dimension_numbers"]
+        linear = sum(x.places is not None for x in operands) == 1
+        shape, found, begin = eqn.outvars[0].aval.shape, [], len(first)
+        dims = zip(operands, (left, right), (first, second), strict=True)
+        for v, (x, summed, batch) in zip(eqn.invars, dims, strict=True):
+            free = [
+                a for a in range(v.aval.ndim) if a not in summed and a not in batch
+            ]
+            axes = [*range(len(batch)), *range(begin, begin + len(free))]
+            begin += len(free)
+            if x.places is None:
+                continue
+            order = *batch, *free, *summed
+            turned = tuple(p.transpose(order) for p in x.places)
+            last = range(len(axes), len(order))
+            places = self._along(turned, last, linear)
+            found.append(tuple(_spread(p, axes, shape) for p in places))
+        return self._combined(found, shape, linear)
+
+
+def places_of(shape: tuple[int, ...]) -> np.ndarray:
+    """The place of every entry of an array."""
+    return np.arange(prod(shape), dtype=np.int32).reshape(shape)
+
+
+def partners(pairs: list[Places], size: int) -> tuple[Any, bool]:
+    """The entry of the first of two predictors that goes with each of the second.
+
+    :param pairs: places of both that occur together.
+    :param size: of the second predictor.
+    :return: places (size,), 0 where there is none; and whether there is at most one
+        for each, which is not known of traced ones.
+    """
+    traced = any(isinstance(p, Tracer) for each in pairs for p in each)
+    found: Any = jnp.full(size, NONE) if traced else np.full(size, NONE, np.int32)
+    single = True
+    for first, second in pairs:
+        if traced:
+            both = (jnp.asarray(first) >= 0) & (jnp.asarray(second) >= 0)
+            at = jnp.where(both, second, size).ravel()
+            found = found.at[at].set(jnp.ravel(first), mode="drop")
+            continue
+        both = (first >= 0) & (second >= 0)
+        a, b = first[both], second[both]
+        before = found.copy()
+        found[b] = a
+        single &= bool((found[b] == a).all())
+        single &= bool(((before < 0) | (before == found)).all())
+    return _where(found < 0, 0, found), single
+
+
+def _unknown() -> Any:
+    raise AssertionError("a variable that depends on predictors has no value")
+
+
+def _literal(var: Any) -> Term:
+    return Term(None, lambda: jnp.asarray(var.val, var.aval.dtype))
+
+
+def _namespace(*arrays: Any) -> Any:
+    return jnp if any(isinstance(x, Tracer) for x in arrays) else np
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    return _namespace(condition, x, y).where(condition, x, y).astype(np.int32)
+
+
+def _any(flags: Any) -> bool:
+    """Whether any holds, as far as is known."""
+    return not isinstance(flags, Tracer) and bool(np.any(flags))
+
+
+def _equal(x: Any, y: Any) -> bool:
+    traced = isinstance(x, Tracer) or isinstance(y, Tracer)
+    return not traced and np.array_equal(x, y)
+
+
+def _same(x: Places | None, y: Places | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    return all(a is b or _equal(a, b) for a, b in zip(x, y, strict=True))
+
+
+def _host(x: Any) -> Any:
+    return x if isinstance(x, Tracer) else np.asarray(x)
+
+
+def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an operand of an elementwise function has a shape that goes with that of
+    the result: an axis of size 1 does with any."""
+    same_rank = len(shape) == len(whole)
+    return shape == () or (
+        same_rank and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
+    )
+
+
+def _broadcast(p: Any, shape: tuple[int, ...]) -> Any:
+    return p if np.shape(p) == shape else _namespace(p).broadcast_to(p, shape)
+
+
+def _expanded(p: Any, axis: int) -> Any:
+    return _namespace(p).expand_dims(p, axis)
+
+
+def _spread(p: Any, axes: Sequence[int], shape: tuple[int, ...]) -> Any:
+    """An array broadcast to a shape, of which its own axes are these, in order."""
+    sizes = [1] * len(shape)
+    for size, axis in zip(np.shape(p), axes, strict=True):
+        sizes[axis] = size
+    return _broadcast(p.reshape(sizes), shape)
+
+
+def _is_constant(places: Places, axes: Sequence[int]) -> bool:
+    """Whether places are the same along axes, whatever index is taken there."""
+    for p in places:
+        first = p
+        for axis in axes:
+            first = first[(slice(None),) * axis + (slice(0, 1),)]
+        if isinstance(p, Tracer) or not (p == first).all():
+            return False
+    return True
+
+
+def _move(eqn: Any, p: Any, others: Sequence[Any]) -> Any:
+    params, shape = eqn.params, eqn.outvars[0].aval.shape
+    name = eqn.primitive.name
+    if name in _RESHAPES and params.get("dimensions", ()) is not None:
+        return p.reshape(shape)
+    if name == "broadcast_in_dim":
+        return _spread(p, params["broadcast_dimensions"], shape)
+    if name == "transpose":
+        return p.transpose(params["permutation"])
+    return _bound(eqn, p, *others)
+
+
+def _bound(eqn: Any, *operands: Any) -> Any:
+    """The operation applied to places."""
+    params = dict(eqn.params)
+    if "fill_value" in params:
+        params["fill_value"] = NONE
+    arrays = [jnp.asarray(x) for x in operands]
+    return _host(eqn.primitive.bind(*arrays, **params))
