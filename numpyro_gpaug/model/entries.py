@@ -28,6 +28,7 @@ from numpyro_gpaug.model.jaxpr import (
     LINEAR,
     LINEAR_IN,
     called_jaxpr,
+    called_name,
     source_of,
 )
 from numpyro_gpaug.model.listing import Operation, applied
@@ -75,6 +76,8 @@ class Entries:
         self._memo: dict[Any, Any] = {}
         #: The operation that first mixed entries.
         self.mixing: str | None = None
+        #: The operation that first added up entries.
+        self.summing: str | None = None
         #: Whether it depends on traced values which entries are combined.
         self.unchecked = False
         #: Whether places depend on indices, which are others with other data.
@@ -117,19 +120,29 @@ class Entries:
                 for k in range(len(eqn.outvars))
             ]
         name, inner = eqn.primitive.name, called_jaxpr(eqn)
+        before = self.mixing, self.summing
         if inner is not None:
-            return self._inside(inner, operands)
+            terms = self._inside(inner, operands)
+            if self.mixing != before[0]:
+                self.mixing = self._named(called_name(eqn), eqn, before[1])
+            return terms
         if name == "cond":
             return self._conditional(eqn, operands)
         if name == "scan":
             return self._scanned(eqn, operands)
         if name == "optimization_barrier":
             return operands
-        before = self.mixing
         found = self._results(eqn, operands)
-        if before is None and any(_any(x[0] == MIXED) for x in found):
-            self.mixing = self.mixing or f"{name}{source_of(eqn)}"
+        if before[0] is None and any(_any(x[0] == MIXED) for x in found):
+            self.mixing = self._named(name, eqn, before[1])
+        if before[1] is None and any(_any(x[0] == SUM) for x in found):
+            self.summing = f"{name}{source_of(eqn)}"
         return [Term(places, _unknown) for places in found]
+
+    @staticmethod
+    def _named(name: str, eqn: Any, summing: str | None) -> str:
+        after = f", after {summing}," if summing else ""
+        return f"{name}{source_of(eqn)}{after}"
 
     def _inside(self, closed: Any, operands: list[Term]) -> list[Term]:
         jaxpr, consts = closed.jaxpr, closed.consts

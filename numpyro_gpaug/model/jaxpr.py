@@ -75,7 +75,10 @@ ELEMENTWISE = {
 }  # fmt: skip
 # Calls of programs: what they compute is what the called program does. A derivative
 # that a call brings of its own says nothing of its values.
-_PLAIN = {"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint"}
+_PLAIN = {
+    "jit", "pjit", "closed_call", "core_closed_call", "core_call", "remat", "remat2",
+    "checkpoint",
+}  # fmt: skip
 OWN_DERIVATIVE = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 _CALLED = "jaxpr", "call_jaxpr", "fun_jaxpr"
@@ -305,6 +308,12 @@ def called_jaxpr(eqn: Any) -> ClosedJaxpr | None:
     params = eqn.params
     (found, *_) = (params[k] for k in _CALLED if k in params)
     return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+
+
+def called_name(eqn: Any) -> str:
+    """The name of the function that a call calls."""
+    info = getattr(called_jaxpr(eqn).jaxpr, "debug_info", None)
+    return getattr(info, "func_name", eqn.params.get("name", eqn.primitive.name))
 
 
 @cache
