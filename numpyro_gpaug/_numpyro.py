@@ -54,6 +54,19 @@ class residual_policy(Messenger):
         super().__init__(fn)
 
 
+class expanded_sites(Messenger):
+    """Writes ``sample(name, fn, sample_shape=...)`` as a sample of the expanded
+    distribution, so that the site's distribution has the shape of its values.
+
+    :param fn: the model.
+    """
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and (shape := msg["kwargs"].get("sample_shape")):
+            msg["fn"] = msg["fn"].expand_by(shape)
+            msg["kwargs"]["sample_shape"] = ()
+
+
 def current_residual_policy() -> str:
     """The policy in force here: the innermost :class:`residual_policy`, else
     ``"noise"`` in prediction (densities masked out) and under ``replay`` (stock

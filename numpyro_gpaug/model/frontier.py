@@ -195,6 +195,24 @@ def index_of(program: Program, found: Frontier) -> Any:
     return jnp.asarray(partners(entries.pairs, second)[0])
 
 
+def single_inputs(program: Program, process: str, variables: Sequence[int]) -> bool:
+    """Whether each entry of some variables depends on a process at one input only.
+
+    :param program: of a model.
+    :param process: its name; its function values have a row for each input.
+    :param variables: that are affine in it.
+    """
+    values = program.inputs[process]
+    shape = program.avals[values].shape
+    rows = places_of(shape[:1]).reshape(-1, *[1] * (len(shape) - 1))
+    entries = Entries(program, {values: (np.broadcast_to(rows, shape),)})
+    entries.run(program.between(variables, program.inputs.values()))
+    found = [entries.places(x) for x in variables]
+    return not entries.unchecked and all(
+        x is None or bool((x[0] >= NONE).all()) for x in found
+    )
+
+
 def _carried(program: Program, found: Frontier) -> tuple[Entries, bool]:
     """Places of the roots' entries, carried to the densities; and whether none of these
     mixes several."""

@@ -211,8 +211,8 @@ class JointView:
         }
 
     def _residuals(self, variables: list[Any]) -> list[Array]:
-        """Variances of predictors given the latents: slope times slope times that of
-        the function value that each depends on."""
+        """Variances of predictors given the latents: those of the function values, at
+        one input, that each depends on, times their slopes squared."""
         program, functions = self._program, self.structure.functions
         if not functions:
             shapes = [program.avals[v].shape for v in variables]
@@ -227,10 +227,22 @@ class JointView:
         total = [jnp.zeros_like(x) for x in found]
         residuals = self._at_zero(program.outputs.residuals)
         for name, variance in residuals.items():
-            slope = push(zeros | {name: jnp.ones_like(zeros[name])})
-            carried = push(zeros | {name: variance.astype(zeros[name].dtype)})
-            total = [t + s * c for t, s, c in zip(total, slope, carried, strict=True)]
+            like, ones = zeros[name], jnp.ones_like(zeros[name])
+            for only in self._latents_apart(name, variables):
+                slope = push(zeros | {name: ones * only})
+                carried = push(zeros | {name: variance.astype(like.dtype) * only})
+                pairs = zip(total, slope, carried, strict=True)
+                total = [t + s * c for t, s, c in pairs]
         return total
+
+    def _latents_apart(self, name: str, variables: list[Any]) -> list[Any]:
+        """Masks of a process's function values, of which each predictor depends on one
+        at most: of all, or of one latent after the other where they are mixed."""
+        states = [self._program.value(v).state for v in variables]
+        if all(s[name].elementwise for s in states if name in s):
+            return [1]
+        (_, *latents) = self.structure.functions[name].shape
+        return [*jnp.eye(math.prod(latents)).reshape(-1, *latents)]
 
     # What a fit is made of.
 

@@ -179,7 +179,9 @@ class JointExpectation:
         total = jnp.zeros((), joint.mean.dtype)
         for site in self.sites:
             moments = [carried[p] for p in site.predictors]
-            size = len(pair_places(site, [m.shape for m, _ in moments])[0])
+            index = self.indices.get(site.name)
+            places = pair_places(site, [m.shape for m, _ in moments], index)
+            size = len(places[0])
             covariance = joint.covariance[0, begin : begin + size] if size else None
             begin += size
             if site.name in self.fixed:
@@ -188,7 +190,7 @@ class JointExpectation:
                     tuple(m.ravel() for m in means),
                     tuple(v.ravel() for v in variances),
                     covariance,
-                    self.indices.get(site.name),
+                    index,
                 )
                 term = frontiers[site.name].expectation(
                     site.route, self.fixed[site.name], flat

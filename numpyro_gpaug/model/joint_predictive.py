@@ -32,7 +32,12 @@ from numpyro_gpaug.math.expectation import (
 )
 from numpyro_gpaug.model.arrow import Predictors
 from numpyro_gpaug.model.correlated_data import covariance_of
-from numpyro_gpaug.model.frontier import frontier, index_of, separation
+from numpyro_gpaug.model.frontier import (
+    frontier,
+    index_of,
+    separation,
+    single_inputs,
+)
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.joint_expectation import (
@@ -190,9 +195,15 @@ class JointPredictiveView(JointView):
         found = super()._residuals(variables)
         for place, variable in enumerate(variables):
             state = self._program.value(variable).state
-            if any(not state[name].elementwise for name in self._reached(variable)):
+            mixed = (n for n in self._reached(variable) if not state[n].elementwise)
+            if any(not self._has_single_inputs(n, variable) for n in mixed):
                 found[place] = jnp.diagonal(self._residual_covariance(variable))
         return found
+
+    def _has_single_inputs(self, process: str, variable: int) -> bool:
+        """Whether its variance is that of independent latents at each input."""
+        loadings = self._conditionals[process].outputs.loadings
+        return loadings is None and single_inputs(self._program, process, [variable])
 
     def of_groups(self) -> JointPredictiveView:
         """Where what is predicted was found to look at one group each; see

@@ -22,7 +22,12 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.exponentials import has_form
-from numpyro_gpaug.model.frontier import Separation, frontier, separation
+from numpyro_gpaug.model.frontier import (
+    Separation,
+    frontier,
+    separation,
+    single_inputs,
+)
 from numpyro_gpaug.model.joint_survey import Survey
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import check_constants
@@ -118,15 +123,21 @@ class Reading:
         return self._separations[variable]
 
     def _mixed_residual(self, roots: tuple[int, ...]) -> str | None:
-        """Function values of a sparse process have a variance of their own given the
-        inducing values, which each datum can count for one value only."""
+        """Function values of a sparse process at one input have variances of their own
+        given the inducing values; those at several inputs are correlated, and so are
+        two predictors of one process, which is not counted."""
         for process in self._processes:
-            states = [self.program.value(r).state.get(process) for r in roots]
-            reached = [s for s in states if s is not None]
-            if len(reached) > 1 or any(not s.elementwise for s in reached):
+            states = [self.program.value(r).state for r in roots]
+            reached = [(r, s[process]) for r, s in zip(roots, states) if process in s]
+            if all(s.elementwise for _, s in reached) and len(reached) < 2:
+                continue
+            variables = [r for r, _ in reached]
+            single = single_inputs(self.program, process, variables)
+            if len(reached) > 1 or not single or process in self._survey.loaded:
                 return (
-                    f"{_SEVERAL} of the sparse process {process!r} reach one datum, or "
-                    "a matrix product mixes them"
+                    f"{_SEVERAL} of the sparse process {process!r} reach one datum: "
+                    "at several inputs, by two predictors, or of outputs that share "
+                    "latents by loadings"
                 )
         return None
 
@@ -197,9 +208,7 @@ def _instead(reason: str) -> str:
         )
     if reason.startswith(_SEVERAL):
         return (
-            "For f @ W, f of several latents, write GaussianProcess(..., num_latents="
-            "..., loadings=W.T); of several processes f[:, None] * W[0] + g[:, None] * "
-            "W[1]. For sums over inputs write the process without inducing inputs, "
+            "Write the process without inducing inputs, "
             'numpyro.sample("f", dist.MultivariateNormal(mean, kernel(X, X)))'
         )
     return (

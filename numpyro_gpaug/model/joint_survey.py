@@ -34,7 +34,7 @@ class Survey:
     and ``observed`` sites, ``candidates`` for a joint Gaussian and those among them
     that are ``scanned``, those observed that are ``correlated``, latents that are
     ``held`` apart and why, ``plates``, ``constraints`` of params, ``shapes`` of values
-    and of ``functions``, the plates that sites are ``inside`` of, and the ``dtype`` of
+    and of ``functions``, those ``loaded`` whose outputs share latents, the plates that sites are ``inside`` of, and the ``dtype`` of
     the Gaussian.
 
     :param model: a NumPyro model.
@@ -58,6 +58,7 @@ class Survey:
         self.held: list[tuple[str, str]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.functions: dict[str, jax.ShapeDtypeStruct] = {}
+        self.loaded: set[str] = set()
         self.scanned: list[str] = []
         self.inside: dict[str, set[str]] = {}
         dtypes: list[Any] = []
@@ -115,6 +116,8 @@ class Survey:
             elif isinstance(site.get("fn"), Conditional):
                 f = site["fn"]
                 self.functions[name] = jax.ShapeDtypeStruct(f.shape, f.dtype)
+                if f.outputs.loadings is not None:
+                    self.loaded.add(name)
 
     def _visit_latent(self, name: str, site: dict[str, Any], rows: set[str]) -> None:
         """Whether it is Gaussian.

@@ -17,7 +17,7 @@ from numpyro import handlers
 from numpyro.distributions import ImproperUniform
 from numpyro.infer import init_to_feasible
 
-from numpyro_gpaug._numpyro import first_rows, residual_policy
+from numpyro_gpaug._numpyro import expanded_sites, first_rows, residual_policy
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.model.arguments import Arguments, is_array
@@ -238,7 +238,7 @@ def run_model(
     size = arguments.static[-1]
     if size is not None:
         model = first_rows(model, arguments.arrays[-1], size)
-    filled = fill(handlers.seed(model, key), values)
+    filled = fill(handlers.seed(expanded_sites(model), key), values)
     filled = handlers.substitute(filled, substitute_fn=_somewhere)
     # NumPyro checks parameters that are known numbers, a program for each operation,
     # and traces the check of all others: check_constants does without.
@@ -292,7 +292,7 @@ def flat_functions(model: Callable[..., Any]) -> Callable[..., Any]:
             return jnp.zeros(fn.shape, fn.dtype)
         return None
 
-    return handlers.substitute(model, substitute_fn=zeros)
+    return handlers.substitute(expanded_sites(model), substitute_fn=zeros)
 
 
 def without_gaussians(

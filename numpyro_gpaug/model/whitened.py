@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
 
-from numpyro_gpaug._numpyro import scan_index
+from numpyro_gpaug._numpyro import expanded_sites, scan_index
 from numpyro_gpaug.distributions.class_counts import traceable
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
@@ -80,7 +80,8 @@ def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]
         numbers, index = z[message["name"]], scan_index(message)
         return found.value(numbers if index is None else numbers[index])
 
-    return independent_data(handlers.substitute(model, substitute_fn=filled))
+    filled_in = handlers.substitute(expanded_sites(model), substitute_fn=filled)
+    return independent_data(filled_in)
 
 
 def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
