@@ -25,11 +25,17 @@ from jax import Array
 from numpyro import handlers
 from numpyro.infer.reparam import Reparam
 
+from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import base_distribution, feasible
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.model.gaussians import car_precision
 
-_LAWS = dist.MultivariateNormal, dist.LowRankMultivariateNormal, dist.CAR
+_CORRELATED = (
+    dist.MultivariateNormal,
+    dist.LowRankMultivariateNormal,
+    dist.CAR,
+    dist.MatrixNormal,
+)
 
 
 def is_correlated(fn: Any) -> bool:
@@ -37,7 +43,7 @@ def is_correlated(fn: Any) -> bool:
 
     :param fn: of a site.
     """
-    return isinstance(base_distribution(fn), _LAWS)
+    return isinstance(base_distribution(fn), _CORRELATED)
 
 
 def mean_of(fn: Any) -> Array:
@@ -53,8 +59,15 @@ def covariance_of(fn: Any) -> Array:
     they were written as.
 
     :param fn: of a site.
+    :raises NotConjugateError: for a matrix, whose rows and columns both are correlated.
     """
     base = base_distribution(fn)
+    if isinstance(base, dist.MatrixNormal):
+        raise NotConjugateError(
+            "predictions of MatrixNormal data are not implemented: name the mean, "
+            "numpyro.deterministic('eta', ...), and predict it by predict_f(..., "
+            "site='eta')"
+        )
     if isinstance(base, dist.Normal):
         return jnp.square(base.scale)[..., None] * jnp.eye(base.scale.shape[-1])
     return _factor_and_covariance(base)[1]
@@ -79,16 +92,29 @@ class _Independent(Reparam):
     """See :func:`independent_data`."""
 
     def __call__(self, name: str, fn: Any, obs: Any) -> tuple[Any, Array]:
-        factor, _ = _factor_and_covariance(base_distribution(fn))
-        apart = mean_of(fn) - feasible(fn, obs)
-        diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
-        scale = jnp.exp(-jnp.log(diagonal).mean(-1, keepdims=True))
-        scale = jnp.broadcast_to(scale, apart.shape)
-        away = scale * (factor @ apart[..., None])[..., 0]
+        base, apart = base_distribution(fn), mean_of(fn) - feasible(fn, obs)
+        if isinstance(base, dist.MatrixNormal):
+            rows, columns = map(
+                linalg.inverse_lower, (base.scale_tril_row, base.scale_tril_column)
+            )
+            log_scale = (_log_scale(rows) + _log_scale(columns))[..., None, None]
+            white = rows @ apart @ columns.mT
+        else:
+            factor, _ = _factor_and_covariance(base)
+            log_scale = _log_scale(factor)[..., None]
+            white = (factor @ apart[..., None])[..., 0]
+        scale = jnp.broadcast_to(jnp.exp(log_scale), apart.shape)
+        away = scale * white
         law = dist.Normal(away, scale).to_event(fn.event_dim)
         if isinstance(fn, dist.MaskedDistribution):
             law = law.mask(fn._mask)
         return law, jnp.zeros_like(away)
+
+
+def _log_scale(factor: Array) -> Array:
+    """The logarithm of the geometric mean of standard deviations, from a triangular
+    factor of a precision."""
+    return -jnp.log(jnp.diagonal(factor, axis1=-2, axis2=-1)).mean(-1)
 
 
 def _factor_and_covariance(base: Any) -> tuple[Array, Array]:

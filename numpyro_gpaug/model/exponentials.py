@@ -26,9 +26,9 @@ from jax import Array
 from jax.extend.core import Literal
 
 from numpyro_gpaug.model.frontier import Frontier
+from numpyro_gpaug.model.jaxpr import called_jaxpr
 from numpyro_gpaug.model.listing import applied
 
-_CALLS = {"custom_jvp_call", "custom_vjp_call", "pjit", "jit", "closed_call"}
 # Of one operand, of which they move entries.
 _MOVES = {
     "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice",
@@ -218,9 +218,9 @@ def _after(eqn: Any, operands: list[Any]) -> list[Any]:
     """What one equation makes of sums, of expectations and of other arrays."""
     if not any(isinstance(x, ExponentialSum | Expected) for x in operands):
         return applied(eqn, operands)
-    inner = eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
-    if eqn.primitive.name in _CALLS and inner is not None:
-        return _inside(inner, operands)
+    called = called_jaxpr(eqn)
+    if called is not None:
+        return _inside(called, operands)
     if any(isinstance(x, Expected) for x in operands):
         return [_after_expectation(eqn, operands)]
     return [_after_sums(eqn, operands)]
@@ -250,6 +250,9 @@ def _after_sums(eqn: Any, operands: list[Any]) -> Any:
         return Expected(eqn.primitive.bind(like.expectation, **eqn.params))
     if name in _MOVES or name == "reduce_sum":
         return jax.tree.map(lambda x: eqn.primitive.bind(x, **eqn.params), like)
+    if name == "gather" and like is operands[0]:
+        places = operands[1]
+        return jax.tree.map(lambda x: eqn.primitive.bind(x, places, **eqn.params), like)
     if name in _UNARY:
         return _UNARY[name](like)
     if name not in _BINARY and name not in ("pow", "integer_pow", "select_n"):

@@ -96,10 +96,9 @@ class Reading:
                 sources = set(self.program.value(density).state) - self._processes
                 if len(sources) < 2 and not sources & self._small:
                     raise NotConjugateError(
-                        f"site {name!r}: its log-density is no sum over data of "
+                        f"site {name!r}: its log-density is not a sum over data of "
                         f"functions of one or two affine predictors: {reason}. "
-                        f"{_instead(reason)}; MCMC(NUTS(model)) "
-                        "samples any model"
+                        f"{_instead(reason)}; MCMC(NUTS(model)) samples any model"
                     )
                 return {s: f"{IN_DENSITY} of {name!r}, {reason}" for s in sources}
         return {}
@@ -212,7 +211,6 @@ def _instead(reason: str) -> str:
             'numpyro.sample("f", dist.MultivariateNormal(mean, kernel(X, X)))'
         )
     return (
-        "Of softmax likelihoods Categorical(logits=eta) and Multinomial(total, "
-        "logits=eta), with eta affine, are taken; others of Gaussian processes are for "
-        "AutoSparseGP"
+        "Apply what combines data to the affine predictor, before its link; write a "
+        "softmax as Categorical(logits=eta) or Multinomial(total, logits=eta)"
     )
