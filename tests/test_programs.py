@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs are right or refused; see :mod:`tests.programs`."""
+
+import pytest
+
+from tests.programs import run
+
+
+@pytest.mark.parametrize(
+    ("first", "number", "fitted"),
+    [
+        (0, 30, False),
+        (30, 30, False),
+        (60, 4, True),
+        pytest.param(1000, 200, True, marks=pytest.mark.slow),
+    ],
+)
+def test_random_programs_are_right_or_refused(
+    first: int, number: int, fitted: bool
+) -> None:
+    counts = run(first, number, fitted=fitted)
+    assert counts.total() == number
+    assert counts["wrong"] == counts["error"] == 0, counts
+    assert counts["refused"] <= number / 4, counts
