@@ -296,16 +296,18 @@ LIKELIHOODS: dict[str, Callable[..., Callable[[dict[str, Array]], Any]]] = {
     "bernoulli": lambda eta, r, f: lambda v: dist.Bernoulli(logits=eta(v)),
     "linked": lambda eta, r, f: lambda v: dist.Poisson(r(eta(v)) + 0.1),
     "spread": lambda eta, r, f: lambda v: dist.Normal(0.3, 0.2 + r(eta(v))),
-    "products": lambda eta, r, f: lambda v: (
-        lambda y: y @ jnp.log(r(eta(v)) + 0.1) - r(eta(v)).sum()
+    "products": lambda eta, r, f: (
+        lambda v: lambda y: y @ jnp.log(r(eta(v)) + 0.1) - r(eta(v)).sum()
     ),
     "two": lambda eta, r, f: lambda v: dist.Normal(eta(v), jnp.exp(0.3 * f(v))),
-    "shape": lambda eta, r, f: lambda v: dist.NegativeBinomial2(
-        0.1 + r(eta(v)), jnp.exp(0.3 * f(v))
+    "shape": lambda eta, r, f: (
+        lambda v: dist.NegativeBinomial2(0.1 + r(eta(v)), jnp.exp(0.3 * f(v)))
     ),
-    "mixture": lambda eta, r, f: lambda v: dist.MixtureSameFamily(
-        dist.Categorical(probs=jnp.array([0.4, 0.6])),
-        dist.Normal(jnp.stack([eta(v), f(v)], -1), 0.7),
+    "mixture": lambda eta, r, f: (
+        lambda v: dist.MixtureSameFamily(
+            dist.Categorical(probs=jnp.array([0.4, 0.6])),
+            dist.Normal(jnp.stack([eta(v), f(v)], -1), 0.7),
+        )
     ),
 }
 COUNTS = ("poisson", "linked", "products", "shape")
@@ -356,7 +358,9 @@ def verdict(example: Example, *, fitted: bool = True) -> Verdict:
     bound, higher = _brute(example, y, *_gaussian(params))
     reported = -float(loss)
     tolerance = EXACT if example.exact else CLOSE
-    said = f"reported {reported:.6f}, by brute force {bound:.6f}, higher by {higher:.4f}"
+    said = (
+        f"reported {reported:.6f}, by brute force {bound:.6f}, higher by {higher:.4f}"
+    )
     off = abs(reported - bound) > tolerance * max(1, abs(bound) / 10)
     off |= fitted and higher > CLOSE
     return Verdict("wrong" if off else "right", said)

@@ -222,12 +222,10 @@ class Entries:
                 return [self._combined(moving, shape, linear)]
         if name in _MOVES and len(moving) == 1:
             return [self._moved(eqn, moving[0])]
-        handler = getattr(self, "_" + name.replace("-", "_"), None)
         if name.startswith("scatter"):
             return [self._scatter(eqn, operands)]
-        if handler is not None:
-            found = handler(eqn, operands)
-            return found if isinstance(found, list) else [found]
+        if name in _RULES:
+            return _RULES[name](self, eqn, operands)
         if name in _SUMS or name in _ALONG:
             return self._reduced(eqn, moving, linear=name in _SUMS)
         linear = self._is_linear(eqn, operands)
@@ -282,7 +280,7 @@ class Entries:
             apart = apart | ((x >= 0) & (y >= 0) & (x != y))
         apart = apart | (left[0] == SUM) | (right[0] == SUM)
         mixed = (left[0] == MIXED) | (right[0] == MIXED)
-        if linear and _any(apart):
+        if linear and _perhaps(apart):
             self.pairs += [left, right]
         return tuple(
             _where(mixed, MIXED, _where(apart, lost, _where(x >= 0, x, y)))
@@ -293,7 +291,7 @@ class Entries:
         """Places of a function of all entries along axes, which are dropped."""
         axes = tuple(axes)
         if not prod(np.shape(places[0])[a] for a in axes):
-            return tuple(_where(p.sum(axes) == 0, NONE, NONE) for p in places)
+            return tuple(np.full(p.sum(axes).shape, NONE, np.int32) for p in places)
         self._note(*places)
         lost = SUM if linear else MIXED
         large = np.iinfo(np.int32).max
@@ -301,10 +299,7 @@ class Entries:
         for p in places:
             least = _where(p < 0, large, p).min(axes)
             apart = apart | ((p.max(axes) > least) & (least < large))
-        if not linear:
-            # The largest of sums is a function of several entries.
-            apart = apart & True
-        elif _any(apart):
+        if linear and _perhaps(apart):
             self.pairs.append(places)
         mixed = (places[0] == MIXED).any(axes)
         return tuple(
@@ -321,7 +316,9 @@ class Entries:
         kept = axes is None
         if kept:
             axes = (params.get("axis", params.get("dimension")),)
-        joint = self._combined(moving, np.shape(moving[0][0]), linear or len(moving) < 2)
+        joint = self._combined(
+            moving, np.shape(moving[0][0]), linear or len(moving) < 2
+        )
         found = self._along(joint, axes, linear)
         if kept:
             found = tuple(_expanded(p, axes[0]) for p in found)
@@ -356,14 +353,14 @@ class Entries:
             for v, x in zip(eqn.invars, operands, strict=True)
         ]
 
-    def _concatenate(self, eqn: Any, operands: list[Term]) -> Places:
+    def _concatenate(self, eqn: Any, operands: list[Term]) -> list[Places]:
         parts = zip(*self._whole_terms(eqn, operands), strict=True)
         axis = eqn.params["dimension"]
-        return tuple(_namespace(*p).concatenate(p, axis) for p in parts)
+        return [tuple(_namespace(*p).concatenate(p, axis) for p in parts)]
 
-    def _stack(self, eqn: Any, operands: list[Term]) -> Places:
+    def _stack(self, eqn: Any, operands: list[Term]) -> list[Places]:
         parts = zip(*self._whole_terms(eqn, operands), strict=True)
-        return tuple(_namespace(*p).stack(p, eqn.params["axis"]) for p in parts)
+        return [tuple(_namespace(*p).stack(p, eqn.params["axis"]) for p in parts)]
 
     def _split(self, eqn: Any, operands: list[Term]) -> list[Places]:
         (places,) = (x.places for x in operands)
@@ -373,39 +370,35 @@ class Entries:
         parts = [_namespace(p).split(p, ends, axis) for p in places]
         return [*zip(*parts, strict=True)]
 
-    def _pad(self, eqn: Any, operands: list[Term]) -> Places:
-        operand, filler = self._whole_terms(eqn, operands)
-        return tuple(
-            _bound(eqn, p, jnp.asarray(f)) for p, f in zip(operand, filler, strict=True)
-        )
+    def _pad(self, eqn: Any, operands: list[Term]) -> list[Places]:
+        pairs = zip(*self._whole_terms(eqn, operands), strict=True)
+        return [tuple(_bound(eqn, operand, filler) for operand, filler in pairs)]
 
-    def _dynamic_slice(self, eqn: Any, operands: list[Term]) -> Places:
+    def _dynamic_slice(self, eqn: Any, operands: list[Term]) -> list[Places]:
         source, *starts = operands
         if source.places is None or any(x.places is not None for x in starts):
             return self._any_way(eqn, operands)
         cut = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
         axes = [a for a, (n, size) in enumerate(cut) if n != size]
         if _is_constant(source.places, axes):
-            return self._moved(eqn, source.places, *[np.int32(0)] * len(starts))
+            return [self._moved(eqn, source.places, *[np.int32(0)] * len(starts))]
         self.by_data = True
-        return self._moved(eqn, source.places, *(x.value() for x in starts))
+        return [self._moved(eqn, source.places, *(x.value() for x in starts))]
 
-    def _dynamic_update_slice(self, eqn: Any, operands: list[Term]) -> Places:
+    def _dynamic_update_slice(self, eqn: Any, operands: list[Term]) -> list[Places]:
         if any(x.places is not None for x in operands[2:]):
             return self._any_way(eqn, operands)
         self.by_data = True
         starts = [x.value() for x in operands[2:]]
-        operand, update = self._whole_terms(eqn, operands)[:2]
-        return tuple(
-            _bound(eqn, p, u, *starts) for p, u in zip(operand, update, strict=True)
-        )
+        pairs = zip(*self._whole_terms(eqn, operands)[:2], strict=True)
+        return [tuple(_bound(eqn, p, update, *starts) for p, update in pairs)]
 
-    def _any_way(self, eqn: Any, operands: list[Term]) -> Places:
+    def _any_way(self, eqn: Any, operands: list[Term]) -> list[Places]:
         moving = [x.places for x in operands if x.places is not None]
         whole = [self._whole(places, linear=False) for places in moving]
-        return self._combined(whole, eqn.outvars[0].aval.shape, linear=False)
+        return [self._combined(whole, eqn.outvars[0].aval.shape, linear=False)]
 
-    def _gather(self, eqn: Any, operands: list[Term]) -> Places:
+    def _gather(self, eqn: Any, operands: list[Term]) -> list[Places]:
         source, index = operands
         numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
         found = []
@@ -423,19 +416,21 @@ class Entries:
             else:
                 self.by_data, at = True, index.value()
             found.append(self._moved(eqn, source.places, at))
-        return self._combined(found, shape, linear=index.places is None)
+        return [self._combined(found, shape, linear=index.places is None)]
 
     def _scatter(self, eqn: Any, operands: list[Term]) -> Places:
         name, index = eqn.primitive.name, operands[1]
         if index.places is not None:
-            return self._any_way(eqn, operands)
+            return self._any_way(eqn, operands)[0]
         self.by_data = True
         operand, _, updates = self._whole_terms(eqn, operands)
         at, keys = index.value(), ("dimension_numbers", "mode")
         params = {k: eqn.params[k] for k in keys}
         shape = np.shape(operand[0])
         ones = jnp.ones(np.shape(updates[0]), jnp.int32)
-        written = _host(lax.scatter_max(jnp.zeros(shape, jnp.int32), at, ones, **params))
+        written = _host(
+            lax.scatter_max(jnp.zeros(shape, jnp.int32), at, ones, **params)
+        )
         linear = name in ("scatter", "scatter-add", "scatter_add", "scatter-sub")
         large = np.iinfo(np.int32).max
         here, apart = [], np.zeros(shape, bool)
@@ -448,7 +443,7 @@ class Entries:
             apart = apart | ((least < most) & (least < large))
             here.append(_where(written > 0, most, NONE))
         lost = SUM if linear else MIXED
-        if linear and _any(apart):
+        if linear and _perhaps(apart):
             self.pairs.append(updates)
         added = tuple(_where(apart, lost, p) for p in here)
         if name == "scatter":
@@ -458,15 +453,13 @@ class Entries:
         both = sum(x.places is not None for x in operands) > 1
         return self._combined([operand, added], shape, linear or not both)
 
-    def _dot_general(self, eqn: Any, operands: list[Term]) -> Places:
+    def _dot_general(self, eqn: Any, operands: list[Term]) -> list[Places]:
         (left, right), (first, second) = eqn.params["dimension_numbers"]
         linear = sum(x.places is not None for x in operands) == 1
         shape, found, begin = eqn.outvars[0].aval.shape, [], len(first)
         dims = zip(operands, (left, right), (first, second), strict=True)
         for v, (x, summed, batch) in zip(eqn.invars, dims, strict=True):
-            free = [
-                a for a in range(v.aval.ndim) if a not in summed and a not in batch
-            ]
+            free = [a for a in range(v.aval.ndim) if a not in summed and a not in batch]
             axes = [*range(len(batch)), *range(begin, begin + len(free))]
             begin += len(free)
             if x.places is None:
@@ -476,7 +469,15 @@ class Entries:
             last = range(len(axes), len(order))
             places = self._along(turned, last, linear)
             found.append(tuple(_spread(p, axes, shape) for p in places))
-        return self._combined(found, shape, linear)
+        return [self._combined(found, shape, linear)]
+
+
+_RULES: dict[str, Callable[[Entries, Any, list[Term]], list[Places]]] = {
+    "concatenate": Entries._concatenate, "stack": Entries._stack,
+    "split": Entries._split, "pad": Entries._pad, "gather": Entries._gather,
+    "dynamic_slice": Entries._dynamic_slice, "dot_general": Entries._dot_general,
+    "dynamic_update_slice": Entries._dynamic_update_slice,
+}  # fmt: skip
 
 
 def places_of(shape: tuple[int, ...]) -> np.ndarray:
@@ -529,6 +530,11 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
 def _any(flags: Any) -> bool:
     """Whether any holds, as far as is known."""
     return not isinstance(flags, Tracer) and bool(np.any(flags))
+
+
+def _perhaps(flags: Any) -> bool:
+    """Whether any may hold."""
+    return isinstance(flags, Tracer) or bool(np.any(flags))
 
 
 def _equal(x: Any, y: Any) -> bool:

@@ -323,6 +323,13 @@ def _libraries() -> tuple[str, ...]:
     return tuple(os.path.dirname(str(module.__file__)) for module in modules)
 
 
+def is_library(eqn: Any) -> bool:
+    """Whether a call is of a function of JAX, NumPyro or this package."""
+    called = called_jaxpr(eqn)
+    info = getattr(called.jaxpr, "debug_info", None) if called else None
+    return str(getattr(info, "func_filename", None)).startswith(_libraries())
+
+
 def source_of(eqn: Any) -> str:
     """Where an equation was written, `` (model.py:12)``: the innermost frame that is
     the user's own; empty if there is none."""

@@ -21,6 +21,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.derivatives import other_derivative
 from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.frontier import (
     Separation,
@@ -38,6 +39,7 @@ from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 # Why a site is held that is multiplied by another, say.
 IN_DENSITY = "in the density"
 _SEVERAL = "several function values"
+_OTHER_DERIVATIVE = " has a derivative of its own that is not that of its values"
 
 
 class Reading:
@@ -97,8 +99,9 @@ class Reading:
                 if len(sources) < 2 and not sources & self._small:
                     raise NotConjugateError(
                         f"site {name!r}: its log-density is not a sum over data of "
-                        f"functions of one or two affine predictors: {reason}. "
-                        f"{_instead(reason)}; MCMC(NUTS(model)) samples any model"
+                        f"differentiable functions of one or two affine predictors: "
+                        f"{reason}. {_instead(reason)}; MCMC(NUTS(model)) samples any "
+                        "model"
                     )
                 return {s: f"{IN_DENSITY} of {name!r}, {reason}" for s in sources}
         return {}
@@ -113,6 +116,8 @@ class Reading:
         if apart.reason is not None:
             return apart.reason
         found = frontier(self.program, [variable], apart.columns)
+        if other := other_derivative(found.rest):
+            return f"{other}{_OTHER_DERIVATIVE}"
         return self._mixed_residual(found.roots)
 
     def _separation(self, variable: int) -> Separation:
@@ -205,6 +210,8 @@ def _instead(reason: str) -> str:
             "What a scan carries from step to step has to be affine in Gaussian "
             "latents; what is not, such as exp(level), its steps may return, or observe"
         )
+    if reason.endswith(_OTHER_DERIVATIVE):
+        return "Leave its derivative to JAX, or give it that of its values"
     if reason.startswith(_SEVERAL):
         return (
             "Write the process without inducing inputs, "

@@ -26,6 +26,7 @@ from numpyro_gpaug.model.jaxpr import (
     called_jaxpr,
 )
 
+
 class Operation(NamedTuple):
     """An equation between numbered variables.
 
