@@ -35,14 +35,14 @@ class PredictorMoments(NamedTuple):
         one of two is shared, it is the first.
     :param variances: likewise.
     :param covariance: of two predictors, (N,); ``None`` for one.
-    :param index: the entry of the first predictor that goes with each of the second,
+    :param partner: the entry of the first predictor that goes with each of the second,
         (N,); ``None`` if entry by entry, or the first is shared.
     """
 
     means: tuple[Array, ...]
     variances: tuple[Array, ...]
     covariance: Array | None = None
-    index: Array | None = None
+    partner: Array | None = None
 
 
 def nodes(
@@ -80,7 +80,7 @@ def _factor(at: PredictorMoments) -> list[tuple[Array, ...]]:
     first = safe_sqrt(at.variances[0])
     if at.covariance is None:
         return [(first,)]
-    beside = first if at.index is None else first[at.index]
+    beside = first if at.partner is None else first[at.partner]
     shared = at.covariance / jnp.where(beside > 0, beside, 1)
     # By Cauchy and Schwarz at least zero; rounding is not.
     rest = jnp.maximum(at.variances[1] - jnp.square(shared), 0)
@@ -162,7 +162,7 @@ def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any
     empty = shapes[0], *shapes[1], [[s] * (i + 1) for i, s in _each(shapes[1][1])]
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), empty)
     (value, direct, slopes, turned), _ = lax.scan(add, zeros, (x, weights))
-    return value, (direct, _moment_slopes(at, slopes, turned), numbers, at.index)
+    return value, (direct, _moment_slopes(at, slopes, turned), numbers, at.partner)
 
 
 def _share(weight: Array, y: Array) -> Array:
@@ -194,12 +194,12 @@ def _moment_slopes(
     shared, own = factor[1]
     second = over(turned[1][1], own)
     # E (slope_2 x_1) = H_21 L_11 + H_22 L_21.
-    beside = factor[0][0] if at.index is None else factor[0][0][at.index]
+    beside = factor[0][0] if at.partner is None else factor[0][0][at.partner]
     cross = over(turned[1][0] - second * shared, beside)
     # E (slope_1 x_1) = H_11 L_11 + H_12 L_21, and L_21 of shared ones is summed.
     lean = cross * shared
-    if at.index is not None:
-        lean = jnp.zeros_like(first).at[at.index].add(lean)
+    if at.partner is not None:
+        lean = jnp.zeros_like(first).at[at.partner].add(lean)
     elif first.shape != lean.shape:
         lean = lean.sum(keepdims=True)
     first = over(turned[0][0] - lean, factor[0][0])
@@ -218,7 +218,7 @@ def _backward(total: Sum, kept: Any, cotangent: Array) -> tuple[Any, Any]:
     ]
     scaled = jax.tree.map(lambda x: cotangent * x, moments)
     if index is not None:
-        scaled = scaled._replace(index=np.zeros(index.shape, jax.dtypes.float0))
+        scaled = scaled._replace(partner=np.zeros(index.shape, jax.dtypes.float0))
     return jax.tree.unflatten(treedef, slopes), scaled
 
 

@@ -53,11 +53,12 @@ class Term(NamedTuple):
 
     :param places: for each predictor, of the entry that each of its own depends on;
         ``None`` for a variable that depends on none.
-    :param value: computes it, if it depends on none.
+    :param value: computes it, if it depends on none; ``None`` if it is not known,
+        either, as in each step of a scan.
     """
 
     places: Places | None
-    value: Callable[[], Any]
+    value: Callable[[], Any] | None = None
 
 
 class Entries:
@@ -69,9 +70,7 @@ class Entries:
 
     def __init__(self, program: Program, starts: dict[int, Places]) -> None:
         self._program = program
-        self._known: dict[int, Term] = {
-            k: Term(places, _unknown) for k, places in starts.items()
-        }
+        self._known: dict[int, Term] = {k: Term(places) for k, places in starts.items()}
         self._memo: dict[Any, Any] = {}
         #: The operation that first mixed entries.
         self.mixing: str | None = None
@@ -113,7 +112,10 @@ class Entries:
 
     def _equation(self, eqn: Any, operands: list[Term]) -> list[Term]:
         if all(x.places is None for x in operands):
-            values = cache(lambda: applied(eqn, [x.value() for x in operands]))
+            given = [x.value for x in operands]
+            if None in given:
+                return [Term(None) for _ in eqn.outvars]
+            values = cache(lambda: applied(eqn, [f() for f in given if f]))
             return [
                 Term(None, partial(lambda k: values()[k], k))
                 for k in range(len(eqn.outvars))
@@ -128,7 +130,10 @@ class Entries:
         if name == "cond":
             return self._conditional(eqn, operands)
         if name == "scan":
-            return self._scanned(eqn, operands)
+            terms = self._scanned(eqn, operands)
+            if self.mixing != before[0]:
+                self.mixing = self._named(name, eqn, before[1])
+            return terms
         if name == "optimization_barrier":
             return operands
         found = self._results(eqn, operands)
@@ -136,7 +141,7 @@ class Entries:
             self.mixing = self._named(name, eqn, before[1])
         if before[1] is None and any(_any(x[0] == SUM) for x in found):
             self.summing = f"{name}{source_of(eqn)}"
-        return [Term(places, _unknown) for places in found]
+        return [Term(places) for places in found]
 
     @staticmethod
     def _named(name: str, eqn: Any, summing: str | None) -> str:
@@ -166,7 +171,7 @@ class Entries:
             known = [index.places] if index.places is not None else []
             known += [x.places for x in results if x.places is not None]
             places = self._combined(known, var.aval.shape, linear=False)
-            found.append(Term(places, _unknown))
+            found.append(Term(places))
         return found
 
     def _scanned(self, eqn: Any, operands: list[Term]) -> list[Term]:
@@ -177,9 +182,8 @@ class Entries:
         each = []
         for term in operands[split:]:
             places = term.places and self._along(term.places, (0,), linear=False)
-            first = cache(partial(lambda term: term.value()[0], term))
-            each.append(Term(places, _unknown if places else first))
-        carried = operands[begin:split]
+            each.append(Term(places))
+        carried = [Term(x.places) for x in operands[begin:split]]
         for _ in range(3):
             found = self._inside(closed, [*operands[:begin], *carried, *each])
             after = []
@@ -187,21 +191,22 @@ class Entries:
                 known = [x.places for x in (old, new) if x.places is not None]
                 shape = np.shape(known[0][0]) if known else ()
                 after.append(
-                    Term(self._combined(known, shape, linear=False), _unknown)
+                    Term(self._combined(known, shape, linear=False))
                     if known else old
                 )  # fmt: skip
-            if all(_same(x.places, y.places) for x, y in zip(carried, after)):
+            if all(
+                _same(x.places, y.places) for x, y in zip(carried, after, strict=True)
+            ):
                 break
             carried = after
         results = []
         for var, term in zip(eqn.outvars, [*carried, *found[count:]], strict=True):
             places, shape = term.places, var.aval.shape
             if places is None:
-                # No value is needed, and none is known without all steps.
                 places = tuple(np.full(shape, NONE, np.int32) for _ in self._width)
             results.append(
                 Term(tuple(jnp.broadcast_to(p, shape) if isinstance(p, Tracer)
-                           else np.broadcast_to(p, shape) for p in places), _unknown)
+                           else np.broadcast_to(p, shape) for p in places))
             )  # fmt: skip
         return results
 
@@ -381,14 +386,18 @@ class Entries:
         axes = [a for a, (n, size) in enumerate(cut) if n != size]
         if _is_constant(source.places, axes):
             return [self._moved(eqn, source.places, *[np.int32(0)] * len(starts))]
-        self.by_data = True
-        return [self._moved(eqn, source.places, *(x.value() for x in starts))]
-
-    def _dynamic_update_slice(self, eqn: Any, operands: list[Term]) -> list[Places]:
-        if any(x.places is not None for x in operands[2:]):
+        known = [x.value for x in starts]
+        if None in known:
             return self._any_way(eqn, operands)
         self.by_data = True
-        starts = [x.value() for x in operands[2:]]
+        return [self._moved(eqn, source.places, *(f() for f in known if f))]
+
+    def _dynamic_update_slice(self, eqn: Any, operands: list[Term]) -> list[Places]:
+        known = [x.value for x in operands[2:]]
+        if None in known:
+            return self._any_way(eqn, operands)
+        self.by_data = True
+        starts = [f() for f in known if f]
         pairs = zip(*self._whole_terms(eqn, operands)[:2], strict=True)
         return [tuple(_bound(eqn, p, update, *starts) for p, update in pairs)]
 
@@ -410,7 +419,7 @@ class Entries:
             axes = numbers.start_index_map
             if _is_constant(source.places, axes):
                 at: Any = np.zeros(eqn.invars[1].aval.shape, np.int32)
-            elif index.places is not None:
+            elif index.value is None:
                 return self._any_way(eqn, operands)
             else:
                 self.by_data, at = True, index.value()
@@ -419,7 +428,7 @@ class Entries:
 
     def _scatter(self, eqn: Any, operands: list[Term]) -> Places:
         name, index = eqn.primitive.name, operands[1]
-        if index.places is not None:
+        if index.value is None:
             return self._any_way(eqn, operands)[0]
         self.by_data = True
         operand, _, updates = self._whole_terms(eqn, operands)
@@ -508,10 +517,6 @@ def partners(pairs: list[Places], size: int) -> tuple[Any, bool]:
         single &= bool((found[b] == a).all())
         single &= bool(((before < 0) | (before == found)).all())
     return _where(found < 0, 0, found), single
-
-
-def _unknown() -> Any:
-    raise AssertionError("a variable that depends on predictors has no value")
 
 
 def _literal(var: Any) -> Term:

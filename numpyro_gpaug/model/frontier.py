@@ -106,15 +106,16 @@ def frontier(
     fixed = {x for x in read if not isinstance(x, Literal)} - made - set(alike)
     chosen = tuple(roots[token] for token in ordered)
     if columns is not None:
-        chosen = _cut(program, *chosen, columns)
+        chosen = _cut(program, chosen, columns)
     return Frontier(
         chosen, rest, alike, tuple(sorted(fixed)), tuple(outputs),
         tuple(scaled[token] for token in ordered), columns,
     )  # fmt: skip
 
 
-def _cut(program: Program, root: int, axis: int) -> tuple[int, int]:
-    """Variables that are the two halves of a root."""
+def _cut(program: Program, roots: tuple[int, ...], axis: int) -> tuple[int, int]:
+    """Variables that are the two halves of the one root."""
+    (root,) = roots
     index = (slice(None),) * axis
 
     def halves(x: Any) -> tuple[Any, Any]:

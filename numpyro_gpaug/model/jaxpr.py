@@ -312,8 +312,13 @@ def called_jaxpr(eqn: Any) -> ClosedJaxpr | None:
 
 def called_name(eqn: Any) -> str:
     """The name of the function that a call calls."""
-    info = getattr(called_jaxpr(eqn).jaxpr, "debug_info", None)
-    return getattr(info, "func_name", eqn.params.get("name", eqn.primitive.name))
+    found = getattr(_debug_info(eqn), "func_name", None)
+    return found or eqn.params.get("name", eqn.primitive.name)
+
+
+def _debug_info(eqn: Any) -> Any:
+    called = called_jaxpr(eqn)
+    return called and getattr(called.jaxpr, "debug_info", None)
 
 
 @cache
@@ -325,9 +330,8 @@ def _libraries() -> tuple[str, ...]:
 
 def is_library(eqn: Any) -> bool:
     """Whether a call is of a function of JAX, NumPyro or this package."""
-    called = called_jaxpr(eqn)
-    info = getattr(called.jaxpr, "debug_info", None) if called else None
-    return str(getattr(info, "func_filename", None)).startswith(_libraries())
+    path = getattr(_debug_info(eqn), "func_filename", None)
+    return str(path).startswith(_libraries())
 
 
 def source_of(eqn: Any) -> str:

@@ -307,7 +307,7 @@ class JointPredictiveView(JointView):
             return self._of_correlated_data(site, q)
         if site.route is Route.CLOSED_FORM:
             parameter = parts.parameters[site.name].variable
-            (mean,), (variance,), _ = self._marginals([parameter], q)
+            (mean,), (variance,), *_ = self._marginals([parameter], q)
             (law,) = self._at_zero([parts.likelihoods[site.name]])
             (latent,) = site.latents
             shape = self._program.avals[parameter].shape

@@ -132,7 +132,8 @@ class Reading:
         two predictors of one process, which is not counted."""
         for process in self._processes:
             states = [self.program.value(r).state for r in roots]
-            reached = [(r, s[process]) for r, s in zip(roots, states) if process in s]
+            pairs = zip(roots, states, strict=True)
+            reached = [(r, s[process]) for r, s in pairs if process in s]
             if all(s.elementwise for _, s in reached) and len(reached) < 2:
                 continue
             variables = [r for r, _ in reached]

@@ -34,8 +34,8 @@ class Survey:
     and ``observed`` sites, ``candidates`` for a joint Gaussian and those among them
     that are ``scanned``, those observed that are ``correlated``, latents that are
     ``held`` apart and why, ``plates``, ``constraints`` of params, ``shapes`` of values
-    and of ``functions``, those ``loaded`` whose outputs share latents, the plates that sites are ``inside`` of, and the ``dtype`` of
-    the Gaussian.
+    and of ``functions``, those ``loaded`` whose outputs share latents, the plates that
+    sites are ``inside`` of, and the ``dtype`` of the Gaussian.
 
     :param model: a NumPyro model.
     :param arguments: its arguments.
