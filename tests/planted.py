@@ -311,11 +311,11 @@ def planted() -> list[Planted]:
             ("test_learning",),
         ),
         Planted(
-            "Ends of a search: numbers go back to zero",
-            "infer/vi/putting_back.py",
-            "jnp.where(here, self.begun, best)",
-            "jnp.where(here, 0 * self.begun, best)",
-            ("test_putting_back",),
+            "L-BFGS: begins where the first-order phase ended, not at its best",
+            "infer/vi/quasi_newton.py",
+            "jnp.where(begins(hyper), best, ahead)",
+            "jnp.where(begins(hyper), ahead, ahead)",
+            ("test_learning",),
         ),
         Planted(
             "Minibatches: the guard goes back to what is worst",

@@ -17,11 +17,22 @@ from numpyro import handlers
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gp.process import Conditional
-from numpyro_gpaug.infer.vi import quasi_newton, reach, settling, stepper
+from numpyro_gpaug.infer.vi import (
+    first_order,
+    quasi_newton,
+    reach,
+    settling,
+    stepper,
+)
 from numpyro_gpaug.infer.vi.hyper import Hyper
+from numpyro_gpaug.infer.vi.result import ConjugateResult
 
 KEY = jax.random.key(0)
 positive = dist.constraints.positive
+NETWORK = [
+    jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
+    for seed, shape in ((1, (3, 20)), (2, (20, 2)))
+]
 
 
 def data(num=60, columns=2, seed=0):
@@ -97,7 +108,7 @@ def climb(fn, start, evaluations, rounding=0.0, unresolved=0.0):
         value, ascent = differentiate(here)
         first = jnp.isinf(best)
         if first or quasi_newton.accepts(hyper, best, value, rounding, unresolved):
-            hyper = accept(hyper, here, ascent, first)
+            hyper = accept(hyper, here, ascent, first, 0)
             kept.append(float(value))
             if value >= best:
                 hyper, best = quasi_newton.improved(hyper, here, unresolved), value
@@ -228,7 +239,76 @@ def test_a_first_step_within_rounding_leads_on(x64) -> None:
     assert bounds[-1] > -1
 
 
+def test_the_search_begins_at_the_best_of_the_first_order_phase(x64) -> None:
+    """Adam oscillates about the maximum across the valley and lowers the bound there;
+    L-BFGS begins at the highest bound that it has seen."""
+    values = {"z": jnp.array([1.0, 0.0, 0.0])}
+    search = quasi_newton.start(values, free=first_order.MANY)
+    zero = jax.tree.map(jnp.zeros_like, values)
+    hyper = Hyper(values, zero, jnp.ones(()), search)
+
+    def fn(z):
+        return -0.5 * (jnp.geomspace(1.0, 1e4, 3) * (z - 0.405) ** 2).sum()
+
+    seen, best, stalled = [], -jnp.inf, 0
+    while quasi_newton.ascends(hyper):
+        begins = bool(quasi_newton.begins(hyper))
+        here = quasi_newton.moved(hyper)
+        value, ascent = jax.value_and_grad(lambda z: fn(z["z"]))(here)
+        hyper = quasi_newton.accepted(hyper, here, ascent, not seen, stalled)
+        seen.append(float(value))
+        stalled = 0 if value > best else stalled + 1
+        if value >= best:
+            hyper, best = quasi_newton.improved(hyper, here, 0.0), value
+    assert begins
+    assert seen[-1] == max(seen) > seen[-2]
+    assert first_order.PATIENCE < len(seen) < first_order.STEPS
+    assert hyper.optim_state.memory.count == 1
+    # Where there is no bound the phase is over.
+    lost = quasi_newton.refused(
+        hyper._replace(optim_state=search), 1.0, jnp.nan, 0.0, 1.0
+    )
+    assert quasi_newton.begins(lost)
+
+
 # -- fits ------------------------------------------------------------------------------
+
+
+def deep(X, y=None, *, inducing):
+    """A kernel on what a network makes of the inputs."""
+    first, second = numpyro.param("network", NETWORK)
+    noise = numpyro.sample("noise", dist.HalfNormal(0.5))
+
+    def features(x):
+        return jnp.tanh(x @ first) @ second
+
+    kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
+    gp = gpaug.GaussianProcess("f", kernel, features(inducing))
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(gp(features(X)), noise), obs=y)
+
+
+def test_a_network_moves_before_the_noise_takes_all(x64) -> None:
+    """L-BFGS alone has the noise near the deviation of the data, .6, by then."""
+    rng = np.random.default_rng(4)
+    X = rng.uniform(-1, 1, (60, 3))
+    y = np.sin(5 * (X[:, 0] * X[:, 1] + X[:, 2])) + 0.1 * rng.normal(size=60)
+    svi = fitter(deep)
+    state = svi.init(KEY, X, y, inducing=X[:15])
+    start = svi.get_params(state)
+    for _ in range(6):
+        state, loss = svi.update(state, X, y, inducing=X[:15])
+    params = svi.get_params(state)
+    change = np.log(params["noise_auto_loc"] / start["noise_auto_loc"])
+    assert 0.02 < change < 0.08
+    weights = params["network"][0] - start["network"][0]
+    assert np.median(np.abs(weights)) > 0.02
+    # The phase is a third of a run, or ends with it: at most half of one of 9 steps.
+    result = run(svi, X, y, inducing=X[:15], steps=9)
+    assert result.state.hyper.optim_state.ascent.left == -1
+    assert result.losses[-1] < result.losses[3]
+    at_rest = ConjugateResult(params, result.state, result.losses, stopped=True)
+    assert "one of many local optima" in str(at_rest)
 
 
 def test_regression_reaches_the_marginal_likelihoods_maximum(x64) -> None:

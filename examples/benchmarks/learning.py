@@ -21,22 +21,16 @@ there is no way back but down. ``swapped`` are columns that one of two ends, the
 start's and the best, has lost and the other keeps. ``--shorter 2`` starts at half the
 lengthscales.
 
-``put back`` is how often the run from the default start went on from a number that it
-had put back to its start, as for ``waves5`` and the like (other draws by their digit),
-where a column is found to have a trend, and its sine is not seen any more. What looking
-costs is in all numbers of evaluations.
-
 With ``--moves`` a way over the hills is tried: from the default start's end each kept
 column in turn is taken out, each lost one put back, and all is learnt again. ``moved
 gap`` is the best of that, ``moved steps`` its evaluations, ``restart steps`` those of
 all restarts.
 
-``left`` is what a run ten times as long, which does not stop, finds beyond; as it puts
-nothing back, it is below zero by what that has gained. Two causes of a gap are told
-apart: ``near`` is the share of the starts that end within .1 nat of the best (few,
-where there are many optima), ``unresolved`` by how much rounding makes the bound at the
-end uncertain, as the fit says. Seconds are of a second run, without compilation. Sets
-other than scikit-learn's are read from the folder ``GPAUG_DATA``.
+``left`` is what a run ten times as long, which does not stop, finds beyond. Two causes
+of a gap are told apart: ``near`` is the share of the starts that end within .1 nat of
+the best (few, where there are many optima), ``unresolved`` by how much rounding makes
+the bound at the end uncertain, as the fit says. Seconds are of a second run, without
+compilation. Sets other than scikit-learn's are read from the folder ``GPAUG_DATA``.
 """
 
 from __future__ import annotations
@@ -290,8 +284,6 @@ def ours(
             search = ends[0].state.hyper.optim_state
             found[name]["unresolved"] = uncertainty(search)
             found[name]["left"] = float(losses[0][-1] - longer.losses[-1])
-            times = jax.tree.leaves(ends[0].put_back)
-            found[name]["put back"] = int(sum(x.sum() for x in times))
             if task.start["lengthscale"].shape and not priors:
                 found[name]["columns"] = ways_on(ends, run, moves)
     return found
@@ -329,7 +321,7 @@ def row(name: str, task: Task, args: argparse.Namespace) -> dict[str, Any]:
         out[f"{optimiser} s"] = f["seconds"]
     first = found["lbfgs"]["losses"][0][:EVALUATIONS]
     out["gap in 60"] = float(first[-1] - out["best"])
-    out |= {k: found["lbfgs"][k] for k in ("left", "unresolved", "put back")}
+    out |= {k: found["lbfgs"][k] for k in ("left", "unresolved")}
     of_starts = np.array([losses[-1] for losses in found["lbfgs"]["losses"]])
     out["near"] = float(np.mean(of_starts <= out["best"] + 0.1))
     out |= found["lbfgs"].get("columns", {})
@@ -375,7 +367,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     columns = dict.fromkeys(("set", "rows", "columns"), "") | {"best": ".2f"}
     columns |= {"gap in 60": ".3f", "to .1 nat": "", "left": ".3f"}
-    columns |= {"near": ".0%", "unresolved": ".2f", "put back": ""}
+    columns |= {"near": ".0%", "unresolved": ".2f"}
     if not args.priors:
         columns |= dict.fromkeys(("lost", "called back", "swapped"), "")
     if args.moves:

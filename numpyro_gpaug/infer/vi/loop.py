@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 
 from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
-from numpyro_gpaug.infer.vi.searching import at_end
+from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.start import initial_state, read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
@@ -75,16 +76,14 @@ def run_chunk(
     state = state._replace(bound=bound, data=data)
     first = stepper.start(state)
     state = stepper.noted(state, first)
-    scales: Any = plan.scales(state.hyper.values) if stepper.searches else ()
     exact = isinstance(first.problem, LatentGaussian) and first.problem.quadratic
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
-        if stepper.searches:
-            over = state.hyper.optim_state.back.over
-            return (i < num_steps) & ((tol <= 0) | ~over)
         patience: Any = PATIENCE
-        if stepper.learns:
+        if stepper.searches:
+            patience = quasi_newton.patience(state.hyper, tol)
+        elif stepper.learns:
             patience = jnp.maximum(40 * stepper.every, state.step // 5)
         return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
 
@@ -94,8 +93,6 @@ def run_chunk(
         new, evaluation = stepper.step(state, Carry(first.problem, before))
         moves = _moves(before, evaluation, tol)
         new = counted(state, new, tol, moves=moves, exact=exact)
-        if stepper.searches:
-            new = at_end(new, tol, scales)
         new = new._replace(natural=latents_apart(new.natural))
         noted = losses.at[i].set(
             -new.bound, mode="promise_in_bounds", wrap_negative_indices=False
@@ -114,6 +111,7 @@ def begin_and_advance(
     guide: ConjugateGuide,
     key: Array,
     natural: Natural,
+    total: Array,
     num_steps: Array,
     tol: Array,
     data: Array,
@@ -131,6 +129,7 @@ def begin_and_advance(
     :param guide: its guide, set up.
     :param key: random key.
     :param natural: natural parameters to start from, see there.
+    :param total: number of steps of the run.
     :param num_steps: see :func:`run_chunk`.
     :param tol: likewise.
     :param data: likewise.
@@ -142,6 +141,7 @@ def begin_and_advance(
     state, *begun = initial_state(
         settings, model, guide, arrays, key, {}, natural, static
     )
+    state = quasi_newton.within(state, total)
     taken = run_chunk(settings, state, num_steps, tol, data, arrays, plan, static)
     told = telling(arrays, Fitted.of_guide(guide, taken[-1])) if telling else None
     return (*taken, told), *begun
@@ -183,6 +183,8 @@ def counted(
     """
     # Not ``mark + tol``: next to a large bound that may be the mark itself.
     rose = new.bound - state.mark >= tol
+    if isinstance(state.hyper.optim_state, Search):
+        rose |= quasi_newton.begins(state.hyper)
     # A refused update says nothing: less of it follows, or another.
     rests = new.hyper is state.hyper
     tried: Any = jnp.int32(new.hyper.scale >= state.hyper.scale)

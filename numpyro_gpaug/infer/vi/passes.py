@@ -19,7 +19,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.loop import PATIENCE, counted
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import as_schedule
-from numpyro_gpaug.infer.vi.searching import Collapsed, at_end, goes_on, searched
+from numpyro_gpaug.infer.vi.searching import Collapsed, goes_on, searched
 from numpyro_gpaug.infer.vi.settling import (
     MAX_MOVES,
     SETTLED,
@@ -185,7 +185,8 @@ def add_gradient(
     return jax.tree.map(jnp.add, before, pullback(slopes))
 
 
-_moved, _goes_on, _at_end = map(few, (quasi_newton.moved, goes_on, at_end))
+_moved, _goes_on = few(quasi_newton.moved), few(goes_on)
+_patience = few(quasi_newton.patience)
 _empty, _mix = few(Memory.empty), few(mixed)
 
 
@@ -264,19 +265,14 @@ class Passes:
             state = state._replace(bound=unknown)
         state = state._replace(data=jnp.asarray(self._data))
         step = self._search_step if self._searches else self._step
-        scales: Any = ()
-        if self._searches:
-            scales = self._plan.scales(state.hyper.values)
         losses: list[np.ndarray] = []
         while len(losses) < wanted:
             state = counted(state, step(state), tol)
             losses.append(np.asarray(-state.bound))
+            patience: Any = PATIENCE
             if self._searches:
-                state = _at_end(state, tol, scales)
-                over: Any = state.hyper.optim_state.back.over
-            else:
-                over = tol > 0 and state.stalled >= PATIENCE
-            if over:
+                patience = _patience(state.hyper, tol)
+            if tol > 0 and state.stalled >= patience:
                 break
         return Taken(state, np.array(losses))
 

@@ -113,20 +113,6 @@ class Plan:
         """Whether other latents are drawn at random."""
         return self.guide.random_others
 
-    def scales(self, values: dict[str, Any]) -> np.ndarray:
-        """Which unconstrained numbers are on a scale of their own, flat: those of
-        params that are constrained. Of others it is that of the user's units.
-
-        :param values: unconstrained params.
-        """
-
-        def of_param(name: str) -> Any:
-            on = not _is_identity(self.transforms[name])
-            return jax.tree.map(lambda x: np.full(x.size, on), values[name])
-
-        found = {name: of_param(name) for name in values}
-        return np.concatenate(jax.tree.leaves(found))
-
     def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
         """Constrained params from unconstrained ones."""
         return {k: jax.tree.map(self.transforms[k], v) for k, v in values.items()}
@@ -213,6 +199,17 @@ def _is_identity(transform: Any) -> bool:
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform
     return isinstance(transform, IdentityTransform)
+
+
+def free_numbers(values: dict[str, Any], transforms: dict[str, Any]) -> int:
+    """Return how many unconstrained numbers are on no scale of their own, as the
+    weights of a network: those of params without a constraint.
+
+    :param values: unconstrained params.
+    :param transforms: from them to constrained ones, by name.
+    """
+    free = {k: v for k, v in values.items() if _is_identity(transforms[k])}
+    return sum(x.size for x in jax.tree.leaves(free))
 
 
 def transforms_of(guide: ConjugateGuide) -> dict[str, Any]:

@@ -115,6 +115,7 @@ class Programs:
         arguments: Arguments,
         given: Arguments,
         key: Array,
+        total: np.int32,
         number: np.int32,
         tol: np.ndarray,
     ) -> tuple[ConjugateState, Array, Array, dict[str, Any], Any]:
@@ -126,14 +127,15 @@ class Programs:
         :param arguments: with rows that do not count, perhaps.
         :param given: without.
         :param key: random key.
-        :param number: of steps, at most.
+        :param total: number of steps of the run.
+        :param number: of these steps, at most.
         :param tol: see there.
         """
         plan = self.plans[arguments.shapes]
         program = self.uses.often(self.begin_and_advance, arguments.shapes)
         with on_mesh(arguments.mesh):
             taken, params, seen, valid = program(
-                key, self._guide.initial_natural({}), number, tol, given.data,
+                key, self._guide.initial_natural({}), total, number, tol, given.data,
                 arguments.arrays, plan=plan, static=arguments.static,
                 telling=self._telling(arguments),
             )  # fmt: skip

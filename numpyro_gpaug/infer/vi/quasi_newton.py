@@ -12,6 +12,9 @@ of a fit is one evaluation, at the end of the pending update:
 - else: the next direction, from this pair of points too. Its curvature is positive, so
   that the direction ascends.
 
+Where hundreds of numbers on no scale are learnt, a first-order phase comes before
+(:mod:`~numpyro_gpaug.infer.vi.first_order`).
+
 Rounding makes bounds noisy, and the search goes on where the bound fell by no more than
 noise. So where it is need not be the best it has seen, which is what a fit keeps and
 what falls are measured from: one after the other they would add up.
@@ -30,8 +33,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
+from numpyro_gpaug.infer.vi.first_order import Ascent
 from numpyro_gpaug.infer.vi.hyper import Hyper
-from numpyro_gpaug.infer.vi.putting_back import PuttingBack
 from numpyro_gpaug.model.structure import Structure
 
 # Pairs of points that curvature is known from. With 20 that of a dozen lengthscales is
@@ -74,7 +77,7 @@ class Search(NamedTuple):
     :param unresolved: of the best bound, by rounding of matrices.
     :param exhausted: whether no update makes the bound rise any more.
     :param fresh: whether no direction has led nowhere yet.
-    :param back: what its ends are looked at for.
+    :param ascent: the first-order phase before the search; empty if there is none.
     """
 
     memory: Any
@@ -85,23 +88,59 @@ class Search(NamedTuple):
     unresolved: Array
     exhausted: Array
     fresh: Array
-    back: PuttingBack
+    ascent: Ascent | tuple[()]
 
 
-def start(values: dict[str, Any]) -> Search:
-    """The state before anything is known.
+def start(values: dict[str, Any], free: int = 0) -> Search:
+    """Return the state before anything is known.
 
     :param values: unconstrained params.
+    :param free: how many of their numbers are on no scale.
     """
     flat, _ = ravel_pytree(values)
+    return _started(flat, Ascent.start(flat, free))
+
+
+def _started(flat: Array, ascent: Ascent | tuple[()]) -> Search:
     memory, no = _lbfgs(flat).init(flat), jnp.array(False)
     zero = jnp.zeros((), flat.dtype)
-    back = PuttingBack.start(flat)
-    return Search(memory, flat, jnp.zeros_like(flat), no, zero, zero, no, ~no, back)
+    return Search(memory, flat, jnp.zeros_like(flat), no, zero, zero, no, ~no, ascent)
+
+
+def within(state: Any, num_steps: Any) -> Any:
+    """Return the first state of a run of so many steps.
+
+    :param state: the first state, of whatever optimiser.
+    :param num_steps: at most.
+    """
+    search = state.hyper.optim_state
+    if not (isinstance(search, Search) and isinstance(search.ascent, Ascent)):
+        return state
+    search = search._replace(ascent=search.ascent.within(num_steps))
+    return state._replace(hyper=state.hyper._replace(optim_state=search))
+
+
+def ascends(hyper: Hyper) -> Array | bool:
+    """Return whether the pending update is one of the first-order phase, or leads from
+    its end to the best values, where the search begins.
+
+    :param hyper: before the update.
+    """
+    ascent = hyper.optim_state.ascent
+    return isinstance(ascent, Ascent) and ascent.left >= 0
+
+
+def begins(hyper: Hyper) -> Array | bool:
+    """Return whether the first-order phase is at its end, and the search begins.
+
+    :param hyper: before the update.
+    """
+    ascent = hyper.optim_state.ascent
+    return isinstance(ascent, Ascent) and ascent.left == 0
 
 
 def moved(hyper: Hyper) -> dict[str, Any]:
-    """Hyperparameters after the pending update, or with a number put back.
+    """Return hyperparameters after the pending update.
 
     :param hyper: before it.
     """
@@ -109,7 +148,7 @@ def moved(hyper: Hyper) -> dict[str, Any]:
     best, unravel = ravel_pytree(hyper.values)
     update = hyper.scale * ravel_pytree(hyper.update)[0]
     ahead = search.here + jnp.asarray(update, search.here.dtype)
-    return unravel(search.back.values(best, ahead))
+    return unravel(jnp.where(begins(hyper), best, ahead))
 
 
 def accepts(
@@ -134,19 +173,24 @@ def accepts(
 
 
 def accepted(
-    hyper: Hyper, values: dict[str, Any], ascent: dict[str, Any], first: Array
+    hyper: Hyper,
+    values: dict[str, Any],
+    ascent: dict[str, Any],
+    first: Array,
+    stalled: Array,
 ) -> Hyper:
-    """The next update.
+    """Return the next update.
 
     :param hyper: before the update that is accepted.
     :param values: unconstrained params after it.
     :param ascent: the gradient of the bound there.
     :param first: whether nothing that is remembered concerns these data.
+    :param stalled: steps without a rise.
     """
     (here, unravel), (gradient, _) = ravel_pytree(values), ravel_pytree(ascent)
     known: Search = hyper.optim_state
-    back = known.back.led(here, first)
-    search: Search = _either(first | known.back.leads, start(values), known)
+    fresh = _started(here, known.ascent)
+    search: Search = _either(first | begins(hyper), fresh, known)
     memory = search.memory
     last = jnp.asarray(hyper.scale * ravel_pytree(hyper.update)[0], here.dtype)
     rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)
@@ -157,8 +201,12 @@ def accepted(
     update, memory = _either(further, (longer, memory), (direction, next_memory))
     search = search._replace(
         memory=memory, here=here, gradient=gradient, steepest=steepest,
-        exhausted=jnp.array(False), back=back,
+        exhausted=jnp.array(False),
     )  # fmt: skip
+    if isinstance(known.ascent, Ascent):
+        up, after = known.ascent.next(gradient, stalled)
+        update = jnp.where(known.ascent.left > 0, up, update)
+        search = search._replace(ascent=after)
     scale = jnp.ones_like(hyper.scale)
     return Hyper(hyper.values, unravel(update), scale, search)
 
@@ -218,6 +266,7 @@ def refused(
         noise=jnp.asarray(jnp.where(noisy, change, search.noise), search.noise.dtype),
         exhausted=none,
         fresh=search.fresh & ~over,
+        ascent=search.ascent and search.ascent.ended(),
     )
     scale = jnp.asarray(jnp.where(probing, 1, scale), hyper.scale.dtype)
     return Hyper(hyper.values, unravel(update), scale, search)
@@ -236,7 +285,8 @@ def patience(hyper: Hyper, tol: Any) -> Array:
     known = (search.memory.count > search.here.size) & (hyper.scale == 1)
     known = known & ~search.steepest & ~noisy
     most = jnp.where(known & (_slope(hyper) < PROMISED * tol), 1, most)
-    return jnp.where(search.exhausted, 0, most)
+    most = jnp.where(search.exhausted, 0, most)
+    return jnp.where(ascends(hyper), jnp.iinfo(jnp.int32).max, most)
 
 
 def uncertainty(search: Search) -> float:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-import jax
 import numpy as np
-from jax.flatten_util import ravel_pytree
 from numpyro.infer.svi import SVIRunResult
 
 from numpyro_gpaug._display import Displayed, Rows, brief
@@ -71,19 +69,6 @@ class ConjugateResult(Displayed, SVIRunResult):
             told if same and all(of[k] is x for k, x in self.params.items()) else None
         )
 
-    @property
-    def put_back(self) -> dict[str, Any]:
-        """How often a search by L-BFGS went on from a number that was put back to where
-        it began, the bound being higher there: an array by param, of its unconstrained
-        shape; without those of which no number was. What led there is in ``losses``."""
-        search = _search(self.state)
-        if search is None:
-            return {}
-        flat, unravel = ravel_pytree(self.state.hyper.values)
-        times = unravel(search.back.times.astype(flat.dtype))
-        found = {k: jax.tree.map(lambda x: np.asarray(x, int), times[k]) for k in times}
-        return {k: v for k, v in found.items() if np.any(ravel_pytree(v)[0])}
-
     def _display(self) -> tuple[str, Rows]:
         losses = np.asarray(self.losses)
         rows = [("steps", str(len(losses)))]
@@ -92,8 +77,6 @@ class ConjugateResult(Displayed, SVIRunResult):
             rows.append(("verdict", self._verdict(losses)))
         if self.restored:
             rows.append(("restored", f"{len(self.restored)} times, as the bound fell"))
-        if back := self.put_back:
-            rows.append(("put back", f"{', '.join(back)}, to where the search began"))
         rows += [(name, brief(value)) for name, value in self.params.items()]
         return "ConjugateResult", rows
 
@@ -111,8 +94,12 @@ class ConjugateResult(Displayed, SVIRunResult):
                 "as good as rounding tells: bounds are uncertain by up to "
                 f"{uncertainty(search):.2g} nats, and the best is kept (try float64)"
             )
+        # A search that began with a first-order phase learns hundreds of numbers.
+        one = "converged"
+        if search is not None and search.ascent:
+            one = "converged to one of many local optima (compare several starts)"
         if self.stopped:
-            return "converged: the bound came to rest before the last step"
+            return f"{one}: the bound came to rest before the last step"
         found = convergence(losses)
         if not found.converged:
             return f"{found.verdict}: {found.suggestion}"
@@ -120,7 +107,7 @@ class ConjugateResult(Displayed, SVIRunResult):
         noise = f", give or take {found.error:.1g}" if found.error else ""
         moved = f"{found.change:.2g} nats over the last {found.window} steps"
         noisy = found.hidden > HIDDEN * abs(found.elbo)
-        rest = "at rest, as far as noise lets see" if noisy else "converged"
+        rest = "at rest, as far as noise lets see" if noisy else one
         return f"{rest}: {moved}{noise}"
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.checkpoints import check_state
 from numpyro_gpaug.infer.vi.checks import check_fit, check_gaussian, check_latents
 from numpyro_gpaug.infer.vi.feeds import (
@@ -65,6 +66,7 @@ class Runs:
         state: ConjugateState | None,
         init_params: dict[str, Any] | None,
         given: Given,
+        num_steps: int,
     ) -> tuple[Any, Plan, Feed]:
         """Where a run starts, its plan, and what its steps see.
 
@@ -72,6 +74,7 @@ class Runs:
         :param state: to continue from, if it does.
         :param init_params: constrained values to start from, by param name.
         :param given: the arguments of the run.
+        :param num_steps: of it.
         :return: as a state ``None``, if the program of the first steps makes it.
         """
         first = self.check(given, begins=state is None)
@@ -81,21 +84,25 @@ class Runs:
             arguments = first.on(self._mesh)
         if state is None and not init_params and self._at_once(given, arguments):
             plan = self._programs.plans[arguments.shapes]
-            return None, plan, self._feed(given, arguments, plan, first, key)
+            feed = self._feed(given, arguments, plan, first, key, num_steps)
+            return None, plan, feed
 
         def started(init_params: dict[str, Any] | None) -> ConjugateState:
-            return self._programs.start(arguments, first, key, init_params, given.batch)
+            state = self._programs.start(
+                arguments, first, key, init_params, given.batch
+            )
+            return quasi_newton.within(state, num_steps)
 
         fresh = state is None
         if state is None:
             state = started(init_params)
         else:
             check_state(state, "init_state")
-            state = _unmarked(copied(state), first.data)
+            state = _unmarked(copied(state))
         plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
         check_latents(plan.structure, arguments.mesh)
-        feed = self._feed(given, arguments, plan, first, key)
+        feed = self._feed(given, arguments, plan, first, key, num_steps)
         searches = self._settings.optim == LBFGS and not init_params
         opposite = _opposite(plan.structure, state.hyper.values)
         if opposite and fresh and searches and given.batches is None:
@@ -136,6 +143,7 @@ class Runs:
         plan: Plan,
         first: Arguments,
         key: Array,
+        num_steps: int,
     ) -> Feed:
         """What steps see.
 
@@ -144,6 +152,7 @@ class Runs:
         :param plan: of the run.
         :param first: its arguments, without rows that do not count.
         :param key: its random key.
+        :param num_steps: of it.
         """
         data = first.data
         if given.batches is not None:
@@ -166,7 +175,9 @@ class Runs:
 
         @one_thread
         def begun(wanted: int, tol: np.ndarray) -> Any:
-            return self._programs.started(arguments, first, key, np.int32(wanted), tol)
+            return self._programs.started(
+                arguments, first, key, np.int32(num_steps), np.int32(wanted), tol
+            )
 
         def steps(state: ConjugateState | None, wanted: int, tol: np.ndarray) -> Any:
             if state is None:
@@ -233,14 +244,12 @@ def _check_plates(plan: Plan, state: ConjugateState) -> None:
         )
 
 
-def _unmarked(state: ConjugateState, data: np.uint32) -> ConjugateState:
+def _unmarked(state: ConjugateState) -> ConjugateState:
     hyper = state.hyper
     if isinstance(search := hyper.optim_state, Search):
-        if search.back.tries and state.data == data:
-            return state  # at its end, which it looks at
         # One that is at its end tries once more.
-        going = search.back._replace(over=jnp.zeros_like(search.back.over))
-        hyper = hyper._replace(optim_state=search._replace(back=going))
+        going = search._replace(exhausted=jnp.zeros_like(search.exhausted))
+        hyper = hyper._replace(optim_state=going)
     return state._replace(
         hyper=hyper,
         mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),

@@ -22,6 +22,7 @@ from numpyro_gpaug.infer.vi.plan import (
     LBFGS,
     Batch,
     Settings,
+    free_numbers,
     seen_in_batches,
     transforms_of,
 )
@@ -142,7 +143,7 @@ def _state(
             values,
             jax.tree.map(jnp.zeros_like, values),
             jnp.ones((), dtype),
-            _first(optim, values, noisy),
+            _first(optim, values, transforms, noisy),
         ),
         natural=natural,
         step_sizes={name: step_size for name in natural},
@@ -158,7 +159,9 @@ def _state(
     )
 
 
-def _first(optim: Any, values: dict[str, Any], noisy: bool) -> Any:
+def _first(
+    optim: Any, values: dict[str, Any], transforms: dict[str, Any], noisy: bool
+) -> Any:
     """The optimiser's first state."""
     if optim is None or not values:
         return ()
@@ -171,7 +174,7 @@ def _first(optim: Any, values: dict[str, Any], noisy: bool) -> Any:
             "optax transformation, optim=optax.adam(0.01); to keep them fixed, "
             "optim=None"
         )
-    return quasi_newton.start(values)
+    return quasi_newton.start(values, free_numbers(values, transforms))
 
 
 def read_params(
