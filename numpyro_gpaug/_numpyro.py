@@ -17,6 +17,8 @@ from numpyro.handlers import trace as handlers_trace
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.primitives import _PYRO_STACK, Messenger, apply_stack
 
+from numpyro_gpaug._fork import refuse_forked
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -34,6 +36,8 @@ def one_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        # Before the lock, which a thread that was not copied may hold.
+        refuse_forked()
         # As precise of numpyro_gpaug.math.linalg.
         with _RUNS, jax.default_matmul_precision("highest"):
             return function(*args, **kwargs)

@@ -14,6 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoDelta, AutoGuide
 
 from numpyro_gpaug._display import Displayed, Rows
+from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.compiling import once
@@ -48,6 +49,7 @@ class ProcessGuide(Displayed):
     function_posterior: FunctionPosterior
 
     def __init__(self, model: Callable[..., Any], other: Callable[..., Any]) -> None:
+        refuse_forked()
         self.model = model
         self._other_class = other
         self._other: AutoGuide | None = None

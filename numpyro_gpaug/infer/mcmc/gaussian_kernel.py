@@ -16,6 +16,7 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
+from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.math.affine import AffineMap
@@ -94,6 +95,7 @@ class GaussianKernel(MCMCKernel):
         model_args: tuple[Any, ...],
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
+        refuse_forked()
         kwargs = model_kwargs or {}
         self._inspect(model_args, kwargs)
         self._warm_up(num_warmup)
