@@ -33,6 +33,7 @@ from numpyro_gpaug.distributions.links import PiecewiseLink, learned_link, link_
 from numpyro_gpaug.errors import (
     ArchiveError,
     CholeskyError,
+    ModelChangedError,
     NotConjugateError,
     UnknownLikelihoodError,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "LogisticPoisson",
     "LogisticSoftmax",
     "LogisticSoftmaxMeanField",
+    "ModelChangedError",
     "NestedVI",
     "NotConjugateError",
     "PiecewiseBernoulli",

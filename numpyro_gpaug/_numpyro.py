@@ -172,6 +172,8 @@ class PointGuide(AutoDelta):
     :param compiled: ``jax.jit``, or what stands for it.
     """
 
+    _init_locs: dict[str, Any]
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -180,18 +182,69 @@ class PointGuide(AutoDelta):
         compiled: Callable[..., Any],
     ) -> None:
         self._start, self._compiled = start, compiled
+        # Whether starts are other ones for other arguments.
+        self.moves = False
         super().__init__(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if not self.moves:
+            return super().__call__(*args, **kwargs)
+        fixed = self._init_locs
+        found: list[dict[str, Any]] = []
+
+        def start(name: str) -> Callable[[jax.Array], Any]:
+            def value(key: jax.Array) -> Any:
+                if not found:
+                    found.append(self.starts(args, kwargs))
+                return found[0][name][0]
+
+            return value
+
+        self._init_locs = {name: start(name) for name in fixed}
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self._init_locs = fixed
+
+    def known(self) -> dict[str, tuple[Any, Any]]:
+        """Starts and supports that it was set up with, by site."""
+        supports = {k: self.prototype_trace[k]["fn"].support for k in self._init_locs}
+        return {k: (x, supports[k]) for k, x in self._init_locs.items()}
+
+    def starts(self, args: Any, kwargs: Any) -> dict[str, tuple[Any, Any]]:
+        """Those at other arguments; pure.
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        """
+        trace = self._first(self._key, args, kwargs)
+        return {
+            k: (self._whole(trace[k]), trace[k]["fn"].support) for k in self._init_locs
+        }
+
+    def _first(self, key: jax.Array, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The model where latents have their first values."""
+        seeded = seed(self.model, key)
+        started = substitute(seeded, substitute_fn=self._start(key))
+        with block():
+            return handlers_trace(started).get_trace(*args, **kwargs)
+
+    def _whole(self, site: dict[str, Any]) -> Any:
+        """The value of a site, repeated for members that a subsample leaves out."""
+        value, event_dim = site["value"], site["fn"].event_dim
+        for frame in site["cond_indep_stack"]:
+            full_size = self._prototype_frame_full_sizes[frame.name]
+            if full_size != frame.size:
+                value = periodic_repeat(value, full_size, frame.dim - event_dim)
+        return value
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         trace: dict[str, Any] = {}
-        key = numpyro.prng_key()
+        key = self._key = numpyro.prng_key()
 
         @self._compiled
         def first(key: jax.Array) -> Ordered:
-            seeded = seed(self.model, key)
-            started = substitute(seeded, substitute_fn=self._start(key))
-            with block():
-                found = handlers_trace(started).get_trace(*args, **kwargs)
+            found = self._first(key, args, kwargs)
             trace.update(found)
             drawn = {k: site for k, site in found.items() if site["type"] == "sample"}
             return Ordered({k: (s["value"], s["fn"]) for k, s in drawn.items()})
@@ -208,14 +261,9 @@ class PointGuide(AutoDelta):
         for name, site in trace.items():
             if site["type"] != "sample":
                 continue
-            value, event_dim = site["value"], site["fn"].event_dim
-            for frame in site["cond_indep_stack"]:
-                self._prototype_frames[frame.name] = frame
-                full_size = self._prototype_frame_full_sizes[frame.name]
-                if full_size != frame.size:
-                    axis = frame.dim - event_dim
-                    value = periodic_repeat(value, full_size, axis)
-            self._init_locs[name], self._event_dims[name] = value, event_dim
+            self._prototype_frames |= {x.name: x for x in site["cond_indep_stack"]}
+            self._init_locs[name] = self._whole(site)
+            self._event_dims[name] = site["fn"].event_dim
 
 
 class whole_plates(Messenger):

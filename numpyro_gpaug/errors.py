@@ -27,3 +27,8 @@ class CholeskyError(FloatingPointError):
 class ArchiveError(ValueError):
     """A file does not hold a posterior of the model given: it is foreign, truncated or
     damaged, or was saved from a fit of another model."""
+
+
+class ModelChangedError(RuntimeError):
+    """What a model reads besides its arguments (a global, a variable of the function
+    that made it) has changed since the fit that is asked; the message names it."""

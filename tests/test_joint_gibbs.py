@@ -139,14 +139,21 @@ def test_other_blocks_leave_values_as_they_are(model, t, x64, monkeypatch) -> No
     np.testing.assert_allclose(after.numbers, before.numbers, atol=1e-9)
 
 
+def test_hyperparameters_are_another_block_of_gibbs() -> None:
+    state = gpaug.AugmentedGaussian(mixed).init(
+        KEY, 0, None, (X, GROUP, LABELS), {"law": logistic}
+    )
+    ours, theirs = state.block_states
+    assert {"beta", "level", "effect"} <= ours.z.keys()
+    assert set(theirs.z) == {"tau"}
+
+
 def test_what_has_no_augmentation_is_named() -> None:
     def init(model, law, **how):
         y = LABELS if law is not robust else REALS
         kernel = gpaug.AugmentedGaussian(model)
         kernel.init(KEY, 0, None, (X, GROUP, y), {"law": law, **how})
 
-    with pytest.raises(gpaug.NotConjugateError, match=r"Gibbs.*'beta', 'level'.*tau"):
-        init(mixed, logistic)
     with pytest.raises(gpaug.NotConjugateError, match="Bernoulli.logits=eta"):
         init(given, lambda eta: dist.Poisson(jnp.exp(eta)))
     # NumPyro keeps exp(-logits) beside them.

@@ -353,3 +353,17 @@ def test_predictions_average_over_draws_of_another_guide(tmp_path) -> None:
     posterior.save(path)
     loaded = gpaug.Posterior.load(path, uncertain)
     np.testing.assert_allclose(loaded.log_prob(new, y), density, atol=1e-7)
+
+
+def test_a_model_without_arguments_asks_for_none() -> None:
+    def model():
+        w = numpyro.sample("w", dist.Normal(0, 1))
+        with numpyro.plate("data", 4):
+            numpyro.sample("y", dist.Normal(w, 1), obs=jnp.arange(4.0))
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    result = svi.run(jax.random.key(0), 2, progress_bar=False)
+    for fit in (result, result.params):
+        posterior = svi.posterior(fit)
+        np.testing.assert_allclose(posterior["w"].mean, 1.2, rtol=1e-5)
+        np.testing.assert_allclose(posterior.predict_y().mean, 1.2, rtol=1e-5)

@@ -31,6 +31,7 @@ from numpyro_gpaug.likelihoods.expectations import (
 from numpyro_gpaug.math.affine import selected as _selected
 from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import Observed, Structure, remembered
@@ -174,7 +175,7 @@ def programs_for(
         structure = structure_at(whole, structure, arguments)
         return Programs(whole, guide, structure, arguments.static)
 
-    key = model, guide, arguments.shapes
+    key = model, guide, arguments.shapes, watched(model).version()
     return remembered(_CACHE, key, made, _MAX_PROGRAMS)
 
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self
 
 import jax
+import numpy as np
 import numpyro
 from jax import Array
 from numpyro import handlers
@@ -20,9 +22,11 @@ from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
+from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import (
@@ -52,11 +56,27 @@ class ProcessGuide(Displayed):
         refuse_forked()
         self.model = model
         self._other_class = other
+        self._watch = watched(model)
+        # How often it was set up anew because priors depend on arguments.
+        self.generation = 0
+        self._forget(None)
+
+    def _forget(self, version: Version | None) -> None:
+        """Knows nothing of the model but which it is.
+
+        :param version: of it.
+        """
+        self._version = version
         self._other: AutoGuide | None = None
         self._structure: Structure | None = None
         self._other_constraints: dict[str, Any] = {}
         self._sizes: dict[Any, Structure] = {}
         self._checked = False
+        self._checks: dict[Any, Any] = {}
+        # Shapes of arguments at which starts of other latents are as known; whether
+        # their supports depend on the values of arguments.
+        self._alike: set[Any] = set()
+        self._supports_move = False
         # Compiled prediction, by model: the same for all params.
         self.predictors: dict[Any, Any] = {}
 
@@ -183,7 +203,7 @@ class ProcessGuide(Displayed):
         :param kwargs: its keyword arguments.
         :return: the guide.
         """
-        if not self._is_set_up:
+        if not self.is_set_up():
             self._structure = self._inspect(*args, **kwargs)
             arguments = Arguments.split(args, kwargs)
             self._sizes = {arguments.shapes: self._structure}
@@ -198,29 +218,70 @@ class ProcessGuide(Displayed):
                     for name, site in trace.items()
                     if site["type"] == "param"
                 }
+                self._note_others(arguments)
         return self
 
-    @property
-    def _is_set_up(self) -> bool:
+    def _note_others(self, arguments: Arguments) -> None:
+        """Notes what of the other latents, starts or supports, depends on the values of
+        arguments."""
+        if not isinstance(self._other, PointGuide):
+            return
+        inputs = {str(i): x for i, x in enumerate(arguments.arrays)}
+        found = dependence_tree(
+            lambda inputs: self._others_at(arguments, tuple(inputs.values())), inputs
+        )
+        starts, supports = zip(*found.values(), strict=True)
+        self._other.moves = any(x.state for x in jax.tree.leaves(starts))
+        self._supports_move = any(x.state for x in jax.tree.leaves(supports))
+        self._alike.add(arguments.shapes)
+
+    def _others_at(self, arguments: Arguments, arrays: Any) -> dict[str, Any]:
+        """Starts and supports of the other latents."""
+        other: Any = self._other
+        return other.starts(*arguments._replace(arrays=arrays).merge())
+
+    def _others_differ(self, arguments: Arguments) -> bool:
+        """Whether priors of the other latents make it another guide there: starts are
+        other ones that do not follow the values of arguments, or supports are."""
+        other = self._other
+        traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
+        if not isinstance(other, PointGuide) or traced:
+            return False
+        if arguments.shapes in self._alike and not self._supports_move:
+            return False
+        known, here = other.known(), partial(self._others_at, arguments)
+        found = once(here)(arguments.arrays)
+        if other.moves:
+            known, found = ({k: x[1] for k, x in y.items()} for y in (known, found))
+        trees: list[Any] = [jax.tree.structure(x) for x in (known, found)]
+        if trees[0] != trees[1]:
+            return True
+        pairs = zip(jax.tree.leaves(known), jax.tree.leaves(found), strict=True)
+        if not all(np.shape(a) == np.shape(b) and np.allclose(a, b) for a, b in pairs):
+            return True
+        self._alike.add(arguments.shapes)
+        return False
+
+    def is_set_up(self) -> bool:
+        """Whether it knows the model as it is now, with observations."""
+        version = self._watch.version()
+        if version != self._version:
+            self._forget(version)
         return self._structure is not None and bool(self._structure.observed)
 
-    def set_up(self, arguments: Arguments) -> None:
-        """:meth:`setup`, unless it is done.
-
-        :param arguments: the model's arguments.
-        """
-        if not self._is_set_up:
-            args, kwargs = arguments.merge()
-            self.setup(*args, **kwargs)
-
     def prepare(self, arguments: Arguments) -> bool:
-        """Sets it up for a fit to these arguments.
+        """:meth:`setup`, unless it is done.
 
         :param arguments: the model's arguments.
         :return: whether it was, by others.
         """
-        known = self._is_set_up
-        self.set_up(arguments)
+        known = self.is_set_up()
+        if known and self._others_differ(arguments):
+            self._forget(self._version)
+            self.generation, known = self.generation + 1, False
+        if not known:
+            args, kwargs = arguments.merge()
+            self.setup(*args, **kwargs)
         return known
 
     def check_data(self, arguments: Arguments) -> None:

@@ -50,11 +50,10 @@ class ContinuedGP(AutoSparseGP):
             found |= earlier_params(block, moments[block.name])
         return found, 0.0
 
-    def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
-        structure = super()._inspect(*args, **kwargs)
+    def _start_at(self, structure: Structure, arguments: Arguments) -> None:
+        super()._start_at(structure, arguments)
         self._first = {block.name: self.start(block) for block in structure.blocks}
         self._starts = {}
-        return structure
 
     @property
     def priors(self) -> dict[str, Prior]:

@@ -133,7 +133,6 @@ class AutoLatentGaussian(ProcessGuide):
         super().__init__(model, other)
         self.covariance = covariance
         self.function_posterior = InducingPosterior()
-        self._checks: dict[Any, Any] = {}
 
     @property
     def conjugate(self) -> bool:
@@ -173,11 +172,10 @@ class AutoLatentGaussian(ProcessGuide):
         :param arguments: the model's arguments.
         :return: whether it was set up before, and thus has not looked at these.
         """
-        known = self._is_set_up
+        known = self.is_set_up()
         if known and self.structure_at(arguments).blocks != self.structure.blocks:
             self._structure, known = None, False
-        self.set_up(arguments)
-        return known
+        return super().prepare(arguments) and known
 
     def check_data(self, arguments: Arguments) -> None:
         """Sets it up for a fit to these arguments, or raises for what a set-up would

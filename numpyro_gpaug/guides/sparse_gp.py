@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -25,9 +26,11 @@ from numpyro_gpaug.guides.preconditioned import (
     preconditioned_names,
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import warn_of_points
+from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.structure import (
     Block,
@@ -106,8 +109,29 @@ class AutoSparseGP(ProcessGuide):
         arguments = Arguments.split(args, kwargs)
         if self._other_class is AutoDelta:
             warn_of_points(self.model, structure, args, kwargs)
-        self._starts = _prior_scales(self.model, structure, arguments)
+        self._start_at(structure, arguments)
         return structure
+
+    def prepare(self, arguments: Arguments) -> bool:
+        known = super().prepare(arguments)
+        if known and (self._starts_move or arguments.static != self._static):
+            self._start_at(self.structure, arguments)
+        return known
+
+    def _start_at(self, structure: Structure, arguments: Arguments) -> None:
+        """Where blocks start at these arguments."""
+        self._static, self._starts_move = arguments.static, False
+        if not structure.weights:
+            self._starts = {}
+            return
+        scales = partial(_prior_scales, self.model, structure, arguments.static)
+        arrays = arguments.arrays
+        inputs = {str(i): x for i, x in enumerate(arrays)}
+        found = dependence_tree(lambda x: scales(tuple(x.values())), inputs)
+        self._starts_move = any(leaf.state for leaf in jax.tree.leaves(found))
+        starts = once(scales)(arrays)
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(starts))
+        self._starts = starts if traced else jax.tree.map(np.asarray, starts)
 
     def start(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviations a block starts from: its prior's.
@@ -332,26 +356,17 @@ def natural_names(block: Block) -> tuple[str, str]:
 
 
 def _prior_scales(
-    model: Callable[..., Any], structure: Structure, arguments: Arguments
-) -> dict[str, tuple[Any, Any]]:
+    model: Callable[..., Any], structure: Structure, static: Any, arrays: Any
+) -> dict[str, tuple[Array, Array]]:
     """Prior means and standard deviations of plain Gaussian weights, where their guide
     starts: from zero a symmetric likelihood might not move them."""
-
-    @jax.jit
-    def scales(arrays: tuple[Array, ...]) -> dict[str, tuple[Array, Array]]:
-        here, key = Arguments(arrays, arguments.static), jax.random.key(0)
-        trace = run_model(flat_functions(model), here, key, structure.zeros)
-        normals = {b: base_distribution(trace[b.site]["fn"]) for b in structure.weights}
-        return {
-            b.name: (_filled(normal.loc, b), _filled(normal.scale, b))
-            for b, normal in normals.items()
-        }
-
-    if not structure.weights:
-        return {}
-    found = scales(arguments.arrays)
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found))
-    return found if traced else jax.tree.map(np.asarray, found)
+    here, key = Arguments(arrays, static), jax.random.key(0)
+    trace = run_model(flat_functions(model), here, key, structure.zeros)
+    normals = {b: base_distribution(trace[b.site]["fn"]) for b in structure.weights}
+    return {
+        b.name: (_filled(normal.loc, b), _filled(normal.scale, b))
+        for b, normal in normals.items()
+    }
 
 
 def _filled(x: Any, block: Block) -> Array:

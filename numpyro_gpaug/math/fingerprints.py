@@ -29,7 +29,8 @@ def fingerprint(arrays: Iterable[Any]) -> np.uint32:
                 array = _bits_summed(array)
             keys = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
             numbers = np.asarray(jax.random.key_data(array) if keys else array)
-            total = zlib.crc32(np.ascontiguousarray(numbers).data.cast("B"), total)
+            bits = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
+            total = zlib.crc32(bits.data, total)
     return np.uint32(total)
 
 

@@ -21,6 +21,7 @@ from numpyro_gpaug._numpyro import expanded_sites, first_rows, residual_policy
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.model.arguments import Arguments, is_array
+from numpyro_gpaug.model.closures import count_run
 
 Trace = dict[str, dict[str, Any]]
 
@@ -234,6 +235,7 @@ def run_model(
     :param expose_types: types of sites that handlers outside may see; none by default,
         for whoever calls may be inside handlers of its own (a guide being traced).
     """
+    count_run()
     args, kwargs = arguments.merge()
     size = arguments.static[-1]
     if size is not None:

@@ -220,7 +220,7 @@ class JointPredictor(Predictor):
         program = remembered(
             self._covariances, arguments.shapes, lambda: few(covariances)
         )
-        with threads_for(self.structure.largest):
+        with threads_for(self.structure.largest), self.running():
             return jax.block_until_ready(program(arguments.arrays, fitted, means))
 
     def weights(self, fitted: Fitted) -> dict[str, dist.MultivariateNormal]:
@@ -308,6 +308,8 @@ def predictor_for(
     :param structure: of the model, at any arguments.
     """
     found = guide.predictors.get(id(model))
+    if found is not None and not found.is_current():
+        found = None
     if found is not None and found.known is structure:
         return found
     known, structure = structure, structure.sizeless()

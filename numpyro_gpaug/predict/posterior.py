@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import wraps
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpyro.distributions as dist
@@ -18,9 +19,11 @@ from numpyro_gpaug._numpyro import one_thread, whole_plates
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_key
+from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Structure, remembered
@@ -41,6 +44,38 @@ if TYPE_CHECKING:
     import pandas
 
 BATCH_SIZE = 1024
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_its_dtype(
+    method: Callable[P, T],
+) -> Callable[P, T]:
+    """A method that computes in the dtype of the fit."""
+
+    @wraps(method)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        self: Any = args[0]
+        with self._predictor.in_its_dtype():
+            return method(*args, **kwargs)
+
+    return inside
+
+
+def _as_fitted(
+    method: Callable[P, T],
+) -> Callable[P, T]:
+    """A method that runs the model, in the dtype of the fit: what the model reads
+    besides its arguments has to be that of the fit, too."""
+
+    @wraps(method)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        self: Any = args[0]
+        with self._predictor.in_its_dtype(), self._predictor.running():
+            return method(*args, **kwargs)
+
+    return inside
 
 
 class Posterior(NotPickled, instead="save(path) writes it, load(path, model) reads it"):
@@ -65,6 +100,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     any number of rows costs one or two compilations, and predictions do not depend on
     it. Of a joint Gaussian up to 5000 rows are taken at once, as they may be members of
     a latent, and each new number of them is compiled for.
+
+    Predictions are in the dtype of the fit, whatever ``jax_enable_x64`` is since. The
+    model runs again for them: if a global that it reads has changed since the fit, they
+    raise a :class:`~numpyro_gpaug.ModelChangedError`, which names it.
     """
 
     def __init__(
@@ -110,6 +149,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         told: Any = None,
+        version: Version | None = None,
     ) -> Posterior:
         """See :meth:`from_guide`.
 
@@ -119,14 +159,20 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param args: the model's arguments at the fit.
         :param kwargs: its keyword arguments.
         :param told: see :meth:`of_fit`.
+        :param version: of what the model read besides its arguments, if it is known.
+        :raises ModelChangedError: if it has another version by now.
         """
-        arguments = Arguments.split(args, kwargs)
-        guide.set_up(arguments)
-        structure = guide.structure_at(arguments)
-        guide.check_params(params)
-        fitted = Fitted.of_guide(guide, params)
-        predictor = predictor_for(guide, model, structure)
-        return cls.of_fit(predictor, fitted, structure, args, kwargs, arguments, told)
+        double = version.doubles if version is not None else params
+        with in_dtype_of(double), watched(model).running(version):
+            arguments = Arguments.split(args, kwargs)
+            guide.prepare(arguments)
+            structure = guide.structure_at(arguments)
+            guide.check_params(params)
+            fitted = Fitted.of_guide(guide, params)
+            predictor = predictor_for(guide, model, structure)
+            return cls.of_fit(
+                predictor, fitted, structure, args, kwargs, arguments, told
+            )
 
     @classmethod
     def of_fit(
@@ -180,6 +226,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         return self._fitted.members is not None
 
     @property
+    @_in_its_dtype
     def moments(self) -> dict[str, Moments]:
         """Means and covariance factors of the Gaussian blocks, latent axis first: of a
         process those of its whitened inducing values."""
@@ -226,6 +273,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         return dict(self._rule_errors)
 
     @property
+    @_in_its_dtype
     def weights(self) -> dict[str, dist.MultivariateNormal]:
         """Posteriors of the plain Gaussian weight vectors, by site; where a process
         shares the predictor, too narrow, as the fit holds them independent.
@@ -248,6 +296,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         return self._predictor.weights(self._fitted)
 
+    @_in_its_dtype
     def __getitem__(self, site: str) -> Distribution:
         """The posterior of a Gaussian latent: a normal, or a multivariate normal of a
         vector (its marginals, from 2000 entries on); where hyperparameters are averaged
@@ -273,6 +322,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             )
         return weights[site]
 
+    @_in_its_dtype
     def summary(self) -> pandas.DataFrame:
         """Mean, standard deviation and the 5, 50 and 95% quantiles of every latent but
         inducing values, which are whitened (:meth:`predict_f` has the process), in the
@@ -291,6 +341,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     # -- prediction -------------------------------------------------------------------
 
+    @_as_fitted
     def predict_f(
         self,
         *args: Any,
@@ -320,6 +371,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             return self._calls("joint", called[0], block.name)
         return self._calls.stream("f", called, block.name, batch_size)
 
+    @_as_fitted
     def predict_y(
         self,
         *args: Any,
@@ -342,6 +394,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         called = self._calls.unobserved(args, kwargs)
         return self._calls.stream("y", called, observed.name, batch_size)
 
+    @_as_fitted
     def log_prob(
         self,
         *args: Any,
@@ -364,6 +417,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             check_observations(whole_plates(model), structure, called[0])
         return found
 
+    @_as_fitted
     def leave_one_out(
         self,
         *args: Any,
@@ -402,6 +456,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             check_left_out(found, self.model, self.structure, called[0])
         return found
 
+    @_as_fitted
     def sample(
         self,
         key: Array,
@@ -439,6 +494,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     # -- saving -----------------------------------------------------------------------
 
+    @_as_fitted
     def save(self, path: str | PathLike[str]) -> None:
         """Saves plain arrays (``.npz``): values of params and other latents, moments of
         the Gaussian blocks, remembered keyword arguments. No code, no pickle, and no

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -27,11 +28,13 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.math.affine import Marginals
+from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import of_site
@@ -76,6 +79,8 @@ class Predictor:
         self, model: Callable[..., Any], structure: Structure, guide: ProcessGuide
     ) -> None:
         self.model = model
+        self._watch = watched(model)
+        self._version = self._watch.version()
         self.structure = structure
         # With the sizes of the last fit, to be known again by.
         self.known: Structure | None = None
@@ -93,6 +98,21 @@ class Predictor:
         self._shapes: dict[Any, Any] = {}
         self._structures: dict[Any, Structure] = {}
         self._sources: dict[Any, Sources] = {}
+
+    def in_its_dtype(self) -> AbstractContextManager[None]:
+        """JAX with the dtypes of the fit inside."""
+        return in_dtype_of(self._version.doubles)
+
+    def running(self) -> AbstractContextManager[Version]:
+        """The model may run inside, if it still is what it was.
+
+        :raises ModelChangedError: if it is not.
+        """
+        return self._watch.running(self._version)
+
+    def is_current(self) -> bool:
+        """Whether the model still is what it was."""
+        return self._watch.version() == self._version
 
     def of_other_sites(self) -> str:
         """For a message: how to predict what is no weight vector."""

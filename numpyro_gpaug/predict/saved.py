@@ -15,6 +15,7 @@ from jax import Array
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.math.arrays import enable_x64, in_dtype_of
 from numpyro_gpaug.math.files import plain, read, refusing, typed, write
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.latents import JointStructure
@@ -116,7 +117,8 @@ def read_fit(
         contents = read(path)
         if "state" in contents.header:
             raise ArchiveError(f"{path} holds a state of a fit, which load_state reads")
-        arrays = {k: jnp.asarray(x) for k, x in contents.arrays.items()}
+        with enable_x64(True):  # as they were saved
+            arrays = {k: jnp.asarray(x) for k, x in contents.arrays.items()}
         parts = {k: unpack(x, arrays) for k, x in contents.header.items()}
         found: _Header = typed(parts, _Header, "header")
         structure = found.structure.structure
@@ -132,12 +134,15 @@ def read_fit(
                 f"{type(guide).__name__} brings {kind}: pass the guide of the fit, "
                 "load(path, model, guide)"
             )
+        fitted = Fitted(
+            found.values, _moments(structure, found.moments),
+            _members(structure, found.members),
+        )  # fmt: skip
+        with in_dtype_of(fitted):
+            predictor = predictor_for(guide, model, structure)
         fit = SavedFit(
-            predictor_for(guide, model, structure),
-            Fitted(
-                found.values, _moments(structure, found.moments),
-                _members(structure, found.members),
-            ),
+            predictor,
+            fitted,
             FitArguments(
                 found.arguments, found.observations, found.shared, found.data,
                 found.fingerprints,
@@ -146,10 +151,11 @@ def read_fit(
             found.marks,
             found.rule_errors,
         )  # fmt: skip
-        check_whole(structure, fit.fitted, fit.sites)
+        with in_dtype_of(fitted):
+            check_whole(structure, fitted, fit.sites)
         contents.check()
     if found.model is not None:
-        with refusing(f"{path} does not fit the model given"):
+        with refusing(f"{path} does not fit the model given"), in_dtype_of(fitted):
             check_model(fit.description(), found.model)
     return fit
 

@@ -28,6 +28,7 @@ from numpyro_gpaug.likelihoods.augmentation import (
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution, feasible
 from numpyro_gpaug.math.affine import AffineMap, GaussianFactors
+from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.view import ModelView
 
 INSTEAD = "EllipticalSlice(model, guide, params) and MCMC(NUTS(model)) sample it"
@@ -41,6 +42,7 @@ class AugmentedState(NamedTuple):
     :param maps: from inducing vectors to processes at the data.
     :param joint: from latents to predictors, one per group of latents drawn jointly.
     :param rng_key: random key.
+    :param version: of what the model reads besides its arguments.
     """
 
     z: Values
@@ -48,6 +50,7 @@ class AugmentedState(NamedTuple):
     maps: dict[str, AffineMap]
     joint: tuple[AffineMap, ...]
     rng_key: Array
+    version: Version | None = None
 
 
 class BlockGibbs(GaussianKernel):
@@ -64,11 +67,6 @@ class BlockGibbs(GaussianKernel):
         return "AugmentedGaussian"
 
     def _check(self, view: ModelView) -> None:
-        self._refuse_others(
-            "as a block, Gibbs([(AugmentedGaussian(model), "
-            f"{[b.site for b in self.structure.blocks]}), (NUTS(model), None)]) has "
-            "NUTS sample them"
-        )
         self._refuse_unaugmented(view)
         self._groups = in_order(groups_of(view), view)
 

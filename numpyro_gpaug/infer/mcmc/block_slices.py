@@ -58,11 +58,6 @@ class BlockSlices(Slices):
         return len(self._parts)
 
     def _check(self, view: ModelView) -> None:
-        self._refuse_others(
-            "as a block, Gibbs([(EllipticalSlice(model), "
-            f"{[b.site for b in self.structure.blocks]}), (NUTS(model), None)]) has "
-            "NUTS sample them"
-        )
         for block in self.structure.blocks if self._fit is not None else ():
             fitted = self._fitted.get(block.site)
             if fitted is None or fitted.shape != block.shape:

@@ -28,6 +28,7 @@ from numpyro_gpaug.infer.mcmc.groups import (
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.structure import flat_functions
 from numpyro_gpaug.model.view import ModelView
@@ -42,12 +43,14 @@ class CollapsedState(NamedTuple):
     :param aux: the auxiliaries they were drawn given, by site and name.
     :param inner: state of the kernel of the hyperparameters.
     :param rng_key: random key.
+    :param version: of what the model reads besides its arguments.
     """
 
     z: Values
     aux: dict[str, dict[str, Array]]
     inner: Any
     rng_key: Array
+    version: Version | None = None
 
 
 class CollapsedGaussian(BlockGibbs):
@@ -118,14 +121,12 @@ class CollapsedGaussian(BlockGibbs):
 
     # What is checked.
 
-    def _refuse_others(self, route: str) -> None:
+    def _check(self, view: ModelView) -> None:
         if not self.structure.others:
             raise NotConjugateError(
                 "the model has no hyperparameters to sample: AugmentedGaussian(model) "
                 "draws its latents"
             )
-
-    def _check(self, view: ModelView) -> None:
         super()._check(view)
         for group in self._groups:
             for predictor in group.predictors:
@@ -177,7 +178,7 @@ class CollapsedGaussian(BlockGibbs):
         self._num_warmup = num_warmup
 
     @precise
-    def init(
+    def _begun(
         self,
         rng_key: Array,
         num_warmup: int,
@@ -192,7 +193,7 @@ class CollapsedGaussian(BlockGibbs):
             )
         kwargs = model_kwargs or {}
         key, inner_key = random.split(rng_key)
-        first, factors = super().init(
+        first, factors = super()._begun(
             key, num_warmup, init_params, model_args, model_kwargs
         )
         given = {**kwargs, FACTORS_KWARG: factors}

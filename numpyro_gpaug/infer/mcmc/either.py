@@ -8,19 +8,22 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from jax import Array
+from numpyro.infer import NUTS, Gibbs
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Structure
 
 
 class EitherKernel(MCMCKernel):
     """A kernel of processes and weight vectors where these are all there is to sample,
     under likelihoods of a registered kind; otherwise, and of weights alone under a
-    softmax, one of all Gaussian latents.
+    softmax, one of all Gaussian latents. If there are others, it is a block of
+    NumPyro's ``Gibbs``, and ``NUTS`` the other.
 
     :param blocks: the one.
     :param joint: the other.
@@ -30,7 +33,8 @@ class EitherKernel(MCMCKernel):
 
     def __init__(self, blocks: GaussianKernel, joint: GaussianKernel) -> None:
         self._blocks, self._joint = blocks, joint
-        self._chosen: GaussianKernel | None = None
+        self._chosen: MCMCKernel | None = None
+        self._structure: Structure | None = None
         # MCMC asks for it to know whether there was an init.
         self._sample_fn: Callable[..., Any] | None = None
 
@@ -45,31 +49,37 @@ class EitherKernel(MCMCKernel):
 
         :raises RuntimeError: before ``init``.
         """
-        return self._kernel.structure
+        if self._structure is None:
+            raise RuntimeError("init must be called first")
+        return self._structure
 
     @property
-    def _kernel(self) -> GaussianKernel:
+    def _kernel(self) -> MCMCKernel:
         if self._chosen is None:
             raise RuntimeError("init must be called first")
         return self._chosen
 
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GaussianKernel:
+    def _choose(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GaussianKernel, Structure]:
         structure = self._blocks.read(args, kwargs)
         observed = [s for s in structure.observed if s.route is not Route.CONSTANT]
         closed = all(site.latents for site in observed)
         apart = bool(structure.blocks) and closed and not structure.others
         if apart and structure.processes:
-            return self._blocks
+            return self._blocks, structure
         try:
             joint = self._joint.read(args, kwargs)
         except NotConjugateError:
             # Processes of softmax likelihoods are for the others, or say what is wrong.
             if not structure.blocks:
                 raise
-            return self._blocks
+            return self._blocks, structure
         # Those that a softmax ties to each other mix as one Gaussian, not by turns.
         tied = any(site.route is Route.CORRELATED for site in joint.observed)
-        return self._blocks if apart and not tied else self._joint
+        if apart and not tied:
+            return self._blocks, structure
+        return self._joint, joint
 
     def init(
         self,
@@ -79,7 +89,12 @@ class EitherKernel(MCMCKernel):
         model_args: tuple[Any, ...],
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        self._chosen = self._choose(model_args, model_kwargs or {})
+        kernel, self._structure = self._choose(model_args, model_kwargs or {})
+        self._chosen = kernel
+        if self._structure.others:
+            # NumPyro says which of them NUTS does not take.
+            own = _sites_of(self._structure)
+            self._chosen = Gibbs([(self, own), (NUTS(self.model), None)])
         self._sample_fn = self._chosen.sample
         return self._chosen.init(
             rng_key, num_warmup, init_params, model_args, model_kwargs
@@ -108,5 +123,15 @@ class EitherKernel(MCMCKernel):
         kernel._chosen = kernel._sample_fn = None
         return kernel
 
+    def postprocess_fn(self, model_args: Any, model_kwargs: Any) -> Any:
+        return self._kernel.postprocess_fn(model_args, model_kwargs)
+
     def get_diagnostics_str(self, state: Any) -> str:
         return self._kernel.get_diagnostics_str(state)
+
+
+def _sites_of(structure: Structure) -> list[str]:
+    """Names of the Gaussian sites."""
+    if isinstance(structure, JointStructure):
+        return [site.name for site in structure.sites]
+    return [block.site for block in structure.blocks]

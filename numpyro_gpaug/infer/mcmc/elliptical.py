@@ -11,6 +11,7 @@ from numpyro_gpaug.infer.mcmc.block_slices import BlockSlices
 from numpyro_gpaug.infer.mcmc.either import EitherKernel
 from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.joint_slices import JointSlices
+from numpyro_gpaug.model.structure import Structure
 
 
 class EllipticalSlice(EitherKernel):
@@ -48,9 +49,11 @@ class EllipticalSlice(EitherKernel):
     Blocks that share a predictor count as one, of all their latents. Where latents are
     held jointly a draw runs the model once besides, for the values of its sites.
 
-    Hyperparameters are held at values by :class:`numpyro.handlers.condition`,
-    ``condition(model, data={"tau": 0.5})``, or go to another block
-    (``Gibbs([(EllipticalSlice(model), ["f.v"]), (NUTS(model), None)])``).
+    All other latents, hyperparameters, are sampled by :class:`~numpyro.infer.NUTS` as
+    the other block of NumPyro's ``Gibbs`` (extra fields are ``block_states.0.step``,
+    ...; vectorised chains take ``chain_method=jax.vmap``; ``Gibbs([(EllipticalSlice(
+    model), ["f.v"]), (kernel, None)])`` has another kernel), or held at values by
+    :class:`numpyro.handlers.condition`, ``condition(model, data={"tau": 0.5})``.
     The Gaussian then is computed again, by some ten Cholesky factorisations, whenever
     they have moved; a given fit stays as it is, as good as it was for the values it
     was made at. What posterior is sampled with inducing inputs, several chains, and
@@ -88,19 +91,20 @@ class EllipticalSlice(EitherKernel):
     >>> mcmc.get_samples()["f"].shape
     (200, 12, 3)
 
-    Random effects, at a given scale:
+    Random effects, with their scale:
 
     >>> def groups(group, y=None):
     ...     level = numpyro.sample("level", dist.Normal(0, 3))
+    ...     tau = numpyro.sample("tau", dist.HalfNormal(1.0))
     ...     with numpyro.plate("groups", 3):
-    ...         effect = numpyro.sample("effect", dist.Normal(level, 0.5))
+    ...         effect = numpyro.sample("effect", dist.Normal(level, tau))
     ...     with numpyro.plate("data", len(group)):
     ...         numpyro.sample("y", dist.Poisson(jnp.exp(effect[group])), obs=y)
     >>> kernel = gpaug.EllipticalSlice(groups)
     >>> mcmc = MCMC(kernel, num_warmup=50, num_samples=200, progress_bar=False)
     >>> mcmc.run(jax.random.key(0), jnp.arange(12) // 4, jnp.arange(12))
-    >>> {name: draws.shape for name, draws in mcmc.get_samples().items()}
-    {'effect': (200, 3), 'level': (200,)}
+    >>> {name: draws.shape for name, draws in sorted(mcmc.get_samples().items())}
+    {'effect': (200, 3), 'level': (200,), 'tau': (200,)}
 
     References: Murray, Adams and MacKay (2010), Elliptical slice sampling; Nishihara,
     Murray and Adams (2014), Parallel MCMC with generalized elliptical slice sampling.
@@ -124,8 +128,12 @@ class EllipticalSlice(EitherKernel):
         super().__init__(BlockSlices(model, fit, fitted), JointSlices(model))
         self._given = fit is not None
 
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GaussianKernel:
-        return self._blocks if self._given else super()._choose(args, kwargs)
+    def _choose(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GaussianKernel, Structure]:
+        if self._given:
+            return self._blocks, self._blocks.read(args, kwargs)
+        return super()._choose(args, kwargs)
 
 
 def _refuse_guide(guide: Any) -> None:

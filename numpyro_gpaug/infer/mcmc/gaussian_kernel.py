@@ -17,11 +17,12 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_gpaug._fork import refuse_forked
-from numpyro_gpaug.errors import CholeskyError, NotConjugateError
+from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.observations import check_observations, check_observed
 from numpyro_gpaug.model.structure import Block, Structure
@@ -47,6 +48,7 @@ class GaussianKernel(MCMCKernel):
     def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model
         self._user_model = model
+        self._watch = watched(model)
         self._structure: Structure | None = None
         self._sample_fn: Callable[..., Any] | None = None
 
@@ -67,7 +69,6 @@ class GaussianKernel(MCMCKernel):
 
     # What a sampler defines.
 
-    @abstractmethod
     def _check(self, view: Any) -> None:
         """Raises for models this sampler cannot take; runs inside an abstract trace, in
         which it may note what is static."""
@@ -86,8 +87,21 @@ class GaussianKernel(MCMCKernel):
 
     # The interface of a kernel.
 
-    @precise
     def init(
+        self,
+        rng_key: Array,
+        num_warmup: int,
+        init_params: Values | None,
+        model_args: tuple[Any, ...],
+        model_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        given = rng_key, num_warmup, init_params, model_args, model_kwargs
+        with self._watch.running() as version:
+            # MCMC compiles for the structure of states: anew for another version.
+            return self._begun(*given)._replace(version=version)
+
+    @precise
+    def _begun(
         self,
         rng_key: Array,
         num_warmup: int,
@@ -126,9 +140,11 @@ class GaussianKernel(MCMCKernel):
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
         def step(state: Any) -> Any:
-            return self._step(state, model_args, model_kwargs or {})
+            found = self._step(state, model_args, model_kwargs or {})
+            return found._replace(version=state.version)
 
-        return (step if is_prng_key(state.rng_key) else jax.vmap(step))(state)
+        with self._watch.running():
+            return (step if is_prng_key(state.rng_key) else jax.vmap(step))(state)
 
     def refresh(
         self,
@@ -136,7 +152,8 @@ class GaussianKernel(MCMCKernel):
         model_args: tuple[Any, ...],
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        return self._renewed(state, self._view(model_args, model_kwargs or {}))
+        found = self._renewed(state, self._view(model_args, model_kwargs or {}))
+        return found._replace(version=state.version)
 
     def wrap_model(self, wrapper: Callable) -> Self:
         kernel = copy.copy(self)
@@ -200,14 +217,6 @@ class GaussianKernel(MCMCKernel):
             self._check(self._seen(structure, arguments._replace(arrays=arrays)))
 
         jax.eval_shape(abstract, arguments.arrays)
-
-    def _refuse_others(self, route: str) -> None:
-        others = self.structure.others
-        if others:
-            raise NotConjugateError(
-                f"{self._name} samples Gaussian latents only, and the model has "
-                f"{list(others)} too: {route}"
-            )
 
     def _refuse_broken(
         self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

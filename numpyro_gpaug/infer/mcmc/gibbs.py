@@ -19,9 +19,9 @@ class AugmentedGaussian(EitherKernel):
     The model is written without auxiliaries, as for every other route. Latents are all
     that :class:`~numpyro_gpaug.AutoLatentGaussian` holds jointly: inducing values of
     Gaussian processes (whitened: site ``"f.v"``), scalars, vectors, random effects in
-    plates, random walks, on which likelihoods depend affinely. If they are all there
-    is, ``MCMC(AugmentedGaussian(model), ...)`` samples the model; otherwise it is a
-    block of NumPyro's composite kernel::
+    plates, random walks, on which likelihoods depend affinely. All others,
+    hyperparameters, are sampled by :class:`~numpyro.infer.NUTS`: the kernel then is a
+    block of NumPyro's composite kernel, as one writes for another in place of it::
 
         Gibbs([(AugmentedGaussian(model), ["f.v"]), (NUTS(model), None)])
 
@@ -70,9 +70,8 @@ class AugmentedGaussian(EitherKernel):
     >>> mcmc.get_extra_fields()["aux"]["y"]["omega"].shape
     (200, 50)
 
-    Random effects, with their scale in another block:
+    Random effects, with their scale:
 
-    >>> from numpyro.infer import NUTS, Gibbs
     >>> def groups(group, y=None):
     ...     level = numpyro.sample("level", dist.Normal(0, 3))
     ...     tau = numpyro.sample("tau", dist.HalfNormal(1.0))
@@ -80,8 +79,7 @@ class AugmentedGaussian(EitherKernel):
     ...         effect = numpyro.sample("effect", dist.Normal(level, tau))
     ...     with numpyro.plate("data", len(group)):
     ...         numpyro.sample("y", dist.Bernoulli(logits=effect[group]), obs=y)
-    >>> latents = gpaug.AugmentedGaussian(groups), ["level", "effect"]
-    >>> kernel = Gibbs([latents, (NUTS(groups), None)])
+    >>> kernel = gpaug.AugmentedGaussian(groups)
     >>> mcmc = MCMC(kernel, num_warmup=50, num_samples=200, progress_bar=False)
     >>> mcmc.run(jax.random.key(0), jnp.arange(12) // 4, jnp.arange(12) % 2)
     >>> {name: draws.shape for name, draws in sorted(mcmc.get_samples().items())}

@@ -19,6 +19,7 @@ from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.infer.mcmc.joint_kernel import JointKernel
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.affine import GaussianFactors
+from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.latents import JOINT
 
@@ -35,6 +36,7 @@ class JointAugmentedState(NamedTuple):
     :param map: from these to predictors.
     :param prior: of the numbers.
     :param rng_key: random key.
+    :param version: of what the model reads besides its arguments.
     """
 
     z: Values
@@ -43,6 +45,7 @@ class JointAugmentedState(NamedTuple):
     map: Any
     prior: Any
     rng_key: Array
+    version: Version | None = None
 
 
 class JointGibbs(JointKernel):
@@ -58,7 +61,6 @@ class JointGibbs(JointKernel):
         return "AugmentedGaussian"
 
     def _check(self, view: JointView) -> None:
-        super()._check(view)
         for site in view.structure.observed:
             if site.route is Route.CONSTANT:
                 continue

@@ -50,19 +50,6 @@ class JointKernel(GaussianKernel):
     def _seen(self, structure: Any, arguments: Arguments) -> JointView:
         return JointView(structure, self._model, arguments, {}, random.key(0))
 
-    def _check(self, view: JointView) -> None:
-        structure: Any = view.structure
-        others, names = structure.others, [s.name for s in structure.sites]
-        reasons = _reasons(structure)
-        self._refuse_others(
-            f"as a block, Gibbs([({self._name}(model), {names}), (NUTS(model), "
-            "None)]) has NUTS sample them; handlers.condition(model, data={"
-            f"{others[0]!r}: ...}}) holds them at values; NestedVI(model) integrates "
-            f"them{' (' + reasons + ')' if reasons else ''}"
-            if others
-            else ""
-        )
-
     def _refuse_broken(
         self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:

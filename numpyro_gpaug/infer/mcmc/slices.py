@@ -16,6 +16,7 @@ from numpyro_gpaug.infer.mcmc.ellipses import White, minus_log_density
 from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.infer.mcmc.slice_search import angle_in_slice
+from numpyro_gpaug.model.closures import Version
 
 # The scale of a Gaussian is learnt as if this many draws had confirmed that it is 1.
 PRIOR_DRAWS = 10
@@ -35,6 +36,7 @@ class EllipticalState(NamedTuple):
     :param evaluations: of the likelihood, in the last step.
     :param ellipses: the Gaussians, and what follows from them.
     :param rng_key: random key.
+    :param version: of what the model reads besides its arguments.
     """
 
     z: Values
@@ -45,6 +47,7 @@ class EllipticalState(NamedTuple):
     evaluations: Array
     ellipses: Any
     rng_key: Array
+    version: Version | None = None
 
 
 class Slices(GaussianKernel):

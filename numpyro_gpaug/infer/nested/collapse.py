@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
+import jax
 import numpyro
 from jax import Array
 
@@ -14,8 +16,10 @@ from numpyro_gpaug.infer.nested.hyperparameters import declared, sizes
 from numpyro_gpaug.infer.nested.predictions import AtDraws, mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
+from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.model.validation import check_arguments
 from numpyro_gpaug.predict import Posterior
@@ -108,18 +112,45 @@ class CollapsedModel:
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self.model = model
-        self._bounds = CollapsedBounds(model, projected=False)
-        self._programs: dict[Any, Programs] = {}
+        self._watch = watched(model)
+        self._begin(self._watch.version())
+        # What the model was where others compiled it, NUTS for one.
+        self._compiled: Version | None = None
         update_wrapper(self, model)
 
+    def _begin(self, version: Version) -> None:
+        """Nothing is compiled yet.
+
+        :param version: of the model.
+        """
+        self._version = version
+        self._bounds = CollapsedBounds(self.model, projected=False)
+        self._programs: dict[Any, Programs] = {}
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The model may run inside, as it is now."""
+        with self._watch.running() as version:
+            if version != self._version:
+                self._begin(version)
+            yield
+
+    def _dtype_of(self, samples: dict[str, Any]) -> Any:
+        """What tells the dtypes that draws were made in."""
+        return samples if self._compiled is None else self._compiled.doubles
+
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        check_arguments(self.model, args, kwargs)
-        arguments = Arguments.split(args, kwargs)
-        bound = self._bounds.at(arguments, args, kwargs)
-        args, kwargs = arguments.merge()  # arrays of JAX's
-        trace = declared(self.model, bound.structure, args, kwargs)
-        values = {name: site["value"] for name, site in trace.items()}
-        numpyro.factor(SITE, bound(values, sizes(trace), arguments.arrays))
+        with self._watch.running(self._compiled), self._running():
+            check_arguments(self.model, args, kwargs)
+            arguments = Arguments.split(args, kwargs)
+            bound = self._bounds.at(arguments, args, kwargs)
+            args, kwargs = arguments.merge()  # arrays of JAX's
+            trace = declared(self.model, bound.structure, args, kwargs)
+            values = {name: site["value"] for name, site in trace.items()}
+            numpyro.factor(SITE, bound(values, sizes(trace), arguments.arrays))
+        seen = jax.tree.leaves((values, arguments.arrays))
+        if any(isinstance(x, jax.core.Tracer) for x in seen):
+            self._compiled = self._version
 
     def posterior(
         self, samples: dict[str, Any], *args: Any, num_points: int = 64, **kwargs: Any
@@ -143,10 +174,11 @@ class CollapsedModel:
             params, which have no draws.
         """
         check_count("num_points", num_points)
-        arguments, programs = self._read(args, kwargs)
-        at = AtDraws(programs, arguments.arrays, samples)
-        values, moments = at.gaussians(num_points)
-        return mixture(programs, arguments, values, moments)
+        with in_dtype_of(self._dtype_of(samples)), self._running():
+            arguments, programs = self._read(args, kwargs)
+            at = AtDraws(programs, arguments.arrays, samples)
+            values, moments = at.gaussians(num_points)
+            return mixture(programs, arguments, values, moments)
 
     def sample_latents(
         self, key: Array, samples: dict[str, Any], *args: Any, **kwargs: Any
@@ -164,8 +196,9 @@ class CollapsedModel:
         :raises ValueError: as :meth:`posterior`.
         """
         check_key(key)
-        arguments, programs = self._read(args, kwargs)
-        return AtDraws(programs, arguments.arrays, samples).sites(key)
+        with in_dtype_of(self._dtype_of(samples)), self._running():
+            arguments, programs = self._read(args, kwargs)
+            return AtDraws(programs, arguments.arrays, samples).sites(key)
 
     def _read(self, args: Any, kwargs: Any) -> tuple[Arguments, Programs]:
         check_arguments(self.model, args, kwargs)

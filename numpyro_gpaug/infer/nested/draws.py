@@ -121,7 +121,8 @@ class Run:
         """
         given = jnp.asarray(points, self.programs.hyper.dtype), z, self.arrays
         size = self.programs.structure.size
-        with self.clock.part("values of sites"), threads_for(size):
+        part = self.clock.part("values of sites")
+        with part, threads_for(size), self.programs.running():
             return jax.block_until_ready(self.programs.sites(*given))
 
     def samples(self, num: int) -> dict[str, Array]:

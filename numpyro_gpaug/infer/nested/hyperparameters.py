@@ -19,6 +19,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.closures import count_run
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import Trace, any_key, without_gaussians
@@ -64,6 +65,7 @@ def declared(
             return message["name"] in known - names
         return message["type"] == "deterministic"
 
+    count_run()
     alone = without_gaussians(residual_policy(model, "mean"), structure)
     traced = handlers.trace(handlers.block(alone, hidden))
     with numpyro.validation_enabled(is_validate=False):

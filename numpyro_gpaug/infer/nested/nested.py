@@ -28,6 +28,7 @@ from numpyro_gpaug.infer.vi.checks import check_gaussian
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.model.validation import check_arguments, check_densities
 from numpyro_gpaug.predict import Posterior
@@ -152,10 +153,19 @@ class NestedVI(Displayed):
         self.model, self.num_samples = model, num_samples
         self.num_points, self.num_draws = num_points, num_draws
         self.correct, self.progress_bar = correct, progress_bar
-        self._bounds = CollapsedBounds(model, projected=True)
-        self._programs: dict[Any, Programs] = {}
+        self._watch = watched(model)
+        self._begin(self._watch.version())
         self._run: Run | None = None
         self._samples: dict[str, Array] | None = None
+
+    def _begin(self, version: Version) -> None:
+        """Nothing is compiled yet.
+
+        :param version: of the model.
+        """
+        self._version = version
+        self._bounds = CollapsedBounds(self.model, projected=True)
+        self._programs: dict[Any, Programs] = {}
 
     # -- the interface of MCMC --------------------------------------------------------
 
@@ -178,6 +188,15 @@ class NestedVI(Displayed):
             subsample, params without a prior.
         :raises CholeskyError: if the bound is not finite where the search starts.
         """
+        with self._watch.running() as version:
+            if version != self._version:
+                self._begin(version)
+            self._run_now(rng_key, args, kwargs, init_params)
+
+    def _run_now(
+        self, rng_key: Array, args: Any, kwargs: Any, init_params: Any
+    ) -> None:
+        """See :meth:`run`; of the model as it is."""
         check_key(rng_key)
         clock = Clock()
         with clock.part("reading the model"):
@@ -209,7 +228,7 @@ class NestedVI(Displayed):
         if not run.weighted.certified and self.correct is None:
             warnings.warn(
                 f"{certificate(run)}. (correct='mcmc' runs NUTS from them)",
-                stacklevel=2,
+                stacklevel=3,
             )
         self._run, self._samples = run, None
 
@@ -297,13 +316,16 @@ class NestedVI(Displayed):
         :return: predictions, with the arguments and methods of
             :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.
         :raises RuntimeError: before a run.
+        :raises ModelChangedError: if a global, or whatever else the model reads besides
+            its arguments, has changed since the run.
         :raises ValueError: if hyperparameters are computed from a positional argument,
             which changes at prediction.
         """
         check_count("num_points", num_points)
         run = self._known()
-        log_weights, values, moments = run.gaussians(num_points)
-        return mixture(run.programs, self.arguments, values, moments, log_weights)
+        with run.programs.running():
+            log_weights, values, moments = run.gaussians(num_points)
+            return mixture(run.programs, self.arguments, values, moments, log_weights)
 
     def print_summary(self) -> None:
         """Prints a table of all latents but inducing values, which are whitened

@@ -8,7 +8,8 @@ for: the search, draws, predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -32,8 +33,10 @@ from numpyro_gpaug.infer.nested.bound import (
     moments_given,
 )
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
+from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.structure import Trace, run_model
 from numpyro_gpaug.model.whitened import whitened
 
@@ -100,6 +103,8 @@ class Programs:
     ) -> None:
         self.bound, self.static = bound, arguments.static
         self._model, self.structure = bound.guide.model, bound.structure
+        self._watch = watched(self._model)
+        self._version = self._watch.version()
         self.hyper = Hyperparameters(self._model, self.structure, arguments)
         self.num_draws = num_draws
         self._no_start: Start | None = None
@@ -120,6 +125,16 @@ class Programs:
         )
         self._terms = compiled(self._terms_at, runs=1)
         self.sites = compiled(self._sites, runs=2)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The model may run inside, in the dtype of the fit, if what it reads besides
+        its arguments is what it was.
+
+        :raises ModelChangedError: if it is not.
+        """
+        with in_dtype_of(self._version.doubles), self._watch.running(self._version):
+            yield
 
     def no_start(self, arrays: Any) -> Start:
         """A start for the first evaluation."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,8 @@ from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.calls import check_key
+from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.validation import explain_failure
 from numpyro_gpaug.predict.posterior import Posterior
 
@@ -44,6 +46,29 @@ _UNPICKLED = (
     "fit for predictions, numpyro_gpaug.infer.save_state a state to go on from, and "
     "results are pickled as they are"
 )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _of_the_model_now(
+    method: Callable[P, T],
+) -> Callable[P, T]:
+    """A method of a fitter for the model as it is when it is called: globals that the
+    model reads may have changed."""
+
+    @wraps(method)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        self: Any = args[0]
+        # What a callback changes is for the next run.
+        settles = kwargs.get("callback") is None
+        with self._watch.running(settles=settles) as version:
+            if version != self._version:
+                self._begin(version)
+            return method(*args, **kwargs)
+
+    return inside
 
 
 class ConjugateSVI(NotPickled, instead=_UNPICKLED):
@@ -171,12 +196,23 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             optim, updates, step_size, hyper_steps, hyper_every, m_step
         )
         self._mesh = rows_mesh(mesh, ())
-        self._checked = CheckedData(model, guide, self._mesh)
-        self._programs = Programs(model, guide, self.settings)
-        self._runs = Runs(model, guide, self.settings, self._programs, self._mesh)
+        self._watch = watched(model)
+        self._begin(self._watch.version())
+
+    @one_thread
+    def _begin(self, version: Version) -> None:
+        """Nothing is compiled yet.
+
+        :param version: of the model.
+        """
+        given, self._version = (self.model, self.guide), version
+        self._checked = CheckedData(*given, self._mesh)
+        self._programs = Programs(*given, self.settings)
+        self._runs = Runs(*given, self.settings, self._programs, self._mesh)
 
     # -- the interface of SVI ---------------------------------------------------------
 
+    @_of_the_model_now
     @one_thread
     def init(
         self,
@@ -208,6 +244,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         """Constrained params of model and guide, the natural parameters among them."""
         return self._programs.read(state.hyper.values, state.natural)
 
+    @_of_the_model_now
     @one_thread
     def update(
         self, state: ConjugateState, *args: Any, **kwargs: Any
@@ -218,6 +255,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :raises ValueError: as :meth:`init` does, unless state or data are traced.
         """
         arguments, data = self._checked(state, *partitioned((args, kwargs)))
+        self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
         never = np.zeros((), state.bound.dtype)
         state, losses, *_ = self._runs.steps(
@@ -225,16 +263,19 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         )
         return state, losses[0]
 
+    @_of_the_model_now
     @one_thread
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
         """The loss (minus the bound) of a state on these data."""
         arguments, _ = self._checked(state, *partitioned((args, kwargs)))
+        self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
         with on_mesh(arguments.mesh):
             return self._programs.loss(
                 state, arguments.arrays, plan=plan, static=arguments.static
             )
 
+    @_of_the_model_now
     def run(
         self,
         rng_key: Array,
@@ -311,6 +352,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                     # One process may have it alone: the others hear if it fails.
                     with all_or_none(feed.mesh):
                         if callback is not None:
+                            self._watch.settle()
                             callback(*seen)
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         self._warn(state, plan, given, start if init_state is None else None)
@@ -320,6 +362,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         return ConjugateResult(
             params, state, np.concatenate(losses), given.args, given.kwargs,
             guard.restored, stopped=progress.at_rest, told=told,
+            version=self._version,
         )  # fmt: skip
 
     def _searches(self, plan: Plan) -> bool:
@@ -359,11 +402,14 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :param kwargs: its keyword arguments, likewise.
         :return: a :class:`~numpyro_gpaug.Posterior`.
         :raises ValueError: if params of the model or of the guide are missing.
+        :raises ModelChangedError: if a global, or whatever else the model reads besides
+            its arguments, has changed since the run.
         :raises TypeError: for params without arguments, and a state.
         """
-        told = None
+        told = version = None
         if isinstance(fit, ConjugateResult) and not args and not kwargs:
             args, kwargs, params, told = fit.args, fit.kwargs, fit.params, fit.told
+            version = fit.version
         elif isinstance(fit, dict):
             params = fit
         else:
@@ -371,13 +417,16 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 f"got a {type(fit).__name__}: pass what run returned, or params and "
                 "the arguments of the fit, svi.posterior(svi.get_params(state), X, y)"
             )
-        if not args and not kwargs:
+        takes_arguments = bool(signature_of(self.model).parameters)
+        if isinstance(fit, dict) and takes_arguments and not (args or kwargs):
             raise TypeError(
                 "params alone do not say which data they were fitted to: pass what run "
                 "returned, svi.posterior(result), or the arguments too, "
                 "svi.posterior(params, X, y)"
             )
-        return Posterior.of_guide(self.model, self.guide, params, args, kwargs, told)
+        return Posterior.of_guide(
+            self.model, self.guide, params, args, kwargs, told, version
+        )
 
     def _display(self) -> tuple[str, Rows]:
         given = self.settings

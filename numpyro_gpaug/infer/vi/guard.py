@@ -84,7 +84,7 @@ class Guard:
             f"it is {bound:.6g}, at step {best.step} it was {best.bound:.6g}, of the "
             "same rows. The run went back to it, and on at half the rate of optim. "
             "If this comes again, give optim a lower rate, or raise hyper_every",
-            stacklevel=4,
+            stacklevel=5,
         )
         self.restored += ((int(state.step), best.step),)
         self._worse, again = 0, copied(best.state)

@@ -137,7 +137,7 @@ class Plan:
                 f"learning took params {names} towards zero or infinity: the bound "
                 "rises on the way, without an end. The data do not determine them: "
                 "give them a prior, or values that are kept",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def known(self, bound: Array, values: dict[str, Any]) -> Array:

@@ -52,6 +52,7 @@ class Programs:
         self, model: Callable[..., Any], guide: ConjugateGuide, settings: Settings
     ) -> None:
         self._model, self._guide, self._settings = model, guide, settings
+        self._generation = guide.generation
         self.plans: dict[Any, Plan] = {}
         self._paces: dict[tuple[Plan, int], Pace] = {}
         self.uses = Uses()
@@ -203,15 +204,29 @@ class Programs:
 
         if len(self.plans) >= MAX_SHAPES and arguments.shapes not in self.plans:
             # JAX would keep what it compiled for every one of them.
-            self.plans.clear()
-            self._paces.clear()
-            self._tellings.clear()
-            programs: tuple[Any, ...] = self.begin, self.advance, self.loss
-            programs += self.bounds, self.advance_batches, self.sums, self.slopes
-            programs += (self.begin_and_advance,)
-            for program in programs:
-                program.clear_cache()
+            self._clear()
         return remembered(self.plans, arguments.shapes, made)
+
+    def keep_up(self) -> bool:
+        """Forgets what was compiled before the guide was last set up anew.
+
+        :return: whether it was since this was asked last.
+        """
+        anew = self._generation != self._guide.generation
+        if anew:
+            self._generation = self._guide.generation
+            self._clear()
+        return anew
+
+    def _clear(self) -> None:
+        self.plans.clear()
+        self._paces.clear()
+        self._tellings.clear()
+        programs: tuple[Any, ...] = self.begin, self.advance, self.loss, self.read
+        programs += self.bounds, self.advance_batches, self.sums, self.slopes
+        programs += (self.begin_and_advance,)
+        for program in programs:
+            program.clear_cache()
 
     def pace(self, plan: Plan, size: int) -> Pace:
         """What is known of how fast steps are.

@@ -117,7 +117,7 @@ class Progress:
             warnings.warn(
                 f"interrupted after {self.taken} of {self._num_steps} steps: this is "
                 "the fit so far; go on with run(..., init_state=result.state)",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

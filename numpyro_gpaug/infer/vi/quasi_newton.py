@@ -311,7 +311,7 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
             f"rounding makes the bound uncertain by up to {noise:.2g} nats ({cause}); "
             "learning may have ended as many below the optimum. Use float64, "
             f"jax.config.update('jax_enable_x64', True){cure}",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -91,7 +91,7 @@ def warn_of_reach(
             if _extreme(begun[name], FIRST_DIFFERENCES) == extreme:
                 message = _stuck(f, extreme)
         if message:
-            warnings.warn(message, stacklevel=5)
+            warnings.warn(message, stacklevel=6)
 
 
 def _diagnosis(conditional: Conditional) -> str | None:

@@ -12,6 +12,7 @@ from numpyro_gpaug._display import Displayed, Rows, brief
 from numpyro_gpaug.infer.vi.quasi_newton import NOISY, Search, uncertainty
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.convergence import convergence
+from numpyro_gpaug.model.closures import Version
 
 # Of the bound, what noise may hide of its changes where a run is said to converge.
 HIDDEN = 0.01
@@ -31,6 +32,7 @@ class ConjugateResult(Displayed, SVIRunResult):
         which the run went back, each with the step whose state it went back to.
     :param stopped: whether the run ended before its steps, the bound having come to
         rest.
+    :param version: of what the model read besides its arguments.
     """
 
     args: tuple[Any, ...]
@@ -38,6 +40,7 @@ class ConjugateResult(Displayed, SVIRunResult):
     restored: tuple[tuple[int, int], ...]
     stopped: bool
     _told: tuple[dict[str, Any], Any] | None
+    version: Version | None = None
 
     def __new__(
         cls,
@@ -50,11 +53,13 @@ class ConjugateResult(Displayed, SVIRunResult):
         *,
         stopped: bool = False,
         told: Any = None,
+        version: Version | None = None,
     ) -> Self:
         result = super().__new__(cls, params, state, losses)
         result.args, result.kwargs = args, kwargs or {}
         result.restored, result.stopped = restored, stopped
         result._told = None if told is None else (dict(params), told)
+        result.version = version
         return result
 
     @property

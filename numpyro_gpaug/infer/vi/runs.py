@@ -134,6 +134,8 @@ class Runs:
             begins=begins and given.batch is None,
         )  # fmt: skip
         check_gaussian(self._guide.structure)
+        if self._programs.keep_up():
+            self.shared.same.clear()
         return found
 
     def _feed(

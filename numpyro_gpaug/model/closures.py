@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model reads besides its arguments: globals, closures, attributes, and the
+functions it calls. Programs are compiled for what these hold; once they hold something
+else, the programs are of another model."""
+
+from __future__ import annotations
+
+import copyreg
+import dis
+import io
+import marshal
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache, partial
+from hashlib import blake2b
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import jax
+import numpy as np
+
+from numpyro_gpaug.errors import ModelChangedError
+from numpyro_gpaug.math.arrays import has_doubles
+from numpyro_gpaug.math.fingerprints import fingerprint
+
+# Read as what they are called, wherever they are installed.
+_LIBRARIES = {"jax", "jaxlib", "numpy", "numpyro", "numpyro_gpaug", "builtins"}
+# Names by which code reads attributes that it does not name.
+_BY_NAME = {"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "tree"}
+
+
+@jax.tree_util.register_static
+class Version:
+    """What a model read at some time.
+
+    :param watch: of the model, which lives as long as it has versions.
+    :param content: digest of it.
+    :param parts: digests by what the model itself names.
+    :ivar contents: all digests that it goes by.
+    :ivar doubles: whether numbers were of 64 bits.
+    """
+
+    def __init__(self, watch: Watched, content: bytes, parts: dict[str, bytes]) -> None:
+        self._watch, self.parts = watch, parts
+        self.contents = {content}
+        self.doubles = has_doubles()
+
+    def same(self, other: Version) -> bool:
+        """Whether it may be one of another model function that reads the same."""
+        return self is other or not self.contents.isdisjoint(other.contents)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process has another model, whose objects are elsewhere.
+        return type(None), ()
+
+
+class Watched:
+    """A model whose versions are told apart; see :func:`watched`.
+
+    :param model: the model.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.model = model
+        self._names: set[str] = set()
+        # Of the last reading: JAX's arrays with their digests, which do not change, and
+        # objects told by where they are, so that no others get to be there.
+        self._held: dict[int, tuple[Any, int]] = {}
+        # By digests of all.
+        self._versions: dict[bytes, Version] = {}
+        self._last = b""
+        self._counted = 0
+        # Names of containers that the model changes as it runs.
+        self.ignored: set[str] = set()
+
+    def version(self) -> Version:
+        """What the model reads now."""
+        content = self._read(self.model)
+        if content not in self._versions:
+            # As if it had never read anything else, so that it is known again.
+            self._names.clear()
+            content = self._read(self.model)
+        found = self._versions.pop(content, None)
+        found = found or Version(self, content, self._parts())
+        self._versions[content], self._last = found, content
+        if len(self._versions) > _MOST:
+            self._versions.pop(next(iter(self._versions)))
+        return found
+
+    @contextmanager
+    def running(
+        self, version: Version | None = None, *, settles: bool = True
+    ) -> Iterator[Version]:
+        """The model may run inside; see :meth:`settle`.
+
+        :param version: it has to have; any by default.
+        :param settles: whether what changes inside is the model's own doing.
+        :raises ModelChangedError: if it has another version.
+        """
+        found = self.version()
+        self._counted = _RUNS[0]
+        if version is not None and not found.same(version):
+            self._refuse(version, found)
+        try:
+            yield found
+        finally:
+            if settles:
+                self.settle()
+
+    def settle(self) -> None:
+        """If models have run, what has changed is their own doing: a counter of its
+        runs makes a model no other one, and is not read any more."""
+        if self._counted == _RUNS[0]:
+            return
+        self._counted = _RUNS[0]
+        if self._read(self.model) != self._last:
+            version, named = self._versions[self._last], self._named()
+            for name, part in self._parts().items():
+                changed = part != version.parts.get(name)
+                if changed and type(named[name]) in _CONTAINERS:
+                    self.ignored.add(name)
+            self._last = self._read(self.model)
+            self._versions[self._last] = version
+            version.parts = self._parts()
+            version.contents.add(self._last)
+
+    def _refuse(self, version: Version, found: Version) -> None:
+        names = sorted(
+            name
+            for name in {*version.parts, *found.parts}
+            if version.parts.get(name) != found.parts.get(name)
+        )
+        what = ", ".join(names) or "an object"
+        raise ModelChangedError(
+            f"the model reads {what}, and that has changed since the fit: predictions "
+            "would be of neither. Set it back, or fit again; what differs between fits "
+            "is best an argument of the model"
+        )
+
+    def _read(self, *objects: Any) -> bytes:
+        while True:
+            known, file = len(self._names), io.BytesIO()
+            reader = _Reader(file, self)
+            try:
+                reader.dump((has_doubles(), *objects))
+            except RecursionError:  # it is not read as far as that
+                pass
+            if len(self._names) == known:
+                break
+        self._held = reader.held
+        return blake2b(file.getbuffer(), digest_size=16).digest()
+
+    def _parts(self) -> dict[str, bytes]:
+        held = self._held
+        found = {k: self._read(x) for k, x in self._named().items()}
+        self._held = held
+        return found
+
+    def _named(self) -> dict[str, Any]:
+        """What the model itself reads, by name."""
+        fn: Any = self.model
+        owner: Any = None
+        while not isinstance(fn, FunctionType):
+            if isinstance(fn, MethodType):
+                fn, owner = fn.__func__, fn.__self__
+            elif isinstance(fn, partial):
+                fn = fn.func
+            elif hasattr(fn, "__wrapped__") or hasattr(fn, "fn"):  # of handlers
+                fn = getattr(fn, "__wrapped__", None) or fn.fn
+            elif isinstance(vars(type(fn)).get("__call__"), FunctionType):
+                fn, owner = vars(type(fn))["__call__"], fn
+            else:
+                return {}
+        facts = _facts(fn.__code__)
+        attributes = getattr(owner, "__dict__", {})
+        own = facts.code, fn.__defaults__, fn.__kwdefaults__
+        return {
+            **_read_by(fn, self.ignored),
+            **{f"self.{k}": x for k, x in attributes.items() if k in facts.names},
+            "its own code": own,
+        }
+
+
+# Versions of a model that are known again.
+_MOST = 64
+# How often models ran.
+_RUNS = [0]
+
+
+def count_run() -> None:
+    """Tells that a model runs."""
+    _RUNS[0] += 1
+
+
+_WATCHED: WeakValueDictionary[int, Watched] = WeakValueDictionary()
+
+
+def watched(model: Callable[..., Any]) -> Watched:
+    """The model, watched: one for all that fit it or predict with it.
+
+    Read are closure cells, the globals that code names, defaults, attributes of
+    functions, and all that these hold: numbers, strings, containers, arrays,
+    distributions, pytrees, objects by their state, and functions and classes, which are
+    read in the same way. Of objects of classes without bases of a library the
+    attributes that code names are. Modules of libraries are not, and their functions
+    and classes have the same name or are others. NumPy's arrays are compared by their
+    contents, JAX's are looked at once. What cannot be pickled (locks, open files, what
+    holds compiled programs) is told by its identity.
+
+    :param model: the model.
+    """
+    found = _WATCHED.get(id(model))
+    if found is None or found.model is not model:
+        found = _WATCHED[id(model)] = Watched(model)
+    return found
+
+
+class _Reader(pickle.Pickler):
+    """Writes what an object holds. Nobody will read it again, but two that are equal
+    are of equal objects: the pickler goes through containers, cycles and the state of
+    objects, and asks this class about all that it would write by name.
+
+    :param file: to write to.
+    :param watch: whose names and arrays are known.
+    """
+
+    def __init__(self, file: Any, watch: Watched) -> None:
+        super().__init__(file, protocol=5)
+        self.names, self._known = watch._names, watch._held
+        self._ignored = watch.ignored
+        self.held: dict[int, tuple[Any, int]] = {}
+        self._home = _top(getattr(watch.model, "__module__", None))
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is _nothing:
+            return NotImplemented
+        try:
+            return self._reduced(obj)
+        except Exception:
+            return self._same(obj)
+
+    def _reduced(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is FunctionType:
+            return self._function(obj)
+        if isinstance(obj, type):
+            return self._class(obj)
+        if isinstance(obj, ModuleType):
+            return _told(obj.__name__, self._named(vars(obj)) if self._own(obj) else 0)
+        if kind is np.ndarray and not obj.dtype.hasobject:
+            return _told(obj.dtype.str, (obj.shape, int(fingerprint([obj]))))
+        if isinstance(obj, np.generic):
+            return _told(obj.dtype.str, obj.tobytes())
+        if isinstance(obj, jax.Array):
+            return self._array(obj)
+        if kind is MethodType:
+            return _told("method", (obj.__func__, obj.__self__))
+        if kind is BuiltinFunctionType:
+            owner = obj.__self__
+            whole = None if isinstance(owner, ModuleType) else owner
+            return _told(obj.__qualname__, whole)
+        if kind in (staticmethod, classmethod):
+            return _told(kind.__name__, obj.__func__)
+        if kind is property:
+            return _told("property", obj.fget)
+        if hasattr(obj, "__wrapped__"):  # of jit, lru_cache
+            return _told(kind.__qualname__, obj.__wrapped__)
+        return self._object(obj, kind)
+
+    def _function(self, fn: FunctionType) -> tuple[Any, ...]:
+        if not self._own(fn):
+            module = fn.__globals__.get("__name__")
+            return _told(f"{module}.{fn.__qualname__}", _contents(fn))
+        facts = _facts(fn.__code__)
+        self.names.update(facts.names)
+        held = _read_by(fn, self._ignored)
+        held |= {k: sys.modules[k] for k in facts.imports if k in sys.modules}
+        options = fn.__defaults__, fn.__kwdefaults__, vars(fn)
+        return _told(facts.code, (held, options))
+
+    def _class(self, cls: type) -> tuple[Any, ...]:
+        if not self._own(cls):
+            return _told(cls.__module__, cls.__qualname__)
+        everything = not self._is_plain(cls)
+        held = {
+            k: x
+            for k, x in vars(cls).items()
+            if isinstance(x, FunctionType)
+            and (everything or k in self.names or _is_hook(k))
+            or not k.startswith(("__", "_abc_"))
+            and (everything or k in self.names)
+        }
+        return _told(cls.__qualname__, (cls.__bases__, held))
+
+    def _array(self, array: jax.Array) -> tuple[Any, ...]:
+        if isinstance(array, jax.core.Tracer) or array.is_deleted():
+            return self._same(array)
+        known = self._known.get(id(array)) or (array, int(fingerprint([array])))
+        self.held[id(array)] = known
+        return _told(str(array.dtype), (array.shape, known[1]))
+
+    def _object(self, obj: Any, kind: type) -> Any:
+        reduce = copyreg.dispatch_table.get(kind)
+        found: Any = reduce(obj) if reduce else obj.__reduce_ex__(4)
+        if isinstance(found, str):
+            return _told(kind.__module__, found)
+        if len(found) > 2 and isinstance(found[2], dict) and self._is_plain(kind):
+            return (*found[:2], self._named(found[2]), *found[3:])
+        return found
+
+    def _same(self, obj: Any) -> tuple[Any, ...]:
+        # No tracer, which would outlive its trace.
+        if not isinstance(obj, jax.core.Tracer):
+            self.held[id(obj)] = obj, 0
+        return _told(type(obj).__qualname__, id(obj))
+
+    def _named(self, held: dict[str, Any]) -> dict[str, Any]:
+        """What code reads of an object's attributes."""
+        return {k: x for k, x in held.items() if k in self.names}
+
+    def _is_plain(self, cls: type) -> bool:
+        """Whether the attributes of a class's objects are read by those who name them:
+        those of a pytree or a distribution are by libraries, too."""
+        mine = all(base is object or self._own(base) for base in cls.__mro__)
+        return mine and self.names.isdisjoint(_BY_NAME)
+
+    def _own(self, obj: Any) -> bool:
+        """Whether a function, class or module is the user's."""
+        if isinstance(obj, ModuleType):
+            module = obj.__name__
+        else:
+            scope = getattr(obj, "__globals__", None)
+            module = obj.__module__ if scope is None else scope.get("__name__")
+        top = _top(module)
+        return not _is_core(top) and (top == self._home or not _is_installed(top))
+
+
+def _told(kind: Any, state: Any) -> tuple[Any, ...]:
+    """What an object is, for the pickler.
+
+    :param kind: a name, or code.
+    :param state: what it holds.
+    """
+    return _nothing, (), (kind, state)
+
+
+def _is_hook(name: str) -> bool:
+    """Whether a method is called by what the model does with an object."""
+    return name.startswith("__") and name not in _SHOWN
+
+
+_SHOWN = {"__repr__", "__str__", "__eq__", "__hash__", "__getstate__", "__setstate__"}
+
+
+def _nothing() -> None:
+    """What is written is not read."""
+
+
+class _Facts(NamedTuple):
+    """What code reads by name, the code in it included.
+
+    :param code: what it does, wherever it is written.
+    :param globals: names of globals, but for those that it assigns.
+    :param assigned: names of variables outside that it assigns.
+    :param names: all names, of attributes too.
+    :param imports: modules.
+    """
+
+    code: bytes
+    globals: tuple[str, ...]
+    assigned: frozenset[str]
+    names: frozenset[str]
+    imports: tuple[str, ...]
+
+
+_READ = "LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME", "STORE_GLOBAL", "STORE_DEREF"
+_NAMING = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+
+
+@lru_cache(maxsize=4096)
+def _facts(code: CodeType) -> _Facts:
+    found: dict[str, list[str]] = {name: [] for name in _READ}
+    names: set[str] = set()
+    for part in _codes(code):
+        for instruction in dis.get_instructions(part):
+            if instruction.opname in found:
+                found[instruction.opname].append(instruction.argval)
+            if instruction.opname in _NAMING:
+                names.add(instruction.argval)
+    assigned = {*found["STORE_GLOBAL"], *found["STORE_DEREF"]}
+    known = dict.fromkeys(found["LOAD_GLOBAL"] + found["LOAD_NAME"])
+    modules = tuple(dict.fromkeys(found["IMPORT_NAME"]))
+    # An older format, which writes equal code alike.
+    written = marshal.dumps(_placeless(code), 2)
+    return _Facts(
+        written, tuple(x for x in known if x not in assigned), frozenset(assigned),
+        frozenset(names), modules,
+    )  # fmt: skip
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _placeless(code: CodeType) -> CodeType:
+    """Code without where it is written: a cell that is run again is the same."""
+    constants = tuple(
+        _placeless(x) if isinstance(x, CodeType) else x for x in code.co_consts
+    )
+    return code.replace(
+        co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=constants
+    )
+
+
+def _read_by(fn: FunctionType, ignored: set[str]) -> dict[str, Any]:
+    """Globals and variables of enclosing functions that a function reads, by name.
+
+    :param fn: the function.
+    :param ignored: names of containers that are left out.
+    """
+    facts, scope = _facts(fn.__code__), fn.__globals__
+    held = {name: scope[name] for name in facts.globals if name in scope}
+    cells = zip(fn.__code__.co_freevars, _contents(fn), strict=True)
+    held |= {k: x for k, x in cells if k not in facts.assigned}
+    for name in ignored & held.keys():
+        if type(held[name]) in _CONTAINERS:
+            del held[name]
+    return held
+
+
+_CONTAINERS = list, dict, set
+
+
+def _contents(fn: FunctionType) -> tuple[Any, ...]:
+    """What the cells of a closure hold."""
+    held = []
+    for cell in fn.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # not yet filled
+            held.append(None)
+    return tuple(held)
+
+
+def _top(module: str | None) -> str:
+    return (module or "__main__").partition(".")[0]
+
+
+@cache
+def _is_core(top: str) -> bool:
+    return top in sys.stdlib_module_names or top in _LIBRARIES
+
+
+@cache
+def _is_installed(top: str) -> bool:
+    """Whether a module is a library: one that was installed."""
+    if top == "__main__":
+        return False
+    module = sys.modules.get(top)
+    file = getattr(module, "__file__", None)
+    where = [file] if file else list(getattr(module, "__path__", ()))
+    return any(x in str(path) for path in where for x in _INSTALLED)
+
+
+_INSTALLED = "site-packages", "dist-packages"

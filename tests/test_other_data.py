@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One ``ConjugateSVI`` at several data sets gives what a new one gives for each."""
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_gpaug as gpaug
+
+KEY = jax.random.key(0)
+rng = np.random.default_rng(0)
+X = rng.normal(size=(8, 2)).astype(np.float32)
+Y = (X[:, 0] + 0.3 * rng.normal(size=8)).astype(np.float32)
+
+
+def by_argument(X, y=None, *, unit):
+    scale = numpyro.sample("scale", dist.LogNormal(np.float32(0) + unit, 1.0))
+    w = numpyro.sample("w", dist.Normal(0, scale).expand([2]).to_event(1))
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+
+def by_support(X, y=None, *, unit):
+    scale = numpyro.sample("scale", dist.Uniform(0.0, unit))
+    w = numpyro.sample("w", dist.Normal(0, scale).expand([2]).to_event(1))
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+
+def by_weights(X, y=None, *, unit):
+    w = numpyro.sample("w", dist.Normal(unit, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Laplace(X @ w, 0.5), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "units", "guide"),
+    [
+        # Arrays are traced, plain numbers are not.
+        (by_argument, (np.float32(0), np.float32(3)), gpaug.AutoLatentGaussian),
+        (by_argument, (0.0, 3.0), gpaug.AutoSparseGP),
+        (by_support, (np.float32(2), np.float32(9)), gpaug.AutoLatentGaussian),
+        (by_weights, (np.float32(0), np.float32(3)), gpaug.AutoSparseGP),
+    ],
+)
+def test_other_data_start_where_a_new_fit_does(model, units, guide):
+    def made():
+        return gpaug.ConjugateSVI(model, guide(model))
+
+    used = made()
+    for unit in (*units, units[0]):
+        state = used.init(KEY, X, Y, unit=unit)
+        found, new = used.get_params(state), made()
+        expected = new.get_params(new.init(KEY, X, Y, unit=unit))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    # And its steps are in the same coordinates.
+    options = {"unit": units[1], "progress_bar": False}
+    ends = [svi.run(KEY, 3, X, Y, **options).losses for svi in (used, made())]
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)
