@@ -228,7 +228,7 @@ class ProcessGuide(Displayed):
             return
         inputs = {str(i): x for i, x in enumerate(arguments.arrays)}
         found = dependence_tree(
-            lambda inputs: self._others_at(arguments, tuple(inputs.values())), inputs
+            lambda given: self._others_at(arguments, [given[k] for k in inputs]), inputs
         )
         starts, supports = zip(*found.values(), strict=True)
         self._other.moves = any(x.state for x in jax.tree.leaves(starts))
@@ -238,7 +238,7 @@ class ProcessGuide(Displayed):
     def _others_at(self, arguments: Arguments, arrays: Any) -> dict[str, Any]:
         """Starts and supports of the other latents."""
         other: Any = self._other
-        return other.starts(*arguments._replace(arrays=arrays).merge())
+        return other.starts(*arguments._replace(arrays=tuple(arrays)).merge())
 
     def _others_differ(self, arguments: Arguments) -> bool:
         """Whether priors of the other latents make it another guide there: starts are

@@ -127,7 +127,7 @@ class AutoSparseGP(ProcessGuide):
         scales = partial(_prior_scales, self.model, structure, arguments.static)
         arrays = arguments.arrays
         inputs = {str(i): x for i, x in enumerate(arrays)}
-        found = dependence_tree(lambda x: scales(tuple(x.values())), inputs)
+        found = dependence_tree(lambda x: scales(tuple(x[k] for k in inputs)), inputs)
         self._starts_move = any(leaf.state for leaf in jax.tree.leaves(found))
         starts = once(scales)(arrays)
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(starts))
