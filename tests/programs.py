@@ -191,6 +191,13 @@ def late_moves(rng: np.random.Generator, num: int) -> dict[str, Move]:
         )[1],
         "condition": lambda r: lax.cond(a[0] > 1, lambda r: r, lambda r: r[::-1], r),
         "remat": jax.checkpoint(lambda r: 2 * r),
+        "spectrum": lambda r: jnp.abs(jnp.fft.fft(r)) + 0.1,
+        "top": lambda r: lax.top_k(r, num)[0],
+        "pool": lambda r: lax.reduce_window(
+            r, -jnp.inf, lax.max, (2,), (1,), "SAME"
+        ),
+        "products": lambda r: jnp.cumprod(0.5 + r / 4),
+        "ahead": lambda r: jnp.exp(jnp.log(r)[jnp.arange(num)]),
         "root": lambda r: jnp.sqrt(r * r + 0.1),
     }  # fmt: skip
 

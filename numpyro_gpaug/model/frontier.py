@@ -166,6 +166,8 @@ def separation(
 def _separated(program: Program, found: Frontier, traced: bool) -> Separation:
     if len(found.roots) > 2:
         return Separation(f"it depends on {len(found.roots)} predictors")
+    if any(program.avals[root].dtype.kind == "c" for root in found.roots):
+        return Separation("it depends on complex predictors")
     entries, apart = _carried(program, found)
     if not apart:
         return Separation(f"{entries.mixing} mixes data that depend on latents")

@@ -104,7 +104,7 @@ def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any])
     """
     inputs = dict(sorted(inputs.items()))
     closed, treedef = jaxpr_and_tree(fn, inputs)
-    reader = Reader()
+    reader = Reader(differentiated=True)
     starts = [reader.input(name) for name in inputs]
     values = reader.interpret(closed.jaxpr, starts)
     leaves = [Leaf(value.state) for value in values]
@@ -142,10 +142,15 @@ class Value(NamedTuple):
 
 class Reader:
     """Interprets a jaxpr; tokens are interned, so that they stay small and comparable
-    across calls of one inner jaxpr (jit caches them) with different operands."""
+    across calls of one inner jaxpr (jit caches them) with different operands.
 
-    def __init__(self) -> None:
+    :param differentiated: whether the function itself is differentiated, as the user
+        wrote it: what has a derivative of its own is then not known to be affine.
+    """
+
+    def __init__(self, *, differentiated: bool = False) -> None:
         self._tokens: dict[Hashable, int] = {}
+        self._differentiated = differentiated
 
     def token(self, *key: Hashable) -> int:
         """The token of a structural key."""
@@ -192,6 +197,12 @@ class Reader:
         if called is not None:
             results = self.interpret(called.jaxpr, operands)
             name = eqn.params.get("name")
+            if self._differentiated and eqn.primitive.name in OWN_DERIVATIVE:
+                name = called_name(eqn)
+                if not is_library(eqn):
+                    results = [
+                        x._replace(state=_nonlinear(x.state, name)) for x in results
+                    ]
             return [
                 value._replace(state=_renamed(value.state, states, name))
                 for value in results
@@ -269,6 +280,8 @@ class Reader:
             return joined if kept else _nonlinear(joined, name)
         if name == "select_n" and states[0]:
             return _nonlinear(joined, "where")
+        if name == "stop_gradient" and self._differentiated:
+            return _nonlinear(joined, name)
         if name in LINEAR or (name == "integer_pow" and eqn.params["y"] == 1):
             return joined
         if name in ELEMENTWISE:
