@@ -20,4 +20,4 @@ def test_random_programs_are_right_or_refused(
     counts = run(first, number, fitted=fitted)
     assert counts.total() == number
     assert counts["wrong"] == counts["error"] == 0, counts
-    assert counts["refused"] <= number / 4, counts
+    assert counts["refused"] <= 1 + number / 4, counts
