@@ -128,6 +128,12 @@ class ArrowMoments(NamedTuple):
         return shift, (rows, self.whitener @ corner - drawn)
 
     @property
+    def variances(self) -> tuple[Array, Array]:
+        """Of the groups' latents, (1, G, R), and of the corner's, (1, K)."""
+        groups = jnp.square(self.roots).sum(-2) + jnp.square(self.shrunk).sum(-1)
+        return groups, jnp.square(self.whitener).sum(-2)
+
+    @property
     def rank(self) -> int:
         """Standard normal numbers that :meth:`spread` takes."""
         return self.sizes.total - self.sizes.corner + self.whitener.shape[1]
@@ -237,6 +243,14 @@ class ArrowNatural(NamedTuple):
         rest = jnp.einsum("zgrk,zgr->zk", self.border, groups)
         rest = rest + jnp.matvec(self.corner, corner)
         return self._replace(potential=self.potential + self.sizes.joined(own, rest))
+
+    def inflation(self, q: ArrowMoments) -> Array:
+        """As :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.inflation`.
+
+        :param q: :meth:`moments`.
+        """
+        groups = linalg.diagonal(self.groups), linalg.diagonal(self.corner)
+        return self.sizes.joined(*q.variances) * self.sizes.joined(*groups)
 
     def stand_in(self) -> ArrowMoments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""

@@ -36,7 +36,12 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.math import linalg, small
-from numpyro_gpaug.math.arrow import ArrowNatural, ArrowSizes, log_det_of
+from numpyro_gpaug.math.arrow import (
+    ArrowMoments,
+    ArrowNatural,
+    ArrowSizes,
+    log_det_of,
+)
 from numpyro_gpaug.math.recurrences import (
     congruent,
     filtered,
@@ -301,6 +306,16 @@ class ChainNatural(NamedTuple):
         """What is added for latents, from what is for their deviations from ``z``,
         (1, G R + K); see :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`."""
         return self._replace(potential=ArrowNatural(*self[:4]).moved(z).potential)
+
+    def inflation(self, q: ChainMoments) -> Array:
+        """As :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.inflation`.
+
+        :param q: :meth:`moments`.
+        """
+        ahead = jnp.square(step_after(self.links[0])).sum(-2)
+        steps = linalg.diagonal(self.groups) + 1 + ahead.reshape(self.groups.shape[:3])
+        own, corner = ArrowMoments(q.mean, q.roots, q.shrunk, q.whitener).variances
+        return self.sizes.joined(own * steps, corner * linalg.diagonal(self.corner))
 
     def stand_in(self) -> ChainMoments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""

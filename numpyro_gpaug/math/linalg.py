@@ -302,6 +302,14 @@ class NaturalGaussian(NamedTuple):
         shift = jnp.matvec(self.precision, z)
         return self._replace(potential=self.potential + shift)
 
+    def inflation(self, q: Moments) -> Array:
+        """By what factors variances are larger than given all other latents, (..., M):
+        as many roundings of the precision are their relative errors.
+
+        :param q: :meth:`moments`.
+        """
+        return diagonal(self.precision) * jnp.square(q.whitener).sum(-2)
+
     def stand_in(self) -> Moments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""
         return Moments(self.potential, self.precision)

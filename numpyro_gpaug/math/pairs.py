@@ -79,9 +79,20 @@ class PairedMap(NamedTuple):
         """Itself, which has derivatives."""
         return self
 
-    @staticmethod
-    def _swapped(x: Array, pairs: Array, left: Array, right: Array) -> Array:
-        """``C x`` of the symmetric matrix C with the pairs for entries."""
+    def given(self, z: Array) -> Any:
+        """Means and variances of the predictors given latents.
+
+        :param z: the latents, with a leading axis of 1.
+        """
+        return self.single.given(z)
+
+    def swapped(self, x: Array, pairs: Array) -> Array:
+        """``C x`` of the symmetric matrix C with the pairs for entries.
+
+        :param x: numbers of the predictors, (1, n).
+        :param pairs: of the pairs, (1, P).
+        """
+        left, right = self.left, self.right
         moved = jnp.zeros_like(x).at[..., left].add(pairs * x[..., right])
         return moved.at[..., right].add(pairs * x[..., left])
 
@@ -96,7 +107,7 @@ class PairedMap(NamedTuple):
         means, spreads = (_Marginals(x.mean, x.variance) for x in (at, slopes))
         potential, precision = gaussian_factors(means, spreads, least_precision)
         cross = -slopes.covariance
-        lean = self._swapped(at.mean, cross, self.left, self.right)
+        lean = self.swapped(at.mean, cross)
         return PairFactors(potential + lean, precision, cross)
 
     def information(self, factors: PairFactors, about: Array | None = None) -> Any:
@@ -106,7 +117,7 @@ class PairedMap(NamedTuple):
         :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.
         """
         about = self.single.offset if about is None else about
-        lean = self._swapped(about, factors.cross, self.left, self.right)
+        lean = self.swapped(about, factors.cross)
         own = GaussianFactors(factors.potential - lean, factors.precision)
         coupling = self.single.coupling(factors.cross, self.left, self.right)
         return jax.tree.map(jnp.add, self.single.information(own, about), coupling)

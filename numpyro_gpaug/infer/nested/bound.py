@@ -2,8 +2,9 @@
 r"""The collapsed bound: a model's evidence lower bound at its best Gaussian, a function
 of hyperparameters alone.
 
-By the envelope theorem its gradient is that of the bound with the Gaussian held fixed
-(in whitened coordinates): nothing is differentiated through the moves that find it.
+By the envelope theorem its gradient is that of the bound with the Gaussian fixed, but
+for means that follow their optimum (:meth:`~.latent_gaussian.LatentGaussian.gradient`):
+nothing is differentiated through the moves that find it.
 Second derivatives are differences of such gradients.
 """
 
@@ -185,7 +186,9 @@ class CollapsedBound:
         found = self.settle(problem, start, tolerance)
 
         def gradient() -> dict[str, Array]:
-            return pullback(problem.gradient(found.evaluation))
+            at = found.evaluation
+            corrections = problem.corrections(at, problem.ascents(at))
+            return pullback(problem.gradient(at, corrections=corrections))
 
         return found.evaluation.bound, gradient, found
 

@@ -161,6 +161,7 @@ def add_gradient(
     settings: Settings,
     state: ConjugateState,
     before: dict[str, Array],
+    ascents: dict[str, Array],
     share: Array,
     arrays: tuple[Array, ...],
     plan: Plan,
@@ -171,6 +172,7 @@ def add_gradient(
     :param settings: options of the fit.
     :param state: where.
     :param before: the gradient so far.
+    :param ascents: gradients of the bound in means, by block.
     :param share: 1 for the first block, which has what is no sum over rows, 0 for
         others.
     :param arrays: array arguments of the model.
@@ -181,7 +183,9 @@ def add_gradient(
     problem, pullback = stepper.problem_and_pullback(
         state.hyper.values, stepper.key(state), {}
     )
-    slopes = problem.gradient(problem.evaluate(state.natural), share=share)
+    at = problem.evaluate(state.natural)
+    corrections = problem.corrections(at, ascents)
+    slopes = problem.gradient(at, share=share, corrections=corrections)
     return jax.tree.map(jnp.add, before, pullback(slopes))
 
 
@@ -298,7 +302,7 @@ class Passes:
         )  # fmt: skip
         ascent = jax.tree.map(np.zeros_like, values)
         if _goes_on(state, at):
-            ascent = self._gradient(there, ascent)
+            ascent = self._gradient(there, ascent, found.ascents)
         return _searched(state, values, at, ascent)
 
     def _settled(self, state: ConjugateState) -> tuple[ConjugateState, Pass]:
@@ -339,16 +343,22 @@ class Passes:
         return there, found, memory
 
     def _gradient(
-        self, state: ConjugateState, ascent: dict[str, Array]
+        self,
+        state: ConjugateState,
+        ascent: dict[str, Array],
+        ascents: dict[str, Array],
     ) -> dict[str, Array]:
-        """Of the bound in hyperparameters, from zero."""
+        """Of the bound in hyperparameters, from zero.
+
+        :param ascents: its gradients in means, by block.
+        """
         share = jnp.ones((), state.bound.dtype)
         for block in self._reader.blocks():
             arguments = self._reader.arguments(block)
             plan = self._plan_at(arguments, state)
             with on_mesh(self._reader.mesh):
                 ascent = self._add_slopes(
-                    state, ascent, share, arguments.arrays, plan=plan,
+                    state, ascent, ascents, share, arguments.arrays, plan=plan,
                     static=arguments.static,
                 )  # fmt: skip
             share = jnp.zeros_like(share)

@@ -3,8 +3,8 @@
 
 The collapsed bound is the bound at its optimum over the Gaussian blocks, a function of
 the hyperparameters alone. By the envelope theorem its gradient is that of the bound
-with the blocks held fixed (in whitened coordinates). Directions are optax's; one step
-of a fit is one evaluation, at the end of the pending update:
+with the blocks fixed, but for means that follow their optimum. Directions are optax's;
+one step of a fit is one evaluation, at the end of the pending update:
 
 - the bound has not risen enough (Armijo): less of the update, by a parabola through
   what is known;

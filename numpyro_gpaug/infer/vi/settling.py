@@ -22,7 +22,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
-from numpyro_gpaug.infer.vi.sweeps import slopes_at, was_whole
+from numpyro_gpaug.infer.vi.sweeps import MAX_HALVINGS, slopes_at, was_whole
 
 # Moves of the blocks, at most, and the rise in nats that ends those of a fit.
 MAX_MOVES, SETTLED = 50, 1e-4
@@ -85,6 +85,8 @@ def settled(
             steps, place = place[2], sweep(*place, moves, first)
             rise = place[1].rise
             total += rise
+            # Where no step was short enough, the next is shorter.
+            rise = jnp.where(_shrank(steps, place[2]), jnp.inf, rise)
             if problem.quadratic:
                 rise = jnp.where(was_whole(steps, place[2]), 0, rise)
         return moves + 1, place, rise, total, memory
@@ -98,6 +100,13 @@ def settled(
     )  # fmt: skip
     _, (natural, evaluation, steps), _, total, _ = lax.while_loop(going, move, start)
     return natural, evaluation._replace(rise=total), steps
+
+
+def _shrank(before: dict[str, Array], after: dict[str, Array]) -> Array:
+    """Whether some step size has fallen to the shortest one, where it stays."""
+    least = 2.0**-MAX_HALVINGS
+    pairs = [(before[name] > least) & (after[name] <= least) for name in after]
+    return jnp.stack(pairs).any()
 
 
 def _seen(problem: LatentGaussian, before: Evaluation, after: Evaluation) -> Array:

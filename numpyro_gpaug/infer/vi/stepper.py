@@ -182,7 +182,9 @@ class Stepper:
         )  # fmt: skip
 
         def gradient() -> dict[str, Any]:
-            return pullback(problem.gradient(evaluation))
+            ascents = problem.ascents(evaluation)
+            corrections = problem.corrections(evaluation, ascents)
+            return pullback(problem.gradient(evaluation, corrections=corrections))
 
         def closed(ascent: dict[str, Any]) -> dict[str, Any]:
             if not self._plan.closed:
