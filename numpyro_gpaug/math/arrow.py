@@ -128,10 +128,10 @@ class ArrowMoments(NamedTuple):
         return shift, (rows, self.whitener @ corner - drawn)
 
     @property
-    def variances(self) -> tuple[Array, Array]:
-        """Of the groups' latents, (1, G, R), and of the corner's, (1, K)."""
+    def variances(self) -> Array:
+        """Of the latents, (1, G R + K)."""
         groups = jnp.square(self.roots).sum(-2) + jnp.square(self.shrunk).sum(-1)
-        return groups, jnp.square(self.whitener).sum(-2)
+        return self.sizes.joined(groups, jnp.square(self.whitener).sum(-2))
 
     @property
     def rank(self) -> int:
@@ -244,13 +244,11 @@ class ArrowNatural(NamedTuple):
         rest = rest + jnp.matvec(self.corner, corner)
         return self._replace(potential=self.potential + self.sizes.joined(own, rest))
 
-    def inflation(self, q: ArrowMoments) -> Array:
-        """As :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.inflation`.
-
-        :param q: :meth:`moments`.
-        """
-        groups = linalg.diagonal(self.groups), linalg.diagonal(self.corner)
-        return self.sizes.joined(*q.variances) * self.sizes.joined(*groups)
+    @property
+    def diagonal(self) -> Array:
+        """The diagonal of the precision, (1, G R + K)."""
+        groups, corner = linalg.diagonal(self.groups), linalg.diagonal(self.corner)
+        return self.sizes.joined(groups, corner)
 
     def stand_in(self) -> ArrowMoments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""

@@ -83,6 +83,11 @@ class ChainMoments(NamedTuple):
         return log_det_of(self.inverse, self.whitener)
 
     @property
+    def variances(self) -> Array:
+        """Of the latents, (1, G R + K)."""
+        return ArrowMoments(self.mean, self.roots, self.shrunk, self.whitener).variances
+
+    @property
     def rank(self) -> int:
         """Standard normal numbers that :meth:`spread` takes."""
         return self.sizes.total - self.sizes.corner + self.whitener.shape[1]
@@ -307,15 +312,12 @@ class ChainNatural(NamedTuple):
         (1, G R + K); see :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`."""
         return self._replace(potential=ArrowNatural(*self[:4]).moved(z).potential)
 
-    def inflation(self, q: ChainMoments) -> Array:
-        """As :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.inflation`.
-
-        :param q: :meth:`moments`.
-        """
+    @property
+    def diagonal(self) -> Array:
+        """The diagonal of the precision, (1, G R + K)."""
         ahead = jnp.square(step_after(self.links[0])).sum(-2)
         steps = linalg.diagonal(self.groups) + 1 + ahead.reshape(self.groups.shape[:3])
-        own, corner = ArrowMoments(q.mean, q.roots, q.shrunk, q.whitener).variances
-        return self.sizes.joined(own * steps, corner * linalg.diagonal(self.corner))
+        return self.sizes.joined(steps, linalg.diagonal(self.corner))
 
     def stand_in(self) -> ChainMoments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""

@@ -219,6 +219,11 @@ class Moments(NamedTuple):
         """Log-determinant of the covariance, (...)."""
         return 2 * jnp.log(jnp.abs(diagonal(self.whitener))).sum(-1)
 
+    @property
+    def variances(self) -> Array:
+        """Of the latents, (..., M)."""
+        return jnp.square(self.whitener).sum(-2)
+
     @precise
     def carried(self, projection: Array) -> tuple[Array, tuple[Array]]:
         """How means shift by, and how far values spread along, an affine map.
@@ -302,13 +307,10 @@ class NaturalGaussian(NamedTuple):
         shift = jnp.matvec(self.precision, z)
         return self._replace(potential=self.potential + shift)
 
-    def inflation(self, q: Moments) -> Array:
-        """By what factors variances are larger than given all other latents, (..., M):
-        as many roundings of the precision are their relative errors.
-
-        :param q: :meth:`moments`.
-        """
-        return diagonal(self.precision) * jnp.square(q.whitener).sum(-2)
+    @property
+    def diagonal(self) -> Array:
+        """The diagonal of the precision, (..., M)."""
+        return diagonal(self.precision)
 
     def stand_in(self) -> Moments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""
@@ -330,7 +332,6 @@ def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
     :param scale: (..., M), prior standard deviations.
     """
     # A sum of squares alone is a library's; with more in it, a loop.
-    variances = jnp.square(q.whitener).sum(-2)
-    terms = (variances + jnp.square(q.mean - loc)) / jnp.square(scale)
+    terms = (q.variances + jnp.square(q.mean - loc)) / jnp.square(scale)
     roots = jnp.abs(diagonal(q.whitener)) / scale
     return 0.5 * (terms - 1 - 2 * jnp.log(roots)).sum(-1)

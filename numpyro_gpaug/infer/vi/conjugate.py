@@ -24,6 +24,7 @@ from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.progress import Progress, settled, steps_compared
 from numpyro_gpaug.infer.vi.quasi_newton import warn_of_noise
 from numpyro_gpaug.infer.vi.reach import warn_of_reach
+from numpyro_gpaug.infer.vi.resolution import check_precision, warn_of_lost
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.runs import Runs
 from numpyro_gpaug.infer.vi.schedules import Schedule
@@ -330,6 +331,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             tol = LEAST_RISE
         limit = np.asarray(0 if tol is None or plan.noisy else tol, plan.dtype)
         guard = self._runs.guard(num_steps, feed, plan)
+        start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         losses: list[np.ndarray] = []
         pace = self._programs.pace(plan, feed.size)
         several = spans_processes(feed.mesh)
@@ -342,7 +344,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 # A bound of minus infinity is never known.
                 known = -chunk[-1:] > unknown_bound(chunk.dtype)
                 if not (known.all() and np.isfinite(chunk).all()):
-                    self._explain(state, given.args, given.kwargs)
+                    first = start() if init_state is None else state
+                    self._explain(state, first, given.args, given.kwargs)
                 progress.took(losses[-1])
                 short = len(losses[-1]) < wanted
                 progress.at_rest = short or settled(losses, epoch, tol)
@@ -354,7 +357,6 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                         if callback is not None:
                             self._watch.settle()
                             callback(*seen)
-        start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         self._warn(state, plan, given, start if init_state is None else None)
         params, told = taken.params, taken.told
         if params is None or state is not taken.state:
@@ -381,6 +383,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         """
         if self._searches(plan):
             warn_of_noise(state.hyper.optim_state, plan.structure)
+        warn_of_lost(state.lost, state.natural, plan.structure)
         looks = bool(plan.transforms) and self.settings.optim is not None
         if looks:
             plan.warn_of_range(state.hyper.values)
@@ -442,10 +445,13 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             rows.append(("m_step", ", ".join(given.m_step)))
         return "ConjugateSVI", rows
 
-    def _explain(self, state: ConjugateState, args: Any, kwargs: Any) -> None:
-        # The natural parameters follow from the rest: they are never the cause.
-        blocks = self.guide.structure.blocks
-        explain_failure(self.model, self._values(state), blocks, args, kwargs)
+    def _explain(
+        self, state: ConjugateState, first: ConjugateState, args: Any, kwargs: Any
+    ) -> None:
+        structure = self.guide.structure
+        for each in (state, first):
+            check_precision(each.natural, structure)
+        explain_failure(self.model, self._values(state), structure.blocks, args, kwargs)
 
     def _values(self, state: ConjugateState) -> dict[str, Any]:
         """Params and other latents."""

@@ -381,14 +381,15 @@ class LatentGaussian:
             total = 0.0
             for name, step in (corrections or {}).items():
                 map_: Any = problem.maps[name]
-                mean, slopes = q[name].mean, evaluation.slopes[name]
-                rows, moved = jax.jvp(lambda z: map_.given(z).mean, (mean,), (step,))
-                off = rows - evaluation.marginals[name].mean
+                mean: Array = q[name].mean
+                slopes: Any = evaluation.slopes[name]
+                at, moved = jax.jvp(map_.given, (mean,), (step,))
+                off = at.mean - evaluation.marginals[name].mean
                 pushed = slopes.mean + 2 * slopes.variance * off
                 if isinstance(map_, PairedMap):
                     pushed += map_.swapped(off, slopes.covariance)
                 pulled = problem.pull(name, mean) * step
-                total += (pushed * moved).sum() - share * pulled.sum()
+                total += (pushed * moved.mean).sum() - share * pulled.sum()
             return total
 
         def linearised(floats: tuple[Array, ...]) -> Array:

@@ -17,6 +17,7 @@ from numpyro_gpaug.infer.vi.evaluation import Evaluation
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.quasi_newton import Search
+from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.start import initial_state, read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
@@ -101,6 +102,8 @@ def run_chunk(
 
     start = jnp.int32(0), state, first.evaluation, losses
     taken, state, _, losses = lax.while_loop(going, body, start)
+    if not plan.noisy:
+        state = state._replace(lost=lost(state.natural))
     params = read_params(plan.guide, state.hyper.values, state.natural)
     return state, losses, taken, params
 

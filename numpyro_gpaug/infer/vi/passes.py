@@ -18,6 +18,7 @@ from numpyro_gpaug.infer.vi.feeds import Reader, Taken
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.loop import PATIENCE, counted
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
+from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.searching import Collapsed, goes_on, searched
 from numpyro_gpaug.infer.vi.settling import (
@@ -190,7 +191,7 @@ def add_gradient(
 
 
 _moved, _goes_on = few(quasi_newton.moved), few(goes_on)
-_patience = few(quasi_newton.patience)
+_patience, _lost = few(quasi_newton.patience), few(lost)
 _empty, _mix = few(Memory.empty), few(mixed)
 
 
@@ -278,6 +279,7 @@ class Passes:
                 patience = _patience(state.hyper, tol)
             if tol > 0 and state.stalled >= patience:
                 break
+        state = state._replace(lost=_lost(state.natural))
         return Taken(state, np.array(losses))
 
     def bounds(self, state: ConjugateState) -> Array:

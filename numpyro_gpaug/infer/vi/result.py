@@ -10,6 +10,7 @@ from numpyro.infer.svi import SVIRunResult
 
 from numpyro_gpaug._display import Displayed, Rows, brief
 from numpyro_gpaug.infer.vi.quasi_newton import NOISY, Search, uncertainty
+from numpyro_gpaug.infer.vi.resolution import LOST
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.convergence import convergence
 from numpyro_gpaug.model.closures import Version
@@ -93,11 +94,15 @@ class ConjugateResult(Displayed, SVIRunResult):
         return f"{found.elbo:.6g}, on average over the last {found.window} minibatches"
 
     def _verdict(self, losses: np.ndarray) -> str:
-        search = _search(self.state)
+        search, unknown = _search(self.state), 0.0
         if search is not None and uncertainty(search) > NOISY:
+            unknown = uncertainty(search)
+        if isinstance(self.state, ConjugateState) and self.state.lost > LOST:
+            unknown = max(unknown, float(self.state.lost))
+        if unknown:
             return (
                 "as good as rounding tells: bounds are uncertain by up to "
-                f"{uncertainty(search):.2g} nats, and the best is kept (try float64)"
+                f"{unknown:.2g} nats, and the best is kept (try float64)"
             )
         # A search that began with a first-order phase learns hundreds of numbers.
         one = "converged"

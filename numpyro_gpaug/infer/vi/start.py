@@ -154,6 +154,7 @@ def _state(
         mark=jnp.asarray(unknown_bound(dtype)),
         stalled=jnp.int32(0),
         unreached={name: jnp.zeros((), dtype) for name in structure.functions},
+        lost=jnp.zeros((), dtype),
         step=jnp.int32(0),
         rng_key=key,
     )

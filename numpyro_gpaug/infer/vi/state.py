@@ -28,6 +28,8 @@ class ConjugateState(NamedTuple):
     :param stalled: steps since.
     :param unreached: by process, the share of function values of which no more than
         one inducing value says something (``infer/vi/reach.py``).
+    :param lost: see :func:`~numpyro_gpaug.infer.vi.resolution.lost`; of the last state
+        of a loop on full data.
     :param step: steps taken.
     :param rng_key: random key.
     """
@@ -42,6 +44,7 @@ class ConjugateState(NamedTuple):
     mark: Array
     stalled: Array
     unreached: dict[str, Array]
+    lost: Array
     step: Array
     rng_key: Array
 

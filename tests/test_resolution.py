@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Priors far wider than what data say, and data far from their prior, in float32."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.infer.vi.resolution import inflation
+from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
+from numpyro_gpaug.math.chain import ChainPrior
+from tests.conftest import assert_close
+
+LAWS = {
+    "normal": lambda f: dist.Normal(f, 0.5),
+    "bernoulli": lambda f: dist.Bernoulli(logits=f),
+    "poisson": lambda f: dist.Poisson(jnp.exp(f)),
+}
+
+
+def linear(x, y=None, *, width, law):
+    b = numpyro.sample("b", dist.Normal(0, width))
+    w = numpyro.sample("w", dist.Normal(0, width).expand([2]).to_event(1))
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", LAWS[law](b + x @ w), obs=y)
+
+
+def fit(kind, law, width):
+    z = np.random.default_rng(0).normal(size=30).astype("float32")
+    x = {"plain": [z, z**2], "twice": [z, z], "levels": [z > 0, z <= 0]}[kind]
+    y = {"normal": z, "bernoulli": z + z**2 > 0.3}.get(law, z > 0)
+    svi = gpaug.ConjugateSVI(linear, gpaug.AutoLatentGaussian(linear))
+    given = np.stack(x, 1).astype("float32"), y.astype(z.dtype if y is z else int)
+    options = {"width": np.float32(width), "law": law, "progress_bar": False}
+    return svi.run(jax.random.key(0), 50, *given, tol=1e-4, **options)
+
+
+# Losses in float64.
+LOSSES = {
+    ("plain", "normal", 1e4): 41.3386,
+    ("levels", "normal", 10.0): 30.5450,
+    ("twice", "normal", 1e3): 25.5116,
+    ("levels", "bernoulli", 1e4): 36.8115,
+    ("twice", "poisson", 1e3): 35.6095,
+}
+
+
+@pytest.mark.parametrize(("kind", "law", "width"), list(LOSSES))
+def test_what_rounding_loses_is_told(kind, law, width):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            loss, said = float(fit(kind, law, width).losses[-1]), ""
+        except CholeskyError as error:
+            loss, said = np.nan, str(error)
+    said += "".join(str(each.message) for each in caught)
+    close = abs(loss - LOSSES[kind, law, width]) < 0.1
+    assert close != ("'w'] compensate each other, under priors" in said)
+    assert close or kind != "plain"
+
+
+def test_a_prior_wider_than_needed_is_no_reason_for_a_warning():
+    result = fit("plain", "poisson", 1e4)
+    assert float(result.state.lost) < 1e-5
+    assert "converged" in repr(result)
+
+
+def test_inflation_is_that_of_the_dense_precision(dtype):
+    rng = np.random.default_rng(0)
+    groups, each, corner, steps = 6, 2, 3, 3
+    sizes = ArrowSizes(groups, each, corner)
+    zeros = jnp.zeros((1, sizes.total), dtype)
+    links = rng.normal(size=(groups // steps, steps, each, each)).astype(dtype)
+    links[:, 0] = 0
+    chain = ChainPrior(zeros, jnp.asarray(links), sizes._replace(steps=steps))
+    own = jnp.asarray(rng.normal(size=(1, groups, each, each)), dtype)
+    border = 0.3 * rng.normal(size=(1, groups, each, corner)).astype(dtype)
+
+    @jax.jit
+    def both(prior):
+        natural = prior.natural
+        natural = natural._replace(
+            groups=natural.groups + own @ own.mT, border=natural.border + border,
+            corner=natural.corner + 3 * jnp.eye(corner, dtype=dtype),
+        )  # fmt: skip
+        q = natural.moments()
+        return inflation(natural), q.spread(jnp.eye(q.rank, dtype=dtype))
+
+    for prior in (ArrowPrior(zeros, sizes), chain):
+        found, rows = both(prior)
+        covariance = np.asarray(rows, float).T @ np.asarray(rows, float)
+        expected = np.diag(covariance) * np.diag(np.linalg.inv(covariance))
+        assert_close(found, expected[None], factor=100)
+
+
+def locations(x, g, y=None, *, noise):
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    tau = numpyro.sample("tau", dist.LogNormal(0, 1.5))
+    v = numpyro.sample("v", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("groups", 20):
+        a = numpyro.sample("a", dist.Normal(b, tau))
+    with numpyro.plate("data", len(g)):
+        numpyro.sample("y", dist.Normal(a[g], noise * jnp.exp(x @ v)), obs=y)
+
+
+@pytest.fixture(scope="module")
+def far():
+    """Data a hundred deviations from their prior, and what a first evaluation of the
+    collapsed bound leaves."""
+    rng = np.random.default_rng(0)
+    x, g = rng.normal(size=(60, 2)), rng.integers(0, 20, 60)
+    y = rng.normal(0, 1, 20)[g] + 0.3 * np.exp(0.5 * x[:, 0]) * rng.normal(size=60)
+    svi = gpaug.ConjugateSVI(locations, gpaug.AutoLatentGaussian(locations))
+
+    def evaluated(log_tau, noise, centre):
+        given = x.astype("float32"), g, (centre + y).astype("float32")
+        options = {"noise": np.float32(noise)}
+        start = {"tau_auto_loc": jnp.exp(jnp.float32(log_tau))}
+        state = svi.init(jax.random.key(0), *given, init_params=start, **options)
+        state, loss = svi.update(state, *given, **options)
+        return float(loss), float(state.hyper.optim_state.gradient[0])
+
+    return evaluated
+
+
+def test_gradients_are_right_where_data_are_far_from_their_prior(far):
+    step = 0.05
+    losses = [far(4 + sign * step, 0.1, 100)[0] for sign in (1, -1)]
+    slope = (losses[1] - losses[0]) / (2 * step)
+    np.testing.assert_allclose(far(4, 0.1, 100)[1], slope, rtol=0.02, atol=0.1)
+
+
+def test_a_step_that_has_to_be_very_short_does_not_end_the_moves(far):
+    assert far(1.5, 0.01, 10)[0] < 1e5
