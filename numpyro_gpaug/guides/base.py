@@ -398,6 +398,15 @@ class ProcessGuide(Displayed):
             draw = jax.vmap(draw)
         return draw(keys)
 
+    def turn(self, arguments: Arguments, values: dict[str, Any]) -> bool:
+        """Takes a basis in which rounding leaves more of the precision, if the guide
+        knows of one.
+
+        :param arguments: the model's.
+        :param values: of params and other latents.
+        """
+        return False
+
     # What is what.
 
     def _display(self) -> tuple[str, Rows]:

@@ -42,6 +42,9 @@ Natural = NaturalGaussian | ArrowNatural | ChainNatural
 
 _COVARIANCES = ("natural", "dense")
 _DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
+_BASIS = f"{JOINT}_auto_basis"
+# Latents that are turned at most: their basis is part of every program.
+MOST_TURNED = 256
 # Standard deviations that gradients start from, as in NumPyro's autoguides.
 START = 0.1
 
@@ -260,7 +263,10 @@ class AutoLatentGaussian(ProcessGuide):
     def natural_params(self, natural: dict[str, Natural]) -> dict[str, Array]:
         """Natural parameters as params by name."""
         named = zip(_names(type(natural[JOINT])), natural[JOINT], strict=True)
-        return {name: x[0] for name, x in named}
+        params = {name: x[0] for name, x in named}
+        if self.structure.basis is not None:
+            params[_BASIS] = self.structure.matrix
+        return params
 
     def own_params(self) -> tuple[str, ...]:
         if not self.conjugate:
@@ -291,7 +297,35 @@ class AutoLatentGaussian(ProcessGuide):
             if set(_names(k)) <= set(given)
         )
         natural: Any = kind(*(given[name][None] for name in _names(kind)))
-        return {JOINT: natural.moments()}
+        q = natural.moments()
+        if _BASIS in given:
+            back = given[_BASIS].T
+            q = Moments(q.mean @ back, q.whitener @ back)
+        return {JOINT: q}
+
+    def turn(self, arguments: Arguments, values: dict[str, Any]) -> bool:
+        """Takes a basis in which rounding leaves more of the precision, that of the
+        principal directions of the predictors; params of a fit say which it is.
+
+        :param arguments: the model's.
+        :param values: of params and other latents.
+        :return: whether latents are few and dense.
+        """
+        structure, static = self.structure_at(arguments), arguments.static
+        assert isinstance(structure, JointStructure)
+        if structure.arrow or structure.size > MOST_TURNED:
+            return False
+        here = structure.unturned
+
+        def projection(arrays: tuple[Array, ...], values: dict[str, Any]) -> Array:
+            given = Arguments(arrays, static)
+            view = self.view(here, self.model, given, values, any_key())
+            return view.predictors.dense.projection[0]
+
+        found = few(projection)(arguments.arrays, values)
+        self._structure = self.structure.turned(np.asarray(found))
+        self._sizes, self._checks = {}, {}
+        return True
 
     # Draws.
 
@@ -308,6 +342,11 @@ class AutoLatentGaussian(ProcessGuide):
         auxiliary = {"is_auxiliary": True}
         flat = numpyro.sample(f"_{JOINT}", self._gaussian(), infer=auxiliary)
         links = self.view(structure, self.model, arguments, values, random.key(0)).links
+        if structure.basis is not None:
+            # Of params from before it was turned there is none.
+            eye = jnp.eye(structure.size, dtype=structure.dtype)
+            flat = numpyro.param(_BASIS, eye) @ flat
+            structure = structure.unturned
         white = structure.unlinked(structure.split(flat), links)
         model = whitened(self.model, white)
         filled = handlers.substitute(model, data=values)

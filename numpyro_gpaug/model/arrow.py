@@ -135,6 +135,8 @@ class Predictors(NamedTuple):
             projection = linalg.precise(jnp.matmul)(values, of_values)
         else:
             projection = _matrix(lambda z: push(split(z)), like, number)
+        if structure.basis is not None:
+            projection = _resolved(projection)
         return AffineMap(self.offset[None], projection[None], self.residual[None])
 
     @property
@@ -237,6 +239,17 @@ def _matrix(linear: Callable[[Array], Array], like: Array, number: int) -> Array
         eye = jnp.eye(number, dtype=like.dtype)
         return jax.vmap(lambda row: pull(row)[0], out_axes=1)(eye)
     return jax.vmap(linear)(jnp.eye(like.size, dtype=like.dtype))
+
+
+def _resolved(projection: Array) -> Array:
+    """A projection without rows that are as small as what rounding leaves of zero.
+
+    :param projection: (size, n).
+    """
+    sizes = jnp.linalg.norm(projection, axis=-1, keepdims=True)
+    eps = float(jnp.finfo(projection.dtype).eps)
+    least = 4 * eps * len(projection) ** 0.5 * sizes.max()
+    return jnp.where(sizes > least, projection, 0)
 
 
 def relative(off: Array, terms: Array) -> Array:

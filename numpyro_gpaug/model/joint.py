@@ -173,7 +173,8 @@ class JointView:
         """Of all data, side by side."""
         found, structure = self._affine(self._roots), self.structure
         mixed = structure.functions or self._program.outputs.factors
-        if structure.arrow is not None or structure.chains or mixed:
+        turned = structure.basis is not None
+        if structure.arrow is not None or structure.chains or turned or mixed:
             return found
         by_sites = BySites.of(self._program, self._shapes, self._roots)
         return found if by_sites is None else found._replace(push=by_sites)

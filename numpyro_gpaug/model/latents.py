@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -79,6 +80,8 @@ class JointStructure(Structure):
     :param chains: sites whose numbers are not standard normal, but follow each other
         from step to step by links (:mod:`numpyro_gpaug.model.links`), which are no part
         of the structure: the last of the axes over members is over steps.
+    :param basis: an orthogonal matrix as bytes of float64, if the numbers of a dense
+        Gaussian are coordinates in its columns; see :meth:`turned`.
     """
 
     sites: tuple[GaussianSite, ...] = ()
@@ -87,6 +90,7 @@ class JointStructure(Structure):
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     arrow: Arrow | None = None
     chains: tuple[Grouping, ...] = ()
+    basis: bytes | None = None
 
     @property
     def zeros(self) -> dict[str, Array]:
@@ -98,7 +102,7 @@ class JointStructure(Structure):
         return self.blocks[0].shape[0] if self.blocks else 0
 
     def sizeless(self) -> JointStructure:
-        return replace(self, plates={}, constraints={}, shapes=())
+        return replace(self, plates={}, constraints={}, shapes=(), basis=None)
 
     def places(self, here: JointStructure) -> np.ndarray:
         """Where the numbers of another structure of the same model are among those of
@@ -125,7 +129,36 @@ class JointStructure(Structure):
             self.members(p) * self.each(p) if isinstance(p, Grouping) else prod(p.shape)
             for p in self._parts
         )
-        return replace(self, blocks=(joint_block(total, self.dtype),))
+        basis = self.basis if total == self.size else None
+        return replace(self, blocks=(joint_block(total, self.dtype),), basis=basis)
+
+    # In another basis.
+
+    def turned(self, projection: np.ndarray) -> JointStructure:
+        """The dense structure whose numbers are coordinates in principal directions of
+        the predictors. Standard normal numbers stay standard normal, and what data say
+        of one coordinate is told apart from what they say of others by all digits,
+        however much more they say of those.
+
+        :param projection: predictors are linear in latents by it, (size, n).
+        """
+        wide = np.asarray(projection, float)
+        basis = np.linalg.eigh(wide @ wide.T)[1]
+        return replace(self, basis=basis.tobytes())
+
+    @property
+    def basis_mark(self) -> int:
+        return zlib.crc32(self.basis or b"")
+
+    @property
+    def unturned(self) -> JointStructure:
+        return replace(self, basis=None)
+
+    @property
+    def matrix(self) -> Array:
+        """The :attr:`basis`, (size, size)."""
+        flat = np.frombuffer(self.basis or b"").reshape(self.size, self.size)
+        return jnp.asarray(flat, self.dtype)
 
     def split(self, flat: Any) -> dict[str, Any]:
         """Numbers (..., size) by site, in the shapes of :class:`GaussianSite`: those of
@@ -192,6 +225,8 @@ class JointStructure(Structure):
         :param links: by chain, (chains, steps, R, R).
         """
         found = dict(numbers)
+        if self.basis is not None:
+            return self.split(self.matrix @ self.joined(found))
         for steps, link in zip(self.chains, links, strict=True):
             along = self.grouped(steps, numbers).reshape(*link.shape[:3], 1)
             white = along - small.product(link, step_before(along))
@@ -203,7 +238,7 @@ class JointStructure(Structure):
 
         :param links: by chain, (chains, steps, R, R).
         """
-        if not self.chains:
+        if not self.chains and self.basis is None:
             return flat
         return self.joined(self.unlinked(self.split(flat), links))
 
@@ -214,6 +249,8 @@ class JointStructure(Structure):
         :param white: by latent.
         :param links: by chain, (chains, steps, R, R).
         """
+        if self.basis is not None:
+            return white @ self.matrix
         numbers = self.split(white)
         for steps, link in zip(self.chains, links, strict=True):
             noise = self.grouped(steps, numbers).reshape(*link.shape[:3], 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +155,16 @@ class Structure:
             for k, f in self.functions.items()
         }
         return replace(self, plates=plates, functions=functions)
+
+    @property
+    def basis_mark(self) -> int:
+        """A fingerprint of the basis of the latents, 0 for their own."""
+        return 0
+
+    @property
+    def unturned(self) -> Self:
+        """This structure in the basis that the latents have in the model."""
+        return self
 
     @property
     def zeros(self) -> dict[str, Array]:

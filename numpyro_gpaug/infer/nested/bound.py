@@ -125,6 +125,23 @@ class CollapsedBound:
             return found
         return replace(found, maps={k: _certain(m) for k, m in found.maps.items()})
 
+    def first(
+        self, problem: LatentGaussian, start: Start | None = None
+    ) -> dict[str, Any]:
+        """Natural parameters that moves start from, by block.
+
+        :param problem: from :meth:`problem`.
+        :param start: factors to start from, if there are any.
+        """
+        map_: Any = problem.maps[JOINT]
+        first = _first_factors(map_)
+        if start is not None:
+            first = jax.tree.map(
+                lambda new, known: jnp.where(start.known, known, new),
+                first, start.factors,
+            )  # fmt: skip
+        return {JOINT: _given(first, map_, problem.priors[JOINT])}
+
     def settle(
         self,
         problem: LatentGaussian,
@@ -138,13 +155,7 @@ class CollapsedBound:
         :param tolerance: the rise in nats that ends the moves.
         """
         map_: Any = problem.maps[JOINT]
-        first, safe = _first_factors(map_), self._starts_augmented
-        if start is not None:
-            first = jax.tree.map(
-                lambda new, known: jnp.where(start.known, known, new),
-                first, start.factors,
-            )  # fmt: skip
-        natural = {JOINT: _given(first, map_, problem.priors[JOINT])}
+        natural, safe = self.first(problem, start), self._starts_augmented
 
         def augmented(moves: Array) -> Array | None:
             if not safe:

@@ -25,6 +25,7 @@ from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
 from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
 from numpyro_gpaug.infer.vi.checks import check_gaussian
+from numpyro_gpaug.infer.vi.resolution import check_precision
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
@@ -220,6 +221,8 @@ class NestedVI(Displayed):
                     num_points=self.num_points, progress_bar=self.progress_bar,
                 )  # fmt: skip
             except CholeskyError:
+                first = programs.first(start, arguments.arrays)
+                check_precision(first, bound.structure)
                 check_densities(programs.trace(start, arguments.arrays))
                 raise
             if self.correct == "mcmc" and not run.weighted.certified:

@@ -270,6 +270,15 @@ class Programs:
             terms.append(jnp.ravel(density).astype(self.structure.dtype))
         return jnp.concatenate(terms), trace
 
+    def first(self, point: np.ndarray, arrays: Any) -> Any:
+        """Natural parameters that moves of the Gaussian start from, by block.
+
+        :param point: unconstrained hyperparameters, (d,).
+        :param arrays: array arguments of the model.
+        """
+        values, _ = self.hyper.values(jnp.asarray(point, self.hyper.dtype), arrays)
+        return self.bound.first(self.bound.problem(values, arrays, learns=False))
+
     def trace(self, point: np.ndarray, arrays: Any) -> Trace:
         """A run of the model at unconstrained hyperparameters, its other latents drawn
         from their prior."""

@@ -150,6 +150,20 @@ def _nothing_gaussian(structure: Structure) -> str:
     )
 
 
+def check_basis(state: Any, structure: Structure) -> None:
+    """Raises for a state whose numbers are coordinates in another basis.
+
+    :param state: of a fit.
+    :param structure: of the model, as its guide has it.
+    :raises ValueError: saying how that came.
+    """
+    if int(state.basis) != structure.basis_mark:
+        raise ValueError(
+            "the state has its latents in another basis than the guide: a fit whose "
+            "precision rounding did not resolve changed it. Start a new run"
+        )
+
+
 class CheckedData:
     """Arguments of single steps, checked unless they are those of the last step; of
     traced ones no values.
@@ -195,4 +209,7 @@ class CheckedData:
             structure = self._guide.structure
             check_observations(self._model, structure, arguments, self._programs)
             self._seen = seen
+        # Any other check waits for the last step.
+        if not traced and self._guide.structure.basis_mark:
+            check_basis(state, self._guide.structure)
         return arguments, data

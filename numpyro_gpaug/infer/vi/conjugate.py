@@ -24,7 +24,12 @@ from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.progress import Progress, settled, steps_compared
 from numpyro_gpaug.infer.vi.quasi_newton import warn_of_noise
 from numpyro_gpaug.infer.vi.reach import warn_of_reach
-from numpyro_gpaug.infer.vi.resolution import check_precision, warn_of_lost
+from numpyro_gpaug.infer.vi.resolution import (
+    LOST,
+    check_precision,
+    is_broken,
+    warn_of_lost,
+)
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.runs import Runs
 from numpyro_gpaug.infer.vi.schedules import Schedule
@@ -32,6 +37,7 @@ from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.math.threads import threads_for
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.signatures import signature_of
@@ -313,13 +319,42 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             :func:`~numpyro_gpaug.infer.save_state`.
         :param kwargs: the model's keyword arguments.
         :return: params, state and the losses of the steps taken; with the arguments,
-            for :meth:`posterior`. After Ctrl-C they are those so far, with a warning;
+            for :meth:`posterior`. Where rounding does not resolve the precision of
+            latents (wide priors), they are of a second run in a basis that it does. After
+            Ctrl-C they are those so far, with a warning;
             where no steps were left, and of a second one in the same script or
             notebook cell, it raises ``KeyboardInterrupt``.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
         check_run(rng_key, num_steps, tol)
         check_shards((args, kwargs))
+        run = partial(
+            self._run, rng_key, num_steps, args, kwargs, progress_bar=progress_bar,
+            tol=tol, init_state=init_state, init_params=init_params, callback=callback,
+        )  # fmt: skip
+        found = run(turns=init_state is None) or run(turns=False)
+        assert found is not None
+        return found
+
+    def _run(
+        self,
+        rng_key: Array,
+        num_steps: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        turns: bool,
+        progress_bar: bool,
+        tol: float | None,
+        init_state: ConjugateState | None,
+        init_params: dict[str, Any] | None,
+        callback: Callable[[ConjugateState, np.ndarray], None] | None,
+    ) -> ConjugateResult | None:
+        """See :meth:`run`.
+
+        :param turns: whether the guide may take another basis.
+        :return: ``None`` if it has, for another run.
+        """
         given = Given.split(self._mesh, *partitioned((args, kwargs)))
         mesh = rows_mesh(self._mesh, jax.tree.leaves((given.args, given.kwargs)))
         check_alike(mesh, rng_key, num_steps, tol, init_state)
@@ -332,6 +367,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         limit = np.asarray(0 if tol is None or plan.noisy else tol, plan.dtype)
         guard = self._runs.guard(num_steps, feed, plan)
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
+        turns = turns and given.batches is None and not plan.noisy
         losses: list[np.ndarray] = []
         pace = self._programs.pace(plan, feed.size)
         several = spans_processes(feed.mesh)
@@ -345,6 +381,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 known = -chunk[-1:] > unknown_bound(chunk.dtype)
                 if not (known.all() and np.isfinite(chunk).all()):
                     first = start() if init_state is None else state
+                    broken = any(is_broken(x.natural) for x in (state, first))
+                    if turns and broken and self._turn(first, given):
+                        return None
                     self._explain(state, first, given.args, given.kwargs)
                 progress.took(losses[-1])
                 short = len(losses[-1]) < wanted
@@ -357,6 +396,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                         if callback is not None:
                             self._watch.settle()
                             callback(*seen)
+        if turns and state.lost > LOST and self._turn(state, given):
+            return None
         self._warn(state, plan, given, start if init_state is None else None)
         params, told = taken.params, taken.told
         if params is None or state is not taken.state:
@@ -366,6 +407,18 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             guard.restored, stopped=progress.at_rest, told=told,
             version=self._version,
         )  # fmt: skip
+
+    def _turn(self, state: ConjugateState, given: Given) -> bool:
+        """Whether the guide has taken a basis that leaves more of the precision.
+
+        :param state: of a fit of which rounding left too little.
+        :param given: the arguments of the run.
+        """
+        arguments = Arguments.split(given.args, given.kwargs)
+        if not self.guide.turn(arguments, self._values(state)):
+            return False
+        self._begin(self._version)
+        return True
 
     def _searches(self, plan: Plan) -> bool:
         return self.settings.optim == LBFGS and bool(plan.transforms)

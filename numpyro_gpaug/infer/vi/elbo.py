@@ -103,7 +103,7 @@ class TraceAnalytic_ELBO(ELBO):
             ours.setup(*args, **kwargs)
             seen = ours.view
         if ours is not None and model is ours.model:
-            structure = ours.structure_at(arguments)
+            structure = ours.structure_at(arguments).unturned
         elif isinstance(ours, AutoLatentGaussian):
             structure = inspect_joint(model, FIT, *args, **kwargs)
         else:

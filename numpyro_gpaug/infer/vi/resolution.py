@@ -66,21 +66,28 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
         )
 
 
+def is_broken(natural: Natural) -> bool:
+    """Return whether a precision is finite and, as rounded, not positive definite.
+
+    :param natural: natural parameters of all blocks.
+    """
+    finite = [np.isfinite(np.asarray(each.diagonal)).all() for each in natural.values()]
+    return all(finite) and not np.isfinite(np.asarray(lost(natural)))
+
+
 def check_precision(natural: Natural, structure: Structure) -> None:
-    """Raises for a precision that is finite and, as rounded, not positive definite.
+    """Raises for a precision that :func:`is_broken`.
 
     :param natural: natural parameters of all blocks.
     :param structure: of the model.
     :raises CholeskyError: naming the latents.
     """
-    for name, each in natural.items():
-        figures = np.asarray(each.diagonal)
-        known = np.isfinite(np.asarray(lost({name: each})))
-        if np.isfinite(figures).all() and not known:
-            raise CholeskyError(
-                "the precision of the latents is not positive definite as rounded: "
-                + _cause({name: figures}, natural, structure)
-            )
+    if is_broken(natural):
+        figures = {name: each.diagonal for name, each in natural.items()}
+        raise CholeskyError(
+            "the precision of the latents is not positive definite as rounded: "
+            + _cause(figures, natural, structure)
+        )
 
 
 def _cause(figures: dict[str, Any], natural: Natural, structure: Structure) -> str:

@@ -15,7 +15,12 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.checkpoints import check_state
-from numpyro_gpaug.infer.vi.checks import check_fit, check_gaussian, check_latents
+from numpyro_gpaug.infer.vi.checks import (
+    check_basis,
+    check_fit,
+    check_gaussian,
+    check_latents,
+)
 from numpyro_gpaug.infer.vi.feeds import (
     Feed,
     Given,
@@ -98,6 +103,7 @@ class Runs:
             state = started(init_params)
         else:
             check_state(state, "init_state")
+            check_basis(state, self._guide.structure)
             state = _unmarked(copied(state))
         plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)

@@ -155,6 +155,7 @@ def _state(
         stalled=jnp.int32(0),
         unreached={name: jnp.zeros((), dtype) for name in structure.functions},
         lost=jnp.zeros((), dtype),
+        basis=jnp.uint32(structure.basis_mark),
         step=jnp.int32(0),
         rng_key=key,
     )

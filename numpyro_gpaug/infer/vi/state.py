@@ -30,6 +30,7 @@ class ConjugateState(NamedTuple):
         one inducing value says something (``infer/vi/reach.py``).
     :param lost: see :func:`~numpyro_gpaug.infer.vi.resolution.lost`; of the last state
         of a loop on full data.
+    :param basis: a fingerprint of the basis of its latents, 0 for none.
     :param step: steps taken.
     :param rng_key: random key.
     """
@@ -45,6 +46,7 @@ class ConjugateState(NamedTuple):
     stalled: Array
     unreached: dict[str, Array]
     lost: Array
+    basis: Array
     step: Array
     rng_key: Array
 
