@@ -320,9 +320,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :param kwargs: the model's keyword arguments.
         :return: params, state and the losses of the steps taken; with the arguments,
             for :meth:`posterior`. Where rounding does not resolve the precision of
-            latents (wide priors), they are of a second run in a basis that it does. After
-            Ctrl-C they are those so far, with a warning;
-            where no steps were left, and of a second one in the same script or
+            latents (wide priors), they are of a second run in a basis that it does.
+            After Ctrl-C they are those so far, with a warning; where no steps were
+            left, and of a second one in the same script or
             notebook cell, it raises ``KeyboardInterrupt``.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
