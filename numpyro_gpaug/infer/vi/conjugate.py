@@ -396,6 +396,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                         if callback is not None:
                             self._watch.settle()
                             callback(*seen)
+        # One that was interrupted is not begun again.
+        turns = turns and progress.is_whole
         if turns and state.lost > LOST and self._turn(state, given):
             return None
         self._warn(state, plan, given, start if init_state is None else None)

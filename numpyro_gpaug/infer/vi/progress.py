@@ -107,7 +107,7 @@ class Progress:
             signal.signal(signal.SIGINT, self._handler)
         if not self._ends or error[0] is not None:
             return
-        if self._is_whole:
+        if self.is_whole:
             # A loop of short fits would swallow one interrupt with each of them.
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -130,13 +130,13 @@ class Progress:
         return self._all_end if self._several else self._interrupted
 
     @property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         return self.at_rest or self.taken >= self._num_steps
 
     @property
     def over(self) -> bool:
         """Whether the run ends by itself here, or was interrupted."""
-        return self._ends or self._is_whole
+        return self._ends or self.is_whole
 
     def next(self) -> int:
         """Steps of the next loop: none after the last, or after Ctrl-C."""
