@@ -131,6 +131,7 @@ class Progress:
 
     @property
     def is_whole(self) -> bool:
+        """Whether the run has come to its end."""
         return self.at_rest or self.taken >= self._num_steps
 
     @property
