@@ -20,11 +20,12 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.nested.bound import Start, moments_given
-from numpyro_gpaug.infer.nested.drawer import Drawer
+from numpyro_gpaug.infer.nested.drawer import Drawer, Points
 from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.known import Known
 from numpyro_gpaug.infer.nested.programs import Evaluated, Programs
 from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
+from numpyro_gpaug.infer.nested.refining import Pool, extended
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
 from numpyro_gpaug.math.affine import GaussianFactors
@@ -741,7 +742,8 @@ def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_a_gaussian_starts_from_the_nearest_one_or_anew():
+@pytest.mark.parametrize("lost", [np.nan, -1e20])
+def test_a_gaussian_starts_from_the_nearest_one_or_anew(lost):
     tried = []
 
     class Recorder:
@@ -754,7 +756,7 @@ def test_a_gaussian_starts_from_the_nearest_one_or_anew():
             tried.append(float(start.factors[0, 0]))
             # Far out no factors of others will do.
             wrong = points[0, 0] > 9 and start.known.any()
-            bound = np.array([np.nan if wrong else 1.0])
+            bound = np.array([lost if wrong else 1.0])
             zero, factors = np.zeros(1), np.repeat(points, 2, 1)
             return Evaluated(bound, zero, np.zeros((1, 1)), zero, {}, factors, None)
 
@@ -762,6 +764,8 @@ def test_a_gaussian_starts_from_the_nearest_one_or_anew():
     values = [drawer.evaluate(np.array([x]))[0] for x in (0.0, 1.0, 0.4, 10.0)]
     np.testing.assert_array_equal(tried, [0.0, 0.0, 0.0, 1.0, np.nan])
     assert values == [1.0] * 4
+    # What led nowhere is no start for others.
+    np.testing.assert_array_equal(drawer.known.at(np.array([[9.9]]))[0], [[10.0] * 2])
 
 
 def test_factors_between_those_known_and_far_from_them():
@@ -882,6 +886,93 @@ def weighted(ratios, **options):
     n, draws = ratios.shape
     points = np.arange(n, dtype=float)[:, None]
     return Weighted.of(points, np.zeros((n, draws, 1)), ratios, normalised=True)
+
+
+@pytest.mark.parametrize("d", [1, 2])
+def test_rounds_make_weights_even(d):
+    """From a t distribution that is too narrow for tails that fall like exponentials:
+    k-hat falls below its limit with every key, and the evidence is right."""
+
+    class Exact:
+        """Draws of no latents at points whose density is known."""
+
+        alike = 1
+
+        def draw(self, points, widths, *, found):
+            tails = np.where(points < 0, np.exp(points / 3), np.exp(-points))
+            log = np.log(tails / 4).sum(1)
+            n = np.zeros(len(points))
+            ratios = np.repeat(log[:, None], 2, 1)
+            return Points(n[:, None, None], n, log, ratios, n, {}, n)
+
+    law, first = StudentT.symmetric(np.zeros(d), np.eye(d)), []
+    for key in range(5):
+        rng = np.random.default_rng(key)
+        pool = Pool(Exact(), np.ones(2), np.zeros((0, d)), rng)
+        found = pool.draw(Proposal((law,), (1.0,), 0.0), 512)
+        first.append(found.certified)
+        found = extended(pool, found, law, 512, 64)
+        assert found.certified
+        assert len(found.points) <= 8 * 512
+        error = found.log_evidence_error
+        np.testing.assert_allclose(found.log_evidence, 0, atol=4 * error)
+        mean = np.exp(found.log_weights).sum(1) @ found.points
+        # A quarter of a standard deviation.
+        np.testing.assert_allclose(mean, -2.0, atol=0.25 * np.sqrt(10))
+    assert not all(first)
+
+
+def test_rounds_end_where_they_are_of_no_use():
+    """The weights of latents that are drawn badly stay what they are."""
+
+    class Uneven:
+        alike, rng = 1, np.random.default_rng(0)
+
+        def draw(self, points, widths, *, found):
+            n = np.zeros(len(points))
+            ratios = -1.5 * np.log(self.rng.uniform(size=(len(n), 2)))
+            ratios += stats.norm.logpdf(points)
+            return Points(n[:, None, None], n, n, ratios, n, {}, n)
+
+    law = StudentT.symmetric(np.zeros(1), np.eye(1))
+    pool = Pool(Uneven(), np.ones(2), np.zeros((0, 1)), np.random.default_rng(0))
+    first = pool.draw(Proposal((law,), (1.0,), 0.0), 128)
+    found = extended(pool, first, law, 128, 1)
+    assert not found.certified
+    assert 128 < len(found.points) < 4 * 128
+
+
+def test_a_scale_with_a_heavy_tail_is_certified_with_every_key():
+    """Six studies of known variances: by a sum over the scale."""
+    y = np.array([0.12, 0.35, -0.05, 0.6, 0.2, 0.41])
+    v = np.array([0.02, 0.05, 0.01, 0.2, 0.03, 0.08])
+
+    def model(v, y=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        tau = numpyro.sample("tau", dist.HalfCauchy(0.5))
+        with numpyro.plate("studies", len(v)):
+            theta = numpyro.sample("theta", dist.Normal(mu, tau))
+            numpyro.sample("y", dist.Normal(theta, jnp.sqrt(v)), obs=y)
+
+    tau = (np.arange(20_000) + 0.5) / 20_000 * 8
+    precision = 1 / (v + tau[:, None] ** 2)
+    total = precision.sum(1) + 1 / 4
+    mean = precision @ y / total
+    logs = 0.5 * np.log(precision).sum(1) - 0.5 * np.log(4 * total)
+    logs -= 0.5 * (precision @ y**2 - total * mean**2)
+    logs += stats.halfcauchy(0, 0.5).logpdf(tau) - 3 * np.log(2 * np.pi)
+    weights = special.softmax(logs)
+    evidence = special.logsumexp(logs) + np.log(tau[1] - tau[0])
+    found = gpaug.NestedVI(model, progress_bar=False)
+    for key in (0, 11, 15):
+        found.run(jax.random.key(key), v, y)
+        assert found.certified
+        table = found.summary().loc[["mu", "tau"]]
+        exact = np.array([weights @ mean, weights @ tau])
+        off = (table["mean"] - exact) / table["sd"]
+        assert np.abs(off).max() < 0.2
+        fields = found.get_extra_fields()
+        np.testing.assert_allclose(fields["log_evidence"], evidence, atol=0.1)
 
 
 def test_khat_knows_tails():

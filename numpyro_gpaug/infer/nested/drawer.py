@@ -19,6 +19,9 @@ from numpyro_gpaug.infer.nested.programs import ENOUGH, Drawn, Evaluated, Progra
 # Of the losses at points where the factors were known nearly, which of them is taken to
 # be that of others, and how many there have to be.
 SURE, LEAST = 0.8, 20
+# Nats below the best at which nothing is left of a weight, and above it that no draw
+# can be.
+FAR, ABSURD = 200.0, 1e4
 
 
 def generator(key: Array, stream: int) -> np.random.Generator:
@@ -83,7 +86,7 @@ class Drawer:
     :param arrays: array arguments of the model.
     :param rng: random numbers.
     :param bar: a progress bar.
-    :param apart: how groups are weighed apart; ``None`` if they are not.
+    :ivar apart: how groups are weighed apart; ``None`` if they are not.
     :ivar shift: of the corner from the Gaussian's mean, in its standard deviations.
     """
 
@@ -93,10 +96,9 @@ class Drawer:
         arrays: Any,
         rng: np.random.Generator,
         bar: Any,
-        apart: Apart | None = None,
     ) -> None:
-        self.apart = apart
-        self.shift = np.zeros(0 if self.apart is None else self.latents)
+        self.apart: Apart | None = None
+        self.shift = np.zeros(0)
         self._programs, self._arrays, self._bar = programs, arrays, bar
         self._rng = rng
         self._none = programs.no_start(arrays)
@@ -107,6 +109,16 @@ class Drawer:
         self._doubts: list[float] = []
         self._losses: list[float] = []
         self._most = -np.inf
+
+    def part(self, point: np.ndarray) -> None:
+        """Finds how groups can be weighed apart.
+
+        :param point: at which the Gaussian was found last, (d,).
+        """
+        rows, _ = self.known.at(point[None])
+        factors = self.known.factors(rows)
+        self.apart = self._programs.apart(point, factors, self._arrays, self._rng)
+        self.shift = np.zeros(0 if self.apart is None else self.latents)
 
     @property
     def latents(self) -> int:
@@ -204,7 +216,8 @@ class Drawer:
             for x in (drawn.total, drawn.lost, drawn.log_det, drawn.log_prior)
         )
         ratios = total + lost + (log_prior + log_det / 2)[:, None]
-        ratios[failed] = np.nan
+        # Thousands of nats above the best are rounding, of a Gaussian that is none.
+        ratios[failed[:, None] | (ratios > self.best + ABSURD)] = np.nan
         self._bar.update(num)
         squares = np.square(noise[:num], dtype=float).sum(-1).repeat(self.alike, 1)
         corner = noise[:num, :, :0]
@@ -268,19 +281,32 @@ class Drawer:
     def _evaluated(
         self, points: np.ndarray, rows: np.ndarray, *, gradient: bool
     ) -> Evaluated:
-        """The Gaussian at points. One that is not finite may have started from factors
-        that are none there, and starts anew."""
+        """The Gaussian at points. One that is not finite, or as good as none, may have
+        started from factors that lead nowhere there, and starts anew."""
         programs, arrays = self._programs, self._arrays
         self.evaluations += len(points)
         start = self.known.start(rows)
         found = programs.evaluate(points, start, arrays, gradient=gradient)
-        finite = np.isfinite(np.asarray(found.bound))
-        if not finite.all() and start.known.any():
+        good = self._good(found)
+        if not good.all() and start.known.any():
             none = jax.tree.map(lambda x: np.repeat(x, len(points), 0), self._none)
             anew = programs.evaluate(points, none, arrays, gradient=gradient)
-            if np.isfinite(np.asarray(anew.bound)).sum() > finite.sum():
-                found, finite = anew, np.isfinite(np.asarray(anew.bound))
-        if finite.any():
-            kept = jax.tree.map(lambda x: np.asarray(x)[finite], found.factors)
-            self.known.add(points[finite], kept)
+            self.evaluations += len(points)
+            old, new = (np.asarray(x.bound) for x in (found, anew))
+            better = ~good & np.isfinite(new) & ~(new <= old)
+
+            def chosen(a: Any, b: Any) -> np.ndarray:
+                axes = (1,) * (np.ndim(b) - 1)
+                return np.where(better.reshape(-1, *axes), a, b)
+
+            found = jax.tree.map(chosen, anew, found)
+            good = self._good(found)
+        if good.any():
+            kept = jax.tree.map(lambda x: np.asarray(x)[good], found.factors)
+            self.known.add(points[good], kept)
         return found
+
+    def _good(self, found: Evaluated) -> np.ndarray:
+        """Where Gaussians are finite, and some weight may be, (n,)."""
+        value = np.asarray(found.bound, float) + np.asarray(found.log_prior, float)
+        return np.isfinite(value) & (value > self.best - FAR)

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import Start
-from numpyro_gpaug.infer.nested.drawer import Drawer, Points, generator
+from numpyro_gpaug.infer.nested.drawer import Drawer, generator
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.proposal import (
     AT_MODE,
@@ -27,6 +27,7 @@ from numpyro_gpaug.infer.nested.proposal import (
     StudentT,
     refined,
 )
+from numpyro_gpaug.infer.nested.refining import Pool, extended
 from numpyro_gpaug.infer.nested.report import Clock
 from numpyro_gpaug.infer.nested.rounds import approached
 from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
@@ -190,11 +191,11 @@ def integrated(
     draws, num = programs.num_draws, min(EACH * (1 + start.size), FIRST)
     precise = programs.hyper.dtype == np.float64
     with tqdm(total=num + num_points, disable=not progress_bar, desc="mode") as bar:
-        with clock.part("reading the model"):
-            apart = programs.apart(start, arrays, rng)
-        drawer = Drawer(programs, arrays, rng, bar, apart)
+        drawer = Drawer(programs, arrays, rng, bar)
         with clock.part("mode and curvature"):
             modes = [climb(drawer.evaluate, start, precise)]
+        with clock.part("reading the model"):
+            drawer.part(modes[0].point)
         bar.set_description("first draws")
         with clock.part("first draws"):
             laws = tuple(m.law for m in modes)
@@ -224,15 +225,13 @@ def integrated(
                 )
             proposal = _final(laws, points, weights, bool(len(prior)))
             # The first were used before.
-            points = proposal.draws(num_points, prior[::-1], rng)
-            widths = np.full((num_points, draws), width)
-            drawn = drawer.draw(points, widths, found=False)
-            density = proposal.log_density(points, drawn.log_prior, num_points)
-            ratios = drawn.log_joint_over_q - density[:, None]
-    with clock.part("certificate"):
-        weighted = _weighted(points, drawn, ratios, drawer.alike, normalised=True)
+            pool = Pool(drawer, np.full(draws, width), prior[::-1], rng)
+            weighted = pool.draw(proposal, num_points)
+            _refuse_none(weighted.log_ratios)
+            bar.set_description("further draws")
+            weighted = extended(pool, weighted, laws[0], num_points, programs.chunk)
     return Run(
-        programs, arrays, weighted, drawn.sites, clock, drawer.evaluations, width,
+        programs, arrays, weighted, pool.drawn.sites, clock, drawer.evaluations, width,
         f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
         drawer.start,
     )  # fmt: skip
@@ -268,16 +267,20 @@ def sampled(
         points = np.asarray(mcmc.get_samples(), float)
         steps = int(np.sum(mcmc.get_extra_fields()["num_steps"]))
     with tqdm(total=num_points, disable=not progress_bar, desc="draws") as bar:
-        apart = programs.apart(start, arrays, rng)
-        drawer = Drawer(programs, arrays, rng, bar, apart)
+        drawer = Drawer(programs, arrays, rng, bar)
         with clock.part("draws"):
             mean = points.mean(0)
             value, _ = drawer.evaluate(mean)
+            drawer.part(mean)
             drawn = drawer.draw(points, np.ones((num_points, draws)), found=True)
     target = drawn.bound + drawn.log_prior
     ratios = drawn.log_joint_over_q - target[:, None]
     with clock.part("certificate"):
-        weighted = _weighted(points, drawn, ratios, drawer.alike, normalised=False)
+        _refuse_none(_without_failures(ratios))
+        weighted = Weighted.of(
+            points, drawn.z, ratios, normalised=False, alike=drawer.alike
+        )
+        assert weighted.khat is not None  # computed here, where it is timed
     law = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
     mode = Mode(mean, value, law)
     worth = effective_sample_size(points[None]).min() / num_points
@@ -290,21 +293,6 @@ def sampled(
         way, int(rng.integers(2**32)), [mode], drawer.start,
         independence=min(1.0, float(worth)),
     )  # fmt: skip
-
-
-def _weighted(
-    points: np.ndarray,
-    drawn: Points,
-    ratios: np.ndarray,
-    alike: int,
-    *,
-    normalised: bool,
-) -> Weighted:
-    """The draws with their weights, which are looked at."""
-    _refuse_none(_without_failures(ratios))
-    found = Weighted.of(points, drawn.z, ratios, normalised, alike)
-    assert found.khat is not None  # computed here, where it is timed
-    return found
 
 
 def best_width(

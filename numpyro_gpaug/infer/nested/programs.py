@@ -212,11 +212,14 @@ class Programs:
         return self._drawn_apart(*given, uniform, shift, how.group, arrays)
 
     def apart(
-        self, point: np.ndarray, arrays: Any, rng: np.random.Generator
+        self, point: np.ndarray, factors: Any, arrays: Any, rng: np.random.Generator
     ) -> Apart | None:
-        """How groups can be weighed apart; ``None`` if they cannot.
+        """How groups can be weighed apart; ``None`` if they cannot. It is told from
+        draws of the Gaussian at a point: far from where the posterior is a density may
+        be zero, whatever the latents are.
 
-        :param point: unconstrained hyperparameters, any.
+        :param point: unconstrained hyperparameters, (d,).
+        :param factors: of the Gaussian there, with a leading axis of 1.
         :param arrays: array arguments of the model.
         :param rng: random numbers.
         """
@@ -224,9 +227,11 @@ class Programs:
             return None
         point = np.asarray(point, self.hyper.dtype)
 
-        def terms(white: np.ndarray) -> np.ndarray:
-            white = white.astype(self.structure.dtype)
-            return np.asarray(self._terms(point, white, arrays))
+        factors = jax.tree.map(lambda x: x[0], factors)
+
+        def terms(noise: np.ndarray) -> np.ndarray:
+            noise = noise.astype(self.structure.dtype)
+            return np.asarray(self._terms(point, factors, noise, arrays))
 
         group = group_of_terms(terms, self.structure.sizes, rng)
         if group is None:
@@ -234,9 +239,11 @@ class Programs:
         sizes = self.structure.sizes
         return Apart(sizes, group, corners_of(self.num_draws, sizes))
 
-    def _terms_at(self, point: Array, white: Array, arrays: Any) -> Array:
+    def _terms_at(self, point: Array, factors: Any, noise: Array, arrays: Any) -> Array:
         values, _ = self.hyper.values(point, arrays)
-        return jax.vmap(lambda z: self.log_terms(values, z, arrays)[0])(white)
+        q = moments_given(factors, self.bound.view(values, arrays))
+        z = q.mean + q.spread(noise)
+        return jax.vmap(lambda z: self.log_terms(values, z, arrays)[0])(z)
 
     def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
         """Hyperparameters by name, and the moments of the Gaussian given them, as
