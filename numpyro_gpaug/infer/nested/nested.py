@@ -66,10 +66,9 @@ class NestedVI(Displayed):
     right up to its Monte Carlo error; above, it is not, and the run warns. A run goes
     on with further points, where its weights are largest, until k-hat is clearly below
     the limit, so that the verdict does not depend on the random key. It warns too where
-    the
-    model could not be evaluated (a Cholesky factorisation that fails in float32) and
-    more than a hundredth of the posterior's mass seems to be. The mean weight estimates
-    the evidence :math:`p(y)`.
+    the model could not be evaluated (a Cholesky factorisation that fails in float32)
+    and more than a hundredth of the posterior's mass seems to be. The mean weight
+    estimates the evidence :math:`p(y)`.
 
     A model without Gaussian latents, of up to eight hyperparameters (a marginal
     likelihood ``MultivariateNormal(0, K(theta))``, say), is sampled all the same: the
@@ -127,7 +126,8 @@ class NestedVI(Displayed):
     smoothed importance sampling; Owen and Zhou (2000), Safe and effective importance
     sampling; Raftery and Bao (2010), Estimating and projecting trends in HIV/AIDS
     generalized epidemics using incremental mixture importance sampling; Cornuet, Marin,
-    Mira and Robert (2012), Adaptive multiple importance sampling; Kuntz, Crucinio and Johansen (2022), Product-form estimators.
+    Mira and Robert (2012), Adaptive multiple importance sampling; Kuntz, Crucinio and
+    Johansen (2022), Product-form estimators.
     """
 
     def __init__(
