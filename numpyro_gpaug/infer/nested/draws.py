@@ -19,6 +19,7 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.drawer import Drawer, generator
+from numpyro_gpaug.infer.nested.latent_modes import Searched, searched
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.proposal import (
     AT_MODE,
@@ -60,6 +61,7 @@ class Run:
     :param seed: of resampling.
     :param modes: those found, the highest first.
     :param start: factors at the highest.
+    :param searched: what is known of the modes of the latents.
     :param num_chains: of the draws that are returned.
     :param correction: what was done about weights that are too uneven.
     :param independence: what each of the points is worth: less than one in a chain.
@@ -76,6 +78,7 @@ class Run:
     seed: int
     modes: list[Mode]
     start: Start
+    searched: Searched
     num_chains: int = 1
     correction: str = ""
     independence: float = 1.0
@@ -83,7 +86,7 @@ class Run:
     @property
     def certified(self) -> bool:
         """Whether the draws are of the posterior, up to Monte Carlo error."""
-        return self.weighted.certified
+        return self.weighted.certified and self.searched.all_drawn
 
     def sites(self, *, deterministic: bool) -> dict[str, Array]:
         """Values of all weighted draws by site.
@@ -194,12 +197,16 @@ def integrated(
         drawer = Drawer(programs, arrays, rng, bar)
         with clock.part("mode and curvature"):
             modes = [climb(drawer.evaluate, start, precise)]
+            known, found = drawer.known, searched(drawer, modes[0].point, rng)
+            if drawer.known is not known:
+                modes = [climb(drawer.evaluate, modes[0].point, precise)]
         with clock.part("reading the model"):
             drawer.part(modes[0].point)
         bar.set_description("first draws")
         with clock.part("first draws"):
             laws = tuple(m.law for m in modes)
-            drawer.known.law = laws[0]
+            for known in drawer.modes:
+                known.law = laws[0]
             share = FIRST_FROM_PRIOR if len(prior) else 0.0
             proposal = Proposal(laws, (1.0,), share)
             points = rng.permutation(proposal.draws(num, prior, rng))
@@ -233,7 +240,7 @@ def integrated(
     return Run(
         programs, arrays, weighted, pool.drawn.sites, clock, drawer.evaluations, width,
         f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
-        drawer.start,
+        drawer.start, found,
     )  # fmt: skip
 
 
@@ -271,6 +278,7 @@ def sampled(
         with clock.part("draws"):
             mean = points.mean(0)
             value, _ = drawer.evaluate(mean)
+            found = searched(drawer, mean, rng)
             drawer.part(mean)
             drawn = drawer.draw(points, np.ones((num_points, draws)), found=True)
     target = drawn.bound + drawn.log_prior
@@ -290,7 +298,7 @@ def sampled(
     )
     return Run(
         programs, arrays, weighted, drawn.sites, clock, drawer.evaluations + steps, 1.0,
-        way, int(rng.integers(2**32)), [mode], drawer.start,
+        way, int(rng.integers(2**32)), [mode], drawer.start, found,
         independence=min(1.0, float(worth)),
     )  # fmt: skip
 

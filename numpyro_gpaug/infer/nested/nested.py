@@ -227,10 +227,10 @@ class NestedVI(Displayed):
                 check_precision(first, bound.structure)
                 check_densities(programs.trace(start, arguments.arrays))
                 raise
-            if self.correct == "mcmc" and not run.weighted.certified:
+            if self.correct == "mcmc" and not run.certified:
                 with clock.part("NUTS from the draws"):
                     run = corrected(run, programs, rng_key, self.num_samples)
-        if not run.weighted.certified and self.correct is None:
+        if not run.certified and self.correct is None:
             warnings.warn(
                 f"{certificate(run)}. (correct='mcmc' runs NUTS from them)",
                 stacklevel=3,
