@@ -23,6 +23,7 @@ from numpyro_gpaug.infer.nested.bound import Start, moments_given
 from numpyro_gpaug.infer.nested.drawer import Drawer, Points
 from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.known import Known
+from numpyro_gpaug.infer.nested.latent_modes import Searched, _is_concave
 from numpyro_gpaug.infer.nested.programs import Evaluated, Programs
 from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
 from numpyro_gpaug.infer.nested.refining import Pool, extended
@@ -547,6 +548,71 @@ def test_two_modes_of_a_hyperparameter_are_both_found():
     mu = np.asarray(found.get_samples(weighted=True)["mu"])
     np.testing.assert_allclose(weights[mu > 0].sum(), 0.5, atol=0.08)
     assert found.get_extra_fields()["khat"] < 0.7
+
+
+SIGNED = 0.9 * np.array([1.3, 0.7, 1.1, -1.2, 0.4, -0.8, 1.6, 0.9])
+
+
+def signed(y, *, members):
+    """A mixture written by hand: each datum is about u or about -u."""
+    with numpyro.plate("members", members):
+        u = numpyro.sample("u", dist.Normal(0, 2))
+    one, other = (dist.Normal(s * u, 0.5).log_prob(y[:, None]) for s in (1, -1))
+    numpyro.factor("y", jnp.logaddexp(jnp.log(0.58) + one, jnp.log(0.42) + other))
+
+
+def exactly_signed():
+    """Log evidence, mean and standard deviation of u, by a sum."""
+    u = np.linspace(-10, 10, 8001)
+    one, other = (stats.norm(s * u[:, None], 0.5).logpdf(SIGNED) for s in (1, -1))
+    logs = np.logaddexp(np.log(0.58) + one, np.log(0.42) + other).sum(1)
+    logs += stats.norm(0, 2).logpdf(u)
+    weights = special.softmax(logs)
+    mean = weights @ u
+    deviation = np.sqrt(weights @ (u - mean) ** 2)
+    return special.logsumexp(logs) + np.log(u[1] - u[0]), mean, deviation
+
+
+def test_two_modes_of_a_latent_are_both_found():
+    found = nested(partial(signed, members=1), SIGNED)
+    evidence, mean, deviation = exactly_signed()
+    fields, row = found.get_extra_fields(), found.summary().loc["u[0]"]
+    np.testing.assert_allclose(fields["log_evidence"], evidence, atol=0.05)
+    np.testing.assert_allclose(row["mean"], mean, atol=0.1 * deviation)
+    np.testing.assert_allclose(row["sd"], deviation, rtol=0.1)
+    assert found.certified
+    assert "2 modes of the latents found by" in " ".join(repr(found).split())
+    # Predictions are mixtures of both, each a Gaussian.
+    u = found.posterior()["u"]
+    np.testing.assert_allclose(u.mean, [mean], atol=0.1 * deviation)
+    np.testing.assert_allclose(np.sqrt(u.variance), [deviation], rtol=0.1)
+
+
+@SLOW
+def test_more_modes_than_are_drawn_from_void_the_certificate():
+    with pytest.warns(UserWarning, match="modes of the latents .* more than are drawn"):
+        found = nested(partial(signed, members=4), SIGNED)
+    assert not found.certified
+
+
+@pytest.mark.parametrize(("modes", "drawn"), [(1, True), (8, True), (9, False)])
+def test_what_was_looked_for_is_said(modes, drawn):
+    searched = Searched(concave=False, searches=20, modes=modes)
+    assert searched.all_drawn == drawn
+    assert ("no second mode" in searched.said) == (modes == 1)
+    assert "by 20 searches" in searched.said
+    assert not Searched(concave=True).said
+
+
+def test_terms_are_concave_or_not():
+    x = np.concatenate([-(1.5 ** np.arange(12)[::-1]), 1.5 ** np.arange(12)])
+    with np.errstate(divide="ignore"):
+        log = np.log(np.maximum(x, 0))
+    concave = np.stack([-np.logaddexp(0, x), -(x**2), 0 * x, x - np.exp(x), log], 1)
+    assert _is_concave(concave.astype(np.float32), x)
+    for other in (stats.t(4).logpdf(x), np.logaddexp(-((x - 3) ** 2), -((x + 3) ** 2))):
+        terms = np.stack([-(x**2), other], 1)
+        assert not _is_concave(terms.astype(np.float32), x)
 
 
 def wide(y=None):

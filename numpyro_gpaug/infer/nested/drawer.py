@@ -128,7 +128,7 @@ class Drawer:
         self.best, self.evaluations = -np.inf, 0
         self.known = Known(self._none, programs.hyper.size)
         self.modes = [self.known]
-        self._shares = np.ones(1)
+        self._shares, self._others = np.ones(1), list[Start]()
         # How far each search was from what is known, and what it has lost by that.
         self._doubts: list[float] = []
         self._losses: list[float] = []
@@ -177,8 +177,13 @@ class Drawer:
             known.add(point[None], factors)
             self.modes.append(known)
         self.known = self.modes[0]
-        self.start = Start(modes[0][0], KNOWN)
+        self.start, *self._others = (Start(factors, KNOWN) for factors, _ in modes)
         self.best = -np.inf
+
+    @property
+    def starts(self) -> list[Start]:
+        """Factors of each mode of the latents, the highest first."""
+        return [self.start, *self._others]
 
     @property
     def latents(self) -> int:

@@ -60,7 +60,7 @@ class Run:
     :param way: how the hyperparameters were drawn.
     :param seed: of resampling.
     :param modes: those found, the highest first.
-    :param start: factors at the highest.
+    :param starts: factors at the highest, of each mode of the latents.
     :param searched: what is known of the modes of the latents.
     :param num_chains: of the draws that are returned.
     :param correction: what was done about weights that are too uneven.
@@ -77,7 +77,7 @@ class Run:
     way: str
     seed: int
     modes: list[Mode]
-    start: Start
+    starts: list[Start]
     searched: Searched
     num_chains: int = 1
     correction: str = ""
@@ -147,9 +147,20 @@ class Run:
         """
         rng = np.random.default_rng(self.seed)
         points, log_weights = stratified(*self.points(), num, rng)
-        with threads_for(self.programs.structure.size):
-            values, moments = self.programs.gaussians(points, self.start, self.arrays)
-        return log_weights, values, moments
+        programs = self.programs
+        with threads_for(programs.structure.size):
+            found = [
+                programs.gaussians(points, start, self.arrays) for start in self.starts
+            ]
+        if len(found) == 1:
+            return log_weights, *found[0][1:]
+        # Modes of the latents share a weight by their bounds.
+        bounds = np.stack([np.asarray(x[0], float) for x in found])
+        shares = log_weights + bounds - np.logaddexp.reduce(bounds)
+        values, moments = jax.tree.map(
+            lambda *x: np.concatenate(x), *(x[1:] for x in found)
+        )
+        return shares.ravel(), values, moments
 
     def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
         """The sites that a table is of: all but deterministic ones and inducing values,
@@ -240,7 +251,7 @@ def integrated(
     return Run(
         programs, arrays, weighted, pool.drawn.sites, clock, drawer.evaluations, width,
         f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
-        drawer.start, found,
+        drawer.starts, found,
     )  # fmt: skip
 
 
@@ -298,7 +309,7 @@ def sampled(
     )
     return Run(
         programs, arrays, weighted, drawn.sites, clock, drawer.evaluations + steps, 1.0,
-        way, int(rng.integers(2**32)), [mode], drawer.start, found,
+        way, int(rng.integers(2**32)), [mode], drawer.starts, found,
         independence=min(1.0, float(worth)),
     )  # fmt: skip
 

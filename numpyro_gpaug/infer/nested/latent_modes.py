@@ -19,7 +19,7 @@ ROOM = 2**22
 # Searches from draws of the prior, and from maxima along the lines.
 FROM_PRIOR, FROM_LINES = 8, 16
 # Modes that are drawn from; nats below the best at which one does not count.
-MOST, NEGLIGIBLE = 4, 9.0
+MOST, NEGLIGIBLE = 8, 9.0
 # Standard deviations between the means of two modes, at least.
 APART = 1.0
 

@@ -70,6 +70,11 @@ class NestedVI(Displayed):
     and more than a hundredth of the posterior's mass seems to be. The mean weight
     estimates the evidence :math:`p(y)`.
 
+    Where a likelihood is not log-concave the latents may have several modes: they are
+    searched for at the mode of the hyperparameters, draws are from a mixture of the
+    Gaussians at all that are found, and the certificate says what was looked for. With
+    more than eight modes nothing is certified.
+
     A model without Gaussian latents, of up to eight hyperparameters (a marginal
     likelihood ``MultivariateNormal(0, K(theta))``, say), is sampled all the same: the
     bound is its log-density then. A Gaussian latent of up to eight numbers that no sum

@@ -330,8 +330,8 @@ class Programs:
         return jax.vmap(lambda z: moved_to(map_, factors, z[None]))(z)
 
     def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
-        """Hyperparameters by name, and the moments of the Gaussian given them, as
-        precise as that of a fit; points first.
+        """The bound, hyperparameters by name, and the moments of the Gaussian given
+        them, as precise as that of a fit; points first.
 
         :param points: unconstrained, (n, d).
         :param start: where the Gaussian starts, of one point.
@@ -341,7 +341,8 @@ class Programs:
             self.evaluate(point[None], start, arrays, gradient=True) for point in points
         ]
         return jax.tree.map(
-            lambda *x: np.concatenate(x), *((x.values, x.moments) for x in found)
+            lambda *x: np.concatenate(x),
+            *((x.bound, x.values, x.moments) for x in found),
         )
 
     def log_terms(
