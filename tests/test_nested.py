@@ -364,7 +364,7 @@ def test_what_no_gaussian_takes_is_integrated_with_the_hyperparameters():
     fields = found.get_extra_fields()
     evidence = special.logsumexp(logs) + 2 * np.log(axis[1] - axis[0])
     assert abs(fields["log_evidence"] - evidence) < 4 * fields["log_evidence_error"]
-    with pytest.raises(gpaug.NotConjugateError, match="cumlogsumexp mixes data"):
+    with pytest.raises(gpaug.NotConjugateError, match="cumlogsumexp .* mixes data"):
         gpaug.AutoLatentGaussian(survival).setup(x, order, died)
 
 
@@ -629,13 +629,13 @@ def wide(y=None):
 def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, num):
     monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", warmup)
     options = {"num_points": 64, "num_draws": 2, "num_samples": 4 * num, "key": 2}
-    y = np.arange(60) % 2
+    y = np.arange(40) % 2
     with pytest.warns(UserWarning, match=r"k-hat .* NOT of the exact posterior"):
         found = nested(wide, y, **options)
     assert found.get_extra_fields()["khat"] > 0.7
     chains = nested(wide, y, **options, correct="mcmc")
     draws = chains.get_samples(group_by_chain=True)
-    assert draws["a"].shape == (4, num, 60)
+    assert draws["a"].shape == (4, num, 40)
     chains.print_summary()
     printed = " ".join(capsys.readouterr().out.split())
     assert "The draws are those of NUTS on the whitened model" in printed

@@ -251,9 +251,6 @@ class Programs:
         """
         if not may_part(self.structure):
             return None
-        point = np.asarray(point, self.hyper.dtype)
-
-        factors = jax.tree.map(lambda x: x[0], factors)
 
         def terms(noise: np.ndarray) -> np.ndarray:
             return self.terms(point, factors, noise, arrays)[1]
