@@ -64,7 +64,7 @@ def check_by_name(
     """
     if sum(is_array(x) for x in jax.tree.leaves(args)) < 3:
         return
-    observed, inducing, inputs = sources(model, args, kwargs)
+    observed, inducing, inputs, _ = sources(model, args, kwargs)
     positional = argument_names(model, len(args))[: len(args)]
     for name in set(positional) & set(inducing) - set(inputs) - set(observed):
         shape = np.shape(args[positional.index(name)])

@@ -18,6 +18,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.domains import bounded, missing_link
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.observations import check_constants, check_shape
 from numpyro_gpaug.model.structure import (
@@ -75,6 +76,7 @@ class Dependencies:
         carried: dict[str, Any] = {}
         densities: dict[str, Any] = {}
         rest: dict[str, Any] = {}
+        bound: dict[str, Any] = {}
         for name, site in trace.items():
             if site["type"] == "sample" and site["is_observed"]:
                 check_shape(name, site)
@@ -93,6 +95,7 @@ class Dependencies:
                     if k in (*base.arg_constraints, "family_parameters")
                     and k not in latents
                 ]  # fmt: skip
+                bound[name] = bounded(base)
             elif site["type"] == "sample" and name not in values:
                 rest[name] = jax.tree.leaves(site["fn"])
         for block in candidates:
@@ -103,7 +106,9 @@ class Dependencies:
                     f.gp.bias,
                 ]  # fmt: skip
                 self.correlated[block.name] = f.gp.loadings is not None
-        return {"carried": carried, "densities": densities, "rest": rest}
+        return {
+            "carried": carried, "densities": densities, "rest": rest, "bounded": bound
+        }  # fmt: skip
 
     def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
         """Raises for models whose processes feed something other than likelihoods.
@@ -216,14 +221,24 @@ class Dependencies:
                 "output at a time; MCMC(NUTS(model)) samples this model"
             )
 
+    def _missing_link(self, name: str) -> str | None:
+        """What to say of a parameter that has a domain and is affine in a block."""
+        for k, leaf in self.states["bounded"][name].items():
+            for block, dependence in leaf.state.items():
+                if dependence.affine:
+                    return missing_link(name, self.classes[name], k, block)
+        return None
+
     def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
         if not self.registered[name]:
+            if missing := self._missing_link(name):
+                return missing
             cls = self.classes[name].__name__
             instead = _INSTEAD.get(cls, "numpyro_gpaug.Linked(f, link, family)")
             return f"no closed form is registered for {cls} (one is for {instead})"
         for leaf in jax.tree.leaves(self.states["rest"][name]):
             if touched := [r for r in reached if r in leaf.state]:
-                return (
+                return self._missing_link(name) or (
                     f"a parameter of {self.classes[name].__name__} other than "
                     f"{self.registered[name]} depends on {touched[0]!r}"
                 )

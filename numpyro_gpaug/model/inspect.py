@@ -24,6 +24,7 @@ from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.dependencies import Dependencies
+from numpyro_gpaug.model.domains import LINK
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
 from numpyro_gpaug.model.structure import (
@@ -219,6 +220,8 @@ def require_conjugate(structure: Structure, updates: str) -> None:
     :raises NotConjugateError: naming the site, the operation and a route that works.
     """
     for site in structure.observed:
+        if site.reason is not None and LINK in site.reason:
+            raise NotConjugateError(site.reason)
         if site.reason is not None:
             raise NotConjugateError(
                 f"site {site.name!r} has no closed-form update: {site.reason}. "

@@ -16,6 +16,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.costs import FIT, Purpose
+from numpyro_gpaug.model.domains import find_missing_link
 from numpyro_gpaug.model.forms import Asked, find_form, refuse_large
 from numpyro_gpaug.model.indices import check_indices, program_of_others
 from numpyro_gpaug.model.joint import JointView
@@ -56,6 +57,8 @@ def inspect_joint(
         sites = tuple(s for s in sites if s.name != name)
     sites = tuple(found.kept(s) for s in sites)
     refuse_reversed(found.program, survey.scanned)
+    if missing := find_missing_link(found.program, found.classes, found.parts.bounded):
+        raise NotConjugateError(missing)
     check_indices(found.program)
     names = {s.name for s in sites}
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}

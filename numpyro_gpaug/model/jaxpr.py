@@ -9,7 +9,7 @@ prove that (a ``clip`` looks affine between its bounds), so the traced program i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -103,7 +103,16 @@ def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any])
         output.
     """
     inputs = dict(sorted(inputs.items()))
-    closed, treedef = jaxpr_and_tree(fn, inputs)
+    return dependences(*jaxpr_and_tree(fn, inputs), inputs)
+
+
+def dependences(closed: Any, treedef: Any, inputs: Iterable[str]) -> Any:
+    """Return what :func:`dependence_tree` does.
+
+    :param closed: from :func:`jaxpr_and_tree`.
+    :param treedef: likewise.
+    :param inputs: their names.
+    """
     reader = Reader(differentiated=True)
     starts = [reader.input(name) for name in inputs]
     values = reader.interpret(closed.jaxpr, starts)

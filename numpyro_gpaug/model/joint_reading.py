@@ -63,7 +63,7 @@ class Reading:
     ) -> None:
         self._survey = survey
         self._small = {s.name for s in sites if prod(s.shape) <= held}
-        self._classes: dict[str, type] = {}
+        self.classes: dict[str, type] = {}
         self._separations: dict[int, Separation] = {}
         shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
         self._processes = set(survey.functions)
@@ -73,7 +73,7 @@ class Reading:
             trace = run_model(seeded, arguments, jax.random.key(0), {})
             check_constants(trace)
             for name in survey.observed:
-                self._classes[name] = type(base_distribution(trace[name]["fn"]))
+                self.classes[name] = type(base_distribution(trace[name]["fn"]))
             return parts_of(trace, tuple(z), tuple(survey.observed))
 
         self.program = Program(parts, shapes | survey.functions)
@@ -172,7 +172,7 @@ class Reading:
 
     def observed(self, name: str) -> Observed:
         """The route of an observed site."""
-        cls = self._classes[name]
+        cls = self.classes[name]
         augmented = lookup_augmentation(cls) is not None
         variable = self.parts.densities[name].variable
         if not self.program.depends(variable):

@@ -7,14 +7,29 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpyro.distributions as dist
 from jax import Array, random
+from jax.extend.core import Literal
 
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.jaxpr import (
+    Dependence,
+    Leaf,
+    called_jaxpr,
+    dependences,
+    jaxpr_and_tree,
+)
 from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.structure import Structure, flat_functions, run_model
+
+# By the parameter that says along which axes, operations that make one number of many,
+# and that put them in order.
+_POOLING = {
+    "reduce_sum": "axes", "reduce_max": "axes", "reduce_min": "axes",
+    "reduce_prod": "axes", "argmax": "axes", "argmin": "axes", "sort": "dimension",
+}  # fmt: skip
 
 
 class Sources(NamedTuple):
@@ -23,11 +38,14 @@ class Sources(NamedTuple):
     :param observed: those that observed values are computed from.
     :param inducing: inducing matrices (inducing inputs and hyperparameters).
     :param inputs: inputs of processes, and parameters of likelihoods.
+    :param pooled: those that inputs are computed from by a sum, an extreme or an order
+        over their rows: they are others where other rows are passed together.
     """
 
     observed: tuple[str, ...]
     inducing: tuple[str, ...]
     inputs: tuple[str, ...]
+    pooled: tuple[str, ...] = ()
 
 
 def sources(
@@ -48,7 +66,7 @@ def sources(
     arguments = Arguments.split(args, kwargs)
     inputs = {str(i): a for i, a in enumerate(arguments.arrays)}
 
-    def parts(inputs: dict[str, Array]) -> tuple[list[Any], list[Any], list[Any]]:
+    def parts(inputs: dict[str, Array]) -> tuple[list[Any], ...]:
         given = arguments._replace(
             arrays=tuple(inputs[str(i)] for i in range(len(inputs)))
         )
@@ -58,18 +76,23 @@ def sources(
         messages = list(trace.values())
         observed = [m for m in messages if m["type"] == "sample" and m["is_observed"]]
         processes = [m["fn"] for m in messages if isinstance(m.get("fn"), Conditional)]
-        parameters = [
-            vars(base).get(k)
-            for base in (base_distribution(m["fn"]) for m in observed)
-            for k in base.arg_constraints
-        ]
+        laws = [base_distribution(m["fn"]) for m in observed]
+        parameters = [[vars(x).get(k) for k in x.arg_constraints] for x in laws]
+        # Factors, terms of the density, may well be sums over rows.
+        terms = [p for x, p in zip(laws, parameters, strict=True) if _is_factor(x)]
+        others = [p for x, p in zip(laws, parameters, strict=True) if not _is_factor(x)]
         return (
             [m["value"] for m in observed],
             [f.gp.factor for f in processes],
-            [*(f.X for f in processes), *parameters],
+            terms,
+            [[f.X for f in processes], others],
         )
 
-    found = dependence_tree(parts, inputs)
+    closed, treedef = jaxpr_and_tree(parts, inputs)
+    observed, inducing, terms, seen = dependences(closed, treedef, inputs)
+    *_, pooled = jax.tree.unflatten(
+        treedef, [Leaf(x) for x in pooled_inputs(closed, list(inputs), arguments)]
+    )
     positional = argument_names(model, len(args))
     paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     names = Arguments.select_arrays(
@@ -80,8 +103,60 @@ def sources(
         ],
     )
     groups = []
-    for group in found:
+    for group in (observed, inducing, (terms, seen), pooled):
         states = [leaf.state for leaf in jax.tree.leaves(group)]
         indices = sorted({int(key) for state in states for key in state})
         groups.append(tuple(dict.fromkeys(names[i] for i in indices)))
     return Sources(*groups)
+
+
+def _is_factor(law: dist.Distribution) -> bool:
+    return isinstance(law, dist.Unit)
+
+
+def pooled_inputs(
+    closed: Any, names: list[str], arguments: Arguments
+) -> list[dict[str, Dependence]]:
+    """Return, for every result of a program, the inputs of which it pools the rows.
+
+    :param closed: the program.
+    :param names: of its inputs.
+    :param arguments: arrays in the order of the inputs.
+    """
+    rows = arguments.num_rows
+    starts = [
+        ({name} if x.ndim and len(x) == rows else set(), set[str]())
+        for name, x in zip(names, arguments.arrays, strict=True)
+    ]
+    found = _pooled(closed.jaxpr, starts, rows)
+    return [dict.fromkeys(pooled, Dependence(None, None)) for _, pooled in found]
+
+
+_Reached = tuple[set[str], set[str]]
+
+
+def _pooled(jaxpr: Any, starts: list[_Reached], rows: int) -> list[_Reached]:
+    """Return the inputs that reach each result, and those pooled on the way."""
+    known = dict(zip(jaxpr.invars, starts, strict=True))
+
+    def read(variable: Any) -> _Reached:
+        if isinstance(variable, Literal):
+            return set(), set()
+        return known.get(variable, (set(), set()))
+
+    for eqn in jaxpr.eqns:
+        operands = [read(x) for x in eqn.invars]
+        inner = called_jaxpr(eqn)
+        if inner is not None and len(inner.jaxpr.invars) == len(operands):
+            found = _pooled(inner.jaxpr, operands, rows)
+            known |= zip(eqn.outvars, found, strict=True)
+            continue
+        reach: set[str] = set().union(*(x for x, _ in operands))
+        pooled: set[str] = set().union(*(x for _, x in operands))
+        if axes := _POOLING.get(eqn.primitive.name):
+            shape, along = eqn.invars[0].aval.shape, eqn.params[axes]
+            along = along if isinstance(along, tuple) else (along,)
+            if shape.count(rows) == 1 and rows > 1 and shape.index(rows) in along:
+                pooled |= reach
+        known |= dict.fromkeys(eqn.outvars, (reach, pooled))
+    return [read(x) for x in jaxpr.outvars]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -72,6 +73,53 @@ def check_arguments(
                 _check_array(name, leaf, used)
 
 
+# Rows that are looked at for numbers that a dtype makes the same, where a column has
+# fewer than so many steps of it, and compared if it has.
+_SEEN, _COARSE, _COMPARED = 256, 2**12, 10**4
+# Of a number, what may be rounding of its own: a constant column is none. Numbers that
+# come in single precision have to be large.
+_OWN, _LARGE_SINGLE = 1e-11, 1e4
+
+
+def _coarse_columns(array: np.ndarray) -> np.ndarray:
+    """Return the columns in which JAX's dtype may make other numbers the same."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    rows = array[:: max(1, len(array) // _SEEN)]
+    columns = rows.reshape(len(rows), -1)
+    low, high = columns.min(0), columns.max(0)
+    size, spread = np.maximum(abs(low), abs(high)), high - low
+    coarse = (spread > 0) & (spread < _COARSE * np.finfo(dtype).eps * size)
+    if array.dtype == dtype:
+        coarse &= (size > _LARGE_SINGLE) & (dtype.itemsize == 4)
+    return np.flatnonzero(coarse & (spread > _OWN * size))
+
+
+def _warn_of_rounding(name: str, value: np.ndarray) -> None:
+    """Warn of columns in which other numbers become the same, as seconds since 1970 do
+    in float32.
+
+    :param name: of the argument.
+    :param value: its floats.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    columns = value.reshape(len(value), -1)
+    for i in _coarse_columns(value):
+        numbers = columns[:_COMPARED, i]
+        before, after = (
+            len(np.unique(numbers.astype(x))) for x in (value.dtype, dtype)
+        )
+        steps = np.ptp(numbers) / (np.finfo(dtype).eps * np.abs(numbers).max())
+        if after < 0.9 * before or steps < after:
+            which = f"column {i} of {name}" if columns.shape[1] > 1 else name
+            warnings.warn(
+                f"{which} has numbers about {numbers.mean():.6g} that differ by up to "
+                f"{np.ptp(numbers):.3g}, of which {dtype} tells {after} apart. "
+                f"Subtract a constant before they are passed ({name} - {name}.min(0)), "
+                "or enable 64-bit floats",
+                stacklevel=6,
+            )
+
+
 # Of the kinds of numbers, those that every JAX has or takes for one that it has.
 _PLAIN = set(map(np.dtype, (bool, np.int32, np.int64, np.float32, np.float64)))
 # No squares of these are zero in any dtype.
@@ -86,7 +134,11 @@ def _is_plain(array: Any) -> bool:
     low, high = float(array.min()), float(array.max())
     if not (-_LARGE < low and high < _LARGE):
         return False
-    return array.dtype.kind != "f" or high > _NOT_TINY or low < -_NOT_TINY
+    if array.dtype.kind != "f":
+        return True
+    if array.ndim and len(_coarse_columns(array)):
+        return False
+    return high > _NOT_TINY or low < -_NOT_TINY
 
 
 def are_moderate(arrays: Iterable[np.ndarray]) -> bool:
@@ -189,10 +241,13 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
     _check_precision(name, value, uses)
     if jax.dtypes.issubdtype(value.dtype, np.floating):
         _check_size(name, value, uses)
+        if isinstance(value, np.ndarray) and value.ndim:
+            _warn_of_rounding(name, value)
     elif kind not in "b" and _is_rounded(value) and name in uses().inputs:
         raise ValueError(
             f"{name} has shape {shape} and integers above 2**24, which float32 rounds: "
-            "number them from 0 (numpy.unique), or enable 64-bit floats"
+            "subtract the least, number them from 0 (numpy.unique), or enable 64-bit "
+            "floats"
         )
 
 

@@ -27,6 +27,7 @@ from numpyro_gpaug.model.correlated_data import (
     is_correlated,
     mean_of,
 )
+from numpyro_gpaug.model.domains import bounded
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import Likelihood
@@ -45,6 +46,7 @@ class Parts(NamedTuple):
     :param spreads: of Gaussian sites, what must not depend on latents.
     :param values: of Gaussian sites and of deterministic ones.
     :param factors: of Gaussian sites whose values mix numbers by them.
+    :param bounded: of observed sites, parameters that have a domain.
     :param residuals: variances of function values given inducing values, by process.
     :param unreached: of which of them no more than one inducing value says something,
         likewise.
@@ -60,6 +62,7 @@ class Parts(NamedTuple):
     residuals: dict[str, Any]
     unreached: dict[str, Any]
     factors: dict[str, Any]
+    bounded: dict[str, dict[str, Any]]
 
 
 def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]:
@@ -128,6 +131,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
             if site["is_observed"]:
                 check_shape(name, site)
             density = fn.log_prob(value)
+            parts.bounded[name] = bounded(base_distribution(fn))
             parts.densities[name] = density if scale is None else density * scale
             if is_correlated(fn):
                 parts.parameters[name] = mean_of(fn)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,24 @@ from numpyro_gpaug.model.sources import Sources
 from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.model.validation import check_arguments
 
+# Columns whose ranges are kept, rows that are looked at for them, and those of a
+# prediction. Half of these are beyond where the fit has been if they are so many
+# standard deviations from its mean, and as many times as far as any row of the fit.
+_COLUMNS, _ROWS, _SOME, _FAR, _TIMES = 1000, 10**5, 64, 5.0, 2.0
+
+
+class Range(NamedTuple):
+    """Where the rows of a column are.
+
+    :param mean: of them.
+    :param spread: their standard deviation.
+    :param reach: how many of these the farthest is from the mean, rounded up.
+    """
+
+    mean: float
+    spread: float
+    reach: float
+
 
 class FitArguments(NamedTuple):
     """What a posterior knows of the arguments of its fit.
@@ -29,6 +48,8 @@ class FitArguments(NamedTuple):
         every array by its shape.
     :param fingerprints: of positional arguments, by name, where others that have a row
         per datum are kept: what tells other rows from those of the fit.
+    :param ranges: of arguments of floats with a row per datum, by name, those of their
+        columns.
     """
 
     kwargs: dict[str, Any]
@@ -36,6 +57,7 @@ class FitArguments(NamedTuple):
     shared: tuple[str, ...]
     data: tuple[tuple[Any, ...], dict[str, Any]]
     fingerprints: dict[str, int] = {}
+    ranges: dict[str, tuple[Range, ...]] = {}
 
     @classmethod
     def of_fit(
@@ -56,7 +78,7 @@ class FitArguments(NamedTuple):
         :raises ValueError: if inducing inputs or hyperparameters are computed from a
             positional argument, which changes at prediction.
         """
-        observations, inducing, _ = origins
+        observations, inducing, _, pooled = origins
         parameters = argument_names(model, len(args))
         if lost := [name for name in inducing if name in parameters[: len(args)]]:
             raise ValueError(
@@ -84,7 +106,11 @@ class FitArguments(NamedTuple):
             positional = zip(parameters, args, strict=False)
             seen = {k: _seen(x) for k, x in positional if k not in observations}
         told = {k: x for k, x in seen.items() if x is not None}
-        return cls(kept, observations, shared, jax.tree.map(_by_shape, data), told)
+        rowwise = {k: x for k, x in named.items() if k not in (*shared, *observations)}
+        _warn_of_pooled([k for k in pooled if k in rowwise])
+        ranges = {k: found for k, x in rowwise.items() if (found := _ranges(x))}
+        by_shape = jax.tree.map(_by_shape, data)
+        return cls(kept, observations, shared, by_shape, told, ranges)
 
     def holding(self, kwargs: dict[str, Any]) -> FitArguments:
         """These with other keyword arguments of the fit."""
@@ -117,7 +143,9 @@ class FitArguments(NamedTuple):
                 for k, v in merged.items()
             },
         )
-        self._refuse_rows_of_fit(dict(zip(parameters, args, strict=False)), kwargs)
+        positional = dict(zip(parameters, args, strict=False))
+        self._refuse_rows_of_fit(positional, kwargs)
+        self._warn_of_far({**positional, **kwargs})
         flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_new))
         pairs = list(zip(flags, arguments.arrays, strict=True))
         rows = [a.shape[0] for flag, a in pairs if flag and a.ndim]
@@ -158,6 +186,28 @@ class FitArguments(NamedTuple):
                 "with a row per datum: pass that of the new rows too, as in "
                 f"predict_y({differ[0]}_new, {left[0]}=...)"
             )
+
+    def _warn_of_far(self, given: dict[str, Any]) -> None:
+        """Warn of rows that are far from all of the fit.
+
+        :param given: arguments of a prediction, by name.
+        """
+        for name, ranges in self.ranges.items():
+            rows = _some_rows(given.get(name), _SOME)
+            if rows is None or rows.shape[1] != len(ranges):
+                continue
+            mean, spread, reach = np.array(ranges).T
+            here = np.median(rows, 0)
+            far = np.abs(here - mean) > spread * np.maximum(_FAR, _TIMES * reach)
+            for i in np.flatnonzero(far & (spread > 0))[:1]:
+                which = name if len(ranges) == 1 else f"column {i} of {name}"
+                warnings.warn(
+                    f"{which} is about {here[i]:.3g} here, but was {mean[i]:.3g}, give "
+                    f"or take {spread[i]:.3g}, in the fit, which knows nothing so far "
+                    "away. Pass columns in the units of the fit, standardised by its "
+                    "means and deviations if they were",
+                    stacklevel=5,
+                )
 
     def not_passed(
         self, model: Callable[..., Any], arguments: Arguments
@@ -215,6 +265,39 @@ def _seen(tree: Any) -> int | None:
     ):
         return None
     return int(fingerprint(np.asarray(x, np.float32) for x in arrays))
+
+
+def _warn_of_pooled(names: list[str]) -> None:
+    if names:
+        warnings.warn(
+            f"the model computes a sum, a mean, an extreme or an order of all rows of "
+            f"{names[0]!r}, which is another one where other rows are predicted. "
+            "Compute it before, and pass it by keyword: it is remembered",
+            stacklevel=5,
+        )
+
+
+def _some_rows(x: Any, most: int) -> np.ndarray | None:
+    """Return rows (n, columns) of floats, at most about so many; ``None`` of all else
+    than an array of them that this process can see."""
+    known = is_array(x) and not isinstance(x, jax.core.Tracer)
+    if not known or not getattr(x, "is_fully_addressable", True):
+        return None
+    if x.ndim not in (1, 2) or not x.size or not np.issubdtype(x.dtype, np.floating):
+        return None
+    rows = np.asarray(x[:: max(1, len(x) // most)], float)
+    return rows.reshape(len(rows), -1)
+
+
+def _ranges(x: Any) -> tuple[Range, ...]:
+    """Return those of the columns of an argument, if it is an array of floats."""
+    rows = _some_rows(x, _ROWS)
+    if rows is None or rows.shape[1] > _COLUMNS:
+        return ()
+    mean, spread = rows.mean(0), rows.std(0)
+    reach = np.abs(rows - mean).max(0) / np.where(spread > 0, spread, np.inf)
+    columns = zip(mean, spread, np.ceil(reach), strict=True)
+    return tuple(Range(*(float(f"{number:.3g}") for number in c)) for c in columns)
 
 
 def _lengths(tree: Any) -> set[int]:

@@ -32,7 +32,7 @@ from numpyro_gpaug.predict.archive import (
     pack,
     unpack,
 )
-from numpyro_gpaug.predict.arguments import FitArguments
+from numpyro_gpaug.predict.arguments import FitArguments, Range
 from numpyro_gpaug.predict.joint import predictor_for
 from numpyro_gpaug.predict.mixture import Fitted, Members
 from numpyro_gpaug.predict.predictor import Predictor
@@ -71,6 +71,7 @@ class _Header(NamedTuple):
     observations: tuple[str, ...]
     shared: tuple[str, ...]
     fingerprints: dict[str, int]
+    ranges: dict[str, tuple[Range, ...]]
     moments: dict[str, tuple[Array, ...]]
     members: Members | None
     sites: dict[str, tuple[Array, Array, Array | None]]
@@ -86,7 +87,7 @@ class _Header(NamedTuple):
 def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
     """See :meth:`~numpyro_gpaug.Posterior.save`."""
     arrays: dict[str, np.ndarray] = {}
-    kwargs, observations, shared, data, fingerprints = fit.arguments
+    kwargs, observations, shared, data, fingerprints, ranges = fit.arguments
     values, _, members = fit.fitted
     parts = {
         "values": leaves_apart(values),
@@ -94,6 +95,7 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
         "observations": observations,
         "shared": shared,
         "fingerprints": fingerprints,
+        "ranges": plain(ranges),
         "moments": _listed(fit.predictor.moments(fit.fitted)),
         "members": members and members._asdict() | {"own": _listed(members.own)},
         "sites": {k: _arrays(m) for k, m in fit.sites.items()},
@@ -145,7 +147,7 @@ def read_fit(
             fitted,
             FitArguments(
                 found.arguments, found.observations, found.shared, found.data,
-                found.fingerprints,
+                found.fingerprints, found.ranges,
             ),
             {k: _site(*m) for k, m in found.sites.items()},
             found.marks,

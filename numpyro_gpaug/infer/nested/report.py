@@ -42,11 +42,10 @@ def certificate(run: Any) -> str:
     weighted = run.weighted
     khat, loss = weighted.khat, weighted.loss
     what, limit = f"k-hat {khat:.2f}", f"{weighted.limit:.2g}"
-    modes = f"; {run.searched.said}" if run.searched.said else ""
-    if run.certified:
+    if weighted.certified:
         return (
             f"{what}, at most {limit}: the weighted draws are of the exact "
-            f"posterior, up to their Monte Carlo error{modes}"
+            "posterior, up to their Monte Carlo error"
         )
     if khat > weighted.limit:
         what += f", above {limit}: the weights are too uneven"
@@ -57,8 +56,6 @@ def certificate(run: Any) -> str:
         )
         if run.programs.structure.functions:
             what += " (in float32 a kernel matrix needs more jitter)"
-    if not run.searched.all_drawn:
-        what += f"{modes}, more than are drawn from"
     if run.correction:
         return f"{what}. {run.correction}"
     return f"{what}. These draws are NOT of the exact posterior, nor is the evidence"

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.batches import Blocks
+from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.processes import spans_processes, told_by_all
 from numpyro_gpaug.math.sharding import LATENTS
@@ -25,7 +29,12 @@ from numpyro_gpaug.model.calls import (
 from numpyro_gpaug.model.inspect import require_conjugate
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.observations import check_observations, check_observed
-from numpyro_gpaug.model.structure import Structure
+from numpyro_gpaug.model.structure import (
+    Structure,
+    any_key,
+    flat_functions,
+    run_model,
+)
 from numpyro_gpaug.model.validation import check_arguments
 
 
@@ -162,6 +171,66 @@ def check_basis(state: Any, structure: Structure) -> None:
             "the state has its latents in another basis than the guide: a fit whose "
             "precision rounding did not resolve changed it. Start a new run"
         )
+
+
+# Of a datum, in nats: a loss above which the data are looked at, and by how much a
+# normal distribution of their own mean and deviation has to explain them better; and
+# what the prior of a latent may take of a bound.
+_LARGE_LOSS, _WORSE, _PRIOR = 10.0, 5.0, 15.0
+
+
+def warn_of_units(
+    loss: float,
+    model: Callable[..., Any],
+    structure: Structure,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Warn of measurements that a converged fit does not reach, as those in units of a
+    million under priors of unit scale.
+
+    :param loss: minus the bound, or minus the log-evidence.
+    :param model: the model.
+    :param structure: of the model.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    """
+    arguments = Arguments.split(args, kwargs)
+    if not loss > _LARGE_LOSS * max(arguments.num_rows, 1):
+        return
+    names: list[str] = []
+
+    def measured(arrays: tuple[Any, ...]) -> list[Any] | None:
+        given = arguments._replace(arrays=arrays)
+        trace = run_model(flat_functions(model), given, any_key(), structure.zeros)
+        sites = [m for m in trace.values() if m.get("is_observed")]
+        # Terms, weights and counts have other causes.
+        if any(m["scale"] is not None or m["fn"].is_discrete for m in sites):
+            return None
+        names[:] = [m["name"] for m in sites]
+        masks = [getattr(m["fn"], "_mask", True) for m in sites]
+        pairs = zip(sites, masks, strict=True)
+        return [jnp.where(mask, m["value"], jnp.nan) for m, mask in pairs]
+
+    values = once(measured)(arguments.arrays)
+    data = [x[np.isfinite(x)] for x in map(np.asarray, values or ())]
+    if not data or any(x.size < 2 or not x.std() for x in data):
+        return
+    explained = -sum(x.size * (np.log(float(x.std())) + 1.42) for x in data)
+    latents = sum(math.prod(b.shape) for b in structure.blocks)
+    allowed = _WORSE * sum(x.size for x in data) + _PRIOR * latents
+    if explained + loss < allowed:
+        return
+    worst = int(np.argmax([np.abs(x).max() for x in data]))
+    mean, spread = float(data[worst].mean()), float(data[worst].std())
+    warnings.warn(
+        f"{names[worst]!r}, of mean {mean:.3g} and standard deviation {spread:.3g}, is "
+        "explained far worse than by a normal distribution with these two. Likely "
+        "causes: units that the priors do not reach, or a scale that is fixed and too "
+        f"small. Standardise it, ({names[worst]} - mean) / deviation, or widen the "
+        "priors",
+        stacklevel=3,
+    )
 
 
 class CheckedData:

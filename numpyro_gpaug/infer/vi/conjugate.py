@@ -16,7 +16,12 @@ from jax.sharding import Mesh
 from numpyro_gpaug._display import NotPickled, Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
-from numpyro_gpaug.infer.vi.checks import CheckedData, check_alike, check_run
+from numpyro_gpaug.infer.vi.checks import (
+    CheckedData,
+    check_alike,
+    check_run,
+    warn_of_units,
+)
 from numpyro_gpaug.infer.vi.feeds import Given
 from numpyro_gpaug.infer.vi.loop import CHUNK, copied
 from numpyro_gpaug.infer.vi.plan import LBFGS, LEAST_RISE, Plan, Settings
@@ -401,6 +406,11 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         if turns and state.lost > LOST and self._turn(state, given):
             return None
         self._warn(state, plan, given, start if init_state is None else None)
+        # Who fixes all scales has said what they are.
+        rests = progress.at_rest and bool(plan.transforms)
+        if given.batches is None and not plan.noisy and rests:
+            loss = float(np.concatenate(losses)[-1])
+            warn_of_units(loss, self.model, plan.structure, given.args, given.kwargs)
         params, told = taken.params, taken.told
         if params is None or state is not taken.state:
             params, told = self.get_params(state), None
