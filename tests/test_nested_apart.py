@@ -8,7 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from scipy import special
+from scipy import special, stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.nested.apart import (
@@ -99,10 +99,38 @@ def terms_of(group, shared=None):
 def test_groups_are_told_by_values():
     sizes = ArrowSizes(G, 2, 1)
     group = RNG.integers(0, G + 1, 500)
+    group[0] = 3
     found = group_of_terms(terms_of(group), sizes, np.random.default_rng(1))
     np.testing.assert_array_equal(found, group)
     other = (group[0] + 7) % G
     assert group_of_terms(terms_of(group, other), sizes, RNG) is None
+
+
+def test_groups_are_told_where_the_posterior_is():
+    """Censored times and a wide level: under the prior densities are zero or one,
+    whatever the effect of a group is, as if no group had anything to do with them."""
+    groups, rng = 48, np.random.default_rng(3)
+    time = np.exp(10 + 0.5 * rng.normal(size=groups)) * rng.exponential(size=groups)
+    seen = np.arange(groups) % 2
+
+    def model(time):
+        level = numpyro.sample("level", dist.Normal(0, 300))
+        with numpyro.plate("groups", groups):
+            a = numpyro.sample("a", dist.Normal(0, 2.0))
+            eta = jnp.log(time) - level - a
+            numpyro.factor("time", seen * eta - jnp.exp(eta))
+
+    nested = gpaug.NestedVI(model, progress_bar=False)
+    nested.run(jax.random.key(3), time.astype(np.float32))
+    level, a = np.linspace(4, 16, 601), np.linspace(-16, 16, 801)
+    eta = np.log(time)[:, None, None] - level[:, None] - a
+    terms = seen[:, None, None] * eta - np.exp(eta) + stats.norm(0, 2).logpdf(a)
+    logs = (special.logsumexp(terms, -1) + np.log(a[1] - a[0])).sum(0)
+    logs += stats.norm(0, 300).logpdf(level)
+    evidence = special.logsumexp(logs) + np.log(level[1] - level[0])
+    assert nested.certified
+    found = nested.get_extra_fields()["log_evidence"]
+    np.testing.assert_allclose(found, evidence, atol=0.2)
 
 
 def test_groups_are_told_where_terms_have_steps():

@@ -241,7 +241,7 @@ def test_leave_one_out_against_refits(of_counts):
         for i in left_out
     ]
     elpd = np.asarray(found.elpd_i)[left_out]
-    np.testing.assert_allclose(elpd, expected, atol=0.06)
+    np.testing.assert_allclose(elpd, expected, atol=0.12)
     assert np.asarray(found.pareto_k).max() < 0.7
 
 

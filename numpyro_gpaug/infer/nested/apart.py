@@ -110,7 +110,7 @@ def group_of_terms(
     none; ``None`` where some term looks at several. Terms at latents of which some
     groups have one value and some another are those at one of both.
 
-    :param terms: at latents (k, size), (k, n).
+    :param terms: at latents made of standard normal numbers (k, size), (k, n).
     :param sizes: of the latents.
     :param rng: random numbers.
     """
@@ -183,7 +183,9 @@ def weigh_apart(
         wide = jnp.broadcast_to(width * rest + shift, (number, len(rest)))
         z = q.mean + q.spread(sizes.joined(own, wide))
         data = jax.vmap(log_terms)(z)
-        base = jnp.where(jnp.isfinite(data[0]), data[0], 0)
+        # Of the best candidate, whose rounding counts: others may be far out.
+        base = data.max(0)
+        base = jnp.where(jnp.isfinite(base), base, 0)
         rises = jnp.zeros((sizes.groups + 1, number), data.dtype)
         rises = rises.at[apart.group].add((data - base).T)[:-1]
         white, corners = sizes.split(z)

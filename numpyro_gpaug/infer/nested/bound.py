@@ -39,6 +39,8 @@ from numpyro_gpaug.model.latents import JOINT, JointStructure
 # The rise in nats that ends the moves, where rounding is not larger. An error in the
 # Gaussian is of second order in the bound, but of first in its gradient.
 TOLERANCE = 1e-9
+# The precision of a factor that a search starts from, at least.
+LEAST = 1e-3
 # Steps of differences of gradients, in unconstrained hyperparameters.
 STEP = {"float32": 0.05, "float64": 0.01}
 
@@ -275,6 +277,29 @@ def _certain(map_: Any) -> Any:
     if isinstance(map_, ArrowMap):
         return replace(map_, residual=zeros)
     return map_._replace(residual=zeros)
+
+
+def log_factors(map_: Any, factors: Any, z: Array) -> Array:
+    """Logarithm of the product of Gaussian factors at latents (1, size), up to a
+    constant."""
+    single = map_.single if isinstance(map_, PairedMap) else map_
+    at = single.given(z).mean
+    terms = at * (factors.potential - 0.5 * factors.precision * at)
+    if isinstance(map_, PairedMap):
+        pairs = at[..., map_.left] * at[..., map_.right]
+        return terms.sum() - (factors.cross * pairs).sum()
+    return terms.sum()
+
+
+def moved_to(map_: Any, factors: Any, z: Array) -> Any:
+    """Factors as narrow as others, about the predictors at latents (1, size): from wide
+    ones a search may climb over to the highest mode there is."""
+    paired = isinstance(map_, PairedMap)
+    at = (map_.single if paired else map_).given(z).mean
+    precision = jnp.maximum(jnp.abs(factors.precision), LEAST)
+    if paired:
+        return PairFactors(precision * at, precision, jnp.zeros_like(factors.cross))
+    return GaussianFactors(precision * at, precision)
 
 
 def _first_factors(map_: Any) -> Any:

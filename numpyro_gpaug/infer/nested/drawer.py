@@ -19,6 +19,9 @@ from numpyro_gpaug.infer.nested.programs import ENOUGH, Drawn, Evaluated, Progra
 # Of the losses at points where the factors were known nearly, which of them is taken to
 # be that of others, and how many there have to be.
 SURE, LEAST = 0.8, 20
+# Nats below the best at which nothing is left of a weight, and above it that no draw
+# can be.
+FAR, ABSURD = 200.0, 1e4
 
 
 def generator(key: Array, stream: int) -> np.random.Generator:
@@ -74,6 +77,25 @@ class Points(NamedTuple):
     corner: np.ndarray
 
 
+class _Gaussians:
+    """The Gaussians of one mode at points.
+
+    :param known: those found so far.
+    :param points: (n, d).
+    :param most: how far from these a point may be.
+    :ivar rows: flat factors, from which searches start where they are not near enough.
+    :ivar doubts: how far these are from those known.
+    :ivar sure: whether they are near enough.
+    :ivar bound: where a search was made, otherwise not a number.
+    """
+
+    def __init__(self, known: Known, points: np.ndarray, most: float) -> None:
+        self.known = known
+        self.rows, self.doubts = known.at(points)
+        self.sure = self.doubts <= most
+        self.bound = np.full(len(points), np.nan)
+
+
 class Drawer:
     """Calls the programs of a run, and counts. Draws are weighed whatever Gaussian they
     are from: where those known say by a spline what it is it need not be found, and
@@ -83,7 +105,10 @@ class Drawer:
     :param arrays: array arguments of the model.
     :param rng: random numbers.
     :param bar: a progress bar.
-    :param apart: how groups are weighed apart; ``None`` if they are not.
+    :ivar apart: how groups are weighed apart; ``None`` if they are not.
+    :ivar known: Gaussian factors found so far.
+    :ivar modes: the same for each mode of the latents, the highest first, where there
+        are several; draws are from the mixture of their Gaussians.
     :ivar shift: of the corner from the Gaussian's mean, in its standard deviations.
     """
 
@@ -93,26 +118,78 @@ class Drawer:
         arrays: Any,
         rng: np.random.Generator,
         bar: Any,
-        apart: Apart | None = None,
     ) -> None:
-        self.apart = apart
-        self.shift = np.zeros(0 if self.apart is None else self.latents)
-        self._programs, self._arrays, self._bar = programs, arrays, bar
+        self.apart: Apart | None = None
+        self.shift = np.zeros(0)
+        self.programs, self.arrays, self._bar = programs, arrays, bar
         self._rng = rng
         self._none = programs.no_start(arrays)
         self.start = self._none
         self.best, self.evaluations = -np.inf, 0
         self.known = Known(self._none, programs.hyper.size)
+        self.modes = [self.known]
+        self._shares, self._others = np.ones(1), list[Start]()
         # How far each search was from what is known, and what it has lost by that.
         self._doubts: list[float] = []
         self._losses: list[float] = []
         self._most = -np.inf
 
+    def part(self, point: np.ndarray) -> None:
+        """Finds how groups can be weighed apart: not those of several modes.
+
+        :param point: at which the Gaussian was found last, (d,).
+        """
+        if len(self.modes) > 1:
+            return
+        factors = self.found(point).factors
+        self.apart = self.programs.apart(point, factors, self.arrays, self._rng)
+        self.shift = np.zeros(0 if self.apart is None else self.latents)
+
+    def found(self, point: np.ndarray) -> Evaluated:
+        """The Gaussian at a point at which it was found before, (d,)."""
+        rows, _ = self.known.at(point[None])
+        return self.search(point, self.known.factors(rows))
+
+    def search(self, point: np.ndarray, factors: Any) -> Evaluated:
+        """The Gaussian at a point that a search from given factors ends at; it is not
+        kept.
+
+        :param point: (d,).
+        :param factors: with a leading axis of 1.
+        """
+        start = Start(factors, KNOWN)
+        self.evaluations += 1
+        return self.programs.evaluate(point[None], start, self.arrays, gradient=False)
+
+    def draw_from(self, point: np.ndarray, modes: list[tuple[Any, float]]) -> None:
+        """Draws from now on from the mixture of the Gaussians of several modes.
+
+        :param point: at which they were found, (d,).
+        :param modes: factors, and the bound of each; the highest first.
+        """
+        bounds = np.array([bound for _, bound in modes])
+        shares = np.exp(bounds - np.logaddexp.reduce(bounds))
+        # Some of each, as they change with the hyperparameters.
+        self._shares = 0.5 * shares + 0.5 / len(modes)
+        self.modes = []
+        for factors, _ in modes:
+            known = Known(self._none, self.programs.hyper.size)
+            known.add(point[None], factors)
+            self.modes.append(known)
+        self.known = self.modes[0]
+        self.start, *self._others = (Start(factors, KNOWN) for factors, _ in modes)
+        self.best = -np.inf
+
+    @property
+    def starts(self) -> list[Start]:
+        """Factors of each mode of the latents, the highest first."""
+        return [self.start, *self._others]
+
     @property
     def latents(self) -> int:
         """How many of them are weighed at once."""
         if self.apart is None:
-            return self._programs.structure.size
+            return self.programs.structure.size
         return self.apart.sizes.corner
 
     @property
@@ -127,12 +204,12 @@ class Drawer:
         """Of how many draws all but the groups are the same."""
         if self.apart is None:
             return 1
-        return self._programs.num_draws // self.apart.corners
+        return self.programs.num_draws // self.apart.corners
 
     def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """The collapsed log-density and its gradient."""
         rows, _ = self.known.at(point[None])
-        found = self._evaluated(point[None], rows, gradient=True)
+        found = self._evaluated(self.known, point[None], rows, gradient=True)
         bound, log_prior, ascent = map(np.asarray, found[:3])
         value = float(bound[0]) + float(log_prior[0])
         if value > self.best:
@@ -151,7 +228,8 @@ class Drawer:
         parts = []
         for places in (slice(half), slice(half, None)):
             parts.append(self.draw(points[places], widths[places], found=True))
-            self.known.learn()
+            for known in self.modes:
+                known.learn()
         self._calibrate()
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
@@ -172,7 +250,7 @@ class Drawer:
         :param widths: (n, draws).
         :param found: whether the Gaussian is to be found at all of them.
         """
-        chunk = self._programs.chunk
+        chunk = self.programs.chunk
         starts = range(0, len(points), chunk)
         parts = [
             self._chunk(points[i : i + chunk], widths[i : i + chunk], found)
@@ -181,35 +259,42 @@ class Drawer:
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     def _chunk(self, points: np.ndarray, widths: np.ndarray, found: bool) -> Points:
-        programs, num = self._programs, len(points)
-        rows, doubts = self.known.at(points)
-        sure = doubts <= (-np.inf if found else self._most)
-        bound = np.full(num, np.nan)
-        self._find(points, rows, doubts, bound, np.flatnonzero(~sure))
+        programs, num = self.programs, len(points)
+        most = -np.inf if found else self._most
+        gaussians = [_Gaussians(known, points, most) for known in self.modes]
+        for gaussian in gaussians:
+            self._find(points, gaussian, np.flatnonzero(~gaussian.sure))
         size = programs.chunk, programs.num_draws // self.alike, self.latents
         noise = self._rng.standard_normal(size, programs.structure.dtype)
         apart = None
         if self.apart is not None:
             uniform = self.apart.uniform(self._rng, size[0], noise.dtype)
             apart = self.apart, uniform, self.shift.astype(noise.dtype)
-        drawn = self._drawn(points, rows, noise, widths, apart)
+        drawn = self._drawn(points, gaussians, noise, widths, apart)
         # Factors between those known may be none of a Gaussian.
-        broken = sure & ~np.isfinite(drawn.log_det)
-        if broken.any():
-            self._find(points, rows, doubts, bound, np.flatnonzero(broken))
-            drawn = self._drawn(points, rows, noise, widths, apart)
-        failed = ~(sure & ~broken) & ~np.isfinite(bound)
+        broken = ~np.isfinite(drawn.log_det)
+        again = [np.flatnonzero(broken & gaussian.sure) for gaussian in gaussians]
+        if any(len(places) for places in again):
+            for gaussian, places in zip(gaussians, again, strict=True):
+                self._find(points, gaussian, places)
+                gaussian.sure[places] = False
+            drawn = self._drawn(points, gaussians, noise, widths, apart)
+        bounds = np.stack([gaussian.bound for gaussian in gaussians])
+        sure = np.stack([gaussian.sure for gaussian in gaussians])
+        failed = ~(sure | np.isfinite(bounds)).all(0)
         total, lost, log_det, log_prior = (
             np.asarray(x, float)
             for x in (drawn.total, drawn.lost, drawn.log_det, drawn.log_prior)
         )
         ratios = total + lost + (log_prior + log_det / 2)[:, None]
-        ratios[failed] = np.nan
+        # Thousands of nats above the best are rounding, of a Gaussian that is none.
+        ratios[failed[:, None] | (ratios > self.best + ABSURD)] = np.nan
         self._bar.update(num)
         squares = np.square(noise[:num], dtype=float).sum(-1).repeat(self.alike, 1)
         corner = noise[:num, :, :0]
         if apart is not None:
             corner = widths[:, :: self.alike, None] * noise[:num] + self.shift
+        bound = np.max(bounds, axis=0)
         return Points(
             np.asarray(drawn.z), bound, log_prior, ratios, squares, drawn.sites, corner
         )
@@ -217,39 +302,40 @@ class Drawer:
     def _drawn(
         self,
         points: np.ndarray,
-        rows: np.ndarray,
+        gaussians: list[_Gaussians],
         noise: np.ndarray,
         widths: Any,
         apart: Any,
     ) -> Drawn:
         """Draws at some points; the last chunk has the shape of the others."""
-        programs, num = self._programs, len(points)
+        programs, num = self.programs, len(points)
         filled = np.minimum(np.arange(programs.chunk), num - 1)
-        factors = self.known.factors(rows[filled])
-        drawn = programs.draw(
-            points[filled], factors, noise, widths[filled, :: self.alike],
-            self._arrays, apart,
-        )  # fmt: skip
+        each = [g.known.factors(g.rows[filled]) for g in gaussians]
+        widths = widths[filled, :: self.alike]
+        if len(each) > 1:
+            factors = jax.tree.map(lambda *x: np.stack(x, 1), *each)
+            chosen = self._rng.choice(len(each), noise.shape[:2], p=self._shares)
+            drawn = programs.draw_mixed(
+                points[filled], factors, self._shares, chosen, noise, widths,
+                self.arrays,
+            )  # fmt: skip
+        else:
+            drawn = programs.draw(
+                points[filled], each[0], noise, widths, self.arrays, apart
+            )
         return jax.tree.map(lambda x: np.asarray(x)[:num], drawn)
 
     def _find(
-        self,
-        points: np.ndarray,
-        rows: np.ndarray,
-        doubts: np.ndarray,
-        bound: np.ndarray,
-        places: np.ndarray,
+        self, points: np.ndarray, gaussians: _Gaussians, places: np.ndarray
     ) -> None:
         """Finds the Gaussian at some of the points.
 
         :param points: (n, d).
-        :param rows: flat factors from which searches start, and into which those go
-            that are found, (n, numbers).
-        :param doubts: how far these are from those known, (n,).
-        :param bound: into which the bound goes, (n,).
+        :param gaussians: what is known there, into which those go that are found.
         :param places: which.
         """
-        batch = self._programs.batch
+        batch, known = self.programs.batch, gaussians.known
+        doubts, rows = gaussians.doubts, gaussians.rows
         for i in range(0, len(places), batch):
             here = places[i : i + batch]
             filled = here[np.minimum(np.arange(batch), len(here) - 1)]
@@ -257,30 +343,43 @@ class Drawer:
             near = ~np.isfinite(doubts[filled])
             begin = rows[filled]
             if near.any():
-                begin[near] = self.known.at(points[filled][near])[0]
-            found = self._evaluated(points[filled], begin, gradient=False)
+                begin[near] = known.at(points[filled][near])[0]
+            found = self._evaluated(known, points[filled], begin, gradient=False)
             num = len(here)
-            bound[here] = np.asarray(found.bound, float)[:num]
-            rows[here] = self.known.flat(found.factors)[:num]
+            gaussians.bound[here] = np.asarray(found.bound, float)[:num]
+            rows[here] = known.flat(found.factors)[:num]
             self._doubts += list(doubts[here])
             self._losses += list(np.asarray(found.loss, float)[:num])
 
     def _evaluated(
-        self, points: np.ndarray, rows: np.ndarray, *, gradient: bool
+        self, known: Known, points: np.ndarray, rows: np.ndarray, *, gradient: bool
     ) -> Evaluated:
-        """The Gaussian at points. One that is not finite may have started from factors
-        that are none there, and starts anew."""
-        programs, arrays = self._programs, self._arrays
+        """The Gaussian at points. One that is not finite, or as good as none, may have
+        started from factors that lead nowhere there, and starts anew."""
+        programs, arrays = self.programs, self.arrays
         self.evaluations += len(points)
-        start = self.known.start(rows)
+        start = known.start(rows)
         found = programs.evaluate(points, start, arrays, gradient=gradient)
-        finite = np.isfinite(np.asarray(found.bound))
-        if not finite.all() and start.known.any():
+        good = self._good(found)
+        if not good.all() and start.known.any():
             none = jax.tree.map(lambda x: np.repeat(x, len(points), 0), self._none)
             anew = programs.evaluate(points, none, arrays, gradient=gradient)
-            if np.isfinite(np.asarray(anew.bound)).sum() > finite.sum():
-                found, finite = anew, np.isfinite(np.asarray(anew.bound))
-        if finite.any():
-            kept = jax.tree.map(lambda x: np.asarray(x)[finite], found.factors)
-            self.known.add(points[finite], kept)
+            self.evaluations += len(points)
+            old, new = (np.asarray(x.bound) for x in (found, anew))
+            better = ~good & np.isfinite(new) & ~(new <= old)
+
+            def chosen(a: Any, b: Any) -> np.ndarray:
+                axes = (1,) * (np.ndim(b) - 1)
+                return np.where(better.reshape(-1, *axes), a, b)
+
+            found = jax.tree.map(chosen, anew, found)
+            good = self._good(found)
+        if good.any():
+            kept = jax.tree.map(lambda x: np.asarray(x)[good], found.factors)
+            known.add(points[good], kept)
         return found
+
+    def _good(self, found: Evaluated) -> np.ndarray:
+        """Where Gaussians are finite, and some weight may be, (n,)."""
+        value = np.asarray(found.bound, float) + np.asarray(found.log_prior, float)
+        return np.isfinite(value) & (value > self.best - FAR)

@@ -18,7 +18,8 @@ from tqdm.auto import tqdm
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import Start
-from numpyro_gpaug.infer.nested.drawer import Drawer, Points, generator
+from numpyro_gpaug.infer.nested.drawer import Drawer, generator
+from numpyro_gpaug.infer.nested.latent_modes import Searched, searched
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.proposal import (
     AT_MODE,
@@ -27,6 +28,7 @@ from numpyro_gpaug.infer.nested.proposal import (
     StudentT,
     refined,
 )
+from numpyro_gpaug.infer.nested.refining import Pool, extended
 from numpyro_gpaug.infer.nested.report import Clock
 from numpyro_gpaug.infer.nested.rounds import approached
 from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
@@ -58,7 +60,8 @@ class Run:
     :param way: how the hyperparameters were drawn.
     :param seed: of resampling.
     :param modes: those found, the highest first.
-    :param start: factors at the highest.
+    :param starts: factors at the highest, of each mode of the latents.
+    :param searched: what is known of the modes of the latents.
     :param num_chains: of the draws that are returned.
     :param correction: what was done about weights that are too uneven.
     :param independence: what each of the points is worth: less than one in a chain.
@@ -74,7 +77,8 @@ class Run:
     way: str
     seed: int
     modes: list[Mode]
-    start: Start
+    starts: list[Start]
+    searched: Searched
     num_chains: int = 1
     correction: str = ""
     independence: float = 1.0
@@ -82,7 +86,7 @@ class Run:
     @property
     def certified(self) -> bool:
         """Whether the draws are of the posterior, up to Monte Carlo error."""
-        return self.weighted.certified
+        return self.weighted.certified and self.searched.all_drawn
 
     def sites(self, *, deterministic: bool) -> dict[str, Array]:
         """Values of all weighted draws by site.
@@ -143,9 +147,20 @@ class Run:
         """
         rng = np.random.default_rng(self.seed)
         points, log_weights = stratified(*self.points(), num, rng)
-        with threads_for(self.programs.structure.size):
-            values, moments = self.programs.gaussians(points, self.start, self.arrays)
-        return log_weights, values, moments
+        programs = self.programs
+        with threads_for(programs.structure.size):
+            found = [
+                programs.gaussians(points, start, self.arrays) for start in self.starts
+            ]
+        if len(found) == 1:
+            return log_weights, *found[0][1:]
+        # Modes of the latents share a weight by their bounds.
+        bounds = np.stack([np.asarray(x[0], float) for x in found])
+        shares = log_weights + bounds - np.logaddexp.reduce(bounds)
+        values, moments = jax.tree.map(
+            lambda *x: np.concatenate(x), *(x[1:] for x in found)
+        )
+        return shares.ravel(), values, moments
 
     def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
         """The sites that a table is of: all but deterministic ones and inducing values,
@@ -190,15 +205,19 @@ def integrated(
     draws, num = programs.num_draws, min(EACH * (1 + start.size), FIRST)
     precise = programs.hyper.dtype == np.float64
     with tqdm(total=num + num_points, disable=not progress_bar, desc="mode") as bar:
-        with clock.part("reading the model"):
-            apart = programs.apart(start, arrays, rng)
-        drawer = Drawer(programs, arrays, rng, bar, apart)
+        drawer = Drawer(programs, arrays, rng, bar)
         with clock.part("mode and curvature"):
             modes = [climb(drawer.evaluate, start, precise)]
+            known, found = drawer.known, searched(drawer, modes[0].point, rng)
+            if drawer.known is not known:
+                modes = [climb(drawer.evaluate, modes[0].point, precise)]
+        with clock.part("reading the model"):
+            drawer.part(modes[0].point)
         bar.set_description("first draws")
         with clock.part("first draws"):
             laws = tuple(m.law for m in modes)
-            drawer.known.law = laws[0]
+            for known in drawer.modes:
+                known.law = laws[0]
             share = FIRST_FROM_PRIOR if len(prior) else 0.0
             proposal = Proposal(laws, (1.0,), share)
             points = rng.permutation(proposal.draws(num, prior, rng))
@@ -224,17 +243,15 @@ def integrated(
                 )
             proposal = _final(laws, points, weights, bool(len(prior)))
             # The first were used before.
-            points = proposal.draws(num_points, prior[::-1], rng)
-            widths = np.full((num_points, draws), width)
-            drawn = drawer.draw(points, widths, found=False)
-            density = proposal.log_density(points, drawn.log_prior, num_points)
-            ratios = drawn.log_joint_over_q - density[:, None]
-    with clock.part("certificate"):
-        weighted = _weighted(points, drawn, ratios, drawer.alike, normalised=True)
+            pool = Pool(drawer, np.full(draws, width), prior[::-1], rng)
+            weighted = pool.draw(proposal, num_points)
+            _refuse_none(weighted.log_ratios)
+            bar.set_description("further draws")
+            weighted = extended(pool, weighted, laws[0], num_points, programs.chunk)
     return Run(
-        programs, arrays, weighted, drawn.sites, clock, drawer.evaluations, width,
+        programs, arrays, weighted, pool.drawn.sites, clock, drawer.evaluations, width,
         f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
-        drawer.start,
+        drawer.starts, found,
     )  # fmt: skip
 
 
@@ -268,16 +285,21 @@ def sampled(
         points = np.asarray(mcmc.get_samples(), float)
         steps = int(np.sum(mcmc.get_extra_fields()["num_steps"]))
     with tqdm(total=num_points, disable=not progress_bar, desc="draws") as bar:
-        apart = programs.apart(start, arrays, rng)
-        drawer = Drawer(programs, arrays, rng, bar, apart)
+        drawer = Drawer(programs, arrays, rng, bar)
         with clock.part("draws"):
             mean = points.mean(0)
             value, _ = drawer.evaluate(mean)
+            found = searched(drawer, mean, rng)
+            drawer.part(mean)
             drawn = drawer.draw(points, np.ones((num_points, draws)), found=True)
     target = drawn.bound + drawn.log_prior
     ratios = drawn.log_joint_over_q - target[:, None]
     with clock.part("certificate"):
-        weighted = _weighted(points, drawn, ratios, drawer.alike, normalised=False)
+        _refuse_none(_without_failures(ratios))
+        weighted = Weighted.of(
+            points, drawn.z, ratios, normalised=False, alike=drawer.alike
+        )
+        assert weighted.khat is not None  # computed here, where it is timed
     law = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
     mode = Mode(mean, value, law)
     worth = effective_sample_size(points[None]).min() / num_points
@@ -287,24 +309,9 @@ def sampled(
     )
     return Run(
         programs, arrays, weighted, drawn.sites, clock, drawer.evaluations + steps, 1.0,
-        way, int(rng.integers(2**32)), [mode], drawer.start,
+        way, int(rng.integers(2**32)), [mode], drawer.starts, found,
         independence=min(1.0, float(worth)),
     )  # fmt: skip
-
-
-def _weighted(
-    points: np.ndarray,
-    drawn: Points,
-    ratios: np.ndarray,
-    alike: int,
-    *,
-    normalised: bool,
-) -> Weighted:
-    """The draws with their weights, which are looked at."""
-    _refuse_none(_without_failures(ratios))
-    found = Weighted.of(points, drawn.z, ratios, normalised, alike)
-    assert found.khat is not None  # computed here, where it is timed
-    return found
 
 
 def best_width(

@@ -66,7 +66,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     dtype = programs.hyper.dtype
     centre, axes = (jnp.asarray(x, dtype) for x in law[:2])
 
-    at_mode = programs.evaluate(law.mode[None], run.start, arrays, gradient=True)
+    at_mode = programs.evaluate(law.mode[None], run.starts[0], arrays, gradient=True)
     q = jax.tree.map(lambda x: x[0], at_mode.moments)
 
     def placed(draw: dict[str, Array]) -> tuple[Array, Array]:

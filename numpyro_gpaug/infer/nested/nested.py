@@ -63,12 +63,17 @@ class NestedVI(Displayed):
     neglects, if the weights are not too uneven. That is what k-hat, the shape of their
     tail, certifies: at most 0.7 (0.63 for 512 hyperparameters,
     ``1 - 1 / log10(num_points)`` for few), and all that is estimated from the draws is
-    right up to its Monte Carlo error; above, it is not, and the run warns. Near the
-    limit the verdict depends on the random key: another key that passes proves nothing,
-    and more points or ``correct="mcmc"`` are the cure. It warns too where the
-    model could not be evaluated (a Cholesky factorisation that fails in float32) and
-    more than a hundredth of the posterior's mass seems to be. The mean weight estimates
-    the evidence :math:`p(y)`.
+    right up to its Monte Carlo error; above, it is not, and the run warns. A run goes
+    on with further points, where its weights are largest, until k-hat is clearly below
+    the limit, so that the verdict does not depend on the random key. It warns too where
+    the model could not be evaluated (a Cholesky factorisation that fails in float32)
+    and more than a hundredth of the posterior's mass seems to be. The mean weight
+    estimates the evidence :math:`p(y)`.
+
+    Where a likelihood is not log-concave the latents may have several modes: they are
+    searched for at the mode of the hyperparameters, draws are from a mixture of the
+    Gaussians at all that are found, and the certificate says what was looked for. With
+    more than eight modes nothing is certified.
 
     A model without Gaussian latents, of up to eight hyperparameters (a marginal
     likelihood ``MultivariateNormal(0, K(theta))``, say), is sampled all the same: the
@@ -91,7 +96,7 @@ class NestedVI(Displayed):
         it: on full data, and every hyperparameter a sample site.
     :param num_samples: equally weighted draws that :meth:`get_samples` returns.
     :param num_points: hyperparameters that are drawn (512 give about 300 effective
-        ones).
+        ones). Where weights are uneven more are, up to eight times as many.
     :param num_draws: draws of the latents at each: 8 by default, 16 where groups are
         weighed apart, and up to 32 where a dense Gaussian has more than a hundred
         latents, whose weights are more uneven and whose draws cost little beside the
@@ -124,8 +129,10 @@ class NestedVI(Displayed):
     References: Rue, Martino and Chopin (2009), Approximate Bayesian inference for
     latent Gaussian models; Vehtari, Simpson, Gelman, Yao and Gabry (2024), Pareto
     smoothed importance sampling; Owen and Zhou (2000), Safe and effective importance
-    sampling; Cornuet, Marin, Mira and Robert (2012), Adaptive multiple importance
-    sampling; Kuntz, Crucinio and Johansen (2022), Product-form estimators.
+    sampling; Raftery and Bao (2010), Estimating and projecting trends in HIV/AIDS
+    generalized epidemics using incremental mixture importance sampling; Cornuet, Marin,
+    Mira and Robert (2012), Adaptive multiple importance sampling; Kuntz, Crucinio and
+    Johansen (2022), Product-form estimators.
     """
 
     def __init__(
@@ -225,10 +232,10 @@ class NestedVI(Displayed):
                 check_precision(first, bound.structure)
                 check_densities(programs.trace(start, arguments.arrays))
                 raise
-            if self.correct == "mcmc" and not run.weighted.certified:
+            if self.correct == "mcmc" and not run.certified:
                 with clock.part("NUTS from the draws"):
                     run = corrected(run, programs, rng_key, self.num_samples)
-        if not run.weighted.certified and self.correct is None:
+        if not run.certified and self.correct is None:
             warnings.warn(
                 f"{certificate(run)}. (correct='mcmc' runs NUTS from them)",
                 stacklevel=3,

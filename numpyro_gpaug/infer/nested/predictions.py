@@ -90,9 +90,10 @@ class AtDraws:
         total = len(self.points)
         chosen = np.arange(min(num, total)) * total // min(num, total)
         with threads_for(self._size):
-            return self._programs.gaussians(
+            _, values, moments = self._programs.gaussians(
                 self.points[chosen], self._start, self._arrays
             )
+            return values, moments
 
     def sites(self, key: Array) -> dict[str, Array]:
         """Values of all sites, the Gaussian latents drawn once at each draw.

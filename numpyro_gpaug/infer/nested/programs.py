@@ -30,13 +30,16 @@ from numpyro_gpaug.infer.nested.bound import (
     TOLERANCE,
     CollapsedBound,
     Start,
+    log_factors,
     moments_given,
+    moved_to,
 )
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
+from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Trace, run_model
 from numpyro_gpaug.model.whitened import whitened
 
@@ -119,11 +122,13 @@ class Programs:
         # What all moves have in common is made before their loop.
         self._settle = compiled(self._evaluate, runs=300, hoisted=False)
         # Some 600 in chunks.
-        self._drawn, self._drawn_apart = (
+        self._drawn, self._drawn_apart, self._drawn_mixed = (
             compiled(fn, runs=-(-600 // self.chunk))
-            for fn in (self._draw, self._draw_apart)
+            for fn in (self._draw, self._draw_apart, self._draw_mixed)
         )
         self._terms = compiled(self._terms_at, runs=1)
+        self._linked = compiled(self._linked_at, runs=1)
+        self._moved = compiled(self._moved_to, runs=1)
         self.sites = compiled(self._sites, runs=2)
 
     @contextmanager
@@ -211,22 +216,44 @@ class Programs:
         how, uniform, shift = apart
         return self._drawn_apart(*given, uniform, shift, how.group, arrays)
 
-    def apart(
-        self, point: np.ndarray, arrays: Any, rng: np.random.Generator
-    ) -> Apart | None:
-        """How groups can be weighed apart; ``None`` if they cannot.
+    def draw_mixed(
+        self,
+        points: np.ndarray,
+        factors: Any,
+        shares: np.ndarray,
+        chosen: np.ndarray,
+        noise: np.ndarray,
+        widths: np.ndarray,
+        arrays: Any,
+    ) -> Drawn:
+        """Draws from mixtures of Gaussians; otherwise as :meth:`draw`.
 
-        :param point: unconstrained hyperparameters, any.
+        :param factors: of all Gaussians at each point, (n, modes, ...).
+        :param shares: of the draws, (modes,).
+        :param chosen: which Gaussian each draw is from, (n, draws).
+        """
+        points = np.asarray(points, self.hyper.dtype)
+        dtype = self.structure.dtype
+        given = points, factors, chosen, noise, widths.astype(dtype)
+        return self._drawn_mixed(*given, np.log(shares).astype(dtype), arrays)
+
+    def apart(
+        self, point: np.ndarray, factors: Any, arrays: Any, rng: np.random.Generator
+    ) -> Apart | None:
+        """How groups can be weighed apart; ``None`` if they cannot. It is told from
+        draws of the Gaussian at a point: far from where the posterior is a density may
+        be zero, whatever the latents are.
+
+        :param point: unconstrained hyperparameters, (d,).
+        :param factors: of the Gaussian there, with a leading axis of 1.
         :param arrays: array arguments of the model.
         :param rng: random numbers.
         """
         if not may_part(self.structure):
             return None
-        point = np.asarray(point, self.hyper.dtype)
 
-        def terms(white: np.ndarray) -> np.ndarray:
-            white = white.astype(self.structure.dtype)
-            return np.asarray(self._terms(point, white, arrays))
+        def terms(noise: np.ndarray) -> np.ndarray:
+            return self.terms(point, factors, noise, arrays)[1]
 
         group = group_of_terms(terms, self.structure.sizes, rng)
         if group is None:
@@ -234,13 +261,74 @@ class Programs:
         sizes = self.structure.sizes
         return Apart(sizes, group, corners_of(self.num_draws, sizes))
 
-    def _terms_at(self, point: Array, white: Array, arrays: Any) -> Array:
+    def terms(
+        self, point: np.ndarray, factors: Any, noise: np.ndarray, arrays: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Latents (k, size) that the Gaussian at a point makes of numbers (k, size),
+        log-densities of all data there, (k, n), and squared lengths of the standard
+        normal numbers that latents are made of, (k,).
+
+        :param point: unconstrained hyperparameters, (d,).
+        :param factors: of the Gaussian, with a leading axis of 1.
+        :param noise: of which the latents are made, (k, size).
+        :param arrays: array arguments of the model.
+        """
+        point = np.asarray(point, self.hyper.dtype)
+        noise = noise.astype(self.structure.dtype)
+        factors = jax.tree.map(lambda x: x[0], factors)
+        z, terms, squares = self._terms(point, factors, noise, arrays)
+        return np.asarray(z), np.asarray(terms), np.asarray(squares, float)
+
+    def _terms_at(
+        self, point: Array, factors: Any, noise: Array, arrays: Any
+    ) -> tuple[Array, Array, Array]:
         values, _ = self.hyper.values(point, arrays)
-        return jax.vmap(lambda z: self.log_terms(values, z, arrays)[0])(white)
+        view = self.bound.view(values, arrays)
+        q = moments_given(factors, view)
+
+        def at(z: Array) -> tuple[Array, Array]:
+            white = self.structure.white(z, view.links)
+            terms, _ = self.log_terms(values, white, arrays)
+            return terms, jnp.square(white).sum()
+
+        z = q.mean + q.spread(noise)
+        return z, *jax.vmap(at)(z)
+
+    def from_white(self, point: np.ndarray, white: np.ndarray, arrays: Any) -> Any:
+        """Latents that standard normal numbers (k, size) make, (k, size)."""
+        if not self.structure.chains:
+            return white
+        given = np.asarray(point, self.hyper.dtype), white.astype(self.structure.dtype)
+        return np.asarray(self._linked(*given, arrays))
+
+    def _linked_at(self, point: Array, white: Array, arrays: Any) -> Array:
+        values, _ = self.hyper.values(point, arrays)
+        links = self.bound.view(values, arrays).links
+        return jax.vmap(lambda z: self.structure.linked(z, links))(white)
+
+    def factors_at(
+        self, point: np.ndarray, factors: Any, z: np.ndarray, arrays: Any
+    ) -> Any:
+        """Factors about latents (k, size), as narrow as given ones; a leading axis of
+        these. See :func:`~numpyro_gpaug.infer.nested.bound.moved_to`.
+
+        :param point: unconstrained hyperparameters, (d,).
+        :param factors: with a leading axis of 1.
+        :param z: latents.
+        :param arrays: array arguments of the model.
+        """
+        point, z = np.asarray(point, self.hyper.dtype), z.astype(self.structure.dtype)
+        factors = jax.tree.map(lambda x: x[0], factors)
+        return self._moved(point, factors, z, arrays)
+
+    def _moved_to(self, point: Array, factors: Any, z: Array, arrays: Any) -> Any:
+        values, _ = self.hyper.values(point, arrays)
+        map_ = self.bound.view(values, arrays).maps()[JOINT]
+        return jax.vmap(lambda z: moved_to(map_, factors, z[None]))(z)
 
     def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
-        """Hyperparameters by name, and the moments of the Gaussian given them, as
-        precise as that of a fit; points first.
+        """The bound, hyperparameters by name, and the moments of the Gaussian given
+        them, as precise as that of a fit; points first.
 
         :param points: unconstrained, (n, d).
         :param start: where the Gaussian starts, of one point.
@@ -250,7 +338,8 @@ class Programs:
             self.evaluate(point[None], start, arrays, gradient=True) for point in points
         ]
         return jax.tree.map(
-            lambda *x: np.concatenate(x), *((x.values, x.moments) for x in found)
+            lambda *x: np.concatenate(x),
+            *((x.bound, x.values, x.moments) for x in found),
         )
 
     def log_terms(
@@ -351,6 +440,55 @@ class Programs:
             return Drawn(log_prior, z, q.log_det[0], *sums)
 
         return self._each(one, (points, factors, noise, widths, uniform))
+
+    def _draw_mixed(
+        self,
+        points: Array,
+        factors: Any,
+        chosen: Array,
+        noise: Array,
+        widths: Array,
+        log_shares: Array,
+        arrays: Any,
+    ) -> Drawn:
+        """See :meth:`draw_mixed`. The density of a Gaussian at draws of another follows
+        from its factors: it is the prior's times theirs, up to a constant."""
+        modes, size = len(log_shares), self.structure.size
+
+        def one(each: Any) -> Drawn:
+            point, factors, chosen, noise, widths = each
+            values, log_prior = self.hyper.values(point, arrays)
+            view = self.bound.view(values, arrays)
+            map_ = view.maps()[JOINT]
+            parts = [jax.tree.map(lambda x, k=k: x[k], factors) for k in range(modes)]
+            qs = [moments_given(part, view) for part in parts]
+            moved = widths[:, None] * noise
+            z = jnp.stack([q.mean + q.spread(moved) for q in qs])
+            z = z[chosen, jnp.arange(len(chosen))]
+
+            def log_density(part: Any, z: Array) -> Array:
+                white = self.structure.white(z, view.links)
+                return log_factors(map_, part, z[None]) - 0.5 * jnp.square(white).sum()
+
+            def terms(z: Array, width: Array) -> tuple[Any, ...]:
+                white = self.structure.white(z, view.links)
+                logs = []
+                for part, q in zip(parts, qs, strict=True):
+                    fall = log_density(part, z) - log_density(part, q.mean[0])
+                    volume = 0.5 * q.log_det[0] + size * jnp.log(width)
+                    logs.append(fall / jnp.square(width) - volume)
+                mixed = jax.nn.logsumexp(log_shares + jnp.stack(logs))
+                data, trace = self.log_terms(values, white, arrays)
+                rest = jnp.append(-0.5 * jnp.square(white), -mixed)
+                sums = compensated_sum(jnp.concatenate([data, rest]))
+                return *sums, self._latents(trace)
+
+            weighed = jax.vmap(terms)(z, widths)
+            # Volumes are in the weights: it only says whether there are Gaussians.
+            finite = jnp.stack([0 * q.log_det[0] for q in qs]).sum()
+            return Drawn(log_prior, z, finite, *weighed)
+
+        return self._each(one, (points, factors, chosen, noise, widths))
 
     def _draw(
         self, points: Array, factors: Any, noise: Array, widths: Array, arrays: Any

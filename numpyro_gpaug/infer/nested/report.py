@@ -42,10 +42,11 @@ def certificate(run: Any) -> str:
     weighted = run.weighted
     khat, loss = weighted.khat, weighted.loss
     what, limit = f"k-hat {khat:.2f}", f"{weighted.limit:.2g}"
-    if weighted.certified:
+    modes = f"; {run.searched.said}" if run.searched.said else ""
+    if run.certified:
         return (
             f"{what}, at most {limit}: the weighted draws are of the exact "
-            "posterior, up to their Monte Carlo error"
+            f"posterior, up to their Monte Carlo error{modes}"
         )
     if khat > weighted.limit:
         what += f", above {limit}: the weights are too uneven"
@@ -56,6 +57,8 @@ def certificate(run: Any) -> str:
         )
         if run.programs.structure.functions:
             what += " (in float32 a kernel matrix needs more jitter)"
+    if not run.searched.all_drawn:
+        what += f"{modes}, more than are drawn from"
     if run.correction:
         return f"{what}. {run.correction}"
     return f"{what}. These draws are NOT of the exact posterior, nor is the evidence"

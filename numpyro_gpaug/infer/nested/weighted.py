@@ -85,7 +85,7 @@ class Weighted:
     @property
     def certified(self) -> bool:
         """Whether the draws are of the posterior, up to Monte Carlo error."""
-        return self.khat <= self.limit and self.loss <= LARGEST_LOSS
+        return bool(self.khat <= self.limit and self.loss <= LARGEST_LOSS)
 
     @cached_property
     def loss(self) -> float:

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes of the latents given hyperparameters. There is one where all data are
+log-concave in the latents; elsewhere others are looked for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from numpyro_gpaug.infer.nested.drawer import Drawer
+
+# Lines through the Gaussian's mean, at most, and how far they reach, in its standard
+# deviations.
+LINES, REACH = 16, np.concatenate([np.arange(0.5, 6, 0.5), 6 * 1.15 ** np.arange(20)])
+# Numbers of all terms along them, at most.
+ROOM = 2**22
+# Searches from draws of the prior, and from maxima along the lines.
+FROM_PRIOR, FROM_LINES = 8, 16
+# Modes that are drawn from; nats below the best at which one does not count.
+MOST, NEGLIGIBLE = 8, 9.0
+# Standard deviations between the means of two modes, at least.
+APART = 1.0
+
+
+class Searched(NamedTuple):
+    """What is known of the modes of the latents.
+
+    :param concave: whether data were log-concave in the latents wherever that was
+        tried.
+    :param searches: how many searches there were.
+    :param modes: how many modes were found that count.
+    """
+
+    concave: bool
+    searches: int = 0
+    modes: int = 1
+
+    @property
+    def all_drawn(self) -> bool:
+        """Whether draws are from all modes that were found."""
+        return self.modes <= MOST
+
+    @property
+    def said(self) -> str:
+        """What was found, for a certificate; nothing where there can be no others."""
+        if self.concave:
+            return ""
+        found = "no second mode" if self.modes == 1 else f"{self.modes} modes"
+        return f"{found} of the latents found by {self.searches} searches"
+
+
+def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Searched:
+    """Looks for modes of the latents at a point, and makes the drawer draw from those
+    that it finds, the highest first.
+
+    :param drawer: which knows the Gaussian at the point.
+    :param point: unconstrained hyperparameters, (d,).
+    :param rng: random numbers.
+    """
+    programs, arrays = drawer.programs, drawer.arrays
+    structure = programs.structure
+    if not structure.size or all(s.log_concave for s in structure.observed):
+        return Searched(concave=True)
+    concave, along = _along_lines(drawer, point, rng)
+    if concave:
+        return Searched(concave=True)
+    white = rng.normal(size=(FROM_PRIOR, structure.size))
+    prior = programs.from_white(point, white, arrays)
+    own, all_ = drawer.found(point), np.concatenate([along, prior])
+    starts = programs.factors_at(point, own.factors, all_, arrays)
+    found = [_Mode.of(own)]
+    number = len(along) + FROM_PRIOR
+    for i in range(number):
+        start = jax.tree.map(lambda x, i=i: np.asarray(x)[i : i + 1], starts)
+        mode = _Mode.of(drawer.search(point, start))
+        if np.isfinite(mode.bound) and all(mode.is_apart(m, rng) for m in found):
+            found.append(mode)
+    best = max(m.bound for m in found)
+    kept = [m for m in found if m.bound > best - NEGLIGIBLE]
+    kept.sort(key=lambda m: -m.bound)
+    if len(kept) > 1 or kept[0] is not found[0]:
+        drawer.draw_from(point, [(m.factors, m.bound) for m in kept[:MOST]])
+    return Searched(False, number, len(kept))
+
+
+class _Mode(NamedTuple):
+    """A Gaussian.
+
+    :param bound: the collapsed bound.
+    :param factors: Gaussian factors on the predictors.
+    :param moments: of the latents.
+    """
+
+    bound: float
+    factors: Any
+    moments: Any
+
+    @classmethod
+    def of(cls, evaluated: Any) -> _Mode:
+        """That of an evaluation at one point."""
+        moments = jax.tree.map(lambda x: np.asarray(x)[0], evaluated.moments)
+        return cls(float(evaluated.bound[0]), evaluated.factors, moments)
+
+    def is_apart(self, other: _Mode, rng: np.random.Generator) -> bool:
+        """Whether the means are further from each other than the Gaussians are wide."""
+        noise = rng.normal(size=(64, other.moments.mean.shape[-1]))
+        noise = noise.astype(other.moments.mean.dtype)
+        widths = [np.asarray(m.moments.spread(noise)).std(0) for m in (self, other)]
+        apart = np.abs(np.asarray(self.moments.mean - other.moments.mean))[0]
+        return bool((apart > APART * np.maximum(*widths)).any())
+
+
+def _along_lines(
+    drawer: Drawer, point: np.ndarray, rng: np.random.Generator
+) -> tuple[bool, np.ndarray]:
+    """Whether the log-density of every datum is concave along lines through the mean
+    of the Gaussian, and the latents at other maxima of the log-density of all.
+
+    :param drawer: which knows the Gaussian.
+    :param point: unconstrained hyperparameters, (d,).
+    :param rng: random numbers.
+    """
+    programs, arrays = drawer.programs, drawer.arrays
+    size, dtype = programs.structure.size, programs.structure.dtype
+    steps = np.concatenate([-REACH[::-1], [0.0], REACH])
+    factors = drawer.found(point).factors
+    _, terms, _ = programs.terms(point, factors, np.zeros((1, size)), arrays)
+    room = ROOM // (len(steps) * (terms.shape[1] + size))
+    number = int(np.clip(room, 2, LINES))
+    # Along single numbers, and along all at once.
+    own = np.eye(size)[rng.permutation(size)[: number - number // 4]]
+    mixed = rng.normal(size=(number // 4 if size > 1 else 0, size))
+    mixed /= np.linalg.norm(mixed, axis=1, keepdims=True)
+    concave, found = True, []
+    for direction in np.concatenate([own, mixed]):
+        noise = (steps[:, None] * direction).astype(dtype)
+        z, terms, squares = programs.terms(point, factors, noise, arrays)
+        concave &= _is_concave(terms, steps)
+        total = terms.sum(1) - 0.5 * squares
+        total = np.where(np.isfinite(total), total, -np.inf)
+        inner = total[1:-1]
+        peaks = 1 + np.flatnonzero((inner > total[:-2]) & (inner >= total[2:]))
+        peaks = peaks[np.abs(steps[peaks]) > 1]
+        found += [(total[i], z[i]) for i in peaks]
+    found = sorted(found, key=lambda pair: -pair[0])[:FROM_LINES]
+    return concave, np.array([z for _, z in found]).reshape(-1, size)
+
+
+def _is_concave(terms: np.ndarray, steps: np.ndarray) -> bool:
+    """Whether slopes of all terms fall along a line, but for rounding.
+
+    :param terms: (steps, n).
+    :param steps: (steps,).
+    """
+    rounding = 100 * np.finfo(terms.dtype).eps
+    terms = terms.astype(float)
+    with np.errstate(invalid="ignore"):
+        gaps = np.diff(steps)[:, None]
+        slopes = np.diff(terms, axis=0) / gaps
+        sizes = rounding * (1 + np.abs(terms[1:]) + np.abs(terms[:-1])) / gaps
+        rises = np.diff(slopes, axis=0) > sizes[1:] + sizes[:-1]
+    # Where a density is zero on either side it may be concave.
+    return not rises.any()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws in rounds, until their weights are even: incremental mixture importance
+sampling. Each round draws about the point with the largest weight, where earlier
+proposals were too thin, and as widely as the weighted points are spread; all points are
+weighed as draws of the mixture of all proposals.
+
+References: Cornuet, Marin, Mira and Robert (2012), Adaptive multiple importance
+sampling; Raftery and Bao (2010), Estimating and projecting trends in HIV/AIDS
+generalized epidemics using incremental mixture importance sampling; Owen and Zhou
+(2000), Safe and effective importance sampling.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from scipy import special
+
+from numpyro_gpaug.infer.nested.drawer import Drawer, Points
+from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT, tempered
+from numpyro_gpaug.infer.nested.weighted import Weighted
+from numpyro_gpaug.math.importance import log_mean_exp
+
+# The most points, and what they are to be worth, as multiples of those asked for.
+MOST, WORTH = 8, 0.6
+# The shape of a tail is estimated from some dozens of weights: k-hat varies from key to
+# key by about so much, and is to be as far below its limit.
+MARGIN = 0.15
+# By how much k-hat has to fall with as many points as were asked for.
+FALL = 0.05
+
+
+class Pool:
+    """Draws of several proposals, weighed as draws of their mixture.
+
+    :param drawer: draws the latents.
+    :param widths: by how much wider than the Gaussian, (draws,).
+    :param prior: draws of the prior, if there are any.
+    :param rng: random numbers.
+    :ivar points: (n, d).
+    :ivar drawn: what was drawn there.
+    """
+
+    points: np.ndarray
+    drawn: Points
+
+    def __init__(
+        self,
+        drawer: Drawer,
+        widths: np.ndarray,
+        prior: np.ndarray,
+        rng: np.random.Generator,
+    ) -> None:
+        self._drawer, self._widths, self._prior = drawer, widths, prior
+        self._rng = rng
+        self._parts: list[tuple[Proposal, int]] = []
+
+    def draw(self, proposal: Proposal, num: int) -> Weighted:
+        """Draws at further points; all draws with their weights.
+
+        :param proposal: of the points.
+        :param num: how many.
+        """
+        more = proposal.draws(num, self._prior, self._rng)
+        widths = np.broadcast_to(self._widths, (num, len(self._widths)))
+        drawn = self._drawer.draw(more, widths, found=False)
+        if self._parts:
+            more = np.concatenate([self.points, more])
+            drawn = jax.tree.map(lambda *x: np.concatenate(x), self.drawn, drawn)
+        self.points, self.drawn = more, drawn
+        self._parts.append((proposal, num))
+        each = [
+            np.log(num) + part.log_density(self.points, drawn.log_prior, num)
+            for part, num in self._parts
+        ]
+        density = special.logsumexp(each, axis=0) - np.log(len(self.points))
+        ratios = drawn.log_joint_over_q - density[:, None]
+        alike = self._drawer.alike
+        return Weighted.of(self.points, drawn.z, ratios, normalised=True, alike=alike)
+
+
+def extended(
+    pool: Pool, weighted: Weighted, law: StudentT, asked: int, least: int
+) -> Weighted:
+    """Draws in rounds until k-hat is clearly below its limit and points are worth .6 of
+    those asked for. They end before at eight times as many points, or where k-hat is
+    above its limit and falls no more: the latents, not the hyperparameters, make
+    weights uneven there.
+
+    :param pool: of the points asked for.
+    :param weighted: its draws.
+    :param law: at the mode, in whose axes points are near or far.
+    :param asked: how many were asked for.
+    :param least: points of a round, at least.
+    """
+    each = max(asked // 4, least)
+    khats = [weighted.khat]
+    while not _is_sure(weighted, asked) and len(pool.points) < MOST * asked:
+        before = khats[-1 - asked // each] if len(khats) > asked // each else np.inf
+        if weighted.khat > max(weighted.limit, before - FALL):
+            break
+        log_weights = log_mean_exp(weighted.log_ratios, 1)
+        parts = (
+            about_the_largest(law, pool.points, log_weights, each),
+            as_wide_as_all(law, pool.points, log_weights),
+        )
+        weighted = pool.draw(Proposal(parts, (0.5, 0.5), 0.0), each)
+        khats.append(weighted.khat)
+    return weighted
+
+
+def _is_sure(weighted: Weighted, asked: int) -> bool:
+    clear = weighted.khat <= weighted.limit - MARGIN
+    return clear and weighted.effective_points >= WORTH * asked
+
+
+def about_the_largest(
+    law: StudentT, points: np.ndarray, log_weights: np.ndarray, num: int
+) -> StudentT:
+    """A t distribution about the point with the largest weight, as wide as the points
+    near it.
+
+    :param law: at the mode.
+    :param points: (n, d).
+    :param log_weights: (n,).
+    :param num: how many points count as near.
+    """
+    centre = points[np.argmax(log_weights)]
+    white = law.along(points) - law.along(centre[None])
+    near = np.argsort(np.square(white).sum(1))[:num]
+    # Half by weight, as one of many points may have all of it.
+    weights = special.softmax(log_weights)[near] + 1 / len(points)
+    apart = points[near] - centre
+    covariance = (weights[:, None] * apart).T @ apart / weights.sum()
+    covariance += 1e-4 * law.axes @ law.axes.T
+    return StudentT.symmetric(centre, covariance)
+
+
+def as_wide_as_all(
+    law: StudentT, points: np.ndarray, log_weights: np.ndarray
+) -> StudentT:
+    """A t distribution with the mean and the covariance of weighted points.
+
+    :param law: at the mode.
+    :param points: (n, d).
+    :param log_weights: (n,).
+    """
+    weights = tempered(log_weights, 5.0 * (points.shape[1] + 1))
+    mean = weights @ points
+    apart = points - mean
+    covariance = (weights[:, None] * apart).T @ apart
+    covariance += 1e-4 * law.axes @ law.axes.T
+    return StudentT.symmetric(mean, covariance)
