@@ -31,11 +31,11 @@ def in_dtype_of(fitted: Any) -> Iterator[None]:
     """JAX with the dtypes that a fit was made in, whatever ``jax_enable_x64`` is since.
 
     :param fitted: whether numbers were of 64 bits; or what was fitted: they were, if
-        any array in it is float64.
+        any array of JAX's in it is float64. NumPy's say nothing.
     """
-    leaves = jax.tree.leaves(fitted)
+    leaves = [x for x in jax.tree.leaves(fitted) if isinstance(x, bool | Array)]
     double = any(x is True or getattr(x, "dtype", 0) == np.float64 for x in leaves)
-    if double == has_doubles():
+    if not leaves or double == has_doubles():
         yield
         return
     with enable_x64(double):
