@@ -312,7 +312,7 @@ def _first_factors(map_: Any) -> Any:
     return GaussianFactors(map_.offset, jnp.ones_like(map_.offset))
 
 
-def _moves(values: dict[str, Array], tangents: Any) -> dict[str, Array]:
+def _moves(values: dict[str, Any], tangents: Any) -> dict[str, Any]:
     """Tangents of the hyperparameters; there must be no others."""
     moved, _, data = tangents
     leaves = jax.tree.leaves(data, is_leaf=_is_zero)
@@ -322,18 +322,18 @@ def _moves(values: dict[str, Array], tangents: Any) -> dict[str, Array]:
             "the model's arguments: make what is to be differentiated a numpyro.param "
             "or a sample site"
         )
-    return {
-        name: jnp.zeros_like(x) if _is_zero(moved[name]) else moved[name]
-        for name, x in values.items()
-    }
+    return jax.tree.map(
+        lambda x, move: jnp.zeros_like(x) if _is_zero(move) else move, values, moved
+    )
 
 
 def _is_zero(x: Any) -> bool:
     return isinstance(x, SymbolicZero)
 
 
-def _inner(gradient: dict[str, Array], moved: dict[str, Array]) -> Array:
-    return sum((gradient[k] * moved[k]).sum() for k in gradient)  # type: ignore
+def _inner(gradient: dict[str, Any], moved: dict[str, Any]) -> Array:
+    products = jax.tree.map(lambda g, m: (g * m).sum(), gradient, moved)
+    return sum(jax.tree.leaves(products))  # type: ignore
 
 
 def _differences(

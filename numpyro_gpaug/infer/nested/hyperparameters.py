@@ -5,6 +5,7 @@ out."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -80,19 +81,22 @@ def transform_of(site: dict[str, Any]) -> Any:
     return biject_to(site["fn"].support)
 
 
-def sizes(trace: Trace) -> dict[str, Array]:
-    """How far values move as the unconstrained ones move by one.
+def sizes(trace: Trace) -> dict[str, Any]:
+    """Return how far values move as the unconstrained ones move by one, in trees as the
+    values are.
 
     :param trace: from :func:`declared`.
     """
 
-    def size(site: dict[str, Any]) -> Array:
-        transform, value = transform_of(site), jnp.asarray(site["value"])
-        free = transform.inv(value)
+    def size(transform: Any, value: Any) -> Array:
+        free = transform.inv(jnp.asarray(value))
         _, moved = jax.jvp(transform, (free,), (jnp.ones_like(free),))
         return jnp.where(moved == 0, 1, jnp.abs(moved))
 
-    return {name: size(site) for name, site in trace.items()}
+    return {
+        name: jax.tree.map(partial(size, transform_of(site)), site["value"])
+        for name, site in trace.items()
+    }
 
 
 class Hyperparameters:

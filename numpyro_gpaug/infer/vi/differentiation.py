@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of pytrees that hold other things than floats, too."""
+"""Derivatives of pytrees that hold other things than floats, too: counts and flags of a
+network, say, which no gradient moves."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.flatten_util import ravel_pytree
 
 Floats = tuple[Array, ...]
 
@@ -20,39 +22,74 @@ def split_floats(tree: Any) -> tuple[Floats, Callable[[Floats], Any]]:
     :return: its float leaves, and a function from such leaves to the tree.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
 
     def rebuild(floats: Floats) -> Any:
         given = iter(floats)
-        merged = [
-            next(given) if is_float else leaf
-            for is_float, leaf in zip(floating, leaves, strict=True)
-        ]
+        merged = [next(given) if is_float(x) else x for x in leaves]
         return jax.tree.unflatten(treedef, merged)
 
-    floats = (x for is_float, x in zip(floating, leaves, strict=True) if is_float)
-    return tuple(jnp.asarray(x) for x in floats), rebuild
+    return tuple(jnp.asarray(x) for x in leaves if is_float(x)), rebuild
+
+
+def is_float(leaf: Any) -> bool:
+    """Return whether a leaf can be differentiated."""
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+
+
+def floats_of(tree: Any) -> Any:
+    """Return the tree with ``None``, which is an empty tree, in place of all leaves but
+    floats: what optax moves.
+
+    :param tree: any pytree.
+    """
+    return jax.tree.map(lambda x: x if is_float(x) else None, tree)
+
+
+def with_zeros(floats: Any, like: Any) -> Any:
+    """Return a tree of floats with zeros where :func:`floats_of` left others out.
+
+    :param floats: the tree.
+    :param like: the tree with the others.
+    """
+    _, rebuild = split_floats(jax.tree.map(jnp.zeros_like, like))
+    return rebuild(tuple(jax.tree.leaves(floats)))
+
+
+def raveled(tree: Any) -> tuple[Array, Callable[[Array], Any]]:
+    """Return all floats of a tree as a vector, and what makes the tree of such a one.
+
+    :param tree: any pytree.
+    """
+    floats, rebuild = split_floats(tree)
+    flat, unravel = ravel_pytree(floats)
+    return flat, lambda vector: rebuild(unravel(vector))
 
 
 def vjp(fn: Callable[[Any], Any], values: Any) -> tuple[Any, Callable[[Floats], Any]]:
     """What ``fn`` returns, and the pullback of cotangents of its float leaves, in the
-    order of :func:`split_floats`, to ``values``; ``fn`` is called once.
+    order of :func:`split_floats`, to ``values``, zero at leaves that are no floats;
+    ``fn`` is called once.
 
-    :param fn: from a pytree of floats to any pytree.
+    :param fn: from a pytree to any pytree.
     :param values: where.
     """
     rest: list[Any] = []
 
-    def floats_of(values: Any) -> tuple[Floats, list[Any]]:
-        leaves, treedef = jax.tree.flatten(fn(values))
-        floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
-        rest[:] = [treedef, floating]
-        pairs = list(zip(floating, leaves, strict=True))
-        floats = tuple(jnp.asarray(x) for is_float, x in pairs if is_float)
-        return floats, [x for is_float, x in pairs if not is_float]
+    inputs, rebuild = split_floats(values)
 
-    floats, pull, others = jax.vjp(floats_of, values, has_aux=True)
+    def outputs(inputs: Floats) -> tuple[Floats, list[Any]]:
+        leaves, treedef = jax.tree.flatten(fn(rebuild(inputs)))
+        floating = list(map(is_float, leaves))
+        rest[:] = [treedef, floating]
+        floats = tuple(jnp.asarray(x) for x in leaves if is_float(x))
+        return floats, [x for x in leaves if not is_float(x)]
+
+    floats, pull, others = jax.vjp(outputs, inputs, has_aux=True)
     treedef, floating = rest
     given, static = iter(floats), iter(others)
-    leaves = [next(given) if is_float else next(static) for is_float in floating]
-    return jax.tree.unflatten(treedef, leaves), lambda slopes: pull(slopes)[0]
+    leaves = [next(given) if moves else next(static) for moves in floating]
+
+    def pullback(slopes: Floats) -> Any:
+        return with_zeros(pull(slopes)[0], values)
+
+    return jax.tree.unflatten(treedef, leaves), pullback

@@ -67,6 +67,8 @@ def refused(hyper: Hyper) -> Hyper:
     :param hyper: before the update.
     """
     dropped = hyper.scale < 2 * LEAST_SCALE
-    update = jax.tree.map(lambda u: jnp.where(dropped, 0, u), hyper.update)
+    update = jax.tree.map(
+        lambda u: jnp.where(dropped, jnp.zeros_like(u), u), hyper.update
+    )
     scale = jnp.where(dropped, 1, hyper.scale / 2)
     return hyper._replace(update=update, scale=scale)

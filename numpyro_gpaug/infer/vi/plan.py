@@ -19,6 +19,7 @@ from numpyro.distributions.transforms import IdentityTransform, IndependentTrans
 from numpyro_gpaug._numpyro import weighted_plates
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.closed_params import ClosedParam, closed_params
+from numpyro_gpaug.infer.vi.differentiation import floats_of
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.structure import Plate, Structure
@@ -209,7 +210,7 @@ def free_numbers(values: dict[str, Any], transforms: dict[str, Any]) -> int:
     :param transforms: from them to constrained ones, by name.
     """
     free = {k: v for k, v in values.items() if _is_identity(transforms[k])}
-    return sum(x.size for x in jax.tree.leaves(free))
+    return sum(x.size for x in jax.tree.leaves(floats_of(free)))
 
 
 def transforms_of(guide: ConjugateGuide) -> dict[str, Any]:

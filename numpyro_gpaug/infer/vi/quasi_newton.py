@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
+from numpyro_gpaug.infer.vi.differentiation import raveled
 from numpyro_gpaug.infer.vi.first_order import Ascent
 from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.model.structure import Structure
@@ -97,7 +97,7 @@ def start(values: dict[str, Any], free: int = 0) -> Search:
     :param values: unconstrained params.
     :param free: how many of their numbers are on no scale.
     """
-    flat, _ = ravel_pytree(values)
+    flat, _ = raveled(values)
     return _started(flat, Ascent.start(flat, free))
 
 
@@ -145,8 +145,8 @@ def moved(hyper: Hyper) -> dict[str, Any]:
     :param hyper: before it.
     """
     search: Search = hyper.optim_state
-    best, unravel = ravel_pytree(hyper.values)
-    update = hyper.scale * ravel_pytree(hyper.update)[0]
+    best, unravel = raveled(hyper.values)
+    update = hyper.scale * raveled(hyper.update)[0]
     ahead = search.here + jnp.asarray(update, search.here.dtype)
     return unravel(jnp.where(begins(hyper), best, ahead))
 
@@ -187,12 +187,12 @@ def accepted(
     :param first: whether nothing that is remembered concerns these data.
     :param stalled: steps without a rise.
     """
-    (here, unravel), (gradient, _) = ravel_pytree(values), ravel_pytree(ascent)
+    (here, unravel), (gradient, _) = raveled(values), raveled(ascent)
     known: Search = hyper.optim_state
     fresh = _started(here, known.ascent)
     search: Search = _either(first | begins(hyper), fresh, known)
     memory = search.memory
-    last = jnp.asarray(hyper.scale * ravel_pytree(hyper.update)[0], here.dtype)
+    last = jnp.asarray(hyper.scale * raveled(hyper.update)[0], here.dtype)
     rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)
     steepest = memory.count == 0
     further = ~steepest & rises
@@ -257,7 +257,7 @@ def refused(
     none = over & search.steepest
     again = _lbfgs(search.here).init(search.here)
     steepest, again = _direction(search.gradient, again, search.here)
-    flat, unravel = ravel_pytree(hyper.update)
+    flat, unravel = raveled(hyper.update)
     update = jnp.where(none, 0, jnp.where(over, steepest, flat))
     scale = jnp.where(hopeless | (less < PROBE), PROBE, less)
     search = search._replace(
@@ -330,7 +330,7 @@ def _either(which: Array, one: Any, other: Any) -> Any:
 
 
 def _slope(hyper: Hyper) -> Array:
-    return hyper.optim_state.gradient @ ravel_pytree(hyper.update)[0]
+    return hyper.optim_state.gradient @ raveled(hyper.update)[0]
 
 
 def _lbfgs(flat: Array) -> Any:

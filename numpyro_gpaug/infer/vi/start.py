@@ -15,6 +15,7 @@ from numpyro import handlers
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi import quasi_newton
+from numpyro_gpaug.infer.vi.differentiation import floats_of
 from numpyro_gpaug.infer.vi.epochs import epoch_length, first_epochs
 from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
@@ -74,7 +75,7 @@ def initial_state(
     values = {**structure.zeros, **drawn, **given}
     trace = run_model(flat_functions(model), arguments, model_key, values)
     params = {
-        site["name"]: jax.tree.map(_strong, given.get(site["name"], site["value"]))
+        site["name"]: _numbers(site["name"], given.get(site["name"], site["value"]))
         for site in (*guide_trace.values(), *trace.values())
         if site["type"] == "param"
     }
@@ -168,7 +169,7 @@ def _first(
     if optim is None or not values:
         return ()
     if optim != LBFGS:
-        return optim.init(values)
+        return optim.init(floats_of(values))
     if noisy:
         raise ValueError(
             f"optim={LBFGS!r}, the default, compares bounds, which minibatches and "
@@ -193,8 +194,24 @@ def read_params(
     return params | guide.natural_params(natural)
 
 
-def _strong(value: Any) -> jax.Array:
-    """Strongly typed: a Python number would change dtype on its first update."""
-    return jnp.asarray(
-        value, jnp.result_type(float) if isinstance(value, float) else None
-    )
+def _numbers(name: str, value: Any) -> Any:
+    """Return a param with arrays for leaves, strongly typed: a Python number would
+    change dtype on its first update.
+
+    :param name: of the param.
+    :param value: a tree of numbers.
+    :raises TypeError: for other leaves.
+    """
+
+    def strong(leaf: Any) -> Array:
+        kind = getattr(leaf, "dtype", type(leaf))
+        if not (jnp.issubdtype(kind, np.number) or jnp.issubdtype(kind, np.bool_)):
+            raise TypeError(
+                f"param {name!r} has a leaf of {kind}, which is no number. Keep "
+                "functions, keys and settings outside of the param, for example by "
+                "eqx.partition(module, eqx.is_inexact_array)"
+            )
+        dtype = jnp.result_type(float) if isinstance(leaf, float) else None
+        return jnp.asarray(leaf, dtype)
+
+    return jax.tree.map(strong, value)

@@ -13,7 +13,7 @@ from jax import Array, lax, random
 from numpyro import handlers
 
 from numpyro_gpaug.infer.vi import quasi_newton
-from numpyro_gpaug.infer.vi.differentiation import vjp
+from numpyro_gpaug.infer.vi.differentiation import floats_of, vjp, with_zeros
 from numpyro_gpaug.infer.vi.elbo import other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
@@ -309,8 +309,11 @@ class Stepper:
             ascent = gradient(*at)
             update = jax.tree.map(jnp.zeros_like, values)
             if self._optim is not None:
-                descent = jax.tree.map(jnp.negative, ascent)
-                update, optim_state = self._optim.update(descent, optim_state, values)
+                descent = jax.tree.map(jnp.negative, floats_of(ascent))
+                update, optim_state = self._optim.update(
+                    descent, optim_state, floats_of(values)
+                )
+                update = with_zeros(update, values)
             if self._plan.closed:
                 update |= self._maximised(at[0], at[2], values, ascent)
             return update, optim_state
