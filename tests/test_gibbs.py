@@ -338,7 +338,6 @@ def refuse(kernel, match, *args, error=gpaug.NotConjugateError, **kwargs) -> Non
 def test_refusals_name_the_way_out() -> None:
     refuse(gpaug.AugmentedGaussian(softmax), "register_augmentation", X, LABELS)
     refuse(gpaug.AugmentedGaussian(classifier), "scaled", X, LABELS, scale=0.5)
-    refuse(gpaug.AugmentedGaussian(additive), "lengthscale.*Gibbs", X, X[:, 0])
     refuse(gpaug.CollapsedGaussian(additive), "parameter.*'scale'", X, X[:, 0])
     refuse(gpaug.CollapsedGaussian(classifier), "no hyperparameters", X, LABELS)
     whole = gpaug.with_residual(classifier, "site")

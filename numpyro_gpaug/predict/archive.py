@@ -205,18 +205,24 @@ def check_moments(
 
 
 def check_whole(
-    structure: Structure, fitted: Fitted, sites: dict[str, SiteMoments]
+    structure: Structure,
+    fitted: Fitted,
+    sites: dict[str, SiteMoments],
+    *,
+    by_params: bool,
 ) -> None:
     """Raise for a fit of which parts are missing, or of other shapes.
 
     :param structure: of the fit.
     :param fitted: what was saved of it.
     :param sites: posteriors of jointly Gaussian latents.
+    :param by_params: whether the guide reads its blocks from params, not from moments.
     :raises ValueError: naming them.
     """
     structure.sources()  # which are as many as predictors
     own = [*fitted.own, *(fitted.members.own if fitted.members else ())]
-    if sorted(own) != sorted(b.name for b in structure.blocks):
+    blocks = [] if by_params else sorted(b.name for b in structure.blocks)
+    if sorted(own) != blocks:
         raise ValueError(f"it has moments of {own}")
     shapes = {k: x.shape for k, x in structure.zeros.items()}
     for name, (mean, variance, covariance) in sites.items():

@@ -15,6 +15,7 @@ from jax import Array
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.math.arrays import enable_x64, in_dtype_of
 from numpyro_gpaug.math.files import plain, read, refusing, typed, write
 from numpyro_gpaug.math.linalg import Moments
@@ -154,7 +155,8 @@ def read_fit(
             found.rule_errors,
         )  # fmt: skip
         with in_dtype_of(fitted):
-            check_whole(structure, fitted, fit.sites)
+            by_params = type(guide.function_posterior) is not InducingPosterior
+            check_whole(structure, fitted, fit.sites, by_params=by_params)
         contents.check()
     if found.model is not None:
         with refusing(f"{path} does not fit the model given"), in_dtype_of(fitted):
