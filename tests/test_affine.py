@@ -50,6 +50,17 @@ def _squared_jvp(primals, tangents):
     return squared(*primals), 2 * primals[0] * tangents[0]
 
 
+@jax.custom_jvp
+def halved(f):
+    return f / 2
+
+
+@halved.defjvp
+def _halved_jvp(primals, tangents):
+    # As of a straight-through estimator.
+    return halved(*primals), tangents[0]
+
+
 @jax.custom_vjp
 def tripled(f):
     return 3 * f
@@ -94,7 +105,6 @@ AFFINE = {
     "jit": (jax.jit(lambda f: 2 * f + X), (N,)),
     "nested jit": (jax.jit(lambda f: jax.jit(lambda g: -g)(f) + 1), (N,)),
     "custom jvp": (doubled, (N,)),
-    "custom vjp": (tripled, (N,)),
     "remat": (jax.checkpoint(lambda f: 2 * f + 1), (N,)),
     "vmap": (jax.vmap(lambda f: 2 * f - 1), (N, C)),
 }
@@ -119,6 +129,8 @@ NONLINEAR = {
     "to integers": (lambda f: f.astype(int).astype(float), "convert_element_type"),
     "jitted": (jax.jit(lambda f: 1 + jnp.cos(f)), "cos"),
     "custom jvp": (squared, "squared|mul"),
+    "custom vjp": (tripled, "tripled"),
+    "another derivative": (halved, "halved"),
     "affine after": (lambda f: 2 * jnp.exp(f) + 1, "exp"),
     "first of two": (lambda f: jnp.clip(jnp.exp(f), 0, 1), "exp"),
 }

@@ -18,3 +18,17 @@ def carried_by(eqn: Any, body: Any) -> tuple[int, int]:
     carried = len(eqn.outvars) - stacked(eqn.outvars, body.outvars)
     passed = len(eqn.invars) - stacked(eqn.invars, body.invars)
     return passed - carried, carried
+
+
+def applied(eqn: Any, operands: list[Any]) -> list[Any]:
+    """What an equation makes of values of its operands.
+
+    :param eqn: of a jaxpr.
+    :param operands: arrays.
+    """
+    primitive = eqn.primitive
+    bound = primitive.get_bind_params(eqn.params)
+    # Functions apart from params: before JAX 0.10.
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+    found = primitive.bind(*subfuns, *operands, **params)
+    return list(found) if primitive.multiple_results else [found]

@@ -9,38 +9,27 @@ fit to where its bound is not highest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_gpaug.model.jaxpr import (
-    OWN_DERIVATIVE,
-    called_name,
-    is_library,
-    source_of,
-)
-from numpyro_gpaug.model.listing import Operation, applied
+from numpyro_gpaug.math.equations import applied
 
 # Points at which derivatives are compared, the step of finite differences, and how far
 # both may differ, relative to their size.
 _POINTS, _STEP, _FAR = 3, 0.01, 0.05
 
 
-def other_derivative(operations: Iterable[Operation]) -> str | None:
-    """The first function of the user's own whose derivative is not that of its values;
-    ``None`` if there is none.
+def differs(eqn: Any) -> bool:
+    """Whether a call's own derivative is another one than that of its values, at all of
+    some random points.
 
-    :param operations: that a density is computed by.
+    :param eqn: of a jaxpr.
     """
-    for eqn, *_ in operations:
-        if eqn.primitive.name in OWN_DERIVATIVE and not is_library(eqn):
-            rng = np.random.default_rng(0)
-            if all(_differs(eqn, rng) for _ in range(_POINTS)):
-                return f"{called_name(eqn)}{source_of(eqn)}"
-    return None
+    rng = np.random.default_rng(0)
+    return all(_differs(eqn, rng) for _ in range(_POINTS))
 
 
 def _differs(eqn: Any, rng: np.random.Generator) -> bool:

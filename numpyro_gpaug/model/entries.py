@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from numpyro_gpaug.math.equations import carried_by
+from numpyro_gpaug.math.equations import applied, carried_by
 from numpyro_gpaug.model.jaxpr import (
     BILINEAR,
     ELEMENTWISE,
@@ -30,7 +30,7 @@ from numpyro_gpaug.model.jaxpr import (
     called_name,
     source_of,
 )
-from numpyro_gpaug.model.listing import Operation, applied
+from numpyro_gpaug.model.listing import Operation
 from numpyro_gpaug.model.program import Program
 
 # Instead of a place: no entry; entries of several places, by a sum; and in any way.

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Literal
 
+from numpyro_gpaug.math.equations import applied
 from numpyro_gpaug.model.frontier import Frontier
 from numpyro_gpaug.model.jaxpr import called_jaxpr
-from numpyro_gpaug.model.listing import applied
 
 # Of one operand, of which they move entries.
 _MOVES = {

@@ -19,6 +19,7 @@ import numpyro
 from jax.extend.core import ClosedJaxpr, Literal
 
 from numpyro_gpaug.math.equations import carried_by
+from numpyro_gpaug.model.derivatives import differs
 
 
 class Dependence(NamedTuple):
@@ -208,7 +209,9 @@ class Reader:
             name = eqn.params.get("name")
             if self._differentiated and eqn.primitive.name in OWN_DERIVATIVE:
                 name = called_name(eqn)
-                if not is_library(eqn):
+                # What has no forward derivative cannot be linearised.
+                forward = eqn.primitive.name == "custom_jvp_call"
+                if not forward or has_other_derivative(eqn):
                     results = [
                         x._replace(state=_nonlinear(x.state, name)) for x in results
                     ]
@@ -354,6 +357,13 @@ def is_library(eqn: Any) -> bool:
     """Whether a call is of a function of JAX, NumPyro or this package."""
     path = getattr(_debug_info(eqn), "func_filename", None)
     return str(path).startswith(_libraries())
+
+
+def has_other_derivative(eqn: Any) -> bool:
+    """Whether an equation calls a function of the user's with a derivative of its own
+    that is not that of its values."""
+    own = eqn.primitive.name in OWN_DERIVATIVE
+    return own and not is_library(eqn) and differs(eqn)
 
 
 def source_of(eqn: Any) -> str:

@@ -21,7 +21,6 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.derivatives import other_derivative
 from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.frontier import (
     Separation,
@@ -29,6 +28,7 @@ from numpyro_gpaug.model.frontier import (
     separation,
     single_inputs,
 )
+from numpyro_gpaug.model.jaxpr import called_name, has_other_derivative, source_of
 from numpyro_gpaug.model.joint_survey import Survey
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import check_constants
@@ -116,8 +116,9 @@ class Reading:
         if apart.reason is not None:
             return apart.reason
         found = frontier(self.program, [variable], apart.columns)
-        if other := other_derivative(found.rest):
-            return f"{other}{_OTHER_DERIVATIVE}"
+        for eqn, *_ in found.rest:
+            if has_other_derivative(eqn):
+                return f"{called_name(eqn)}{source_of(eqn)}{_OTHER_DERIVATIVE}"
         return self._mixed_residual(found.roots)
 
     def _separation(self, variable: int) -> Separation:

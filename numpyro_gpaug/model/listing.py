@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from numpyro_gpaug.math.equations import carried_by
+from numpyro_gpaug.math.equations import applied, carried_by
 from numpyro_gpaug.model.jaxpr import (
     OWN_DERIVATIVE,
     Reader,
@@ -293,17 +293,3 @@ def execute(
     for eqn, operands, results in operations:
         env.update(zip(results, applied(eqn, list(map(read, operands))), strict=True))
     return [read(x) for x in wanted]
-
-
-def applied(eqn: Any, operands: list[Any]) -> list[Any]:
-    """What an equation makes of values of its operands.
-
-    :param eqn: of a jaxpr.
-    :param operands: arrays.
-    """
-    primitive = eqn.primitive
-    bound = primitive.get_bind_params(eqn.params)
-    # Functions apart from params: before JAX 0.10.
-    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
-    found = primitive.bind(*subfuns, *operands, **params)
-    return list(found) if primitive.multiple_results else [found]
