@@ -150,6 +150,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         kwargs: dict[str, Any],
         told: Any = None,
         version: Version | None = None,
+        *,
+        whole: bool = True,
     ) -> Posterior:
         """See :meth:`from_guide`.
 
@@ -160,6 +162,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param kwargs: its keyword arguments.
         :param told: see :meth:`of_fit`.
         :param version: of what the model read besides its arguments, if it is known.
+        :param whole: whether the arguments hold all rows of the fit.
         :raises ModelChangedError: if it has another version by now.
         """
         double = version.doubles if version is not None else params
@@ -171,8 +174,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             fitted = Fitted.of_guide(guide, params)
             predictor = predictor_for(guide, model, structure)
             return cls.of_fit(
-                predictor, fitted, structure, args, kwargs, arguments, told
-            )
+                predictor, fitted, structure, args, kwargs, arguments, told,
+                whole=whole,
+            )  # fmt: skip
 
     @classmethod
     def of_fit(
@@ -184,6 +188,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         kwargs: dict[str, Any],
         arguments: Arguments | None = None,
         told: Any = None,
+        *,
+        whole: bool = True,
     ) -> Posterior:
         """From what was fitted; see :meth:`from_guide`.
 
@@ -194,11 +200,14 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param kwargs: keyword arguments.
         :param arguments: both on the device, if they are there.
         :param told: what the predictor's ``telling`` says of the fit, if that is known.
+        :param whole: whether the arguments hold all rows of the fit.
         """
         arguments = arguments or Arguments.split(args, kwargs)
         first = fitted.first.values
         origins = predictor.sources(arguments, structure, first)
         given = FitArguments.of_fit(predictor.model, structure, origins, args, kwargs)
+        if not whole:  # where one batch is says nothing of the others
+            given = given._replace(ranges={})
         made = cls(predictor, fitted, given)
         known = predictor.sites(arguments, fitted, told)
         made._sites, made._calls.marks, made._rule_errors = known

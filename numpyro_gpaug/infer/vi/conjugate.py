@@ -417,7 +417,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         return ConjugateResult(
             params, state, np.concatenate(losses), given.args, given.kwargs,
             guard.restored, stopped=progress.at_rest, told=told,
-            version=self._version,
+            version=self._version, whole=given.batches is None,
         )  # fmt: skip
 
     def _turn(self, state: ConjugateState, given: Given) -> bool:
@@ -474,10 +474,10 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             its arguments, has changed since the run.
         :raises TypeError: for params without arguments, and a state.
         """
-        told = version = None
+        told, version, whole = None, None, True
         if isinstance(fit, ConjugateResult) and not args and not kwargs:
             args, kwargs, params, told = fit.args, fit.kwargs, fit.params, fit.told
-            version = fit.version
+            version, whole = fit.version, fit.whole
         elif isinstance(fit, dict):
             params = fit
         else:
@@ -493,7 +493,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 "svi.posterior(params, X, y)"
             )
         return Posterior.of_guide(
-            self.model, self.guide, params, args, kwargs, told, version
+            self.model, self.guide, params, args, kwargs, told, version, whole=whole
         )
 
     def _display(self) -> tuple[str, Rows]:

@@ -34,6 +34,7 @@ class ConjugateResult(Displayed, SVIRunResult):
     :param stopped: whether the run ended before its steps, the bound having come to
         rest.
     :param version: of what the model read besides its arguments.
+    :param whole: whether the arguments hold all rows of the fit, not one batch.
     """
 
     args: tuple[Any, ...]
@@ -42,6 +43,7 @@ class ConjugateResult(Displayed, SVIRunResult):
     stopped: bool
     _told: tuple[dict[str, Any], Any] | None
     version: Version | None = None
+    whole: bool = True
 
     def __new__(
         cls,
@@ -55,12 +57,13 @@ class ConjugateResult(Displayed, SVIRunResult):
         stopped: bool = False,
         told: Any = None,
         version: Version | None = None,
+        whole: bool = True,
     ) -> Self:
         result = super().__new__(cls, params, state, losses)
         result.args, result.kwargs = args, kwargs or {}
         result.restored, result.stopped = restored, stopped
         result._told = None if told is None else (dict(params), told)
-        result.version = version
+        result.version, result.whole = version, whole
         return result
 
     @property
