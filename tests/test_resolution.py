@@ -13,9 +13,10 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.guides import latent_gaussian
-from numpyro_gpaug.infer.vi.resolution import inflation
+from numpyro_gpaug.infer.vi.resolution import LOST, displaced, inflation, warn_of_lost
 from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
 from numpyro_gpaug.math.chain import ChainPrior
+from numpyro_gpaug.math.linalg import NaturalGaussian
 from tests.conftest import assert_close
 
 LAWS = {
@@ -169,18 +170,55 @@ def far():
         options = {"noise": np.float32(noise)}
         start = {"tau_auto_loc": jnp.exp(jnp.float32(log_tau))}
         state = svi.init(jax.random.key(0), *given, init_params=start, **options)
-        state, loss = svi.update(state, *given, **options)
-        return float(loss), float(state.hyper.optim_state.gradient[0])
+        return *svi.update(state, *given, **options), svi.guide.structure
 
     return evaluated
 
 
+def slope(state):
+    return float(state.hyper.optim_state.gradient[0])
+
+
 def test_gradients_are_right_where_data_are_far_from_their_prior(far):
     step = 0.05
-    losses = [far(4 + sign * step, 0.1, 100)[0] for sign in (1, -1)]
-    slope = (losses[1] - losses[0]) / (2 * step)
-    np.testing.assert_allclose(far(4, 0.1, 100)[1], slope, rtol=0.02, atol=0.1)
+    losses = [far(4 + sign * step, 0.1, 100)[1] for sign in (1, -1)]
+    expected = float(losses[1] - losses[0]) / (2 * step)
+    found = slope(far(4, 0.1, 100)[0])
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.1)
+
+
+# Slopes in float64.
+@pytest.mark.parametrize(
+    ("log_tau", "noise", "centre", "expected"),
+    [(3, 0.1, 100, 349.493), (4, 1, 1000, 5290.04)],
+)
+def test_gradients_are_right_where_groups_and_their_mean_compensate_each_other(
+    far, log_tau, noise, centre, expected
+):
+    found = slope(far(log_tau, noise, centre)[0])
+    np.testing.assert_allclose(found, expected, rtol=0.002)
+
+
+def test_means_that_rounding_moves_are_told(far):
+    state, _, structure = far(4, 0.03, 100)
+    with pytest.warns(UserWarning, match=r"\['b', 'a'\] are up to .*Centre the resp"):
+        warn_of_lost(state.lost, state.natural, structure)
+    assert far(4, 0.1, 100)[0].lost < LOST
+
+
+def test_what_rounded_potentials_lose_is_what_their_means_do():
+    rng = np.random.default_rng(0)
+    sums = 1e3 * np.ones((4, 4)) + np.eye(4)
+    means = 1e3 * rng.normal(size=(200, 4))
+    natural = NaturalGaussian(
+        jnp.asarray(means @ sums, "float32"),
+        jnp.broadcast_to(jnp.asarray(sums, "float32"), (200, 4, 4)),
+    )
+    off = np.asarray(natural.potential, float) @ np.linalg.inv(sums) - means
+    nats = 0.5 * np.einsum("ni,ij,nj->n", off, sums, off)
+    # The error of a number is .3 to .6 of that of the largest of its binade.
+    assert 1 < displaced(natural).sum() / nats.sum() < 4
 
 
 def test_a_step_that_has_to_be_very_short_does_not_end_the_moves(far):
-    assert far(1.5, 0.01, 10)[0] < 1e5
+    assert far(1.5, 0.01, 10)[1] < 1e5

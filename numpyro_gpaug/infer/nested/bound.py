@@ -200,7 +200,7 @@ class CollapsedBound:
 
         def gradient() -> dict[str, Array]:
             at = found.evaluation
-            corrections = problem.corrections(at, problem.ascents(at))
+            corrections = problem.corrections(at)
             return pullback(problem.gradient(at, corrections=corrections))
 
         return found.evaluation.bound, gradient, found

@@ -185,7 +185,7 @@ def add_gradient(
         state.hyper.values, stepper.key(state), {}
     )
     at = problem.evaluate(state.natural)
-    corrections = problem.corrections(at, ascents)
+    corrections = problem.newton(at, ascents)
     slopes = problem.gradient(at, share=share, corrections=corrections)
     return jax.tree.map(jnp.add, before, pullback(slopes))
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rounding leaves of the precision of a Gaussian.
+"""What rounding leaves of the natural parameters of a Gaussian.
 
 Where latents compensate each other (an intercept, and dummies of all levels) the data
 determine their sum, and their prior alone the rest. Under a prior that is 1e4 times as
 wide as what the data say of the sum, a precision has numbers of 1e8 whose differences
-are 1, which float32 does not have.
+are 1, which float32 does not have. Likewise a potential, precision times mean, of data
+that are 1e4 standard deviations from their prior.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ LOST = 0.1
 # A latent is named if it has this part of the largest figure.
 NAMED = 0.01
 
+_FLOAT64 = "use float64, jax.config.update('jax_enable_x64', True)"
+
 
 def inflation(natural: Any) -> Array:
     """The variances over those given all other latents (variance inflation factors),
@@ -37,31 +40,49 @@ def inflation(natural: Any) -> Array:
     return natural.diagonal * natural.moments().variances
 
 
+def displaced(natural: Any) -> Array:
+    """The nats that means lose because potentials are rounded, (..., M).
+
+    An error in the last digit is uniform, of variance 1/12.
+
+    :param natural: natural parameters of a block.
+    """
+    eps = float(jnp.finfo(natural.potential.dtype).eps)
+    return jnp.square(eps * natural.potential) * natural.moments().variances / 24
+
+
 def lost(natural: Natural) -> Array:
-    """The nats by which the bound may be off because precisions are rounded.
+    """The nats by which the bound may be off because natural parameters are rounded.
 
     The relative error of a variance is as many roundings as it is inflated by. Errors
     are independent: their squares add up.
 
     :param natural: natural parameters of all blocks.
     """
-    norms = [jnp.linalg.norm(inflation(each)) for each in natural.values()]
-    eps = float(jnp.finfo(norms[0].dtype).eps)
-    return jnp.asarray(eps * sum(norms), norms[0].dtype)
+    total: Any = 0.0
+    for each in natural.values():
+        eps = float(jnp.finfo(each.potential.dtype).eps)
+        total += eps * jnp.linalg.norm(inflation(each)) + displaced(each).sum()
+    return jnp.asarray(total)
 
 
 def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
-    """Warns of a bound that rounding of the precision makes uncertain.
+    """Warns of a bound that rounding of natural parameters makes uncertain.
 
     :param nats: from :func:`lost`.
     :param natural: natural parameters of all blocks.
     :param structure: of the model.
     """
     if nats > LOST:
-        figures = {name: inflation(each) for name, each in natural.items()}
+        figures = {name: displaced(each) for name, each in natural.items()}
+        cause = _far
+        if 2 * sum(float(x.sum()) for x in figures.values()) < nats:
+            figures = {name: inflation(each) for name, each in natural.items()}
+            cause = _cause
         warnings.warn(
-            f"rounding makes the bound uncertain by about {float(nats):.2g} nats: "
-            + _cause(figures, natural, structure),
+            f"rounding makes the bound uncertain by about {float(nats):.2g} nats, and "
+            "learning may have ended further below: "
+            + cause(figures, natural, structure),
             stacklevel=4,
         )
 
@@ -90,22 +111,48 @@ def check_precision(natural: Natural, structure: Structure) -> None:
         )
 
 
-def _cause(figures: dict[str, Any], natural: Natural, structure: Structure) -> str:
-    """The cause, and the cure.
+def _far(figures: dict[str, Any], natural: Natural, structure: Structure) -> str:
+    """The cause, and the cure, where means are far from zero.
 
     :param figures: by block and latent: the largest are named.
     """
+    far = max(
+        float((jnp.abs(x.potential) / jnp.sqrt(x.diagonal)).max())
+        for x in natural.values()
+    )
+    return (
+        f"values of {_named(figures, structure)} are up to {far:.0e} times as far from "
+        "their prior means as data leave them uncertain. Centre the responses, give "
+        f"their location a prior around their mean, or {_FLOAT64}"
+    )
+
+
+def _cause(figures: dict[str, Any], natural: Natural, structure: Structure) -> str:
+    """The cause, and the cure, where latents compensate each other.
+
+    :param figures: by block and latent: the largest are named.
+    """
+    widest = max(float(natural[name].diagonal.max()) for name in figures)
+    return (
+        f"values of {_named(figures, structure)} compensate each other, under priors "
+        f"{widest**0.5:.0e} times as wide as what the data say of each. Narrow these "
+        f"priors, leave out a column that others make up, or {_FLOAT64}"
+    )
+
+
+def _named(figures: dict[str, Any], structure: Structure) -> list[str]:
+    """Sites of the largest figures.
+
+    :param figures: by block and latent.
+    """
     names: list[str] = []
     largest = max(np.max(x) for x in figures.values())
-    widest = max(float(natural[name].diagonal.max()) for name in figures)
     for name, of_block in figures.items():
         by_site = {name: np.asarray(of_block)}
         if isinstance(structure, JointStructure):
-            by_site = structure.split(by_site[name][0])
+            flat = by_site[name][0]
+            if structure.basis is not None:
+                flat = np.square(structure.matrix) @ flat
+            by_site = structure.split(flat)
         names += [k for k, x in by_site.items() if np.max(x) > NAMED * largest]
-    return (
-        f"values of {names} compensate each other, under priors {widest**0.5:.0e} "
-        "times as wide as what the data say of each. Narrow these priors, leave out a "
-        "column that others make up, or use float64, "
-        "jax.config.update('jax_enable_x64', True)"
-    )
+    return names

@@ -182,8 +182,7 @@ class Stepper:
         )  # fmt: skip
 
         def gradient() -> dict[str, Any]:
-            ascents = problem.ascents(evaluation)
-            corrections = problem.corrections(evaluation, ascents)
+            corrections = problem.corrections(evaluation)
             return pullback(problem.gradient(evaluation, corrections=corrections))
 
         def closed(ascent: dict[str, Any]) -> dict[str, Any]:
