@@ -366,9 +366,8 @@ class LatentGaussian:
 
     def _turn(self, name: str, evaluation: Evaluation, step: Array) -> Array:
         """The change of a block's ascent along a step of its means, factors fixed."""
-        q, slopes, map_ = (
-            each[name] for each in (evaluation.moments, evaluation.slopes, self.maps)
-        )
+        q, map_ = evaluation.moments[name], self.maps[name]
+        slopes: Any = evaluation.slopes[name]
 
         def rows(mean: Array) -> Array:
             return self._marginals(name, q._replace(mean=mean)).mean
