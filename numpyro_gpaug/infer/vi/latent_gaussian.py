@@ -336,6 +336,10 @@ class LatentGaussian:
         """
         ascents = self.ascents(evaluation)
         steps = self.newton(evaluation, ascents)
+        # Rows are so many that they are taken in blocks of processes alone, whose
+        # numbers do not compensate each other.
+        if any(isinstance(map_, AffineBlocks) for map_ in self.maps.values()):
+            return steps
         left = {k: x + self._turn(k, evaluation, steps[k]) for k, x in ascents.items()}
         more = self.newton(evaluation, left)
 
