@@ -176,7 +176,8 @@ def test_nothing_but_the_projection_is_whole(likelihood, optim) -> None:
         )  # fmt: skip
         temporary = program.compile().memory_analysis().temp_size_in_bytes
     projection = 4 * X.shape[0] * 100
-    assert projection < temporary < 2 * projection
+    # Beside it a gradient keeps some numbers per row, and no second projection.
+    assert projection < temporary < 2.2 * projection
 
 
 @pytest.mark.parametrize("function", [expected_log_sigmoid, jensen_gap])

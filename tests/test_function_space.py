@@ -89,7 +89,8 @@ def test_a_network_recovers_a_regression_function() -> None:
         predicted.variance, np.asarray(f.variance) + 0.01, rtol=1e-5
     )
     # Away from the data the prior's uncertainty is left.
-    far = posterior.predict_f(np.array([[30.0, 30.0]], "float32"))
+    with pytest.warns(UserWarning, match="so far away"):
+        far = posterior.predict_f(np.array([[30.0, 30.0]], "float32"))
     np.testing.assert_allclose(far.variance, 1.0, rtol=1e-3)
     assert np.mean(f.variance) < 0.5
 

@@ -17,6 +17,7 @@ from numpyro_gpaug.diagnostics._nested import tree_of_nested
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.closures import watched
 
 if TYPE_CHECKING:
     from xarray import DataTree
@@ -116,27 +117,29 @@ def to_datatree(
         raise TypeError("pass a guide and its params, or a NestedVI after its run")
     _check(guide, params, num_samples)
     arguments = Arguments.split(args, kwargs)
-    programs = programs_for(model, guide, arguments, args, kwargs)
-    guide_key, model_key = random.split(key)
-    latents, log_q = programs.draw(
-        arguments.arrays, params, random.split(guide_key, num_samples)
-    )
-    latents, log_q = jax.tree.map(np.asarray, latents), np.asarray(log_q, float)
-    fixed = {n for n in programs.delta if (latents[n] == latents[n][:1]).all()}
-    evaluated = evaluated_at(
-        programs,
-        arguments.arrays,
-        params,
-        random.split(model_key, num_samples),
-        {n: v[0] for n, v in latents.items() if n in fixed},
-        {n: v for n, v in latents.items() if n not in fixed},
-    )
-    tree = _as_tree(latents, log_q, evaluated)
-    if losses is not None:
-        from xarray import Dataset, DataTree
+    # What changes as the model runs is its own doing.
+    with watched(model).running():
+        programs = programs_for(model, guide, arguments, args, kwargs)
+        guide_key, model_key = random.split(key)
+        latents, log_q = programs.draw(
+            arguments.arrays, params, random.split(guide_key, num_samples)
+        )
+        latents, log_q = jax.tree.map(np.asarray, latents), np.asarray(log_q, float)
+        fixed = {n for n in programs.delta if (latents[n] == latents[n][:1]).all()}
+        evaluated = evaluated_at(
+            programs,
+            arguments.arrays,
+            params,
+            random.split(model_key, num_samples),
+            {n: v[0] for n, v in latents.items() if n in fixed},
+            {n: v for n, v in latents.items() if n not in fixed},
+        )
+        tree = _as_tree(latents, log_q, evaluated)
+        if losses is not None:
+            from xarray import Dataset, DataTree
 
-        tree["fit"] = DataTree(Dataset({"losses": ("step", np.asarray(losses))}))
-    return tree
+            tree["fit"] = DataTree(Dataset({"losses": ("step", np.asarray(losses))}))
+        return tree
 
 
 def _check(guide: Callable[..., Any], params: Any, num_samples: int) -> None:

@@ -10,10 +10,12 @@ their places, and all others combine the places of their operands.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -106,16 +108,29 @@ class Entries:
         if isinstance(variable, Literal):
             return _literal(variable)
         if variable not in self._known:
-            run = partial(self._program.run, [variable], {})
-            self._known[variable] = Term(None, cache(lambda: run()[0]))
+            self._known[variable] = Term(None, cache(partial(self._computed, variable)))
         return self._known[variable]
+
+    def _computed(self, variable: int) -> Any:
+        """The value of a variable that depends on no predictor."""
+        program = self._program
+        used = program.read_for([variable], ())
+        known = [x for k, x in program.constants.items() if k in used]
+        with _at_once(*known):
+            return program.run([variable], {})[0]
 
     def _equation(self, eqn: Any, operands: list[Term]) -> list[Term]:
         if all(x.places is None for x in operands):
             given = [x.value for x in operands]
             if None in given:
                 return [Term(None) for _ in eqn.outvars]
-            values = cache(lambda: applied(eqn, [f() for f in given if f]))
+
+            @cache
+            def values() -> list[Any]:
+                operands = [f() for f in given if f]
+                with _at_once(*operands):
+                    return applied(eqn, operands)
+
             return [
                 Term(None, partial(lambda k: values()[k], k))
                 for k in range(len(eqn.outvars))
@@ -227,7 +242,9 @@ class Entries:
         if name in _MOVES and len(moving) == 1:
             return [self._moved(eqn, moving[0])]
         if name.startswith("scatter"):
-            return [self._scatter(eqn, operands)]
+            at = operands[1].value
+            with _at_once(at and at()):
+                return [self._scatter(eqn, operands)]
         if name in _RULES:
             return _RULES[name](self, eqn, operands)
         if name in _SUMS or name in _ALONG:
@@ -520,7 +537,14 @@ def partners(pairs: list[Places], size: int) -> tuple[Any, bool]:
 
 
 def _literal(var: Any) -> Term:
-    return Term(None, lambda: jnp.asarray(var.val, var.aval.dtype))
+    return Term(None, lambda: np.asarray(var.val, var.aval.dtype))
+
+
+def _at_once(*operands: Any) -> AbstractContextManager[None]:
+    """In a trace, too, computes with numbers that are known, not with tracers."""
+    if any(isinstance(x, Tracer) for x in operands):
+        return nullcontext()
+    return jax.ensure_compile_time_eval()
 
 
 def _namespace(*arrays: Any) -> Any:
@@ -609,5 +633,6 @@ def _bound(eqn: Any, *operands: Any) -> Any:
     params = dict(eqn.params)
     if "fill_value" in params:
         params["fill_value"] = NONE
-    arrays = [jnp.asarray(x) for x in operands]
-    return _host(eqn.primitive.bind(*arrays, **params))
+    with _at_once(*operands):
+        arrays = [jnp.asarray(x) for x in operands]
+        return _host(eqn.primitive.bind(*arrays, **params))

@@ -279,9 +279,9 @@ def _warn_of_pooled(names: list[str]) -> None:
 
 def _some_rows(x: Any, most: int) -> np.ndarray | None:
     """Return rows (n, columns) of floats, at most about so many; ``None`` of all else
-    than an array of them that this process can see."""
+    than an array of them that one device holds."""
     known = is_array(x) and not isinstance(x, jax.core.Tracer)
-    if not known or not getattr(x, "is_fully_addressable", True):
+    if not known or (isinstance(x, jax.Array) and len(x.sharding.device_set) > 1):
         return None
     if x.ndim not in (1, 2) or not x.size or not np.issubdtype(x.dtype, np.floating):
         return None
