@@ -251,7 +251,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """The same posterior with other :attr:`moments` and :attr:`values`, and keyword
         arguments in place of the fit's; it shares what is compiled."""
         fitted = Fitted(self.values if values is None else values, moments)
-        return Posterior(self._predictor, fitted, self.arguments.holding(kwargs))
+        # Where the rows of the fit were says nothing of those that moved it.
+        known = self.arguments.holding(kwargs)._replace(ranges={})
+        return Posterior(self._predictor, fitted, known)
 
     @property
     def arguments(self) -> FitArguments:

@@ -165,7 +165,9 @@ class Stream:
             the model has as a param, and for kernels that change with them.
         :raises NotImplementedError: for a move of a set of inducing inputs per latent.
         """
-        known, model = self.posterior.arguments, self.posterior.model
+        # A batch may be anywhere: that of the last one says nothing.
+        known = self.posterior.arguments._replace(ranges={})
+        model = self.posterior.model
         names = argument_names(model, len(args))
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
         if missing := [k for k in known.observations if passed.get(k) is None]:
