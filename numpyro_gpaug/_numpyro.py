@@ -212,7 +212,7 @@ class PointGuide(AutoDelta):
         return {k: (x, supports[k]) for k, x in self._init_locs.items()}
 
     def starts(self, args: Any, kwargs: Any) -> dict[str, tuple[Any, Any]]:
-        """Those at other arguments; pure.
+        """Return starts and supports at other arguments; a pure function.
 
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.

@@ -61,7 +61,7 @@ LINEAR_IN = {
     "triangular_solve": (1,), "tridiagonal_solve": (3,), "scatter": (0, 2),
     "scatter-add": (0, 2), "scatter_add": (0, 2), "scatter-sub": (0, 2),
     "scatter-mul": (0,), "scatter_mul": (0,), "dynamic_update_slice": (0, 1),
-    "bcoo_dot_general": (2,), "bcoo_transpose": (), "fft": (0,),
+    "bcoo_dot_general": (2,), "fft": (0,),
     "reduce_window_sum": (0,),
 }  # fmt: skip
 ELEMENTWISE = {
