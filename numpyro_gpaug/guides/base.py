@@ -270,7 +270,7 @@ class ProcessGuide(Displayed):
         return self._structure is not None and bool(self._structure.observed)
 
     def prepare(self, arguments: Arguments) -> bool:
-        """:meth:`setup`, unless it is done.
+        """Call ``setup``, unless it is done.
 
         :param arguments: the model's arguments.
         :return: whether it was, by others.
@@ -300,7 +300,7 @@ class ProcessGuide(Displayed):
         return None
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        """What a call does first: :meth:`setup`, and a check of the first observations
+        """What a call does first: ``setup``, and a check of the first observations
         it is shown (ConjugateSVI, which does not call the guide, has its own).
 
         :param args: the model's arguments.

@@ -22,7 +22,8 @@ from numpyro_gpaug.model.validation import check_arguments
 # Columns whose ranges are kept, rows that are looked at for them, and those of a
 # prediction. Half of these are beyond where the fit has been if they are so many
 # standard deviations from its mean, and as many times as far as any row of the fit.
-_COLUMNS, _ROWS, _SOME, _FAR, _TIMES = 1000, 10**5, 64, 5.0, 2.0
+# Fewer rows than so many have no deviation to speak of.
+_COLUMNS, _ROWS, _SOME, _FAR, _TIMES, _FEW = 1000, 10**5, 64, 5.0, 2.0, 10
 
 
 class Range(NamedTuple):
@@ -292,7 +293,7 @@ def _some_rows(x: Any, most: int) -> np.ndarray | None:
 def _ranges(x: Any) -> tuple[Range, ...]:
     """Return those of the columns of an argument, if it is an array of floats."""
     rows = _some_rows(x, _ROWS)
-    if rows is None or rows.shape[1] > _COLUMNS:
+    if rows is None or rows.shape[1] > _COLUMNS or len(rows) < _FEW:
         return ()
     mean, spread = rows.mean(0), rows.std(0)
     reach = np.abs(rows - mean).max(0) / np.where(spread > 0, spread, np.inf)

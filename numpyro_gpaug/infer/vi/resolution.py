@@ -25,6 +25,9 @@ from numpyro_gpaug.model.structure import Structure
 # Nats that a user should know of. Means of latents are off by as much, in their
 # standard deviations.
 LOST = 0.1
+# By how much rounding must be able to move a precision's eigenvalues to be the cause of
+# one that is not positive definite.
+MOVED = 0.01
 # A latent is named if it has this part of the largest figure.
 NAMED = 0.01
 
@@ -88,12 +91,19 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
 
 
 def is_broken(natural: Natural) -> bool:
-    """Return whether a precision is finite and, as rounded, not positive definite.
+    """Return whether rounding keeps a precision from being positive definite.
+
+    Its eigenvalues are one or more, from the prior. Rounding moves them by no more than
+    about its trace times the resolution of its numbers.
 
     :param natural: natural parameters of all blocks.
     """
-    finite = [np.isfinite(np.asarray(each.diagonal)).all() for each in natural.values()]
-    return all(finite) and not np.isfinite(np.asarray(lost(natural)))
+    moved = [
+        float(each.diagonal.sum() * jnp.finfo(each.diagonal.dtype).eps)
+        for each in natural.values()
+    ]
+    may_be = np.isfinite(moved).all() and max(moved) > MOVED
+    return may_be and not np.isfinite(np.asarray(lost(natural)))
 
 
 def check_precision(natural: Natural, structure: Structure) -> None:

@@ -28,8 +28,8 @@ class ConjugateState(NamedTuple):
     :param stalled: steps since.
     :param unreached: by process, the share of function values of which no more than
         one inducing value says something (``infer/vi/reach.py``).
-    :param lost: see :func:`~numpyro_gpaug.infer.vi.resolution.lost`; of the last state
-        of a loop on full data.
+    :param lost: nats by which rounding may have moved the bound
+        (``infer/vi/resolution.py``); of the last state of a loop on full data.
     :param basis: a fingerprint of the basis of its latents, 0 for none.
     :param step: steps taken.
     :param rng_key: random key.
