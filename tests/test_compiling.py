@@ -12,7 +12,6 @@ from jax import lax
 from numpyro_gpaug.math import compiling
 from numpyro_gpaug.math.compiling import (
     Compiled,
-    Uses,
     Work,
     compiler_options,
     quick_options,
@@ -97,35 +96,6 @@ def test_small_programs_are_left_as_they_are_written() -> None:
     few = Compiled(wave, runs=2, static_argnames="times")
     few(large, times=3)
     assert list(few._chosen.values()) == [few._unoptimised]
-
-
-@pytest.mark.usefixtures("no_flags")
-def test_what_is_used_often_is_compiled_again(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(compiling, "OFTEN", 2)
-
-    def smooth(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y) @ y.T + y, x)
-
-    compiled, uses = Compiled(smooth), Uses()
-    sizes = {"small": 5, "large": 100}
-    found: dict[str, list] = {name: [] for name in sizes}
-    made: dict[str, list] = {name: [] for name in sizes}
-    with jax.log_compiles(), caplog.at_level("WARNING"):
-        for name, size in sizes.items():
-            x = jnp.linspace(-0.1, 0.1, size * size).reshape(size, size)
-            for _ in range(4):
-                caplog.clear()
-                program = uses.again(compiled, name)
-                both = program(x), program(x)
-                assert (both[0] == both[1]).all()
-                found[name].append(both[0])
-                made[name].append("XLA compilation of jit(smooth)" in caplog.text)
-    assert made["small"] == [True, False, True, False]
-    # One that has LLVM's optimisations from the start is not made again.
-    assert made["large"] == [True, False, False, False]
-    for answers in found.values():
-        assert (answers[0] == answers[1]).all()
-        np.testing.assert_allclose(answers[2], answers[0], rtol=1e-5, atol=1e-6)
 
 
 def test_work() -> None:

@@ -11,7 +11,6 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.math import compiling
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.arrow import BySites
 from numpyro_gpaug.model.signatures import signature_of
@@ -77,41 +76,34 @@ def test_gaussian_data_take_one_step(svi) -> None:
     np.testing.assert_allclose(again.losses, fit.losses, rtol=1e-5)
 
 
-def test_repeated_fits_are_equal_and_later_ones_to_rounding(monkeypatch) -> None:
-    monkeypatch.setattr(compiling, "OFTEN", 2)
-    # As if nobody had set it.
-    monkeypatch.delenv("XLA_FLAGS")
-    compiling._compiles.cache_clear()
+def test_repeated_and_divided_fits_are_equal() -> None:
     svi = gpaug.ConjugateSVI(learnt, gpaug.AutoLatentGaussian(learnt))
     found = []
-    for _ in range(4):
+    for _ in range(2):
         fit, posterior = run(svi, Y, GROUP)
         found.append([fit.losses, *jax.tree.leaves(fit.params), *moments(posterior)])
-    # However a run is divided: the first steps of the last are steps of one that ends.
+    for first, second in zip(*found, strict=True):
+        np.testing.assert_array_equal(first, second)
     short = svi.run(jax.random.key(0), 3, y=Y, group=GROUP, progress_bar=False)
     rest = svi.run(
         jax.random.key(0), 2, y=Y, group=GROUP, progress_bar=False,
         init_state=short.state,
     )  # fmt: skip
-    for wrong, message in ((Y, GROUP + 1), "1 to 4"), ((Y * np.nan, GROUP), "NaN"):
-        with pytest.raises(ValueError, match=message):
-            run(svi, *wrong)
-    # The run has answered what the posterior asks, of no other params than its own.
-    assert fit.told is not None
+    divided = np.concatenate([short.losses, rest.losses])
+    np.testing.assert_array_equal(divided, found[0][0][:5])
     kept = pickle.loads(pickle.dumps(fit))
     np.testing.assert_array_equal(kept.losses, fit.losses)
+
+
+def test_posteriors_are_of_the_params_that_a_result_has() -> None:
+    svi = gpaug.ConjugateSVI(learnt, gpaug.AutoLatentGaussian(learnt))
+    fit, posterior = run(svi, Y, GROUP)
+    before = moments(posterior)
     fit.params["sd_auto_loc"] = 3 * fit.params["sd_auto_loc"]
     again = svi.posterior(fit), svi.posterior(dict(fit.params), y=Y, group=GROUP)
     for moved, same in zip(*map(moments, again), strict=True):
         np.testing.assert_array_equal(moved, same)
-    assert np.abs(moments(again[0])[2] - moments(posterior)[2]).max() > 0.1
-    compiling._compiles.cache_clear()
-    for first, second, *later in zip(*found, strict=True):
-        np.testing.assert_array_equal(first, second)
-        np.testing.assert_array_equal(*later)
-        np.testing.assert_allclose(later[0], first, rtol=1e-3, atol=1e-4)
-    divided = np.concatenate([short.losses, rest.losses])
-    np.testing.assert_array_equal(divided, found[-1][0][:5])
+    assert np.abs(moments(again[0])[2] - before[2]).max() > 0.1
 
 
 def test_every_fit_is_checked(svi) -> None:

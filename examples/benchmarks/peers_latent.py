@@ -9,9 +9,8 @@ questions: here hyperparameters are at the mode of the bound times their priors,
 likelihood, and ``BayesMixedGLM`` a mean-field approximation under the priors it can
 have. Binomial data they get as Bernoulli rows, one for each trial. ``held`` rows have
 standard deviations held at NUTS's means, and infer the effects alone, with their
-variances. ``cold`` counts everything after imports, ``warm`` is the shortest of seven
-more runs, ``often`` of as many as twelve seconds hold, up to 300: after a hundred, ours
-are compiled with LLVM's optimisations (``docs/guide/long_runs.md``).
+variances. ``cold`` counts everything after imports, ``warm`` is the shortest of as many
+more runs as twelve seconds hold, seven at least and 300 at most.
 Packages that are not installed are left out::
 
     pip install statsmodels gpboost
@@ -34,8 +33,9 @@ from latent import MODELS, by_nuts, load, timed
 
 import numpyro_gpaug as gpaug
 
-COLUMNS = {"data": "", "method": "", "fixed": ".2f", "sd": "", "cold": ".2f"}
-COLUMNS |= {"warm": ".4f", "often": ".4f"}
+COLUMNS = {
+    "data": "", "method": "", "fixed": ".2f", "sd": "", "cold": ".2f", "warm": ".4f",
+}  # fmt: skip
 Answer = tuple[np.ndarray, list[float]]
 
 
@@ -203,11 +203,8 @@ FEWEST, MOST, SECONDS = 7, 300, 12.0
 def repeated(run: Callable[[], Answer]) -> list[float]:
     """Seconds of runs, one after the other."""
     found: list[float] = []
-    spent = 0.0
-    while len(found) < FEWEST or (spent < SECONDS and len(found) < MOST):
+    while len(found) < FEWEST or (sum(found) < SECONDS and len(found) < MOST):
         found.append(timed(run)[1])
-        # But for one that compiles.
-        spent = sum(found) - max(found)
     return found
 
 
@@ -224,10 +221,8 @@ def rows_of(name: str, draws: int) -> list[dict[str, Any]]:
         held = spreads if method.endswith("held") else None
         run = of(name, data if package == "numpyro" else one_by_one(name, data), held)
         (fixed, deviations), cold = timed(run)
-        runs = repeated(run)
         rows.append({
-            "data": name, "method": method, "cold": cold,
-            "warm": min(runs[:FEWEST]), "often": min(runs),
+            "data": name, "method": method, "cold": cold, "warm": min(repeated(run)),
             "fixed": float(np.max(np.abs(fixed - mean) / error)),
             "sd": " ".join(f"{x:.3g}" for x in deviations),
         })  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial, update_wrapper
 from typing import Any, NamedTuple
 
@@ -39,10 +39,6 @@ _UNHOISTED: dict[str, Any] = {
 SAVED, LOST = 1.7e-3, 4e-9
 # A fit of a few hundred steps should not take longer by it.
 RUNS = 500
-# Uses after which a program without LLVM's optimisations is compiled again. A count,
-# not a clock: equal sessions get equal numbers. A small fit gains .2 to 10 ms by it for
-# each second that compiling takes, and who repeats it so often goes on.
-OFTEN = 100
 # Shapes of arguments whose choice is remembered.
 MAX_SHAPES = 256
 
@@ -116,7 +112,6 @@ class Compiled:
         self._inner = jax.jit(function, **options)
         self._optimised: Any = None
         self._unoptimised: Any = None
-        self._often: Any = None
         # By the shapes of the arguments.
         self._chosen: dict[Any, Any] = {}
         names = options.get("static_argnames", ())
@@ -125,23 +120,6 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._called(self._program(args, kwargs), args, kwargs)
-
-    def often(self) -> Callable[..., Any]:
-        """The program of what is used often, at arguments of one kind: with LLVM's
-        optimisations, whatever they take. The first call chooses it; later ones, which
-        look at no argument, take no time. What it returns is the same to rounding."""
-        chosen: list[Any] = []
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            program = chosen[0] if chosen else self._program(args, kwargs)
-            if program is self._unoptimised:
-                program = self._often
-            # That of traced arguments says nothing of others.
-            if program is not self._inner:
-                chosen[:] = [program]
-            return self._called(program, args, kwargs)
-
-        return called
 
     def _called(self, program: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         try:
@@ -156,7 +134,7 @@ class Compiled:
         """Forgets what was compiled."""
         self._chosen.clear()
         programs: list[Any] = [self._inner, self._optimised]
-        for program in (*programs, self._unoptimised, self._often):
+        for program in (*programs, self._unoptimised):
             if program is not None:
                 program.clear_cache()
 
@@ -173,10 +151,9 @@ class Compiled:
             options, quick = compiler_options(), quick_options()
             if self._runs < RUNS:
                 options = options | _known(_BRIEF)
-            self._optimised = self._unoptimised = self._often = self._with(options)
+            self._optimised = self._unoptimised = self._with(options)
             if quick != options:
                 self._unoptimised = self._with(quick)
-                self._often = self._with(options | _known(_BRIEF))
         return self._optimised
 
     def _with(self, options: dict[str, Any]) -> Any:
@@ -216,53 +193,6 @@ class Compiled:
     def _hosted(self, program: Any, *args: Any, **kwargs: Any) -> Any:
         dynamic = {k: v for k, v in kwargs.items() if k not in self._static}
         return program(*jax.tree.leaves((args, dynamic)))
-
-
-class Uses:
-    """Counts uses of programs, each of one or several calls: after :data:`OFTEN` they
-    are compiled as what is used often."""
-
-    def __init__(self) -> None:
-        self._counts: dict[Hashable, int] = {}
-        self._programs: dict[Hashable, Callable[..., Any]] = {}
-
-    def again(self, program: Compiled, what: Hashable) -> Callable[..., Any]:
-        """A program for one more use, the same in all of its calls: however many these
-        are, they return the same to the last bit.
-
-        :param program: the program.
-        :param what: is done by it; uses of the same are counted.
-        """
-        if len(self._counts) >= MAX_SHAPES and what not in self._counts:
-            self._counts.clear()
-            self._programs.clear()
-        self._counts[what] = self._counts.get(what, 0) + 1
-        return self.often(program, what) if self.are_often(what) else program
-
-    def are_often(self, what: Hashable) -> bool:
-        """Whether so many uses of the same were counted.
-
-        :param what: is done.
-        """
-        return self.number(what) > OFTEN
-
-    def number(self, what: Hashable) -> int:
-        """How many uses of the same were counted.
-
-        :param what: is done.
-        """
-        return self._counts.get(what, 0)
-
-    def often(self, program: Compiled, what: Hashable) -> Callable[..., Any]:
-        """A program of what is used often.
-
-        :param program: the program.
-        :param what: is done by it, and by others perhaps.
-        """
-        key = id(program), what
-        if key not in self._programs:
-            self._programs[key] = program.often()
-        return self._programs[key]
 
 
 def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:

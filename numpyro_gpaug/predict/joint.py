@@ -19,8 +19,7 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
-from numpyro_gpaug.math import compiling
-from numpyro_gpaug.math.compiling import Uses, few
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arguments import Arguments
@@ -59,7 +58,6 @@ class JointPredictor(Predictor):
         self._checks: dict[Any, Any] = {}
         self._sites: dict[Any, Any] = {}
         self._covariances: dict[Any, Any] = {}
-        self._uses = Uses()
 
     @one_thread
     def check(
@@ -116,13 +114,10 @@ class JointPredictor(Predictor):
         for ``None`` the only observed site, by its predictor."""
         return Block(site or self.observed(None).name, "", (), None)
 
-    def telling(self, arguments: Arguments) -> Callable[[Any, Fitted], Any]:
+    def _known_at(self, arguments: Arguments) -> Callable[[Any, Fitted], Any]:
         """What :meth:`sites` compiles, a pure function of arrays and of what was
         fitted: moments of all Gaussian sites, what tells their factors, and errors of
-        quadrature.
-
-        :param arguments: of the model.
-        """
+        quadrature."""
         static = arguments.static  # the program outlives the arrays
 
         def sites(
@@ -133,7 +128,7 @@ class JointPredictor(Predictor):
             found = {s.name: _site(view, s.name, q) for s in view.structure.sites}
             return found, view, q
 
-        def told(arrays: Any, fitted: Fitted) -> Any:
+        def known(arrays: Any, fitted: Fitted) -> Any:
             first, view, q = sites(arrays, fitted.first)
             marks, errors = view.marks(), view.rule_errors(q)
             if fitted.members is None:
@@ -148,18 +143,11 @@ class JointPredictor(Predictor):
             total = averaged(about, fitted, weights)
             return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
 
-        return told
-
-    def tells_often(self, arguments: Arguments) -> bool:
-        """Whether :meth:`sites` is asked so often that a fit may answer with it.
-
-        :param arguments: of the model.
-        """
-        return self._uses.number(arguments.shapes) > compiling.OFTEN // 2
+        return known
 
     @one_thread
     def sites(
-        self, arguments: Arguments, fitted: Fitted, told: Any = None
+        self, arguments: Arguments, fitted: Fitted
     ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
         """Posteriors of all Gaussian sites, at the arguments of the fit; what tells
         their factors; and errors of quadrature by observed site. Of a mixture the last
@@ -167,18 +155,15 @@ class JointPredictor(Predictor):
 
         :param arguments: of the model.
         :param fitted: what was fitted.
-        :param told: what :meth:`telling` says of both, if it is known.
         """
-        if told is None:
-            program = remembered(
-                self._sites, arguments.shapes, lambda: few(self.telling(arguments))
-            )
-            with threads_for(self.structure.largest):
-                again = self._uses.again(program, arguments.shapes)
-                told = again(arguments.arrays, fitted)
-                # All results of a program are there at once.
-                jax.block_until_ready(jax.tree.leaves(told)[:1])
-        at, marks, errors = told
+        program = remembered(
+            self._sites, arguments.shapes, lambda: few(self._known_at(arguments))
+        )
+        with threads_for(self.structure.largest):
+            found = program(arguments.arrays, fitted)
+            # All results of a program are there at once.
+            jax.block_until_ready(jax.tree.leaves(found)[:1])
+        at, marks, errors = found
         # Inducing values are whitened: predict_f has the process.
         hidden = {f"{name}.v" for name in self.structure.functions}
         names = [s.name for s in self.structure.sites if s.name not in hidden]

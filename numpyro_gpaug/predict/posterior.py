@@ -148,7 +148,6 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         params: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        told: Any = None,
         version: Version | None = None,
         *,
         whole: bool = True,
@@ -160,7 +159,6 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param params: params of model and guide.
         :param args: the model's arguments at the fit.
         :param kwargs: its keyword arguments.
-        :param told: see :meth:`of_fit`.
         :param version: of what the model read besides its arguments, if it is known.
         :param whole: whether the arguments hold all rows of the fit.
         :raises ModelChangedError: if it has another version by now.
@@ -174,9 +172,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             fitted = Fitted.of_guide(guide, params)
             predictor = predictor_for(guide, model, structure)
             return cls.of_fit(
-                predictor, fitted, structure, args, kwargs, arguments, told,
-                whole=whole,
-            )  # fmt: skip
+                predictor, fitted, structure, args, kwargs, arguments, whole=whole
+            )
 
     @classmethod
     def of_fit(
@@ -187,7 +184,6 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         arguments: Arguments | None = None,
-        told: Any = None,
         *,
         whole: bool = True,
     ) -> Posterior:
@@ -199,7 +195,6 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param args: these, observations included.
         :param kwargs: keyword arguments.
         :param arguments: both on the device, if they are there.
-        :param told: what the predictor's ``telling`` says of the fit, if that is known.
         :param whole: whether the arguments hold all rows of the fit.
         """
         arguments = arguments or Arguments.split(args, kwargs)
@@ -209,7 +204,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         if not whole:  # where one batch is says nothing of the others
             given = given._replace(ranges={})
         made = cls(predictor, fitted, given)
-        known = predictor.sites(arguments, fitted, told)
+        known = predictor.sites(arguments, fitted)
         made._sites, made._calls.marks, made._rule_errors = known
         warn_of_quadrature(made._rule_errors)
         return made

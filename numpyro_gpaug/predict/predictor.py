@@ -220,29 +220,13 @@ class Predictor:
             )
         return found
 
-    def telling(self, arguments: Arguments) -> Callable[[Any, Fitted], Any]:
-        """A pure function of arrays and of what was fitted, whose answer :meth:`sites`
-        takes; none where :meth:`tells_often` is false.
-
-        :param arguments: of the model.
-        """
-        raise NotImplementedError
-
-    def tells_often(self, arguments: Arguments) -> bool:
-        """Whether a fit may answer with what :meth:`telling` says.
-
-        :param arguments: of the model.
-        """
-        return False
-
     def sites(
-        self, arguments: Arguments, fitted: Fitted, told: Any = None
+        self, arguments: Arguments, fitted: Fitted
     ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
         """What is known of jointly Gaussian latents: here there are none.
 
         :param arguments: of the model at the fit.
         :param fitted: what was fitted.
-        :param told: what :meth:`telling` says of both, if it is known.
         """
         return {}, {}, {}
 

@@ -411,13 +411,13 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         if given.batches is None and not plan.noisy and rests:
             loss = float(np.concatenate(losses)[-1])
             warn_of_units(loss, self.model, plan.structure, given.args, given.kwargs)
-        params, told = taken.params, taken.told
+        params = taken.params
         if params is None or state is not taken.state:
-            params, told = self.get_params(state), None
+            params = self.get_params(state)
         return ConjugateResult(
             params, state, np.concatenate(losses), given.args, given.kwargs,
-            guard.restored, stopped=progress.at_rest, told=told,
-            version=self._version, whole=given.batches is None,
+            guard.restored, stopped=progress.at_rest, version=self._version,
+            whole=given.batches is None,
         )  # fmt: skip
 
     def _turn(self, state: ConjugateState, given: Given) -> bool:
@@ -474,9 +474,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             its arguments, has changed since the run.
         :raises TypeError: for params without arguments, and a state.
         """
-        told, version, whole = None, None, True
+        version, whole = None, True
         if isinstance(fit, ConjugateResult) and not args and not kwargs:
-            args, kwargs, params, told = fit.args, fit.kwargs, fit.params, fit.told
+            args, kwargs, params = fit.args, fit.kwargs, fit.params
             version, whole = fit.version, fit.whole
         elif isinstance(fit, dict):
             params = fit
@@ -493,7 +493,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 "svi.posterior(params, X, y)"
             )
         return Posterior.of_guide(
-            self.model, self.guide, params, args, kwargs, told, version, whole=whole
+            self.model, self.guide, params, args, kwargs, version, whole=whole
         )
 
     def _display(self) -> tuple[str, Rows]:

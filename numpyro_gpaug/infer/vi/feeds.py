@@ -37,13 +37,11 @@ class Taken(NamedTuple):
     :param state: the last.
     :param losses: of the steps.
     :param params: constrained, at the last state, if they were asked for with it.
-    :param told: what a posterior asks of them, likewise.
     """
 
     state: ConjugateState
     losses: np.ndarray
     params: dict[str, Any] | None = None
-    told: Any = None
 
 
 class Feed(Protocol):

@@ -3,29 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
-from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
-from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.resolution import lost
-from numpyro_gpaug.infer.vi.start import initial_state, read_params
+from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
 from numpyro_gpaug.infer.vi.sweeps import was_whole
 from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import all_valid
-from numpyro_gpaug.predict.mixture import Fitted
 
 # Steps of one compiled loop.
 CHUNK = 100
@@ -106,48 +103,6 @@ def run_chunk(
         state = state._replace(lost=lost(state.natural))
     params = read_params(plan.guide, state.hyper.values, state.natural)
     return state, losses, taken, params
-
-
-def begin_and_advance(
-    settings: Settings,
-    model: Callable[..., Any],
-    guide: ConjugateGuide,
-    key: Array,
-    natural: Natural,
-    total: Array,
-    num_steps: Array,
-    tol: Array,
-    data: Array,
-    arrays: tuple[Array, ...],
-    plan: Plan,
-    static: Any,
-    telling: Callable[..., Any] | None,
-) -> tuple[Any, ...]:
-    """What :func:`run_chunk` returns from the initial state, what ``telling`` says of
-    the last one, and what :func:`~numpyro_gpaug.infer.vi.start.initial_state` says of
-    the first.
-
-    :param settings: options of the fit.
-    :param model: the model.
-    :param guide: its guide, set up.
-    :param key: random key.
-    :param natural: natural parameters to start from, see there.
-    :param total: number of steps of the run.
-    :param num_steps: see :func:`run_chunk`.
-    :param tol: likewise.
-    :param data: likewise.
-    :param arrays: likewise.
-    :param plan: likewise.
-    :param static: likewise.
-    :param telling: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
-    """
-    state, *begun = initial_state(
-        settings, model, guide, arrays, key, {}, natural, static
-    )
-    state = quasi_newton.within(state, total)
-    taken = run_chunk(settings, state, num_steps, tol, data, arrays, plan, static)
-    told = telling(arrays, Fitted.of_guide(guide, taken[-1])) if telling else None
-    return (*taken, told), *begun
 
 
 def _moves(before: Any, after: Any, tol: Array) -> Any:

@@ -8,12 +8,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax import Array
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.loop import (
-    begin_and_advance,
     bounds_of_batches,
     copied,
     evaluate,
@@ -31,7 +29,7 @@ from numpyro_gpaug.infer.vi.plan import (
 from numpyro_gpaug.infer.vi.progress import Pace
 from numpyro_gpaug.infer.vi.start import check_start, initial_state, read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.compiling import Compiled, Uses
+from numpyro_gpaug.math.compiling import Compiled
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_given
@@ -55,8 +53,6 @@ class Programs:
         self._generation = guide.generation
         self.plans: dict[Any, Plan] = {}
         self._paces: dict[tuple[Plan, int], Pace] = {}
-        self.uses = Uses()
-        self._tellings: dict[Any, Callable[..., Any] | None] = {}
         self.begin = Compiled(
             partial(initial_state, settings, model, guide),
             static_argnames=("static", "batch"),
@@ -70,11 +66,6 @@ class Programs:
             )
             for fn in (run_chunk, run_batches)
         )  # fmt: skip
-        # Beginning and steps in one, of fits that are made often.
-        self.begin_and_advance = Compiled(
-            partial(begin_and_advance, settings, model, guide),
-            static_argnames=("plan", "static", "telling"),
-        )
         self.read = Compiled(partial(read_params, guide))
         self.loss, self.bounds, self.sums, self.slopes = (
             Compiled(partial(fn, settings), static_argnames=("plan", "static"))
@@ -102,63 +93,15 @@ class Programs:
         if values:
             check_given(values, self._declared(given, key), self._guide.structure)
         with on_mesh(arguments.mesh):
-            begin = self.uses.again(self.begin, arguments.shapes)
-            state, params, seen, valid = begin(
+            state, params, seen, valid = self.begin(
                 arguments.arrays, key, values, self._guide.initial_natural(values),
                 static=arguments.static, batch=batch,
             )  # fmt: skip
-        self._check(given, params, seen, valid, values)
-        self.plan(arguments, lambda: params)
-        return state
-
-    def started(
-        self,
-        arguments: Arguments,
-        given: Arguments,
-        key: Array,
-        total: np.int32,
-        number: np.int32,
-        tol: np.ndarray,
-    ) -> tuple[ConjugateState, Array, Array, dict[str, Any], Any]:
-        """The first steps, from an initial state that is checked once they are done, as
-        :func:`~numpyro_gpaug.infer.vi.loop.run_chunk` returns them: to the last bit
-        what :meth:`start` and steps from there lead to. And what posteriors ask for, if
-        they are made often.
-
-        :param arguments: with rows that do not count, perhaps.
-        :param given: without.
-        :param key: random key.
-        :param total: number of steps of the run.
-        :param number: of these steps, at most.
-        :param tol: see there.
-        """
-        plan = self.plans[arguments.shapes]
-        program = self.uses.often(self.begin_and_advance, arguments.shapes)
-        with on_mesh(arguments.mesh):
-            taken, params, seen, valid = program(
-                key, self._guide.initial_natural({}), total, number, tol, given.data,
-                arguments.arrays, plan=plan, static=arguments.static,
-                telling=self._telling(arguments),
-            )  # fmt: skip
-        self._check(given, params, seen, valid, {})
-        return taken
-
-    def _telling(self, arguments: Arguments) -> Callable[..., Any] | None:
-        def found() -> Callable[..., Any] | None:
-            predictor = self._guide.predictors.get(id(self._model))
-            if predictor is None or not predictor.tells_often(arguments):
-                return None
-            return predictor.telling(arguments)
-
-        # Asked once: what is compiled for either answer is kept.
-        return remembered(self._tellings, arguments.shapes, found)
-
-    def _check(
-        self, given: Arguments, params: Any, seen: Any, valid: Any, values: Any
-    ) -> None:
         if seen is not None:
             seen.check()
         check_start(self._model, self._guide, given, params, valid, values)
+        self.plan(arguments, lambda: params)
+        return state
 
     def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
         """Shapes of the params as model and guide declare them."""
@@ -221,10 +164,8 @@ class Programs:
     def _clear(self) -> None:
         self.plans.clear()
         self._paces.clear()
-        self._tellings.clear()
         programs: tuple[Any, ...] = self.begin, self.advance, self.loss, self.read
         programs += self.bounds, self.advance_batches, self.sums, self.slopes
-        programs += (self.begin_and_advance,)
         for program in programs:
             program.clear_cache()
 

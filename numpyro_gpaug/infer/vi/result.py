@@ -41,7 +41,6 @@ class ConjugateResult(Displayed, SVIRunResult):
     kwargs: dict[str, Any]
     restored: tuple[tuple[int, int], ...]
     stopped: bool
-    _told: tuple[dict[str, Any], Any] | None
     version: Version | None = None
     whole: bool = True
 
@@ -55,28 +54,14 @@ class ConjugateResult(Displayed, SVIRunResult):
         restored: tuple[tuple[int, int], ...] = (),
         *,
         stopped: bool = False,
-        told: Any = None,
         version: Version | None = None,
         whole: bool = True,
     ) -> Self:
         result = super().__new__(cls, params, state, losses)
         result.args, result.kwargs = args, kwargs or {}
         result.restored, result.stopped = restored, stopped
-        result._told = None if told is None else (dict(params), told)
         result.version, result.whole = version, whole
         return result
-
-    @property
-    def told(self) -> Any:
-        """What the run says of the posterior at its params, for whoever makes that; if
-        it does, and if they are still the same."""
-        if self._told is None:
-            return None
-        of, told = self._told
-        same = of.keys() == self.params.keys()
-        return (
-            told if same and all(of[k] is x for k, x in self.params.items()) else None
-        )
 
     def _display(self) -> tuple[str, Rows]:
         losses = np.asarray(self.losses)

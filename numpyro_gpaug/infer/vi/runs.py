@@ -80,17 +80,12 @@ class Runs:
         :param init_params: constrained values to start from, by param name.
         :param given: the arguments of the run.
         :param num_steps: of it.
-        :return: as a state ``None``, if the program of the first steps makes it.
         """
         first = self.check(given, begins=state is None)
         if given.batches is None:
             arguments = self.shared(first, key)
         else:
             arguments = first.on(self._mesh)
-        if state is None and not init_params and self._at_once(given, arguments):
-            plan = self._programs.plans[arguments.shapes]
-            feed = self._feed(given, arguments, plan, first, key, num_steps)
-            return None, plan, feed
 
         def started(init_params: dict[str, Any] | None) -> ConjugateState:
             state = self._programs.start(
@@ -108,7 +103,7 @@ class Runs:
         plan = self._programs.plan_at(arguments, state, given.batch)
         _check_plates(plan, state)
         check_latents(plan.structure, arguments.mesh)
-        feed = self._feed(given, arguments, plan, first, key, num_steps)
+        feed = self._feed(given, arguments, plan, first.data)
         searches = self._settings.optim == LBFGS and not init_params
         opposite = _opposite(plan.structure, state.hyper.values)
         if opposite and fresh and searches and given.batches is None:
@@ -118,15 +113,6 @@ class Runs:
             losses = [float(end.losses[-1]) for end in ends]
             state = both[losses[1] < losses[0]]
         return state, plan, feed
-
-    def _at_once(self, given: Given, arguments: Arguments) -> bool:
-        """Whether a fresh run begins in the program of its first steps: one that is
-        made often, of which it is known that it has one start."""
-        plan = self._programs.plans.get(arguments.shapes)
-        if plan is None or given.batches is not None:
-            return False
-        often = self._programs.uses.are_often(arguments.shapes)
-        return often and not _held_apart(plan.structure)
 
     def check(self, given: Given, *, begins: bool) -> Arguments:
         """Raises for arguments that cannot be fitted.
@@ -149,20 +135,15 @@ class Runs:
         given: Given,
         arguments: Arguments,
         plan: Plan,
-        first: Arguments,
-        key: Array,
-        num_steps: int,
+        data: np.uint32,
     ) -> Feed:
         """What steps see.
 
         :param given: the arguments of the run.
         :param arguments: those of a step.
         :param plan: of the run.
-        :param first: its arguments, without rows that do not count.
-        :param key: its random key.
-        :param num_steps: of it.
+        :param data: fingerprint of its arguments, without rows that do not count.
         """
-        data = first.data
         if given.batches is not None:
             reader = Reader(given, self._model, plan.structure, self._mesh)
             if given.batch is None:
@@ -178,19 +159,8 @@ class Runs:
             )
             return Minibatches(reader, plan, advance, bounds_of, data)
 
-        # Of one program, so that it makes no difference where a run is divided.
-        advance = self._programs.uses.again(self._programs.advance, plan)
-
-        @one_thread
-        def begun(wanted: int, tol: np.ndarray) -> Any:
-            return self._programs.started(
-                arguments, first, key, np.int32(num_steps), np.int32(wanted), tol
-            )
-
-        def steps(state: ConjugateState | None, wanted: int, tol: np.ndarray) -> Any:
-            if state is None:
-                return begun(wanted, tol)
-            return self.steps(state, wanted, tol, data, arguments, plan, advance)
+        def steps(state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
+            return self.steps(state, wanted, tol, data, arguments, plan)
 
         @one_thread
         def bounds(state: ConjugateState) -> Array:
@@ -222,7 +192,6 @@ class Runs:
         data: np.uint32,
         arguments: Arguments,
         plan: Plan,
-        advance: Callable[..., Any] | None = None,
     ) -> tuple[ConjugateState, Array, Array, dict[str, Any]]:
         """Steps on arguments in memory: the state, losses, how many they were, and
         params.
@@ -233,11 +202,9 @@ class Runs:
         :param data: fingerprint of the arguments.
         :param arguments: of the model.
         :param plan: of the fit.
-        :param advance: the program, of a run.
         """
-        program = advance or self._programs.advance
         with on_mesh(arguments.mesh):
-            return program(
+            return self._programs.advance(
                 state, np.int32(number), tol, data, arguments.arrays, plan=plan,
                 static=arguments.static,
             )  # fmt: skip
@@ -265,14 +232,10 @@ def _unmarked(state: ConjugateState) -> ConjugateState:
     )
 
 
-def _held_apart(structure: Structure) -> list[str]:
-    """Params of Gaussian sites that are held apart because they multiply others."""
-    held = getattr(structure, "held", ())
-    return [f"{site}_auto_loc" for site, why in held if why.startswith(IN_DENSITY)]
-
-
 def _opposite(structure: Structure, values: dict[str, Any]) -> dict[str, Array]:
     """Starts of the other sign, by param, of sites that multiply others: at zero
     nothing depends on these, so that a search does not get from one sign to the
     other."""
-    return {k: -values[k] for k in _held_apart(structure) if k in values}
+    held = getattr(structure, "held", ())
+    names = [f"{site}_auto_loc" for site, why in held if why.startswith(IN_DENSITY)]
+    return {k: -values[k] for k in names if k in values}
