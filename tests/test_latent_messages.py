@@ -131,6 +131,7 @@ def test_tables_leave_out_whitened_inducing_values(posterior, tmp_path):
     posterior.save(tmp_path / "fit.npz")
     loaded = gpaug.Posterior.load(tmp_path / "fit.npz", of_a_process)
     assert loaded.summary().equals(posterior.summary())
+    assert loaded.processes == posterior.processes == ("f",)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +280,33 @@ def test_a_density_that_is_not_finite_is_named():
     said = "log-density of 'lik' is -inf in . of 3 entries.* as log1p"
     with pytest.raises(gpaug.CholeskyError, match=said):
         svi.run(jax.random.key(0), 5, time, event, progress_bar=False)
+
+
+@pytest.mark.parametrize(
+    ("f", "said"),
+    [
+        (
+            lambda k, X: gpaug.GaussianProcess("f", k, 0 * X[:3], jitter=0.0)(X),
+            r'GaussianProcess\("f"\): the Cholesky .*2 inducing inputs are dup',
+        ),
+        (
+            lambda k, X: numpyro.sample(
+                "f", dist.MultivariateNormal(0 * X[:, 0], k(X, X) - jnp.eye(len(X)))
+            ),
+            f"prior of 'f', Multi.*scale_tril of shape .{N}, {N}.*not positive defin",
+        ),
+    ],
+    ids=["inducing values", "values"],
+)
+def test_kernel_matrices_without_a_factor_are_named(f, said):
+    def model(X, y=None):
+        values = f(gpaug.kernels.SquaredExponential(), X)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(values, 0.5), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    with pytest.raises(gpaug.CholeskyError, match=said):
+        svi.run(KEY, 1, T[:, None], REAL, progress_bar=False)
 
 
 def test_graphs_that_are_none_and_counts_without_exposure_are_named():

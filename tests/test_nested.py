@@ -1203,7 +1203,6 @@ def test_a_bound_that_is_not_finite_is_explained():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(
-            gpaug.CholeskyError, match="log-density of 'y' is nan in 24"
-        ):
+        said = "prior of 'a', Normal, has scale of .*not finite"
+        with pytest.raises(gpaug.CholeskyError, match=said):
             nested(model, REAL)

@@ -76,6 +76,7 @@ def inspect_joint(
         dtype=survey.dtype,
         held=tuple(held),
         shapes=tuple(survey.shapes.items()),
+        process_names=tuple(survey.functions),
     )
     if not sites or not survey.observed:
         return structure

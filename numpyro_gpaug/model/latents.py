@@ -82,6 +82,8 @@ class JointStructure(Structure):
         of the structure: the last of the axes over members is over steps.
     :param basis: an orthogonal matrix as bytes of float64, if the numbers of a dense
         Gaussian are coordinates in its columns; see :meth:`turned`.
+    :param process_names: of the Gaussian processes at inducing inputs, which are no
+        blocks of their own.
     """
 
     sites: tuple[GaussianSite, ...] = ()
@@ -91,6 +93,7 @@ class JointStructure(Structure):
     arrow: Arrow | None = None
     chains: tuple[Grouping, ...] = ()
     basis: bytes | None = None
+    process_names: tuple[str, ...] = ()
 
     @property
     def zeros(self) -> dict[str, Array]:

@@ -121,6 +121,11 @@ class Structure:
         return tuple(b for b in self.blocks if b.is_process)
 
     @property
+    def process_names(self) -> tuple[str, ...]:
+        """Names of the Gaussian processes."""
+        return tuple(b.name for b in self.processes)
+
+    @property
     def weights(self) -> tuple[Block, ...]:
         """The blocks that are plain weight vectors."""
         return tuple(b for b in self.blocks if not b.is_process)

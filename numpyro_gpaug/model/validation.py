@@ -20,11 +20,12 @@ from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import total
 from numpyro_gpaug.model.arguments import Arguments, is_array
+from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
-    Block,
-    conditional_of,
+    Structure,
+    Trace,
     flat_functions,
     run_model,
 )
@@ -344,7 +345,7 @@ def check_param(name: str, value: Any, constraint: constraints.Constraint) -> No
 def explain_failure(
     model: Callable[..., Any],
     values: dict[str, Any],
-    blocks: tuple[Block, ...],
+    structure: Structure,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> NoReturn:
@@ -352,7 +353,7 @@ def explain_failure(
 
     :param model: the model.
     :param values: params and other latents at the failure.
-    :param blocks: its Gaussian blocks.
+    :param structure: what it is made of.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     :raises CholeskyError: always.
@@ -363,15 +364,12 @@ def explain_failure(
         if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(value))
     ]
     if not broken:
-        zeros = {b.site: jnp.zeros(b.shape, b.dtype) for b in blocks}
+        # What is held jointly is drawn: see check_trace.
+        joint = isinstance(structure, JointStructure)
+        zeros = {} if joint else structure.zeros
         arguments, key = Arguments.split(args, kwargs), jax.random.key(0)
         trace = run_model(flat_functions(model), arguments, key, {**zeros, **values})
-        for block in blocks:
-            if block.is_process:
-                gp = conditional_of(trace, block).gp
-                if not np.isfinite(np.asarray(gp.factor)).all():
-                    raise CholeskyError(cholesky_message(gp))
-        check_densities(trace)
+        check_trace(trace, structure)
     raise CholeskyError(
         "the evidence lower bound is not finite"
         + (f"; params {broken} are not finite" if broken else "")
@@ -380,11 +378,52 @@ def explain_failure(
     )
 
 
-def check_densities(trace: dict[str, Any]) -> None:
-    """Raises for observed sites whose log-density, or logits, are not finite.
+def check_trace(trace: Trace, structure: Structure) -> None:
+    """Raises for a kernel matrix, a prior of a Gaussian latent, or a log-density that
+    is not finite.
 
     :param trace: of a run; latents that are held jointly are drawn from their prior,
-        where expectations look too.
+        where expectations are taken too.
+    :param structure: what the model is made of.
+    :raises CholeskyError: naming the first of them.
+    """
+    for name in structure.process_names:
+        gp = trace[name]["fn"].gp
+        if not np.isfinite(np.asarray(gp.factor)).all():
+            raise CholeskyError(cholesky_message(gp))
+    for name in structure.zeros:
+        _check_prior(name, trace[name]["fn"])
+    _check_densities(trace)
+
+
+def _check_prior(name: str, fn: Any) -> None:
+    """Raises for a Gaussian latent whose prior is not finite.
+
+    :param name: its site.
+    :param fn: its prior.
+    """
+    base = base_distribution(fn)
+    given = {k: x for k, x in vars(base).items() if k in base.arg_constraints}
+    broken = [k for k, x in given.items() if is_array(x) and not np.isfinite(x).all()]
+    if not broken:
+        return
+    cause = "hyperparameters that are too large, or too small"
+    if "scale_tril" in broken:
+        cause = (
+            "a covariance matrix that is not positive definite within rounding: add to "
+            "its diagonal, K + 1e-5 * jnp.eye(n), or use float64"
+        )
+    raise CholeskyError(
+        f"the prior of {name!r}, {type(base).__name__}, has {' and '.join(broken)} of "
+        f"shape {np.shape(given[broken[0]])} with entries that are not finite. Likely "
+        f"cause: {cause}"
+    )
+
+
+def _check_densities(trace: Trace) -> None:
+    """Raises for observed sites whose log-density, or logits, are not finite.
+
+    :param trace: of a run.
     """
     for name, site in trace.items():
         if site["type"] != "sample" or not site["is_observed"]:

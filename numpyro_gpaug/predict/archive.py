@@ -336,6 +336,7 @@ class Parts(NamedTuple):
     held: tuple[tuple[str, str], ...] = ()
     arrow: Arrow | None = None
     chains: tuple[Grouping, ...] = ()
+    process_names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, structure: Structure) -> Parts:
@@ -361,5 +362,6 @@ class Parts(NamedTuple):
         }
         dtype = structure.blocks[0].dtype
         return JointStructure(
-            **kept, dtype=dtype, held=self.held, arrow=self.arrow, chains=self.chains
-        ).with_sites(self.sites)
+            **kept, dtype=dtype, held=self.held, arrow=self.arrow, chains=self.chains,
+            process_names=self.process_names,
+        ).with_sites(self.sites)  # fmt: skip

@@ -258,7 +258,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     @property
     def processes(self) -> tuple[str, ...]:
         """Names of the Gaussian processes, as :meth:`predict_f` takes them."""
-        return tuple(block.name for block in self._predictor.structure.processes)
+        return self._predictor.structure.process_names
 
     @property
     def observed(self) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ class Predictor:
 
     def of_other_sites(self) -> str:
         """For a message: how to predict what is no weight vector."""
-        processes = [block.name for block in self.structure.processes]
+        processes = [*self.structure.process_names]
         return (
             f"predict_f(..., site=...) predicts the processes {processes}, "
             "numpyro.infer.Predictive(model, guide=guide, params=result.params, "

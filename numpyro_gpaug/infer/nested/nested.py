@@ -31,7 +31,7 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.structure import remembered
-from numpyro_gpaug.model.validation import check_arguments, check_densities
+from numpyro_gpaug.model.validation import check_arguments, check_trace
 from numpyro_gpaug.predict import Posterior
 
 # Draws of the latents at each of them: by default, at most, and numbers held in all.
@@ -230,7 +230,8 @@ class NestedVI(Displayed):
             except CholeskyError:
                 first = programs.first(start, arguments.arrays)
                 check_precision(first, bound.structure)
-                check_densities(programs.trace(start, arguments.arrays))
+                trace = programs.trace(start, arguments.arrays)
+                check_trace(trace, programs.structure)
                 raise
             if self.correct == "mcmc" and not run.certified:
                 with clock.part("NUTS from the draws"):

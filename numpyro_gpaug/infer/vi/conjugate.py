@@ -516,7 +516,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         structure = self.guide.structure
         for each in (state, first):
             check_precision(each.natural, structure)
-        explain_failure(self.model, self._values(state), structure.blocks, args, kwargs)
+        explain_failure(self.model, self._values(state), structure, args, kwargs)
 
     def _values(self, state: ConjugateState) -> dict[str, Any]:
         """Params and other latents."""
