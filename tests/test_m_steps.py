@@ -211,6 +211,64 @@ def test_refusals(make, message: str) -> None:
         fitter().init(KEY, X, y, inducing=Z, name=make)
 
 
+@pytest.mark.slow
+def test_of_a_joint_gaussian_it_is_the_same(x64) -> None:
+    """One process alone has the same bound in either guide."""
+    X, y, Z = data("real")
+    fits = []
+    for guide in (gpaug.AutoSparseGP(model), gpaug.AutoLatentGaussian(model)):
+        svi = gpaug.ConjugateSVI(model, guide, None, m_step="theta")
+        fits.append(
+            svi.run(KEY, 9, X, y, inducing=Z, name="normal", progress_bar=False)
+        )
+    blocks, joint = fits
+    assert joint.params["theta"] < 1
+    np.testing.assert_allclose(joint.params["theta"], blocks.params["theta"], rtol=1e-8)
+    np.testing.assert_allclose(joint.losses, blocks.losses, rtol=1e-8)
+
+
+def grouped(group, y=None, *, noise):
+    """Random effects, whose scale is learnt by another way."""
+    theta = positive("theta", 3.0)
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("groups", 8):
+        effect = numpyro.sample("effect", dist.Normal(0, tau))
+    with numpyro.plate("data", len(group)):
+        numpyro.sample("y", noise(effect, group, theta), obs=y)
+
+
+def test_beside_the_scale_of_random_effects(x64) -> None:
+    _, y, _ = data("real")
+    kwargs = {"noise": lambda effect, group, s: dist.Normal(effect[group], s)}
+    losses = []
+    for m_step in ((), "theta"):
+        svi = gpaug.ConjugateSVI(
+            grouped, gpaug.AutoLatentGaussian(grouped), m_step=m_step
+        )
+        result = svi.run(KEY, 60, np.arange(40) // 5, y, progress_bar=False, **kwargs)
+        losses.append(result.losses[-1])
+    np.testing.assert_allclose(*losses, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("noise", "message"),
+    [
+        (
+            lambda effect, group, s: dist.Gumbel(effect[group], s),
+            "of the density of 'y'.* leave it to optim",
+        ),
+        (
+            lambda effect, group, s: dist.Normal(s * effect[group], s),
+            "has to be one parameter of one likelihood",
+        ),
+    ],
+)
+def test_refusals_of_a_joint_gaussian(noise, message: str) -> None:
+    svi = gpaug.ConjugateSVI(grouped, gpaug.AutoLatentGaussian(grouped), m_step="theta")
+    with pytest.raises(NotConjugateError, match=message):
+        svi.init(KEY, np.arange(40) // 5, data("real")[1], noise=noise)
+
+
 def test_refused_options() -> None:
     X, y, Z = data("real")
     with pytest.raises(ValueError, match="for full data"):

@@ -172,8 +172,7 @@ class JointExpectation:
         :param at: marginals by block.
         :param bound: another one.
         """
-        joint = at[JOINT]
-        carried = self.split(joint)
+        joint, carried = at[JOINT], self.carried(at)
         frontiers = dict(self.frontiers)
         begin = 0
         total = jnp.zeros((), joint.mean.dtype)
@@ -209,8 +208,12 @@ class JointExpectation:
             total = total + term
         return total
 
-    def split(self, joint: Any) -> dict[str, Marginals]:
-        """Means and variances of every predictor, in its shape."""
+    def carried(self, at: dict[str, Any]) -> dict[str, Marginals]:
+        """Means and variances of every predictor, in its shape.
+
+        :param at: marginals by block.
+        """
+        joint = at[JOINT]
         names = [p for site in self.sites for p in site.predictors]
         found, begin = {}, 0
         for name, (shape, _) in zip(names, self.shapes, strict=True):

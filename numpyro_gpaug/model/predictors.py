@@ -180,7 +180,14 @@ class ExpectedLogLikelihood:
         :param at: marginals by block name.
         :param bound: another one.
         """
-        return self.of_predictors(self.predictors.marginals(at), bound)
+        return self.of_predictors(self.carried(at), bound)
+
+    def carried(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
+        """Marginals of the predictors.
+
+        :param at: marginals by block name.
+        """
+        return self.predictors.marginals(at)
 
     def of_predictors(
         self, carried: dict[str, Marginals], bound: str | None = None

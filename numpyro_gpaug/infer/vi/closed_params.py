@@ -13,6 +13,7 @@ from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import (
+    Route,
     base_distribution,
     feasible,
     through_wrappers,
@@ -21,8 +22,12 @@ from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
 from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.joint_expectation import JointExpectation
 from numpyro_gpaug.model.predictors import ExpectedLogLikelihood, of_site, scaled_sum
-from numpyro_gpaug.model.structure import Structure, Trace, conditional_of, run_model
+from numpyro_gpaug.model.structure import Structure, Trace, run_model
+
+# Parameters of a likelihood that is not in closed form: all of them together.
+_DENSITY = "density"
 
 
 class ClosedParam(NamedTuple):
@@ -41,7 +46,7 @@ class ClosedParam(NamedTuple):
 
     def update(
         self,
-        expected: ExpectedLogLikelihood,
+        expected: ExpectedLogLikelihood | JointExpectation,
         carried: dict[str, Marginals],
         unconstrained: Array,
         slope: Array,
@@ -61,7 +66,7 @@ class ClosedParam(NamedTuple):
 
     def _statistic(
         self,
-        expected: ExpectedLogLikelihood,
+        expected: ExpectedLogLikelihood | JointExpectation,
         carried: dict[str, Marginals],
         vector: bool,
     ) -> Array:
@@ -122,17 +127,18 @@ def _parts(trace: Trace, structure: Structure) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     rest: list[Any] = []
     for site in structure.observed:
-        base = base_distribution(trace[site.name]["fn"])
+        fn = trace[site.name]["fn"]
+        if site.route is not Route.CLOSED_FORM:
+            parameters[f"{site.name}/{_DENSITY}"] = jax.tree.leaves(fn)
+            continue
+        base = base_distribution(fn)
         for k in (*base.arg_constraints, "family_parameters"):
             if k in vars(base):
                 parameters[f"{site.name}/{k}"] = vars(base)[k]
-    for block in structure.blocks:
-        if block.is_process:
-            f = conditional_of(trace, block)
-            rest += [f.mean, f.prior_variance, f.projection]
-        else:
-            rest += jax.tree.leaves(trace[block.site]["fn"])
-    for name in structure.others:
+    for name in structure.process_names:
+        f = trace[name]["fn"]
+        rest += [f.mean, f.prior_variance, f.projection]
+    for name in (*structure.zeros, *structure.others):
         rest += jax.tree.leaves(trace[name]["fn"])
     return {"parameters": parameters, "rest": rest}
 
@@ -155,6 +161,12 @@ def _proved(
 
     key, affine = _only_parameter(name, dependence_tree(parts, {name: value}))
     site, parameter = key.rsplit("/", 1)
+    if parameter == _DENSITY:
+        raise NotConjugateError(
+            f"m_step names {name!r}, a number of the density of {site!r}, whose "
+            "expectation is not in the closed form of a registered likelihood: leave "
+            "it to optim"
+        )
     owner = f"parameter {parameter!r} of {classes[site].__name__}"
     step = lookup_m_step(classes[site], parameter)
     if step is None:

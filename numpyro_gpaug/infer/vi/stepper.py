@@ -346,7 +346,7 @@ class Stepper:
     ) -> dict[str, Array]:
         """Updates of the params that are set in closed form."""
         expected: Any = problem.likelihood
-        carried = expected.predictors.marginals(evaluation.marginals)
+        carried = expected.carried(evaluation.marginals)
         return {
             p.name: p.update(expected, carried, values[p.name], ascent[p.name])
             for p in self._plan.closed
