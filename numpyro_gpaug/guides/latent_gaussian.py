@@ -43,6 +43,7 @@ Natural = NaturalGaussian | ArrowNatural | ChainNatural
 _COVARIANCES = ("natural", "dense")
 _DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
 _BASIS = f"{JOINT}_auto_basis"
+_KINDS = ChainNatural, ArrowNatural, NaturalGaussian
 # Latents that are turned at most: their basis is part of every program.
 MOST_TURNED = 256
 # Standard deviations that gradients start from, as in NumPyro's autoguides.
@@ -153,6 +154,11 @@ class AutoLatentGaussian(ProcessGuide):
         if not self.conjugate:
             found = found.in_steps(()).with_arrow(None)
             refuse_large(found)
+            if JOINT in found.others:
+                raise ValueError(
+                    f"the latent {JOINT!r} has the name that params of this guide "
+                    f"begin with, {_DENSE[0]!r}: give it another"
+                )
         return found
 
     def _structure_at(self, structure: Any, arguments: Arguments) -> JointStructure:
@@ -278,7 +284,10 @@ class AutoLatentGaussian(ProcessGuide):
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
-        own = {k: x for k, x in params.items() if k.startswith(f"{JOINT}_auto_")}
+        # Of any form: at the data of a fit it may have been another than here.
+        natural = {_BASIS}.union(*map(_names, _KINDS))
+        names = natural if self.conjugate else _DENSE
+        own = {k: x for k, x in params.items() if k in names}
         return {k: x for k, x in params.items() if k not in own}, {JOINT: own}
 
     def moments(
@@ -290,12 +299,7 @@ class AutoLatentGaussian(ProcessGuide):
             return {JOINT: given}
         if _DENSE[0] in given:
             return {JOINT: with_latent_axis(_factored(given).moments())}
-        # Of a fit to data at which the form may have been another.
-        kind = next(
-            k
-            for k in (ChainNatural, ArrowNatural, NaturalGaussian)
-            if set(_names(k)) <= set(given)
-        )
+        kind = next(k for k in _KINDS if set(_names(k)) <= set(given))
         natural: Any = kind(*(given[name][None] for name in _names(kind)))
         q = natural.moments()
         if _BASIS in given:

@@ -14,6 +14,7 @@ from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
+from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.math.linalg import Moments, precise
 from numpyro_gpaug.model.arguments import Arguments
@@ -77,13 +78,18 @@ class TraceAnalytic_ELBO(ELBO):
     def routes(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> dict:
         """The route of every observed site of a model.
 
-        :param model: the model.
+        :param model: the model, of which processes and weight vectors are integrated
+            out; or the guide of its fit: an :class:`~numpyro_gpaug.AutoLatentGaussian`
+            integrates out more.
         :param args: its arguments.
         :param kwargs: its keyword arguments.
         :return: :class:`~numpyro_gpaug.likelihoods.expectations.Route` by site name.
         """
-        observed = inspect_model(model, *args, **kwargs).observed
-        return {site.name: site.route for site in observed}
+        if isinstance(model, ProcessGuide):
+            structure = model.setup(*args, **kwargs).structure
+        else:
+            structure = inspect_model(model, *args, **kwargs)
+        return {site.name: site.route for site in structure.observed}
 
     @precise
     def loss_with_mutable_state(
