@@ -103,7 +103,7 @@ def is_broken(natural: Natural) -> bool:
         for each in natural.values()
     ]
     may_be = np.isfinite(moved).all() and max(moved) > MOVED
-    return may_be and not np.isfinite(np.asarray(lost(natural)))
+    return bool(may_be and not np.isfinite(np.asarray(lost(natural))))
 
 
 def check_precision(natural: Natural, structure: Structure) -> None:
