@@ -293,7 +293,7 @@ def test_a_density_that_is_not_finite_is_named():
             lambda k, X: numpyro.sample(
                 "f", dist.MultivariateNormal(0 * X[:, 0], k(X, X) - jnp.eye(len(X)))
             ),
-            f"prior of 'f', Multi.*scale_tril of shape .{N}, {N}.*not positive defin",
+            f"prior of 'f', Multi.*scale_tril of shape .{N}, {N}.*indefinite",
         ),
     ],
     ids=["inducing values", "values"],

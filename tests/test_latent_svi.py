@@ -102,7 +102,7 @@ def test_a_latent_may_have_the_name_of_the_joint_gaussian() -> None:
     assert posterior["effect"].mean.shape == (GROUPS,)
     # Two params of one name otherwise.
     dense = gpaug.AutoLatentGaussian(model, covariance="dense")
-    with pytest.raises(ValueError, match="the latent 'latents' .* give it another"):
+    with pytest.raises(ValueError, match="'latents' would share .*_auto_loc'.* rename"):
         dense.setup(*args)
 
 

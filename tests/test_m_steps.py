@@ -255,7 +255,7 @@ def test_beside_the_scale_of_random_effects(x64) -> None:
     [
         (
             lambda effect, group, s: dist.Gumbel(effect[group], s),
-            "of the density of 'y'.* leave it to optim",
+            "density of 'y'.* no registered closed form.* to optim",
         ),
         (
             lambda effect, group, s: dist.Normal(s * effect[group], s),

@@ -156,8 +156,8 @@ class AutoLatentGaussian(ProcessGuide):
             refuse_large(found)
             if JOINT in found.others:
                 raise ValueError(
-                    f"the latent {JOINT!r} has the name that params of this guide "
-                    f"begin with, {_DENSE[0]!r}: give it another"
+                    f"the latent {JOINT!r} would share the param {_DENSE[0]!r} with "
+                    "the joint Gaussian of this guide: rename the latent"
                 )
         return found
 
@@ -284,7 +284,7 @@ class AutoLatentGaussian(ProcessGuide):
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
-        # Of any form: at the data of a fit it may have been another than here.
+        # The data of the fit may have given the precision another form.
         natural = {_BASIS}.union(*map(_names, _KINDS))
         names = natural if self.conjugate else _DENSE
         own = {k: x for k, x in params.items() if k in names}

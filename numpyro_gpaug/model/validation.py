@@ -364,7 +364,7 @@ def explain_failure(
         if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(value))
     ]
     if not broken:
-        # What is held jointly is drawn: see check_trace.
+        # Joint latents are drawn from their prior: see check_trace.
         joint = isinstance(structure, JointStructure)
         zeros = {} if joint else structure.zeros
         arguments, key = Arguments.split(args, kwargs), jax.random.key(0)
@@ -379,13 +379,13 @@ def explain_failure(
 
 
 def check_trace(trace: Trace, structure: Structure) -> None:
-    """Raises for a kernel matrix, a prior of a Gaussian latent, or a log-density that
-    is not finite.
+    """Raise for a kernel matrix without a Cholesky factor, and for priors of Gaussian
+    latents and log-densities that are not finite.
 
-    :param trace: of a run; latents that are held jointly are drawn from their prior,
-        where expectations are taken too.
+    :param trace: of a run; joint latents are drawn from their prior, over which
+        expectations are taken too.
     :param structure: what the model is made of.
-    :raises CholeskyError: naming the first of them.
+    :raises CholeskyError: naming the first site at fault.
     """
     for name in structure.process_names:
         gp = trace[name]["fn"].gp
@@ -397,7 +397,7 @@ def check_trace(trace: Trace, structure: Structure) -> None:
 
 
 def _check_prior(name: str, fn: Any) -> None:
-    """Raises for a Gaussian latent whose prior is not finite.
+    """Raise for a Gaussian latent whose prior is not finite.
 
     :param name: its site.
     :param fn: its prior.
@@ -407,16 +407,16 @@ def _check_prior(name: str, fn: Any) -> None:
     broken = [k for k, x in given.items() if is_array(x) and not np.isfinite(x).all()]
     if not broken:
         return
-    cause = "hyperparameters that are too large, or too small"
+    cause = "a hyperparameter that is too large or too small"
     if "scale_tril" in broken:
         cause = (
-            "a covariance matrix that is not positive definite within rounding: add to "
-            "its diagonal, K + 1e-5 * jnp.eye(n), or use float64"
+            "rounding makes the covariance matrix indefinite. Add to its diagonal, "
+            "K + 1e-5 * jnp.eye(n), or use float64"
         )
     raise CholeskyError(
-        f"the prior of {name!r}, {type(base).__name__}, has {' and '.join(broken)} of "
-        f"shape {np.shape(given[broken[0]])} with entries that are not finite. Likely "
-        f"cause: {cause}"
+        f"the prior of {name!r}, {type(base).__name__}, is not finite in "
+        f"{' and '.join(broken)} of shape {np.shape(given[broken[0]])}. Likely cause: "
+        f"{cause}"
     )
 
 

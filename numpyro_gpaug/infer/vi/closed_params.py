@@ -26,7 +26,7 @@ from numpyro_gpaug.model.joint_expectation import JointExpectation
 from numpyro_gpaug.model.predictors import ExpectedLogLikelihood, of_site, scaled_sum
 from numpyro_gpaug.model.structure import Structure, Trace, run_model
 
-# Parameters of a likelihood that is not in closed form: all of them together.
+# Stands for all parameters of a likelihood whose expectation has no closed form.
 _DENSITY = "density"
 
 
@@ -163,9 +163,9 @@ def _proved(
     site, parameter = key.rsplit("/", 1)
     if parameter == _DENSITY:
         raise NotConjugateError(
-            f"m_step names {name!r}, a number of the density of {site!r}, whose "
-            "expectation is not in the closed form of a registered likelihood: leave "
-            "it to optim"
+            f"m_step names {name!r}, which the density of {site!r} depends on. The "
+            "expectation of that density has no registered closed form in latents: "
+            f"leave {name!r} to optim"
         )
     owner = f"parameter {parameter!r} of {classes[site].__name__}"
     step = lookup_m_step(classes[site], parameter)

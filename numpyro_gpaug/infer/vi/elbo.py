@@ -76,11 +76,11 @@ class TraceAnalytic_ELBO(ELBO):
         super().__init__(num_particles=num_particles)
 
     def routes(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> dict:
-        """The route of every observed site of a model.
+        """The route of every observed site.
 
-        :param model: the model, of which processes and weight vectors are integrated
-            out; or the guide of its fit: an :class:`~numpyro_gpaug.AutoLatentGaussian`
-            integrates out more.
+        :param model: the model; or the guide of its fit, since an
+            :class:`~numpyro_gpaug.AutoLatentGaussian` integrates out more latents than
+            the processes and weight vectors that are found without a guide.
         :param args: its arguments.
         :param kwargs: its keyword arguments.
         :return: :class:`~numpyro_gpaug.likelihoods.expectations.Route` by site name.
