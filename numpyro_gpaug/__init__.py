@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian processes with non-Gaussian likelihoods, as ordinary NumPyro models."""
+"""Latent Gaussian models, Gaussian processes included, as ordinary NumPyro models with
+any likelihood."""
 
 from numpyro_gpaug import (
     diagnostics,

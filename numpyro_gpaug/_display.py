@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How objects introduce themselves: a title and aligned rows, a table in notebooks; and
-what they say where they cannot be pickled."""
+"""Printing of objects as a title and aligned rows, or as a table in notebooks; and
+errors for objects that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Displayed:
 
 
 class NotPickled(Displayed):
-    """An object that holds compiled programs: left alone, ``pickle`` complains of one
-    of JAX's functions.
+    """An object with compiled programs, which cannot be pickled. Its error explains
+    that; otherwise ``pickle`` would complain about a function of JAX.
 
     :param instead: what to do instead.
     """
@@ -52,7 +52,7 @@ class NotPickled(Displayed):
 
 
 def as_text(title: str, rows: Rows) -> str:
-    """A title, and the rows under it with their columns aligned.
+    """Return a title, and the rows under it with their columns aligned.
 
     :param title: the first line.
     :param rows: of equally many cells.
@@ -73,7 +73,7 @@ def as_text(title: str, rows: Rows) -> str:
 
 
 def as_html(title: str, rows: Rows) -> str:
-    """The same as an HTML table; a row without a first cell is the rest of the one
+    """Return the same as an HTML table; a row without a first cell continues the one
     above it.
 
     :param title: its caption.
@@ -100,7 +100,7 @@ def as_html(title: str, rows: Rows) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value in a few characters: numbers of few, the shape of many.
+    """Return a value in a few characters: the numbers if they are few, else the shape.
 
     :param value: an array, a number, a tree of arrays, or anything else.
 
@@ -130,7 +130,7 @@ def brief(value: Any) -> str:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Of a function, or of what is called like one.
+    """Return the name of a function, or of another callable.
 
     :param fn: a model.
     """

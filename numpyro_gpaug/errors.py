@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's own errors; each says what was found and what to do instead."""
+"""Errors of the package. Each states what was found and what to do instead."""
 
 from __future__ import annotations
 
 
 class NotConjugateError(ValueError):
-    """A closed-form route was asked of a model that does not admit it."""
+    """The model does not admit the closed-form route that was requested."""
 
 
 class UnknownLikelihoodError(NotConjugateError):
@@ -25,10 +25,10 @@ class CholeskyError(FloatingPointError):
 
 
 class ArchiveError(ValueError):
-    """A file does not hold a posterior of the model given: it is foreign, truncated or
-    damaged, or was saved from a fit of another model."""
+    """The file does not contain a posterior of the given model: it is foreign,
+    truncated, damaged, or was saved from a fit of another model."""
 
 
 class ModelChangedError(RuntimeError):
-    """What a model reads besides its arguments (a global, a variable of the function
-    that made it) has changed since the fit that is asked; the message names it."""
+    """Something that the model reads besides its arguments (a global, a variable of the
+    function that made it) has changed since the fit; the message names it."""

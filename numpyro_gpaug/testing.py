@@ -33,7 +33,7 @@ def check_augmentation(
     key: Array | None = None,
     tolerance: float | None = None,
 ) -> None:
-    r"""Checks an augmentation registered for ``type(d)`` against its own likelihood.
+    r"""Check the augmentation registered for ``type(d)`` against its own likelihood.
 
     Four identities are checked; a wrong constant anywhere breaks one of them.
 
@@ -117,7 +117,7 @@ class _Check(NamedTuple):
                     )  # fmt: skip
 
     def _left(self, f: Parameters, aux: Parameters, natural: Any, block: Any) -> Array:
-        """What the Gaussian in a block of latents leaves of the joint log-density."""
+        """Return the joint log-density minus its Gaussian in a block of latents."""
         augmentation, d, y, _ = self
         left = _at(d, f).log_prob(y)
         if aux:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checking a fit: convergence, ArviZ trees, importance sampling, MCMC, calibration.
+"""Checks of a fit: convergence, ArviZ trees, importance sampling, MCMC, calibration.
 
 ArviZ is imported when it is first needed, so ``import numpyro_gpaug`` stays quick.
 Only ``arviz_base`` and ``arviz_stats`` are used, which have the same names on Python

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def part_of_arviz(name: str) -> Any:
-    """``arviz_base`` or ``arviz_stats``, or what to install.
+    """Import ``arviz_base`` or ``arviz_stats``, or say what to install.
 
     :param name: of the package.
     :raises ImportError: where it is missing, or does not import.
@@ -29,7 +29,7 @@ def part_of_arviz(name: str) -> Any:
 def tree_of(
     groups: dict[str, dict[str, Any]], dims: dict[str, list[str]] | None = None
 ) -> DataTree:
-    """A tree of arrays by group and name.
+    """Return a tree of arrays by group and name.
 
     A path has "/" between its parts, so that no name may: what NumPyro's ``scope``
     calls ``"a/b"`` is ``"a.b"`` there.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model gives at draws of its guide: densities of latents and of observations,
-and replicated data."""
+"""A model at draws of its guide: densities of latents and of observations, and
+replicated data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BUDGET = 2**24
 
 
 class Draws(NamedTuple):
-    """What the model gives at draws, by site; the first axis runs over draws."""
+    """The outputs of the model at draws, by site; the first axis runs over draws."""
 
     deterministic: dict[str, Any]
     replicated: dict[str, Any]
@@ -109,7 +109,7 @@ class Programs:
     def _at(
         self, arrays: Any, params: Any, key: Array, fixed: Any, drawn: Any
     ) -> tuple[Draws, dict[str, Array]]:
-        """What the model gives at one draw, and the observations."""
+        """Return the outputs of the model at one draw, and the observations."""
         given = Arguments(arrays, self.static)
         values = {**params, **fixed, **drawn}
         noise_key, bound_key, new_key = random.split(key, 3)
@@ -136,7 +136,8 @@ class Programs:
         return Draws(deterministic, replicated, likelihoods, scaled, prior), observed
 
     def numbers_held(self, shapes: Draws, fixed: dict[str, Any]) -> int:
-        """How many numbers the likelihoods of one draw take while they are computed."""
+        """The number of values that the likelihoods of one draw need while they are
+        computed."""
         size = sum(math.prod(s.shape[1:]) for s in jax.tree.leaves(shapes.likelihoods))
         width = NUM_NODES
         if not fixed.keys() >= set(self.structure.others):
@@ -157,7 +158,7 @@ def programs_for(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Programs:
-    """Compiled programs, those of the last few models and guides remembered.
+    """Return compiled programs; those of the last few models and guides are cached.
 
     :param model: the model.
     :param guide: its guide.
@@ -187,7 +188,7 @@ def evaluated_at(
     fixed: dict[str, np.ndarray],
     drawn: dict[str, np.ndarray],
 ) -> Evaluated:
-    """The model at every draw, in chunks that bound the memory.
+    """Evaluate the model at every draw, in chunks that bound the memory.
 
     :param model: of :func:`programs_for`.
     :param arrays: its array arguments.
@@ -215,7 +216,8 @@ def evaluated_at(
 
 
 def _log_likelihoods(view: ModelView, latents: Any) -> dict[str, Array]:
-    """Per observed site, the log density of each observation given the draw."""
+    """Return, for each observed site, the log density of each observation given the
+    draw."""
     at, maps, selected = {}, view.maps(), view.selected()
     for block in view.structure.blocks:
         v = latents[block.site]
@@ -241,8 +243,8 @@ def _log_likelihoods(view: ModelView, latents: Any) -> dict[str, Array]:
 def _mixture(
     view: ModelView, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
 ) -> Array:
-    """The same without a closed form: by nodes if each datum depends on one latent,
-    else by draws. Without residuals, as on a full process, both are exact."""
+    """Return the same without a closed form: by nodes if each datum depends on one
+    latent, else by draws. Without residuals, as for a full process, both are exact."""
     pseudo = len(site.processes) == 1 and is_pseudo(view.message(site.name)["fn"])
     nodal = site._replace(route=Route.GAUSS_HERMITE) if pseudo else site
     z, weights = nodes_of(nodal, means, random.key(0))
@@ -267,7 +269,7 @@ def _scaled(value: Array, scale: Any) -> Array:
 
 
 def _plate_names(site: dict[str, Any]) -> list[str]:
-    """Plates as names of dimensions; ArviZ names the axes that are left."""
+    """Return plates as names of dimensions; ArviZ names the remaining axes."""
     frames = {frame.dim: frame.name for frame in site.get("cond_indep_stack", ())}
     if isinstance(site.get("fn"), Conditional):
         # Rows come first in function values, whatever the dim of their plate.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a fit is from the posterior, and what reweighting its draws repairs."""
+"""The distance of a fit from the posterior, and estimates corrected by reweighting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def psis_khat(
     tree_or_log_p: DataTree | ArrayLike, log_q: ArrayLike | None = None
 ) -> Psis:
-    """How far a guide is from the posterior, by the tail of importance ratios.
+    """Measure the distance of a guide from the posterior by the tail of importance
+    ratios.
 
     The answer is about all latents jointly, so it grows with their number: a large
     value in hundreds of dimensions does not mean that marginals are wrong.
@@ -63,7 +64,7 @@ def psis_khat(
 
 
 def check_tree(tree: Any) -> None:
-    """Raises for what is no tree: a posterior, say, which has no draws.
+    """Raise for anything but a tree, such as a posterior, which has no draws.
 
     :param tree: from :func:`to_datatree`.
     :raises TypeError: saying how a tree is made.
@@ -80,7 +81,7 @@ def check_tree(tree: Any) -> None:
 
 
 def psis_estimates(tree: DataTree) -> DataTree:
-    r"""Estimates under a guide beside those corrected by importance sampling.
+    r"""Compare estimates under a guide with those corrected by importance sampling.
 
     Every draw gets its Pareto-smoothed weight (:func:`psis_khat`), which turns means
     over draws of the guide into estimates of means over the posterior. Where the

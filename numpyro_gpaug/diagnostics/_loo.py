@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leave-one-out cross-validation, and models compared by it."""
+"""Leave-one-out cross-validation, and comparison of models by it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIED = 1e-7
 
 
 def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any:
-    """Leave-one-out log predictive density, by PSIS, without refitting.
+    """Return the leave-one-out log predictive density, by PSIS, without refitting.
 
     Latents that the guide holds at a point (hyperparameters) are not refitted; draws of
     :class:`~numpyro_gpaug.NestedVI`, which are of the posterior, have none.
@@ -59,7 +59,7 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
 
 
 def _check_site(tree: DataTree, site: str | None) -> None:
-    """Raises where there is no likelihood to leave one out of; see :func:`loo`."""
+    """Raise if there is no likelihood for leave-one-out; see :func:`loo`."""
     pseudo = tree.children.get("pseudo_log_likelihood", {})
     if not (pseudo or "log_likelihood" in tree.children):
         raise ValueError(
@@ -82,9 +82,9 @@ def _check_site(tree: DataTree, site: str | None) -> None:
 
 
 def _without_ties(tree: DataTree) -> DataTree:
-    """A tree that PSIS takes: observations that all draws predict with certainty have
-    log-likelihoods that differ by rounding, or not at all, and a tail of equal values
-    cannot be fitted. They get noise of the size of float32's rounding."""
+    """Return a tree that PSIS accepts. If all draws predict an observation with
+    certainty, its log-likelihoods differ by rounding or not at all, and the tail of
+    equal values cannot be fitted. They get noise of the size of float32's rounding."""
     rng, changed = np.random.default_rng(0), {}
     for name, values in tree["log_likelihood"].data_vars.items():
         spread = values.max(("chain", "draw")) - values.min(("chain", "draw"))
@@ -102,7 +102,7 @@ def _without_ties(tree: DataTree) -> DataTree:
 def compare(
     trees: Mapping[str, DataTree], site: str | None = None, *, correct: bool = True
 ) -> Any:
-    """Models, and ways to fit them, ranked by :func:`loo`.
+    """Rank models, and ways to fit them, by :func:`loo`.
 
     All must have observed the same data in the same units, and a density is not
     comparable with a probability: a ``Normal`` of counts has no place beside a

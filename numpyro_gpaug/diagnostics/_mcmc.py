@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A variational fit beside draws of the same posterior by MCMC."""
+"""Comparison of a variational fit with MCMC draws of the same posterior."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def vi_against_mcmc(
     *args: Any,
     **kwargs: Any,
 ) -> DataTree:
-    r"""How a variational posterior differs from MCMC draws of the same posterior.
+    r"""Compare a variational posterior with MCMC draws of the same posterior.
 
     Every element of every site that both have is compared by its marginal. With
     inducing inputs, compare with MCMC of ``with_residual(model, "site")``, or better,
@@ -119,7 +119,7 @@ def _flat_draws(vi: Any) -> dict[str, np.ndarray]:
 def _marginal_quantiles(
     posterior: Posterior, num: int, names: Any, args: Any
 ) -> dict[str, np.ndarray]:
-    """Normal marginals as their quantiles at ``(i + 1/2) / num``."""
+    """Return quantiles of normal marginals at ``(i + 1/2) / num``."""
     processes = [name for name in posterior.processes if name in names]
     normals = {name: posterior.predict_f(*args, site=name) for name in processes}
     normals |= {k: d for k, d in posterior.weights.items() if k in names}
@@ -155,7 +155,7 @@ def _marginals(draws: Mapping[str, np.ndarray], mcmc: dict[str, np.ndarray]) -> 
 
 
 def _compare(vi: np.ndarray, mcmc: np.ndarray) -> np.ndarray:
-    """Three statistics, (3, ...)."""
+    """Return three statistics, (3, ...)."""
     from scipy.stats import wasserstein_distance  # half a second to import
 
     unit = mcmc.std(0)
@@ -177,7 +177,7 @@ def _overlaps(
     draws: Mapping[str, Any],
     mcmc: dict[str, np.ndarray],
 ) -> Any:
-    """By observed site, what the predictive distributions of both sides share."""
+    """Return, by observed site, the overlap of both sides' predictive distributions."""
     from xarray import Dataset
 
     first = {name: x[0] for name, x in mcmc.items()}
@@ -202,8 +202,8 @@ def _overlaps(
 
 
 class _Site:
-    """An observed site, as a function of a model's latents; one program for each side
-    of a comparison, if these have equally many draws."""
+    """An observed site as a function of a model's latents; one program for each side of
+    a comparison, or one for both if these have equally many draws."""
 
     def __init__(
         self, model: Callable[..., Any], arguments: Arguments, site: str
@@ -221,7 +221,7 @@ class _Site:
         return self._law(arrays, law_key, draw).sample(key)
 
     def _log_probs(self, arrays: Any, keys: Array, draws: Any, values: Array) -> Array:
-        """Of values, by the mixture over the draws."""
+        """Return log-probabilities of values under the mixture over the draws."""
 
         def at(key: Array, draw: dict[str, Array]) -> Array:
             d = self._law(arrays, key, draw)
@@ -257,7 +257,7 @@ class _Predictive:
 
 
 def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:
-    """``int min(p, q)`` by all values, or by draws from both."""
+    """Compute ``int min(p, q)`` from all values, or from draws of both."""
     all_values = values is not None
     if values is None:
         sides = zip((p, q), random.split(random.key(0)), strict=True)
@@ -269,7 +269,7 @@ def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:
 
 
 def _all_values(distribution: Any) -> Array | None:
-    """Every value of an observation, (K, ...), if they are finitely many."""
+    """Return every value of an observation, (K, ...), if they are finitely many."""
     if distribution.support is constraints.boolean:
         values = jnp.arange(2).reshape(-1, *[1] * len(distribution.batch_shape))
     elif not distribution.has_enumerate_support:
@@ -283,7 +283,7 @@ def _all_values(distribution: Any) -> Array | None:
 
 
 def _latents(draws: Mapping[str, Any], trace: Trace, where: str) -> dict[str, Any]:
-    """Those draws that the model takes, all of them."""
+    """Return the draws that the model needs, all of them."""
     residuals = {
         f"{name}.eps" for name, s in trace.items() if isinstance(s["fn"], Conditional)
     }

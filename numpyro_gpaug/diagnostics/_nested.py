@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of :class:`~numpyro_gpaug.NestedVI`: their draws as a tree, and models compared
-by their evidence."""
+"""Runs of :class:`~numpyro_gpaug.NestedVI`: trees of their draws, and comparison of
+models by their evidence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
-    """The equally weighted draws of a run, for
+    """Return the equally weighted draws of a run, for
     :func:`~numpyro_gpaug.diagnostics.to_datatree`.
 
     :param key: random key, of replicated observations.
@@ -78,8 +78,8 @@ def _by_chain(found: dict[str, Array], chains: int, num: int) -> dict[str, np.nd
 
 
 def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
-    """Models ranked by their evidence ``p(y)``, the density that each gave the data
-    before it saw them.
+    """Rank models by their evidence ``p(y)``, the density of the data under the prior
+    predictive distribution.
 
     The evidence depends on the **priors** of all hyperparameters and latents, however
     many data there are: a prior ten times as wide as need be costs about 2.3 nats for

@@ -17,7 +17,8 @@ _NUM_DRAWS = 1000
 
 
 def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.ndarray:
-    r"""Where each observation lies in its prediction; uniform if that is right.
+    r"""Return the position of each observation in its prediction, which is uniform if
+    the prediction is right.
 
     Of real observations it is :math:`F_n(y_n)`, with :math:`F_n` the predictive
     cumulative distribution function. Of labels and counts it is drawn uniformly between
@@ -87,7 +88,7 @@ def _ranks(draws: np.ndarray, y: np.ndarray, key: Array) -> np.ndarray:
 
 @jax.jit
 def _steps(distribution: Distribution, y: Array) -> tuple[Array, Array]:
-    """Probabilities below and at labels or counts."""
+    """Return probabilities below and at labels or counts."""
 
     def add(k: Array, below: Array) -> Array:
         mass = jnp.exp(distribution.log_prob(jnp.full_like(y, k)))

@@ -40,7 +40,7 @@ def run(
 
 
 def replicate(message: dict[str, Any], key: Array) -> Array:
-    """A draw of what a site observed.
+    """Draw new data for a site.
 
     :param message: of the site.
     :param key: random key.
@@ -50,8 +50,8 @@ def replicate(message: dict[str, Any], key: Array) -> Array:
 
 
 def _drawable(fn: Distribution) -> Distribution:
-    """The same law, where NumPyro draws from it: a binomial one only if its number of
-    trials is an integer by its dtype, too."""
+    """Return the same distribution in a form from which NumPyro draws: a binomial needs
+    a number of trials with an integer dtype."""
 
     def binomial(x: Any) -> bool:
         return isinstance(x, (BinomialLogits, BinomialProbs))
@@ -68,8 +68,9 @@ def _drawable(fn: Distribution) -> Distribution:
 
 
 def _of_all_steps(fn: Distribution) -> Distribution:
-    """A law that a scan left, which has the shape of all steps: so have those that it
-    is made of, of which NumPyro leaves that of one (the Gamma in a Student-t)."""
+    """Give the shape of all steps to the parts of a distribution that a scan left. The
+    distribution has that shape, but NumPyro leaves its parts (the Gamma in a Student-t)
+    in the shape of one step."""
 
     def inner(x: Any) -> bool:
         return isinstance(x, Distribution) and x is not fn

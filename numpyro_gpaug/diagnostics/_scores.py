@@ -25,7 +25,7 @@ class ReliabilityCurve(NamedTuple):
 
 
 def brier_score(probs: ArrayLike, y: ArrayLike) -> float:
-    """Mean squared error of predicted probabilities.
+    """Return the mean squared error of predicted probabilities.
 
     For binary probabilities ``mean((p - y)^2)``, between 0 and 1; for C classes
     ``mean(sum_c (p_c - [y = c])^2)``, between 0 and 2, so that two columns give twice
@@ -50,7 +50,7 @@ def brier_score(probs: ArrayLike, y: ArrayLike) -> float:
 def reliability_curve(
     probs: ArrayLike, y: ArrayLike, num_bins: int = 15
 ) -> ReliabilityCurve:
-    """Observed frequency against predicted probability.
+    """Return observed frequencies against predicted probabilities.
 
     Binary probabilities are binned over the probability of class 1. With C classes the
     prediction is that of the most probable class, and what is observed is whether it
@@ -89,8 +89,9 @@ def reliability_curve(
 def expected_calibration_error(
     probs: ArrayLike, y: ArrayLike, num_bins: int = 15
 ) -> float:
-    """Mean distance of observed frequency and predicted probability, over bins weighted
-    by their counts: ``sum_b counts_b / N |observed_b - predicted_b|``.
+    """Return the mean distance between observed frequency and predicted probability,
+    over bins weighted by their counts: ``sum_b counts_b / N |observed_b -
+    predicted_b|``.
 
     It depends on the bins, and sampling noise alone makes it positive.
 

@@ -33,7 +33,8 @@ def to_datatree(
     losses: ArrayLike | None = None,
     **kwargs: Any,
 ) -> DataTree:
-    r"""Draws from a fitted guide, or of a nested run, as a tree that ArviZ reads.
+    r"""Draw from a fitted guide, or take the draws of a nested run, and return a tree
+    that ArviZ reads.
 
     Groups, with dimensions ``chain`` (of size 1) and ``draw`` in the first four:
 
@@ -143,7 +144,7 @@ def to_datatree(
 
 
 def _check(guide: Callable[..., Any], params: Any, num_samples: int) -> None:
-    """Raises for what :func:`to_datatree` does not take."""
+    """Raise for arguments that :func:`to_datatree` does not accept."""
     if not isinstance(params, Mapping):
         given = type(params).__name__
         raise TypeError(f"params is a {given}: pass the result's, result.params")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions, each a full NumPyro citizen."""
+"""Distributions with the full interface of NumPyro."""
 
 from numpyro_gpaug.distributions.bayesian_svm import BayesianSVM
 from numpyro_gpaug.distributions.gaussian import BlockGaussian

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What distributions over classes have in common."""
+"""The base class of distributions over classes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Classes(Distribution):
 
     @property
     def mean(self) -> Array:
-        """NaN, as NumPyro's ``Categorical``: classes have no order."""
+        """NaN, as for NumPyro's ``Categorical``: classes have no order."""
         dtype = jnp.result_type(getattr(self, self.latent), 0.0)
         return jnp.full(self.batch_shape, jnp.nan, dtype)
 
@@ -83,7 +83,7 @@ def class_shape(name: str, latents: Any) -> tuple[int, ...]:
 
 
 def chosen_class(per_class: Array, y: Array) -> Array:
-    """Entries of (..., C) at classes y, broadcast against each other.
+    """Return the entries of (..., C) at classes y, broadcast against each other.
 
     :param per_class: values by class.
     :param y: classes, 0 .. C-1.

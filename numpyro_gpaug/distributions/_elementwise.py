@@ -24,7 +24,8 @@ class _Declared:
 def parameter(
     constraint: constraints.Constraint, *, default: Any = None, kw_only: bool = False
 ) -> Any:
-    """A parameter of an :class:`Elementwise` distribution, positional and required.
+    """Declare a parameter of an :class:`Elementwise` distribution, positional and
+    required.
 
     :param constraint: of its values.
     :param default: for type checkers.
@@ -48,7 +49,8 @@ class _WithParameters(Distribution):
 
 
 class Elementwise(_WithParameters):
-    """Parameters broadcast to the batch shape, in the order of their declaration.
+    """A distribution whose parameters are broadcast to the batch shape, in the order of
+    their declaration.
 
     With ``loc: ArrayLike = parameter(constraints.positive)`` and ``concentration``
     likewise in its body, a class is constructed as ``Wald(loc, concentration, *,

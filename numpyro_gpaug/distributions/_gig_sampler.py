@@ -45,7 +45,7 @@ class Hat(NamedTuple):
 
 
 def make_hat(big: Array, log_q: Array) -> Hat:
-    """The hat for ``P = big`` and ``log Q = log_q``."""
+    """Return the hat for ``P = big`` and ``log Q = log_q``."""
     q = 2 / big
     left = jnp.minimum(1 + q, q + jnp.sqrt(2 * q))
     left = -jnp.minimum(left, log_edge(log_q, 1.0))
@@ -70,7 +70,7 @@ def make_hat(big: Array, log_q: Array) -> Hat:
 
 
 def _propose(key: Array, hat: Hat, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """One proposal of ``V`` per lane, and whether it is accepted."""
+    """Return one proposal of ``V`` per lane, and whether it is accepted."""
     dtype = hat.big.dtype
     tiny = float(jnp.finfo(dtype).tiny)
     u = random.uniform(key, (2, *shape), dtype, tiny, 1.0)
@@ -90,7 +90,7 @@ def _propose(key: Array, hat: Hat, shape: tuple[int, ...]) -> tuple[Array, Array
 
 @partial(jax.jit, static_argnames="num")
 def sample_log(key: Array, big: Array, log_q: Array, *, num: int) -> Array:
-    """``num`` draws of ``V`` for each entry of the flat ``big`` and ``log_q``.
+    """Draw ``num`` values of ``V`` for each entry of the flat ``big`` and ``log_q``.
 
     :return: An array of shape ``(num, batch)``.
     """
@@ -135,7 +135,7 @@ def sample_log(key: Array, big: Array, log_q: Array, *, num: int) -> Array:
 
 
 def within_range(x: Array) -> Array:
-    """A draw beyond the range of its dtype becomes the nearest number that is not."""
+    """Replace a draw beyond the range of its dtype by the nearest number within it."""
     info = jnp.finfo(x.dtype)
     return jnp.clip(x, float(info.tiny), float(info.max))
 
@@ -144,7 +144,7 @@ def within_range(x: Array) -> Array:
 def sample_inverse_gaussian(
     key: Array, mean: Array, shape_parameter: Array, *, shape: tuple[int, ...]
 ) -> Array:
-    """Inverse Gaussian draws, by the transformation of Michael, Schucany and Haas.
+    """Draw inverse Gaussian values by the transformation of Michael, Schucany and Haas.
 
     J. R. Michael, W. R. Schucany and R. W. Haas (1976), *Generating random variates
     using transformations with multiple roots*, The American Statistician 30(2).

@@ -81,7 +81,7 @@ class BayesianSVM(dist.Distribution):
         super().__init__(jnp.shape(f), validate_args=validate_args)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        """Draws labels with the normalised probabilities.
+        """Draw labels with the normalised probabilities.
 
         :param key: random key.
         :param sample_shape: shape of independent draws.
@@ -94,7 +94,8 @@ class BayesianSVM(dist.Distribution):
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
-        """The pseudo-log-likelihood ``-2 max(1 - s f, 0)``, not normalised over labels.
+        """Return the pseudo-log-likelihood ``-2 max(1 - s f, 0)``, not normalised over
+        labels.
 
         :param value: labels 0/1.
         """
@@ -103,7 +104,7 @@ class BayesianSVM(dist.Distribution):
         return -2 * jnp.maximum(1 - sign * f, 0)
 
     def normalized_log_prob(self, value: ArrayLike) -> Array:
-        """The logarithm of ``L(y) / (L(0) + L(1))``.
+        """Return the logarithm of ``L(y) / (L(0) + L(1))``.
 
         :param value: labels 0/1.
         """

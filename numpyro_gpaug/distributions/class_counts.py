@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of classes whose totals are traced as all other arrays are."""
+"""Counts of classes whose totals are traced like all other arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WRAPPERS = dist.MaskedDistribution | dist.Independent | dist.ExpandedDistributi
 
 
 class ClassCounts(dist.MultinomialLogits):
-    """NumPyro's, whose totals are no leaves of its tree, with totals that are."""
+    """NumPyro's ``Multinomial``, with totals that are leaves of its tree."""
 
     pytree_data_fields = ("total_count",)
 
@@ -31,8 +31,8 @@ class ClassCounts(dist.MultinomialLogits):
 
 
 def traceable(law: Distribution) -> Distribution:
-    """``law`` with all of its arrays among the leaves of its tree: JAX neither traces
-    others nor compares them.
+    """Return ``law`` with all of its arrays among the leaves of its tree: JAX neither
+    traces nor compares others.
 
     :param law: of an observed site.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A law of fewer data than a plate has members."""
+"""A distribution of fewer data than a plate has members."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from numpyro.distributions import Distribution
 
 
 class Expanded(dist.ExpandedDistribution):
-    """An expanded law, with the attributes of the law itself (``probs``, ``loc``), in
-    its shapes, and its ``cdf`` and ``icdf``, which NumPyro's has not."""
+    """An expanded distribution, with the attributes of the base distribution
+    (``probs``, ``loc``), in its shapes, and its ``cdf`` and ``icdf``, which NumPyro's
+    lacks."""
 
     def cdf(self, value: Array) -> Array:
         return self._whole(self.base_dist.cdf(value))
@@ -32,7 +33,8 @@ class Expanded(dist.ExpandedDistribution):
 
 
 def expanded(law: Distribution, shape: tuple[int, ...]) -> Distribution:
-    """A law of data of a certain shape: of entries that have it in common one for each.
+    """Return a distribution of data of a given shape, with one entry for data that
+    share it.
 
     :param law: of all data.
     :param shape: of these, entries of an event last.

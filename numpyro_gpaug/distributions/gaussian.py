@@ -58,7 +58,7 @@ class BlockGaussian(dist.Distribution):
 
     @classmethod
     def from_natural(cls, natural: NaturalGaussian) -> BlockGaussian:
-        """From potential and precision: mean ``precision^-1 potential``."""
+        """Make it from potential and precision: mean ``precision^-1 potential``."""
         tril = cholesky(natural.precision)
         return cls(natural.moments().mean, tril, "precision")
 
@@ -67,7 +67,7 @@ class BlockGaussian(dist.Distribution):
         return constraints.independent(constraints.real, len(self.event_shape))
 
     def moments(self) -> Moments:
-        """Mean and covariance factor."""
+        """Return mean and covariance factor."""
         precision = self.parameter == "precision"
         return Moments(
             self.loc, inverse_lower(self.tril) if precision else self.tril.mT
@@ -102,8 +102,8 @@ class BlockGaussian(dist.Distribution):
 
 
 class ArrowGaussian(dist.Distribution):
-    """A multivariate normal whose precision is an arrow
-    (:mod:`numpyro_gpaug.math.arrow`), of chains or not, in natural parameters.
+    """A multivariate normal whose precision is block diagonal with a border
+    (:mod:`numpyro_gpaug.math.arrow`), with or without chains, in natural parameters.
 
     :param natural: potential and precision, each with a leading axis of 1; the event
         has none.

@@ -275,7 +275,7 @@ class GeneralizedInverseGaussian(Elementwise):
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
-        """Log-density.
+        """Return the log-density.
 
         :param value: Positive values, broadcast against the batch shape.
         :return: The log-density, minus infinity off the support.
@@ -308,12 +308,12 @@ class GeneralizedInverseGaussian(Elementwise):
         return _mode(*self._arrays())
 
     def entropy(self) -> Array:
-        """Differential entropy, of the batch shape."""
+        """Return the differential entropy, of the batch shape."""
         return _moments(*self._arrays())[3]
 
 
 @kl_divergence.register(GeneralizedInverseGaussian, GeneralizedInverseGaussian)
 def _kl_gig(q: GeneralizedInverseGaussian, r: GeneralizedInverseGaussian) -> Array:
-    """``KL(q || r)``, of the broadcast batch shape."""
+    """Return ``KL(q || r)``, of the broadcast batch shape."""
     arrays = floating(*q._arrays(), *r._arrays())
     return _divergence(arrays[:3], arrays[3:])

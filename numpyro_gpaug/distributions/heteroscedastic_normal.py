@@ -18,11 +18,11 @@ from numpyro_gpaug.math.normal import LOG_2PI
 
 
 class NormalOfPrecision(Elementwise):
-    """Normal observations of mean ``loc``, the first parameter."""
+    """Normal observations with mean ``loc``, the first parameter."""
 
     @abstractmethod
     def _precision(self) -> tuple[Array, Array]:
-        """Logarithm of the precision, and the precision."""
+        """Return the logarithm of the precision, and the precision."""
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         assert is_prng_key(key)
@@ -43,7 +43,8 @@ class NormalOfPrecision(Elementwise):
 
 
 class HeteroscedasticNormal(NormalOfPrecision):
-    r"""Normal distribution of precision ``max_precision * sigmoid(precision_logits)``.
+    r"""Normal distribution with precision ``max_precision *
+    sigmoid(precision_logits)``.
 
     The noise has a floor: its variance is at least ``1 / max_precision``. Independent
     Gaussian latents in ``loc`` and ``precision_logits`` have closed-form updates [1],

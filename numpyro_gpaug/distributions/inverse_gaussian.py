@@ -22,7 +22,7 @@ __all__ = ["InverseGaussian"]
 
 
 class InverseGaussian(Elementwise):
-    r"""Inverse Gaussian (Wald) distribution of mean :math:`\mu` and shape
+    r"""Inverse Gaussian (Wald) distribution with mean :math:`\mu` and shape
     :math:`\lambda`.
 
     .. math::
@@ -66,7 +66,7 @@ class InverseGaussian(Elementwise):
     support = constraints.positive
 
     def to_gig(self) -> GeneralizedInverseGaussian:
-        """The same distribution as a :class:`GeneralizedInverseGaussian`."""
+        """Return the same distribution as a :class:`GeneralizedInverseGaussian`."""
         loc, concentration = self._arrays()
         return GeneralizedInverseGaussian(
             -0.5, concentration / loc / loc, concentration, validate_args=False
@@ -87,7 +87,7 @@ class InverseGaussian(Elementwise):
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
-        """Log-density.
+        """Return the log-density.
 
         :param value: Positive values, broadcast against the batch shape.
         :return: The log-density, minus infinity off the support.
@@ -131,7 +131,7 @@ class InverseGaussian(Elementwise):
         return loc / (half + jnp.hypot(1.0, half))
 
     def entropy(self) -> Array:
-        """Differential entropy, of the batch shape."""
+        """Return the differential entropy, of the batch shape."""
         _, concentration = self._arrays()
         log_scale = LOG_2PI + 1 - jnp.log(concentration)
         return 0.5 * log_scale + 1.5 * self.mean_log

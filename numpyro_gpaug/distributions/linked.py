@@ -23,8 +23,8 @@ Links = PiecewiseLink | tuple[PiecewiseLink, ...]
 
 
 class Linked(Distribution):
-    r"""The distribution ``family(link(f))``, f a latent: Poisson counts of rate
-    ``link(f)``, say.
+    r"""The distribution ``family(link(f))`` of a latent f, such as Poisson counts with
+    rate ``link(f)``.
 
     Its expectation under a Gaussian on f, and its predictive distribution, are sums
     over the K cells of the link [1], equations (13) and (14): exact for this
@@ -108,7 +108,7 @@ class Linked(Distribution):
 
     @property
     def parameters(self) -> dict[str, ArrayLike]:
-        """The further arguments of the family."""
+        """The other arguments of the family."""
         return self.family_parameters
 
     def links(self) -> tuple[PiecewiseLink, ...]:
@@ -125,13 +125,13 @@ class Linked(Distribution):
         return (f,) if len(self.edges) == 1 else (f[..., 0], f[..., 1])
 
     def conditional(self) -> Distribution:
-        """The family at the link's values: this distribution, given f."""
+        """Return the family at the link's values: this distribution, given f."""
         pairs = zip(self.links(), self._latents(), strict=True)
         return self.family(*(link(f) for link, f in pairs), **self.parameters)
 
     def expectation(self, values: Array, mean: Array, variance: Array) -> Array:
-        """The expectation of a function that is constant in each cell (in each pair of
-        cells) under Gaussians.
+        """Return the Gaussian expectation of a function that is constant in each cell
+        (or in each pair of cells).
 
         :param values: values in the cells, those of pairs flat, (..., cells).
         :param mean: of f.
@@ -147,7 +147,8 @@ class Linked(Distribution):
         return first.expectation(inner, mean[..., 0], variance[..., 0])
 
     def cell_probabilities(self, mean: Array, variance: Array) -> Array:
-        """Probabilities of the cells (of the pairs of cells, flat) under Gaussians.
+        """Return probabilities of the cells (or of the pairs of cells, flat) under
+        Gaussians.
 
         :param mean: of f.
         :param variance: of f, of its shape.
@@ -156,7 +157,7 @@ class Linked(Distribution):
         return self._of_cells(each, operator.mul, mean, variance)
 
     def log_cell_probabilities(self, mean: Array, variance: Array) -> Array:
-        """Their logarithms, at least -2e30."""
+        """Return the logarithms of the cell probabilities, at least -2e30."""
         each = PiecewiseLink.log_cell_probabilities
         return self._of_cells(each, operator.add, mean, variance)
 
@@ -173,7 +174,7 @@ class Linked(Distribution):
         return pairs.reshape(*pairs.shape[:-2], -1)
 
     def components(self, batch_shape: tuple[int, ...] | None = None) -> Distribution:
-        """The family at every cell, (or pair of cells, flat): batch + (cells,).
+        """Return the family at every cell (or pair of cells, flat): batch + (cells,).
 
         :param batch_shape: what the batch has to broadcast to; the distribution's own.
         """
@@ -209,8 +210,8 @@ class Linked(Distribution):
         return f"with {given} " if given and len(given) < 80 else ""
 
     def valid_parameters(self) -> dict[str, Array]:
-        """Whether the family accepts the heights, by parameter name; may run inside
-        ``jit``."""
+        """Return whether the family accepts the heights, by parameter name. It may run
+        inside ``jit``."""
         with numpyro.validation_enabled(is_validate=False):
             distribution = self.components(())
         inside = [
@@ -283,8 +284,8 @@ class PiecewiseBernoulli(Linked):
 
 
 class PiecewiseNormal(Linked):
-    r"""Real observations with mean ``link(f)``: regression with an inverse link learnt
-    from the data.
+    r"""Real observations with mean ``link(f)``: regression with an inverse link that
+    can be learnt from the data.
 
     The link bends the mean function, so that its marginal distribution is not normal;
     the noise around it is normal (for skewed noise, link the parameter of a skewed

@@ -73,12 +73,12 @@ class LogisticNormalizer(Distribution):
 
     @property
     def rate(self) -> Array:
-        """``(C / K) / zeta``, what multiplies each drawn class."""
+        """The factor ``(C / K) / zeta`` of each drawn class."""
         return self.num_classes / jnp.shape(self.logits)[-1] / self.zeta
 
     @property
     def constant(self) -> Array:
-        """The part without latents."""
+        """The part that does not depend on latents."""
         return 1 - jnp.log(self.zeta)
 
     @validate_sample

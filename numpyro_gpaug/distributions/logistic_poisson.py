@@ -17,7 +17,7 @@ from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 
 
 class LogisticPoisson(Elementwise):
-    r"""Poisson distribution of rate ``max_rate * sigmoid(logits)`` [1].
+    r"""Poisson distribution with rate ``max_rate * sigmoid(logits)`` [1].
 
     The rate is bounded, and a Gaussian latent in ``logits`` has closed-form updates;
     with an unbounded rate, ``Poisson(exp(f))``, it has none.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictive distributions as finite mixtures over nodes of what is integrated out."""
+"""Predictive distributions as finite mixtures over nodes of integrated variables."""
 
 from __future__ import annotations
 
@@ -43,27 +43,28 @@ class CountMixture(Elementwise):
     support = constraints.nonnegative_integer
 
     def likelihood(self, other: Array, logits: Array) -> dist.Distribution:
-        """The distribution of a count given its latent."""
+        """Return the distribution of a count given its latent."""
         raise NotImplementedError
 
     def turn(self, other: Array, y: Array) -> tuple[Array, Array, Array]:
-        """The log-odds that suit a count best, the width of the likelihood there, and
-        the part of its logarithm without the latent."""
+        """Return the most likely log-odds for a count, the width of the likelihood
+        there, and the part of its logarithm that does not depend on the latent."""
         raise NotImplementedError
 
     def exponent(self, other: Array, y: Array, logits: Array) -> Array:
-        """The part of the log-likelihood with the latent."""
+        """Return the part of the log-likelihood that depends on the latent."""
         raise NotImplementedError
 
     def at_most(self, other: Array, y: Array, logits: Array) -> Array:
-        """The probability of no more than a count, which may be any, given its latent.
+        """Return the probability of at most a count, which may be any number, given its
+        latent.
 
         :param y: whole numbers, >= 0.
         """
         raise NotImplementedError
 
     def cdf(self, value: ArrayLike) -> Array:
-        """The probability of counts up to a value; in float32 to four digits.
+        """Return the probability of counts up to a value; in float32 to four digits.
 
         :param value: broadcasts with the batch shape.
         """
@@ -109,7 +110,7 @@ class CountMixture(Elementwise):
 def bisected_icdf(
     cdf: Callable[[Array], Array], q: Array, low: Array, high: Array
 ) -> Array:
-    """The quantile q of a distribution function, by bisection to rounding.
+    """Return the quantile q of a distribution function, by bisection to rounding.
 
     :param cdf: increasing.
     :param q: probabilities.
@@ -189,7 +190,7 @@ class NormalLaplace(Elementwise):
 
 
 def _around(d: dist.Distribution, q: Array) -> tuple[Array, Array]:
-    """Bounds of a quantile, by Cantelli's inequality."""
+    """Return bounds of a quantile, by Cantelli's inequality."""
     deviation = jnp.sqrt(d.variance)
     low, high = deviation * jnp.sqrt((1 - q) / q), deviation * jnp.sqrt(q / (1 - q))
     return d.mean - low, d.mean + high
@@ -265,8 +266,8 @@ class NodeMixture(dist.MixtureSameFamily):
 
 
 class CellMixture(NodeMixture):
-    """A mixture over cells of any family with a distribution function: quantiles need
-    none of its components; those of counts are whole numbers."""
+    """A mixture over cells of any family with a distribution function. Its quantiles do
+    not need those of the components; quantiles of counts are whole numbers."""
 
     def icdf(self, q: ArrayLike) -> Array:
         q = jnp.asarray(q, self.mean.dtype)
@@ -284,7 +285,8 @@ class CellMixture(NodeMixture):
 
 
 def _pick(parameter: ArrayLike, nodes: Array, batch_shape: tuple[int, ...]) -> Array:
-    """The entries of a parameter, with a trailing axis over nodes, at ``nodes``."""
+    """Select the entries of a parameter, with a trailing axis over nodes, at
+    ``nodes``."""
     size = jnp.shape(parameter)[-1] if jnp.ndim(parameter) else 1
     rows = math.prod(batch_shape)
     table = jnp.broadcast_to(parameter, (*batch_shape, size)).reshape(rows, size)

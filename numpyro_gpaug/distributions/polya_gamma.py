@@ -157,7 +157,7 @@ class PolyaGamma(Elementwise):
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
-        """Log-density.
+        """Return the log-density.
 
         :param value: Positive values, broadcast against the batch shape.
         :return: The log-density, minus infinity off the support.
@@ -187,7 +187,7 @@ class PolyaGamma(Elementwise):
 
 @kl_divergence.register(PolyaGamma, PolyaGamma)
 def _kl_polya_gamma(p: PolyaGamma, q: PolyaGamma) -> Array:
-    r"""``KL(p || q)`` for two Polya-Gamma distributions of the same shape.
+    r"""Return ``KL(p || q)`` for two Polya-Gamma distributions of the same shape.
 
     There is no closed form when the shapes differ.  They are compared when both are
     concrete; a traced pair must agree, and ``p.b`` is used.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A law whose predictors are Gaussian, integrated over them by nodes."""
+"""A distribution whose predictors are Gaussian, integrated over them by nodes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PredictorMixture(Distribution):
         super().__init__(batch_shape, event_shape, validate_args=False)
 
     def over_members(self, weights: Array) -> PredictorMixture:
-        """A mixture of several that are stacked: one over the nodes of all.
+        """Combine several stacked mixtures into one over the nodes of all.
 
         :param weights: of the members, which are the leading axis of all arrays.
         """
@@ -67,8 +67,8 @@ class PredictorMixture(Distribution):
         )  # fmt: skip
 
     def of_labels(self) -> Distribution:
-        """Of binary labels and of classes the law of the same kind, which this is, for
-        its ``probs``; of all else itself."""
+        """Return, for binary labels and classes, a distribution of the same kind with
+        ``probs``; otherwise the mixture itself."""
         component = self._component
         # Not of a class derived from these, whose density may be another.
         if type(component) in _BINARY:
@@ -86,7 +86,7 @@ class PredictorMixture(Distribution):
         return [x for x, v in zip(self.leaves, self.varies, strict=True) if v]
 
     def _with(self, moving: list[Array]) -> Any:
-        """The component of which these leaves are those that vary."""
+        """Return the component with these varying leaves."""
         given = iter(moving)
         leaves = [
             next(given) if v else x
@@ -95,7 +95,7 @@ class PredictorMixture(Distribution):
         return jax.tree.unflatten(self.treedef, leaves)
 
     def _each(self, function: Callable[[Any], Array]) -> Array:
-        """A function of every component, nodes first."""
+        """Apply a function to every component, nodes first."""
         return jax.vmap(lambda moving: function(self._with(moving)))(self._moving)
 
     def _average(self, values: Array) -> Array:
@@ -110,7 +110,8 @@ class PredictorMixture(Distribution):
         return self._component.support
 
     def _known(self, name: str, function: Callable[[Any], Array], draws: str) -> Array:
-        """What every component knows of itself, or what to do where it does not."""
+        """Return a property of every component, or raise with a way to do without
+        it."""
         try:
             return self._each(function)
         except NotImplementedError as error:
@@ -181,8 +182,8 @@ class PredictorMixture(Distribution):
         return draws.reshape(shape + self.event_shape)
 
     def _event_dims(self) -> list[int] | None:
-        """How many trailing axes of each array that varies are not those of data;
-        ``None`` unless all are parameters whose axes are known."""
+        """The number of trailing axes of each varying array that are not axes of data;
+        ``None`` unless all are parameters with known axes."""
         component = self._component
         given = _parameters(component, self.batch_shape)
         found = [given.get(id(x)) for x in jax.tree.leaves(component)]
@@ -192,8 +193,8 @@ class PredictorMixture(Distribution):
 
 
 def _parameters(law: Distribution, batch_shape: tuple[int, ...]) -> dict[int, int]:
-    """The event dimensions of the parameters of a law, and of those it is made of, by
-    the identity of the arrays."""
+    """The event dimensions of the parameters of a distribution, and of those it is made
+    of, by the identity of the arrays."""
     if law.batch_shape != batch_shape:
         return {}
     dims: dict[str, int] = {}
@@ -212,7 +213,7 @@ def _parameters(law: Distribution, batch_shape: tuple[int, ...]) -> dict[int, in
 
 
 def _knows(constraint: Any) -> bool:
-    """Whether a constraint says how many event dimensions its values have."""
+    """Whether a constraint states the number of event dimensions of its values."""
     try:
         return constraint.event_dim is not None
     except NotImplementedError:

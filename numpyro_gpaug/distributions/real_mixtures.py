@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictive distributions of real observations, as mixtures over nodes of the scalar
-that is integrated out."""
+"""Predictive distributions of real observations, as mixtures over nodes of the
+integrated scalar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _NODES = 112
 
 
 def normal_of_noise(mean: Array, variance: Array, log_noise: Array) -> dist.Normal:
-    """Normals of a latent and noise, whose variance may be too large for its dtype.
+    """Return normals of the sum of a latent and noise, whose variance may overflow its
+    dtype.
 
     :param mean: of the latent.
     :param variance: of the latent.
@@ -53,14 +54,14 @@ class RealMixture(Elementwise):
     support = constraints.real
 
     def components(self, *parameters: Array) -> tuple[Array, dist.Distribution]:
-        """Log-weights of the nodes, along a last axis, and their distributions.
+        """Return log-weights of the nodes, along a last axis, and their distributions.
 
         :param parameters: some rows of each, in the order of their declaration.
         """
         raise NotImplementedError
 
     def density(self, y: Array, *parameters: Array) -> Array:
-        """The log-density at ``y``, of some rows."""
+        """Return the log-density at ``y``, for some rows."""
         log_weights, component = self.components(*parameters)
         return jax.nn.logsumexp(log_weights + component.log_prob(y[..., None]), -1)
 
@@ -138,7 +139,7 @@ class NormalStudentT(RealMixture):
 
 
 class NoiseMixture(RealMixture):
-    """Normal observations of a noise that is a function of a normal latent.
+    """Normal observations with a noise that is a function of a normal latent.
 
     A mixture over nodes of that latent; densities place nodes of their own, as an
     outlier is a datum of a noise that those about the mean do not have. A subclass says

@@ -13,8 +13,8 @@ from numpyro_gpaug.math.concrete import known_to
 
 
 class RobustMax(Classes):
-    r"""Classes ``0 .. J-1`` of which the one with the largest latent has probability
-    ``1 - epsilon``, and each other one ``epsilon / (J-1)``.
+    r"""Classes ``0 .. J-1``. The class with the largest latent has probability ``1 -
+    epsilon``, and each other class ``epsilon / (J-1)``.
 
     A datum costs at most ``log((J-1) / epsilon)`` nats however far on the wrong side it
     lies, so that outliers do not move the boundary [1], [2]. ([2] prints ``epsilon``
@@ -63,8 +63,8 @@ class RobustMax(Classes):
 
     @property
     def log_right_wrong(self) -> tuple[Array, Array]:
-        """Log-probabilities of the class with the largest latent and of each other one,
-        in the dtype of the latents, of the shape of ``epsilon``."""
+        """Return the log-probability of the class with the largest latent, and of each
+        other class, in the dtype of the latents and the shape of ``epsilon``."""
         epsilon = jnp.asarray(self.epsilon, jnp.result_type(self.f, 0.0))
         wrong = jnp.log(epsilon) - jnp.log(self._num_classes - 1)
         return jnp.log1p(-epsilon), wrong

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logistic-softmax by some of its classes."""
+"""The logistic-softmax from a sample of its classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from numpyro.distributions.util import validate_sample
 
 
 class SampledLogisticSoftmax(Distribution):
-    r"""A lower bound of the logistic-softmax, on average over the classes drawn.
+    r"""A bound of the logistic-softmax that, averaged over the classes drawn, is a
+    lower bound.
 
     Of all C classes the data's own, k, and K - 1 of the others were drawn. With
     ``S = sum_c sigmoid(f_c)``, ``-log S >= 1 - log zeta - S / zeta`` for any

@@ -10,7 +10,7 @@ from jax import Array
 
 
 def as_inputs(X: Array, name: str) -> Array:
-    """Inputs as floats.
+    """Return inputs as floats.
 
     :param X: inputs.
     :param name: of the argument.
@@ -27,7 +27,7 @@ def as_inputs(X: Array, name: str) -> Array:
 def as_loadings(
     loadings: Any, bias: Any, num_latents: int | None
 ) -> tuple[Array | None, Array | None]:
-    """Loadings and bias as arrays, if there are any.
+    """Return loadings and bias as arrays, if there are any.
 
     :param loadings: of outputs on latents.
     :param bias: of outputs.
@@ -55,5 +55,5 @@ def as_loadings(
 
 
 def columns(X: Array) -> int:
-    """How many columns inputs have; one, of scalar inputs."""
+    """Return the number of columns of inputs; one for scalar inputs."""
     return 1 if X.ndim == 1 else X.shape[-1]

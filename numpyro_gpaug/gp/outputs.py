@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the values of a process's latents to the function values a model sees."""
+"""The map from the values of a process's latents to the function values in a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Outputs:
 
     @property
     def selected(self) -> Array | None:
-        """Which latents are looked at; ``None`` for all."""
+        """Indices of the selected latents; ``None`` for all."""
         return None if self.loadings is not None else self.latents
 
     @property
@@ -66,7 +66,7 @@ class Outputs:
         return per_latent[jnp.asarray(self.selected)]
 
     def __call__(self, latents: Array) -> Array:
-        """Function values, of :attr:`shape`, from those of the latents.
+        """Return function values, of :attr:`shape`, from the values of the latents.
 
         :param latents: (latents, N).
         """
@@ -76,14 +76,16 @@ class Outputs:
         return values + (self.bias if self.latents is None else self.bias[self.latents])
 
     def shifts(self, latents: Array) -> Array:
-        """How function values move, of :attr:`shape`, as the latents move by so much.
+        """Return the change of the function values, of :attr:`shape`, for a change of
+        the latents.
 
         :param latents: (latents, N).
         """
         return self._mixed(latents, self.loadings)
 
     def variances(self, latents: Array) -> Array:
-        """Variances of function values, of :attr:`shape`, from those of the latents.
+        """Return variances of function values, of :attr:`shape`, from the variances of
+        the latents.
 
         :param latents: (1 or latents, N).
         """
@@ -91,7 +93,7 @@ class Outputs:
         return self._mixed(latents, squares)
 
     def covariances(self, latents: Array) -> Array:
-        """Covariances between data, per output, (N, N) or (outputs, N, N).
+        """Return covariances between data, per output, (N, N) or (outputs, N, N).
 
         :param latents: those of the latents, (1 or latents, N, N).
         :raises ValueError: if every row has outputs of its own.

@@ -40,7 +40,8 @@ _POLICIES = ("mean", "noise", "site")
 
 
 class FunctionDraw(NamedTuple):
-    """What a guide fills in for an inducing vector when it draws the function itself.
+    """The value that a guide gives an inducing vector when it draws the function
+    itself.
 
     :param values: function values where the model calls the process.
     """
@@ -49,7 +50,8 @@ class FunctionDraw(NamedTuple):
 
 
 class Conditional:
-    """Function values at ``X`` given the inducing values; everything lazy.
+    """Function values at ``X`` given the inducing values; everything is computed
+    lazily.
 
     It is the ``fn`` of the deterministic site a :class:`GaussianProcess` call makes.
 
@@ -95,7 +97,7 @@ class Conditional:
 
     @cached_property
     def outputs(self) -> Outputs:
-        """How function values are made of the latents'."""
+        """The map from latents to function values."""
         gp, size = self.gp, self.X.shape[0]
         return Outputs(gp.loadings, gp.bias, self.latents, gp.num_latents, size)
 
@@ -123,15 +125,15 @@ class Conditional:
 
     @property
     def affine_map(self) -> AffineMap:
-        """From the inducing vector to the latents' values at ``X``."""
+        """The affine map from the inducing vector to the latents' values at ``X``."""
         return self.affine_map_through(self.gp.whitener)
 
     def affine_map_through(self, whitener: Whitener) -> AffineMap:
-        """:attr:`affine_map` from a whitener computed before."""
+        """Compute :attr:`affine_map` with a whitener that was computed before."""
         return AffineMap(self.mean, *self._project(whitener, self.X))
 
     def map_through(self, whitener: Whitener) -> AffineMap | AffineBlocks:
-        """:meth:`affine_map_through`, of very many rows in blocks."""
+        """Compute :meth:`affine_map_through`, in blocks if there are very many rows."""
         mean, num = self.mean, whitener.inverse.shape[-1]
         # Matrices of the inducing inputs are whole, and these may be all of the data.
         size = rows_of_blocks(len(self.X), len(mean) * num, self.dtype, least=num)
@@ -146,7 +148,8 @@ class Conditional:
 
     @precise
     def moved(self, v: Array) -> Array:
-        """How function values move, of :attr:`shape`, as inducing values move.
+        """Return the change of the function values, of :attr:`shape`, for a change of
+        the inducing values.
 
         :param v: (C, M), with an axis over latents even for one.
         """
@@ -155,7 +158,7 @@ class Conditional:
 
     @precise
     def values(self, v: Array, eps: Array | None = None) -> Array:
-        """Function values from whitened inducing values and residual noise.
+        """Compute function values from whitened inducing values and residual noise.
 
         :param v: (M,) or (C, M).
         :param eps: standard normal, one per latent and datum, or ``None`` for no
@@ -311,21 +314,21 @@ class GaussianProcess(Displayed):
     @cached_property
     @precise
     def factor(self) -> Array:
-        """L, with inducing values ``u = L v``, (1 or C, M, M): lower triangular if a
-        jitter was given."""
+        """The factor L in ``u = L v`` of inducing values u, (1 or C, M, M): lower
+        triangular if a jitter was given."""
         if self.jitter is None:
             return self._gram @ self.inverse_factor.mT
         return cholesky(with_jitter(self._gram, self.jitter))
 
     @cached_property
     def inverse_factor(self) -> Array:
-        """What whitens ``K_ZZ``, (1 or C, M, M): ``L^-1`` of its lower factor if a
-        jitter was given."""
+        """The matrix that whitens ``K_ZZ``, (1 or C, M, M): ``L^-1`` of its lower
+        factor if a jitter was given."""
         return self.whitener.inverse
 
     @cached_property
     def whitener(self) -> Whitener:
-        """What function values are projected through."""
+        """The whitener with which function values are projected."""
         return whitener(self)
 
     @cached_property
@@ -391,7 +394,7 @@ class GaussianProcess(Displayed):
 
 
 def with_residual(model: Callable, policy: str) -> Callable:
-    """``model`` with a fixed policy for the residual of its Gaussian processes.
+    """Return ``model`` with a fixed policy for the residual of its Gaussian processes.
 
     :param model: a NumPyro model.
     :param policy: ``"site"`` makes the residual noise a whitened latent site

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a sparse process sees of inputs: their projection on its inducing inputs.
+r"""The projection of a process on its inducing inputs.
 
 A dtype resolves covariances to a share of the prior variance, 6e-8 in float32. Where
 that is not far below the variance of the noise, as where lengthscales are long, what
@@ -29,7 +29,7 @@ from numpyro_gpaug.math.whitening import (
 
 
 class Whitener(NamedTuple):
-    """What whitens inducing values.
+    """The linear map that whitens inducing values.
 
     :param inverse: ``L^-1`` of ``K_ZZ``, (1 or C, M, M).
     :param values: what it is the product of, whose derivative is not looked at; None if
@@ -53,7 +53,7 @@ class Projected(NamedTuple):
 
 @precise
 def whitener(gp: Any) -> Whitener:
-    """From the inducing values of a process to standard normal ones.
+    """Return the map from the inducing values of a process to standard normal ones.
 
     :param gp: the process.
     """
@@ -68,7 +68,7 @@ def whitener(gp: Any) -> Whitener:
 
 @precise
 def project(gp: Any, whitener: Whitener, X: Array) -> Projected:
-    """Function values at inputs (N, D) given inducing values.
+    """Return function values at inputs (N, D) given inducing values.
 
     A product with the inverse factor, not a triangular solve: it costs the same on a
     CPU, runs at full speed on accelerators, and XLA can partition it over devices.
@@ -85,7 +85,7 @@ def project(gp: Any, whitener: Whitener, X: Array) -> Projected:
 
 
 class _Deviations:
-    """Covariances as a constant and deviations from it."""
+    """Covariances as a constant plus deviations from it."""
 
     def __init__(self, gp: Any) -> None:
         self._kernel, self._inducing = gp.kernel, gp.inducing
@@ -123,10 +123,10 @@ def residual_variance(prior_variance: Array, projection: Array) -> Array:
 
 
 def lead(array: Array, ndim: int) -> Array:
-    """``array`` with an axis over latents in front of its last ``ndim``."""
+    """Add an axis over latents in front of the last ``ndim`` axes of ``array``."""
     return array if array.ndim > ndim else array[None]
 
 
 def latent_first(values: Array) -> Array:
-    """From (N,) or (N, latents) to (latents, N)."""
+    """Reshape (N,) or (N, latents) to (latents, N)."""
     return values.T if values.ndim == 2 else values[None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guides of Gaussian processes share."""
+"""The base class of the guides."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from numpyro_gpaug.model.view import ModelView
 
 
 class ProcessGuide(Displayed):
-    """What guides of Gaussian processes share: they find the structure of the model,
-    give every latent they do not own to another NumPyro autoguide, and have a
-    ``function_posterior`` that tells predictions what was fitted.
+    """The base class of the guides. A guide finds the structure of the model, gives
+    every latent that it does not own to another NumPyro autoguide, and has a
+    ``function_posterior``, with which predictions read the fit.
 
     :param model: a NumPyro model.
     :param other: class of the autoguide for all other latents.
@@ -62,7 +62,7 @@ class ProcessGuide(Displayed):
         self._forget(None)
 
     def _forget(self, version: Version | None) -> None:
-        """Knows nothing of the model but which it is.
+        """Discard everything about the model except the function itself.
 
         :param version: of it.
         """
@@ -81,7 +81,7 @@ class ProcessGuide(Displayed):
         self.predictors: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws every latent.
+        """Draw every latent.
 
         :return: values by site name.
         """
@@ -90,8 +90,8 @@ class ProcessGuide(Displayed):
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
-        """Params of a fit, parted into what predictions read by name and those of the
-        Gaussian blocks, by block name.
+        """Split the params of a fit into those that predictions read by name, and those
+        of the Gaussian blocks, by block name.
 
         :param params: params of model and guide.
         """
@@ -112,7 +112,7 @@ class ProcessGuide(Displayed):
 
     @property
     def structure(self) -> Structure:
-        """What the model is made of.
+        """The structure of the model.
 
         :raises RuntimeError: before the guide was first called or set up.
         """
@@ -125,7 +125,7 @@ class ProcessGuide(Displayed):
 
     @property
     def conjugate(self) -> bool:
-        """Whether closed-form updates can move its params."""
+        """Whether closed-form updates can change its params."""
         return False
 
     def view(
@@ -136,8 +136,8 @@ class ProcessGuide(Displayed):
         values: dict[str, Any],
         key: Array,
     ) -> Any:
-        """The model as this guide sees it: its Gaussian latents, their affine maps to
-        predictors, and likelihoods there."""
+        """The model as this guide represents it: its Gaussian latents, their affine
+        maps to predictors, and the likelihoods."""
         return ModelView(structure, model, arguments, values, key)
 
     @property
@@ -167,8 +167,8 @@ class ProcessGuide(Displayed):
     def same_with_rows(
         self, arguments: Arguments, more: Arguments, same: Callable[[], bool]
     ) -> bool:
-        """Whether ``same``, which may take the model's structure at arguments with
-        added rows for that without: it is not found by another run of the model.
+        """Whether ``same`` is true. For this the structure with added rows is derived
+        from the one without, so that the model does not run again.
 
         :param arguments: those without.
         :param more: the same with added rows.
@@ -184,7 +184,7 @@ class ProcessGuide(Displayed):
         return found
 
     def check_params(self, params: dict[str, Any]) -> None:
-        """Raises if params of the model or of the guide are missing.
+        """Raise if params of the model or of the guide are missing.
 
         :param params: of a fit.
         :raises ValueError: naming them.
@@ -196,8 +196,8 @@ class ProcessGuide(Displayed):
             )
 
     def setup(self, *args: Any, **kwargs: Any) -> Self:
-        """Finds the structure of the model at these arguments; done once, by the first
-        call that passes observations.
+        """Find the structure of the model at these arguments. The first call that
+        passes observations does this once.
 
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
@@ -222,7 +222,7 @@ class ProcessGuide(Displayed):
         return self
 
     def _note_others(self, arguments: Arguments) -> None:
-        """Notes what of the other latents, starts or supports, depends on the values of
+        """Note which starts and supports of the other latents depend on the values of
         arguments."""
         if not isinstance(self._other, PointGuide):
             return
@@ -241,8 +241,8 @@ class ProcessGuide(Displayed):
         return other.starts(*arguments._replace(arrays=tuple(arrays)).merge())
 
     def _others_differ(self, arguments: Arguments) -> bool:
-        """Whether priors of the other latents make it another guide there: starts are
-        other ones that do not follow the values of arguments, or supports are."""
+        """Whether the priors of the other latents require another guide: starts differ
+        that do not depend on the values of arguments, or supports differ."""
         other = self._other
         traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
         if not isinstance(other, PointGuide) or traced:
@@ -263,7 +263,8 @@ class ProcessGuide(Displayed):
         return False
 
     def is_set_up(self) -> bool:
-        """Whether it knows the model as it is now, with observations."""
+        """Whether the guide has the structure of the current model with
+        observations."""
         version = self._watch.version()
         if version != self._version:
             self._forget(version)
@@ -285,23 +286,23 @@ class ProcessGuide(Displayed):
         return known
 
     def check_data(self, arguments: Arguments) -> None:
-        """Sets it up for a fit to these arguments, and checks them.
+        """Set the guide up for a fit to these arguments, and check them.
 
         :param arguments: the model's arguments.
         """
         self.prepare(arguments)
 
     def seen(self, view: Any) -> Codes | None:
-        """What :meth:`check_data` would look at, for the program that begins a fit;
-        pure. ``None`` for nothing.
+        """The values that :meth:`check_data` needs, for the program that begins a fit;
+        pure. ``None`` if it needs none.
 
         :param view: the model at initial params.
         """
         return None
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        """What a call does first: ``setup``, and a check of the first observations
-        it is shown (ConjugateSVI, which does not call the guide, has its own).
+        """Prepare a call: ``setup``, and a check of the first observations.
+        ConjugateSVI, which does not call the guide, has its own check.
 
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
@@ -329,15 +330,15 @@ class ProcessGuide(Displayed):
         return self._other_class(fixed)
 
     def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws only what the other autoguide owns.
+        """Draw only the latents that the other autoguide owns.
 
         :return: values by site name; empty if the Gaussian blocks are all there is.
         """
         return dict(self._other(*args, **kwargs)) if self._other else {}
 
     def flat_trace(self, values: dict[str, Any], args: Any, kwargs: Any) -> Trace:
-        """The model at function values of zero, run inside the guide. Its params are
-        declared in the guide too, which needs their values.
+        """Run the model, inside the guide, at function values of zero. This also
+        declares the params of the model in the guide, which needs their values.
 
         :param values: what the other autoguide drew.
         :param args: the model's arguments.
@@ -352,13 +353,14 @@ class ProcessGuide(Displayed):
         )
 
     def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
-        """Posterior medians of the latents the other autoguide owns."""
+        """Return posterior medians of the latents that the other autoguide owns."""
         return dict(self._other.median(params)) if self._other else {}
 
     def other_draws(
         self, key: Array, params: dict[str, Any], num: int
     ) -> dict[str, Array]:
-        """Posterior draws of the latents the other autoguide owns, with a leading axis.
+        """Return posterior draws of the latents that the other autoguide owns, with a
+        leading axis.
 
         :param key: random key.
         :param params: the guide's params.
@@ -399,8 +401,8 @@ class ProcessGuide(Displayed):
         return draw(keys)
 
     def turn(self, arguments: Arguments, values: dict[str, Any]) -> bool:
-        """Takes a basis in which rounding leaves more of the precision, if the guide
-        knows of one.
+        """Change to a basis in which rounding preserves more of the precision, if the
+        guide has one.
 
         :param arguments: the model's.
         :param values: of params and other latents.
@@ -426,7 +428,7 @@ class ProcessGuide(Displayed):
         return type(self).__name__
 
     def _kind(self, other: str) -> str:
-        """What the other autoguide makes of a latent."""
+        """Describe how the other autoguide represents a latent."""
         kind = self._other_class.__name__
         point = "a point " if kind == "AutoDelta" else ""
         return f"hyperparameter, {point}({kind})"

@@ -38,8 +38,8 @@ class ContinuedGP(AutoSparseGP):
     def going_on(
         self, arguments: Arguments, values: dict[str, Any], moments: dict[str, Moments]
     ) -> tuple[dict[str, Array], Array | float]:
-        """Params of a fit that goes on from a posterior, and the nats that its bound
-        has from what was known before.
+        """Return params of a fit that continues from a posterior, and the constant, in
+        nats, that earlier data add to its bound.
 
         :param arguments: the model's arguments.
         :param values: params, and point values of other latents.
@@ -114,7 +114,7 @@ class ContinuedGP(AutoSparseGP):
 
 
 class _ContinuedView(ModelView):
-    """A model whose Gaussian blocks have been seen before."""
+    """A model whose Gaussian blocks have information from earlier data."""
 
     def maps(
         self, factors: dict[str, Any] | None = None
@@ -143,12 +143,12 @@ class _ContinuedView(ModelView):
 
 
 def earlier_names(block: Block) -> tuple[str, str]:
-    """Names of the params that say what was known of a block before."""
+    """Names of the params that hold the earlier information about a block."""
     return f"{block.site}_earlier_vector", f"{block.site}_earlier_matrix"
 
 
 def earlier_params(block: Block, known: tuple[Array, Array]) -> dict[str, Array]:
-    """These params.
+    """The params named by :func:`earlier_names`.
 
     :param block: of the model.
     :param known: a vector and a matrix for each latent, latent axis first.
@@ -159,8 +159,8 @@ def earlier_params(block: Block, known: tuple[Array, Array]) -> dict[str, Array]
 
 
 def earlier_of(block: Block, values: Mapping[str, Any]) -> tuple[Array, Array]:
-    """What was known of a block, latent axis first, from these params. They have no
-    derivatives: nothing that learns moves them."""
+    """The earlier information about a block, latent axis first, from its params. The
+    params have no derivatives, so that learning does not change them."""
     vector, matrix = (
         lax.stop_gradient(jnp.asarray(values[name])) for name in earlier_names(block)
     )

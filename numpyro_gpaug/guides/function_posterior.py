@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit says of function values: the hook that guides give to prediction.
+"""Function values under a fit: the interface between guides and predictions.
 
 A guide's ``function_posterior`` turns what was fitted into marginals of the predictors,
 and into a :class:`GaussianMeasure` anywhere else. :class:`InducingPosterior` reads a
@@ -24,7 +24,7 @@ from numpyro_gpaug.model.view import ModelView
 
 
 class Fit(NamedTuple):
-    """A fit, as far as function values depend on it.
+    """The parts of a fit that function values depend on.
 
     :param values: params and point values of other latents, by name.
     :param moments: of the Gaussian blocks, latent axis first, by block name.
@@ -95,11 +95,11 @@ class SparseKernel:
 
 
 class FunctionPosterior(Protocol):
-    """What a guide offers to prediction and to losses; see
+    """The interface of a guide to predictions and losses; see
     :class:`InducingPosterior`."""
 
     def factors(self, view: ModelView) -> dict[str, Any]:
-        """What can be computed once for all inputs, by block name."""
+        """Return everything that can be computed once for all inputs, by block name."""
         ...
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
@@ -125,11 +125,11 @@ class InducingPosterior:
         return block_marginals(view, view.maps(fit.factors), fit.moments)
 
     def weight_marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
-        """Those of weight vectors alone."""
+        """Marginals of weight vectors alone."""
         return block_marginals(view, view.weight_maps(), fit.moments)
 
     def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
-        """The KL of a block to its prior."""
+        """The KL divergence of a block from its prior."""
         prior = view.priors()[block.name]
         return kl_to_diagonal(fit.moments[block.name], *prior).sum()
 
@@ -149,11 +149,11 @@ class InducingPosterior:
 
 
 def inducing_factors(view: ModelView) -> dict[str, Whitener]:
-    """What whitens the inducing values of every process, by block."""
+    """Whiteners of the inducing values of every process, by block."""
     processes = view.structure.processes
     return {b.name: view.conditional(b).gp.whitener for b in processes}
 
 
 def whitener_of(gp: GaussianProcess, fit: Fit, block: Block) -> Whitener:
-    """That of a process's inducing values, computed if ``fit`` has none."""
+    """The whitener of a process's inducing values, computed if ``fit`` has none."""
     return gp.whitener if fit.factors is None else fit.factors[block.name]

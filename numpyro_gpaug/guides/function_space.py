@@ -116,7 +116,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
 
     @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws every latent.
+        """Draw every latent.
 
         :return: values by site name, those of the function included.
         """
@@ -149,8 +149,8 @@ class AutoFunctionSpaceGP(ProcessGuide):
         return conditional_of(trace, block)
 
     def median(self, params: dict[str, Any]) -> dict[str, Array]:
-        """Posterior medians of the latents the other autoguide owns (those of function
-        values depend on the inputs: ``Posterior.predict_f``).
+        """Return posterior medians of the latents that the other autoguide owns.
+        Medians of function values depend on the inputs: ``Posterior.predict_f``.
 
         :param params: the guide's params.
         :return: values by site name.
@@ -190,7 +190,7 @@ class FunctionSpacePosterior:
         self._kernel = kernel if is_builder or kernel is None else lambda: kernel
 
     def factors(self, view: ModelView) -> dict[str, Any]:
-        """What whitens inducing values, if the kernel is made of them."""
+        """Whiteners of the inducing values, if the kernel uses them."""
         return inducing_factors(view) if self._kernel is None else {}
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class FunctionSpacePosterior:
         return GaussianMeasure(mean, covariance)
 
     def declare(self, conditional: Conditional, block: Block) -> dict[str, Any]:
-        """Makes the params of mean and kernel, in a guide.
+        """Declare the params of mean and kernel, inside a guide.
 
         :return: their values by name.
         """
@@ -303,8 +303,8 @@ def _checked_covariance(value: Array, gp: GaussianProcess, *inputs: Array) -> Ar
 
 
 def _draw(conditional: Conditional, measure: GaussianMeasure) -> Array:
-    """Function values in the shape the model sees: those at the inducing inputs
-    jointly, the others given them one by one, as the process itself draws them."""
+    """Draw function values in the shape that the model expects: jointly at the inducing
+    inputs, and then one by one, given these, as the process itself draws them."""
     Z = conditional.gp.inducing
     if Z.ndim == 3:
         Z = Z.reshape(-1, Z.shape[-1])

@@ -51,9 +51,9 @@ START = 0.1
 
 
 class AutoLatentGaussian(ProcessGuide):
-    """One Gaussian on all Gaussian latents of a model together (random effects,
-    weights, random walks, processes at inducing inputs), whatever the likelihood, and a
-    NumPyro autoguide on all other latents, the hyperparameters.
+    """One Gaussian on all Gaussian latents of a model jointly (random effects, weights,
+    random walks, processes at inducing inputs), for any likelihood, and a NumPyro
+    autoguide on all other latents, the hyperparameters.
 
     The model is an ordinary one. Every latent whose law is Gaussian given the
     hyperparameters, of any shape, in plates or not, and that reaches the data through
@@ -140,7 +140,7 @@ class AutoLatentGaussian(ProcessGuide):
 
     @property
     def conjugate(self) -> bool:
-        """Whether closed-form updates can move its params."""
+        """Whether closed-form updates can change its params."""
         return self.covariance == "natural"
 
     @property
@@ -175,8 +175,8 @@ class AutoLatentGaussian(ProcessGuide):
         return JointView(structure, model, arguments, values, key)
 
     def prepare(self, arguments: Arguments) -> bool:
-        """Sets it up for a fit to these arguments: anew if the model has other latents
-        there.
+        """Set the guide up for a fit to these arguments, anew if the model has other
+        latents there.
 
         :param arguments: the model's arguments.
         :return: whether it was set up before, and thus has not looked at these.
@@ -187,8 +187,8 @@ class AutoLatentGaussian(ProcessGuide):
         return super().prepare(arguments) and known
 
     def check_data(self, arguments: Arguments) -> None:
-        """Sets it up for a fit to these arguments, or raises for what a set-up would
-        not have taken.
+        """Set the guide up for a fit to these arguments, or raise if set-up would have
+        refused them.
 
         :param arguments: the model's; of traced ones no values are looked at.
         :raises ValueError: for observations that are missing, and for codes that no
@@ -219,8 +219,8 @@ class AutoLatentGaussian(ProcessGuide):
     # Natural parameters.
 
     def initial_natural(self, given: dict[str, Any]) -> dict[str, Natural]:
-        """Values to start from, the prior's where they are not given; nothing where
-        none are, as :meth:`start_at` knows better.
+        """Initial natural parameters: the given ones, else the prior's; nothing if none
+        are given, since :meth:`start_at` has better ones.
 
         :param given: values by param name.
         """
@@ -245,10 +245,10 @@ class AutoLatentGaussian(ProcessGuide):
     def start_at(
         self, natural: dict[str, Natural], given: dict[str, Any], view: Any
     ) -> dict[str, Natural]:
-        """Where a fit starts: as if every predictor had been observed with a variance
-        of one at its prior mean. At a wide prior a likelihood may have no expectation:
-        that of ``exp(f)`` overflows at a standard deviation of 14. Of Gaussian data,
-        which one step settles from anywhere, at the prior.
+        """Natural parameters at the start of a fit: those after observing every
+        predictor with variance one at its prior mean. At a wide prior a likelihood may
+        have no expectation: ``exp(f)`` overflows at a standard deviation of 14.
+        Gaussian data, for which one step from anywhere suffices, start at the prior.
 
         :param natural: from :meth:`initial_natural`.
         :param given: values to start from instead, by param name.
@@ -308,8 +308,8 @@ class AutoLatentGaussian(ProcessGuide):
         return {JOINT: q}
 
     def turn(self, arguments: Arguments, values: dict[str, Any]) -> bool:
-        """Takes a basis in which rounding leaves more of the precision, that of the
-        principal directions of the predictors; params of a fit say which it is.
+        """Change to the basis of the principal directions of the predictors, in which
+        rounding preserves more of the precision. The params of a fit include it.
 
         :param arguments: the model's.
         :param values: of params and other latents.
@@ -335,7 +335,7 @@ class AutoLatentGaussian(ProcessGuide):
 
     @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws every latent.
+        """Draw every latent.
 
         :return: values by site name.
         """
@@ -368,7 +368,7 @@ class AutoLatentGaussian(ProcessGuide):
         return values
 
     def _gaussian(self) -> dist.Distribution:
-        """That of the standard normal numbers, at its params."""
+        """The distribution of the standard normal numbers, at its params."""
         names, structure = self.own_params(), self.structure
         if not self.conjugate:
             zeros = jnp.zeros(structure.size, structure.dtype)
@@ -409,7 +409,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _form(structure: JointStructure) -> str:
-    """Of the precision matrix, in words."""
+    """Describe the form of the precision matrix."""
     if structure.arrow is None:
         return "dense"
     groups, each, corner, steps = structure.sizes

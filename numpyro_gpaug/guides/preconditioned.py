@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The posterior of a process by 2 M numbers,
-:math:`q(u) = N(K \mu, (K^{-1} + \Sigma^{-1})^{-1})` with :math:`\Sigma` diagonal.
+r"""A posterior of a process with 2 M numbers, :math:`q(u) = N(K \mu, (K^{-1} +
+\Sigma^{-1})^{-1})` with :math:`\Sigma` diagonal.
 
 Panos, Dellaportas and Titsias (2018), section 2.3. Means, variances and the KL need one
 Cholesky factor, of :math:`K + \Sigma`, which is well conditioned without jitter; K
@@ -47,7 +47,7 @@ class Preconditioned(NamedTuple):
 
     @classmethod
     def of(cls, block: Block, values: dict[str, Any]) -> Preconditioned:
-        """Those of a block among the params of a guide."""
+        """The parameters of a block, from the params of a guide."""
         return cls(*(lead(values[name], 1) for name in preconditioned_names(block)))
 
     def weights(self, inverse: Array) -> Array:
@@ -72,7 +72,7 @@ class Preconditioned(NamedTuple):
 
 
 def preconditioned_names(block: Block) -> tuple[str, str]:
-    """Names of a block's two params."""
+    """Names of the two params of a block."""
     return f"{block.site}_auto_targets", f"{block.site}_auto_noise"
 
 
@@ -102,9 +102,8 @@ class PreconditionedPosterior(InducingPosterior):
         return found
 
     def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
-        r"""The KL to the prior,
-        :math:`\frac12(\mu^T K \mu - tr((K + \Sigma)^{-1} K) + \log|K + \Sigma| -
-        \log|\Sigma|)`."""
+        r"""The KL divergence from the prior, :math:`\frac12(\mu^T K \mu - tr((K +
+        \Sigma)^{-1} K) + \log|K + \Sigma| - \log|\Sigma|)`."""
         if not block.is_process:
             return super().divergence(view, fit, block)
         gp = view.conditional(block).gp

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guides: sparse Gaussian processes by us, other latents by NumPyro's autoguides."""
+"""The guide of sparse Gaussian processes; NumPyro's autoguides take other latents."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _COVARIANCES = ("natural", "dense", "diagonal", "preconditioned")
 
 
 class AutoSparseGP(ProcessGuide):
-    r"""A Gaussian on the inducing values of every Gaussian process in a model (and on
-    every plain Gaussian weight vector on which likelihoods depend affinely), and a
-    NumPyro autoguide on all other latents.
+    r"""An independent Gaussian on the inducing values of every Gaussian process in a
+    model (and on every plain Gaussian weight vector on which likelihoods depend
+    affinely), and a NumPyro autoguide on all other latents.
 
     A function of its params alone: the dict of arrays is the fit, and
     ``Predictive(model, guide=guide, params=params, num_samples=...)``
@@ -119,7 +119,7 @@ class AutoSparseGP(ProcessGuide):
         return known
 
     def _start_at(self, structure: Structure, arguments: Arguments) -> None:
-        """Where blocks start at these arguments."""
+        """The start of the blocks at these arguments."""
         self._static, self._starts_move = arguments.static, False
         if not structure.weights:
             self._starts = {}
@@ -134,7 +134,7 @@ class AutoSparseGP(ProcessGuide):
         self._starts = starts if traced else jax.tree.map(np.asarray, starts)
 
     def start(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviations a block starts from: its prior's.
+        """Initial mean and standard deviations of a block: the prior's.
 
         :param block: one of ``structure.blocks``.
         """
@@ -142,7 +142,7 @@ class AutoSparseGP(ProcessGuide):
         return self._starts.get(block.name, (zeros, zeros + 1))
 
     def start_natural(self, block: Block) -> NaturalGaussian:
-        """The same in natural parameters.
+        """The same as :meth:`start`, as natural parameters.
 
         :param block: one of ``structure.blocks``.
         """
@@ -156,12 +156,12 @@ class AutoSparseGP(ProcessGuide):
 
     @property
     def conjugate(self) -> bool:
-        """Whether closed-form updates can move its params."""
+        """Whether closed-form updates can change its params."""
         return self.covariance == "natural"
 
     def initial_natural(self, given: dict[str, Any]) -> dict[str, NaturalGaussian]:
-        """Natural parameters of every block, latent axis first, where it starts: its
-        prior, in NumPy, as JAX would compile a program for it.
+        """Initial natural parameters of every block, latent axis first: its prior,
+        computed in NumPy, because JAX would compile a program for it.
 
         :param given: values to start from instead, by param name.
         """
@@ -180,7 +180,7 @@ class AutoSparseGP(ProcessGuide):
     def start_at(
         self, natural: dict[str, NaturalGaussian], given: dict[str, Any], view: Any
     ) -> dict[str, NaturalGaussian]:
-        """Where a fit starts: the prior, of which processes have known scales."""
+        """The start of a fit: the prior; scales of processes are known."""
         return natural
 
     def natural_params(self, natural: dict[str, NaturalGaussian]) -> dict[str, Array]:
@@ -197,7 +197,7 @@ class AutoSparseGP(ProcessGuide):
 
     @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draws every latent.
+        """Draw every latent.
 
         :return: values by site name.
         """
@@ -219,7 +219,7 @@ class AutoSparseGP(ProcessGuide):
     def _inducing_factors(
         self, values: dict[str, Any], args: Any, kwargs: Any
     ) -> dict[str, Array]:
-        """Cholesky factors of the inducing matrices, where draws need them."""
+        """Cholesky factors of the inducing matrices, if draws need them."""
         processes = [b for b in self.structure.processes if self._is_preconditioned(b)]
         if not processes:
             return {}
@@ -327,8 +327,9 @@ class AutoSparseGP(ProcessGuide):
 
 
 class _Natural(constraints.Constraint):
-    """Of natural parameters, which no gradient step keeps in the positive definite
-    cone: what asks for unconstrained ones, as optimisers do first, is refused."""
+    """The constraint of natural parameters. Gradient steps do not keep them in the
+    positive definite cone, so it refuses requests for unconstrained values, which
+    optimisers make first."""
 
     def __call__(self, x: Array) -> Array:
         return jnp.isfinite(x)
@@ -351,15 +352,15 @@ def _refuse(constraint: Any) -> NoReturn:
 
 
 def natural_names(block: Block) -> tuple[str, str]:
-    """Names of a block's natural parameters among the params."""
+    """Names of the params that are a block's natural parameters."""
     return f"{block.site}_auto_potential", f"{block.site}_auto_precision"
 
 
 def _prior_scales(
     model: Callable[..., Any], structure: Structure, static: Any, arrays: Any
 ) -> dict[str, tuple[Array, Array]]:
-    """Prior means and standard deviations of plain Gaussian weights, where their guide
-    starts: from zero a symmetric likelihood might not move them."""
+    """Initial means and standard deviations of plain Gaussian weights: their priors'.
+    From zero a symmetric likelihood might not move them."""
     here, key = Arguments(arrays, static), jax.random.key(0)
     trace = run_model(flat_functions(model), here, key, structure.zeros)
     normals = {b: base_distribution(trace[b.site]["fn"]) for b in structure.weights}

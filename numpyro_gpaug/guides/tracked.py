@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse processes of data that follow others, whose hyperparameters are learnt."""
+"""Sparse processes of data that follow earlier data, with hyperparameters that are
+learnt."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from numpyro_gpaug.model.view import ModelView
 
 class TrackedGP(ContinuedGP):
     """A :class:`~numpyro_gpaug.guides.continued.ContinuedGP` whose hyperparameters may
-    move.
+    change.
 
     What is known of *function values* at the inducing inputs (and of weights) does not
     depend on hyperparameters, and is kept as pseudo-data. Natural parameters are those
@@ -94,7 +95,8 @@ class TrackedGP(ContinuedGP):
 
 
 class _TrackedView(ModelView):
-    """A model whose function values at inducing inputs, and weights, have been seen."""
+    """A model with earlier information about function values at inducing inputs, and
+    about weights."""
 
     def conditional(self, block: Block) -> Conditional:
         return self._resting[block.name]

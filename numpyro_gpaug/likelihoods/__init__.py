@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihoods: what one provides, the registries, and one module per likelihood."""
+"""Likelihoods: their contract, the registries, and one module per likelihood."""
 
 from numpyro_gpaug.likelihoods import (  # noqa: F401
     bayesian_svm,

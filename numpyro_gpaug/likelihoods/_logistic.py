@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the likelihoods made of logistic functions share."""
+"""Functions for the likelihoods made of logistic functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .augmentation import Augmentation, Parameters
 
 @jax.custom_jvp
 def log_tilt(mean: Array, variance: Array) -> Array:
-    r"""The Polya-Gamma lower bound of ``E log sigmoid(f)``, ``f ~ N(mean, variance)``.
+    r"""Return the Polya-Gamma lower bound of ``E log sigmoid(f)``, ``f ~ N(mean,
+    variance)``.
 
     It is ``m / 2 - log(2 cosh(c / 2))`` with ``c = sqrt(m^2 + v)``, never positive, and
     keeps its relative accuracy where the two terms cancel.
@@ -96,11 +97,11 @@ class LogOdds(Augmentation):
 
     @abstractmethod
     def counts(self, d: Any, y: Array, like: Array) -> tuple[Array, Array]:
-        """``ups`` and ``downs``, in the dtype of ``like``."""
+        """Return ``ups`` and ``downs``, in the dtype of ``like``."""
 
     @abstractmethod
     def log_coefficient(self, ups: Array, downs: Array) -> Array:
-        """``log C``."""
+        """Return ``log C``."""
 
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
         return self._with_coefficient(tilted_log_odds, d, y, means, variances)
@@ -108,7 +109,7 @@ class LogOdds(Augmentation):
     def expected_log_prob(
         self, d: Any, y: Array, means: Parameters, variances: Parameters
     ) -> Array:
-        """The expected log-density."""
+        """Return the expected log-density."""
         return self._with_coefficient(expected_log_odds, d, y, means, variances)
 
     def _with_coefficient(self, log_odds, d, y, means, variances) -> Array:
@@ -122,7 +123,7 @@ class LogOdds(Augmentation):
 
 
 def sigmoid_moments(mean: Array, variance: Array) -> tuple[Array, Array]:
-    """Mean and variance of ``sigmoid(f)``, ``f ~ N(mean, variance)``."""
+    """Return mean and variance of ``sigmoid(f)``, ``f ~ N(mean, variance)``."""
     expected = expected_sigmoid(mean, variance)
     # The variance has no closed form.
     nodes, log_weights = gaussian_nodes(mean, variance)

@@ -43,7 +43,8 @@ class Augmentation(ABC):
     def bound(
         self, d: Any, y: Array, means: Parameters, variances: Parameters
     ) -> Array:
-        """Lower bound of ``E log p(y | f)``, the auxiliaries at their optimum.
+        """Return a lower bound of ``E log p(y | f)``, with the auxiliaries at their
+        optimum.
 
         :param d: the likelihood; only its other parameters are read, and the bound is
             differentiable in them.
@@ -55,7 +56,8 @@ class Augmentation(ABC):
 
     @abstractmethod
     def conditional(self, d: Any, y: Array, f: Parameters) -> Conditionals:
-        """Full conditionals of the auxiliaries given the latents, with exact samplers.
+        """Return full conditionals of the auxiliaries given the latents, with exact
+        samplers.
 
         Auxiliaries are parametrised so that they enter the natural parameters linearly
         (a precision, say, not the variance it is the inverse of).
@@ -72,7 +74,7 @@ class Augmentation(ABC):
     def natural(
         self, d: Any, y: Array, aux: dict[str, Array], f: Parameters
     ) -> dict[str, tuple[Array, Array]]:
-        """Potential and precision of each latent given sampled auxiliaries.
+        """Return potential and precision of each latent given sampled auxiliaries.
 
         :param d: the likelihood.
         :param y: observations.
@@ -83,7 +85,7 @@ class Augmentation(ABC):
         """
 
     def gibbs_blocks(self, d: Any) -> tuple[tuple[str, ...], ...]:
-        """The order of Gibbs draws.
+        """Return the order of Gibbs draws.
 
         :param d: the likelihood.
         :return: blocks of names, ``"aux"`` for all auxiliaries. A latent that stands
@@ -94,12 +96,12 @@ class Augmentation(ABC):
 
 
 def label_sign(y: Array, like: Array) -> Array:
-    """Labels 0/1 as -1/+1, in the dtype of ``like``."""
+    """Return labels 0/1 as -1/+1, in the dtype of ``like``."""
     return 2 * jnp.asarray(y, like.dtype) - 1
 
 
 def draw_auxiliaries(key: Array, conditionals: Conditionals) -> dict[str, Array]:
-    """Draws the auxiliaries one after the other.
+    """Draw the auxiliaries one after the other.
 
     :param key: random key.
     :param conditionals: from :meth:`Augmentation.conditional`.
@@ -112,8 +114,8 @@ def draw_auxiliaries(key: Array, conditionals: Conditionals) -> dict[str, Array]
 
 
 def auxiliary_means(conditionals: Conditionals) -> dict[str, Array]:
-    """Means of the auxiliaries, each given the means of those before it: what the
-    natural parameters, linear in them, average to.
+    """Return means of the auxiliaries, each given the means of those before it. The
+    natural parameters are linear in them, so that these are their averages, too.
 
     :param conditionals: from :meth:`Augmentation.conditional`.
     """
@@ -127,7 +129,7 @@ _REGISTRY: dict[type[Distribution], Augmentation] = {}
 
 
 def register_augmentation(cls: type[Distribution], augmentation: Augmentation) -> None:
-    """Registers an augmentation for a distribution class and its subclasses.
+    """Register an augmentation for a distribution class and its subclasses.
 
     Check it with :func:`numpyro_gpaug.testing.check_augmentation` first.
 
@@ -138,5 +140,6 @@ def register_augmentation(cls: type[Distribution], augmentation: Augmentation) -
 
 
 def lookup_augmentation(cls: type[Distribution]) -> Augmentation | None:
-    """The registered augmentation of a class or its nearest base, or ``None``."""
+    """Return the registered augmentation of a class or its nearest base, or
+    ``None``."""
     return next((_REGISTRY[base] for base in cls.__mro__ if base in _REGISTRY), None)

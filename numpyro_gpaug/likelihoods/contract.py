@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the module of a likelihood needs, and its registration in one call."""
+"""The contract of a likelihood's module, and its registration in one call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 def moments(
     latents: tuple[str, ...], means: Parameters, variances: Parameters
 ) -> tuple[Array, ...]:
-    """Mean and variance of the first latent, then of the next."""
+    """Return mean and variance of the first latent, then of the next."""
     return tuple(x[name] for name in latents for x in (means, variances))
 
 
@@ -35,7 +35,7 @@ def register(
     log_concave: bool = False,
     **m_steps: MStep,
 ) -> None:
-    """Registers a likelihood: see :func:`register_expectation`.
+    """Register a likelihood: see :func:`register_expectation`.
 
     :param cls: the distribution of the observation.
     :param latents: its parameters that carry a latent.
@@ -55,7 +55,7 @@ def register(
 
 
 def power(p: int, statistic: Callable[..., Array] = count_data) -> MStep:
-    """A parameter whose log-likelihood depends on it as a power: see
+    """Describe a parameter that enters the log-likelihood as a power: see
     :func:`power_maximiser`.
 
     :param p: the power.

@@ -23,7 +23,7 @@ Parameters = dict[str, Array]
 
 
 class Route(enum.Enum):
-    """How the expected log-likelihood of a site is computed."""
+    """The way to compute the expected log-likelihood of a site."""
 
     CLOSED_FORM = "closed form"
     EXPONENTIAL = "closed form of exponentials"
@@ -59,7 +59,7 @@ def register_expectation(
     *,
     log_concave: bool = False,
 ) -> None:
-    """Registers the exact expectation of a likelihood, for it and its subclasses.
+    """Register the exact expectation of a likelihood, for it and its subclasses.
 
     :param cls: the NumPyro distribution class of the observation.
     :param latents: names of the parameters that carry a latent, e.g. ``("logits",)``.
@@ -91,12 +91,12 @@ def register_expectation(
 
 
 def lookup_expectation(cls: type[Distribution]) -> Expectation | None:
-    """The registered expectation of a class or its nearest base, or ``None``."""
+    """Return the registered expectation of a class or its nearest base, or ``None``."""
     return next((_REGISTRY[base] for base in cls.__mro__ if base in _REGISTRY), None)
 
 
 class CorrelatedExpectation(NamedTuple):
-    """A registered expectation under latents of one datum that are correlated.
+    """A registered expectation under correlated latents of one datum.
 
     :param latent: name of the parameter that carries them along its last axis.
     :param expected_log_prob: ``(d, y, mean, variance, covariance, num) -> batch``, with
@@ -118,7 +118,7 @@ _CORRELATED: dict[type[Distribution], CorrelatedExpectation] = {}
 def register_correlated(
     cls: type[Distribution], expectation: CorrelatedExpectation
 ) -> None:
-    """Registers the expectation of a log-concave likelihood under correlated latents.
+    """Register the expectation of a log-concave likelihood under correlated latents.
 
     :param cls: its class.
     :param expectation: of it.
@@ -127,14 +127,15 @@ def register_correlated(
 
 
 def lookup_correlated(cls: type[Distribution]) -> CorrelatedExpectation | None:
-    """The registered expectation under correlated latents, or ``None``."""
+    """Return the registered expectation under correlated latents, or ``None``."""
     return next((_CORRELATED[b] for b in cls.__mro__ if b in _CORRELATED), None)
 
 
 def expected_log_prob(
     d: Distribution, y: Array, means: Parameters, variances: Parameters
 ) -> Array:
-    r""":math:`E \log p(y \mid f)` under independent normals on the latents of ``d``.
+    r"""Return :math:`E \log p(y \mid f)` under independent normals on the latents of
+    ``d``.
 
     :param d: the likelihood; its latent-carrying parameters are ignored. ``mask``,
         ``to_event`` and ``expand`` wrappers are honoured.
@@ -164,7 +165,7 @@ def expected_log_prob(
 def predictive(
     d: Distribution, means: Parameters, variances: Parameters
 ) -> Distribution:
-    """The distribution of a new observation, its latents integrated out.
+    """Return the distribution of a new observation with its latents integrated out.
 
     :param d: the likelihood at the new inputs; see :func:`expected_log_prob`.
     :param means: per latent-carrying parameter.
@@ -184,7 +185,7 @@ def _require(base: Distribution) -> Expectation:
 
 
 def base_distribution(d: Distribution) -> Distribution:
-    """``d`` without its ``mask``, ``to_event`` and ``expand`` wrappers."""
+    """Return ``d`` without its ``mask``, ``to_event`` and ``expand`` wrappers."""
     while isinstance(
         d, dist.MaskedDistribution | dist.Independent | dist.ExpandedDistribution
     ):
@@ -193,14 +194,14 @@ def base_distribution(d: Distribution) -> Distribution:
 
 
 def is_pseudo(d: Distribution) -> bool:
-    """Whether ``log_prob`` is that of a pseudo-likelihood, not normalised over
-    observations: it then has a ``normalized_log_prob`` beside it."""
+    """Whether ``log_prob`` is a pseudo-likelihood, not normalised over observations;
+    then there is also a ``normalized_log_prob``."""
     return hasattr(base_distribution(d), "normalized_log_prob")
 
 
 def feasible(d: Distribution, y: Array) -> Array:
-    """``y`` with masked entries replaced by values in the support: whatever a masked
-    datum is (NaN, say), it must not reach a gradient."""
+    """Return ``y`` with masked entries replaced by values in the support: a masked
+    value (such as NaN) must not reach a gradient."""
     if isinstance(d, dist.MaskedDistribution):
         mask = jnp.asarray(d._mask)
         mask = mask.reshape(mask.shape + (1,) * d.event_dim)
@@ -211,7 +212,7 @@ def feasible(d: Distribution, y: Array) -> Array:
 
 
 def through_wrappers(d: Distribution, value: Callable[[Any], Array]) -> Array:
-    """Applies to ``value(base)`` what the wrappers of ``d`` do to a log-density."""
+    """Apply to ``value(base)`` what the wrappers of ``d`` do to a log-density."""
     if isinstance(d, dist.MaskedDistribution):
         inner = through_wrappers(d.base_dist, value)
         # Not a product: a masked datum may be NaN.

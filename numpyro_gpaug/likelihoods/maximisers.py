@@ -38,7 +38,7 @@ _REGISTRY: dict[tuple[type[Distribution], str], MStep] = {}
 
 
 def register_m_step(cls: type[Distribution], parameter: str, step: MStep) -> None:
-    """Registers a closed-form maximiser.
+    """Register a closed-form maximiser.
 
     :param cls: the likelihood, with its subclasses.
     :param parameter: the name of its parameter.
@@ -48,13 +48,13 @@ def register_m_step(cls: type[Distribution], parameter: str, step: MStep) -> Non
 
 
 def lookup_m_step(cls: type[Distribution], parameter: str) -> MStep | None:
-    """The maximiser registered for a class or its nearest base, or ``None``."""
+    """Return the maximiser registered for a class or its nearest base, or ``None``."""
     found = (_REGISTRY.get((base, parameter)) for base in cls.__mro__)
     return next((step for step in found if step is not None), None)
 
 
 def power_maximiser(p: int) -> Callable[[Array, Array, Array], Array]:
-    """The maximiser where the bound is ``-n log(value) - S value^-p``.
+    """Return the maximiser of a bound ``-n log(value) - S value^-p``.
 
     :param p: the power.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes, and data of theirs, drawn inside a model."""
+"""Classes, and some of their data, drawn inside a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 
 class ClassBatch(NamedTuple):
-    """Some classes, and data of theirs.
+    """Some classes, and some of their data.
 
     :param classes: the K classes drawn.
     :param rows: indices of the data, (B,).
@@ -53,7 +53,7 @@ class ClassMembers(NamedTuple):
 
     @classmethod
     def of(cls, labels: ArrayLike, num_classes: int, seed: int = 0) -> ClassMembers:
-        """From labels.
+        """Make it from labels.
 
         :param labels: classes of the data, (N,), 0 .. C - 1.
         :param num_classes: C.
@@ -80,7 +80,7 @@ class ClassMembers(NamedTuple):
     def draw(
         self, num_drawn: int | None = None, num_members: int | None = None
     ) -> ClassBatch:
-        """A batch, inside a model: by its plates ``"classes"`` and ``"members"``.
+        """Draw a batch inside a model, by its plates ``"classes"`` and ``"members"``.
 
         :param num_drawn: number K of classes; all by default.
         :param num_members: of each; all by default.

@@ -34,12 +34,12 @@ class MultiLabelData(NamedTuple):
 
     @property
     def num_unlabelled(self) -> int:
-        """How many rows have no label."""
+        """The number of rows without a label."""
         return int(np.count_nonzero(np.diff(self.Y.indptr) == 0))
 
 
 def load_xmc(path: str | PathLike[str]) -> MultiLabelData:
-    r"""Reads the text format of the Extreme Classification repository.
+    r"""Read the text format of the Extreme Classification repository.
 
     The first line holds the numbers of rows, features and labels, ``N D K``. Each
     further line is a row, ``l1,l2 i:v i:v ...``, with labels and features counted from
@@ -106,7 +106,7 @@ def load_svmlight(
     num_features: int | None = None,
     num_labels: int | None = None,
 ) -> MultiLabelData:
-    r"""Reads a multi-label file in svmlight format, with scikit-learn's parser.
+    r"""Read a multi-label file in svmlight format, with scikit-learn's parser.
 
     Lines without label and features are skipped, as that format has it. Labels are
     columns of ``Y`` as they stand in the file, from 0.
@@ -162,7 +162,7 @@ def load_svmlight(
 
 
 def load_npz(path: str | PathLike[str], split: str) -> MultiLabelData:
-    """Reads the parts of CSR matrices from a NumPy archive; nothing is unpickled.
+    """Read the parts of CSR matrices from a NumPy archive; nothing is unpickled.
 
     :param path: the file, with arrays ``X_{split}_data``, ``_indices``, ``_indptr`` and
         ``_shape``, and the same of ``Y_{split}``.

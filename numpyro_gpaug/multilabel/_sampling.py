@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class LabelBatch(NamedTuple):
-    """Some rows, and the labels at which a step looks in each.
+    """Some rows, and the labels that a step uses in each.
 
     Shapes are the same in every batch: P is the largest number of positive labels of
     any row of the data, L the number of negatives that was asked for. Places that a row
@@ -44,7 +44,7 @@ class LabelBatch(NamedTuple):
 
     @property
     def targets(self) -> np.ndarray:
-        """What was observed at :attr:`labels`: 1 and 0, (B, P + L)."""
+        """The observations at :attr:`labels`: 1 and 0, (B, P + L)."""
         kinds = np.ones_like(self.positives), np.zeros_like(self.negatives)
         return np.concatenate(kinds, 1)
 
@@ -116,11 +116,11 @@ class LabelSampler:
         self._below = row * (num_labels + 1) + (self._labels - place)
 
     def __len__(self) -> int:
-        """Number of batches in an epoch."""
+        """The number of batches in an epoch."""
         return self._shape[0] // self.batch_size
 
     def epoch(self, number: int) -> Iterator[LabelBatch]:
-        """The batches of an epoch; the same number gives the same ones.
+        """Yield the batches of an epoch; the same number gives the same batches.
 
         :param number: of the epoch, from 0.
         """
@@ -195,7 +195,7 @@ def _by_rejection(
 def prefetch(
     iterable: Iterable[T], size: int = 2, timeout: float | None = None
 ) -> Iterator[T]:
-    """The items of an iterable, of which a thread prepares the next ones.
+    """Yield the items of an iterable; a thread prepares the next ones.
 
     An error in preparing an item is raised where the item would have come. The thread
     ends with the iterator that is returned, also when that is closed early.

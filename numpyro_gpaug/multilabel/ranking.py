@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judging a ranking of very many labels.
+"""Metrics of rankings of very many labels.
 
 Scores are never held for all labels at once: :func:`top_k` and :func:`linear_top_k`
 keep the best labels of each row, block by block. The metrics take those labels, (N, k)
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class TopK(NamedTuple):
-    """The labels of largest score of each row.
+    """The labels with the largest scores of each row.
 
     :param labels: (B, k), by decreasing score; equal scores by increasing label.
     :param scores: (B, k).
@@ -50,7 +50,8 @@ def top_k(
     *,
     block_size: int = 8192,
 ) -> TopK:
-    """The k best labels of each row, from scores of one block of labels at a time.
+    """Return the k best labels of each row, from scores of one block of labels at a
+    time.
 
     :param scores: called with a slice of the labels, returns their scores, (B, length
         of the slice). The slices have the same length, but for the last.
@@ -98,7 +99,7 @@ def linear_top_k(
     *,
     block_size: int = 8192,
 ) -> TopK:
-    r"""The k best labels of each row, when scores are linear in a few factors.
+    r"""Return the k best labels of each row if scores are linear in a few factors.
 
     .. math:: f_{il} = \sum_p h_{ip} \Phi_{lp} + b_l
 
@@ -135,7 +136,7 @@ def linear_top_k(
 
 
 def precision_at_k(top: ArrayLike, labels: Any, k: int) -> float:
-    r"""The share of true labels among the first k.
+    r"""Return the share of true labels among the first k.
 
     .. math:: P@k = \frac1N \sum_i \frac1k \sum_{l \in \mathrm{top}_k(i)} y_{il}
 
@@ -160,7 +161,7 @@ def precision_at_k(top: ArrayLike, labels: Any, k: int) -> float:
 
 
 def ndcg_at_k(top: ArrayLike, labels: Any, k: int) -> float:
-    r"""Normalised discounted cumulative gain of the first k.
+    r"""Return the normalised discounted cumulative gain of the first k.
 
     .. math::
 
@@ -192,7 +193,7 @@ def ndcg_at_k(top: ArrayLike, labels: Any, k: int) -> float:
 
 
 def propensities(labels: Any, *, a: float = 0.55, b: float = 1.5) -> np.ndarray:
-    r"""The probability that a label which applies was recorded, by its frequency.
+    r"""Return the probability that a true label was recorded, by its frequency.
 
     .. math:: p_l = \frac{1}{1 + C (N_l + b)^{-a}}, \qquad C = (\log N - 1)(b + 1)^a,
 
@@ -229,7 +230,8 @@ def propensities(labels: Any, *, a: float = 0.55, b: float = 1.5) -> np.ndarray:
 def propensity_scored_precision_at_k(
     top: ArrayLike, labels: Any, k: int, propensity: ArrayLike
 ) -> float:
-    r"""Precision with rare labels weighted up, over its best attainable value.
+    r"""Return the precision with rare labels weighted up, relative to its largest
+    possible value.
 
     .. math::
 

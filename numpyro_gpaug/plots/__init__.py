@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of fits and of what :mod:`numpyro_gpaug.diagnostics` computes.
+"""Figures of fits and of the results of :mod:`numpyro_gpaug.diagnostics`.
 
 Each function draws into one ``matplotlib`` axes, new or given, and returns it.
 Matplotlib comes with ``pip install "numpyro_gpaug[plots]"`` and is imported when first

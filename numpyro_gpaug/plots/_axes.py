@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where plots are drawn."""
+"""Axes of plots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def axes_or_new(ax: Axes | None) -> Axes:
-    """The axes given, or those of a new figure."""
+    """Return the given axes, or those of a new figure."""
     if ax is not None:
         return ax
     try:
@@ -27,14 +27,15 @@ def axes_or_new(ax: Axes | None) -> Axes:
 def by_method(
     values: ArrayLike | Mapping[str, ArrayLike], colors: Mapping[str, str] | None
 ) -> list[tuple[str, ArrayLike, str]]:
-    """Names, values and colours of methods, or of the only one."""
+    """Return names, values and colours of methods, or of the only one."""
     methods = values if isinstance(values, Mapping) else {"predictions": values}
     given = colors or {}
     return [(k, v, given.get(k, f"C{i}")) for i, (k, v) in enumerate(methods.items())]
 
 
 def legend_above(ax: Axes, **settings: Any) -> Any:
-    """A title's worth of room above the axes, where no mark can lie behind it."""
+    """Put a legend above the axes, where no mark can be behind it, with room for a
+    title."""
     return ax.legend(
         frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.98), fontsize="small",
         **settings,
@@ -42,5 +43,5 @@ def legend_above(ax: Axes, **settings: Any) -> Any:
 
 
 def diagonal(ax: Axes, zorder: int) -> None:
-    """Where what was predicted is what was observed."""
+    """Draw the line where predictions equal observations."""
     ax.plot([0, 1], [0, 1], color="0.7", lw=1, ls="--", zorder=zorder)

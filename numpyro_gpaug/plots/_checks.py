@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of convergence, of calibration, and of agreement with MCMC."""
+"""Figures of convergence, of calibration, and of agreement with MCMC."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plot_elbo(
     label: str = "bound",
     ax: Axes | None = None,
 ) -> Axes:
-    """The evidence lower bound at every step, with the verdict of
+    """Plot the evidence lower bound at every step, with the verdict of
     :func:`~numpyro_gpaug.diagnostics.convergence` as the title.
 
     A noisy trace is drawn pale under its running mean. Steps that are not finite are
@@ -84,7 +84,7 @@ def plot_reliability(
     colors: Mapping[str, str] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Observed frequency against predicted probability, with 90% intervals.
+    """Plot observed frequency against predicted probability, with 90% intervals.
 
     The size of a dot follows the number of data in its bin; the intervals are those of
     a frequency under Jeffreys' prior. Several methods stand side by side.
@@ -135,7 +135,7 @@ def plot_pit(
     colors: Mapping[str, str] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """How many observations lie below each quantile of their predictions.
+    """Plot the share of observations below each quantile of their predictions.
 
     Right predictions give the diagonal; the band holds 90% of the curves of right
     predictions at each level. A curve flat in the middle is that of predictions that
@@ -173,9 +173,9 @@ def plot_pit(
 
 
 def plot_vi_vs_mcmc(comparison: DataTree, *, ax: Axes | None = None) -> Axes:
-    """Every marginal of a variational fit beside that of MCMC: how far its mean is off,
-    and how wide it is. Marginals that agree lie at (0, 1); the shaded box holds means
-    off by 0.2 standard deviations and scales off by 20%.
+    """Plot every marginal of a variational fit against MCMC: the error of its mean, and
+    its relative width. Marginals that agree are at (0, 1); the shaded box marks means
+    off by at most 0.2 standard deviations and scales off by at most 20%.
 
     :param comparison: from :func:`~numpyro_gpaug.diagnostics.vi_against_mcmc`.
     :param ax: where to draw; a new figure by default.

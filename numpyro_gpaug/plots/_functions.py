@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of fitted functions: latents, predictions, decisions and links."""
+"""Figures of fitted functions: latents, predictions, decisions and links."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plot_latent(
     color: str = "C0",
     ax: Axes | None = None,
 ) -> Axes:
-    """A Gaussian process of one input: posterior mean and central intervals.
+    """Plot a Gaussian process of one input: posterior mean and central intervals.
 
     :param posterior: a fit.
     :param X: (N,) or (N, 1), inputs to draw it at, in any order.
@@ -99,7 +99,7 @@ def plot_predictive(
     color: str = "C0",
     ax: Axes | None = None,
 ) -> Axes:
-    """Predictions of new observations over one input: mean and central intervals.
+    """Plot predictions of new observations over one input: mean and central intervals.
 
     Intervals are quantiles by the predictive's ``icdf``, and where it has none (counts)
     those of 2000 draws. Of labels 0/1 the mean, their probability, is drawn alone.
@@ -145,7 +145,7 @@ def plot_decision(
     num: int = 120,
     ax: Axes | None = None,
 ) -> Axes:
-    """Predicted classes over two inputs, with the data.
+    """Plot predicted classes over two inputs, with the data.
 
     Two classes: the probability of class 1, and where it is one half. More: the most
     probable class, paler where it is less probable.
@@ -199,8 +199,8 @@ def plot_link(
     color: str = "C0",
     ax: Axes | None = None,
 ) -> Axes:
-    """A piecewise-constant inverse link; its outer cells, which have no end, are drawn
-    as far as an inner one.
+    """Plot a piecewise-constant inverse link. Its outer cells, which have no end, are
+    drawn as wide as an inner one.
 
     :param link: one link, heights (K,).
     :param band: (K,), posterior standard deviations of the heights; two are drawn on
@@ -282,7 +282,7 @@ def _band(
     color: str,
     label: str,
 ) -> None:
-    """Widest interval first, so that the narrow ones lie on top."""
+    """Draw the widest interval first, so that narrower ones are on top."""
     for level in sorted(ends, reverse=True):
         name = f"{level:.0%} interval"
         ax.fill_between(x, *ends[level], color=color, alpha=0.25, lw=0, label=name)

@@ -39,7 +39,7 @@ from numpyro_gpaug.predict.summary import SiteMoments
 
 
 class Description(NamedTuple):
-    """What a model must share with that of a saved fit.
+    """The properties that a model must share with the model of a saved fit.
 
     :param lines: on every param, process and distribution.
     :param kernels: covariances of the first inducing input of every process with all.
@@ -57,9 +57,8 @@ def describe(
     arguments: FitArguments,
     values: dict[str, Any],
 ) -> Description:
-    """Describe a model by one run of it at stand-ins: at the same numbers in place of
-    all data, of which a fit keeps the shapes alone, of Gaussian latents and of function
-    values.
+    """Describe a model by one run at stand-in values: the same numbers in place of all
+    data (of which a fit keeps only shapes), of Gaussian latents and of function values.
 
     What a Gaussian site makes of standard normal numbers, and the log-density of any
     other, change with a prior, with a predictor, and with constants.
@@ -121,7 +120,7 @@ def _data(like: Any, start: int) -> Array:
 
 
 def _numbers(message: dict[str, Any]) -> dict[str, Array]:
-    """Return what tells a site from others, by what it is."""
+    """Return a description by which a site can be compared with others."""
     name, fn = message["name"], message.get("fn")
     if isinstance(fn, Conditional):
         return {f"what {name!r} is called at": fn.X, f"the mean of {name!r}": fn.mean}
@@ -145,7 +144,8 @@ def _some(numbers: Array) -> Array:
 
 
 def check_model(found: Description, saved: Description) -> None:
-    """Raise unless a model is, as far as :func:`describe` tells, that of the fit.
+    """Raise unless a model equals, as far as :func:`describe` can show, that of the
+    fit.
 
     :param found: of the model given.
     :param saved: of that of the fit.
@@ -167,8 +167,8 @@ def check_model(found: Description, saved: Description) -> None:
 
 
 def _agree(found: Any, saved: Any) -> bool:
-    """Return whether numbers are the same up to rounding, of any device. What is finite
-    for one alone was computed where it has no value, of stand-ins."""
+    """Return whether numbers are equal up to rounding, on any device. A value that is
+    finite for one alone was computed from stand-ins outside its domain."""
     one, other = (np.asarray(x, float) for x in (found, saved))
     if one.shape != other.shape:
         return False
@@ -180,7 +180,7 @@ def _agree(found: Any, saved: Any) -> bool:
 def check_moments(
     structure: Structure, own: dict[str, Moments], leading: tuple[int, ...]
 ) -> None:
-    """Raises for moments that are not of the size of their block.
+    """Raise for moments that do not have the size of their block.
 
     :param structure: of the fit.
     :param own: what was saved.
@@ -211,7 +211,7 @@ def check_whole(
     *,
     by_params: bool,
 ) -> None:
-    """Raise for a fit of which parts are missing, or of other shapes.
+    """Raise for a fit with missing parts, or parts of other shapes.
 
     :param structure: of the fit.
     :param fitted: what was saved of it.
@@ -234,7 +234,7 @@ def check_whole(
 
 
 def moments_of(structure: JointStructure) -> Any:
-    """Moments of its Gaussian, as shapes."""
+    """The shapes of the moments of its Gaussian."""
     return jax.eval_shape(lambda: structure.prior(structure.no_links).natural.moments())
 
 
@@ -263,7 +263,8 @@ def _line(message: dict[str, Any]) -> str:
 
 
 def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
-    """A JSON description of ``tree``; its arrays go into ``arrays``, by path."""
+    """Return a JSON description of ``tree``; its arrays are added to ``arrays``, by
+    path."""
     if isinstance(tree, np.ndarray | jax.Array):
         # Numbered: names with slashes may make the same path twice.
         name = f"{len(arrays)}/{path}"
@@ -286,8 +287,8 @@ def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def leaves_apart(values: dict[str, Any]) -> dict[str, Any]:
-    """Return params as they are saved: of one with a structure of its own (a network)
-    the leaves alone, which the code that declares it puts together again."""
+    """Return params in the form in which they are saved: of a param with a structure of
+    its own (a network) only the leaves, which the code that declares it reassembles."""
 
     def saved(value: Any) -> Any:
         return value if _is_plain(value) else Leaves(tuple(jax.tree.leaves(value)))
@@ -327,7 +328,7 @@ def _is_plain(tree: Any) -> bool:
 
 
 class Parts(NamedTuple):
-    """A structure without what depends on arguments, as it is saved."""
+    """A structure without the parts that depend on arguments, as it is saved."""
 
     blocks: tuple[Block, ...]
     others: tuple[str, ...]
@@ -340,13 +341,13 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, structure: Structure) -> Parts:
-        """Return those of a structure."""
+        """Return the parts of a structure."""
         known = {k: x for k, x in vars(structure).items() if k in cls._fields}
         return cls(**known)
 
     @property
     def structure(self) -> Structure:
-        """The structure that these are parts of."""
+        """The structure made of these parts."""
         structure = Structure(
             blocks=tuple(b._replace(dtype=jnp.dtype(b.dtype)) for b in self.blocks),
             others=self.others,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a fit that its predictions go on using."""
+"""The arguments of a fit that its predictions keep using."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLUMNS, _ROWS, _SOME, _FAR, _TIMES, _FEW = 1000, 10**5, 64, 5.0, 2.0, 10
 
 
 class Range(NamedTuple):
-    """Where the rows of a column are.
+    """The location of the rows of a column.
 
     :param mean: of them.
     :param spread: their standard deviation.
@@ -40,7 +40,7 @@ class Range(NamedTuple):
 
 
 class FitArguments(NamedTuple):
-    """What a posterior knows of the arguments of its fit.
+    """A posterior's description of the arguments of its fit.
 
     :param kwargs: keyword arguments of the fit, observations left out.
     :param observations: names of the arguments that hold observations.
@@ -69,7 +69,7 @@ class FitArguments(NamedTuple):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> FitArguments:
-        """From the arguments of a fit.
+        """Describe the arguments of a fit.
 
         :param model: the model.
         :param structure: of the model at these arguments.
@@ -114,15 +114,15 @@ class FitArguments(NamedTuple):
         return cls(kept, observations, shared, by_shape, told, ranges)
 
     def holding(self, kwargs: dict[str, Any]) -> FitArguments:
-        """These with other keyword arguments of the fit."""
+        """Return a copy with other keyword arguments of the fit."""
         return self._replace(kwargs={**self.kwargs, **kwargs})
 
     def joined(
         self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Arguments, tuple[bool, ...]]:
-        """The model's arguments, and which of their arrays run over rows: those just
-        passed in whose leading axis is that of the first; none of a model that had no
-        inputs with a row per datum at its fit."""
+        """Return the model's arguments, and which of their arrays run over rows: the
+        new ones whose leading axis equals that of the first; none for a model whose
+        inputs had no row per datum at its fit."""
         # Observations that are not finite have no density, unless they are masked.
         check_arguments(model, args, kwargs, lambda: Sources(self.observations, (), ()))
         parameters = argument_names(model, len(args))
@@ -164,8 +164,8 @@ class FitArguments(NamedTuple):
     def _refuse_rows_of_fit(
         self, positional: dict[str, Any], kwargs: dict[str, Any]
     ) -> None:
-        """Raises where rows that are not those of the fit, but as many, would go with
-        the fit's rows of a keyword argument.
+        """Raise if new rows, equal in number to those of the fit, would be combined
+        with the fit's rows of a keyword argument.
 
         :param positional: arguments of a prediction, by name.
         :param kwargs: its keyword arguments.
@@ -189,7 +189,7 @@ class FitArguments(NamedTuple):
             )
 
     def _warn_of_far(self, given: dict[str, Any]) -> None:
-        """Warn of rows that are far from all of the fit.
+        """Warn about rows that are far from all rows of the fit.
 
         :param given: arguments of a prediction, by name.
         """
@@ -213,8 +213,8 @@ class FitArguments(NamedTuple):
     def not_passed(
         self, model: Callable[..., Any], arguments: Arguments
     ) -> tuple[str, ...]:
-        """Names of arguments that had a row per datum at the fit, and are not those of
-        the new rows: left out, or, of keyword arguments, the fit's.
+        """The names of arguments that had a row per datum at the fit, and have no new
+        rows: left out, or, as keyword arguments, kept from the fit.
 
         :param model: the model.
         :param arguments: of a prediction.
@@ -237,7 +237,8 @@ class FitArguments(NamedTuple):
     def without_observations(
         self, model: Callable[..., Any], given: int
     ) -> dict[str, None]:
-        """``None`` for observation arguments not passed that have no default.
+        """Set observation arguments to ``None`` that were not passed and have no
+        default.
 
         :param model: the model.
         :param given: how many positional arguments were passed.
@@ -251,14 +252,14 @@ class FitArguments(NamedTuple):
 
 
 def _alike(new: Any, old: Any) -> bool:
-    """Whether arrays of a prediction have the shapes of those of the fit."""
+    """Whether arrays of a prediction have the shapes of the fit's."""
     leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)
     return all(np.shape(a) == np.shape(b) for a, b in leaves)
 
 
 def _seen(tree: Any) -> int | None:
-    """A fingerprint of arrays, in single precision, as which they may be passed; none
-    where they are traced, or parts of them in other processes."""
+    """A fingerprint of arrays, in single precision, in which they may be passed again;
+    ``None`` if they are traced, or parts of them are in other processes."""
     arrays = [x for x in jax.tree.leaves(tree) if is_array(x)]
     if any(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
@@ -291,7 +292,7 @@ def _some_rows(x: Any, most: int) -> np.ndarray | None:
 
 
 def _ranges(x: Any) -> tuple[Range, ...]:
-    """Return those of the columns of an argument, if it is an array of floats."""
+    """Return the ranges of the columns of an argument, if it is an array of floats."""
     rows = _some_rows(x, _ROWS)
     if rows is None or rows.shape[1] > _COLUMNS or len(rows) < _FEW:
         return ()
@@ -302,7 +303,7 @@ def _ranges(x: Any) -> tuple[Range, ...]:
 
 
 def _lengths(tree: Any) -> set[int]:
-    """Of the arrays of an argument."""
+    """The lengths of the arrays of an argument."""
     leaves = jax.tree.leaves(tree)
     return {x.shape[0] for x in leaves if getattr(x, "shape", ())}
 
@@ -317,7 +318,8 @@ def _has_rows(tree: Any, rows: set[int]) -> bool:
 
 
 def joined_rows(shape: tuple[int, ...], parts: list[Array]) -> Array:
-    """Parts along the axis over rows: the one whose size is not that of a block."""
+    """Join parts along the axis over rows: the one whose size differs from that of a
+    block."""
     sizes = zip(parts[0].shape, shape, strict=True)
     axes = [i for i, (block, whole) in enumerate(sizes) if block != whole]
     if not axes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of what predictions compile: on any number of rows, in blocks of one shape."""
+"""Calls of compiled predictions on any number of rows, in blocks of one shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SMALL_BATCH = 128
 
 
 class Calls:
-    """Calls of a predictor for one fit; what it prepares is passed on from the first.
+    """Calls of a predictor for one fit; the factors that the first call prepares are
+    passed to later ones.
 
     :param predictor: the model and what its guide says of function values.
     :param fitted: what was fitted.
@@ -54,7 +55,7 @@ class Calls:
         return fit.joined(model, args, {**absent, **kwargs})
 
     def __call__(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
-        """All rows at once.
+        """Predict all rows at once.
 
         :param what: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
         :param arguments: of the model.
@@ -76,7 +77,7 @@ class Calls:
         return answer
 
     def draws(self, arguments: Arguments, site: str, key: Array, num: int) -> Array:
-        """Joint draws of function values; the first axis runs over them.
+        """Draw function values jointly; the first axis runs over draws.
 
         :param arguments: of the model.
         :param site: which process.
@@ -99,7 +100,7 @@ class Calls:
         site: str,
         batch_size: int,
     ) -> Any:
-        """Blocks of rows, the last one padded, put together again.
+        """Predict blocks of rows, the last one padded, and join them.
 
         :param what: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
         :param called: arguments, and which arrays have a row per datum.
@@ -145,8 +146,8 @@ class Calls:
 
     @contextmanager
     def _naming(self, arguments: Arguments) -> Iterator[None]:
-        """Notes with an error of the model which arguments it may have missed. Before
-        it there is none: a model may do without."""
+        """Add a note to an error of the model about arguments that may be missing. This
+        is not checked before, since a model may do without them."""
         try:
             yield
         except (TypeError, ValueError) as error:

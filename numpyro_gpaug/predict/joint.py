@@ -41,8 +41,8 @@ MOST_ERROR = 1e-3
 
 
 class JointPredictor(Predictor):
-    """Predictions of a model whose Gaussian latents were fitted jointly: of any
-    deterministic or Gaussian site that is affine in them, and of observations.
+    """Predictions of a model with jointly fitted Gaussian latents: of any deterministic
+    or Gaussian site that is affine in them, and of observations.
 
     :param model: the model.
     :param structure: what it is made of.
@@ -63,9 +63,9 @@ class JointPredictor(Predictor):
     def check(
         self, arguments: Arguments, fitted: Fitted, marks: dict[str, Array], site: str
     ) -> bool:
-        """Raises for groups that the model has not, of which JAX would take the last
-        for each, for values of a latent that are not those of the fit, and for those
-        that are too many for a matrix and look at several groups.
+        """Raise for group codes that the model does not have (JAX would silently use
+        the last group), for values of a latent that differ from the fit's, and for
+        latents that are too many for one matrix and depend on several groups.
 
         :param arguments: of the model.
         :param fitted: what was fitted; of a mixture the first member is looked at.
@@ -106,18 +106,19 @@ class JointPredictor(Predictor):
         return float(whole) < ROUNDING
 
     def of_other_sites(self) -> str:
-        """For a message: how to predict what is no Gaussian latent."""
+        """Explain, for a message, how to predict a site that is not a Gaussian
+        latent."""
         return "deterministic sites are predicted, predict_f(..., site=...)"
 
     def block(self, site: str | None) -> Block:
-        """The site to predict by name: a process, a deterministic or a Gaussian one;
-        for ``None`` the only observed site, by its predictor."""
+        """Return the site to predict by name: a process, a deterministic or a Gaussian
+        site; for ``None`` the predictor of the only observed site."""
         return Block(site or self.observed(None).name, "", (), None)
 
     def _known_at(self, arguments: Arguments) -> Callable[[Any, Fitted], Any]:
-        """What :meth:`sites` compiles, a pure function of arrays and of what was
-        fitted: moments of all Gaussian sites, what tells their factors, and errors of
-        quadrature."""
+        """Compute what :meth:`sites` compiles, a pure function of arrays and of the
+        fit: moments of all Gaussian sites, a checksum of their factors, and quadrature
+        errors."""
         static = arguments.static  # the program outlives the arrays
 
         def sites(
@@ -149,9 +150,9 @@ class JointPredictor(Predictor):
     def sites(
         self, arguments: Arguments, fitted: Fitted
     ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
-        """Posteriors of all Gaussian sites, at the arguments of the fit; what tells
-        their factors; and errors of quadrature by observed site. Of a mixture the last
-        two are those of its first member.
+        """Return posteriors of all Gaussian sites at the arguments of the fit, a
+        checksum of their factors, and quadrature errors by observed site. For a mixture
+        the last two are those of its first member.
 
         :param arguments: of the model.
         :param fitted: what was fitted.
@@ -180,7 +181,7 @@ class JointPredictor(Predictor):
     def covariances(
         self, arguments: Arguments, fitted: Fitted, means: dict[str, Array]
     ) -> dict[str, Array]:
-        """Of Gaussian sites.
+        """Return the covariances of Gaussian sites.
 
         :param arguments: of the model.
         :param fitted: what was fitted.
@@ -225,9 +226,9 @@ class JointPredictor(Predictor):
         return fn.support.feasible_like(jnp.zeros(fn.shape()))
 
     def _extended(self, view: JointPredictiveView, fit: Fit, site: str) -> Any:
-        """Moments of the latents that the model has at these arguments: new members of
-        a plate are at their prior, those of new rows are given what else is observed of
-        them."""
+        """Return moments of the latents that the model has at these arguments: new
+        members of a plate have their prior, and latents of new rows are conditioned on
+        other observations of these rows."""
         return view.given_rows(self._at_prior(view, fit), site)
 
     def _at_prior(self, view: JointPredictiveView, fit: Fit) -> Any:
@@ -288,7 +289,8 @@ def _site(view: Any, name: str, q: Any) -> SiteMoments:
 def predictor_for(
     guide: ProcessGuide, model: Callable[..., Any], structure: Structure
 ) -> Predictor:
-    """The predictor of a model and its guide, made once and kept on the guide.
+    """Return the predictor of a model and its guide, which is made once and kept on the
+    guide.
 
     :param structure: of the model, at any arguments.
     """
@@ -308,7 +310,7 @@ def predictor_for(
 
 
 def warn_of_quadrature(errors: dict[str, float]) -> None:
-    """Warns of expectations that quadrature does not resolve.
+    """Warn about expectations that quadrature does not resolve.
 
     :param errors: of them, by observed site, in nats per datum.
     """

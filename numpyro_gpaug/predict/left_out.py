@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Function values without what their own observations say of them."""
+"""Function values without the information of their own observations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from numpyro_gpaug.model.view import ModelView
 
 
 def left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Marginals]:
-    """Marginals of every block's affine map, each value's without its own factor.
+    """Return marginals of every block's affine map, each value without its own factor.
 
     At the optimum of the bound the Gaussian of a block is its prior times Gaussian
     factors, one for each value, which are slopes of the expected log-likelihood. What
@@ -58,7 +58,7 @@ def left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Marginal
 def check_left_out(
     found: object, model: Callable[..., Any], structure: Structure, arguments: Arguments
 ) -> None:
-    """Raises where :func:`left_out` found no Gaussian.
+    """Raise if :func:`left_out` found no Gaussian.
 
     :param found: the predictive distribution.
     :param model: the model.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions at several values of the hyperparameters made one: mixtures."""
+"""Mixtures of predictions at several values of the hyperparameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Members(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What was fitted.
+    """The fitted quantities.
 
     :param values: params and point values of other latents, by name.
     :param own: params of the Gaussian blocks, by block name, or their moments.
@@ -60,7 +60,7 @@ class Fitted(NamedTuple):
 
     @classmethod
     def of_guide(cls, guide: ProcessGuide, params: dict[str, Any]) -> Fitted:
-        """What a guide holds; a mixture where another autoguide draws latents.
+        """Collect the fit of a guide: a mixture if another autoguide draws latents.
 
         :param guide: of the model, set up.
         :param params: of both.
@@ -75,7 +75,7 @@ class Fitted(NamedTuple):
 
     @property
     def points(self) -> dict[str, Any]:
-        """Latents and params that are held at a value."""
+        """Latents and params that are fixed at a value."""
         drawn = set() if self.members is None else set(self.members.values)
         return {
             k: v
@@ -85,18 +85,18 @@ class Fitted(NamedTuple):
 
     @property
     def size(self) -> int | None:
-        """How many members there are, ``None`` of what is no mixture."""
+        """The number of members; ``None`` if this is not a mixture."""
         return None if self.members is None else len(self.members.log_weights)
 
     @property
     def first(self) -> Fitted:
-        """The first member, or what is no mixture."""
+        """The first member, or the fit itself if it is not a mixture."""
         if self.members is None:
             return self
         return self.at(jax.tree.map(lambda x: x[0], self.members))
 
     def at(self, member: Members) -> Fitted:
-        """A member.
+        """Return a member.
 
         :param member: of ``members``, without their axis.
         """
@@ -106,8 +106,8 @@ class Fitted(NamedTuple):
 def over_members(
     function: Callable[[Fitted, Any], Any], fitted: Fitted, prepared: Any
 ) -> Any:
-    """A function of every member, one after the other; members first. Of what is no
-    mixture, its value.
+    """Apply a function to every member, one after the other; members first. If the fit
+    is not a mixture, return the function's value.
 
     :param function: of what was fitted and what was prepared for it.
     :param fitted: what was fitted.
@@ -124,7 +124,8 @@ def over_members(
 
 
 def averaged(function: Callable[[Fitted], Any], fitted: Fitted, weights: Array) -> Any:
-    """The weighted sum of a function of every member, without all values at once.
+    """Return the weighted sum of a function over the members, without holding all
+    values at once.
 
     :param function: of a member; returns a tree of arrays.
     :param fitted: a mixture.

@@ -52,7 +52,7 @@ T = TypeVar("T")
 def _in_its_dtype(
     method: Callable[P, T],
 ) -> Callable[P, T]:
-    """A method that computes in the dtype of the fit."""
+    """Decorate a method so that it computes in the dtype of the fit."""
 
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -66,8 +66,9 @@ def _in_its_dtype(
 def _as_fitted(
     method: Callable[P, T],
 ) -> Callable[P, T]:
-    """A method that runs the model, in the dtype of the fit: what the model reads
-    besides its arguments has to be that of the fit, too."""
+    """Decorate a method that runs the model: it computes in the dtype of the fit, and
+    requires that everything the model reads besides its arguments equals that of the
+    fit."""
 
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -126,7 +127,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         *args: Any,
         **kwargs: Any,
     ) -> Posterior:
-        """From a guide, its params, and the arguments of the fit.
+        """Make a posterior from a guide, its params, and the arguments of the fit.
 
         :param model: the model.
         :param guide: its guide: :class:`~numpyro_gpaug.AutoSparseGP`, of any
@@ -152,7 +153,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         *,
         whole: bool = True,
     ) -> Posterior:
-        """See :meth:`from_guide`.
+        """Make a posterior; see :meth:`from_guide`.
 
         :param model: the model.
         :param guide: its guide.
@@ -187,7 +188,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         *,
         whole: bool = True,
     ) -> Posterior:
-        """From what was fitted; see :meth:`from_guide`.
+        """Make a posterior from the fitted quantities; see :meth:`from_guide`.
 
         :param predictor: of the model and its guide.
         :param fitted: what was fitted.
@@ -216,7 +217,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     @property
     def structure(self) -> Structure:
-        """What the model is made of."""
+        """The structure of the model."""
         return self._predictor.structure
 
     @property
@@ -232,8 +233,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     @property
     @_in_its_dtype
     def moments(self) -> dict[str, Moments]:
-        """Means and covariance factors of the Gaussian blocks, latent axis first: of a
-        process those of its whitened inducing values."""
+        """Means and covariance factors of the Gaussian blocks, latent axis first. For a
+        process they are those of its whitened inducing values."""
         return self._predictor.moments(self._fitted)
 
     def moved(
@@ -252,7 +253,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     @property
     def arguments(self) -> FitArguments:
-        """What is known of the arguments of the fit."""
+        """The description of the arguments of the fit."""
         return self._fit_arguments
 
     @property
@@ -262,7 +263,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     @property
     def observed(self) -> tuple[str, ...]:
-        """Names of the observed sites that depend on latents: those to predict.
+        """Names of the observed sites that depend on latents, which can be predicted.
         Factors (:func:`numpyro.factor`) are not among them."""
         sites = self._predictor.structure.observed
         seen = [s for s in sites if s.route is not Route.CONSTANT]
@@ -270,19 +271,18 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     @property
     def quadrature_errors(self) -> dict[str, float]:
-        """How far the expectations of the fit that are by quadrature are off, by
-        observed site, in nats per datum: the mean absolute difference from a rule with
-        half as many nodes more, at the posterior and the data of the fit. Making the
-        posterior warns above 1e-3, as a density with a kink does.
-        Empty where comparing takes a matrix of more than 2^24 entries.
-        """
+        """The errors of expectations that were computed by quadrature, by observed
+        site, in nats per datum: the mean absolute difference from a rule with half as
+        many nodes more, at the posterior and the data of the fit. Making the posterior
+        warns above 1e-3, which a density with a kink may reach. Empty if the comparison
+        would take a matrix of more than 2^24 entries."""
         return dict(self._rule_errors)
 
     @property
     @_in_its_dtype
     def weights(self) -> dict[str, dist.MultivariateNormal]:
-        """Posteriors of the plain Gaussian weight vectors, by site; where a process
-        shares the predictor, too narrow, as the fit holds them independent.
+        """Posteriors of the plain Gaussian weight vectors, by site. They are too narrow
+        if a process shares the predictor, because the fit makes both independent.
 
         **Example**
 
@@ -304,9 +304,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     @_in_its_dtype
     def __getitem__(self, site: str) -> Distribution:
-        """The posterior of a Gaussian latent: a normal, or a multivariate normal of a
-        vector (its marginals, from 2000 entries on); where hyperparameters are averaged
-        over, that of the mixture's moments.
+        """Return the posterior of a Gaussian latent: a normal, or a multivariate normal
+        for a vector (only its marginals, from 2000 entries on). If hyperparameters are
+        averaged over, it has the moments of the mixture.
 
         :param site: name of the sample site.
         :raises KeyError: if it is not one of those that were fitted jointly, or a
@@ -330,9 +330,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     @_in_its_dtype
     def summary(self) -> pandas.DataFrame:
-        """Mean, standard deviation and the 5, 50 and 95% quantiles of every latent but
-        inducing values, which are whitened (:meth:`predict_f` has the process), in the
-        rows and columns of ArviZ's; what is held at a value has a mean alone.
+        """Return mean, standard deviation and the 5, 50 and 95% quantiles of every
+        latent except whitened inducing values (:meth:`predict_f` has the process), in
+        the rows and columns that ArviZ uses. Latents that are fixed at a value have
+        only a mean.
 
         :return: a data frame, ``summary.loc["effect[2]", "mean"]``.
         """
@@ -342,7 +343,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         return table(sites, self._fitted.points, self._fitted.members)
 
     def print_summary(self) -> None:
-        """Prints the table of :meth:`summary`, whole, to two decimals."""
+        """Print the table of :meth:`summary`, all of it, to two decimals."""
         print(printed(self.summary()))
 
     # -- prediction -------------------------------------------------------------------
@@ -356,9 +357,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         batch_size: int = BATCH_SIZE,
         **kwargs: Any,
     ) -> FunctionValues:
-        """Posterior mean and variance of a Gaussian process; of a model with jointly
+        """Return posterior mean and variance of a Gaussian process, or, for jointly
         Gaussian latents, of any site that is affine in them. Latents in the plate of
-        the data, an effect of each datum, are drawn anew: ``print(posterior)`` says.
+        the data, such as an effect of each datum, are drawn anew; ``print(posterior)``
+        lists them.
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which process, if the model has several; or which Gaussian or
@@ -385,11 +387,11 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         batch_size: int = BATCH_SIZE,
         **kwargs: Any,
     ) -> Distribution:
-        """Posterior predictive distribution of new observations, the latents integrated
-        out: a NumPyro distribution (``.probs`` of a Bernoulli, ``.mean``,
-        ``.variance``, ``.log_prob``, ``.sample``, and ``.icdf`` for intervals of real
-        ones). Latents in the plate of the data are those of new data: an effect that
-        data share has a plate of its own, which they index.
+        """Return the posterior predictive distribution of new observations with the
+        latents integrated out: a NumPyro distribution (``.probs`` of a Bernoulli,
+        ``.mean``, ``.variance``, ``.log_prob``, ``.sample``, and ``.icdf`` for
+        intervals of real ones). Latents in the plate of the data belong to new data: an
+        effect that data share needs a plate of its own, which they index.
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which observed site, if the model has several.
@@ -408,7 +410,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         batch_size: int = BATCH_SIZE,
         **kwargs: Any,
     ) -> Array:
-        """Log posterior predictive density of held-out observations, per datum.
+        """Return the log posterior predictive density of held-out observations, per
+        datum.
 
         :param args: the model's arguments, observations included: ``log_prob(X, y)``.
         :param site: which observed site, if the model has several.
@@ -431,11 +434,12 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         batch_size: int = BATCH_SIZE,
         **kwargs: Any,
     ) -> Distribution:
-        """Predictive distribution of each observation of the fit from all others, in
-        closed form: its Gaussian factors are taken out of the function values that it
-        looks at. Exact for Normal likelihoods, near for others; of several classes it
-        is too low rather than too high. Hyperparameters stay, and observations that
-        look at the same value are left out together.
+        """Return the predictive distribution of each observation of the fit given all
+        others, in closed form: its Gaussian factors are removed from the function
+        values that it depends on. It is exact for Normal likelihoods and approximate
+        for others; with several classes the log-density is too low rather than too
+        high. Hyperparameters stay fixed, and observations that depend on the same value
+        are left out together.
 
         :param args: the model's arguments of the fit, observations included.
         :param site: which observed site, if the model has several.
@@ -471,7 +475,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         sample_shape: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> Array:
-        """Joint draws of function values at new inputs, O(N^3) in the number of rows.
+        """Draw function values jointly at new inputs; O(N^3) in the number of rows.
 
         :param key: random key.
         :param args: the model's arguments at new inputs, without observations.
@@ -502,9 +506,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     @_as_fitted
     def save(self, path: str | PathLike[str]) -> None:
-        """Saves plain arrays (``.npz``): values of params and other latents, moments of
-        the Gaussian blocks, remembered keyword arguments. No code, no pickle, and no
-        training data unless they were passed by keyword. Replaces a file at once.
+        """Save plain arrays (``.npz``): values of params and other latents, moments of
+        the Gaussian blocks, and keyword arguments of the fit. The file contains no
+        code, no pickle, and no training data unless they were passed by keyword. It is
+        replaced atomically.
 
         :param path: the file.
         :raises ValueError: for a value that is not made of arrays and plain numbers.
@@ -519,7 +524,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         model: Callable[..., Any],
         guide: ProcessGuide | None = None,
     ) -> Posterior:
-        """Loads what :meth:`save` wrote; nothing is unpickled.
+        """Load a file that :meth:`save` wrote; nothing is unpickled.
 
         :param path: the file.
         :param model: the model it was fitted with; its code may have been rewritten.

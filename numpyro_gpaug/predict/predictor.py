@@ -55,8 +55,8 @@ MANY_ROWS = 512
 
 
 class Prepared(NamedTuple):
-    """What predictions at any inputs share, computed by the first of them; of a mixture
-    for every member, which come first.
+    """Quantities that predictions at all inputs share, computed by the first of them;
+    for a mixture, for every member, members first.
 
     :param moments: of the Gaussian blocks, latent axis first.
     :param factors: see :class:`~numpyro_gpaug.guides.function_posterior.Fit`.
@@ -67,8 +67,8 @@ class Prepared(NamedTuple):
 
 
 class Predictor:
-    """Everything about a prediction but the numbers: posteriors of the same model and
-    guide share it, and with it what JAX compiled.
+    """The part of predictions that does not depend on numbers. Posteriors of the same
+    model and guide share it, and its compiled programs.
 
     :param model: the model.
     :param structure: what it is made of.
@@ -100,22 +100,22 @@ class Predictor:
         self._sources: dict[Any, Sources] = {}
 
     def in_its_dtype(self) -> AbstractContextManager[None]:
-        """JAX with the dtypes of the fit inside."""
+        """Give JAX the dtypes of the fit inside."""
         return in_dtype_of(self._version.doubles)
 
     def running(self) -> AbstractContextManager[Version]:
-        """The model may run inside, if it still is what it was.
+        """Allow the model to run inside, if it is unchanged.
 
         :raises ModelChangedError: if it is not.
         """
         return self._watch.running(self._version)
 
     def is_current(self) -> bool:
-        """Whether the model still is what it was."""
+        """Whether the model is unchanged."""
         return self._watch.version() == self._version
 
     def of_other_sites(self) -> str:
-        """For a message: how to predict what is no weight vector."""
+        """Explain, for a message, how to predict a site that is not a weight vector."""
         processes = [*self.structure.process_names]
         return (
             f"predict_f(..., site=...) predicts the processes {processes}, "
@@ -126,8 +126,8 @@ class Predictor:
     def sources(
         self, arguments: Arguments, structure: Structure, values: dict[str, Any]
     ) -> Sources:
-        """What the model computes from which argument; at other arguments of the same
-        shapes the model is not traced again.
+        """Return the arguments from which the model computes its observations and
+        inputs; for other arguments of the same shapes the model is not traced again.
 
         :param arguments: of the model.
         :param structure: of the model at these arguments.
@@ -150,7 +150,7 @@ class Predictor:
         like: Any = None,
         **how: Any,
     ) -> tuple[Any, Prepared]:
-        """One prediction, by one compiled program: ``"f"``, ``"joint"``, ``"y"``,
+        """Make one prediction with one compiled program: ``"f"``, ``"joint"``, ``"y"``,
         ``"log_prob"``, ``"left_out"``, or ``"draws"`` (with ``key`` and ``num``).
 
         :param what: which.
@@ -186,8 +186,8 @@ class Predictor:
     def shapes(
         self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
     ) -> Any:
-        """The shapes of what :meth:`__call__` returns, found without arithmetic; the
-        model is traced once for those of its arguments."""
+        """Return the shapes of the result of :meth:`__call__`, found without
+        arithmetic; the model is traced once for the shapes of its arguments."""
 
         def run(arrays: tuple[Array, ...], fitted: Fitted) -> tuple[Any, Prepared]:
             answer, ready = self._answer(
@@ -223,7 +223,7 @@ class Predictor:
     def sites(
         self, arguments: Arguments, fitted: Fitted
     ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
-        """What is known of jointly Gaussian latents: here there are none.
+        """Return information about jointly Gaussian latents; here there are none.
 
         :param arguments: of the model at the fit.
         :param fitted: what was fitted.
@@ -231,18 +231,18 @@ class Predictor:
         return {}, {}, {}
 
     def block(self, site: str | None) -> Block:
-        """The Gaussian process of this name; the only one for ``None``."""
+        """Return the Gaussian process with this name, or the only one for ``None``."""
         return _one_of(self.structure.processes, site, "Gaussian process")
 
     def observed(self, site: str | None) -> Observed:
-        """The observed site of this name; the only one that depends on latents for
-        ``None`` (``handlers.condition`` makes observed sites of others)."""
+        """Return the observed site with this name, or for ``None`` the only one that
+        depends on latents (``handlers.condition`` makes observed sites of others)."""
         found = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
         return _one_of(found, site, "observed site")
 
     def predicted(self, site: str | None) -> Observed:
-        """The observed site whose new observations are predicted: as :meth:`observed`,
-        but factors have none.
+        """Return the observed site whose new observations are predicted: as
+        :meth:`observed`, but factors have none.
 
         :raises ValueError: if there is nothing but factors.
         """
@@ -406,7 +406,8 @@ class Predictor:
 
 
 def check_observed(site: str, message: dict[str, Any], method: str) -> None:
-    """Raises where a method needs observations and there are none, or of another shape.
+    """Raise if a method needs observations and there are none, or they have another
+    shape.
 
     :param site: the observed site.
     :param message: of it.

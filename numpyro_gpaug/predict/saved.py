@@ -41,7 +41,7 @@ from numpyro_gpaug.predict.summary import SiteMoments
 
 
 class SavedFit(NamedTuple):
-    """What a posterior is made of.
+    """The parts of a posterior.
 
     :param predictor: the model and what its guide says of function values.
     :param fitted: what was fitted.
@@ -65,7 +65,7 @@ class SavedFit(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """What a file says of a fit; these types are checked."""
+    """The header of a file, which describes a fit; its types are checked."""
 
     values: dict[str, Any]
     arguments: dict[str, Any]
@@ -86,7 +86,7 @@ class _Header(NamedTuple):
 
 
 def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
-    """See :meth:`~numpyro_gpaug.Posterior.save`."""
+    """Write a fit; see :meth:`~numpyro_gpaug.Posterior.save`."""
     arrays: dict[str, np.ndarray] = {}
     kwargs, observations, shared, data, fingerprints, ranges = fit.arguments
     values, _, members = fit.fitted
@@ -115,7 +115,7 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
 def read_fit(
     path: str | PathLike[str], model: Callable[..., Any], guide: ProcessGuide | None
 ) -> SavedFit:
-    """See :meth:`~numpyro_gpaug.Posterior.load`."""
+    """Read a fit; see :meth:`~numpyro_gpaug.Posterior.load`."""
     with refusing(f"{path} is foreign, truncated or damaged"):
         contents = read(path)
         if "state" in contents.header:
@@ -190,7 +190,7 @@ def _members(structure: Structure, saved: Members | None) -> Members | None:
 def _moments(
     structure: Structure, saved: dict[str, Any], leading: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """Moments of blocks, of the sizes that these have.
+    """Moments of blocks, of the sizes of these.
 
     :param leading: axes before theirs.
     """

@@ -41,16 +41,16 @@ class SiteMoments(NamedTuple):
 
     @property
     def distribution(self) -> dist.Distribution:
-        """The posterior: normal of a scalar, multivariate normal of a flat vector; of
-        what has more axes, or more than 2000 entries, its marginals."""
+        """The posterior: a normal for a scalar, a multivariate normal for a flat
+        vector, and marginals for more axes or more than 2000 entries."""
         mean, variance, covariance = self
         if covariance is None:
             return dist.Normal(mean, _root(variance))
         return LatentNormal(mean, variance, covariance)
 
     def about(self, point: Array) -> SiteMoments:
-        """First and second moments about a point: unlike those about the mean they are
-        averages over the members of a mixture.
+        """Return first and second moments about a point: unlike moments about the mean,
+        they are averages over the members of a mixture.
 
         :param point: in the shape of the site.
         """
@@ -58,7 +58,7 @@ class SiteMoments(NamedTuple):
         return SiteMoments(shift, self.variance + jnp.square(shift))
 
     def centred(self, point: Array) -> SiteMoments:
-        """From moments about a point.
+        """Make moments from moments about a point.
 
         :param point: that of :meth:`about`.
         """
@@ -67,8 +67,8 @@ class SiteMoments(NamedTuple):
 
 
 class LatentNormal(dist.MultivariateNormal):
-    """A multivariate normal with known marginals, whose covariance is computed, and
-    factorised, as soon as anything asks for it: means and variances need neither.
+    """A multivariate normal with known marginals. Its covariance is computed, and
+    factorised, only if something needs it: means and variances do not.
 
     :param mean: (n,).
     :param variance: (n,).
@@ -125,7 +125,7 @@ def _factor(covariance: Array) -> Array:
 def table(
     sites: dict[str, SiteMoments], points: dict[str, Any], members: Members | None
 ) -> pandas.DataFrame:
-    """Mean, standard deviation and quantiles of every entry of every site.
+    """Return mean, standard deviation and quantiles of every entry of every site.
 
     :param sites: Gaussian latents.
     :param points: latents and params held at a value.
@@ -152,7 +152,7 @@ def table(
 
 
 def printed(found: pandas.DataFrame) -> str:
-    """A :func:`table`, whole, to two decimals."""
+    """Return a :func:`table` as text, all of it, to two decimals."""
     text = found.to_string(float_format="{:.2f}".format, na_rep="-")
     if not found["sd"].isna().any():
         return text

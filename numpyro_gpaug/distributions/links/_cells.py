@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells of a piecewise-constant link: their edges, where a function is evaluated in
-them, and how many make it accurate."""
+"""Cells of a piecewise-constant link: their edges, the points where a function is
+evaluated in them, and the number needed for an accuracy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARES = (0.05, 0.2, 0.5, 0.8)
 
 
 def knots(edges: Sequence[float], rule: str = "midpoint") -> np.ndarray:
-    """Where a function is evaluated, one point per cell.
+    """Return the points where a function is evaluated, one per cell.
 
     :param edges: the finite edges, (K - 1,).
     :param rule: ``"midpoint"``: middles of the finite cells, and finite edges of the
@@ -38,8 +38,8 @@ def knots(edges: Sequence[float], rule: str = "midpoint") -> np.ndarray:
 
 
 def equal_edges(num_pieces: int, lower: float, upper: float) -> tuple[float, ...]:
-    """K - 1 edges equally spaced from ``lower`` to ``upper`` inclusive; the two must be
-    equal for K = 2."""
+    """Return K - 1 edges, equally spaced from ``lower`` to ``upper`` inclusive; the two
+    must be equal for K = 2."""
     if num_pieces < 2:
         raise ValueError(f"num_pieces must be at least 2, got {num_pieces}")
     if num_pieces > 2 and not lower < upper:
@@ -53,7 +53,7 @@ def equal_edges(num_pieces: int, lower: float, upper: float) -> tuple[float, ...
 
 
 def checked_edges(edges: Sequence[float] | Array) -> tuple[float, ...]:
-    """Edges as plain numbers, finite and increasing."""
+    """Return edges as plain numbers, finite and increasing."""
     if isinstance(edges, jax.core.Tracer):
         raise ValueError("edges must be constants, not traced values")
     values = np.asarray(edges, np.float64)
@@ -77,7 +77,7 @@ def search(
     variance: ArrayLike,
     max_pieces: int,
 ) -> tuple[int, float, float]:
-    """Number of pieces, first and last edge; see
+    """Return the number of pieces, and the first and last edge; see
     :meth:`~numpyro_gpaug.PiecewiseLink.to_accuracy`."""
     if not error > 0:
         raise ValueError(f"error must be positive, got {error}")
@@ -100,7 +100,7 @@ def search(
 
 
 class _Problem:
-    """Mean squared errors by a fine trapezoid rule under each Gaussian."""
+    """Mean squared errors, by a fine trapezoid rule, under each Gaussian."""
 
     def __init__(self, function: Any, mean: np.ndarray, scale: np.ndarray) -> None:
         z = np.linspace(-_REACH, _REACH, _POINTS)
@@ -118,13 +118,13 @@ class _Problem:
         return float(low.min()), float(high.max())
 
     def outside(self, reach: float) -> float:
-        """The worst mean squared error in the outer cells alone."""
+        """Return the worst mean squared error in the outer cells alone."""
         lower, upper = self.range(reach)
         edge = self._at(np.clip(self._f, lower, upper))
         return self._worst(np.square(self._values - edge))
 
     def total(self, num_pieces: int, lower: float, upper: float) -> float:
-        """The worst mean squared error of all cells."""
+        """Return the worst mean squared error of all cells."""
         edges = equal_edges(num_pieces, lower, upper)
         heights = self._at(knots(edges))
         cells = np.searchsorted(edges, self._f, side="right")
@@ -133,8 +133,8 @@ class _Problem:
     def pieces(
         self, square: float, share: float, most: int
     ) -> tuple[int | None, float]:
-        """The fewest pieces, ``None`` if ``most`` do not suffice, and the reach, where
-        the outer cells may take a share of the mean squared error."""
+        """Return the fewest pieces, ``None`` if ``most`` do not suffice, and the range,
+        if the outer cells may take a share of the mean squared error."""
         reach = _smallest(lambda c: self.outside(c) < share * square, 0.0, _REACH)
         lower, upper = self.range(reach)
 
@@ -157,7 +157,8 @@ class _Problem:
 
 
 def _smallest(good: Callable[[float], bool], low: float, high: float) -> float:
-    """About the smallest number that is good, by bisection; ``high`` if none is."""
+    """Find about the smallest number that is sufficient, by bisection; ``high`` if none
+    is."""
     for _ in range(20):
         middle = 0.5 * (low + high)
         low, high = (low, middle) if good(middle) else (middle, high)

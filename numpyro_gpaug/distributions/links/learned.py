@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Piecewise-constant links whose heights are learnt."""
+"""Piecewise-constant links with learnt heights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def learned_link(
     constraint: constraints.Constraint = constraints.real,
     order: str = "free",
 ) -> PiecewiseLink:
-    """A link whose heights are a :func:`numpyro.param`.
+    """Return a link whose heights are a :func:`numpyro.param`.
 
     :param name: name of the param.
     :param initial: the link to start from, heights (K,) inside the constraint.
@@ -66,7 +66,7 @@ def learned_link(
 def link_penalty(
     name: str, link: PiecewiseLink, towards: ArrayLike, weight: ArrayLike
 ) -> None:
-    r"""Subtracts :math:`\lambda \sum_k (g_k - t_k)^2` from the log-density of a model:
+    r"""Subtract :math:`\lambda \sum_k (g_k - t_k)^2` from the log-density of a model:
     the regularisers (22) and (23) of the paper. Call it outside data plates.
 
     The objective is then penalised: up to a constant it is the bound at the posterior

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Piecewise-constant inverse links: any Gaussian expectation is a finite sum.
+r"""Piecewise-constant inverse links, for which every Gaussian expectation is a finite
+sum.
 
 Seitz (2022), A piece-wise constant approximation for non-conjugate Gaussian process
 models. An inverse link takes function values to the parameter of a likelihood. If it
@@ -75,7 +76,7 @@ class PiecewiseLink:
         upper: float,
         rule: str = "midpoint",
     ) -> PiecewiseLink:
-        """A link that follows a function, on edges equally spaced.
+        """Make a link that approximates a function, on equally spaced edges.
 
         :param function: elementwise, e.g. :func:`jax.nn.sigmoid` or
             :func:`jax.numpy.exp`.
@@ -120,7 +121,8 @@ class PiecewiseLink:
         variance: ArrayLike = 1.0,
         max_pieces: int = 2000,
     ) -> PiecewiseLink:
-        r"""A link with about as few pieces as keep the root mean squared error small.
+        r"""Make a link with about the fewest pieces that keep the root mean squared
+        error small.
 
         The range is widened until the outer cells, and the pieces doubled until all
         cells together, meet the wanted error, under every Gaussian given.
@@ -145,18 +147,18 @@ class PiecewiseLink:
 
     @property
     def num_pieces(self) -> int:
-        """K."""
+        """The number K of pieces."""
         return len(self.edges) + 1
 
     def with_heights(self, heights: ArrayLike) -> PiecewiseLink:
-        """The link on the same edges with other heights.
+        """Return the link on the same edges with other heights.
 
         :param heights: (K,), or (N, K).
         """
         return PiecewiseLink(heights, self.edges)
 
     def __call__(self, f: ArrayLike) -> Array:
-        """The link's values at f; its derivative in f is zero.
+        """Return the link's values at f; its derivative in f is zero.
 
         :param f: function values; against heights (N, K), of shape (..., N).
         """
@@ -170,8 +172,8 @@ class PiecewiseLink:
         return jnp.take_along_axis(heights, cell[..., None], -1)[..., 0]
 
     def cell_probabilities(self, mean: ArrayLike, variance: ArrayLike) -> Array:
-        """Probabilities of the cells under Gaussians, to relative precision in both
-        tails, differentiable in mean and variance.
+        """Return probabilities of the cells under Gaussians, to relative precision in
+        both tails, differentiable in mean and variance.
 
         :param mean: any shape.
         :param variance: of a shape that broadcasts with it, >= 0.
@@ -190,8 +192,8 @@ class PiecewiseLink:
         return jnp.where(to_the_right, right, left)
 
     def log_cell_probabilities(self, mean: ArrayLike, variance: ArrayLike) -> Array:
-        """Logarithms of the probabilities, which may underflow themselves; at least
-        -1e30.
+        """Return logarithms of the cell probabilities, which may underflow themselves;
+        at least -1e30.
 
         :param mean: any shape.
         :param variance: of a shape that broadcasts with it, >= 0.
@@ -208,7 +210,7 @@ class PiecewiseLink:
         return jnp.maximum(log_p, -1e30)
 
     def expectation(self, values: Array, mean: ArrayLike, variance: ArrayLike) -> Array:
-        """The expectation of a function that is constant in each cell.
+        """Return the Gaussian expectation of a function that is constant in each cell.
 
         The value at the mean, plus for every edge its jump times the tail beyond: one
         tail per edge, nothing cancels, and a cell out of reach adds nothing.
@@ -229,7 +231,7 @@ class PiecewiseLink:
         return centre + (beyond * jumps).sum(-1)
 
     def expected_value(self, mean: ArrayLike, variance: ArrayLike) -> Array:
-        """``E g(f)`` under Gaussians.
+        """Return ``E g(f)`` under Gaussians.
 
         :param mean: any shape.
         :param variance: of a shape that broadcasts with it, >= 0.
@@ -243,8 +245,8 @@ class PiecewiseLink:
         lipschitz: ArrayLike,
         rule: str = "midpoint",
     ) -> Array:
-        r"""A bound on ``E (g(f) - link(f))^2`` for any Lipschitz function g whose
-        values at the knots are the heights.
+        r"""Return a bound on ``E (g(f) - link(f))^2`` for any Lipschitz function g
+        whose values at the knots are the heights.
 
         It is :math:`\Lambda^2 \sum_k \int_k (f - x_k)^2 N(f \mid m, v) df`, Theorem 1
         of the paper, with the sign and the scale of its second term corrected (printed
@@ -278,8 +280,8 @@ class PiecewiseLink:
         return jnp.square(jnp.asarray(lipschitz, p.dtype)) * square.sum(-1)
 
     def exp_mean_squared_error(self, mean: ArrayLike, variance: ArrayLike) -> Array:
-        """``E (exp(f) - link(f))^2`` under Gaussians, exactly: Theorem 2 of the paper,
-        whose summand needs brackets as printed. For any heights.
+        """Return ``E (exp(f) - link(f))^2`` under Gaussians exactly, for any heights:
+        Theorem 2 of the paper, whose summand needs brackets as printed.
 
         The terms are of the size of ``E exp(2 f)``, so errors below the rounding of
         that are lost.
@@ -309,18 +311,18 @@ class PiecewiseLink:
         return (jnp.asarray(self.edges, dtype) - m[..., None]) / scale
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[float, ...]]:
-        """The heights; edges are static."""
+        """Return the heights; edges are static."""
         return ((jax.tree_util.GetAttrKey("heights"), self.heights),), self.edges
 
     def tree_flatten(self) -> tuple[tuple[Array], tuple[float, ...]]:
-        """The heights; edges are static."""
+        """Return the heights; edges are static."""
         return (self.heights,), self.edges
 
     @classmethod
     def tree_unflatten(
         cls, edges: tuple[float, ...], leaves: tuple[Any]
     ) -> PiecewiseLink:
-        """Built without checks: a leaf may be any object."""
+        """Rebuild without checks: a leaf may be any object."""
         link = object.__new__(cls)
         link.edges, (link.heights,) = edges, leaves
         return link
@@ -331,7 +333,8 @@ class PiecewiseLink:
 
 
 def _smaller_tail(z: Array) -> Array:
-    """Probability beyond z on its side of zero, differentiable as either tail."""
+    """Return the probability beyond z on its side of zero, differentiable as either
+    tail."""
     # Not abs(z), whose derivative is zero at zero: a mean often sits on an edge.
     return normal.cdf(jnp.where(z < 0, z, -z))
 

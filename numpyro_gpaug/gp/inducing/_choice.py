@@ -23,7 +23,7 @@ _MAX_ITERATIONS = 100
 
 
 def kmeans(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
-    """Centres of k-means, started from k-means++.
+    """Return centres of k-means, started from k-means++.
 
     With more than 20 000 distinct rows (or ten per centre, if that is more) the centres
     are those of a random subset of that size. So they are of rows that several
@@ -56,7 +56,8 @@ def kmeans(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
 
 
 def gmm(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
-    """Means of a Gaussian mixture with diagonal covariances, started from k-means.
+    """Return means of a Gaussian mixture with diagonal covariances, started from
+    k-means.
 
     With more than 20 000 rows (or ten per component, if that is more) the mixture is
     fitted to a random subset of that size.
@@ -92,7 +93,7 @@ def gmm(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
 
 
 def random(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
-    """Distinct rows of ``X`` drawn at random without replacement.
+    """Return distinct rows of ``X``, drawn at random without replacement.
 
     :param X: training inputs ``(N, D)``.
     :param num_inducing: number of rows.
@@ -112,7 +113,7 @@ def random(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
 
 
 def greedy(X: ArrayLike, num_inducing: int, *, kernel: Any) -> jax.Array:
-    """Rows of ``X``, each the one of largest variance given those before it.
+    """Return rows of ``X``, each with the largest variance given those before it.
 
     This is the pivoted Cholesky decomposition of the kernel matrix, in time
     :math:`O(N M^2)` and memory :math:`O(N M)`. Rows past the numerical rank of the
@@ -192,18 +193,18 @@ def _distinct_rows(X: ArrayLike, num_inducing: int) -> tuple[np.ndarray, np.ndar
 
 
 def held_dtype(dtype: Any) -> np.dtype:
-    """The floating dtype in which JAX holds inputs of a NumPy dtype."""
+    """The floating dtype that JAX gives inputs of a NumPy dtype."""
     held = jnp.asarray(np.empty(0, dtype)).dtype
     return held if jnp.issubdtype(held, jnp.floating) else jnp.result_type(float)
 
 
 def rows_to_keep(num_inducing: int) -> int:
-    """How many rows that many centres are found from."""
+    """The number of rows that so many centres are computed from."""
     return max(_MAX_ROWS, 10 * num_inducing)
 
 
 def some_rows(rng: np.random.Generator, size: int, keep: int) -> Any:
-    """Indices of as many rows, in order."""
+    """Return indices of so many rows, in order."""
     if size <= keep:
         return slice(None)
     return np.sort(rng.choice(size, keep, replace=False))

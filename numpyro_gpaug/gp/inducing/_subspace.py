@@ -119,7 +119,7 @@ class Subspace:
     def fit(
         cls, X: Any, rank: int, *, method: Method = "svd", seed: int = 0
     ) -> Subspace:
-        """Finds a basis for training inputs.
+        """Find a basis for training inputs.
 
         ``"svd"`` finds the directions of the largest singular values of ``X`` (which is
         not centred), by randomised subspace iteration: those that ``X`` leaves open,
@@ -159,7 +159,7 @@ class Subspace:
 
     @property
     def rank(self) -> int:
-        """Number R of directions."""
+        """The number R of directions."""
         return self._directions.shape[1]
 
     def __repr__(self) -> str:
@@ -167,7 +167,8 @@ class Subspace:
         return f"Subspace(rank={rank}, columns={columns})"
 
     def transform(self, X: Any, *, batch_size: int = 4096) -> np.ndarray:
-        """Inputs in R + 1 columns: coordinates in the subspace, and what is outside.
+        """Return inputs in R + 1 columns: coordinates in the subspace, and the norm of
+        the remainder.
 
         This runs on the host. With very many rows, transform every minibatch as it is
         drawn rather than all rows at once.
@@ -196,7 +197,8 @@ class Subspace:
         return result
 
     def inducing(self, A: ArrayLike) -> jax.Array:
-        """Inducing inputs in the columns of :meth:`transform`, for use in a model.
+        """Return inducing inputs in the columns of :meth:`transform`, for use in a
+        model.
 
         :param A: coordinates in the subspace, (M, R) or (C, M, R); may be traced, as a
             :func:`numpyro.param` is.
@@ -211,7 +213,7 @@ class Subspace:
         return jnp.concatenate([A, jnp.zeros_like(A[..., :1])], -1)
 
     def kmeans(self, X: Any, num_inducing: int, *, seed: int = 0) -> jax.Array:
-        """Centres of k-means in the subspace, to start :meth:`inducing` from.
+        """Return centres of k-means in the subspace, to start :meth:`inducing` from.
 
         As :func:`numpyro_gpaug.inducing.kmeans`, with more than 20 000 rows (or ten
         per centre, if that is more) on a random subset of that size.
@@ -227,7 +229,7 @@ class Subspace:
         return kmeans(self.transform(X[rows])[:, :-1], num_inducing, seed=seed)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Saves the basis (``.npz``).
+        """Save the basis (``.npz``).
 
         :param path: the file.
         """
@@ -235,7 +237,7 @@ class Subspace:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Subspace:
-        """Loads what :meth:`save` wrote; nothing is unpickled.
+        """Load a file that :meth:`save` wrote; nothing is unpickled.
 
         :param path: the file.
         :raises ArchiveError: if the file is damaged, or holds no subspace.
@@ -283,8 +285,8 @@ def _blocks(X: Any, dtype: Any) -> Iterator[Any]:
 
 
 def _gram_product(X: Any, W: np.ndarray) -> np.ndarray:
-    """``X' (X W)``, never holding ``X W``; columns in threads, as SciPy's products run
-    on one and let others run."""
+    """Compute ``X' (X W)`` without holding all of ``X W``; columns run in threads,
+    because SciPy's products use one thread and allow others."""
     result = np.zeros_like(W)
     starts = range(0, W.shape[1], _BLOCK_COLUMNS)
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:

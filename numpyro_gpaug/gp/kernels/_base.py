@@ -51,10 +51,11 @@ def pytree(cls: type[Any]) -> Any:
 
 
 class Kernel(Protocol):
-    """What the package asks of a covariance function; no base class is needed."""
+    """The protocol of a covariance function; no base class is needed."""
 
     def __call__(self, X: Any, Z: Any = None, /) -> jax.Array:
-        """``k(X, Z)`` is the matrix ``(N, M)``; ``k(X)`` is the diagonal ``(N,)``."""
+        """Return the matrix ``k(X, Z)``, ``(N, M)``, or the diagonal of ``k(X, X)``,
+        ``(N,)``."""
         ...
 
 
@@ -156,13 +157,14 @@ class _Function(_Algebra):
 
 
 def constant_of(kernel: Any) -> Any:
-    """The constant that a kernel is known by its difference from, scalar or (C,), or
-    ``None``: function values of all inputs have it in common."""
+    """The constant of a kernel, scalar or (C,), which all its function values share, or
+    ``None``. Covariances are computed as differences from it."""
     return getattr(kernel, "constant", None) if isinstance(kernel, _Algebra) else None
 
 
 def deviation_of(kernel: Any, *inputs: ArrayLike) -> jax.Array:
-    """``k(X, Z)`` or ``k(X)`` less :func:`constant_of`, without cancellation."""
+    """Return ``k(X, Z)`` or ``k(X)`` minus :func:`constant_of`, without
+    cancellation."""
     return kernel(*inputs) if constant_of(kernel) is None else kernel.deviation(*inputs)
 
 
@@ -234,7 +236,8 @@ class Matrix(_Algebra):
 
 @pytree
 class Constant(Matrix):
-    r"""Constant functions; a scalar added to or multiplied with a kernel becomes one.
+    r"""Constant functions; a scalar that is added to or multiplied with a kernel
+    becomes one.
 
     .. math:: k(x, z) = \sigma^2
 
@@ -256,7 +259,7 @@ class Constant(Matrix):
         return self.variance
 
     def deviation(self, *inputs: ArrayLike) -> jax.Array:
-        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`."""
+        """Return ``k(X, Z)`` or ``k(X)`` minus :attr:`constant`."""
         return jnp.zeros_like(self(*inputs))
 
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
@@ -312,12 +315,13 @@ class Sum(_Pair):
 
     @property
     def constant(self) -> Any:
-        """The sum of those of the parts; that of one if the other has none."""
+        """The sum of the constants of the parts; if only one has a constant, that
+        one."""
         known = [c for c in map(constant_of, (self.left, self.right)) if c is not None]
         return sum(map(jnp.asarray, known)) if known else None
 
     def deviation(self, *inputs: ArrayLike) -> jax.Array:
-        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`."""
+        """Return ``k(X, Z)`` or ``k(X)`` minus :attr:`constant`."""
         return deviation_of(self.left, *inputs) + deviation_of(self.right, *inputs)
 
 
@@ -343,13 +347,13 @@ class Product(_Pair):
 
     @property
     def constant(self) -> Any:
-        """The product of those of the parts, if both have one."""
+        """The product of the constants of the parts, if both have one."""
         left, right = map(constant_of, (self.left, self.right))
         known = left is not None and right is not None
         return jnp.asarray(left) * jnp.asarray(right) if known else None
 
     def deviation(self, *inputs: ArrayLike) -> jax.Array:
-        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`."""
+        """Return ``k(X, Z)`` or ``k(X)`` minus :attr:`constant`."""
         parts = self.left, self.right
         left, right = (deviation_of(k, *inputs) for k in parts)
         axes = (None,) * len(inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of the scaled Euclidean distance."""
+"""Covariance functions of the scaled Euclidean distance."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _TERMS = 20
 
 @jax.custom_jvp
 def _less_one(x: jax.Array) -> jax.Array:
-    """``e^x - 1`` for ``x <= 0``, to about one unit in the last place: ``jnp.expm1`` is
-    out by up to five in float32, most of them of one sign, and whitening takes
-    differences of deviations."""
+    """Return ``e^x - 1`` for ``x <= 0``, to about one unit in the last place.
+    ``jnp.expm1`` is off by up to five in float32, mostly of one sign, and whitening
+    takes differences of deviations."""
     near, total = jnp.maximum(x, _CLOSE), jnp.zeros_like(x)
     for k in range(14 if x.dtype == jnp.float64 else 9, 1, -1):
         total = (total + 1 / math.factorial(k)) * near
@@ -45,8 +45,9 @@ def _less_one_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 def _lost_of_matern(
     r: jax.Array, quadratic: float, correlation: jax.Array
 ) -> jax.Array:
-    """``(1 + r + quadratic r^2) e^-r - 1``, with the derivative of the correlation:
-    near 0, ``-e^-r`` times what the series of ``e^r`` has beyond the polynomial."""
+    """Return ``(1 + r + quadratic r^2) e^-r - 1``, with the derivative of the
+    correlation. Near 0 this is ``-e^-r`` times the terms of the series of ``e^r``
+    beyond the polynomial."""
     near = jnp.minimum(r, _NEAR)
     total = jnp.zeros_like(r)
     for k in range(_TERMS, 2, -1):
@@ -68,16 +69,16 @@ class _Stationary(Matrix):
 
     @abstractmethod
     def _lost(self, scaled: jax.Array) -> jax.Array:
-        """The correlation less 1, without cancellation."""
+        """The correlation minus 1, without cancellation."""
 
     @property
     def constant(self) -> ArrayLike:
-        """The variance, of which :meth:`deviation` is what distance takes."""
+        """The variance; :meth:`deviation` is the decrease due to distance."""
         return self.variance
 
     def deviation(self, X: ArrayLike, Z: ArrayLike | None = None) -> jax.Array:
-        """``k(X, Z)`` or ``k(X)`` less :attr:`constant`, without cancellation: where
-        lengthscales are long, all that tells function values apart."""
+        """Return ``k(X, Z)`` or ``k(X)`` minus :attr:`constant`, without cancellation.
+        With long lengthscales only this distinguishes function values."""
         return self._at(X, Z, self._deviation, self._own_deviation)
 
     def _check_columns(self, X: jax.Array) -> None:
@@ -121,7 +122,7 @@ class _Stationary(Matrix):
 
 @pytree
 class SquaredExponential(_Stationary):
-    r"""Infinitely smooth.
+    r"""Infinitely smooth functions.
 
     .. math:: k(x, z) = \sigma^2 \exp(-r^2 / 2), \qquad
         r^2 = \sum_d (x_d - z_d)^2 / \ell_d^2
@@ -150,7 +151,8 @@ class SquaredExponential(_Stationary):
 
 @pytree
 class Matern12(_Stationary):
-    r"""Continuous, nowhere differentiable (Ornstein-Uhlenbeck in one dimension).
+    r"""Continuous, nowhere differentiable functions (Ornstein-Uhlenbeck in one
+    dimension).
 
     .. math:: k(x, z) = \sigma^2 \exp(-r), \qquad
         r^2 = \sum_d (x_d - z_d)^2 / \ell_d^2
@@ -176,7 +178,7 @@ class Matern12(_Stationary):
 
 @pytree
 class Matern32(_Stationary):
-    r"""Once differentiable.
+    r"""Once differentiable functions.
 
     .. math:: k(x, z) = \sigma^2 (1 + \sqrt 3 r) \exp(-\sqrt 3 r), \qquad
         r^2 = \sum_d (x_d - z_d)^2 / \ell_d^2
@@ -204,7 +206,7 @@ class Matern32(_Stationary):
 
 @pytree
 class Matern52(_Stationary):
-    r"""Twice differentiable.
+    r"""Twice differentiable functions.
 
     .. math:: k(x, z) = \sigma^2 (1 + \sqrt 5 r + 5 r^2 / 3) \exp(-\sqrt 5 r), \qquad
         r^2 = \sum_d (x_d - z_d)^2 / \ell_d^2

@@ -54,7 +54,7 @@ class AugmentedState(NamedTuple):
 
 
 class BlockGibbs(GaussianKernel):
-    """Gibbs sampling of processes and weight vectors, jointly where these share a
+    """Gibbs sampling of processes and weight vectors, jointly if they share a
     predictor.
 
     :param model: a NumPyro model.
@@ -136,7 +136,7 @@ class BlockGibbs(GaussianKernel):
     def _no_auxiliaries(
         self, view: ModelView, at: Values
     ) -> dict[str, dict[str, Array]]:
-        """Zeros in the place of auxiliaries that no sweep has drawn yet."""
+        """Zeros in place of auxiliaries that no sweep has drawn yet."""
 
         def drawn() -> dict[str, dict[str, Array]]:
             return self._factors(random.key(0), self._observed, view, at)[0]
@@ -152,7 +152,7 @@ class BlockGibbs(GaussianKernel):
     def _factors(
         self, key: Array, sites: tuple[str, ...], view: ModelView, at: Values
     ) -> tuple[dict[str, dict[str, Array]], Factors]:
-        """Draws the auxiliaries of observed sites: their values by site, and the
+        """Draw the auxiliaries of observed sites. Return their values by site, and the
         Gaussian factors that they put on the predictors."""
         trace = view.trace(at)
         drawn: dict[str, dict[str, Array]] = {}
@@ -167,7 +167,7 @@ class BlockGibbs(GaussianKernel):
 
 
 def refuse_scaled(message: dict[str, Any], instead: str) -> None:
-    """Raises for an observed site whose log-density is scaled.
+    """Raise for an observed site whose log-density is scaled.
 
     :param message: of the site.
     :param instead: what samples it.
@@ -181,7 +181,7 @@ def refuse_scaled(message: dict[str, Any], instead: str) -> None:
 
 
 def latent_parameters(fn: dist.Distribution) -> Parameters:
-    """Those that carry latents, of an augmented likelihood."""
+    """The parameters of an augmented likelihood that carry latents."""
     d = base_distribution(fn)
     augmentation = lookup_augmentation(type(d))
     assert augmentation is not None
@@ -191,8 +191,8 @@ def latent_parameters(fn: dist.Distribution) -> Parameters:
 def augmented(
     key: Array, message: dict[str, Any], given: Parameters
 ) -> tuple[dict[str, Array], Factors]:
-    """Draws the auxiliaries of a site; Gaussian factors, per parameter that carries a
-    latent and of its shape.
+    """Draw the auxiliaries of a site. Return Gaussian factors for each parameter that
+    carries a latent, of its shape.
 
     :param message: of the site.
     :param given: values of those parameters.
@@ -233,7 +233,7 @@ def _seen(fn: dist.Distribution) -> Array:
 
 
 def _summed(value: Array, shape: tuple[int, ...]) -> Array:
-    """Sums ``value`` over the axes along which something of ``shape`` is repeated."""
+    """Sum ``value`` over the axes along which an array of ``shape`` is repeated."""
     extra = value.ndim - len(shape)
     repeated = [
         i + extra

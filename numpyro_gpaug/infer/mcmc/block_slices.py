@@ -32,8 +32,8 @@ from numpyro_gpaug.model.view import ModelView
 
 
 class BlockSlices(Slices):
-    """Slices around Gaussians of processes and weight vectors: one for each block whose
-    predictors are its own, a joint one where blocks share a predictor.
+    """Slices around Gaussians of processes and weight vectors: one for each block with
+    predictors of its own, and a joint one for blocks that share a predictor.
 
     :param model: a NumPyro model.
     :param fit: values of a fit's params, and moments of its blocks, by name.
@@ -75,7 +75,7 @@ class BlockSlices(Slices):
         )
 
     def _refuse_open(self) -> None:
-        """Raises for sites whose best Gaussian cannot be found here."""
+        """Raise for sites whose best Gaussian cannot be found here."""
         for site in self.structure.observed:
             if site.route is not Route.CONSTANT and not site.latents:
                 instead = (
@@ -95,7 +95,7 @@ class BlockSlices(Slices):
             self._refuse_moved(Arguments.split(args, kwargs))
 
     def _refuse_moved(self, arguments: Arguments) -> None:
-        """Raises for params that are not at the fit."""
+        """Raise for params that differ from the fit."""
 
         @jax.jit
         def params(arrays: tuple[Array, ...]) -> dict[str, Any]:
@@ -213,8 +213,8 @@ class BlockSlices(Slices):
 
 
 class _Point(NamedTuple):
-    """A point on the ellipses: whitened, and by block the latents and what the model is
-    run at, relative to those at the mean."""
+    """A point on the ellipses: whitened, and, by block, the latents and the model's
+    inputs, relative to those at the mean."""
 
     white: White
     latents: Values

@@ -55,7 +55,8 @@ class CollapsedState(NamedTuple):
 
 class CollapsedGaussian(BlockGibbs):
     """:class:`~numpyro_gpaug.AugmentedGaussian` together with the hyperparameters of
-    its processes and priors, which move with the Gaussian latents integrated out.
+    its processes and priors, which are sampled with the Gaussian latents integrated
+    out.
 
     A sweep draws all auxiliaries, moves the hyperparameters on their density given the
     auxiliaries alone (in closed form, as the latents are then Gaussian), and draws the
@@ -262,8 +263,8 @@ class CollapsedGaussian(BlockGibbs):
     # The density of the hyperparameters.
 
     def _collapsed(self, *args: Any, **kwargs: Any) -> None:
-        """The model of the hyperparameters given auxiliaries: their priors, whatever
-        else depends on them, and the evidence of the latents' Gaussian factors."""
+        """The model of the hyperparameters given auxiliaries: their priors, everything
+        else that depends on them, and the evidence of the latents' Gaussian factors."""
         factors: Factors = kwargs.pop(FACTORS_KWARG)
         structure = self.structure
         flat = handlers.substitute(flat_functions(self._model), data=structure.zeros)

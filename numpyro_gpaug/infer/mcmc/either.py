@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers that are one of two kernels, whichever a model is for."""
+"""Samplers that choose one of two kernels, depending on the model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from numpyro_gpaug.model.structure import Structure
 
 
 class EitherKernel(MCMCKernel):
-    """A kernel of processes and weight vectors where these are all there is to sample,
-    under likelihoods of a registered kind; otherwise, and of weights alone under a
-    softmax, one of all Gaussian latents. If there are others, it is a block of
-    NumPyro's ``Gibbs``, and ``NUTS`` the other.
+    """A kernel of processes and weight vectors if the model has no other latents to
+    sample and its likelihoods are registered; otherwise, and for weights alone under a
+    softmax, a kernel of all Gaussian latents. If there are other latents, it is a block
+    of NumPyro's ``Gibbs``, with ``NUTS`` as the other.
 
     :param blocks: the one.
     :param joint: the other.
@@ -45,7 +45,7 @@ class EitherKernel(MCMCKernel):
 
     @property
     def structure(self) -> Structure:
-        """What the model is made of.
+        """The structure of the model.
 
         :raises RuntimeError: before ``init``.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gaussians that elliptical slices go around."""
+"""The Gaussians around which elliptical slices move."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ White = tuple[Array, ...]
 
 
 class Ellipse(NamedTuple):
-    """A Gaussian ``x = mean + W' u``, ``u`` white, and where it takes the data.
+    """A Gaussian ``x = mean + W' u``, ``u`` white, and its image at the data.
 
     :param moments: of one block, latent axis first; of several, side by side, (1, D).
     :param spread: how function values move with ``u``, by process: ``W A``,
@@ -45,7 +45,7 @@ class Ellipse(NamedTuple):
 
 
 class Ellipses(NamedTuple):
-    """The Gaussians that slices go around.
+    """The Gaussians around which slices move.
 
     :param parts: an ellipse per part of the model.
     :param centres: what the model is run at when all latents are at their means.
@@ -73,7 +73,7 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That of its first block."""
+        """The name of the first block."""
         return self.blocks[0].name
 
     def by_block(self, flat: Array) -> Values:
@@ -85,7 +85,7 @@ class Part(NamedTuple):
         return self.by_block(pushed(ellipse.moments.whitener, white))
 
     def means(self, ellipse: Ellipse) -> Values:
-        """By block name."""
+        """Means by block name."""
         return self.by_block(ellipse.moments.mean)
 
     def whitened(self, ellipse: Ellipse, x: Values) -> Array:
@@ -98,7 +98,7 @@ class Part(NamedTuple):
     def moved(
         self, ellipse: Ellipse, white: Array, shift: Values, view: ModelView
     ) -> Values:
-        """How far ``u`` moves what the model is run at, by block name."""
+        """Return the change of the model's inputs due to ``u``, by block name."""
         found, latents = dict(shift), view.selected()
         for block in self.blocks:
             if block.is_process:
@@ -129,8 +129,8 @@ class Part(NamedTuple):
 
 
 def share_predictors(groups: tuple[Group, ...], view: ModelView) -> bool:
-    """Whether blocks share a predictor, or the latents of one do: what a fit that
-    holds them independent has too narrow a Gaussian for."""
+    """Whether blocks share a predictor, or the latents of one do. Then the Gaussian of
+    a fit that makes them independent is too narrow."""
     coupled = view.coupled()
     return any(len(g.blocks) > 1 or g.blocks[0].name in coupled for g in groups)
 
@@ -138,8 +138,8 @@ def share_predictors(groups: tuple[Group, ...], view: ModelView) -> bool:
 def best_gaussians(
     parts: tuple[Part, ...], maps: dict[str, AffineMap], view: ModelView
 ) -> tuple[Moments, ...]:
-    """The Gaussian of every part that maximises the evidence lower bound, by
-    closed-form updates from the prior.
+    """Return, for every part, the Gaussian that maximises the evidence lower bound,
+    found by closed-form updates from the prior.
 
     :param parts: of the model, on every one of which the likelihood depends through
         predictors; latents of a part are correlated, parts are independent.
@@ -170,7 +170,7 @@ def best_gaussians(
 
 
 def minus_log_density(white: White, scale: Array) -> Array:
-    """Minus the log-density of the Gaussians, up to a constant.
+    """Return minus the log-density of the Gaussians, up to a constant.
 
     :param white: what they would have white, by part.
     :param scale: factors of their standard deviations, by part.
@@ -180,14 +180,14 @@ def minus_log_density(white: White, scale: Array) -> Array:
 
 
 def pushed(matrix: Array, vector: Array) -> Array:
-    """``matrix' vector``, leading axes broadcast."""
+    """Return ``matrix' vector``, with leading axes broadcast."""
     return jnp.einsum("...mn,...m->...n", matrix, vector)
 
 
 def _problem(
     parts: tuple[Part, ...], maps: dict[str, AffineMap], view: ModelView
 ) -> LatentGaussian:
-    """The model with a part in the place of every block, of standard normal latents."""
+    """The model with a part in place of every block, of standard normal latents."""
     found, priors = {}, {}
     for part in parts:
         map_ = joint_map(part.group, view) if part.joint else maps[part.name]
@@ -219,7 +219,7 @@ def _problem(
 def _carried(
     parts: tuple[Part, ...], at: dict[str, Marginals], view: ModelView
 ) -> dict[str, Marginals]:
-    """Marginals of all predictors from those of the parts."""
+    """Marginals of all predictors, computed from the marginals of the parts."""
     predictors = view.predictors
     carried = predictors.marginals({p.name: at[p.name] for p in parts if not p.joint})
     for part in parts:

@@ -15,8 +15,9 @@ from numpyro_gpaug.model.structure import Structure
 
 
 class EllipticalSlice(EitherKernel):
-    r"""Elliptical slice sampling with a Gaussian approximation of the posterior in the
-    place of the prior: exact, for any likelihood, no gradients and nothing to tune.
+    r"""Elliptical slice sampling with a Gaussian approximation of the posterior in
+    place of the prior. It is exact, for any likelihood, and needs no gradients and no
+    tuning.
 
     Elliptical slice sampling moves along ellipses through draws of a Gaussian, and
     corrects by the ratio of the target to it. With the prior for that Gaussian the
@@ -137,7 +138,7 @@ class EllipticalSlice(EitherKernel):
 
 
 def _refuse_guide(guide: Any) -> None:
-    """Raises for a guide without Gaussians that slices go around."""
+    """Raise for a guide without Gaussians for the slices."""
     if not isinstance(guide, AutoSparseGP):
         raise ValueError(
             "EllipticalSlice needs a Gaussian on inducing values, which an "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What samplers of a model's Gaussian latents share: being a NumPyro kernel."""
+"""The base class of samplers of Gaussian latents, as NumPyro kernels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GaussianKernel(MCMCKernel):
 
     @property
     def structure(self) -> Structure:
-        """What the model is made of.
+        """The structure of the model.
 
         :raises RuntimeError: before ``init``.
         """
@@ -70,20 +70,21 @@ class GaussianKernel(MCMCKernel):
     # What a sampler defines.
 
     def _check(self, view: Any) -> None:
-        """Raises for models this sampler cannot take; runs inside an abstract trace, in
-        which it may note what is static."""
+        """Raise for models that this sampler does not accept. It runs inside an
+        abstract trace, in which it may note static properties."""
 
     @abstractmethod
     def _first(self, key: Array, values: Values, view: Any) -> Any:
-        """The first state, from latents by site name (the missing ones are drawn)."""
+        """Return the first state, from latents by site name (the missing ones are
+        drawn)."""
 
     @abstractmethod
     def _next(self, state: Any, view: Any) -> Any:
-        """The next state."""
+        """Return the next state."""
 
     @abstractmethod
     def _renewed(self, state: Any, view: Any) -> Any:
-        """The state with everything computed again that depends on other sites."""
+        """Return the state after recomputing everything that depends on other sites."""
 
     # The interface of a kernel.
 
@@ -167,13 +168,13 @@ class GaussianKernel(MCMCKernel):
         return self._next(state, self._view(args, kwargs))
 
     def _warm_up(self, num_warmup: int) -> None:
-        """Told how many steps are warm-up; most samplers have nothing to adapt."""
+        """Set the number of warm-up steps; most samplers have nothing to adapt."""
 
     def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._seen(self.structure, Arguments.split(args, kwargs))
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure:
-        """What the model is made of at these arguments.
+        """Find the structure of the model at these arguments.
 
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
@@ -231,8 +232,8 @@ class GaussianKernel(MCMCKernel):
             raise FloatingPointError(f"the first draw of {block.name!r} is not finite")
 
     def _maps(self, view: Any) -> Any:
-        """From inducing vectors to processes at the data, by block name, without the
-        residual: what is sampled has none."""
+        """Maps from inducing vectors to processes at the data, by block name, without
+        the residual, which is not sampled."""
         maps = {b.name: view.conditional(b).affine_map for b in self._processes}
         return {
             k: m._replace(residual=jnp.zeros_like(m.residual)) for k, m in maps.items()
@@ -243,7 +244,7 @@ class GaussianKernel(MCMCKernel):
         return self.structure.processes
 
     def _drawn_from_prior(self, key: Array, values: Values, view: ModelView) -> Values:
-        """Latents by site name, those not in ``values`` drawn from their priors."""
+        """Latents by site name; those not in ``values`` are drawn from their priors."""
         found, priors = {}, view.priors()
         for i, block in enumerate(self.structure.blocks):
             loc, scale = (x.reshape(block.shape) for x in priors[block.name])
@@ -253,7 +254,8 @@ class GaussianKernel(MCMCKernel):
         return found
 
     def _at(self, x: Values, maps: dict[str, AffineMap], view: ModelView) -> Values:
-        """What the model is run at: function values of processes, and weights."""
+        """The inputs of a run of the model: function values of processes, and
+        weights."""
         found = {b.name: x[b.site] for b in self.structure.weights}
         for block in self._processes:
             f, v = view.conditional(block), x[block.site]
@@ -272,5 +274,5 @@ class GaussianKernel(MCMCKernel):
 
 
 def _strong(value: Any) -> Array:
-    """An array of a fixed dtype: loops want the same types out as in."""
+    """Return an array of a fixed dtype: loops need equal input and output types."""
     return jnp.asarray(value, jnp.result_type(value))

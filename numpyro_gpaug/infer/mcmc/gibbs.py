@@ -12,9 +12,10 @@ from numpyro_gpaug.infer.mcmc.joint_gibbs import JointGibbs
 
 
 class AugmentedGaussian(EitherKernel):
-    """Exact Gibbs sampling through augmented likelihoods: every auxiliary variable from
-    its conditional, then all Gaussian latents that share a predictor jointly, from
-    their Gaussian conditional. No tuning, no rejection, no gradients.
+    """Exact Gibbs sampling with augmented likelihoods. It draws every auxiliary
+    variable from its conditional, and then, from their Gaussian conditional, all
+    Gaussian latents that share a predictor jointly. It needs no tuning, rejection or
+    gradients.
 
     The model is written without auxiliaries, as for every other route. Latents are all
     that :class:`~numpyro_gpaug.AutoLatentGaussian` holds jointly: inducing values of

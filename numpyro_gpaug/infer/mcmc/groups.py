@@ -40,7 +40,7 @@ class Group(NamedTuple):
         return tuple(dict.fromkeys(p.rsplit("/", 1)[0] for p in self.predictors))
 
     def split(self, flat: Array) -> Values:
-        """Values of all latents, side by side, by block name."""
+        """Split the values of all latents, side by side, by block name."""
         found, begin = {}, 0
         for block in self.blocks:
             end = begin + math.prod(block.shape)
@@ -49,18 +49,18 @@ class Group(NamedTuple):
         return found
 
     def join(self, values: Values) -> Array:
-        """Values of all latents side by side, from those by block name."""
+        """Join the values of all latents side by side, from those by block name."""
         return jnp.concatenate([values[b.name].ravel() for b in self.blocks])
 
     def prior(self, priors: dict[str, Prior]) -> Prior:
-        """That of all latents side by side, (1, D)."""
+        """The prior of all latents side by side, (1, D)."""
         loc = self.join({b.name: priors[b.name].loc for b in self.blocks})
         scale = self.join({b.name: priors[b.name].scale for b in self.blocks})
         return Prior(loc[None], scale[None])
 
 
 def groups_of(view: ModelView) -> tuple[Group, ...]:
-    """Blocks joined where they share a predictor."""
+    """Join blocks that share a predictor."""
     sources = {k: set(names) for k, names in view.structure.sources().items()}
     selected, coupled = view.selected(), view.coupled()
     groups = []
@@ -85,14 +85,14 @@ def groups_of(view: ModelView) -> tuple[Group, ...]:
 
 
 def in_order(groups: tuple[Group, ...], view: ModelView) -> tuple[Group, ...]:
-    """First those whose draw needs no auxiliaries, so that the last auxiliaries drawn
-    go with the latents."""
+    """Order groups so that those without auxiliaries are drawn first, and the last
+    auxiliaries drawn belong to the latents."""
     needs = {g: any(needs_auxiliaries(view, p) for p in g.predictors) for g in groups}
     return tuple(sorted(groups, key=lambda g: needs[g]))
 
 
 def needs_auxiliaries(view: ModelView, predictor: str) -> bool:
-    """Whether a predictor's Gaussian factors are those given auxiliaries."""
+    """Whether a predictor's Gaussian factors depend on auxiliaries."""
     site, latent = predictor.rsplit("/", 1)
     d = base_distribution(view.message(site)["fn"])
     augmentation = lookup_augmentation(type(d))
@@ -103,7 +103,8 @@ def needs_auxiliaries(view: ModelView, predictor: str) -> bool:
 
 
 def joint_map(group: Group, view: ModelView) -> AffineMap:
-    """From all latents of a group, standardised and side by side, to its predictors."""
+    """Return the map from all latents of a group, standardised and side by side, to its
+    predictors."""
     predictors, names = view.predictors, group.predictors
     start, rows = {}, []
     for block in group.blocks:
@@ -127,7 +128,7 @@ def joint_map(group: Group, view: ModelView) -> AffineMap:
 def draw_group(
     key: Array, group: Group, map_: AffineMap, factors: Factors, view: ModelView
 ) -> Values:
-    """Draws the latents of a group, by site."""
+    """Draw the latents of a group, by site."""
     z = map_.draw(key, factors_of_group(group, factors, view)[0])
     if group.batched:
         (block,) = group.blocks
@@ -140,9 +141,9 @@ def draw_group(
 def factors_of_group(
     group: Group, factors: Factors, view: ModelView
 ) -> tuple[GaussianFactors, Array]:
-    """The factors where the affine map of a group leads, and what the predictors'
-    factors sum to at function values of zero (for a batched group, whose map leads to
-    function values)."""
+    """Return the factors on the range of a group's affine map, and the sum of the
+    predictors' factors at function values of zero (for a batched group, whose map leads
+    to function values)."""
     if not group.batched:
         joined = GaussianFactors(*(
             jnp.concatenate([factors[p][i].ravel() for p in group.predictors])[None]

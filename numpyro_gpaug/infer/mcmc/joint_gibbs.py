@@ -27,7 +27,7 @@ INSTEAD = "EllipticalSlice(model) and MCMC(NUTS(model)) sample it"
 
 
 class JointAugmentedState(NamedTuple):
-    """State of :class:`~numpyro_gpaug.AugmentedGaussian` where all Gaussian latents are
+    """State of :class:`~numpyro_gpaug.AugmentedGaussian` if all Gaussian latents are
     drawn jointly.
 
     :param z: latents and deterministic sites.
@@ -49,9 +49,9 @@ class JointAugmentedState(NamedTuple):
 
 
 class JointGibbs(JointKernel):
-    """Gibbs sampling of all Gaussian latents at once, whatever the form of their joint
-    Gaussian: given the auxiliaries its precision is the prior's and what the data add
-    to it, factorised as in a fit.
+    """Gibbs sampling of all Gaussian latents at once, for any form of their joint
+    Gaussian. Given the auxiliaries its precision is the prior's plus that of the data,
+    and it is factorised as in a fit.
 
     :param model: a NumPyro model.
     """
@@ -116,8 +116,8 @@ class JointGibbs(JointKernel):
     def _augmented(
         self, key: Array, predictors: Array, view: JointView
     ) -> tuple[dict[str, dict[str, Array]], GaussianFactors]:
-        """Draws the auxiliaries of all observed sites: their values by site and name,
-        and the Gaussian factors that they put on the predictors, (1, n)."""
+        """Draw the auxiliaries of all observed sites. Return their values by site and
+        name, and the Gaussian factors that they put on the predictors, (1, n)."""
         drawn, factors = {}, []
         for i, (site, value) in enumerate(view.by_site(predictors[0]).items()):
             message = view.message(site)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What samplers of all Gaussian latents of a model, jointly, share."""
+"""The base class of samplers of all Gaussian latents of a model, jointly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from numpyro_gpaug.model.whitened import white_numbers, whitened
 
 
 class JointKernel(GaussianKernel):
-    """A kernel for the joint Gaussian that ``AutoLatentGaussian`` has.
+    """A kernel for the joint Gaussian of ``AutoLatentGaussian``.
 
     :param model: a NumPyro model.
     """
@@ -62,7 +62,8 @@ class JointKernel(GaussianKernel):
                 )
 
     def _white_of(self, values: Values, view: JointView) -> Array:
-        """The standard normal numbers (1, size) that make these values of the sites."""
+        """The standard normal numbers (1, size) that correspond to these values of the
+        sites."""
         structure = self.structure
         here = {s.name: values[s.name] for s in structure.sites}
         trace = run_model(self._model, view.arguments, random.key(0), here)
@@ -97,5 +98,5 @@ class JointKernel(GaussianKernel):
 
 
 def _reasons(structure: JointStructure) -> str:
-    """Why Gaussian sites are not held with the others."""
+    """The reasons why Gaussian sites are not in the joint Gaussian."""
     return "; ".join(f"{k!r}: {why}" for k, why in structure.held)

@@ -33,13 +33,13 @@ class JointEllipse(NamedTuple):
     centre: Array
 
     def latents(self, white: Array) -> Array:
-        """``z``, (1, size), from ``u``."""
+        """Compute ``z``, (1, size), from ``u``."""
         return self.moments.mean + self.moments.spread(white)
 
 
 class JointSlices(JointKernel, Slices):
     """Slices around the Gaussian that ``AutoLatentGaussian`` would fit, found by the
-    same moves.
+    same updates.
 
     :param model: a NumPyro model.
     """

@@ -14,7 +14,7 @@ MAX_SHRINKS = 60
 
 
 class Found(NamedTuple):
-    """Where a slice sampler goes.
+    """The point that a slice sampler moves to.
 
     :param angle: 0 where it stays.
     :param log_ratio: there.
@@ -37,7 +37,7 @@ class _Bracket(NamedTuple):
 def angle_in_slice(
     key: Array, log_ratio: Array, evaluate: Callable[[Array], Array]
 ) -> Found:
-    """An angle whose log-ratio is above a random height, by shrinking a bracket.
+    """Find an angle whose log-ratio is above a random height, by shrinking a bracket.
 
     :param key: random key.
     :param log_ratio: at angle 0, the present state.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elliptical slices around Gaussians, whatever these are on."""
+"""Elliptical slices around Gaussians of any kind."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Slices(GaussianKernel):
     @property
     @abstractmethod
     def _num_parts(self) -> int:
-        """How many Gaussians there are."""
+        """The number of Gaussians."""
 
     @abstractmethod
     def _ellipses(self, view: Any, maps: Any) -> Any:
@@ -75,32 +75,31 @@ class Slices(GaussianKernel):
 
     @abstractmethod
     def _noise(self, key: Array, ellipses: Any, scale: Array) -> White:
-        """White noise for every part, times its scale."""
+        """Draw white noise for every part, times its scale."""
 
     @abstractmethod
     def _start(self, noise: White, ellipses: Any, values: Values, view: Any) -> Values:
-        """Latents to start from: those of ``values``, the others drawn."""
+        """The initial latents: those of ``values``; the others are drawn."""
 
     @abstractmethod
     def _latents(self, state: EllipticalState, view: Any) -> Values:
-        """Those that have the values of a state's sites."""
+        """The latents at the values of a state's sites."""
 
     @abstractmethod
     def _placed(
         self, x: Values, ellipses: Any, maps: Any, view: Any
     ) -> tuple[White, Values]:
-        """What the Gaussians would have white, and what the model is run at."""
+        """The whitened coordinates of the Gaussians, and the inputs of the model."""
 
     @abstractmethod
     def _on_ellipses(self, key: Array, state: EllipticalState, view: Any) -> AtAngle:
-        """The ellipses through the state and a draw: by angle, what the Gaussians would
-        have white, the latents, and what the model is run at."""
+        """The ellipses through the state and a draw: by angle, the whitened coordinates
+        of the Gaussians, the latents, and the inputs of the model."""
 
     @abstractmethod
     def _ratio(self, view: Any) -> Ratio:
-        """Log of the posterior over the Gaussians, up to a constant: of what the
-        Gaussians would have white, the latents, what the model is run at, and
-        scales."""
+        """The log-ratio of the posterior to the Gaussians, up to a constant, from the
+        whitened coordinates, the latents, the inputs of the model, and scales."""
 
     # A sampler.
 
@@ -169,8 +168,8 @@ class Slices(GaussianKernel):
         )  # fmt: skip
 
     def _adapted(self, state: EllipticalState, white: White) -> Array:
-        """The scales after a step: in warm-up, root mean squares of what the Gaussians
-        would have white."""
+        """The scales after a step: in warm-up, root mean squares of the whitened
+        coordinates."""
         squares = jnp.stack([jnp.square(u).mean() for u in white])
         mean = jnp.square(state.scale)
         mean += (squares.astype(mean.dtype) - mean) / (PRIOR_DRAWS + 1 + state.step)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The collapsed bound: a model's evidence lower bound at its best Gaussian, a function
-of hyperparameters alone.
+r"""The collapsed bound: the evidence lower bound at the best Gaussian, as a function of
+the hyperparameters alone.
 
 By the envelope theorem its gradient is that of the bound with the Gaussian fixed, but
 for means that follow their optimum (:meth:`~.latent_gaussian.LatentGaussian.gradient`):
@@ -46,8 +46,8 @@ STEP = {"float32": 0.05, "float64": 0.01}
 
 
 class Start(NamedTuple):
-    """Where the Gaussian starts: Gaussian factors on the predictors, which stay right
-    as hyperparameters move the prior.
+    """The start of the Gaussian: Gaussian factors on the predictors, which remain valid
+    as hyperparameters change the prior.
 
     :param factors: on the predictors.
     :param known: whether they are to be used; otherwise every predictor is as if it had
@@ -70,13 +70,13 @@ class Settled(NamedTuple):
 
     @property
     def moments(self) -> Moments:
-        """Of the whitened latents, with a leading axis of 1."""
+        """Moments of the whitened latents, with a leading axis of 1."""
         return self.evaluation.moments[JOINT]
 
 
 class CollapsedBound:
     """The collapsed bound of a model at arguments of certain shapes: the expected
-    log-likelihood less the divergence from the prior, without the prior of the
+    log-likelihood minus the divergence from the prior, without the prior of the
     hyperparameters.
 
     :param guide: of the model, set up.
@@ -103,7 +103,7 @@ class CollapsedBound:
     def __call__(
         self, values: dict[str, Array], steps: dict[str, Array], arrays: Any
     ) -> Array:
-        """The bound, which may be differentiated twice in the hyperparameters.
+        """Return the bound, which can be differentiated twice in the hyperparameters.
 
         :param values: constrained hyperparameters and params by name.
         :param steps: how far each moves as its unconstrained value moves by one.
@@ -112,7 +112,7 @@ class CollapsedBound:
         return self._value(values, jax.lax.stop_gradient(steps), arrays)
 
     def view(self, values: dict[str, Array], arrays: Any) -> JointView:
-        """The model at given hyperparameters, as its guide sees it."""
+        """Return the view of the model by its guide at given hyperparameters."""
         arguments = Arguments(arrays, self._static)
         guide, key = self.guide, random.key(0)
         return guide.view(self.structure, guide.model, arguments, values, key)
@@ -120,7 +120,7 @@ class CollapsedBound:
     def problem(
         self, values: dict[str, Array], arrays: Any, *, learns: bool
     ) -> LatentGaussian:
-        """The model at given hyperparameters."""
+        """Return the closed-form problem at given hyperparameters."""
         view = self.view(values, arrays)
         found = LatentGaussian.seen(view, "exact", 0.0, learns=learns)
         if not self._projected:
@@ -130,7 +130,7 @@ class CollapsedBound:
     def first(
         self, problem: LatentGaussian, start: Start | None = None
     ) -> dict[str, Any]:
-        """Natural parameters that moves start from, by block.
+        """Return the initial natural parameters, by block.
 
         :param problem: from :meth:`problem`.
         :param start: factors to start from, if there are any.
@@ -150,7 +150,7 @@ class CollapsedBound:
         start: Start | None = None,
         tolerance: Any = TOLERANCE,
     ) -> Settled:
-        """The Gaussian that maximises the bound.
+        """Find the Gaussian that maximises the bound.
 
         :param problem: from :meth:`problem`.
         :param start: factors to start from, if there are any.
@@ -185,8 +185,8 @@ class CollapsedBound:
         start: Start | None = None,
         tolerance: Any = TOLERANCE,
     ) -> tuple[Array, Callable[[], dict[str, Array]], Settled]:
-        """The bound, what computes its derivatives in the hyperparameters, and the
-        Gaussian.
+        """Return the bound, a function for its derivatives in the hyperparameters, and
+        the Gaussian.
 
         :param values: constrained hyperparameters and params by name.
         :param arrays: array arguments of the model.
@@ -206,7 +206,8 @@ class CollapsedBound:
         return found.evaluation.bound, gradient, found
 
     def shapes(self, values: dict[str, Any], arrays: Any) -> Any:
-        """Of the factors in a :class:`Start`; values and arrays may be shapes too."""
+        """The shapes of the factors in a :class:`Start`; values and arrays may be
+        shapes too."""
 
         def factors(values: Any, arrays: Any) -> Any:
             return _first_factors(self.view(values, arrays).maps()[JOINT])
@@ -257,7 +258,7 @@ class CollapsedBound:
 
 
 def moments_given(factors: Any, view: JointView) -> Moments:
-    """The Gaussian of certain factors, with a leading axis of 1.
+    """Return the Gaussian of given factors, with a leading axis of 1.
 
     :param factors: on the predictors.
     :param view: of the model at some hyperparameters.
@@ -270,7 +271,7 @@ def _given(factors: Any, map_: Any, prior: Any) -> Any:
 
 
 def _certain(map_: Any) -> Any:
-    """Predictors without variance given the latents."""
+    """Whether predictors have no variance given the latents."""
     if isinstance(map_, PairedMap):
         return map_._replace(single=_certain(map_.single))
     zeros = jnp.zeros_like(map_.residual)
@@ -280,8 +281,8 @@ def _certain(map_: Any) -> Any:
 
 
 def log_factors(map_: Any, factors: Any, z: Array) -> Array:
-    """Logarithm of the product of Gaussian factors at latents (1, size), up to a
-    constant."""
+    """Return the logarithm of the product of Gaussian factors at latents (1, size), up
+    to a constant."""
     single = map_.single if isinstance(map_, PairedMap) else map_
     at = single.given(z).mean
     terms = at * (factors.potential - 0.5 * factors.precision * at)
@@ -292,8 +293,8 @@ def log_factors(map_: Any, factors: Any, z: Array) -> Array:
 
 
 def moved_to(map_: Any, factors: Any, z: Array) -> Any:
-    """Factors as narrow as others, about the predictors at latents (1, size): from wide
-    ones a search may climb over to the highest mode there is."""
+    """Return factors as narrow as the given ones, centred on the predictors at latents
+    (1, size). From wide factors a search might move to the highest mode."""
     paired = isinstance(map_, PairedMap)
     at = (map_.single if paired else map_).given(z).mean
     precision = jnp.maximum(jnp.abs(factors.precision), LEAST)
@@ -303,7 +304,7 @@ def moved_to(map_: Any, factors: Any, z: Array) -> Any:
 
 
 def _first_factors(map_: Any) -> Any:
-    """As if every predictor had been observed with a variance of one at its mean: at a
+    """The factors after observing every predictor with variance one at its mean: at a
     wide prior a likelihood may have no expectation to start from."""
     if isinstance(map_, PairedMap):
         offset = map_.single.offset

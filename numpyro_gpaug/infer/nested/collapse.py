@@ -28,8 +28,8 @@ SITE = "collapsed_bound"
 
 
 def collapse(model: Callable[..., Any]) -> CollapsedModel:
-    r"""A NumPyro model of the hyperparameters of ``model`` alone, its Gaussian latents
-    integrated out by the best Gaussian there is for them.
+    r"""Make a NumPyro model of the hyperparameters of ``model`` alone, with its
+    Gaussian latents integrated out by the best Gaussian approximation.
 
     Its density is the prior of the hyperparameters :math:`\theta` times
     :math:`\exp l(\theta)`, with
@@ -104,8 +104,8 @@ def collapse(model: Callable[..., Any]) -> CollapsedModel:
 
 
 class CollapsedModel:
-    """What :func:`~numpyro_gpaug.collapse` returns: a NumPyro model of the
-    hyperparameters alone, and the way back to latents and predictions.
+    """The result of :func:`~numpyro_gpaug.collapse`: a NumPyro model of the
+    hyperparameters alone, with methods for latents and predictions.
 
     :param model: the model.
     """
@@ -119,7 +119,7 @@ class CollapsedModel:
         update_wrapper(self, model)
 
     def _begin(self, version: Version) -> None:
-        """Nothing is compiled yet.
+        """Discard everything that was compiled.
 
         :param version: of the model.
         """
@@ -129,14 +129,14 @@ class CollapsedModel:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """The model may run inside, as it is now."""
+        """Allow the current model to run inside."""
         with self._watch.running() as version:
             if version != self._version:
                 self._begin(version)
             yield
 
     def _dtype_of(self, samples: dict[str, Any]) -> Any:
-        """What tells the dtypes that draws were made in."""
+        """The arrays that determine the dtype of draws."""
         return samples if self._compiled is None else self._compiled.doubles
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -155,8 +155,8 @@ class CollapsedModel:
     def posterior(
         self, samples: dict[str, Any], *args: Any, num_points: int = 64, **kwargs: Any
     ) -> Posterior:
-        r"""Predictions averaged over draws of the hyperparameters: mixtures, as
-        :meth:`NestedVI.posterior <numpyro_gpaug.NestedVI.posterior>` makes them.
+        r"""Return predictions averaged over draws of the hyperparameters: mixtures, as
+        for :meth:`NestedVI.posterior <numpyro_gpaug.NestedVI.posterior>`.
 
         Given hyperparameters the latents have the Gaussian that attains the bound:
         their posterior, with Normal likelihoods, and an approximation with others, as
@@ -183,10 +183,10 @@ class CollapsedModel:
     def sample_latents(
         self, key: Array, samples: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Array]:
-        """Draws of all sites, hyperparameters, Gaussian latents and deterministic
-        ones, as those of NUTS on the whole model: ``Predictive(model, draws)`` takes
-        them. At each draw of the hyperparameters the latents are drawn once from the
-        Gaussian that :meth:`posterior` has there.
+        """Draw all sites (hyperparameters, Gaussian latents and deterministic sites) in
+        the form of NUTS draws of the whole model, so that ``Predictive(model, draws)``
+        takes them. At each draw of the hyperparameters the latents are drawn once from
+        the Gaussian that :meth:`posterior` uses there.
 
         :param key: random key.
         :param samples: as for :meth:`posterior`.

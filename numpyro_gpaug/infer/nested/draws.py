@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs: where hyperparameters are drawn, and the weighted draws that come of it."""
+"""Runs of ``NestedVI``: proposals of hyperparameters, and weighted draws from them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WARMUP = 500
 
 @dataclass
 class Run:
-    """What a run has drawn.
+    """The draws of a run.
 
     :param programs: of the model at its arguments.
     :param arrays: array arguments of the model.
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def certified(self) -> bool:
-        """Whether the draws are of the posterior, up to Monte Carlo error."""
+        """Whether the draws are from the posterior, up to Monte Carlo error."""
         return self.weighted.certified and self.searched.all_drawn
 
     def sites(self, *, deterministic: bool) -> dict[str, Array]:
@@ -140,8 +140,8 @@ class Run:
         return weighted.points, logsumexp(weighted.log_weights, 1)
 
     def gaussians(self, num: int) -> tuple[np.ndarray, dict[str, Array], Any]:
-        """At several hyperparameters their log-weights, their values by name and the
-        moments of the Gaussian given them, members first.
+        """Return, at several hyperparameters, their log-weights, their values by name,
+        and moments of the Gaussian given them, members first.
 
         :param num: how many, if there are as many.
         """
@@ -163,8 +163,8 @@ class Run:
         return shares.ravel(), values, moments
 
     def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
-        """The sites that a table is of: all but deterministic ones and inducing values,
-        which are whitened."""
+        """The sites in a table: all but deterministic ones and whitened inducing
+        values."""
         functions = self.programs.structure.functions
         hidden = {f"{name}.v" for name in functions} | self._deterministic
         return {k: np.asarray(x) for k, x in sites.items() if k not in hidden}
@@ -190,7 +190,7 @@ def integrated(
     num_points: int,
     progress_bar: bool,
 ) -> Run:
-    """Importance sampling of the hyperparameters.
+    """Integrate the hyperparameters by importance sampling.
 
     :param programs: of the model.
     :param key: random key.
@@ -267,8 +267,8 @@ def sampled(
     num_points: int,
     progress_bar: bool,
 ) -> Run:
-    """NUTS on the collapsed model, for more hyperparameters than importance sampling
-    can take; parameters as for :func:`integrated`."""
+    """Run NUTS on the collapsed model, for more hyperparameters than importance
+    sampling allows; parameters as for :func:`integrated`."""
     draws, rng = programs.num_draws, generator(key, 1)
     density = programs.collapsed
     with clock.part("NUTS on the collapsed model"):
@@ -321,10 +321,10 @@ def best_width(
     kinds: np.ndarray,
     latents: int,
 ) -> float:
-    """The largest width whose weights vary, at the same point, by at most a fifth more
-    than those of the best: what no draw has seen, a larger one covers. Draws of all
-    widths estimate it for each, weighed as draws of their mixture: those of the widest
-    see tails that the narrowest miss.
+    """Return the largest proposal width whose weights vary, at the same point, at most
+    a fifth more than those of the best: a larger width also covers regions that no draw
+    has reached. Draws of all widths estimate this for each, weighted as draws from
+    their mixture: the widest reach tails that the narrowest miss.
 
     :param ratios: log-weights of draws, each of a width of its own, (n, draws).
     :param squares: squared lengths of the noise that they are made of, (n, draws).
@@ -353,7 +353,7 @@ def _further_modes(
     log_weights: np.ndarray,
     precise: bool,
 ) -> list[Mode]:
-    """Modes that the first draws point to."""
+    """Return modes that the first draws suggest."""
     weights = log_weights - np.logaddexp.reduce(log_weights)
     while len(modes) < MOST_MODES:
         begin = another(modes, points, weights)

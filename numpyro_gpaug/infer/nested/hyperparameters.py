@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hyperparameters of a model, with all Gaussian latents and observations left
-out."""
+"""The hyperparameters of a model, without its Gaussian latents and observations."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ from numpyro_gpaug.model.structure import Trace, any_key, without_gaussians
 def compiled(
     function: Callable[..., Any], *, runs: int, **options: Any
 ) -> Callable[..., Any]:
-    """A program that runs the model: one thread at a time traces it, without NumPyro's
-    checks of parameters, which were made when the model was read. Of traced values they
-    see nothing, and each of their operations is compiled.
+    """Compile a function that runs the model. One thread at a time traces it, without
+    NumPyro's checks of parameters. Those were made when the model was read; for traced
+    values they check nothing, and each of their operations would be compiled.
 
     :param function: what is compiled.
     :param runs: how often it is expected to run.
@@ -50,7 +49,7 @@ def compiled(
 def declared(
     model: Callable[..., Any], structure: JointStructure, args: Any, kwargs: Any
 ) -> Trace:
-    """The sites of hyperparameters and params, as handlers outside see them.
+    """The sites of hyperparameters and params, as outer handlers expect them.
 
     :param model: the model.
     :param structure: what it is made of.
@@ -75,15 +74,15 @@ def declared(
 
 
 def transform_of(site: dict[str, Any]) -> Any:
-    """From unconstrained values to those of a site."""
+    """The transform from unconstrained values to the values of a site."""
     if site["type"] == "param":
         return biject_to(site["kwargs"].get("constraint", constraints.real))
     return biject_to(site["fn"].support)
 
 
 def sizes(trace: Trace) -> dict[str, Any]:
-    """Return how far values move as the unconstrained ones move by one, in trees as the
-    values are.
+    """Return the change of the values for a unit change of the unconstrained ones, in
+    trees of the same form as the values.
 
     :param trace: from :func:`declared`.
     """
@@ -136,8 +135,8 @@ class Hyperparameters:
             return wrap(model)(*args, **kwargs)
 
     def values(self, flat: Array, arrays: Any) -> tuple[dict[str, Array], Array]:
-        """Constrained values by name, and the logarithm of the density of the
-        unconstrained ones under the prior.
+        """Return constrained values by name, and the log-density of the unconstrained
+        ones under the prior.
 
         :param flat: unconstrained, (size,).
         :param arrays: array arguments of the model.
@@ -180,7 +179,7 @@ class Hyperparameters:
         return lax.stop_gradient(sizes(trace))
 
     def _both(self, values: dict[str, Any], arrays: Any) -> tuple[Any, Any]:
-        """Constrained values as the model has them, and unconstrained ones."""
+        """Constrained values in the form of the model, and unconstrained ones."""
         trace = self._trace(
             arrays,
             lambda model: handlers.substitute(
@@ -191,13 +190,13 @@ class Hyperparameters:
 
     @one_thread
     def flatten(self, values: dict[str, Any], arrays: Any) -> Array:
-        """Constrained values as an unconstrained vector."""
+        """Return constrained values as an unconstrained vector."""
         return ravel_pytree(self._both(values, arrays)[1])[0]
 
     def prior_draws(
         self, arrays: Any, num: int, rng: np.random.Generator
     ) -> np.ndarray:
-        """Unconstrained draws from the prior, (num, size).
+        """Draw unconstrained values from the prior, (num, size).
 
         :param arrays: array arguments of the model.
         :param num: how many.

@@ -39,8 +39,8 @@ DRAWS, MOST_DRAWS, MOST_NUMBERS = 8, 32, 2**24
 
 
 class NestedVI(Displayed):
-    r"""Latent Gaussian models with their hyperparameters integrated, and a certificate:
-    weighted draws of the exact posterior, with the interface of
+    r"""Latent Gaussian models with their hyperparameters integrated: weighted draws
+    from the exact posterior, with a certificate. The interface is that of
     :class:`numpyro.infer.MCMC`.
 
     Given hyperparameters :math:`\theta` the Gaussian latents :math:`z` are fitted by
@@ -167,7 +167,7 @@ class NestedVI(Displayed):
         self._samples: dict[str, Array] | None = None
 
     def _begin(self, version: Version) -> None:
-        """Nothing is compiled yet.
+        """Discard everything that was compiled.
 
         :param version: of the model.
         """
@@ -184,7 +184,7 @@ class NestedVI(Displayed):
         init_params: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Draws from the posterior.
+        """Draw from the posterior.
 
         :param rng_key: random key.
         :param args: the model's arguments, observations included.
@@ -204,7 +204,7 @@ class NestedVI(Displayed):
     def _run_now(
         self, rng_key: Array, args: Any, kwargs: Any, init_params: Any
     ) -> None:
-        """See :meth:`run`; of the model as it is."""
+        """Run with the model as it is; see :meth:`run`."""
         check_key(rng_key)
         clock = Clock()
         with clock.part("reading the model"):
@@ -249,10 +249,10 @@ class NestedVI(Displayed):
     def get_samples(
         self, *, group_by_chain: bool = False, weighted: bool = False
     ) -> dict[str, Array]:
-        """Draws of all sites by name: hyperparameters, Gaussian latents, deterministic
-        sites, each in the shape that it has in the model: the groups and steps of the
-        fit. New groups, and steps beyond, are for ``posterior().predict_y``: NumPyro's
-        ``Predictive`` would read the last ones in their place.
+        """Return draws of all sites by name: hyperparameters, Gaussian latents and
+        deterministic sites, in the shapes of the model, with the groups and steps of
+        the fit. Predict new groups, and steps beyond, with ``posterior().predict_y``:
+        NumPyro's ``Predictive`` would use the last ones in their place.
 
         :param group_by_chain: whether to give them a leading axis of chains (one, or
             those of ``correct="mcmc"``).
@@ -273,7 +273,7 @@ class NestedVI(Displayed):
         return dict(samples)
 
     def get_extra_fields(self) -> dict[str, Any]:
-        """What is known besides the draws.
+        """Return diagnostics of the run: weights, k-hat, evidence, times.
 
         * ``log_weights``: Pareto-smoothed and normalised, one per weighted draw;
           ``log_ratios``: as they were;
@@ -307,8 +307,8 @@ class NestedVI(Displayed):
         }
 
     def posterior(self, num_points: int = 64) -> Posterior:
-        r"""Predictions that carry the uncertainty of the hyperparameters: mixtures of
-        those at several :math:`\theta`, with their posterior weights.
+        r"""Return predictions that include the uncertainty of the hyperparameters:
+        mixtures over several :math:`\theta`, with their posterior weights.
 
         What is exact: the weights of the :math:`\theta`, up to Monte Carlo error, where
         the run is certified. What is not, but for Normal likelihoods: the latents given
@@ -342,9 +342,9 @@ class NestedVI(Displayed):
             return mixture(run.programs, self.arguments, values, moments, log_weights)
 
     def print_summary(self) -> None:
-        """Prints a table of all latents but inducing values, which are whitened
+        """Print a table of all latents except whitened inducing values
         (``nested.posterior().predict_f`` has the process), the certificate, the
-        evidence, and where the time went.
+        evidence, and the times of the parts of the run.
 
         ``n_eff`` is what the draws are worth for the mean of that entry.
 
@@ -354,7 +354,7 @@ class NestedVI(Displayed):
         print(lines(run))
 
     def summary(self) -> Any:
-        """The table of :meth:`print_summary`, a :class:`pandas.DataFrame`.
+        """Return the table of :meth:`print_summary`, a :class:`pandas.DataFrame`.
 
         :raises RuntimeError: before a run.
         """
@@ -367,8 +367,8 @@ class NestedVI(Displayed):
 
     @property
     def certified(self) -> bool:
-        """Whether the weighted draws are certified to be of the exact posterior, up to
-        Monte Carlo error; where they are not, ``correct="mcmc"`` draws others.
+        """Whether the weighted draws are certified to be from the exact posterior, up
+        to Monte Carlo error. If not, use ``correct="mcmc"``.
 
         :raises RuntimeError: before a run.
         """
@@ -385,7 +385,7 @@ class NestedVI(Displayed):
 
     @property
     def latents(self) -> tuple[str, ...]:
-        """Names of the latent sites: hyperparameters, then Gaussian latents.
+        """The names of the latent sites: hyperparameters, then Gaussian latents.
 
         :raises RuntimeError: before a run.
         """
@@ -405,7 +405,7 @@ class NestedVI(Displayed):
         return self._run
 
     def _draws_at(self, bound: CollapsedBound) -> int:
-        """Draws of the latents at each of the hyperparameters."""
+        """Draw the latents at each of the hyperparameters."""
         if self.num_draws is not None:
             return self.num_draws
         structure = bound.structure
@@ -434,7 +434,7 @@ def _start(
     arrays: Any,
     prior: np.ndarray,
 ) -> np.ndarray:
-    """Where the search for the mode starts, unconstrained.
+    """The start of the search for the mode, unconstrained.
 
     :param hyper: the hyperparameters.
     :param init_params: see :meth:`NestedVI.run`.

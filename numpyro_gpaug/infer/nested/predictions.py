@@ -28,7 +28,7 @@ def mixture(
     moments: Any,
     log_weights: np.ndarray | None = None,
 ) -> Posterior:
-    """Predictions averaged over hyperparameters.
+    """Average predictions over hyperparameters.
 
     :param programs: of the model.
     :param arguments: of the fit.
@@ -50,7 +50,7 @@ def mixture(
 
 
 def refuse_params(bound: CollapsedBound, what: str) -> None:
-    """Raises for params: they have no prior.
+    """Raise for params, which have no prior.
 
     :param what: what needs one.
     """
@@ -82,8 +82,8 @@ class AtDraws:
             self._start = Start(first.factors, np.ones(1, bool))
 
     def gaussians(self, num: int) -> Any:
-        """Hyperparameters by name and moments of the Gaussian at some of the draws,
-        evenly spread over them.
+        """Return hyperparameters by name, and moments of the Gaussian, at some of the
+        draws, evenly spaced.
 
         :param num: how many, if there are as many.
         """
@@ -96,7 +96,8 @@ class AtDraws:
             return values, moments
 
     def sites(self, key: Array) -> dict[str, Array]:
-        """Values of all sites, the Gaussian latents drawn once at each draw.
+        """Return values of all sites, with the Gaussian latents drawn once at each
+        draw.
 
         :param key: random key.
         """

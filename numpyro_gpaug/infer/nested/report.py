@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says of itself: its certificate, its table, and where its time went."""
+"""The report of a run: its certificate, its table, and the times of its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Counts what is done inside."""
+        """Add the time spent inside to a part."""
         since = time.perf_counter()
         try:
             yield
@@ -35,7 +35,7 @@ class Clock:
 
 
 def certificate(run: Any) -> str:
-    """What k-hat says of the draws.
+    """State in words what k-hat implies for the draws.
 
     :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
     """
@@ -65,7 +65,7 @@ def certificate(run: Any) -> str:
 
 
 def overview(run: Any) -> list[tuple[str, str]]:
-    """The run in rows.
+    """The run as rows of a table.
 
     :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
     """

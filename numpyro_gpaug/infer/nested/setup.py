@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a model before its Gaussian latents are integrated."""
+"""The collapsed bounds of a model, found before its Gaussian latents are integrated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST = 8
 
 
 class _Left:
-    """In the place of an autoguide: leaves all other latents to whoever calls.
+    """A substitute for an autoguide that leaves all other latents to the caller.
 
     :param model: of those latents.
     """
@@ -36,8 +36,8 @@ class _Left:
 
 
 class _OfManyPoints(AutoLatentGaussian):
-    """Fits at many hyperparameters. Where there are groups enough to be weighed apart,
-    they are held as such."""
+    """The purpose of fits at many hyperparameters: groups are represented as such if
+    there are enough of them to be weighted separately."""
 
     _purpose = Purpose(FEWEST, MOST)
 
@@ -59,8 +59,8 @@ class CollapsedBounds:
     def at(
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CollapsedBound:
-        """That for arguments of these shapes. The model is read for them, and again for
-        other data, which are checked so; traced ones are not looked at.
+        """Return the bound for arguments of these shapes. The model is read for them,
+        and again for other data, which checks the data; traced data are not checked.
 
         :param arguments: the model's arguments.
         :param args: the same, as they were given.

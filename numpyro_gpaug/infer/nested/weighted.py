@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted draws, and what follows from them; in double precision, on the host."""
+"""Weighted draws, and statistics of them; in double precision, on the host."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Weighted:
         normalised: bool,
         alike: int = 1,
     ) -> Weighted:
-        """Weighted draws, of which some may have failed.
+        """Make weighted draws, of which some may have failed.
 
         :param ratios: as ``log_ratios``; NaN where the model could not be evaluated.
         """
@@ -63,8 +63,9 @@ class Weighted:
 
     @cached_property
     def khat(self) -> float:
-        """Shape of the tail of the weights: of hyperparameters with a draw of the
-        latents each, and of hyperparameters with the mean over their draws; the larger.
+        """The tail shape of the weights: the larger of those of hyperparameters with
+        one draw of the latents each, and of hyperparameters with the mean over their
+        draws.
 
         Draws at the same hyperparameters have weights that are alike, and a tail of
         ties has no shape: one draw of each at a time, and the mean over these.
@@ -77,20 +78,20 @@ class Weighted:
 
     @property
     def limit(self) -> float:
-        """The largest k-hat at which so many weighted points give estimates whose
-        error shrinks as it should: ``min(1 - 1 / log10(n), 0.7)``, which is 0.63 for
-        512 of them (Vehtari, Simpson, Gelman, Yao and Gabry, 2024)."""
+        """The largest k-hat at which estimates from so many weighted points are
+        reliable: ``min(1 - 1 / log10(n), 0.7)``, which is 0.63 for 512 of them
+        (Vehtari, Simpson, Gelman, Yao and Gabry, 2024)."""
         return min(1 - 1 / np.log10(len(self.points)), LARGEST_KHAT)
 
     @property
     def certified(self) -> bool:
-        """Whether the draws are of the posterior, up to Monte Carlo error."""
+        """Whether the draws are from the posterior, up to Monte Carlo error."""
         return bool(self.khat <= self.limit and self.loss <= LARGEST_LOSS)
 
     @cached_property
     def loss(self) -> float:
-        """About how much of the posterior's mass is where the model could not be
-        evaluated: such points would weigh what their nearest neighbours weigh."""
+        """The approximate share of the posterior's mass where the model could not be
+        evaluated, if such points had the weights of their nearest neighbours."""
         if not self.failed.any() or self.points.shape[1] == 0:
             return float(self.failed.mean())
         from scipy.spatial import KDTree  # a tenth of a second to import
@@ -104,20 +105,21 @@ class Weighted:
 
     @cached_property
     def log_weights(self) -> np.ndarray:
-        """Pareto-smoothed and normalised, (n, draws)."""
+        """Logarithms of the weights, Pareto-smoothed and normalised, (n, draws)."""
         columns = [_smoothed(x) for x in self.log_ratios.T[:: self.alike]]
         found = np.repeat(np.stack(columns, 1), self.alike, 1)
         return found - logsumexp(found)
 
     @property
     def effective_size(self) -> float:
-        """What all draws are worth, were they independent, but for those alike."""
+        """The number of independent draws that all draws are worth; equal draws count
+        once."""
         each = self.log_weights[:, :: self.alike] + np.log(self.alike)
         return float(1 / np.exp(2 * each).sum())
 
     @property
     def effective_points(self) -> float:
-        """What the hyperparameters are worth."""
+        """The number of independent points that the hyperparameters are worth."""
         return float(1 / np.exp(2 * logsumexp(self.log_weights, 1)).sum())
 
     @property
@@ -127,8 +129,8 @@ class Weighted:
 
     @property
     def log_evidence_error(self) -> float:
-        """Its standard error. Points count as independent, which quasi-random ones are
-        not: it errs on the large side."""
+        """The standard error of the evidence. Points count as independent, which
+        quasi-random ones are not, so it is too large rather than too small."""
         if not self.normalised:
             return np.nan
         each = log_mean_exp(self.log_ratios, 1)
@@ -146,8 +148,8 @@ class Weighted:
         return rng.permutation(np.searchsorted(edges, places).clip(0, edges.size - 1))
 
     def table(self, sites: dict[str, np.ndarray]) -> dict[str, list[float]]:
-        """Mean, standard deviation, quantiles and effective draws of every entry; of
-        one that is the same in all draws, not a number of these.
+        """Return mean, standard deviation, quantiles and effective draws of every
+        entry. An entry that is equal in all draws has no number of effective draws.
 
         :param sites: values by name, (n * draws, ...).
         """
@@ -182,9 +184,9 @@ class Weighted:
 def stratified(
     points: np.ndarray, log_weights: np.ndarray, num: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fewer points in the place of weighted ones, and their log-weights, normalised:
-    all that have a weight where there are no more than asked for, otherwise a
-    systematic sample along the direction in which they are spread most.
+    """Replace weighted points by fewer, and their normalised log-weights: all that have
+    a weight if there are no more than requested, otherwise a systematic sample along
+    the direction of their largest spread.
 
     :param points: (n, d).
     :param log_weights: (n,).
@@ -209,8 +211,8 @@ def stratified(
 
 
 def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
-    """Log-ratios with their largest replaced by quantiles of a Pareto law: one draw far
-    out must not stand for all."""
+    """Log-ratios whose largest values are replaced by quantiles of a Pareto
+    distribution, so that a single far draw does not stand for all."""
     if len(log_ratios) < 25 or not np.isfinite(log_ratios).any():
         return log_ratios
     kept = np.maximum(log_ratios, log_ratios.max() - 700)
@@ -230,7 +232,7 @@ def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
 
 
 def _tail_shape(log_ratios: np.ndarray) -> float:
-    """k-hat of weights to which exponential noise of a tenth of their mean is added.
+    """k-hat of the weights after adding exponential noise of a tenth of their mean.
 
     The shape of a tail is that of its exceedances, however small: weights that all are
     within a fifth of their mean have any shape. A tail that matters is larger than the

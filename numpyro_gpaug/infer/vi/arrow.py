@@ -48,7 +48,7 @@ class ArrowRows:
     def read(
         self, block: int, into: dict[str, np.ndarray] | None = None
     ) -> dict[str, np.ndarray]:
-        """The arrays of a block, by name of an argument, of the dtypes that JAX will
+        """Return the arrays of a block, by argument name, with the dtypes that JAX will
         give them.
 
         :param block: its number.
@@ -78,7 +78,8 @@ class ArrowRows:
 
 
 def _split(fragment: Any) -> list[tuple[Any, int]]:
-    """Row groups of Parquet, else the file, and the rows of each."""
+    """Return the row groups of Parquet files, or else the files, with their numbers of
+    rows."""
     if not hasattr(fragment, "split_by_row_group"):
         return [(fragment, fragment.count_rows())]
     # Of one row group, count_rows is that of the file.

@@ -32,8 +32,9 @@ PATIENCE = 300.0
 
 
 class Blocks:
-    """All data, read block by block in every step of a fit, in place of a model's
-    arguments: ``svi.run(key, num_steps, blocks, inducing=Z)``. A thread reads ahead.
+    """All data, read block by block in every step of a fit. Pass it instead of the
+    model's arguments: ``svi.run(key, num_steps, blocks, inducing=Z)``. A thread reads
+    ahead.
 
     Factors of the likelihood are sums over rows, and so is the gradient in
     hyperparameters: steps are those of data in memory, to rounding. Where
@@ -99,9 +100,9 @@ class Blocks:
 
     @property
     def ahead(self) -> int:
-        """Batches that are read ahead. Arrays are read in large parts: as many that
-        the next part is read from when steps on the last begin, and not when all of it
-        is used up. A loader makes each anew."""
+        """The number of batches to read ahead. Arrays are read in large parts; reading
+        of the next part begins when steps on the last one begin, and not when it is
+        used up. A loader makes each batch anew."""
         if self._loads:
             return AHEAD
         return max(AHEAD, (SHUFFLED + max(self._source.sizes)) // self.size)
@@ -124,7 +125,7 @@ class Blocks:
         return found
 
     def _loaded(self, start: int, slack: int) -> Iterator[Any]:
-        """One iteration over a loader, checked.
+        """Iterate once over a loader, with checks.
 
         :param start: batches that are left.
         :param slack: rows that it may have left out at its end.
@@ -153,7 +154,7 @@ class Blocks:
 
 
 class Batches(Blocks):
-    """Minibatches that are read while a fit goes on, in place of a model's arguments:
+    """Minibatches that are read during a fit. Pass it instead of the model's arguments:
     ``svi.run(key, num_steps, batches, inducing=Z)``. A thread reads ahead.
 
     A step sees one batch, which stands for all rows: the model is written for all data,
@@ -204,11 +205,12 @@ class Batches(Blocks):
         self._seed = seed
 
     def __len__(self) -> int:
-        """Number of batches in an epoch."""
+        """The number of batches in an epoch."""
         return self.rows // self.size
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
-        """The batches of an epoch, shuffled; the same number gives the same ones.
+        """Yield the batches of an epoch, shuffled; the same number gives the same
+        batches.
 
         :param number: of the epoch, from 0.
         :param start: the first batch that is wanted.
@@ -245,8 +247,8 @@ class Batches(Blocks):
                     yield jax.tree.map(lambda x, i=some: x.take(i, axis=0), held)
 
     def _gathered(self, groups: list[list[int]], most: int) -> Iterator[Any]:
-        """Groups of blocks, one after the other in arrays that have rows for more; what
-        these hold is there until the next group but one is asked for.
+        """Yield groups of blocks, one after the other, in arrays with room for more
+        rows. Their contents are valid until the next group but one is requested.
 
         :param most: rows of a group.
         """
@@ -276,7 +278,7 @@ def _first(loader: Iterable[Any], timeout: float | None) -> Any:
 
 
 def check_batch(batch: Any, like: Any, size: int) -> None:
-    """Raises for a batch that is not as the first one.
+    """Raise if a batch differs in form from the first one.
 
     :param batch: a tuple or dict of arrays.
     :param like: the first.
@@ -326,8 +328,8 @@ def _is_arrays(source: Any) -> bool:
 
 
 def _check_no_arrays(source: Any) -> None:
-    """Raises for arrays, or what was meant to be some, in another form than
-    :func:`_is_arrays` takes."""
+    """Raise for arrays, or intended arrays, in another form than :func:`_is_arrays`
+    accepts."""
     parts = list(source.values()) if isinstance(source, dict) else source
     if isinstance(parts, list | tuple):
         meant = not isinstance(source, list) or any(hasattr(x, "shape") for x in parts)
@@ -343,12 +345,13 @@ def _check_no_arrays(source: Any) -> None:
 
 
 def _kept(batch: Any) -> Any:
-    """Of a loader, which may fill the same arrays again while this one waits."""
+    """Copy a batch of a loader, which may fill the same arrays again while this one
+    waits."""
     return jax.tree.map(np.copy, _plain(batch))
 
 
 def _plain(batch: Any) -> Any:
-    """A tuple or dict of NumPy arrays, of the dtypes that JAX will give them."""
+    """Return a tuple or dict of NumPy arrays with the dtypes that JAX gives them."""
 
     def array(leaf: Any) -> np.ndarray:
         found = np.asarray(leaf)

@@ -16,8 +16,8 @@ from numpyro_gpaug.math.files import read, refusing, typed, write
 
 
 def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
-    """Writes a state to a file of plain arrays, replaced at once: there is always a
-    whole one.
+    """Write a state to a file of plain arrays. The file is replaced atomically, so that
+    a complete one always exists.
 
     :param path: the file, ``.npz``.
     :param state: of a fit.
@@ -53,7 +53,8 @@ def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
 
 
 def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateState:
-    """The state in a file; a run goes on from it as if it had not ended, bit for bit.
+    """Read a state from a file. A run continues from it bit for bit, as if it had not
+    ended.
 
     :param path: from :func:`save_state`.
     :param like: a state of the same model, guide and data, from ``svi.init``.
@@ -88,7 +89,7 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
 
 
 def check_state(state: Any, name: str) -> None:
-    """Raises for what is no state, such as a result.
+    """Raise for anything but a state, such as a result.
 
     :param name: of the argument.
     :raises TypeError: naming it.

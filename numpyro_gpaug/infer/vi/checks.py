@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ConjugateSVI checks of arguments: all before a fit, new data before a step."""
+"""Checks of arguments by ConjugateSVI: all before a fit, new data before a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_fit(
     *,
     begins: bool = False,
 ) -> Arguments:
-    """Sets up a guide, and raises for a model or arguments that cannot be fitted.
+    """Set up a guide, and raise for a model or arguments that cannot be fitted.
 
     :param model: the model.
     :param guide: its guide.
@@ -74,7 +74,7 @@ def check_fit(
 
 
 def check_run(rng_key: Any, num_steps: int, tol: float | None) -> None:
-    """Raises for arguments of a run that make no sense.
+    """Raise for invalid arguments of a run.
 
     :raises ValueError: naming the argument.
     """
@@ -87,8 +87,8 @@ def check_run(rng_key: Any, num_steps: int, tol: float | None) -> None:
 def check_alike(
     mesh: Mesh | None, rng_key: Any, num_steps: int, tol: float | None, state: Any
 ) -> None:
-    """Raises, in all processes that share rows, where they are to run unlike things:
-    they would wait for each other for ever, or each find numbers of its own.
+    """Raise, in all processes that share rows, if they are about to do different runs.
+    Otherwise they would wait for each other for ever, or compute different numbers.
 
     :param mesh: of the rows.
     :param rng_key: of the run, as are the number of steps and the tolerance.
@@ -112,7 +112,7 @@ def check_alike(
 
 
 def check_latents(structure: Structure, mesh: Mesh | None) -> None:
-    """Raises if a mesh has an axis for latents that cannot be shared out along it.
+    """Raise if a mesh has an axis for latents along which they cannot be sharded.
 
     :param structure: of the model.
     :param mesh: from :func:`~numpyro_gpaug.math.sharding.rows_mesh`.
@@ -133,7 +133,7 @@ def check_latents(structure: Structure, mesh: Mesh | None) -> None:
 
 
 def check_gaussian(structure: Structure) -> None:
-    """Raises where there is no Gaussian to fit.
+    """Raise if there is no Gaussian to fit.
 
     :param structure: of the model.
     :raises ValueError: saying what could be one.
@@ -160,7 +160,7 @@ def _nothing_gaussian(structure: Structure) -> str:
 
 
 def check_basis(state: Any, structure: Structure) -> None:
-    """Raises for a state whose numbers are coordinates in another basis.
+    """Raise for a state whose numbers are coordinates in another basis.
 
     :param state: of a fit.
     :param structure: of the model, as its guide has it.
@@ -186,8 +186,8 @@ def warn_of_units(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Warn of measurements that a converged fit does not reach, as those in units of a
-    million under priors of unit scale.
+    """Warn about measurements that a converged fit explains badly, such as those in
+    units of a million under priors of unit scale.
 
     :param loss: minus the bound, or minus the log-evidence.
     :param model: the model.
@@ -234,8 +234,8 @@ def warn_of_units(
 
 
 class CheckedData:
-    """Arguments of single steps, checked unless they are those of the last step; of
-    traced ones no values.
+    """Arguments of single steps, checked unless they equal those of the last step;
+    values of traced ones are not checked.
 
     :param model: the model.
     :param guide: its guide.
@@ -252,7 +252,7 @@ class CheckedData:
     def __call__(
         self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Arguments, np.uint32]:
-        """The arguments, and the fingerprint of their arrays.
+        """Return the arguments, and the fingerprint of their arrays.
 
         :param state: of the fit.
         :param args: the model's arguments.

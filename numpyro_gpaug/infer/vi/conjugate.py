@@ -67,7 +67,7 @@ T = TypeVar("T")
 def _of_the_model_now(
     method: Callable[P, T],
 ) -> Callable[P, T]:
-    """A method of a fitter for the model as it is when it is called: globals that the
+    """Decorate a method of a fitter so that it uses the current model: globals that the
     model reads may have changed."""
 
     @wraps(method)
@@ -85,7 +85,7 @@ def _of_the_model_now(
 
 class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     r"""Variational inference with closed-form (natural-gradient) updates of every
-    Gaussian block; hyperparameters are learnt from the same bound.
+    Gaussian block; hyperparameters are learnt on the same bound.
 
     Mirrors :class:`numpyro.infer.SVI`: ``init``, ``update``, ``run``, ``evaluate``,
     ``get_params``.
@@ -213,7 +213,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
 
     @one_thread
     def _begin(self, version: Version) -> None:
-        """Nothing is compiled yet.
+        """Discard everything that was compiled.
 
         :param version: of the model.
         """
@@ -233,7 +233,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         init_params: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> ConjugateState:
-        """The initial state: every Gaussian block at its prior.
+        """Return the initial state: every Gaussian block at its prior.
 
         :param rng_key: random key.
         :param args: the model's arguments, as :meth:`run` takes them.
@@ -253,7 +253,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
 
     @one_thread
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
-        """Constrained params of model and guide, the natural parameters among them."""
+        """Return constrained params of model and guide, including the natural
+        parameters."""
         return self._programs.read(state.hyper.values, state.natural)
 
     @_of_the_model_now
@@ -261,7 +262,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     def update(
         self, state: ConjugateState, *args: Any, **kwargs: Any
     ) -> tuple[ConjugateState, Array]:
-        """One step.
+        """Take one step.
 
         :return: the new state and the loss (minus the bound).
         :raises ValueError: as :meth:`init` does, unless state or data are traced.
@@ -278,7 +279,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     @_of_the_model_now
     @one_thread
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
-        """The loss (minus the bound) of a state on these data."""
+        """Return the loss (minus the bound) of a state on these data."""
         arguments, _ = self._checked(state, *partitioned((args, kwargs)))
         self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
@@ -300,7 +301,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         callback: Callable[[ConjugateState, np.ndarray], None] | None = None,
         **kwargs: Any,
     ) -> ConjugateResult:
-        """Runs ``num_steps`` steps, or fewer if ``tol`` is met.
+        """Run ``num_steps`` steps, or fewer if ``tol`` is met.
 
         :param rng_key: random key.
         :param num_steps: number of steps, at most. L-BFGS wants 20 to 90 for a dozen
@@ -421,7 +422,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         )  # fmt: skip
 
     def _turn(self, state: ConjugateState, given: Given) -> bool:
-        """Whether the guide has taken a basis that leaves more of the precision.
+        """Whether the guide has changed to a basis that preserves more of the
+        precision.
 
         :param state: of a fit of which rounding left too little.
         :param given: the arguments of the run.
@@ -442,7 +444,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         given: Given,
         start: Callable[[], ConjugateState] | None,
     ) -> None:
-        """Of what a user should know of a fit.
+        """Warn about properties of the fit that users should know.
 
         :param start: makes the state that it began from, if that is not given.
         """
@@ -462,7 +464,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     def posterior(
         self, fit: ConjugateResult | dict[str, Any], *args: Any, **kwargs: Any
     ) -> Posterior:
-        """The fitted posterior, for prediction.
+        """Return the fitted posterior, for prediction.
 
         :param fit: what :meth:`run` returned; or params, followed by the arguments of
             the fit.

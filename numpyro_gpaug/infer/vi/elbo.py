@@ -38,8 +38,8 @@ BOUNDS = ("exact", "augmented")
 
 
 class TraceAnalytic_ELBO(ELBO):
-    """Evidence lower bound with every Gaussian-process value integrated out; with the
-    guide :class:`~numpyro_gpaug.AutoLatentGaussian`, every Gaussian latent. A loss for
+    """Evidence lower bound with all Gaussian-process values integrated out, or with
+    :class:`~numpyro_gpaug.AutoLatentGaussian` all Gaussian latents. It is a loss for
     :class:`numpyro.infer.SVI`.
 
     The expected log-likelihood is exact (closed form or one-dimensional integrals) for
@@ -76,7 +76,7 @@ class TraceAnalytic_ELBO(ELBO):
         super().__init__(num_particles=num_particles)
 
     def routes(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> dict:
-        """The route of every observed site.
+        """Return the route of every observed site.
 
         :param model: the model; or the guide of its fit, since an
             :class:`~numpyro_gpaug.AutoLatentGaussian` integrates out more latents than
@@ -101,7 +101,7 @@ class TraceAnalytic_ELBO(ELBO):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The loss (negative bound); no mutable state is supported."""
+        """Return the loss (negative bound); mutable state is not supported."""
         arguments = Arguments.split(args, kwargs)
         ours = guide if isinstance(guide, AutoSparseGP | AutoLatentGaussian) else None
         seen: Callable[..., Any] = ModelView
@@ -169,7 +169,7 @@ def _block_moments(guide_trace: Trace, block: Block) -> Moments:
 def mean_over_particles(
     elbo: ELBO, particle: Callable[[Array], Array], rng_key: Array
 ) -> Array:
-    """The mean of ``particle(key)`` over as many draws as ``elbo`` takes."""
+    """Average ``particle(key)`` over as many draws as ``elbo`` takes."""
     if elbo.num_particles == 1:
         return particle(rng_key)
     keys = random.split(rng_key, elbo.num_particles)
@@ -183,7 +183,7 @@ def trace_guide(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Trace:
-    """One draw of a guide (or of a part of it) at its params."""
+    """Draw once from a guide (or from a part of it) at its params."""
     with handlers.seed(rng_seed=key):
         drawn = handlers.trace(handlers.substitute(guide, data=params))
         return drawn.get_trace(*args, **kwargs)
@@ -198,8 +198,8 @@ def view_at(
     key: Array,
     seen: Callable[..., Any] = ModelView,
 ) -> Any:
-    """The model at params, the other latents a guide drew, and one batch, as its guide
-    sees it."""
+    """Return the view of the model by its guide, at params, other latents that a guide
+    drew, and one batch."""
     others = {name: guide_trace[name]["value"] for name in structure.others}
     values = {**params, **others}
     plates = {n: guide_trace[n]["value"] for n in structure.plates if n in guide_trace}
@@ -209,7 +209,8 @@ def view_at(
 
 
 def other_terms(view: Any, guide_trace: Trace) -> Array | float:
-    """Minus the KL of the other latents: analytic if registered, else at the draw."""
+    """Return minus the KL divergence of the other latents: analytic if registered, else
+    at the draw."""
     total: Array | float = 0.0
     for name, site in view.other_sites().items():
         guide_site = guide_trace[name]
@@ -229,8 +230,8 @@ def drawn_indices(
     values: dict[str, Any],
     key: Array,
 ) -> dict[str, Array]:
-    """One draw of the indices of every subsampled plate, so that each run of the model
-    in a step sees the same batch."""
+    """Draw the indices of every subsampled plate once, so that all runs of the model in
+    a step use the same batch."""
     if not structure.subsampled:
         return {}
     filled = {**structure.zeros, **values}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the bound at natural parameters, and how well."""
+"""The bound at natural parameters, and its accuracy."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from numpyro_gpaug.math.affine import Marginals
 
 
 def relative_rounding(dtype: Any) -> float:
-    """By what part of the terms that it is summed from a bound may seem to fall by
-    rounding alone."""
+    """The relative tolerance when two bounds are compared: a smaller decrease may be
+    rounding error."""
     return 32 * float(jnp.finfo(dtype).eps)
 
 
 def share_of_walk(marginals: Any) -> float:
-    """Of :func:`relative_rounding`, what a sum of so many terms is off by: errors are a
-    random walk. Where moves may lower the bound by more, they go to and fro around
-    their fixed point: counts of thousands make bounds of 1e5 nats, and 32 units in the
-    last place are nats.
-    """
+    """The part of :func:`relative_rounding` that is due to summing so many terms:
+    errors are a random walk. With a larger tolerance moves would alternate around their
+    fixed point: counts of thousands make bounds of 1e5 nats, and 32 units in the last
+    place are nats."""
     terms = sum(x.size for x in jax.tree.leaves(marginals))
     return min(1.0, (4 + math.sqrt(terms)) / 128)
 
 
 class Evaluation(NamedTuple):
-    """The bound at natural parameters, and all that the next update needs.
+    """The bound at natural parameters, and everything that the next update needs.
 
     :param bound: evidence lower bound.
     :param expected: the expected log-likelihood in it.
@@ -56,12 +55,12 @@ class Evaluation(NamedTuple):
 
     @property
     def rounding(self) -> Array:
-        """How far the bound may seem to fall by rounding alone, at most."""
+        """The largest decrease of the bound that rounding alone may cause."""
         return self.slack / share_of_walk(self.marginals)
 
 
 class Place(NamedTuple):
-    """Where a block is.
+    """The position of a block.
 
     :param mean: of its latents.
     :param rows: means of its predictors.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as it goes: the length of its loops, its progress bar, and Ctrl-C."""
+"""The progress of a run: the length of its loops, its progress bar, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ended_in: FrameType | None = None
 
 
 class Pace:
-    """How long the loops of a program should be.
+    """The number of steps in the loops of a program.
 
     :param size: number of entries of its data.
     :ivar length: steps of the next loop.
@@ -46,7 +46,7 @@ class Pace:
         self._shortest, self._speed, self._pays = CHUNK, 0.0, True
 
     def took(self, steps: int, seconds: float) -> None:
-        """Notes a loop.
+        """Record a loop.
 
         :param steps: of it.
         :param seconds: that it took, or more: what compiles the first is in them.
@@ -62,9 +62,9 @@ class Pace:
 
 
 class Progress:
-    """Divides a run into compiled loops of about a second, or of up to ten where steps
-    are quicker for it, between which it can be shown, looked at and interrupted. Where
-    it is divided changes no result.
+    """Divide a run into compiled loops of about a second, or of up to ten if steps are
+    then quicker. Between loops the run can be shown, inspected and interrupted. The
+    division does not change results.
 
     The first Ctrl-C ends the run after the present loop, and is passed on if that was
     the last one; a second one, in this run or a later one of the same script or
@@ -131,22 +131,23 @@ class Progress:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run has reached its end."""
         return self.at_rest or self.taken >= self._num_steps
 
     @property
     def over(self) -> bool:
-        """Whether the run ends by itself here, or was interrupted."""
+        """Whether the run ends here by itself, or was interrupted."""
         return self._ends or self.is_whole
 
     def next(self) -> int:
-        """Steps of the next loop: none after the last, or after Ctrl-C."""
+        """Return the number of steps of the next loop: zero at the end, or after
+        Ctrl-C."""
         # Minibatches are judged at whole loops, wherever the clock divides the run.
         left = min(self._num_steps - self.taken, CHUNK - self.taken % CHUNK)
         return 0 if self.over else min(self._pace.length, left)
 
     def took(self, losses: np.ndarray) -> None:
-        """Notes a loop that has ended.
+        """Record a loop that has ended.
 
         :param losses: those of its steps; none, if the last loop ended at its limit
             for another reason.
@@ -183,7 +184,8 @@ def _script() -> FrameType:
 
 
 def steps_compared(structure: Structure) -> int:
-    """Steps whose mean loss is compared with that of as many before: an epoch."""
+    """The number of steps whose mean loss is compared with that of as many steps
+    before: an epoch."""
     if not structure.subsampled:
         return CHUNK
     return epoch_length(structure)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of which a fit says nothing, and ends.
+"""Warnings about inputs that a fit does not explain, and about degenerate ends.
 
 With ``k(x, Z)`` next to zero the inducing values explain none of the prior variance of
 ``f(x)``: no datum moves them, the bound is at its optimum at once, and predictions are
@@ -56,9 +56,9 @@ def warn_of_reach(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Warns of processes whose inducing inputs are out of reach of most rows, and of
-    those that were constants or white noise, as the rows see them, while
-    hyperparameters were learnt from there.
+    """Warn about processes whose inducing inputs are uncorrelated with most rows, and
+    about processes that stayed constant, or white noise, at the data throughout
+    learning.
 
     :param state: of a fit.
     :param structure: of the model.
@@ -95,8 +95,8 @@ def warn_of_reach(
 
 
 def _diagnosis(conditional: Conditional) -> str | None:
-    """What is wrong with a process; ``None`` if the prior is not the model's (a
-    stream's posterior explains little because it is narrow)."""
+    """The fault of a process; ``None`` if the prior is not the model's (the posterior
+    of a stream explains little because it is narrow)."""
     gp, X = conditional.gp, _some_rows(conditional)
     seen = project(gp, gp.whitener, X)
     explained = AffineMap(seen.residual, *seen).explained()
@@ -148,7 +148,7 @@ def _nearest(rows: np.ndarray, inducing: np.ndarray) -> np.ndarray:
 
 
 def _extreme(conditional: Conditional, least: float) -> str | None:
-    """Whether function values at the rows are all one, or each for itself.
+    """Whether the function values at the rows are all equal, or all uncorrelated.
 
     :param least: of the prior variance, what differences of others have.
     """
@@ -166,15 +166,15 @@ def _extreme(conditional: Conditional, least: float) -> str | None:
 
 
 def _differences(kernel: Any, X: Array) -> float:
-    """The part of the prior variance that is not common to all rows; 1 where there is
-    no variance."""
+    """The share of the prior variance that is not common to all rows; 1 if there is no
+    variance."""
     total = np.asarray(kernel(X), float).mean(-1)
     common = np.asarray(kernel(X, X), float).mean((-2, -1))
     return float(np.median(1 - common / np.where(total > 0, total, np.inf)))
 
 
 def _is_apart(kernel: Any, X: Array, Z: Array) -> bool:
-    """Whether most function values are correlated with that at no other input."""
+    """Whether most function values are uncorrelated with those at all other inputs."""
     scale = np.sqrt(kernel(X))[..., :, None] * np.sqrt(kernel(Z))[..., None, :]
     squared = np.square(np.asarray(kernel(X, Z)) / np.where(scale > 0, scale, np.inf))
     itself = (np.asarray(X)[:, None] == np.asarray(Z)).reshape(len(X), len(Z), -1)
@@ -183,8 +183,8 @@ def _is_apart(kernel: Any, X: Array, Z: Array) -> bool:
 
 
 def _is_known(conditional: Conditional, mean: Array | None) -> bool:
-    """Whether data say something of the differences between rows, if there are any: a
-    trend may be all that a long lengthscale with a large variance is to find.
+    """Whether the data determine differences between rows, if there are any: a trend
+    may be all there is to find with a long lengthscale and a large variance.
 
     :param mean: of the inducing values, whitened; ``None`` if it is not known.
     """
@@ -225,7 +225,7 @@ def _some_rows(conditional: Conditional) -> Array:
 
 
 def _means(structure: Any, state: ConjugateState) -> dict[str, Array]:
-    """Those of the inducing values of processes, whitened."""
+    """Means of the whitened inducing values of processes."""
     means = {name: n.moments().mean for name, n in state.natural.items()}
     if isinstance(structure, JointStructure):
         own = structure.split(means[JOINT][0])
@@ -243,7 +243,7 @@ def _stationary(kernel: Any) -> Iterator[Any]:
 
 
 def _lengthscales(kernel: Any) -> Iterator[np.ndarray]:
-    """Those of the parts of a kernel, the longest of all latents."""
+    """Lengthscales of the parts of a kernel, the longest over all latents."""
     for part in _stationary(kernel):
         scale = np.asarray(part.lengthscale, float)
         yield scale.max(0) if scale.ndim == 2 else scale

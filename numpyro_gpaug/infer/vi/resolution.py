@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rounding leaves of the natural parameters of a Gaussian.
+"""The accuracy of natural parameters of a Gaussian under rounding.
 
 Where latents compensate each other (an intercept, and dummies of all levels) the data
 determine their sum, and their prior alone the rest. Under a prior that is 1e4 times as
@@ -35,8 +35,8 @@ _FLOAT64 = "use float64, jax.config.update('jax_enable_x64', True)"
 
 
 def inflation(natural: Any) -> Array:
-    """The variances over those given all other latents (variance inflation factors),
-    (..., M).
+    """The ratios of the variances to the variances given all other latents (variance
+    inflation factors), (..., M).
 
     :param natural: natural parameters of a block.
     """
@@ -44,7 +44,7 @@ def inflation(natural: Any) -> Array:
 
 
 def displaced(natural: Any) -> Array:
-    """The nats that means lose because potentials are rounded, (..., M).
+    """The nats that the means lose because potentials are rounded, (..., M).
 
     An error in the last digit is uniform, of variance 1/12.
 
@@ -70,7 +70,7 @@ def lost(natural: Natural) -> Array:
 
 
 def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
-    """Warns of a bound that rounding of natural parameters makes uncertain.
+    """Warn if rounding of natural parameters makes the bound uncertain.
 
     :param nats: from :func:`lost`.
     :param natural: natural parameters of all blocks.
@@ -91,7 +91,7 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
 
 
 def is_broken(natural: Natural) -> bool:
-    """Return whether rounding keeps a precision from being positive definite.
+    """Whether rounding keeps a precision from being positive definite.
 
     Its eigenvalues are one or more, from the prior. Rounding moves them by no more than
     about its trace times the resolution of its numbers.
@@ -107,7 +107,7 @@ def is_broken(natural: Natural) -> bool:
 
 
 def check_precision(natural: Natural, structure: Structure) -> None:
-    """Raises for a precision that :func:`is_broken`.
+    """Raise for a precision that :func:`is_broken`.
 
     :param natural: natural parameters of all blocks.
     :param structure: of the model.
@@ -122,7 +122,7 @@ def check_precision(natural: Natural, structure: Structure) -> None:
 
 
 def _far(figures: dict[str, Any], natural: Natural, structure: Structure) -> str:
-    """The cause, and the cure, where means are far from zero.
+    """The cause and the remedy if means are far from zero.
 
     :param figures: by block and latent: the largest are named.
     """
@@ -138,7 +138,7 @@ def _far(figures: dict[str, Any], natural: Natural, structure: Structure) -> str
 
 
 def _cause(figures: dict[str, Any], natural: Natural, structure: Structure) -> str:
-    """The cause, and the cure, where latents compensate each other.
+    """The cause and the remedy if latents compensate each other.
 
     :param figures: by block and latent: the largest are named.
     """
@@ -151,7 +151,7 @@ def _cause(figures: dict[str, Any], natural: Natural, structure: Structure) -> s
 
 
 def _named(figures: dict[str, Any], structure: Structure) -> list[str]:
-    """Sites of the largest figures.
+    """The sites with the largest values.
 
     :param figures: by block and latent.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of :class:`~numpyro_gpaug.ConjugateSVI` returns."""
+"""The result of a run of :class:`~numpyro_gpaug.ConjugateSVI`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HIDDEN = 0.01
 
 
 class ConjugateResult(Displayed, SVIRunResult):
-    """What :meth:`numpyro_gpaug.ConjugateSVI.run` returns: ``params``, ``state`` and
-    ``losses``, as NumPyro's ``SVIRunResult``, and the arguments of the fit.
+    """The result of :meth:`numpyro_gpaug.ConjugateSVI.run`: ``params``, ``state`` and
+    ``losses``, as in NumPyro's ``SVIRunResult``, and the arguments of the fit.
 
     :param params: constrained params of model and guide.
     :param state: to continue from.
@@ -110,7 +110,7 @@ class ConjugateResult(Displayed, SVIRunResult):
 
 
 def _search(state: Any) -> Search | None:
-    """That of L-BFGS, if it has learnt hyperparameters."""
+    """The state of L-BFGS, if it has learnt hyperparameters."""
     if not isinstance(state, ConjugateState):
         return None
     search = state.hyper.optim_state

@@ -21,10 +21,10 @@ class Schedule(Protocol):
     positive definite for any of them."""
 
     def init(self, natural: Any) -> Any:
-        """The schedule's state, from the initial natural parameters."""
+        """Return the schedule's state, from the initial natural parameters."""
 
     def next(self, state: Any, step: Array, direction: Any) -> tuple[Array, Any]:
-        """The step size and the next state.
+        """Return the step size and the next state.
 
         :param state: the schedule's state.
         :param step: number of steps taken.
@@ -35,7 +35,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Constant:
-    """The same step size always.
+    """The same step size at every step.
 
     :param value: in (0, 1].
     :raises ValueError: outside it.
@@ -134,7 +134,7 @@ def _square(tree: Any) -> Array:
 def as_schedule(
     step_size: float | str | Schedule | None, batches: float | None
 ) -> Schedule:
-    """The schedule a ``step_size`` argument stands for.
+    """Return the schedule that a ``step_size`` argument stands for.
 
     :param step_size: ``None`` (whole steps on full data, :class:`RobbinsMonro` on
         minibatches), a number, ``"adaptive"``, or a :class:`Schedule`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps hand from one to the next."""
+"""The state that steps pass on."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class ConjugateState(NamedTuple):
 
 @cache
 def unknown_bound(dtype: Any) -> Any:
-    """What any bound is larger than. No infinity: ``jax_debug_infs`` looks at what
-    compiled functions return."""
+    """The value of a bound that is not known, smaller than any bound. It is finite,
+    because ``jax_debug_infs`` checks the outputs of compiled functions."""
     return jnp.finfo(dtype).min
 
 
 def flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
-    """A bound of NaN if the gradient is not finite: every later step would be refused,
-    and the fit would seem to have converged."""
+    """Return a bound of NaN if the gradient is not finite. Otherwise every later step
+    would be refused, and the fit would seem to have converged."""
     finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(hyper.update)]
     if not finite:
         return state

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data that arrive in batches and are not kept: the last posterior is the prior."""
+"""Learning from batches that are not kept: the last posterior is the next prior."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTLED = 1e-3
 
 
 class Stream:
-    r"""A posterior that goes on learning from batches of data, which need not be kept.
+    r"""A posterior that keeps learning from batches of data, which need not be kept.
 
     The posterior so far, :math:`q_{t-1}(v)` of the inducing values, is the prior of the
     next batch: :math:`q_t(v) \propto q_{t-1}(v) \prod_i t_i(v)` with the Gaussian
@@ -142,13 +142,13 @@ class Stream:
         self._begin(posterior.model)
 
     def _begin(self, model: Any) -> None:
-        """Programs of a model with a number of inducing inputs."""
+        """Make the programs of a model with a given number of inducing inputs."""
         self._guide = self._guide_of(model)
         self._svi = ConjugateSVI(model, self._guide, self._optim)
         self._moments: Any = one_thread(jax.jit(self._guide.moments))
 
     def update(self, *args: Any, **kwargs: Any) -> Posterior:
-        """Learns from a batch.
+        """Learn from a batch.
 
         :param args: the model's arguments at it, observations included. Batches of the
             same shape share a program.
@@ -197,8 +197,9 @@ class Stream:
     def _prior(
         self, args: Any, kwargs: Any
     ) -> tuple[Posterior, dict[str, Moments], float]:
-        """What is known before a batch, of processes at its inducing inputs: as a
-        posterior, its moments with what is forgotten, and nats lost by the move."""
+        """Return the information before a batch about processes at its inducing inputs:
+        as a posterior, its moments after forgetting, and the nats that moving inducing
+        inputs has lost."""
         posterior, values = self.posterior, self.posterior.values
         known, moments = posterior.arguments, posterior.moments
         old = self._moves.changed(args, kwargs, known.kwargs, values)
@@ -221,7 +222,7 @@ class Stream:
     def _guide_for(
         self, moments: dict[str, Moments], args: Any, kwargs: Any
     ) -> ContinuedGP:
-        """The guide of a number of inducing inputs: one at a time."""
+        """Return the guide for a number of inducing inputs; only one is kept."""
         guide = self._guide.setup(*args, **kwargs)
         sizes = {b.name: b.shape[-1] for b in guide.structure.blocks}
         if any(q.mean.shape[-1] != sizes[name] for name, q in moments.items()):
@@ -231,8 +232,8 @@ class Stream:
 
 
 def _of_what_has_gradients(optim: optax.GradientTransformation) -> Any:
-    """A transformation that leaves alone what has none, whatever it does else (decay):
-    what is known of old data, and where."""
+    """Restrict a transformation to params that have gradients. Whatever else it does
+    (decay), it must not change the information from old data."""
 
     def update(slopes: Any, state: Any, values: Any = None) -> tuple[Any, Any]:
         updates, state = optim.update(slopes, state, values)
@@ -247,8 +248,8 @@ def _of_what_has_gradients(optim: optax.GradientTransformation) -> Any:
 def _blended(
     moments: dict[str, Moments], priors: dict[str, Prior], share: Any
 ) -> dict[str, Moments]:
-    """``q^share p^(1 - share)`` of every block; priors are standard normal where they
-    are not given."""
+    """Return ``q^share p^(1 - share)`` for every block; priors are standard normal
+    unless given."""
 
     def of_block(q: Moments, prior: Prior | None) -> Moments:
         if prior is None:

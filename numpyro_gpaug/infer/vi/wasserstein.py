@@ -29,8 +29,8 @@ ESTIMATORS = ("symmetric", "spectral")
 
 
 class TraceWasserstein_ELBO(ELBO):
-    r"""Minus the expected log-likelihood, and the Wasserstein distance to the prior. A
-    loss for :class:`numpyro.infer.SVI`.
+    r"""Minus the expected log-likelihood plus the Wasserstein distance to the prior. It
+    is a loss for :class:`numpyro.infer.SVI`.
 
     .. math::
         -\sum_n E_Q \log p(y_n \mid F(x_n)) + w \sum_j \widehat{W}_2^2(P_j, Q_j)
@@ -127,7 +127,7 @@ class TraceWasserstein_ELBO(ELBO):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The loss; no mutable state is supported."""
+        """Return the loss; mutable state is not supported."""
         if not isinstance(guide, ProcessGuide):
             raise TypeError(
                 f"the guide is a {type(guide).__name__}: the distance needs the mean "
@@ -218,7 +218,7 @@ def spectral_distance(
 def squared_wasserstein(
     mean: Array, covariance: Array, other_mean: Array, other_covariance: Array
 ) -> Array:
-    r"""Squared 2-Wasserstein distance between Gaussians.
+    r"""Return the squared 2-Wasserstein distance between Gaussians.
 
     .. math::
         |m - m'|^2 + \mathrm{tr}(K + K' - 2 (K^{1/2} K' K^{1/2})^{1/2})
