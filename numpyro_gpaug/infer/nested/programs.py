@@ -509,10 +509,27 @@ class Programs:
         return self._each(one, (points, factors, noise, widths))
 
     def _each(self, function: Callable[[Any], Any], draws: Any) -> Any:
-        """One after the other on a CPU, which compiles in half the time and takes as
-        long; in batches elsewhere."""
-        batch = None if jax.default_backend() == "cpu" else self.chunk
-        return lax.map(function, draws, batch_size=batch)
+        """Map a function over draws, on any device.
+
+        A CPU takes one after the other, which compiles in half the time and runs as
+        fast. Other devices take batches, which JAX's own ``batch_size`` cannot cut from
+        arrays without elements (the border of a chain, no hyperparameters).
+
+        :param function: of one draw.
+        :param draws: arrays with a leading axis over draws.
+        """
+        if jax.default_backend() == "cpu":
+            return lax.map(function, draws)
+        num = len(jax.tree.leaves(draws)[0])
+        size = min(self.chunk, num)
+        # The last batch repeats the last draw.
+        places = jnp.minimum(jnp.arange(-(-num // size) * size), num - 1)
+
+        def of_batch(of: Array) -> Any:
+            return jax.vmap(function)(jax.tree.map(lambda x: x[of], draws))
+
+        found = lax.map(of_batch, places.reshape(-1, size))
+        return jax.tree.map(lambda x: x.reshape(len(places), *x.shape[2:])[:num], found)
 
     def _latents(self, trace: Trace, *, deterministic: bool = False) -> dict[str, Any]:
         """Values of sites but for observed ones; of deterministic ones nothing, unless
