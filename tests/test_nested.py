@@ -1206,3 +1206,23 @@ def test_a_bound_that_is_not_finite_is_explained():
         said = "prior of 'a', Normal, is not finite in scale of"
         with pytest.raises(gpaug.CholeskyError, match=said):
             nested(model, REAL)
+
+
+def test_other_devices_take_draws_in_batches(monkeypatch):
+    """A chain without a border or hyperparameters: arrays without elements are cut, too.
+    The evidence is that of draws one by one."""
+
+    def model(y=None):
+        z = numpyro.sample("z", dist.GaussianRandomWalk(0.3, num_steps=5))
+        with numpyro.plate("data", 5):
+            numpyro.sample("y", dist.Poisson(jnp.exp(z)), obs=y)
+
+    def evidence():
+        nested = gpaug.NestedVI(model, progress_bar=False)
+        nested.run(jax.random.key(0), np.array([1, 0, 2, 3, 2]))
+        assert nested.get_samples()["z"].shape[1:] == (5,)
+        return nested.get_extra_fields()["log_evidence"]
+
+    one_by_one = evidence()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    np.testing.assert_allclose(evidence(), one_by_one, atol=0.03)
