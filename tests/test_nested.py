@@ -1209,7 +1209,7 @@ def test_a_bound_that_is_not_finite_is_explained():
 
 
 def test_other_devices_take_draws_in_batches(monkeypatch):
-    """A chain without a border or hyperparameters: arrays without elements are cut, too.
+    """Arrays without elements, those of a chain without a border, are cut, too.
     The evidence is that of draws one by one."""
 
     def model(y=None):
