@@ -20,9 +20,9 @@ def refuse_forked() -> None:
     """
     if _is_broken:
         raise RuntimeError(
-            "this process was forked after JAX had started, and JAX hangs in such a "
-            "process. Start workers by multiprocessing.get_context('spawn'), or by "
-            "joblib, whose default (loky) does as much"
+            "this process was forked after JAX had started, and JAX hangs in such "
+            "a process. Start workers by multiprocessing.get_context('spawn'), or "
+            "by joblib, whose default (loky) is equivalent"
         )
 
 

@@ -294,14 +294,14 @@ class weighted_plates(Messenger):
         within = [f.name for f in msg["cond_indep_stack"] if f.name in self.names]
         if within and not msg["is_observed"]:
             raise ValueError(
-                f"site {msg['name']!r} has a latent for every row of the data (plate "
-                f"{within[0]!r}), of which a batch would hold a few: pass all data as "
-                "arrays"
+                f"site {msg['name']!r} has a latent for every row of the data "
+                f"(plate {within[0]!r}), and a batch contains only some of them. "
+                "Pass all data as arrays"
             )
         if len(within) > 1:
             raise ValueError(
-                f"site {msg['name']!r} is in plates {within}, which all have as many "
-                "members as a batch has rows: take batches of another size"
+                f"site {msg['name']!r} is in plates {within}, which all have as "
+                "many members as a batch has rows. Use batches of another size"
             )
         if within:
             scale = msg["scale"]

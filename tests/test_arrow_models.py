@@ -181,7 +181,7 @@ def test_new_groups_and_sums_over_groups(x64, of_groups, monkeypatch):
     found = posterior.predict_f(*rows, site="eta", full_covariance=True)
     np.testing.assert_allclose(found.mean, joint.mean[:8], rtol=1e-8)
     np.testing.assert_allclose(found.variance, joint.variance[:8, :8], rtol=1e-8)
-    with pytest.raises(gpaug.NotConjugateError, match="'average' look at several"):
+    with pytest.raises(gpaug.NotConjugateError, match="'average' depend on several"):
         posterior.predict_f(*rows, site="average")
 
 
@@ -227,7 +227,7 @@ def test_what_looks_at_several_groups_is_refused(monkeypatch):
     svi = gpaug.ConjugateSVI(paired, guide, optim=None)
     svi.run(jax.random.key(0), 2, GROUP, GROUP, REAL, progress_bar=False)
     assert "40 groups of 2 (a, b)" in repr(guide)
-    with pytest.raises(gpaug.NotConjugateError, match="data look at several groups"):
+    with pytest.raises(gpaug.NotConjugateError, match="data depend on several groups"):
         svi.run(jax.random.key(0), 2, GROUP, GROUP[::-1], REAL, progress_bar=False)
 
 

@@ -150,7 +150,7 @@ def test_sums_over_steps(of_steps, monkeypatch):
         *(x[:8] for x in new), site="walk", full_covariance=True
     )
     np.testing.assert_allclose(found.variance, joint, rtol=1e-4, atol=1e-5)
-    with pytest.raises(gpaug.NotConjugateError, match="'growth' look at several"):
+    with pytest.raises(gpaug.NotConjugateError, match="'growth' depend on several"):
         posterior.predict_f(*(x[:8] for x in new), site="growth")
 
 
@@ -263,7 +263,7 @@ def test_data_that_look_at_several_steps(monkeypatch):
     svi = gpaug.ConjugateSVI(compared, guide, optim=None)
     svi.run(jax.random.key(0), 2, TIME, TIME, REAL, progress_bar=False)
     assert "a chain of 40 steps of 2 (walk, shock)" in repr(guide)
-    with pytest.raises(gpaug.NotConjugateError, match="data look at several"):
+    with pytest.raises(gpaug.NotConjugateError, match="data depend on several"):
         svi.run(jax.random.key(0), 2, TIME, TIME[::-1], REAL, progress_bar=False)
 
 

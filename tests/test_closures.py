@@ -127,7 +127,7 @@ def test_predictions_are_of_the_fit_or_name_what_has_changed(set_sd):
         nested.posterior,
     )
     for ask in asked:
-        with pytest.raises(ModelChangedError, match="reads SD, and that has changed"):
+        with pytest.raises(ModelChangedError, match="reads SD, which has changed"):
             ask()
     # What is known needs no run of the model.
     np.testing.assert_allclose(posterior.summary()["mean"], mean_at(0.7), rtol=1e-4)

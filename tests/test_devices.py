@@ -202,7 +202,7 @@ def test_batches_that_are_read_are_shared_out(source, what, optim):
 def test_batches_that_cannot_be_shared_out():
     X, y, _ = data(163)
     for read, message in (
-        (gpaug.Batches((X, y), 50), "Batches of 50 rows cannot be shared out evenly"),
+        (gpaug.Batches((X, y), 50), "Batches of 50 rows cannot be divided evenly"),
         (gpaug.Blocks((X, y), 40), "Blocks of 40 rows, and a last one of 3, cannot"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -374,16 +374,14 @@ def test_latents_that_cannot_be_shared_out():
 def test_uneven_rows_where_none_can_be_added():
     X, y, group = data(163)
     guide = gpaug.AutoLatentGaussian
-    with pytest.raises(
-        ValueError, match="163 rows cannot be shared out evenly among 4"
-    ):
+    with pytest.raises(ValueError, match="163 rows cannot be divided evenly among 4"):
         fit(grouped, guide, (X, group, y), groups=10, mesh=mesh_of())
 
 
 def test_sharded_columns_are_refused():
     X, y, _ = data(160)
     sharding = NamedSharding(mesh_of(2), PartitionSpec(None, "rows of mine"))
-    with pytest.raises(ValueError, match="rows can be shared out"):
+    with pytest.raises(ValueError, match="Rows can be sharded"):
         fit(process, gpaug.AutoSparseGP, (jax.device_put(X, sharding), y), Z=X[:8])
 
 

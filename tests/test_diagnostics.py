@@ -353,7 +353,7 @@ def test_a_part_of_arviz_that_is_missing_or_broken(part, monkeypatch, tmp_path):
 
 def test_a_result_is_not_its_params():
     result, guide = SVIRunResult({}, None, np.zeros(1)), gpaug.AutoSparseGP(regression)
-    with pytest.raises(TypeError, match="a SVIRunResult: pass .*result.params"):
+    with pytest.raises(TypeError, match="a SVIRunResult. Pass .*result.params"):
         diagnostics.to_datatree(random.key(0), regression, guide, result)
 
 

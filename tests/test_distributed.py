@@ -190,7 +190,7 @@ def test_every_process_reads_its_own_rows():
 def test_processes_that_read_unequal_data_are_refused_by_all():
     _, errors = readers(45, 35)
     for text in errors:
-        assert "ValueError: processes read data that are not alike" in text
+        assert "ValueError: the processes read different data" in text
         assert "('Blocks', 45, (10, 2, 'float32')" in text
 
 
@@ -201,7 +201,7 @@ def test_processes_that_read_unequal_data_are_refused_by_all():
 def test_shards_that_do_not_fit_are_refused_by_all(other):
     _, errors = printed(WORKER, (20, 2, 0), other)
     for text in errors:
-        assert "ValueError: processes hold parts of unequal shapes" in text
+        assert "ValueError: the processes have parts of unequal shapes" in text
         assert f"({other[0]}, {other[1]}, 'float32')" in text
         assert "(20, 'float32')" in text or other[2] == 0
 
@@ -336,7 +336,7 @@ def test_what_fails_in_one_process_ends_all_with_the_same_message():
             ("NaN", f"ValueError: X has shape .* 20 NaN.*batch 3 of {at}"),
             ("labels", f"ValueError: .*outside the support.*batch 3 of {at}"),
             ("callback", "OSError: no space left on device"),
-            ("key", "ValueError: processes were to run unlike things"),
+            ("key", "ValueError: the processes disagree about the run"),
             ("None", "nothing"),
         ):
             (one,), (two,) = (

@@ -163,7 +163,7 @@ def test_a_plate_larger_than_its_data(batch, take) -> None:
 
 @pytest.mark.parametrize(("size", "batch"), [(8, None), (8, 4), (1, None), (12, 12)])
 def test_a_plate_smaller_than_its_data(size, batch) -> None:
-    message = rf"'data' has size {size}, .* shape \(16, 2\), of which other rows"
+    message = rf"'data' has size {size}, .* shape \(16, 2\), so that its other rows"
     for inputs in (X, X - X.mean(0)):
         with pytest.raises(ValueError, match=message):
             init(plated, inputs, Y, size=size, batch=batch)
@@ -411,7 +411,7 @@ def test_a_key_that_is_none(fitted, key) -> None:
         lambda: svi.posterior(result).sample(key, X),
     )
     for call in calls:
-        with pytest.raises(TypeError, match="the first argument is a random key"):
+        with pytest.raises(TypeError, match="the first argument must be a random key"):
             call()
 
 
@@ -496,7 +496,7 @@ def test_quantiles_of_counts_say_where_to_take_them() -> None:
     law = gpaug.likelihoods.expectations.predictive(
         counts, {"logits": ones}, {"logits": ones}
     )
-    with pytest.raises(NotImplementedError, match="take those of draws"):
+    with pytest.raises(NotImplementedError, match="Use quantiles of draws"):
         law.icdf(0.5)
 
 

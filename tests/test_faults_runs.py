@@ -223,15 +223,17 @@ def test_files_that_hold_another_state_are_refused(tmp_path) -> None:
     state = svi.init(KEY, X, Y, inducing=Z)
     save_state(path, state)
     equal(load_state(path, state), state)
-    with pytest.raises(ArchiveError, match="no state of such a fit"):
+    with pytest.raises(ArchiveError, match="the state of another fit"):
         load_state(path, make(model, optax.adam(0.1)).init(KEY, X, Y, inducing=Z))
     with pytest.raises(ArchiveError, match=r"has shape \(1, 7, 7\)|has shape \(1, 7\)"):
         load_state(path, make().init(KEY, X, Y, inducing=X[:8]))
     svi.posterior(svi.get_params(state), X, Y, inducing=Z).save(path)
-    with pytest.raises(ArchiveError, match=r"holds no state, but a posterior"):
+    with pytest.raises(ArchiveError, match=r"contains a posterior, not a state"):
         load_state(path, state)
     save_state(path, state)
-    with pytest.raises(ArchiveError, match="holds a state of a fit, which load_state"):
+    with pytest.raises(
+        ArchiveError, match="contains a state of a fit. Read it with load_state"
+    ):
         gpaug.Posterior.load(path, model)
     with pytest.raises(FileNotFoundError, match="there is no folder .*missing"):
         save_state(tmp_path / "missing" / "state.npz", state)

@@ -396,5 +396,5 @@ def test_wrong_models_guides_and_settings_are_named() -> None:
         regression, gpaug.AutoFunctionSpaceGP(regression, wave), params,
         X, X[:, 0], inducing=X[:3],
     )  # fmt: skip
-    with pytest.raises(ValueError, match="mean asks for the param 'height'"):
+    with pytest.raises(ValueError, match="mean needs the param 'height'"):
         posterior.predict_f(X)

@@ -98,11 +98,11 @@ def test_rows_of_the_fit_are_not_those_of_as_many_others(x64, tmp_path):
     np.testing.assert_allclose(found, slope[GROUP[::-1]] * X)
     last = np.append(GROUP[:-1], (GROUP[-1] + 1) % 3)
     for other in (GROUP[::-1].copy(), last):
-        with pytest.raises(ValueError, match="'group' is not that of the fit.*x="):
+        with pytest.raises(ValueError, match="'group' differs from the fit.*x="):
             posterior.predict_y(other)
     posterior.save(tmp_path / "fit.npz")
     loaded = gpaug.Posterior.load(tmp_path / "fit.npz", model)
-    with pytest.raises(ValueError, match="'group' is not that of the fit"):
+    with pytest.raises(ValueError, match="'group' differs from the fit"):
         loaded.predict_y(GROUP[::-1].copy())
 
 

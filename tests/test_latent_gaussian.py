@@ -471,7 +471,7 @@ def test_the_table_has_a_row_for_every_entry(counts):
         table["95%"][1:5], a.mean + 1.645 * jnp.sqrt(a.variance), rtol=1e-3
     )
     assert table.loc["tau"].isna().tolist() == [False, True, True, True, True]
-    with pytest.raises(KeyError, match="held at a value.*NestedVI"):
+    with pytest.raises(KeyError, match="fixed at a value.*NestedVI"):
         counts[0]["tau"]
     with pytest.raises(KeyError, match="not among the Gaussian latents"):
         counts[0]["mu"]

@@ -385,7 +385,7 @@ def test_processes_mixed_by_a_matrix_are_told_how_to_write_it():
 
 
 def test_a_class_is_no_guide():
-    with pytest.raises(TypeError, match=r"pass a guide, gpaug.AutoLatentGaussian\(mod"):
+    with pytest.raises(TypeError, match=r"Pass a guide, gpaug.AutoLatentGaussian\(mod"):
         gpaug.ConjugateSVI(noisy, gpaug.AutoLatentGaussian)
 
 
@@ -405,7 +405,7 @@ X, CODES, COUNTS = np.zeros(6), np.zeros(6, int), np.ones(6, int)
     [
         ((5, X, CODES), {"Y": COUNTS}, "for 'Y', did you mean 'y'", ""),
         ((5, X[:, None], CODES, COUNTS), {}, "index or squeeze the column", ""),
-        ((X, CODES, COUNTS), {}, r"shape \(6,\): is num_steps missing", ""),
+        ((X, CODES, COUNTS), {}, r"shape \(6,\). Is num_steps missing", ""),
         ((5, X, CODES[:4], COUNTS), {}, "incompatible", r"lengths are \[4, 6\]"),
         ((5, X, 1.0 * CODES, COUNTS), {}, "Indexer", r"pass codes\.astype\(int\)"),
     ],
@@ -453,7 +453,7 @@ def test_laws_of_ones_own_are_told_what_they_lack():
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     x, y = jnp.zeros(3), jnp.ones(3, int)
-    with pytest.raises(TypeError, match=r"Own has no support: set Own\.support"):
+    with pytest.raises(TypeError, match=r"Own has no support. Set Own\.support"):
         svi.run(KEY, 3, x, y, progress_bar=False)
     Own.support = dist.constraints.nonnegative_integer
     with pytest.raises(TypeError, match=r"set Own\.arg_constraints = \{'rate': "):

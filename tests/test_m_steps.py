@@ -195,7 +195,7 @@ def test_beside_an_optimiser_and_as_good(x64) -> None:
         (lambda f: dist.StudentT(positive("theta", 3.0), f, 1.0), "no closed-form"),
         (
             lambda f: dist.Normal(f * positive("theta", 1.0), positive("theta", 1.0)),
-            "has to be one parameter",
+            "must be one parameter",
         ),
         (
             lambda f: gpaug.PiecewiseNormal(f, gpaug.learned_link(
@@ -259,7 +259,7 @@ def test_beside_the_scale_of_random_effects(x64) -> None:
         ),
         (
             lambda effect, group, s: dist.Normal(s * effect[group], s),
-            "has to be one parameter of one likelihood",
+            "must be one parameter of one likelihood",
         ),
     ],
 )
@@ -271,7 +271,7 @@ def test_refusals_of_a_joint_gaussian(noise, message: str) -> None:
 
 def test_refused_options() -> None:
     X, y, Z = data("real")
-    with pytest.raises(ValueError, match="for full data"):
+    with pytest.raises(ValueError, match="needs full data"):
         fitter().init(KEY, X, y, inducing=Z, name="normal", batch_size=10)
     with pytest.raises(ValueError, match="the params are"):
         fitter(m_step=("scale",)).init(KEY, X, y, inducing=Z, name="normal")

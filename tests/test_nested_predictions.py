@@ -107,7 +107,7 @@ def test_draws_of_a_collapsed_model_predict_and_draw_latents(of_normal):
     assert (ours["mean"] - theirs["mean"]).abs().max() < 0.3 * theirs["sd"].min()
 
     for wrong, said in (
-        ({"tau": few["tau"]}, r"no draws of the hyperparameters \['sigma'\]"),
+        ({"tau": few["tau"]}, r"lack draws of the hyperparameters \['sigma'\]"),
         ({**few, "tau": np.ones((3, 2))}, r"'tau' have shape \(3, 2\)"),
         ({**few, "tau": np.ones(4)}, "as many draws as the others"),
     ):

@@ -97,7 +97,7 @@ def test_sites_under_wide_priors_are_those_of_exact_algebra(tmp_path):
     assert np.abs(np.asarray(values).mean(0) - design @ mean).max() < 0.1
     # What was fitted before, in another basis, is still read as it was.
     np.testing.assert_allclose(svi.posterior(before)["w"].mean, kept, rtol=1e-4)
-    with pytest.raises(ValueError, match="in another basis than the guide"):
+    with pytest.raises(ValueError, match="another basis of the latents than the guide"):
         run(svi, "plain", "normal", width, init_state=before.state)
 
 

@@ -205,7 +205,7 @@ def spoilt(value, row=3):
         ),
         ({"y": np.zeros(19, int)}, ValueError, r"\(19,\).*\(20,\)"),
         ({"y": np.zeros((20, 1), int)}, ValueError, r"\(20, 1\).*\(20,\)"),
-        ({"X": np.zeros((0, 2))}, ValueError, r"X has shape \(0, 2\): it is empty"),
+        ({"X": np.zeros((0, 2))}, ValueError, r"X has shape \(0, 2\) and is empty"),
         ({"inducing": np.zeros((5, 3))}, ValueError, r"\(20, 2\).*\(5, 3\)"),
         ({"lengthscale": -1.0}, ValueError, "lengthscale"),
         ({"variance": 0.0}, ValueError, "variance"),

@@ -270,6 +270,6 @@ def test_a_walk_goes_on_with_its_noise(monkeypatch):
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), optim=None)
     t = np.arange(STEPS)
     fit = svi.run(jax.random.key(0), 2, t, REAL, progress_bar=False)
-    said = r"\['walk', 'shock'\] had the same members.*'walk': 35, 'shock': 30"
+    said = r"\['walk', 'shock'\] had equal lengths.*'walk': 35, 'shock': 30"
     with pytest.raises(ValueError, match=said):
         svi.posterior(fit).predict_f(t[:3], steps=35, site="walk")

@@ -127,7 +127,7 @@ def line(inputs, y=None):
 def test_responses_that_priors_do_not_reach() -> None:
     svi = gpaug.ConjugateSVI(line, gpaug.AutoLatentGaussian(line))
     run = partial(svi.run, KEY, 60, X, progress_bar=False)
-    with pytest.warns(UserWarning, match="'y', of mean .*: units.*Standardise it"):
+    with pytest.warns(UserWarning, match="'y', with mean .*: units.*Standardise it"):
         run(1e6 * REAL)
     run(REAL)
 

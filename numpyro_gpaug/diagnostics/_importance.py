@@ -75,8 +75,8 @@ def check_tree(tree: Any) -> None:
         nested = isinstance(tree, NestedVI)
         args = "nested" if nested else "model, guide, result.params, X, y"
         raise TypeError(
-            f"got a {type(tree).__name__}: pass a tree of draws, "
-            f"to_datatree(key, {args})"
+            f"got a {type(tree).__name__}. Pass a tree of draws, to_datatree(key, "
+            f"{args})"
         )
 
 

@@ -63,15 +63,15 @@ def _check_site(tree: DataTree, site: str | None) -> None:
     pseudo = tree.children.get("pseudo_log_likelihood", {})
     if not (pseudo or "log_likelihood" in tree.children):
         raise ValueError(
-            "loo needs the likelihood of an observed site, and the model has none: "
-            "what numpyro.factor adds to a density need not be a term for each "
-            "observation. A distribution of your own, with log_prob, has"
+            "loo needs an observed site with a likelihood, and the model has none. "
+            "numpyro.factor does not state terms for single observations: write a "
+            "distribution with log_prob instead"
         )
     if site in pseudo or (site is None and "log_likelihood" not in tree.children):
         raise ValueError(
-            f"loo needs the likelihood of an observed site; {list(pseudo)} have a "
-            "pseudo-likelihood, which is not normalised over labels. Score held-out "
-            "labels by Posterior.log_prob(X, y) instead, which is"
+            f"loo needs an observed site with a likelihood. {list(pseudo)} have a "
+            "pseudo-likelihood, which is not normalised over labels: score "
+            "held-out labels by Posterior.log_prob(X, y) instead"
         )
     found = tree.children.get("log_likelihood")
     names = [] if found is None else sorted(map(str, found.data_vars))
@@ -151,9 +151,10 @@ def compare(
             found, expected, equal_nan=found.dtype.kind == "f"
         ):
             raise ValueError(
-                f"{first[0]!r} observed an array of shape {expected.shape} and "
-                f"{name!r} one of shape {found.shape} or with other values: models "
-                "are compared on the same observations, in the same units and order"
+                f"{first[0]!r} observed an array of shape {expected.shape}, and "
+                f"{name!r} one of shape {found.shape} or with other values. Models "
+                "can be compared only on the same observations, in the same units "
+                "and order"
             )
     with warnings.catch_warnings():
         # The table counts what this warns of.

@@ -144,9 +144,9 @@ def _marginals(draws: Mapping[str, np.ndarray], mcmc: dict[str, np.ndarray]) -> 
         sizes = draws[name].shape[1:], mcmc[name].shape[1:]
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"a draw of site {name!r} has shape {sizes[0]} on the variational side "
-                f"and {sizes[1]} from MCMC: were they made at the same inputs, and "
-                "without group_by_chain?"
+                f"a draw of site {name!r} has shape {sizes[0]} on the variational "
+                f"side and {sizes[1]} from MCMC. Make both at the same inputs, "
+                "without group_by_chain"
             )
         dims = ["statistic", *(f"{name}_dim_{i}" for i in range(len(sizes[0])))]
         found[name] = (dims, _compare(draws[name], mcmc[name]))

@@ -135,13 +135,13 @@ def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
         rows[name] = [fields[k] for k in ("log_evidence", "log_evidence_error", "khat")]
         if not np.isfinite(rows[name][0]):
             raise ValueError(
-                f"{name!r} has no evidence: with more than eight hyperparameters they "
-                "are drawn by NUTS, which gives none"
+                f"{name!r} has no evidence: with more than eight hyperparameters "
+                "they are drawn by NUTS, which does not estimate it"
             )
         if not nested.certified:
             warnings.warn(
-                f"{name!r} is not certified (k-hat {fields['khat']:.2f}; its summary "
-                "says why): its evidence may be far off",
+                f"{name!r} is not certified (k-hat {fields['khat']:.2f}; its "
+                "summary gives the reason), so its evidence may be far off",
                 stacklevel=2,
             )
     columns = ["log_evidence", "error", "khat"]

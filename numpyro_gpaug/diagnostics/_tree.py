@@ -111,7 +111,8 @@ def to_datatree(
     if isinstance(model, NestedVI):
         if guide is not None or params is not None or args or kwargs:
             raise TypeError(
-                "a NestedVI knows its model and its arguments: to_datatree(key, nested)"
+                "a NestedVI has its own model and arguments. Call to_datatree(key, "
+                "nested)"
             )
         return tree_of_nested(key, model)
     if guide is None or params is None:
@@ -147,13 +148,15 @@ def _check(guide: Callable[..., Any], params: Any, num_samples: int) -> None:
     """Raise for arguments that :func:`to_datatree` does not accept."""
     if not isinstance(params, Mapping):
         given = type(params).__name__
-        raise TypeError(f"params is a {given}: pass the result's, result.params")
+        raise TypeError(
+            f"params is a {given}. Pass the params of the result, result.params"
+        )
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2, got {num_samples}")
     if isinstance(guide, AutoFunctionSpaceGP):
         raise TypeError(
-            "an AutoFunctionSpaceGP has no density with respect to the prior, so that "
-            "there are no importance ratios: judge it on held-out data, by "
+            "an AutoFunctionSpaceGP has no density with respect to the prior, so "
+            "there are no importance ratios. Evaluate it on held-out data, by "
             "Posterior.log_prob, brier_score and expected_calibration_error"
         )
 

@@ -82,19 +82,21 @@ class Linked(Distribution):
         pieces = isinstance(links, tuple)
         if not pieces or not all(isinstance(x, PiecewiseLink) for x in links):
             raise TypeError(
-                f"link is a {type(link).__name__}: pass a PiecewiseLink (or a tuple of "
-                "two), for a function PiecewiseLink.from_function(function, ...)"
+                f"link is a {type(link).__name__}. Pass a PiecewiseLink (or a tuple "
+                "of two); for a function use PiecewiseLink.from_function(function, "
+                "...)"
             )
         if len(links) > 2:
             raise ValueError(
-                f"link has {len(links)} links: the sum over cells has K^C terms for C "
-                "latents, and is limited to C = 2. Use one link per likelihood, or "
-                "another likelihood (RobustMax, Categorical) for several classes"
+                f"link has {len(links)} links, but the sum over cells has K^C terms "
+                "for C latents, so at most C = 2 are allowed. Use one link per "
+                "likelihood, or another likelihood (RobustMax, Categorical) for "
+                "several classes"
             )
         if len(links) == 2 and jnp.shape(f)[-1:] != (2,):
             raise ValueError(
-                f"f has shape {jnp.shape(f)}: with two links its last axis runs over "
-                "the two latents (num_latents=2, or jnp.stack([f, g], -1))"
+                f"f has shape {jnp.shape(f)}. With two links its last axis must run "
+                "over the two latents (num_latents=2, or jnp.stack([f, g], -1))"
             )
         self.f = f
         self.edges = tuple(x.edges for x in links)

@@ -62,8 +62,8 @@ class LogisticNormalizer(Distribution):
         shape = jnp.shape(logits)
         if not shape or shape[-1] > num_classes:
             raise ValueError(
-                f"logits has shape {shape}: its last axis runs over classes drawn from "
-                f"num_classes={num_classes}"
+                f"logits has shape {shape}. Its last axis must run over classes "
+                f"drawn from num_classes={num_classes}"
             )
         batch_shape = jnp.broadcast_shapes(shape[:-1], jnp.shape(zeta))
         self.logits = logits
@@ -89,6 +89,6 @@ class LogisticNormalizer(Distribution):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         raise NotImplementedError(
-            "LogisticNormalizer is a factor of a density, not a distribution to draw "
-            "from: predict with LogisticSoftmax on the latents of all classes"
+            "LogisticNormalizer is a factor of a density, and cannot be sampled. "
+            "Predict with LogisticSoftmax on the latents of all classes"
         )

@@ -79,8 +79,8 @@ class CountMixture(Elementwise):
 
     def icdf(self, q: ArrayLike) -> Array:
         raise NotImplementedError(
-            f"{type(self).__name__} has no quantiles in closed form: take those of "
-            "draws, jnp.quantile(d.sample(key, (1000,)), q, axis=0)"
+            f"{type(self).__name__} has no quantiles in closed form. Use quantiles "
+            "of draws, jnp.quantile(d.sample(key, (1000,)), q, axis=0)"
         )
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:

@@ -56,7 +56,7 @@ class RobustMax(Classes):
         self, f: Array, epsilon: ArrayLike = 0.01, *, validate_args: bool | None = None
     ) -> None:
         if not known_to(lambda e: (e > 0) & (e < 1), jnp.asarray(epsilon)):
-            raise ValueError(f"epsilon is {epsilon}: it must be inside (0, 1)")
+            raise ValueError(f"epsilon is {epsilon}. It must be inside (0, 1)")
         self.f, self.epsilon = f, epsilon
         batch_shape = jnp.broadcast_shapes(class_shape("f", f), jnp.shape(epsilon))
         super().__init__(batch_shape=batch_shape, validate_args=validate_args)

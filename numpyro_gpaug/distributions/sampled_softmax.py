@@ -56,8 +56,8 @@ class SampledLogisticSoftmax(Distribution):
         shape = jnp.shape(logits)
         if not shape or not min(3, num_classes) <= shape[-1] <= num_classes:
             raise ValueError(
-                f"logits has shape {shape}: its last axis runs over 3 or more classes "
-                f"drawn from num_classes={num_classes}"
+                f"logits has shape {shape}. Its last axis must run over 3 or more "
+                f"classes drawn from num_classes={num_classes}"
             )
         self.logits, self.num_classes = logits, num_classes
         super().__init__(shape[:-1], validate_args=validate_args)
@@ -88,6 +88,6 @@ class SampledLogisticSoftmax(Distribution):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         raise NotImplementedError(
-            "SampledLogisticSoftmax is a bound, not a distribution to draw from: "
-            "predict with LogisticSoftmax on the latents of all classes"
+            "SampledLogisticSoftmax is a bound, and cannot be sampled. Predict "
+            "with LogisticSoftmax on the latents of all classes"
         )

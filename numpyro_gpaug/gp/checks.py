@@ -36,7 +36,7 @@ def as_loadings(
     """
     if loadings is None:
         if bias is not None:
-            raise ValueError("bias= is that of outputs with loadings=; pass mean=")
+            raise ValueError("bias= needs loadings=. For a single output pass mean=")
         return None, None
     loadings = jnp.asarray(loadings)
     if loadings.ndim != 2 or num_latents not in (None, loadings.shape[1]):

@@ -106,8 +106,8 @@ class Outputs:
             return latents
         if self.latents is not None and self.latents.ndim == 2:
             raise ValueError(
-                f"latents of shape {self.latents.shape}: covariances between data are "
-                "those of one and the same output, pass (L,)"
+                f"latents of shape {self.latents.shape} must be (L,): covariances "
+                "between data need the same output for all of them"
             )
         chosen = slice(None) if self.latents is None else self.latents
         return jnp.tensordot(jnp.square(self.loadings[chosen]), latents, 1)

@@ -279,7 +279,7 @@ class GaussianProcess(Displayed):
         self.kernel = as_kernel(kernel)
         if inducing is None:
             raise ValueError(
-                f'GaussianProcess("{name}"): inducing is None; pass the inducing '
+                f'GaussianProcess("{name}") has inducing=None. Pass the inducing '
                 "inputs, or the training inputs for the full process"
             )
         self.inducing = as_inputs(inducing, "inducing")
@@ -337,7 +337,7 @@ class GaussianProcess(Displayed):
 
     def __jax_array__(self) -> NoReturn:
         raise TypeError(
-            f'GaussianProcess("{self.name}") is used as an array: its values at the '
+            f'GaussianProcess("{self.name}") is used as an array. Its values at the '
             "inputs are gp(X)"
         )
 
@@ -388,7 +388,7 @@ class GaussianProcess(Displayed):
         if len(shape) != 1 and not (by_row and self.loadings is not None):
             raise ValueError(
                 f'GaussianProcess("{self.name}") was called with latents of shape '
-                f"{shape} at X of shape {X.shape}: pass (L,), or, with loadings, "
+                f"{shape} at X of shape {X.shape}. Pass (L,), or, with loadings, "
                 f"({X.shape[0]}, L)"
             )
 

@@ -118,8 +118,8 @@ class ProcessGuide(Displayed):
         """
         if self._structure is None:
             raise RuntimeError(
-                "the guide has not seen the model's arguments yet: call it, or "
-                "guide.setup(*args, **kwargs), first"
+                "the guide has not been set up for the model's arguments. Call it, "
+                "or guide.setup(*args, **kwargs), first"
             )
         return self._structure
 
@@ -192,7 +192,7 @@ class ProcessGuide(Displayed):
         needed = (*self.constraints, *self.own_params())
         if missing := [name for name in needed if name not in params]:
             raise ValueError(
-                f"params {missing} of the fit are missing; given are {sorted(params)}"
+                f"params {missing} of the fit are missing. Given are {sorted(params)}"
             )
 
     def setup(self, *args: Any, **kwargs: Any) -> Self:

@@ -96,7 +96,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
     ) -> None:
         if not callable(mean):
             raise TypeError(
-                f"mean is a {type(mean).__name__}: pass a function of the inputs"
+                f"mean is a {type(mean).__name__}. Pass a function of the inputs"
             )
         super().__init__(model, other)
         self.function_posterior: FunctionSpacePosterior = FunctionSpacePosterior(
@@ -143,8 +143,8 @@ class AutoFunctionSpaceGP(ProcessGuide):
         drawn = [s["name"] for s in plates if s["value"].shape[0] < s["args"][0]]
         if drawn and numpyro.get_mask() is False:
             raise ValueError(
-                f"plates {drawn} draw a batch, and Predictive would draw one for the "
-                "guide and another for the model: predict with Posterior.from_guide"
+                f"plates {drawn} draw a batch, and Predictive would draw different "
+                "ones for guide and model. Predict with Posterior.from_guide"
             )
         return conditional_of(trace, block)
 
@@ -234,8 +234,8 @@ class FunctionSpacePosterior:
             self._mean(conditional.X)
             if not trace:
                 warnings.warn(
-                    "the mean of AutoFunctionSpaceGP has no params, so that nothing of "
-                    "it is learnt: call a network through numpyro.contrib.module "
+                    "the mean of AutoFunctionSpaceGP has no params, so nothing of "
+                    "it is learnt. Call a network through numpyro.contrib.module "
                     "(eqx_module, nnx_module, flax_module), or numpyro.param, in it",
                     stacklevel=2,
                 )
@@ -263,12 +263,12 @@ def _pinned(
         for site in trace.values():
             if site["type"] != "param":
                 raise ValueError(
-                    f"{name} makes the {site['type']} site {site['name']!r}: it may "
+                    f"{name} makes the {site['type']} site {site['name']!r}. It may "
                     "have params, but neither random nor mutable state"
                 )
             if site["name"] not in values:
                 raise ValueError(
-                    f"{name} asks for the param {site['name']!r}, which is not among "
+                    f"{name} needs the param {site['name']!r}, which is not among "
                     f"the params of the fit: {sorted(values)}"
                 )
         return result

@@ -288,8 +288,9 @@ class AutoSparseGP(ProcessGuide):
         """
         if self._is_preconditioned(block):
             raise ValueError(
-                f"the preconditioned posterior of {block.site!r} depends on the kernel "
-                "matrix: use Posterior.from_guide(model, guide, params, X, y, ...)"
+                f"the preconditioned posterior of {block.site!r} depends on the "
+                "kernel matrix. Use Posterior.from_guide(model, guide, params, X, "
+                "y, ...)"
             )
         with handlers.block(), handlers.substitute(data=params):
             return self._gaussian(block)
@@ -345,9 +346,9 @@ NATURAL = _Natural()
 @biject_to.register(_Natural)
 def _refuse(constraint: Any) -> NoReturn:
     raise ValueError(
-        "natural parameters are not for gradient optimisers: fit AutoSparseGP or "
-        'AutoLatentGaussian(model, covariance="dense") by numpyro.infer.SVI, or this '
-        "guide by ConjugateSVI"
+        "gradient optimisers cannot fit natural parameters. Fit AutoSparseGP or "
+        'AutoLatentGaussian(model, covariance="dense") by numpyro.infer.SVI, or '
+        "this guide by ConjugateSVI"
     )
 
 

@@ -143,7 +143,7 @@ def means_at_inducing(
     elif gp.inducing.ndim == 3:
         raise NotImplementedError(
             f"{block.name!r} has a mean function and a set of inducing inputs per "
-            "latent: a stream does not track its hyperparameters"
+            "latent. A stream cannot track its hyperparameters"
         )
     else:
         with handlers.block(), handlers.substitute(data=dict(values)):

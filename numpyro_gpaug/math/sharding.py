@@ -131,9 +131,9 @@ def rows_mesh(mesh: Mesh | None, arrays: Iterable[Any]) -> Mesh | None:
         first, *others = (*sharding.spec, None)
         if first is None or any(others):
             raise ValueError(
-                f"an array of shape {array.shape} is sharded as {sharding.spec}: rows "
-                "can be shared out among devices, columns cannot; use "
-                "PartitionSpec(axis) with the name of a mesh axis"
+                f"an array of shape {array.shape} is sharded as {sharding.spec}. "
+                "Rows can be sharded, columns cannot: use PartitionSpec(axis) with "
+                "the name of a mesh axis"
             )
         devices: Any = sharding.mesh
         return _lined_up(devices, (first,) if isinstance(first, str) else first)
@@ -182,8 +182,9 @@ def check_shards(tree: Any) -> None:
     found = told_by_all(held)
     if len(set(found)) > 1 or any(0 in x.shape for x in shared):
         raise ValueError(
-            "processes hold parts of unequal shapes or dtypes, or without rows, by "
-            f"process: {found}; each reads as many rows, of the same columns"
+            "the processes have parts of unequal shapes or dtypes, or without "
+            f"rows, by process: {found}. Each process must read equally many rows, "
+            "with the same columns"
         )
 
 
@@ -225,9 +226,9 @@ def placed(array: Any, mesh: Mesh, rows: int) -> Array:
         return jax.device_put(array, target)
     except AssertionError as error:
         raise ValueError(
-            f"an argument of shape {np.shape(array)} is not the same in all processes: "
-            "what does not come by rows, such as inducing inputs, each computes from "
-            "data that all have"
+            f"an argument of shape {np.shape(array)} differs between processes. "
+            "Compute arguments without rows, such as inducing inputs, in every "
+            "process from data that all have"
         ) from error
 
 
@@ -323,8 +324,8 @@ def _lined_up(mesh: Mesh, axes: Iterable[str]) -> Mesh:
     lines = np.moveaxis(devices, 1, -1).reshape(-1, sizes[1])
     if any(len({device.process_index for device in line}) > 1 for line in lines):
         raise ValueError(
-            f"the mesh {mesh.shape} has latents in several processes: rows can be "
-            "shared out among processes, latents among the devices of each"
+            f"the mesh {mesh.shape} has latents in several processes. Divide rows "
+            "among processes, and latents among the devices of each"
         )
     return Mesh(devices, (ROWS, LATENTS, "copies"), axis_types=(AxisType.Auto,) * 3)
 

@@ -58,10 +58,10 @@ class Arguments(_Split):
         num, parts = self.num_rows, mesh.shape[ROWS]
         if num % parts:
             raise ValueError(
-                f"{num} rows cannot be shared out evenly among {parts} devices; rows "
-                "of no weight are added by a run on full data where this is proved to "
-                "change no fit, and it was not: leave out some rows, or add some under "
-                "numpyro.handlers.mask"
+                f"{num} rows cannot be divided evenly among {parts} devices. A run "
+                "on full data adds rows of weight zero only if this provably "
+                "changes no fit, which is not so here. Leave out some rows, or add "
+                "some under numpyro.handlers.mask"
             )
         return self._replace(arrays=tuple(placed(x, mesh, num) for x in self.arrays))
 

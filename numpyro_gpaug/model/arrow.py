@@ -269,7 +269,8 @@ def check_groups(misfit: Array, what: str) -> None:
     # No program for a comparison.
     if not float(misfit) < ROUNDING:
         raise NotConjugateError(
-            f"{what} look at several groups or steps, where those that the guide was "
-            "set up with look at one each: set up another guide with these arguments; "
-            "of predictions draw, numpyro.infer.Predictive(model, guide=guide, ...)"
+            f"{what} depend on several groups or steps, but when the guide was set "
+            "up each depended on one. Set up another guide with these arguments. "
+            "For predictions draw, numpyro.infer.Predictive(model, guide=guide, "
+            "...)"
         )

@@ -27,7 +27,7 @@ def check_key(key: Any) -> None:
     if not (typed and ndim == 0) and not (dtype == np.uint32 and ndim == 1):
         what = f"shape {np.shape(key)} and dtype {dtype}" if dtype else repr(key)
         raise TypeError(
-            f"the first argument is a random key, jax.random.key(0): got {what}"
+            f"the first argument must be a random key, jax.random.key(0). Got {what}"
         )
 
 
@@ -41,7 +41,7 @@ def check_count(name: str, value: Any) -> None:
     if np.ndim(value):
         raise ValueError(
             f"{name} must be a whole number >= 1, got an array of shape "
-            f"{np.shape(value)}: is {name} missing?"
+            f"{np.shape(value)}. Is {name} missing?"
         )
     try:
         whole = value >= 1 and value == int(value)
@@ -69,8 +69,9 @@ def check_by_name(
     for name in set(positional) & set(inducing) - set(inputs) - set(observed):
         shape = np.shape(args[positional.index(name)])
         raise ValueError(
-            f"{name} of shape {shape} holds inducing inputs or hyperparameters, and is "
-            f"passed by position: predictions could not remember it. Pass {name}=..."
+            f"{name} of shape {shape} contains inducing inputs or hyperparameters, "
+            "but is passed by position, so that predictions could not keep it. "
+            f"Pass {name}=..."
         )
 
 
@@ -103,8 +104,8 @@ def check_given(
         symmetric = error <= 1e-4 * np.abs(matrix).max()  # not so if NaN
         if not symmetric or np.linalg.eigvalsh(matrix).min() <= 0:
             raise ValueError(
-                f"init_params[{name!r}] of shape {matrix.shape} is not symmetric and "
-                "positive definite: it is the inverse of a covariance"
+                f"init_params[{name!r}] of shape {matrix.shape} is not symmetric "
+                "and positive definite. It must be the inverse of a covariance"
             )
 
 
@@ -119,6 +120,7 @@ def check_processes(structure: Structure) -> None:
         dtype = structure.functions[block.name].dtype
         if dtype != block.dtype:
             raise ValueError(
-                f'GaussianProcess("{block.name}") has inputs of {dtype} and inducing '
-                f"inputs of {block.dtype}: pass both in one dtype, Z.astype(X.dtype)"
+                f'GaussianProcess("{block.name}") has inputs of {dtype} and '
+                f"inducing inputs of {block.dtype}. Pass both in one dtype, "
+                "Z.astype(X.dtype)"
             )

@@ -141,9 +141,9 @@ class Watched:
         )
         what = ", ".join(names) or "an object"
         raise ModelChangedError(
-            f"the model reads {what}, and that has changed since the fit: predictions "
-            "would be of neither. Set it back, or fit again; what differs between fits "
-            "is best an argument of the model"
+            f"the model reads {what}, which has changed since the fit, so that "
+            "predictions would match neither. Restore it, or fit again; make "
+            "values that differ between fits arguments of the model"
         )
 
     def _read(self, *objects: Any) -> bytes:

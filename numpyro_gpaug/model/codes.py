@@ -45,8 +45,8 @@ class Codes:
         """
         if missing := view.unobserved:
             raise ValueError(
-                f"{missing} are not observed by these arguments, as they were when the "
-                "guide was set up: pass the observations to init or run"
+                f"{missing} are not observed by these arguments, but were when the "
+                "guide was set up. Pass the observations to init or run"
             )
         found = view.gathers()
         gathers = tuple(g._replace(indices=None, raw=()) for g, _ in found)

@@ -64,7 +64,7 @@ def covariance_of(fn: Any) -> Array:
     base = base_distribution(fn)
     if isinstance(base, dist.MatrixNormal):
         raise NotConjugateError(
-            "predictions of MatrixNormal data are not implemented: name the mean, "
+            "predictions of MatrixNormal data are not implemented. Name the mean, "
             "numpyro.deterministic('eta', ...), and predict it by predict_f(..., "
             "site='eta')"
         )

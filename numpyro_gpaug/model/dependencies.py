@@ -121,8 +121,8 @@ class Dependencies:
         for site, name in self.vectors.items():
             if any(site in leaf.state for leaf in jax.tree.leaves(self.states)):
                 raise NotConjugateError(
-                    f"the inducing values {site!r} are used directly; use the function "
-                    f"values {name!r}, or fit by MCMC(NUTS(model))"
+                    f"the inducing values {site!r} are used directly. Use the "
+                    f"function values {name!r}, or fit by MCMC(NUTS(model))"
                 )
         priors = (*self.processes, *(latents if observed else ()))
         for prior in priors:
@@ -130,15 +130,16 @@ class Dependencies:
             sources = {n for leaf in leaves for n in leaf.state} & self.processes
             if sources and prior.endswith("_unobserved"):
                 raise NotConjugateError(
-                    f"obs_mask makes {prior!r} a latent: leave out what is missing by "
-                    "numpyro.handlers.mask(mask=obs_mask) around the site instead"
+                    f"obs_mask makes {prior!r} a latent. Mask missing observations "
+                    "by numpyro.handlers.mask(mask=obs_mask) around the site "
+                    "instead"
                 )
             if sources:
                 raise NotConjugateError(
                     f"the distribution of {prior!r} depends on the process "
-                    f"{sorted(sources)[0]!r}; only that of an observed site may. "
-                    "If it is data, pass the model its values (obs=...); "
-                    "MCMC(NUTS(model)) samples such a model"
+                    f"{sorted(sources)[0]!r}, and only observed sites may. If it is "
+                    "data, pass the model its values (obs=...); MCMC(NUTS(model)) "
+                    "samples such a model"
                 )
 
     def is_likelihood(self, latent: str) -> bool:
@@ -182,9 +183,9 @@ class Dependencies:
         if processes and self.shared[name]:
             cls = self.classes[name].__name__
             raise ValueError(
-                f"site {name!r}: every datum is given one and the same {cls}, which "
-                f"takes the function values of {processes[0]!r} at all data for its "
-                "own; if its last axis runs over classes, construct the process with "
+                f"site {name!r}: all data have the same {cls}, because its last "
+                f"axis has the function values of {processes[0]!r} at all data. If "
+                "its last axis runs over classes, construct the process with "
                 "num_latents=C"
             )
         if not reached:
@@ -216,9 +217,9 @@ class Dependencies:
         if correlated and joint:
             raise NotConjugateError(
                 f"site {name!r}: the outputs of {correlated[0]!r} share latents "
-                f"(loadings=), so that they are correlated, and "
-                f"{self.classes[name].__name__} is no closed-form likelihood of one "
-                "output at a time; MCMC(NUTS(model)) samples this model"
+                "(loadings=), so they are correlated, but "
+                f"{self.classes[name].__name__} has no closed form for one output "
+                "at a time. MCMC(NUTS(model)) samples this model"
             )
 
     def _missing_link(self, name: str) -> str | None:

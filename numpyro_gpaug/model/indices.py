@@ -26,8 +26,8 @@ def check_indices(program: Program) -> None:
     for gather, extremes in program.reached():
         if wrong := gather.bad(extremes):
             raise ValueError(
-                f"{wrong}: give its plate the number of groups, and encode them as 0, "
-                "1, ... (numpy.unique(group, return_inverse=True)[1])"
+                f"{wrong}. Give its plate the number of groups, and encode them as "
+                "0, 1, ... (numpy.unique(group, return_inverse=True)[1])"
             )
 
 

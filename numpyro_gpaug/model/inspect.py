@@ -82,15 +82,15 @@ def _refuse_latents(
     for name in others:
         if name in discrete:
             raise NotConjugateError(
-                f"the latent site {name!r} is discrete: sum it out (a mixture "
+                f"the latent site {name!r} is discrete. Sum it out (a mixture "
                 "likelihood), observe it, or sample the model by MCMC"
             )
         process = name.removesuffix(".eps")
         if process != name and any(b.name == process for b in candidates):
             raise NotConjugateError(
                 f'with_residual(model, "site") makes the residual of {process!r} a '
-                "latent site, for MCMC; variational fits integrate it out: pass the "
-                "model itself"
+                "latent site, for MCMC. Variational fits integrate it out: pass "
+                "the model itself"
             )
 
 
@@ -188,8 +188,8 @@ class _Survey:
             return
         if "process" in site["infer"]:
             raise ValueError(
-                f'GaussianProcess("{site["infer"]["process"]}") is never called: its '
-                "values at the inputs are gp(X)"
+                f'GaussianProcess("{site["infer"]["process"]}") is never called. '
+                "Its values at the inputs are gp(X)"
             )
         if _is_vector_normal(site):
             self.candidates.append(_block(name, name, site))
@@ -233,6 +233,6 @@ def require_conjugate(structure: Structure, updates: str) -> None:
             )
         if site.route is Route.MONTE_CARLO and updates != "augmented":
             raise NotConjugateError(
-                f"site {site.name!r} has an augmentation but no exact expectation in "
-                'closed form: use updates="augmented", or register_expectation'
+                f"site {site.name!r} has an augmentation but no exact expectation "
+                'in closed form. Use updates="augmented", or register_expectation'
             )

@@ -159,9 +159,9 @@ def _check_members(structure: JointStructure, grouping: Grouping) -> None:
     found = {g.sites[0][0]: structure.members(g) for g in alone}
     if len(set(found.values())) > 1:
         raise ValueError(
-            f"{[*found]} had the same members where the model was fitted (the steps of "
-            f"a walk and their noise, effects of one plate), and have {found} of them "
-            "here: give all the same number, of the walk and of the plate"
+            f"sites {[*found]} had equal lengths when the guide was set up (the "
+            "steps of a walk and their noise, effects of one plate), and have "
+            f"lengths {found} here. Make the walk and the plate equally long"
         )
 
 
@@ -195,9 +195,9 @@ def warn_of_points(
     if points:
         warnings.warn(
             f"{points} are Gaussian and reach data affinely, but AutoSparseGP gives "
-            "them point estimates. AutoLatentGaussian(model) holds them and all "
-            "processes jointly, other=AutoNormal gives them normals of their own. The "
-            "constant mean of a process may also be a part of its kernel, "
+            "them point estimates. AutoLatentGaussian(model) puts one Gaussian on "
+            "them and all processes; other=AutoNormal gives them normals of their "
+            "own. The constant mean of a process may also be a part of its kernel, "
             "kernel + variance",
             stacklevel=2,
         )

@@ -114,8 +114,9 @@ class JointView:
             if steps[:2] not in known:
                 names = [name for name, _ in steps.sites]
                 raise NotConjugateError(
-                    f"steps of {names} followed each other where the guide was set up, "
-                    "and do not with these arguments: set up another guide with these"
+                    f"steps of {names} followed each other when the guide was set "
+                    "up, but not with these arguments. Set up another guide with "
+                    "these"
                 )
         # Of a longer series the first block is that of the one that was fitted.
         return [

@@ -107,8 +107,9 @@ class JointPredictiveView(JointView):
         for source, dependence in state.items():
             if dependence.nonlinear:
                 raise NotConjugateError(
-                    f"{name!r} is not affine in {source!r} ({dependence.nonlinear}): "
-                    "draw from it with numpyro.infer.Predictive(model, guide=guide, "
+                    f"{name!r} is not affine in {source!r} "
+                    f"({dependence.nonlinear}). Draw from it with "
+                    "numpyro.infer.Predictive(model, guide=guide, "
                     "params=fit.params, num_samples=...)"
                 )
         return self._affine([variable])
@@ -184,8 +185,9 @@ class JointPredictiveView(JointView):
         found = [self._affine(self._of_site(s)) for s in known]
         if any(each.many for each in found):
             raise ValueError(
-                f"{len(found[0].offset)} rows of which {known[0].name!r} is observed "
-                "are too many for one matrix: predict some thousand at a time"
+                f"{len(found[0].offset)} rows at which {known[0].name!r} is "
+                "observed are too many for one matrix. Predict some thousand at a "
+                "time"
             )
         return conditioned(q, structure, found, laws)
 
@@ -242,16 +244,16 @@ class JointPredictiveView(JointView):
         if name not in known:
             raise ValueError(
                 f"site={name!r}: the values that can be predicted are "
-                f"{sorted([*known, *values])}; numpyro.deterministic gives a predictor "
-                "a name"
+                f"{sorted([*known, *values])}. numpyro.deterministic gives a "
+                "predictor a name"
             )
         self._demand(name)
         if len(known[name]) != 1 or not self._has_root_of_its_own(name):
             raise ValueError(
-                f"site={name!r}: its likelihood does not depend on one predictor for "
-                f"each datum: give one a name, numpyro.deterministic('eta', ...), and "
-                "predict that, predict_f(..., site='eta'); those that have names are "
-                f"{sorted(values)}"
+                f"site={name!r}: its likelihood does not depend on one predictor "
+                "for each datum. Name the predictor, numpyro.deterministic('eta', "
+                "...), and predict it, predict_f(..., site='eta'); predictors with "
+                f"names are {sorted(values)}"
             )
         return known[name][0]
 
@@ -259,9 +261,9 @@ class JointPredictiveView(JointView):
         """Raises for an observed site that the model does not come to here."""
         if name not in self._program.outputs.densities:
             raise ValueError(
-                f"the model has no site {name!r} without observations (is it under an "
-                "'if y is not None'?): sample it in any case, obs=y, or give its "
-                "predictor a name, numpyro.deterministic('eta', ...), and predict that"
+                f"the model has no site {name!r} without observations (is it under "
+                "an 'if y is not None'?). Sample it in any case, obs=y, or name "
+                "its predictor, numpyro.deterministic('eta', ...), and predict that"
             )
 
     def _has_root_of_its_own(self, name: str) -> bool:

@@ -150,14 +150,14 @@ def _refuse(site: dict[str, Any], observes: bool) -> None:
     name = site["name"]
     if name.endswith("_unobserved"):
         raise NotConjugateError(
-            f"obs_mask makes {name!r} a latent: leave out what is missing by "
+            f"obs_mask makes {name!r} a latent. Mask missing observations by "
             "numpyro.handlers.mask(mask=obs_mask) around the site instead"
         )
     if site["fn"].is_discrete:
         if not observes:
             raise unobserved_error([name])
         raise NotConjugateError(
-            f"the latent site {name!r} is discrete: if it is data, pass the model its "
-            "values (obs=...); else sum it out (a mixture likelihood), or sample the "
-            "model by MCMC"
+            f"the latent site {name!r} is discrete. If it is data, pass the model "
+            "its values (obs=...); otherwise sum it out (a mixture likelihood), or "
+            "sample the model by MCMC"
         )

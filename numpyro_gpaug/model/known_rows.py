@@ -49,12 +49,11 @@ def refuse_others(site: Observed, law: Any, structure: JointStructure) -> None:
     ):
         return
     raise NotConjugateError(
-        f"{site.name!r} is observed at the new rows and shares latents of theirs with "
-        "what is predicted, which it would have to be conditioned on: that is done "
-        f"for Normal observations of latents in plates, and this is "
-        f"{type(base_distribution(law)).__name__}. Mask it there "
-        "(numpyro.handlers.mask), or fit the new rows too, with what is predicted of "
-        "them masked, and draw, numpyro.infer.Predictive(model, guide=guide, "
+        f"site {site.name!r} is observed at the new rows and shares latents with "
+        "the prediction. Conditioning on it needs Normal observations of latents "
+        f"in plates, and it is {type(base_distribution(law)).__name__}. Mask it "
+        "there (numpyro.handlers.mask), or fit the new rows too, with the "
+        "prediction masked, and draw, numpyro.infer.Predictive(model, guide=guide, "
         "params=fit.params, num_samples=...)"
     )
 

@@ -168,7 +168,7 @@ def refuse_reversed(program: Program, scanned: Collection[str]) -> None:
         if eqn.primitive.name == "scan" and eqn.params["reverse"]:
             if found := sorted(names(program, operands) & set(scanned)):
                 raise NotConjugateError(
-                    f"{found} are sampled in scan(..., reverse=True), of which NumPyro "
-                    "takes values in the order in which they are sampled, but returns "
-                    "them in the reverse: scan over reversed inputs instead, xs[::-1]"
+                    f"{found} are sampled in scan(..., reverse=True), for which "
+                    "NumPyro takes values in the order of sampling, but returns "
+                    "them in reverse. Scan over reversed inputs instead, xs[::-1]"
                 )

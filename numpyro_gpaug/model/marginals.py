@@ -64,6 +64,6 @@ def moments_of(fn: dist.Distribution) -> Moments:
     if isinstance(base, dist.MultivariateNormal):
         return BlockGaussian(base.loc, base.scale_tril).moments()
     raise NotConjugateError(
-        f"the guide puts a {type(base).__name__} on the inducing values; the analytic "
-        "bound needs a Gaussian: use AutoSparseGP"
+        f"the guide puts a {type(base).__name__} on the inducing values, but the "
+        "analytic bound needs a Gaussian. Use AutoSparseGP"
     )

@@ -114,7 +114,7 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
         jnp.result_type(site["value"]), jnp.floating
     ):
         raise ValueError(
-            f"site {name!r}: class labels have a float dtype; pass y.astype(int)"
+            f"site {name!r}: class labels have a float dtype. Pass y.astype(int)"
         )
 
 
@@ -129,8 +129,9 @@ def check_law(name: str, law: dist.Distribution) -> None:
     cls = type(base)
     if base.support is None:
         raise TypeError(
-            f"site {name!r}: {cls.__name__} has no support: set {cls.__name__}.support "
-            "to a constraint, constraints.real or constraints.nonnegative_integer, say"
+            f"site {name!r}: {cls.__name__} has no support. Set "
+            f"{cls.__name__}.support to a constraint, such as constraints.real or "
+            "constraints.nonnegative_integer"
         )
     numbers = [k for k, x in vars(base).items() if isinstance(x, np.ndarray | Array)]
     if numbers and not cls.gather_pytree_data_fields():

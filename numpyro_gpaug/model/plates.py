@@ -192,8 +192,8 @@ class _Reading:
             last = indices.high + eqn.params["slice_sizes"][axes[0]] - 1
             if last >= shape[axes[0]]:
                 raise ValueError(
-                    f"{self._of(indices.plate)} are used on an array of shape {shape}: "
-                    "give the plate the number of rows, X.shape[0]"
+                    f"{self._of(indices.plate)} are used on an array of shape "
+                    f"{shape}. Give the plate the number of rows, X.shape[0]"
                 )
             if isinstance(operand, _Data):
                 which = operand, indices.plate, axes[0]
@@ -213,8 +213,8 @@ class _Reading:
                 covered = max(covered, high + 1) if low <= covered else covered
             if data not in self.elsewhere and covered < shape[axis]:
                 raise ValueError(
-                    f"{self._of(plate)} are used on an argument of shape {shape}, of "
-                    "which other rows would never be looked at: give the plate the "
+                    f"{self._of(plate)} are used on an argument of shape {shape}, "
+                    "so that its other rows would be ignored. Give the plate the "
                     "number of rows, X.shape[0], or leave rows out before"
                 )
 

@@ -227,7 +227,7 @@ _COLUMNS = "Encode categories as columns of 0 and 1, one of each"
 def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
     shape = np.shape(value)
     if 0 in shape:
-        raise ValueError(f"{name} has shape {shape}: it is empty")
+        raise ValueError(f"{name} has shape {shape} and is empty")
     kind = np.dtype(value.dtype).kind if isinstance(value, np.ndarray) else "f"
     if kind in "OUSMmV":
         raise ValueError(

@@ -100,9 +100,9 @@ def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
         numbers = getattr(whitening(site["fn"]), "numbers", None)
         if numbers is None:
             raise NotConjugateError(
-                f"{name!r} is made of more standard normal numbers than it has "
-                "entries (LowRankMultivariateNormal), which its values do not give: "
-                "write MultivariateNormal"
+                f"{name!r} has more standard normal numbers than entries "
+                "(LowRankMultivariateNormal), so that its values do not determine "
+                "them. Write MultivariateNormal"
             )
         found[name] = numbers(site["value"])
     return found

@@ -267,6 +267,6 @@ def _within(timeout: float | None, ready: Queue[T]) -> T:
         return ready.get(timeout=timeout)
     except Empty:
         raise TimeoutError(
-            f"nothing came within {timeout:g} seconds (timeout={timeout:g}): what is "
-            "read from hangs, or takes longer"
+            f"nothing came within {timeout:g} seconds (timeout={timeout:g}). The "
+            "source hangs, or needs more time"
         ) from None

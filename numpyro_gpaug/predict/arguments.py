@@ -83,10 +83,10 @@ class FitArguments(NamedTuple):
         parameters = argument_names(model, len(args))
         if lost := [name for name in inducing if name in parameters[: len(args)]]:
             raise ValueError(
-                f"inducing inputs or hyperparameters are computed from {lost}, which "
-                "change at prediction: write def model(X, y=None, *, inducing) and run "
-                "it with inducing=Z by keyword, which is remembered (Z may be X), or "
-                "make them params"
+                f"inducing inputs or hyperparameters are computed from {lost}, "
+                "which change at prediction. Write def model(X, y=None, *, "
+                "inducing) and run it with inducing=Z by keyword, which the "
+                "posterior keeps (Z may be X), or make them params"
             )
         kept = {k: v for k, v in kwargs.items() if k not in observations}
         rows = {f.shape[0] for f in structure.functions.values()}
@@ -183,9 +183,9 @@ class FitArguments(NamedTuple):
         differ = [k for k, x in known.items() if _seen(positional[k]) not in (None, x)]
         if differ:
             raise ValueError(
-                f"{differ[0]!r} is not that of the fit, of which {left[0]!r} is kept "
-                "with a row per datum: pass that of the new rows too, as in "
-                f"predict_y({differ[0]}_new, {left[0]}=...)"
+                f"{differ[0]!r} differs from the fit, but {left[0]!r} is kept from "
+                "the fit and has a row per datum. Pass it for the new rows too, as "
+                f"in predict_y({differ[0]}_new, {left[0]}=...)"
             )
 
     def _warn_of_far(self, given: dict[str, Any]) -> None:
@@ -272,9 +272,9 @@ def _seen(tree: Any) -> int | None:
 def _warn_of_pooled(names: list[str]) -> None:
     if names:
         warnings.warn(
-            f"the model computes a sum, a mean, an extreme or an order of all rows of "
-            f"{names[0]!r}, which is another one where other rows are predicted. "
-            "Compute it before, and pass it by keyword: it is remembered",
+            "the model computes a sum, a mean, an extreme or an order of all rows "
+            f"of {names[0]!r}, which differs at other rows. Compute it outside, and "
+            "pass it by keyword, which the posterior keeps",
             stacklevel=5,
         )
 
@@ -327,8 +327,8 @@ def joined_rows(shape: tuple[int, ...], parts: list[Array]) -> Array:
     if len(axes) > 1:
         raise ValueError(
             f"predictions have shape {shape}: an argument without a row per datum "
-            f"has as many entries as there are rows, {shape[axes[0]]}, and was taken "
-            "for one; predict at another number of rows"
+            f"has {shape[axes[0]]} entries, as many as there are rows, and was "
+            "mistaken for rows. Predict at another number of rows"
         )
     # In NumPy: JAX would compile a program for each number of rows.
     whole = np.concatenate([np.asarray(part) for part in parts], axes[0])

@@ -89,7 +89,7 @@ class Calls:
         if not factorised:
             raise CholeskyError(
                 f"the posterior covariance of {draws.shape[1]} new inputs did not "
-                "factorise: are there duplicate rows?"
+                "factorise. Are there duplicate rows?"
             )
         return draws
 

@@ -99,9 +99,10 @@ class JointPredictor(Predictor):
         for name, mark in here.items():
             if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):
                 raise NotConjugateError(
-                    f"the covariance of {name!r} is not that of the fit, which says "
-                    "nothing of its values elsewhere: gpaug.GaussianProcess("
-                    f'"{name}", kernel, inducing)(X) is predicted at any X'
+                    f"the covariance of {name!r} differs from the fit, which does "
+                    "not determine its values elsewhere. "
+                    f'gpaug.GaussianProcess("{name}", kernel, inducing)(X) can be '
+                    "predicted at any X"
                 )
         return float(whole) < ROUNDING
 
@@ -318,8 +319,8 @@ def warn_of_quadrature(errors: dict[str, float]) -> None:
         if error > MOST_ERROR:
             warnings.warn(
                 f"the expectations of {site!r} are off by about {error:.1g} nats "
-                "per datum: its log-density has a kink, or falls within much less "
-                "than a predictor's posterior standard deviation, which "
+                "per datum. Its log-density has a kink, or changes within much "
+                "less than a predictor's posterior standard deviation, which "
                 "Gauss-Hermite quadrature does not resolve. "
                 "MCMC(EllipticalSlice(model)) draws from the exact posterior",
                 stacklevel=5,

@@ -35,7 +35,7 @@ def left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Marginal
     """
     if not isinstance(posterior, InducingPosterior):
         raise NotConjugateError(
-            "leave_one_out takes fits of AutoSparseGP, whose function values have "
+            "leave_one_out needs a fit of AutoSparseGP, whose function values have "
             "a Gaussian factor for each observation"
         )
     maps, chosen = view.maps(fit.factors), view.selected()
@@ -68,6 +68,7 @@ def check_left_out(
     if any(np.isnan(leaf).any() for leaf in jax.tree.leaves(found)):
         check_observations(whole_plates(model), structure, arguments)
         raise ValueError(
-            "the posterior holds less than what these observations say: pass the rows "
-            "that it was fitted to, and fit until the bound rises no more"
+            "the posterior contains less information than these observations. Pass "
+            "the rows that it was fitted to, and fit until the bound no longer "
+            "rises"
         )

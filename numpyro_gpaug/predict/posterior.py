@@ -319,7 +319,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         if site not in weights:
             if site in self._fitted.values and not site.endswith("_auto_loc"):
                 raise KeyError(
-                    f"{site!r} is held at a value, which summary() shows; "
+                    f"{site!r} is fixed at a value, which summary() shows. "
                     "NestedVI(model) gives hyperparameters a posterior"
                 )
             raise KeyError(
@@ -456,8 +456,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         if self.is_mixture or isinstance(self._predictor, JointPredictor):
             raise NotConjugateError(
-                "leave_one_out takes fits of AutoSparseGP with hyperparameters at a "
-                "point; diagnostics.loo(diagnostics.to_datatree(...)) takes any"
+                "leave_one_out needs a fit of AutoSparseGP with point values of "
+                "the hyperparameters. "
+                "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
             )
         observed = self._predictor.predicted(site)
         called = self._fit_arguments.joined(self.model, args, kwargs)

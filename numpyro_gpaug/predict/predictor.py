@@ -251,9 +251,9 @@ class Predictor:
         drawn = [s for s in found if not s.factor]
         if site in factors or (site is None and factors and not drawn):
             raise ValueError(
-                f"{site or factors[0]!r} is a numpyro.factor, which has no law that "
-                "new observations could be drawn from: predict_f has the predictor, "
-                "log_prob the density of held-out data"
+                f"{site or factors[0]!r} is a numpyro.factor, which has no "
+                "distribution of new observations. predict_f predicts the "
+                "predictor, and log_prob returns the density of held-out data"
             )
         return _one_of(drawn, site, "observed site")
 
@@ -396,9 +396,9 @@ class Predictor:
         observed = self.observed(site)
         if observed.route is not Route.CLOSED_FORM:
             raise NotConjugateError(
-                f"site {site!r} has no closed-form predictive distribution; draw from "
-                "it with numpyro.infer.Predictive(model, guide=guide, params=params, "
-                "num_samples=...)"
+                f"site {site!r} has no closed-form predictive distribution. Draw "
+                "from it with numpyro.infer.Predictive(model, guide=guide, "
+                "params=params, num_samples=...)"
             )
         message = view.message(site)
         moments = of_site(view.predictors.marginals(at), observed)
@@ -429,9 +429,9 @@ def _one_of(candidates: Any, name: str | None, what: str) -> Any:
     names = [c.name for c in candidates]
     if not names:
         raise ValueError(
-            f"no {what} depends on Gaussian latents: draws of the others, as "
-            "NestedVI(model).get_samples(), are for numpyro.infer.Predictive(model, "
-            "samples)"
+            f"no {what} depends on Gaussian latents. Use draws of the other "
+            "latents, such as NestedVI(model).get_samples(), with "
+            "numpyro.infer.Predictive(model, samples)"
         )
     if name is None and len(names) == 1:
         return candidates[0]

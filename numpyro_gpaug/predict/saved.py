@@ -119,7 +119,9 @@ def read_fit(
     with refusing(f"{path} is foreign, truncated or damaged"):
         contents = read(path)
         if "state" in contents.header:
-            raise ArchiveError(f"{path} holds a state of a fit, which load_state reads")
+            raise ArchiveError(
+                f"{path} contains a state of a fit. Read it with load_state"
+            )
         with enable_x64(True):  # as they were saved
             arrays = {k: jnp.asarray(x) for k, x in contents.arrays.items()}
         parts = {k: unpack(x, arrays) for k, x in contents.header.items()}

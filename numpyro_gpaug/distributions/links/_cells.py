@@ -46,8 +46,8 @@ def equal_edges(num_pieces: int, lower: float, upper: float) -> tuple[float, ...
         raise ValueError(f"lower must be below upper, got {lower} and {upper}")
     if num_pieces == 2 and lower != upper:
         raise ValueError(
-            "two pieces have one finite edge: lower and upper must be equal, got "
-            f"{lower} and {upper}"
+            "two pieces have one finite edge, so lower and upper must be equal. "
+            f"Got {lower} and {upper}"
         )
     return tuple(np.linspace(lower, upper, num_pieces - 1).tolist())
 
@@ -59,8 +59,8 @@ def checked_edges(edges: Sequence[float] | Array) -> tuple[float, ...]:
     values = np.asarray(edges, np.float64)
     if values.ndim != 1 or values.size < 1:
         raise ValueError(
-            f"edges has shape {values.shape}: pass the finite edges, at least one (two "
-            "pieces)"
+            f"edges has shape {values.shape}. Pass the finite edges, at least one "
+            "(two pieces)"
         )
     if not (np.isfinite(values).all() and (np.diff(values) > 0).all()):
         raise ValueError(

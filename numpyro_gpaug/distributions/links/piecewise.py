@@ -103,8 +103,8 @@ class PiecewiseLink:
             heights = jnp.asarray(function(jnp.asarray(at, jnp.result_type(float))))
         if heights.shape != at.shape:
             raise ValueError(
-                f"function gave values of shape {heights.shape} at points of shape "
-                f"{at.shape}: it must be elementwise"
+                f"function returned values of shape {heights.shape} at points of "
+                f"shape {at.shape}. It must be elementwise"
             )
         if not known_to(jnp.isfinite, heights):
             raise ValueError(

@@ -140,7 +140,7 @@ def greedy(X: ArrayLike, num_inducing: int, *, kernel: Any) -> jax.Array:
     prior = jnp.asarray(kernel(points))
     if prior.shape != (len(rows),):
         raise ValueError(
-            "greedy needs the kernel of a single latent: its diagonal at "
+            "greedy needs the kernel of a single latent, but its diagonal at "
             f"{len(rows)} rows has shape {prior.shape}"
         )
     # A variance below round-off is noise; dividing by it would spread the noise.

@@ -208,7 +208,8 @@ class Subspace:
         if A.ndim < 2 or A.shape[-1] != self.rank:
             raise ValueError(
                 f"A of shape {A.shape} must be (num_inducing, {self.rank}): "
-                "coordinates in the subspace, without the transform's last column"
+                "coordinates in the subspace, without the last column of the "
+                "transform"
             )
         return jnp.concatenate([A, jnp.zeros_like(A[..., :1])], -1)
 

@@ -89,7 +89,7 @@ class BlockGibbs(GaussianKernel):
         for block in self.structure.blocks:
             if view.message(block.site)["scale"] is not None:
                 raise NotConjugateError(
-                    f"the prior of {block.site!r} is scaled: drop the scale. {INSTEAD}"
+                    f"the prior of {block.site!r} is scaled. Drop the scale. {INSTEAD}"
                 )
 
     def _first(self, key: Array, values: Values, view: ModelView) -> Any:
@@ -176,7 +176,7 @@ def refuse_scaled(message: dict[str, Any], instead: str) -> None:
         cls = type(base_distribution(message["fn"])).__name__
         raise NotConjugateError(
             f"site {message['name']!r} is scaled, and a power of {cls} has no "
-            f"augmentation: drop the scale. {instead}"
+            f"augmentation. Drop the scale. {instead}"
         )
 
 

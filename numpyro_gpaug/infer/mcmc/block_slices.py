@@ -113,7 +113,7 @@ class BlockSlices(Slices):
                 ):
                     raise ValueError(
                         f"param {name!r} is {now} in the model, but {fitted} in the "
-                        "fit: sample handlers.substitute(model, data=params)"
+                        "fit. Sample handlers.substitute(model, data=params)"
                     )
 
     def _start(

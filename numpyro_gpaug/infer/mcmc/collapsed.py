@@ -125,8 +125,8 @@ class CollapsedGaussian(BlockGibbs):
     def _check(self, view: ModelView) -> None:
         if not self.structure.others:
             raise NotConjugateError(
-                "the model has no hyperparameters to sample: AugmentedGaussian(model) "
-                "draws its latents"
+                "the model has no hyperparameters to sample. "
+                "AugmentedGaussian(model) draws its latents"
             )
         super()._check(view)
         for group in self._groups:
@@ -189,8 +189,8 @@ class CollapsedGaussian(BlockGibbs):
     ) -> CollapsedState:
         if not is_prng_key(rng_key):
             raise ValueError(
-                "CollapsedGaussian takes a single random key; for several chains use "
-                'chain_method="sequential", "parallel" or jax.vmap'
+                "CollapsedGaussian takes a single random key. For several chains "
+                'use chain_method="sequential", "parallel" or jax.vmap'
             )
         kwargs = model_kwargs or {}
         key, inner_key = random.split(rng_key)

@@ -149,6 +149,6 @@ def _refuse_guide(guide: Any) -> None:
         )
     if guide.covariance == "preconditioned":
         raise ValueError(
-            'a fit with covariance="preconditioned" is of no use here: '
+            'a fit with covariance="preconditioned" cannot be used here. '
             "EllipticalSlice(model) finds a Gaussian itself"
         )

@@ -208,8 +208,8 @@ class GaussianKernel(MCMCKernel):
             )
         if structure.subsampled:
             raise ValueError(
-                f"plates {sorted(structure.subsampled)} draw subsamples: an exact "
-                "sampler needs all of the data; drop subsample_size"
+                f"plates {sorted(structure.subsampled)} draw subsamples, but an "
+                "exact sampler needs all data. Drop subsample_size"
             )
         check_observations(self._model, structure, arguments)
         self._structure = structure

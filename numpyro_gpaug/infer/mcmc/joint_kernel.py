@@ -57,8 +57,8 @@ class JointKernel(GaussianKernel):
             value = state.z[site.name]
             if not isinstance(value, jax.core.Tracer) and not np.isfinite(value).all():
                 raise FloatingPointError(
-                    f"the first draw of {site.name!r} is not finite: is the prior very "
-                    "wide, or are columns very large? Standardise them"
+                    f"the first draw of {site.name!r} is not finite. Is the prior "
+                    "very wide, or are columns very large? Standardise them"
                 )
 
     def _white_of(self, values: Values, view: JointView) -> Array:

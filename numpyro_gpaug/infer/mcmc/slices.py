@@ -108,9 +108,9 @@ class Slices(GaussianKernel):
         ratio = state.log_ratio
         if not isinstance(ratio, jax.core.Tracer) and not np.isfinite(ratio).all():
             raise FloatingPointError(
-                "the density at the first draw is not finite: is there anything that "
-                "no value of the latents makes possible (counts where the exposure is "
-                "zero), or a prior far too wide?"
+                "the density at the first draw is not finite. Are there data that "
+                "no value of the latents makes possible (counts at zero exposure), "
+                "or is a prior far too wide?"
             )
         return state
 

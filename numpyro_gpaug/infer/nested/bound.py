@@ -319,9 +319,9 @@ def _moves(values: dict[str, Any], tangents: Any) -> dict[str, Any]:
     leaves = jax.tree.leaves(data, is_leaf=_is_zero)
     if not all(map(_is_zero, leaves)):
         raise NotImplementedError(
-            "the collapsed bound has derivatives in the hyperparameters only, not in "
-            "the model's arguments: make what is to be differentiated a numpyro.param "
-            "or a sample site"
+            "the collapsed bound has derivatives only with respect to the "
+            "hyperparameters, not the model's arguments. Make the argument a "
+            "numpyro.param or a sample site"
         )
     return jax.tree.map(
         lambda x, move: jnp.zeros_like(x) if _is_zero(move) else move, values, moved

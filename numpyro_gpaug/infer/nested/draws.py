@@ -384,7 +384,7 @@ def _final(
 def _refuse_none(log_weights: np.ndarray) -> None:
     if not np.isfinite(log_weights).any():
         raise CholeskyError(
-            "no hyperparameters that were drawn have a finite collapsed bound. Likely "
-            "causes: a kernel matrix without jitter, or inputs that are not "
-            "standardised; float64 may help"
+            "the collapsed bound is not finite at any of the hyperparameters that "
+            "were drawn. Likely causes: a kernel matrix without jitter, or inputs "
+            "that are not standardised. float64 may help"
         )

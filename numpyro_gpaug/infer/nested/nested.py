@@ -153,8 +153,8 @@ class NestedVI(Displayed):
             check_count(name, count)
         if num_points < 32:
             raise ValueError(
-                f"num_points={num_points}: at least 32 points are needed to tell how "
-                "uneven their weights are"
+                f"num_points={num_points} is too few. At least 32 points are needed "
+                "to estimate how uneven their weights are"
             )
         if correct not in (None, "mcmc"):
             raise ValueError(f"correct must be 'mcmc' or None, got {correct!r}")
@@ -400,7 +400,7 @@ class NestedVI(Displayed):
     def _known(self) -> Run:
         if self._run is None:
             raise RuntimeError(
-                "nothing has been drawn yet: nested.run(key, *args) first"
+                "NestedVI has no draws yet. Call nested.run(key, *args) first"
             )
         return self._run
 

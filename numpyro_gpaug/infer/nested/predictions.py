@@ -56,8 +56,8 @@ def refuse_params(bound: CollapsedBound, what: str) -> None:
     """
     if params := sorted(bound.structure.constraints):
         raise ValueError(
-            f"params {params} have no prior: {what} sample sites. "
-            "Write them as numpyro.sample(name, prior), or as plain numbers"
+            f"params {params} have no prior: {what} sample sites. Write them as "
+            "numpyro.sample(name, prior), or as plain numbers"
         )
 
 
@@ -134,7 +134,7 @@ def _unconstrained(
     wanted = jax.eval_shape(lambda flat: hyper.values(flat, arrays)[0], flat)
     if missing := sorted(set(wanted) - set(samples)):
         raise ValueError(
-            f"samples have no draws of the hyperparameters {missing}: they are "
+            f"samples lack draws of the hyperparameters {missing}. They contain "
             f"{sorted(samples)}"
         )
     draws = {k: jnp.asarray(samples[k], x.dtype) for k, x in wanted.items()}

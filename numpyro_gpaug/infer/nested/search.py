@@ -46,12 +46,12 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
     first, _ = evaluate(start)
     if not np.isfinite(first):
         raise CholeskyError(
-            "the collapsed bound is not finite where the search for its mode starts, "
-            f"at unconstrained hyperparameters {np.round(start, 3).tolist()} (the "
-            "medians of their priors, unless init_params says otherwise). Likely "
-            "causes: a kernel matrix without jitter, inputs that are not standardised, "
-            "priors far from the data, or data that no value makes possible (counts "
-            "where the exposure is zero); float64 or init_params may help"
+            "the collapsed bound is not finite at the start of the search for its "
+            f"mode, at unconstrained hyperparameters {np.round(start, 3).tolist()} "
+            "(the medians of their priors, unless init_params is given). Likely "
+            "causes: a kernel matrix without jitter, inputs that are not "
+            "standardised, priors far from the data, or data that no value makes "
+            "possible (counts at zero exposure). float64 or init_params may help"
         )
     if not start.size:  # SciPy 1.13 does not search among no variables
         return Mode(start, first, _law(evaluate, start))

@@ -76,10 +76,10 @@ class CollapsedBounds:
             structure = guide.structure
             if structure.subsampled:
                 raise ValueError(
-                    f"plates {sorted(structure.subsampled)} draw a subsample: "
-                    "hyperparameters are integrated on full data only; "
-                    "ConjugateSVI(model, AutoLatentGaussian(model), optax.adam(0.01)) "
-                    "gives point estimates on minibatches"
+                    f"plates {sorted(structure.subsampled)} draw a subsample, but "
+                    "hyperparameters are integrated on full data only. "
+                    "ConjugateSVI(model, AutoLatentGaussian(model), "
+                    "optax.adam(0.01)) gives point estimates on minibatches"
                 )
             check_observations(self.model, structure, arguments, self._checks)
             projected = self._projected

@@ -37,7 +37,7 @@ class ArrowRows:
         wanted = [x for names in self._columns.values() for x in names]
         if unknown := sorted(set(wanted) - set(dataset.schema.names)):
             raise ValueError(
-                f"the data have no columns {unknown}, but {dataset.schema.names}"
+                f"the data have no columns {unknown}. They have {dataset.schema.names}"
             )
         self._names = list(dict.fromkeys(wanted))
         self._schema = dataset.schema

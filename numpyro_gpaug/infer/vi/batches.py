@@ -85,7 +85,7 @@ class Blocks:
         if self._loads:
             _check_loader(source, size, rows)
         elif size is None or rows is not None:
-            raise ValueError("of arrays pass the rows of a batch, size=..., alone")
+            raise ValueError("for arrays pass only the rows of a batch, size=...")
         self._source: Any = source
         self.rows = int(sum(source.sizes) if rows is None else rows)
         check_count("rows", self.rows)
@@ -119,8 +119,8 @@ class Blocks:
         size = self._source.sizes[block]
         if rows_of(found) != size:
             raise ValueError(
-                f"block {block} of the source has {rows_of(found)} rows, and was said "
-                f"to have {size}"
+                f"block {block} of the source has {rows_of(found)} rows, but was "
+                f"announced with {size}"
             )
         return found
 
@@ -136,14 +136,14 @@ class Blocks:
             if last < self.size or rows > self.size:
                 number, other = (i - 1, last) if last < self.size else (i, rows)
                 raise ValueError(
-                    f"batch {number} of an epoch has {other} rows, the first had "
-                    f"{self.size}: only the last of an epoch may have fewer"
+                    f"batch {number} of an epoch has {other} rows, but the first "
+                    f"had {self.size}. Only the last batch of an epoch may have "
+                    "fewer"
                 )
             seen, last = seen + rows, rows
             if seen > self.rows:
                 raise ValueError(
-                    f"the source yields more than the {self.rows} rows it was said to "
-                    "have"
+                    f"the source yields more than the announced {self.rows} rows"
                 )
             if i >= start and not (rows < self.size and slack):
                 yield batch
@@ -288,7 +288,7 @@ def check_batch(batch: Any, like: Any, size: int) -> None:
     found, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (batch, like))
     if [name for name, _ in found] != [name for name, _ in wanted]:
         raise ValueError(
-            f"it holds {_names(found)}, but the first one held {_names(wanted)}"
+            f"it contains {_names(found)}, but the first one contained {_names(wanted)}"
         )
     rows = {len(x) for _, x in found}
     for (name, x), (_, first) in zip(found, wanted, strict=True):
@@ -305,13 +305,13 @@ def _check_loader(source: Any, size: int | None, rows: int | None) -> None:
     name = type(source).__name__
     if size is not None or rows is None:
         raise ValueError(
-            f"a {name} yields batches of its own: pass the number of rows in all, "
+            f"a {name} yields its own batches. Pass the total number of rows, "
             "rows=..., and no size"
         )
     if not isinstance(source, Iterable) or isinstance(source, Iterator):
         raise ValueError(
-            f"a {name} can be read once at most, and a fit reads data again and "
-            "again: pass arrays, or what iter() can be called on for every epoch"
+            f"a {name} can be read only once, and a fit reads the data in every "
+            "epoch. Pass arrays, or an object that iter() accepts repeatedly"
         )
 
 
@@ -361,7 +361,7 @@ def _plain(batch: Any) -> Any:
         return {name: array(leaf) for name, leaf in batch.items()}
     if not isinstance(batch, tuple | list):
         raise TypeError(
-            "a batch is a tuple of arrays, or a dict of them by name; got a "
+            "a batch must be a tuple of arrays, or a dict of them by name. Got a "
             f"{type(batch).__name__}"
         )
     return tuple(array(leaf) for leaf in batch)

@@ -68,11 +68,14 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     names = [jax.tree_util.keystr(name) for name, _ in leaves]
     if saved is None:
-        raise ArchiveError(f"{path} holds no state, but a posterior (Posterior.load)")
+        raise ArchiveError(
+            f"{path} contains a posterior, not a state. Read it with Posterior.load"
+        )
     if list(saved) != names:
         only = sorted({*saved} ^ {*names})
         raise ArchiveError(
-            f"{path} holds no state of such a fit: {only} are in one of the two alone"
+            f"{path} contains the state of another fit: {only} occur in only one of "
+            "the two"
         )
     found = []
     for i, (name, (_, x)) in enumerate(zip(names, leaves, strict=True)):
@@ -96,8 +99,8 @@ def check_state(state: Any, name: str) -> None:
     """
     if not isinstance(state, ConjugateState):
         raise TypeError(
-            f"{name} must be a state: that of a callback, result.state, or what "
-            f"svi.init returned; got a {type(state).__name__}"
+            f"{name} must be a state: from a callback, result.state, or svi.init. "
+            f"Got a {type(state).__name__}"
         )
 
 

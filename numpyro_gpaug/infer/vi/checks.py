@@ -105,9 +105,9 @@ def check_alike(
     )
     if len(set(found)) > 1:
         raise ValueError(
-            f"processes were to run unlike things, by process: {found}; pass all of "
-            "them the same key, number of steps and init_state, from a file that all "
-            "can see"
+            f"the processes disagree about the run, by process: {found}. Pass every "
+            "process the same key, number of steps and init_state, from a file "
+            "that all can read"
         )
 
 
@@ -168,8 +168,9 @@ def check_basis(state: Any, structure: Structure) -> None:
     """
     if int(state.basis) != structure.basis_mark:
         raise ValueError(
-            "the state has its latents in another basis than the guide: a fit whose "
-            "precision rounding did not resolve changed it. Start a new run"
+            "the state uses another basis of the latents than the guide, because "
+            "the guide changed its basis in a fit whose precision rounding did not "
+            "resolve. Start a new run"
         )
 
 
@@ -224,11 +225,11 @@ def warn_of_units(
     worst = int(np.argmax([np.abs(x).max() for x in data]))
     mean, spread = float(data[worst].mean()), float(data[worst].std())
     warnings.warn(
-        f"{names[worst]!r}, of mean {mean:.3g} and standard deviation {spread:.3g}, is "
-        "explained far worse than by a normal distribution with these two. Likely "
-        "causes: units that the priors do not reach, or a scale that is fixed and too "
-        f"small. Standardise it, ({names[worst]} - mean) / deviation, or widen the "
-        "priors",
+        f"{names[worst]!r}, with mean {mean:.3g} and standard deviation {spread:.3g}, "
+        "is explained far worse than by a normal distribution with these moments. "
+        "Likely causes: units that the priors do not cover, or a scale that is "
+        f"fixed and too small. Standardise it, ({names[worst]} - mean) / deviation, "
+        "or widen the priors",
         stacklevel=3,
     )
 
@@ -263,7 +264,7 @@ class CheckedData:
         """
         if any(isinstance(x, Blocks) for x in (*args, *kwargs.values())):
             raise TypeError(
-                "a step and an evaluation take arrays: Batches and Blocks are for init "
+                "update and evaluate take arrays. Batches and Blocks are for init "
                 "and run"
             )
         arguments = Arguments.split(args, kwargs).on(self._mesh)

@@ -172,7 +172,7 @@ def _proved(
     if step is None:
         raise NotConjugateError(
             f"m_step names {name!r}, but no closed-form maximiser is registered for "
-            f"{owner}: leave it to optim"
+            f"{owner}. Leave it to optim"
         )
     once, half = (parts({name: x})["parameters"][key] for x in (value, 0.5 * value))
     # Affine without an offset: a multiple of the param, which a maximiser in one number
@@ -184,8 +184,8 @@ def _proved(
         same = same and np.ndim(value) == 0
     if not same or transform.domain.event_dim:
         raise NotConjugateError(
-            f"m_step names {name!r}, which is not {owner} up to a factor: one number, "
-            "or the K free heights of a link, as they are"
+            f"m_step names {name!r}, which is not {owner} up to a factor. It must "
+            "be one number, or the K free heights of a link as they are"
         )
     return ClosedParam(name, site, step, transform)
 
@@ -202,7 +202,7 @@ def _only_parameter(name: str, states: dict[str, Any]) -> tuple[str, bool]:
     if len(reached) != 1 or elsewhere:
         also = " and a prior" if elsewhere else ""
         raise NotConjugateError(
-            f"m_step names {name!r}, on which {sorted(reached)}{also} depend: it has "
-            "to be one parameter of one likelihood and nothing else"
+            f"m_step names {name!r}, but {sorted(reached)}{also} depend on it. It "
+            "must be one parameter of one likelihood, and used nowhere else"
         )
     return next(iter(reached.items()))

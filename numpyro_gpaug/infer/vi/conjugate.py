@@ -192,14 +192,14 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     ) -> None:
         if isinstance(guide, type):
             name = guide.__name__
-            raise TypeError(f"{name} is a class: pass a guide, gpaug.{name}(model)")
+            raise TypeError(f"{name} is a class. Pass a guide, gpaug.{name}(model)")
         if not getattr(guide, "conjugate", False):
             raise ValueError(
-                "ConjugateSVI moves natural parameters: it needs "
+                "ConjugateSVI changes natural parameters, so it needs "
                 "AutoSparseGP(model, covariance='natural') or "
-                "AutoLatentGaussian(model); other guides are fitted by "
-                "numpyro.infer.SVI, with TraceAnalytic_ELBO() or, for an "
-                "AutoFunctionSpaceGP, TraceWasserstein_ELBO()"
+                "AutoLatentGaussian(model). Fit other guides by numpyro.infer.SVI, "
+                "with TraceAnalytic_ELBO() or, for an AutoFunctionSpaceGP, "
+                "TraceWasserstein_ELBO()"
             )
         m_step = (m_step,) if isinstance(m_step, str) else tuple(m_step)
         self.model = model
@@ -484,14 +484,15 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             params = fit
         else:
             raise TypeError(
-                f"got a {type(fit).__name__}: pass what run returned, or params and "
-                "the arguments of the fit, svi.posterior(svi.get_params(state), X, y)"
+                f"got a {type(fit).__name__}. Pass the result of run, or params and "
+                "the arguments of the fit, svi.posterior(svi.get_params(state), X, "
+                "y)"
             )
         takes_arguments = bool(signature_of(self.model).parameters)
         if isinstance(fit, dict) and takes_arguments and not (args or kwargs):
             raise TypeError(
-                "params alone do not say which data they were fitted to: pass what run "
-                "returned, svi.posterior(result), or the arguments too, "
+                "params alone do not state which data they were fitted to. Pass "
+                "the result of run, svi.posterior(result), or also the arguments, "
                 "svi.posterior(params, X, y)"
             )
         return Posterior.of_guide(

@@ -130,8 +130,9 @@ class Given(NamedTuple):
             return cls(None, args, kwargs)
         if args != (found[0],):
             raise TypeError(
-                f"{type(found[0]).__name__} are all the positional arguments, and not "
-                "passed by name: run(key, num_steps, batches, inducing=...)"
+                f"{type(found[0]).__name__} replace all positional arguments, and "
+                "cannot be passed by name: run(key, num_steps, batches, "
+                "inducing=...)"
             )
         processes = 1 if mesh is None else _sharing(found[0], mesh)
         given, first = cls(found[0], (), kwargs), found[0].first
@@ -174,16 +175,17 @@ def _sharing(batches: Blocks, mesh: Mesh) -> int:
         of_last = f", and a last one of {last}," if last else ""
         raise ValueError(
             f"{type(batches).__name__} of {batches.size} rows{of_last} cannot be "
-            f"shared out evenly among {parts} devices: choose another size"
+            f"divided evenly among {parts} devices. Choose another size"
         )
     if processes > 1:
         arrays = [(*x.shape, str(x.dtype)) for x in jax.tree.leaves(batches.first)]
         found = told_by_all((type(batches).__name__, batches.rows, *arrays))
         if len(set(found)) > 1:
             raise ValueError(
-                f"processes read data that are not alike, by process: {found} (rows in "
-                "all, and what the first batch holds); each reads as many rows, in "
-                "batches of one size, of the same columns"
+                f"the processes read different data, by process: {found} (total "
+                "rows, and the contents of the first batch). Each process must "
+                "read equally many rows, in batches of one size, with the same "
+                "columns"
             )
     return processes
 

@@ -80,10 +80,11 @@ class Guard:
         self, state: ConjugateState, best: _Best, bound: float
     ) -> ConjugateState:
         warnings.warn(
-            f"learning on minibatches made the bound fall: at step {int(state.step)} "
-            f"it is {bound:.6g}, at step {best.step} it was {best.bound:.6g}, of the "
-            "same rows. The run went back to it, and on at half the rate of optim. "
-            "If this comes again, give optim a lower rate, or raise hyper_every",
+            "learning on minibatches made the bound fall: at step "
+            f"{int(state.step)} it is {bound:.6g}, at step {best.step} it was "
+            f"{best.bound:.6g}, on the same rows. The run returned to that step, "
+            "and continues at half the rate of optim. If this happens again, lower "
+            "the rate of optim, or raise hyper_every",
             stacklevel=5,
         )
         self.restored += ((int(state.step), best.step),)

@@ -66,9 +66,9 @@ class InducingMoves:
             started = self._origins(args, kwargs, {})
             if idle := [k for k in others if k in started and k not in inducing]:
                 raise ValueError(
-                    f"params of the model start at {idle} and stay where the fit left "
-                    "them: a stream moves inducing inputs that the model uses as they "
-                    "are passed, not those that are a param"
+                    f"params of the model start at {idle} and stay at their fitted "
+                    "values. A stream moves inducing inputs that are arguments of "
+                    "the model, not params"
                 )
         return found
 
@@ -107,8 +107,8 @@ class InducingMoves:
         for name, shift in shifts.items():
             if not float(shift) < _SAME:
                 raise ValueError(
-                    f"the kernel of {name!r} is another at the new arguments: a stream "
-                    "moves inducing inputs, and hyperparameters stay as they are"
+                    f"the kernel of {name!r} differs at the new arguments. A stream "
+                    "moves inducing inputs, and keeps hyperparameters fixed"
                 )
         return moved, float(lost)
 
@@ -159,12 +159,12 @@ def _check(name: str, old: GaussianProcess, new: GaussianProcess) -> None:
     if any(len(shape) > 2 for shape in shapes):
         raise NotImplementedError(
             f"the inducing inputs of {name!r} have shape {shapes[1]} and had "
-            f"{shapes[0]}: a stream moves one set that all latents share, (M, D)"
+            f"{shapes[0]}. A stream moves one set that all latents share, (M, D)"
         )
     if shapes[0][1:] != shapes[1][1:]:
         raise ValueError(
             f"the inducing inputs of {name!r} have shape {shapes[1]} and had "
-            f"{shapes[0]}: their columns are others"
+            f"{shapes[0]}. The number of columns must not change"
         )
     if old.inducing.dtype != new.inducing.dtype:
         raise ValueError(

@@ -123,8 +123,8 @@ def add_block(
     drawn = any(latents is not None for latents in problem.latents.values())
     if problem.coupled or drawn:
         raise NotImplementedError(
-            "Blocks are for processes without loadings, called for all of their "
-            "latents: pass Batches"
+            "Blocks are for processes without loadings that are called for all of "
+            "their latents. Pass Batches"
         )
     at = problem.evaluate(state.natural)
     found = {
@@ -243,9 +243,10 @@ class Passes:
         learns = bool(plan.transforms) and settings.optim is not None
         if plan.noisy or plan.closed or learns > self._searches:
             raise NotImplementedError(
-                "steps on Blocks draw nothing, and learn hyperparameters, which are "
-                f"{sorted(plan.transforms)}, by optim='lbfgs' alone; or learn them on "
-                "Batches, then pass optim=None and init_params=result.params"
+                "steps on Blocks draw nothing, and learn hyperparameters "
+                f"({sorted(plan.transforms)}) by optim='lbfgs' only. Otherwise "
+                "learn them on Batches, then pass optim=None and "
+                "init_params=result.params"
             )
         self._reader, self._plan, self._plan_at = reader, plan, plan_at
         self._add, self._add_slopes, self._data = add, add_slopes, data

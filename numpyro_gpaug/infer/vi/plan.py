@@ -66,7 +66,7 @@ class Settings:
                 raise ValueError(f"{name} must be a whole number >= 1, got {count}")
             if count > 1 and searches:
                 raise ValueError(
-                    f"{name} is for optax transformations: {LBFGS!r} takes the "
+                    f"{name} is for optax transformations. {LBFGS!r} takes the "
                     "Gaussian blocks to their optimum before every gradient"
                 )
         as_schedule(self.step_size, batches=1.0)
@@ -135,9 +135,9 @@ class Plan:
 
         if names := [name for name in values if leaves_range(name)]:
             warnings.warn(
-                f"learning took params {names} towards zero or infinity: the bound "
-                "rises on the way, without an end. The data do not determine them: "
-                "give them a prior, or values that are kept",
+                f"learning moved params {names} towards zero or infinity, and the "
+                "bound keeps rising on the way. The data do not determine them: "
+                "give them a prior, or fix them",
                 stacklevel=5,
             )
 
@@ -177,8 +177,8 @@ def seen_in_batches(
     if not passed:
         plates = {k: tuple(p) for k, p in structure.plates.items()}
         raise ValueError(
-            f"no plate has the {size} rows of a batch, all of which a step sees: "
-            'write plate("data", X.shape[0]), without subsample_size; plates have '
+            f"no plate has the {size} rows of a batch, and a step uses all of them. "
+            'Write plate("data", X.shape[0]), without subsample_size. Plates have '
             f"(size, subsample_size) {plates}"
         )
     drawn = {name: Plate(rows, size) for name in passed}
@@ -241,8 +241,8 @@ def closed_params_of(
         return ()
     if structure.subsampled or guide.random_others:
         raise ValueError(
-            "m_step is for full data and point values of other latents: of a batch "
-            "the maximiser is noise; leave the params to optim"
+            "m_step needs full data and point values of other latents, because the "
+            "maximiser of a batch is noise. Leave the params to optim"
         )
     values = {**params, **guide.other_median(params)}
     transforms = transforms_of(guide)

@@ -115,8 +115,8 @@ class Progress:
             global _ended_in
             _ended_in = _script()
             warnings.warn(
-                f"interrupted after {self.taken} of {self._num_steps} steps: this is "
-                "the fit so far; go on with run(..., init_state=result.state)",
+                f"interrupted after {self.taken} of {self._num_steps} steps. This "
+                "is the fit so far; continue with run(..., init_state=result.state)",
                 stacklevel=4,
             )
 

@@ -308,9 +308,9 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
             cause = "an ill-conditioned kernel matrix: smooth functions, little noise"
             cure = ", or a rougher kernel"
         warnings.warn(
-            f"rounding makes the bound uncertain by up to {noise:.2g} nats ({cause}); "
-            "learning may have ended as many below the optimum. Use float64, "
-            f"jax.config.update('jax_enable_x64', True){cure}",
+            f"rounding makes the bound uncertain by up to {noise:.2g} nats "
+            f"({cause}), and learning may have ended that far below the optimum. "
+            f"Use float64, jax.config.update('jax_enable_x64', True){cure}",
             stacklevel=5,
         )
 

@@ -42,7 +42,8 @@ class ArrayRows:
         shapes = [np.shape(x) for x in leaves]
         if not all(shapes) or len({shape[0] for shape in shapes}) != 1:
             raise ValueError(
-                f"the arrays of a source have as many rows each, but shapes {shapes}"
+                "the arrays of a source must have equally many rows, but have "
+                f"shapes {shapes}"
             )
         rows = shapes[0][0]
         self._arrays = arrays
@@ -63,7 +64,7 @@ def rows_of(batch: Any) -> int:
     """Rows of a batch, a tuple or dict of arrays."""
     shapes = [x.shape for x in jax.tree.leaves(batch)]
     if not shapes or not shapes[0]:
-        raise ValueError(f"a batch has arrays of shapes {shapes}: there are no rows")
+        raise ValueError(f"a batch has no rows: its arrays have shapes {shapes}")
     return shapes[0][0]
 
 

@@ -151,7 +151,7 @@ def as_schedule(
         return Constant(float(step_size))
     if batches is None and not isinstance(step_size, Constant):
         raise ValueError(
-            f"step_size={step_size!r} is for minibatches; on full data a step is "
+            f"step_size={step_size!r} is for minibatches. On full data a step is "
             "halved while the bound falls: pass a number in (0, 1] or None"
         )
     if step_size == "adaptive":

@@ -235,9 +235,9 @@ class Stepper:
             latents is not None for latents in problem.latents.values()
         ):
             raise ValueError(
-                "step_size='adaptive' averages gradients over steps, which do not "
-                "concern the same latents when a process is called for some of them: "
-                "use the default (RobbinsMonro) or a number"
+                "step_size='adaptive' averages gradients over steps, but steps "
+                "involve different latents if a process is called for some of "
+                "them. Use the default (RobbinsMonro) or a number"
             )
 
     # Their parts.

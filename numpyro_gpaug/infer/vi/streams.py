@@ -116,19 +116,19 @@ class Stream:
     ) -> None:
         if not isinstance(posterior, Posterior):
             raise TypeError(
-                "a stream goes on from a posterior, svi.posterior(result), got "
+                "a stream continues from a posterior, svi.posterior(result). Got a "
                 f"{type(posterior).__name__}"
             )
         if not 0 < forgetting <= 1:
             raise ValueError(f"forgetting must be in (0, 1], got {forgetting}")
         if isinstance(posterior.structure, JointStructure):
             raise NotImplementedError(
-                "a stream goes on from the posterior of an AutoSparseGP; of an "
+                "a stream needs the posterior of an AutoSparseGP. With an "
                 "AutoLatentGaussian fit all data again"
             )
         if posterior.is_mixture:
             raise NotImplementedError(
-                "a stream goes on from one value of the hyperparameters, and this "
+                "a stream needs one value of the hyperparameters, and this "
                 "posterior averages over several (other=AutoNormal, NestedVI)"
             )
         self.posterior, self.forgetting = posterior, forgetting
@@ -172,8 +172,8 @@ class Stream:
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
         if missing := [k for k in known.observations if passed.get(k) is None]:
             raise ValueError(
-                f"a batch has observations, and {missing} are not passed, of which the "
-                "fit had some: stream.update(X, y), arrays of the batch"
+                f"a batch needs observations, and {missing} are missing, which the "
+                "fit had. Call stream.update(X, y) with arrays of the batch"
             )
         args, kwargs = known.joined(model, args, kwargs)[0].merge()
         posterior, moments, lost = self._prior(args, kwargs)

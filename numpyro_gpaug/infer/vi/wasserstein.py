@@ -130,15 +130,16 @@ class TraceWasserstein_ELBO(ELBO):
         """Return the loss; mutable state is not supported."""
         if not isinstance(guide, ProcessGuide):
             raise TypeError(
-                f"the guide is a {type(guide).__name__}: the distance needs the mean "
-                "and covariance functions of an AutoFunctionSpaceGP or AutoSparseGP"
+                f"the guide is a {type(guide).__name__}. The distance needs the "
+                "mean and covariance functions of an AutoFunctionSpaceGP or "
+                "AutoSparseGP"
             )
         arguments = Arguments.split(args, kwargs)
         structure = guide.setup(*args, **kwargs).structure
         if weights := [b.name for b in structure.weights]:
             raise ValueError(
-                f"the guide holds the weights {weights}, which are no process: use "
-                "AutoFunctionSpaceGP, which gives them to its other autoguide"
+                f"the guide owns the weights {weights}, which are not a process. "
+                "Use AutoFunctionSpaceGP, which gives them to its other autoguide"
             )
         structure = structure_at(model, structure, arguments)
         moments = guide.moments(guide.split_params(param_map)[1])
