@@ -46,8 +46,8 @@ class NotPickled(Displayed):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} holds compiled programs, which are not pickled: "
-            f"{self._instead}"
+            f"a {type(self).__name__} contains compiled programs, which cannot be "
+            f"pickled: {self._instead}"
         )
 
 

@@ -190,7 +190,7 @@ def test_steps_on_all_data_in_blocks_are_those_in_memory(data, fn, guide, y):
     for name, share in whole.state.unreached.items():
         assert share == read.state.unreached[name] < 0.5
         how["Z"] = data.Z + 1e6
-        with pytest.warns(UserWarning, match="different units or places") as seen:
+        with pytest.warns(UserWarning, match="different units or regions") as seen:
             svi.run(KEY, 1, blocks, **how)
         assert len(seen) == 1
 

@@ -245,7 +245,7 @@ def test_what_is_no_chain(monkeypatch):
     assert "40 Gaussian latents, dense" in repr(guide)
     with pytest.raises(
         gpaug.NotConjugateError,
-        match=r"random walks and autoregressions \(\['walk'\]\)",
+        match=r"Random walks and autoregressions \(\['walk'\]\)",
     ):
         gpaug.AutoLatentGaussian(doubled).setup(TIME, REAL, steps=6000)
 

@@ -177,5 +177,5 @@ def test_covariances_that_depend_on_latents_hold_these():
 
     guide = gpaug.AutoLatentGaussian(model)
     guide.setup(X, Y[:, 0])
-    assert "s  ()    held apart" in repr(guide)
+    assert "s  ()    not jointly Gaussian" in repr(guide)
     assert "observed, in closed form" in repr(guide)

@@ -546,10 +546,8 @@ def test_a_gaussian_in_a_scale_is_a_hyperparameter():
 
     guide = structure_of(model, T, COUNTS)
     assert guide.structure.others == ("log_scale",)
-    assert (
-        "log_scale  ()     held apart, a point (AutoDelta): it is in the scale of 'b'"
-        in str(guide)
-    )
+    said = "not jointly Gaussian, a point (AutoDelta): it is in the scale of 'b'"
+    assert f"log_scale  ()     {said}" in str(guide)
 
 
 def test_a_flat_prior_has_a_point_and_says_what_would_be_gaussian():
@@ -655,7 +653,7 @@ def test_codes_are_checked_however_they_index():
             structure_of(model, *args, COUNTS)
     posterior, _, _ = fitted(slopes, T, GROUP, COUNTS)
     for bad in (4, -1):
-        with pytest.raises(ValueError, match="'b'.*a group that was not seen"):
+        with pytest.raises(ValueError, match="'b'.*A new group"):
             posterior.predict_y(T[:1], np.array([bad]))
 
 
@@ -666,7 +664,7 @@ def test_sizes_from_arguments_and_masks_are_explained():
         with numpyro.plate("data", N):
             numpyro.sample("y", dist.Poisson(jnp.exp(b[group])), obs=y)
 
-    with pytest.raises(TypeError, match="sizes .* are to be plain numbers"):
+    with pytest.raises(TypeError, match="Pass sizes as plain numbers"):
         structure_of(sized, GROUP, COUNTS)
 
     def masked(t, y=None):

@@ -106,7 +106,7 @@ def test_hyperparameters_by_stochastic_gradients(data) -> None:
 
 
 def test_indices_that_are_not_the_plates(data) -> None:
-    with pytest.raises(ValueError, match="pass them as they are"):
+    with pytest.raises(ValueError, match="Pass them unchanged"):
         fit(data, 1, num_drawn=2, shift=1)
 
 

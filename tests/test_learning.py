@@ -480,7 +480,7 @@ def test_inputs_far_from_all_inducing_inputs_are_named(learnt, fixed) -> None:
     assert len(seen) == 1
 
 
-UNITS = r'"f"\): its function values are all but {}, at the end of the run as at its'
+UNITS = r'"f"\): its function values are all but {}, both at the start and at the end'
 
 
 def test_inputs_in_other_units_than_the_lengthscale_are_named(
@@ -546,9 +546,9 @@ def test_what_is_diagnosed_and_what_is_not() -> None:
     for kernel, rows in ((smooth(1.5), X), (noisy, X), (gpaug.kernels.Linear(), 0 * X)):
         assert diagnosed(kernel, rows, few) is None
     elsewhere = diagnosed(smooth(0.1) + smooth(2.0), X, 1e3 * few)
-    assert re.search(r"different units or places: .* [\d.]+ and \de\+03", elsewhere)
+    assert re.search(r"different units or regions: .* [\d.]+ and \de\+03", elsewhere)
     shifted = diagnosed(smooth(np.full((2, 1), 3.0)), X, few + 100)
-    assert re.search(r"\([\d.e+]+ lengthscales\).* different units or places", shifted)
+    assert re.search(r"\([\d.e+]+ lengthscales\).* different units or regions", shifted)
 
 
 # -- minibatches -----------------------------------------------------------------------

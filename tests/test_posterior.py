@@ -181,7 +181,7 @@ def test_what_the_fit_had_by_row_and_a_prediction_lacks_is_named() -> None:
         )
         with pytest.raises((TypeError, ValueError)) as error:
             posterior.predict_y(new)
-        assert "without scale, of which the fit had a row" in error.value.__notes__[-1]
+        assert "without scale, which had a row" in error.value.__notes__[-1]
     assert posterior.predict_y(new, scale=scale[:7]).variance.shape == (7,)
     with pytest.raises(KeyError, match=r"'eta' is not .* the processes \['f'\], "):
         posterior["eta"]

@@ -111,7 +111,7 @@ def test_what_rounding_loses_is_told(kind, law, width, monkeypatch):
         warnings.simplefilter("always")
         try:
             said = repr(run(fitter(), kind, law, width))
-            assert "as good as rounding tells" in said
+            assert "limited by rounding" in said
         except CholeskyError as error:
             said = str(error)
     said += "".join(str(each.message) for each in caught)

@@ -184,7 +184,7 @@ def test_draws_that_do_not_fit_are_refused(fitted):
         vi_against_mcmc(classifier, {"g": np.zeros(3)}, samples, X, y, Z=X)
     with pytest.raises(ValueError, match=r"'f' has shape \(9,\).*\(10,\) from MCMC"):
         vi_against_mcmc(classifier, {"f": np.zeros((3, 9))}, samples, X, y, Z=X)
-    with pytest.raises(ValueError, match="variational draws hold .*'variance'"):
+    with pytest.raises(ValueError, match="variational draws contain .*'variance'"):
         vi_against_mcmc(classifier, {"f.v": samples["f.v"]}, samples, X, y, Z=X)
 
 

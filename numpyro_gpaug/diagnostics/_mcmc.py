@@ -294,7 +294,7 @@ def _latents(draws: Mapping[str, Any], trace: Trace, where: str) -> dict[str, An
     }
     if missing := names - set(draws) - residuals:
         raise ValueError(
-            f"the {where} draws hold {sorted(draws)} but not the model's "
-            f"{sorted(missing)}: pass every latent, with the shapes of get_samples()"
+            f"the {where} draws contain {sorted(draws)} but lack the model's "
+            f"{sorted(missing)}. Pass every latent, with the shapes of get_samples()"
         )
     return {name: x for name, x in draws.items() if name in names}

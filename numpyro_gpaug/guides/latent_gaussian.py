@@ -396,7 +396,9 @@ class AutoLatentGaussian(ProcessGuide):
         held = dict(self.structure.held)
         if other not in held:
             return kind
-        return f"{kind.replace('hyperparameter', 'held apart')}: {held[other]}"
+        return (
+            f"{kind.replace('hyperparameter', 'not jointly Gaussian')}: {held[other]}"
+        )
 
 
 def _factored(params: Mapping[str, Array]) -> BlockGaussian:

@@ -200,9 +200,9 @@ def row_processes(mesh: Mesh) -> int:
     processes, parts = np.unique(owners[:, 0], return_counts=True)
     if (owners != owners[:, :1]).any() or len(set(parts)) > 1:
         raise ValueError(
-            f"rows that are read are shared out among {mesh.shape[ROWS]} parts of the "
-            f"mesh, which are in processes {owners.tolist()}: each process reads rows "
-            "of its own, as many as the others"
+            f"rows are divided among {mesh.shape[ROWS]} parts of the mesh, which "
+            f"are in processes {owners.tolist()}. Each process must read rows of "
+            "its own, as many as the others"
         )
     return len(processes)
 
@@ -308,8 +308,8 @@ def _renamed(array: jax.Array, target: Sharding) -> Array:
     if not same:
         raise ValueError(
             f"an array of shape {array.shape} is sharded as {array.sharding} over "
-            "several processes, and others are sharded otherwise: rows are to be "
-            "shared out alike, and all else copied to every process"
+            "several processes, and others are sharded differently. Shard rows "
+            "alike, and copy everything else to every process"
         )
     return jax.make_array_from_single_device_arrays(array.shape, target, parts)
 

@@ -51,7 +51,7 @@ def missing_link(name: str, cls: type, parameter: str, latent: str) -> str:
     return (
         f"site {name!r}: {parameter!r} of {cls.__name__} is affine in "
         f"{latent.removesuffix('.v')!r}, which is Gaussian and may have any value, but "
-        f"it must satisfy {domain}. {LINK}: {cure}, f being what {parameter!r} is now"
+        f"it must satisfy {domain}. {LINK}: {cure}, with f the present {parameter!r}"
     )
 
 

@@ -332,13 +332,13 @@ def refuse_large(structure: JointStructure, chains: tuple[Grouping, ...] = ()) -
     groups = structure.arrow.groups.sites if structure.arrow else ()
     left = [s for s in structure.sites if s.name not in dict(groups)]
     largest = max(left, key=lambda s: prod(s.shape))
-    beside = f", beside those of {[name for name, _ in groups]}," if grouped else ""
+    beside = f", besides {[name for name, _ in groups]}," if grouped else ""
     raise NotConjugateError(
         f"the joint Gaussian of {size} latents{beside} would be a dense matrix of "
-        f"{4 * size**2 / 2**30:.0f} GiB in float32; at most {MAX_DENSE} are held "
-        f"jointly where a datum looks at more than one member of a group. The largest "
+        f"{4 * size**2 / 2**30:.0f} GiB in float32. At most {MAX_DENSE} are allowed "
+        f"if a datum depends on more than one member of a group. The largest "
         f"site is {largest.name!r} of shape {largest.value_shape}"
-        f"{_following(left, chains)}; MCMC(NUTS(model)) samples any model"
+        f"{_following(left, chains)}. MCMC(NUTS(model)) samples any model"
     )
 
 
@@ -349,8 +349,8 @@ def _following(left: list[GaussianSite], chains: tuple[Grouping, ...]) -> str:
     if not names:
         return ""
     return (
-        f". Of random walks and autoregressions ({names}) any number of steps is held "
-        "where every datum looks at one, walk[t], of all of them the same, and other "
-        "groups have few members: not at a sum or difference of steps, nor at several "
-        "walks that are indexed differently"
+        f". Random walks and autoregressions ({names}) may have any number of steps if "
+        "every datum depends on one step, walk[t], the same of all walks, and other "
+        "groups have few members. It must not depend on sums or differences of steps, "
+        "or on several walks with different indices"
     )

@@ -115,10 +115,10 @@ def structure_at(
             found = base_distribution(message["fn"]) if message else None
             if found is None or not all(hasattr(found, k) for k in site.latents):
                 raise ValueError(
-                    f"the guide was set up for a model in which site {site.name!r} has "
-                    f"parameters {list(site.latents)}; here it is "
-                    f"{'missing' if found is None else type(found).__name__}. A guide "
-                    "belongs to one model: make a new one"
+                    f"the guide was set up for a model in which site {site.name!r} "
+                    f"has parameters {list(site.latents)}, and here it is "
+                    f"{'missing' if found is None else type(found).__name__}. A "
+                    "guide belongs to one model: make a new one"
                 )
         for block in structure.processes:
             f = conditional_of(trace, block)

@@ -96,8 +96,8 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
             )
         if expected == 2 * shape[-1:] and shape == shape[-1:]:
             hint += (
-                f"; a column ({shape[0]}, 1) beside rows ({shape[0]},) makes a square: "
-                "index or squeeze the column, X[:, 0]"
+                f"; a column ({shape[0]}, 1) with rows ({shape[0]},) broadcasts to a "
+                "square: index or squeeze the column, X[:, 0]"
             )
         raise ValueError(
             f"site {name!r}: observations have shape {shape}, but the model gives them "

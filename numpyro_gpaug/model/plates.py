@@ -60,11 +60,10 @@ def explained(arguments: Arguments) -> Iterator[None]:
         yield
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
-            "the model computes the size of something, or an array of NumPy's, from "
-            "its array arguments, which are traced: sizes (of a plate, say) are to be "
-            "plain numbers, given by keyword or computed outside of the model, and "
-            "arrays to be indexed by others are jax.numpy's. JAX says: "
-            + str(error).split("\n", 1)[0]
+            "the model computes a size (such as of a plate), or a NumPy array, from "
+            "its array arguments, which are traced. Pass sizes as plain numbers by "
+            "keyword, or compute them outside of the model, and index arrays of "
+            "jax.numpy. JAX says: " + str(error).split("\n", 1)[0]
         ) from error
     except IndexError as error:
         shapes = [x.shape for x in arguments.arrays]

@@ -84,7 +84,7 @@ class Gather(NamedTuple):
         if least < 0:
             return (
                 f"{self.name!r} is indexed by numbers from {least} on, and negative "
-                "ones count from the end (codes of pandas are -1 where missing)"
+                "ones count from the end (pandas codes missing values as -1)"
             )
         return None
 

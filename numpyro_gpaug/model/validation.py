@@ -113,10 +113,10 @@ def _warn_of_rounding(name: str, value: np.ndarray) -> None:
         if after < 0.9 * before or steps < after:
             which = f"column {i} of {name}" if columns.shape[1] > 1 else name
             warnings.warn(
-                f"{which} has numbers about {numbers.mean():.6g} that differ by up to "
-                f"{np.ptp(numbers):.3g}, of which {dtype} tells {after} apart. "
-                f"Subtract a constant before they are passed ({name} - {name}.min(0)), "
-                "or enable 64-bit floats",
+                f"{which} has numbers about {numbers.mean():.6g} that differ by up "
+                f"to {np.ptp(numbers):.3g}, and {dtype} distinguishes only {after} "
+                f"of them. Subtract a constant before passing them ({name} - "
+                f"{name}.min(0)), or enable 64-bit floats",
                 stacklevel=6,
             )
 
@@ -246,9 +246,9 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
             _warn_of_rounding(name, value)
     elif kind not in "b" and _is_rounded(value) and name in uses().inputs:
         raise ValueError(
-            f"{name} has shape {shape} and integers above 2**24, which float32 rounds: "
-            "subtract the least, number them from 0 (numpy.unique), or enable 64-bit "
-            "floats"
+            f"{name} has shape {shape} and integers above 2**24, which float32 "
+            "rounds. Subtract the smallest, number them from 0 (numpy.unique), or "
+            "enable 64-bit floats"
         )
 
 
@@ -303,9 +303,9 @@ def _check_precision(name: str, value: Any, uses: Callable[[], Sources]) -> None
         kept = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
         if value.min() < kept.min or value.max() > kept.max:
             raise ValueError(
-                f"{name} has shape {shape} and integers up to {value.max()}, of which "
-                f"JAX would make others ({kept.dtype}): pass counts as floats, or "
-                "enable 64-bit numbers"
+                f"{name} has shape {shape} and integers up to {value.max()}, which "
+                f"JAX would change ({kept.dtype}). Pass counts as floats, or enable "
+                "64-bit numbers"
             )
 
 
@@ -432,19 +432,19 @@ def _check_densities(trace: Trace) -> None:
         if (bad := ~np.isfinite(density)).any():
             raise CholeskyError(
                 f"the log-density of {name!r} is {density[bad].flat[0]} in {bad.sum()} "
-                f"of {bad.size} entries, at values that its latents may well have: "
-                "expectations need it finite. Likely causes: a logarithm of what "
-                "rounds to zero, as log1p(-cdf) does where cdf rounds to 1 (write the "
+                f"of {bad.size} entries, at plausible values of its latents, and "
+                "expectations need it finite. Likely causes: a logarithm of a number "
+                "that rounds to zero, as in log1p(-cdf) if cdf rounds to 1 (write the "
                 "logarithm of the survival function itself), a parameter outside its "
-                "domain (a rate without exp), counts where the rate, or the exposure, "
-                "is zero, or far too wide priors"
+                "domain (a rate without exp), counts at zero rate or exposure, or far "
+                "too wide priors"
             )
         logits = vars(base_distribution(site["fn"])).get("logits")
         if logits is not None and (bad := ~np.isfinite(np.asarray(logits))).any():
             raise CholeskyError(
                 f"the logits of {name!r} are {np.asarray(logits)[bad].flat[0]} in "
-                f"{bad.sum()} of {bad.size} entries: for what is no choice, write a "
-                "finite number, jnp.where(available, logits, -1e9)"
+                f"{bad.sum()} of {bad.size} entries. To exclude a choice use a finite "
+                "number, jnp.where(available, logits, -1e9)"
             )
 
 

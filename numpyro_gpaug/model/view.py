@@ -215,8 +215,8 @@ class ModelView:
         if not drawn and any((s["args"][0], len(s["value"])) == sizes for s in plates):
             raise ValueError(
                 f"process {block.name!r} is called for {sizes[1]} of {sizes[0]} "
-                "latents, as many as a plate draws, but not with that plate's indices: "
-                "pass them as they are (latents=index)"
+                "latents, as many as a plate draws, but not with the indices of "
+                "that plate. Pass them unchanged (latents=index)"
             )
         return scale * block.shape[0] / len(latents) if drawn else scale
 

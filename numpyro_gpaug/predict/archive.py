@@ -190,7 +190,7 @@ def check_moments(
     shapes = {b.name: b.shape for b in structure.blocks}
     for name, moments in own.items():
         if name not in shapes:
-            raise ValueError(f"it has moments of {name!r}, which is no latent")
+            raise ValueError(f"it has moments of {name!r}, which is not a latent")
         latents, size = math.prod(shapes[name][:-1]), shapes[name][-1]
         given, expected = (
             [x.shape for x in moments],

@@ -203,10 +203,10 @@ class FitArguments(NamedTuple):
             for i in np.flatnonzero(far & (spread > 0))[:1]:
                 which = name if len(ranges) == 1 else f"column {i} of {name}"
                 warnings.warn(
-                    f"{which} is about {here[i]:.3g} here, but was {mean[i]:.3g}, give "
-                    f"or take {spread[i]:.3g}, in the fit, which knows nothing so far "
-                    "away. Pass columns in the units of the fit, standardised by its "
-                    "means and deviations if they were",
+                    f"{which} is about {here[i]:.3g} here, but was {mean[i]:.3g}, "
+                    f"give or take {spread[i]:.3g}, in the fit, which has no "
+                    "information so far away. Pass columns in the units of the "
+                    "fit, standardised with its means and deviations if they were",
                     stacklevel=5,
                 )
 

@@ -154,8 +154,8 @@ class Calls:
             missed = self._arguments.not_passed(self._predictor.model, arguments)
             if missed:
                 error.add_note(
-                    f"The model ran at new inputs without {', '.join(missed)}, of "
-                    "which the fit had a row per datum: pass those of the new rows "
-                    f"too, as in predict_y(X_new, {missed[0]}=...)"
+                    f"The model ran at new inputs without {', '.join(missed)}, which "
+                    "had a row per datum at the fit. Pass it for the new rows too, as "
+                    f"in predict_y(X_new, {missed[0]}=...)"
                 )
             raise

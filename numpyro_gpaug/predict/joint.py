@@ -92,9 +92,9 @@ class JointPredictor(Predictor):
         for gather, extremes in zip(program[1], reached, strict=True):
             if wrong := gather.bad(extremes):
                 raise ValueError(
-                    f"{wrong}: a group that was not seen needs a plate of more "
-                    "members, a step beyond the last one a longer series; their size "
-                    "is a keyword argument of the model, say, and passed here"
+                    f"{wrong}. A new group needs a plate with more members, and a step "
+                    "beyond the last one a longer series. Make the size a keyword "
+                    "argument of the model, and pass it here"
                 )
         for name, mark in here.items():
             if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):

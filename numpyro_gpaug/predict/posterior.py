@@ -494,7 +494,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     def _display(self) -> tuple[str, Rows]:
         structure = self._predictor.structure
         points = [
-            (name, str(np.shape(value)), f"held at {brief(value)}")
+            (name, str(np.shape(value)), f"fixed at {brief(value)}")
             for name, value in self._fitted.points.items()
         ]
         title = f"Posterior of {name_of(self._predictor.model)}"

@@ -156,7 +156,7 @@ def printed(found: pandas.DataFrame) -> str:
     text = found.to_string(float_format="{:.2f}".format, na_rep="-")
     if not found["sd"].isna().any():
         return text
-    return f"{text}\n-: held at a point; NestedVI(model) integrates hyperparameters"
+    return f"{text}\n-: fixed at a point; NestedVI(model) integrates hyperparameters"
 
 
 def _of_members(

@@ -134,8 +134,8 @@ class CollapsedGaussian(BlockGibbs):
                 if not needs_auxiliaries(view, predictor):
                     raise NotConjugateError(
                         f"{predictor!r} is drawn without auxiliaries, given other "
-                        "latents: nothing is left to collapse it on. "
-                        "AugmentedGaussian(model) and NUTS(model) in Gibbs sample it"
+                        "latents, so there is nothing to collapse it on. Sample it "
+                        "by AugmentedGaussian(model) and NUTS(model) in Gibbs"
                     )
         self._refuse_likelihood_parameters(view)
         shown = {s.name for s in self.structure.observed if s.route is Route.CONSTANT}
@@ -164,7 +164,7 @@ class CollapsedGaussian(BlockGibbs):
             if reached:
                 raise NotConjugateError(
                     f"a parameter of the likelihood of {name!r} depends on "
-                    f"{sorted(reached)}, which are not collapsed: "
+                    f"{sorted(reached)}, which are not collapsed. Use "
                     "Gibbs([(CollapsedGaussian(model), [the other sites]), "
                     "(NUTS(model), None)])"
                 )

@@ -142,10 +142,10 @@ def _refuse_guide(guide: Any) -> None:
     if not isinstance(guide, AutoSparseGP):
         raise ValueError(
             "EllipticalSlice needs a Gaussian on inducing values, which an "
-            f"AutoSparseGP fits; got {type(guide).__name__}. Of all other Gaussian "
-            "latents EllipticalSlice(model) finds the joint Gaussian itself, at the "
-            "hyperparameters that handlers.condition(model, data="
-            "guide.other_median(params)) holds"
+            f"AutoSparseGP fits. Got {type(guide).__name__}. For all other Gaussian "
+            "latents EllipticalSlice(model) finds the joint Gaussian itself; "
+            "handlers.condition(model, data=guide.other_median(params)) fixes the "
+            "hyperparameters"
         )
     if guide.covariance == "preconditioned":
         raise ValueError(

@@ -204,7 +204,7 @@ class GaussianKernel(MCMCKernel):
         if not structure.largest:
             raise ValueError(
                 f"{self._name} samples {self._kinds} on which likelihoods depend "
-                f"affinely; the model has none{self._otherwise}"
+                f"affinely, and the model has none{self._otherwise}"
             )
         if structure.subsampled:
             raise ValueError(

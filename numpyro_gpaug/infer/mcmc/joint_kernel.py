@@ -42,8 +42,8 @@ class JointKernel(GaussianKernel):
         found = inspect_joint(self._model, FIT, *args, **kwargs)
         if found.held and not found.sites:
             raise NotConjugateError(
-                f"{self._name} samples {self._kinds}, and there is none that can be "
-                f"held with others: {_reasons(found)}{self._otherwise}"
+                f"{self._name} samples {self._kinds}, and none can be part of the "
+                f"joint Gaussian: {_reasons(found)}{self._otherwise}"
             )
         return found
 

@@ -197,7 +197,7 @@ class Drawer:
         """How, for a message."""
         if self.apart is None:
             return ""
-        return f", {self.apart.sizes.groups} groups weighed apart"
+        return f", {self.apart.sizes.groups} groups weighted separately"
 
     @property
     def alike(self) -> int:

@@ -98,10 +98,10 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
                by_chain.values() if x.size)  # fmt: skip
     diverging = int(np.sum(mcmc.get_extra_fields()["diverging"]))
     said = (
-        f"The draws are those of NUTS on the whitened model instead, {CHAINS} chains "
-        f"of {WARMUP} steps of warm-up and {len(points) // CHAINS} draws from the "
-        f"weighted ones; largest r-hat {rhat:.2f}, {diverging} divergences. The "
-        "evidence is that of the weighted draws, not to be relied upon"
+        f"The draws are from NUTS on the whitened model instead, {CHAINS} chains with "
+        f"{WARMUP} steps of warm-up and {len(points) // CHAINS} draws, started at the "
+        f"weighted draws; largest r-hat {rhat:.2f}, {diverging} divergences. The "
+        "evidence is from the weighted draws, and is not reliable"
     )
     kept = {f.name: getattr(run, f.name) for f in fields(Run)}
     kept |= {"num_chains": CHAINS, "correction": said}

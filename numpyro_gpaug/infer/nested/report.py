@@ -45,15 +45,14 @@ def certificate(run: Any) -> str:
     modes = f"; {run.searched.said}" if run.searched.said else ""
     if run.certified:
         return (
-            f"{what}, at most {limit}: the weighted draws are of the exact "
+            f"{what}, at most {limit}: the weighted draws are from the exact "
             f"posterior, up to their Monte Carlo error{modes}"
         )
     if khat > weighted.limit:
         what += f", above {limit}: the weights are too uneven"
     if loss > LARGEST_LOSS:
         what += (
-            f"; the model could not be evaluated where about {loss:.0%} of the "
-            "posterior is"
+            f"; the model could not be evaluated in about {loss:.0%} of the posterior"
         )
         if run.programs.structure.functions:
             what += " (in float32 a kernel matrix needs more jitter)"
@@ -61,7 +60,7 @@ def certificate(run: Any) -> str:
         what += f"{modes}, more than are drawn from"
     if run.correction:
         return f"{what}. {run.correction}"
-    return f"{what}. These draws are NOT of the exact posterior, nor is the evidence"
+    return f"{what}. Draws and evidence are NOT those of the exact posterior"
 
 
 def overview(run: Any) -> list[tuple[str, str]]:

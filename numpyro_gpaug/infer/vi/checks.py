@@ -126,8 +126,8 @@ def check_latents(structure: Structure, mesh: Mesh | None) -> None:
     if joint or not counts or any(count % parts for count in counts.values()):
         found = ", ".join(f"{name!r} has {n}" for name, n in counts.items())
         raise ValueError(
-            f"the mesh has an axis 'latents' of {parts} devices, along which the "
-            "latents of processes with num_latents are shared out evenly: "
+            f"the mesh has an axis 'latents' of {parts} devices, which must divide "
+            "the latents of processes with num_latents evenly: "
             + ("AutoLatentGaussian has one Gaussian" if joint else found or "none is")
         )
 
@@ -146,8 +146,8 @@ def _nothing_gaussian(structure: Structure) -> str:
     if not isinstance(structure, JointStructure):
         return (
             "the model has no Gaussian process and no Gaussian weight vector on which "
-            "data depend affinely: random effects in plates, scalars and other "
-            "Gaussian latents are for AutoLatentGaussian(model)"
+            "data depend affinely. For random effects in plates, scalars and other "
+            "Gaussian latents use AutoLatentGaussian(model)"
         )
     held = "; ".join(f"{name!r} is not: {reason}" for name, reason in structure.held)
     return (

@@ -113,9 +113,9 @@ def _diagnosis(conditional: Conditional) -> str | None:
     ]
     lengthscales = f" ({min(scaled):.2g} lengthscales)" if scaled else ""
     return (
-        f'GaussianProcess("{gp.name}"): of {share:.0%} of its function values the '
+        f'GaussianProcess("{gp.name}"): for {share:.0%} of its function values the '
         f"inducing values explain less than {LEAST_EXPLAINED:g} of the prior variance, "
-        "so that the data there say nothing and predictions are the prior's. Half the "
+        "so the data there are ignored and predictions equal the prior. Half the "
         f"rows are {nearest:.2g} or more{lengthscales} from the nearest inducing "
         f"input. Likely cause: {_cause(gp, rows, inducing)}. Standardise the columns "
         "of X, take inducing inputs from them (numpyro_gpaug.inducing.kmeans), and "
@@ -130,8 +130,8 @@ def _cause(gp: GaussianProcess, rows: np.ndarray, inducing: np.ndarray) -> str:
     if high > WIDER * low > 0 or apart > WIDER * high > 0:
         return (
             f"X and the inducing inputs, of shape {gp.inducing.shape}, are in "
-            "different units or places: standard deviations {:.2g} and {:.2g}, centres "
-            "{:.2g} apart".format(*spreads, apart)
+            "different units or regions: standard deviations {:.2g} and {:.2g}, "
+            "centres {:.2g} apart".format(*spreads, apart)
         )
     return (
         "the lengthscale is too short for these inputs, whose standard deviation is "
@@ -204,12 +204,12 @@ def _stuck(conditional: Conditional, extreme: str) -> str:
     scaled = [_typical(rows / scale) for scale in _lengthscales(gp.kernel)]
     lengthscales = f" ({min(scaled):.2g} lengthscales)" if scaled else ""
     return (
-        f'GaussianProcess("{gp.name}"): {extreme}, at the end of the run as at its '
-        f"start. The median distance of two rows is {typical:.2g}{lengthscales}: this "
-        "far from it all derivatives in a lengthscale are next to zero, and whether "
-        "the data have more to say was not seen. Likely cause: X is in other units "
-        "than the lengthscale starts from. Standardise the columns of X, or start from "
-        "a lengthscale of the size of these distances"
+        f'GaussianProcess("{gp.name}"): {extreme}, both at the start and at the end of '
+        f"the run. The median distance of two rows is {typical:.2g}{lengthscales}, and "
+        "the gradient of such a lengthscale vanishes, so learning could not improve "
+        "it. Likely cause: X is in other units than the initial lengthscale. "
+        "Standardise the columns of X, or start from a lengthscale of the size of "
+        "these distances"
     )
 
 

@@ -131,8 +131,8 @@ def _far(figures: dict[str, Any], natural: Natural, structure: Structure) -> str
         for x in natural.values()
     )
     return (
-        f"values of {_named(figures, structure)} are up to {far:.0e} times as far from "
-        "their prior means as data leave them uncertain. Centre the responses, give "
+        f"values of {_named(figures, structure)} are up to {far:.0e} posterior "
+        "standard deviations from their prior means. Centre the responses, give "
         f"their location a prior around their mean, or {_FLOAT64}"
     )
 
@@ -145,8 +145,8 @@ def _cause(figures: dict[str, Any], natural: Natural, structure: Structure) -> s
     widest = max(float(natural[name].diagonal.max()) for name in figures)
     return (
         f"values of {_named(figures, structure)} compensate each other, under priors "
-        f"{widest**0.5:.0e} times as wide as what the data say of each. Narrow these "
-        f"priors, leave out a column that others make up, or {_FLOAT64}"
+        f"{widest**0.5:.0e} times as wide as the data determine each. Narrow these "
+        f"priors, leave out a column that is a combination of others, or {_FLOAT64}"
     )
 
 

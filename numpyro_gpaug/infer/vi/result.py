@@ -89,7 +89,7 @@ class ConjugateResult(Displayed, SVIRunResult):
             unknown = max(unknown, float(self.state.lost))
         if unknown:
             return (
-                "as good as rounding tells: bounds are uncertain by up to "
+                "limited by rounding: bounds are uncertain by up to "
                 f"{unknown:.2g} nats, and the best is kept (try float64)"
             )
         # A search that began with a first-order phase learns hundreds of numbers.
@@ -97,7 +97,7 @@ class ConjugateResult(Displayed, SVIRunResult):
         if search is not None and search.ascent:
             one = "converged to one of many local optima (compare several starts)"
         if self.stopped:
-            return f"{one}: the bound came to rest before the last step"
+            return f"{one}: the bound stopped rising before the last step"
         found = convergence(losses)
         if not found.converged:
             return f"{found.verdict}: {found.suggestion}"
@@ -105,7 +105,7 @@ class ConjugateResult(Displayed, SVIRunResult):
         noise = f", give or take {found.error:.1g}" if found.error else ""
         moved = f"{found.change:.2g} nats over the last {found.window} steps"
         noisy = found.hidden > HIDDEN * abs(found.elbo)
-        rest = "at rest, as far as noise lets see" if noisy else one
+        rest = "converged as far as noise shows" if noisy else one
         return f"{rest}: {moved}{noise}"
 
 
