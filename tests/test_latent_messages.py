@@ -322,7 +322,6 @@ def test_graphs_that_are_none_and_counts_without_exposure_are_named():
         return svi.run(KEY, 10, exposure, graph, y, progress_bar=False)
 
     ring = np.roll(np.eye(4, dtype=int), 1, 0) + np.roll(np.eye(4, dtype=int), -1, 0)
-    fit(np.ones(4), ring)
     one_way, island = ring.copy(), ring.copy()
     one_way[0, 1] = 0
     island[2] = island[:, 2] = 0

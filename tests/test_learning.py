@@ -372,6 +372,7 @@ def softmax(X, y=None):
         numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
 
 
+@pytest.mark.slow
 def test_several_latents_settle_in_fewer_moves_than_sweeps(x64, monkeypatch) -> None:
     """A fit without hyperparameters only sweeps: what 20 moves lack of the optimum is
     less than what 60 sweeps do, by far."""

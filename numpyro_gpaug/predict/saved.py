@@ -139,11 +139,11 @@ def read_fit(
                 f"{type(guide).__name__} brings {kind}: pass the guide of the fit, "
                 "load(path, model, guide)"
             )
-        fitted = Fitted(
-            found.values, _moments(structure, found.moments),
-            _members(structure, found.members),
-        )  # fmt: skip
-        with in_dtype_of(fitted):
+        with in_dtype_of((found.values, found.moments)):
+            fitted = Fitted(
+                found.values, _moments(structure, found.moments),
+                _members(structure, found.members),
+            )  # fmt: skip
             predictor = predictor_for(guide, model, structure)
         fit = SavedFit(
             predictor,
