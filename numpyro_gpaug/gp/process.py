@@ -206,18 +206,17 @@ class Conditional:
 class GaussianProcess(Displayed):
     r"""A (sparse) Gaussian process with a whitened inducing vector.
 
-    Construct it in a model, outside data plates; call it at inputs, inside them. The
-    constructor makes one stock sample site ``"{name}.v"``, a standard normal of event
-    shape (M,) or (C, M), and the inducing values are :math:`u = L v` with
-    :math:`L L^\top = K_{ZZ}`, to rounding, or :math:`K_{ZZ} + \text{jitter}`. A call
-    makes a deterministic site ``name``,
-    :math:`f = m(x) + A^\top v + \sqrt{r}\,\epsilon`, with
+    Construct it in a model, outside data plates, and call it at inputs, inside them.
+    The constructor makes one stock sample site ``"{name}.v"``, a standard normal with
+    event shape (M,) or (C, M). The inducing values are :math:`u = L v` with :math:`L
+    L^\top = K_{ZZ}`, up to rounding, or :math:`K_{ZZ} + \text{jitter}`. A call makes a
+    deterministic site ``name``, :math:`f = m(x) + A^\top v + \sqrt{r}\,\epsilon`, with
     :math:`A = L^{-1} K_{ZX}` and :math:`r_i = k(x_i, x_i) - |A_i|^2`.
 
-    The residual noise is added only in prediction and inside stock evidence lower
-    bounds; log densities (:class:`~numpyro.infer.NUTS`,
-    :func:`~numpyro.infer.log_likelihood`) use its mean 0, so MCMC with fewer inducing
-    inputs than data targets the projected process. See :func:`with_residual`.
+    The residual noise is added only in predictions and in stock evidence lower bounds.
+    Log densities (:class:`~numpyro.infer.NUTS`, :func:`~numpyro.infer.log_likelihood`)
+    use its mean 0, so MCMC with fewer inducing inputs than data targets the projected
+    process. See :func:`with_residual`.
 
     :param name: name of the site of function values.
     :param kernel: any :class:`numpyro_gpaug.kernels.Kernel`, tinygp kernel, or plain
@@ -230,20 +229,20 @@ class GaussianProcess(Displayed):
     :param num_latents: number C of independent latents; ``None`` for a single one
         without a latent axis.
     :param loadings: :math:`\Phi`, (K, P): a semiparametric latent-factor model, in
-        which K outputs :math:`f = \Phi h + b` share P independent latents h, which the
-        kernel, ``inducing`` and ``mean`` are of. Usually a :func:`numpyro.param`,
-        started at random or from data (at zero nothing moves). For likelihoods that
-        look at one output at a time: outputs of one input are correlated, which the
-        bound does not need to know, and densities of predictions (a sum over outputs)
-        leave out.
+        which K outputs :math:`f = \Phi h + b` share P independent latents h. Kernel,
+        ``inducing`` and ``mean`` refer to h. Loadings are usually a
+        :func:`numpyro.param`, started at random or from data (not at zero, where
+        nothing moves). They need likelihoods that depend on one output at a time. The
+        outputs at one input are correlated; the bound does not depend on that, and
+        densities of predictions (a sum over outputs) ignore it.
     :param bias: b, (K,), with ``loadings``; zero by default.
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; 0 is
-        allowed. By default what rounding makes of the elements of ``K_ZZ``, or of
-        their deviations from a constant where a kernel lets these be known, doubled
-        until the matrix factorises; and L is corrected for nearly all that it changes
-        (``docs/theory/rounding.md``). NUTS on the model
-        as it is written wants 1e-5 in float32 with a smooth kernel: rounding makes the
-        density of the smallest too rough far from the data.
+        allowed. The default is the rounding error of the elements of ``K_ZZ``, or of
+        their deviations from a constant if the kernel states these, doubled until the
+        matrix factorises. L is corrected for nearly all of its effect
+        (``docs/theory/rounding.md``). NUTS on the model as it is written needs 1e-5 in
+        float32 with a smooth kernel: with the smallest jitter rounding makes the
+        density too rough far from the data.
     :raises ValueError: inside a plate, for inducing inputs that are not two- or
         three-dimensional (one-dimensional for scalar inputs) or are empty, and for
         loadings or a bias of another shape.

@@ -37,23 +37,23 @@ class AutoFunctionSpaceGP(ProcessGuide):
     r"""A Gaussian measure :math:`Q = N(m_Q, r)` on the function values of a model's
     Gaussian process, and a NumPyro autoguide on all other latents.
 
-    The mean is any function, a neural network for one. Such a Q need not have a density
-    with respect to the prior, so that no evidence lower bound exists: fit it with
-    :class:`~numpyro_gpaug.TraceWasserstein_ELBO` and :class:`numpyro.infer.SVI`,
-    predict with ``Posterior.from_guide(model, guide, params, X, y)``. Of Wild, Hu and
-    Sejdinovic (2022), *Generalized variational inference in function spaces*.
+    The mean may be any function, such as a neural network. Such a Q need not have a
+    density with respect to the prior, so there is no evidence lower bound. Fit it with
+    :class:`~numpyro_gpaug.TraceWasserstein_ELBO` and :class:`numpyro.infer.SVI`, and
+    predict with ``Posterior.from_guide(model, guide, params, X, y)``. Reference: Wild,
+    Hu and Sejdinovic (2022), *Generalized variational inference in function spaces*.
 
-    A function of its params alone, which are those of ``mean`` and ``kernel`` and, with
-    the default kernel, ``"{name}.v_auto_tril"``. A draw has the function values as the
-    site ``name``: given the values at the inducing inputs, they are independent, with
-    the right marginals.
+    The guide is a function of its params alone: those of ``mean`` and ``kernel`` and,
+    with the default kernel, ``"{name}.v_auto_tril"``. A draw has the function values as
+    the site ``name``. Given the values at the inducing inputs they are independent,
+    with the right marginals.
 
     :param model: a NumPyro model with one ``GaussianProcess``.
     :param mean: :math:`m_Q`, a function of the inputs X (N, D) that returns (N,), or
         (N, C) for a process with ``num_latents=C``. It may call :func:`numpyro.param`
         and NumPyro's module functions (``numpyro.contrib.module.eqx_module``,
-        ``nnx_module``, ``flax_module``), without state that changes. Not called with
-        anything else than X: the mean of the prior is not added to it.
+        ``nnx_module``, ``flax_module``), without mutable state. It gets only X, and the
+        mean of the prior is not added.
     :param kernel: :math:`r`. A kernel (``k(X, Z)`` and ``k(X)``, with a leading axis
         for one per latent); or a function without arguments that returns one, and may
         call ``numpyro.param``; or, by default, the covariance of a sparse posterior

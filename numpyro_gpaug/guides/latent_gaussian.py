@@ -55,43 +55,45 @@ class AutoLatentGaussian(ProcessGuide):
     random walks, processes at inducing inputs), for any likelihood, and a NumPyro
     autoguide on all other latents, the hyperparameters.
 
-    The model is an ordinary one. Every latent whose law is Gaussian given the
-    hyperparameters, of any shape, in plates or not, and that reaches the data through
-    affine predictors, is part of the Gaussian; this is proved by reading the traced
-    program. Gaussian latents that are not (they are in the scale of another, or a
-    datum depends on more than two predictors with them) go to the other guide, and
-    setting the guide up says so. ``print(guide)`` tells what is what.
+    The model is an ordinary one. The Gaussian includes every latent that is Gaussian
+    given the hyperparameters, and on which the data depend through affine predictors.
+    Latents may have any shape, in plates or not. The traced program proves which
+    qualify. Gaussian latents that do not (they are in the scale of another, or a datum
+    depends on more than two predictors with them) go to the other guide, and setting
+    the guide up says so. ``print(guide)`` lists all latents.
 
-    Of few latents the precision is one dense matrix. Where every datum looks at one
-    member of a grouping (random effects, of crossed groupings the larger), and that
-    costs less, it is an arrow (``math/arrow.py``): work and memory are linear in rows
-    and groups; beside these, at most 5000 latents are held. The steps of random walks
+    With few latents the precision is one dense matrix. If every datum depends on one
+    member of a grouping (random effects, the larger of crossed groupings), and it costs
+    less, the precision is block diagonal with a border (``math/arrow.py``): work and
+    memory are linear in rows and groups, and the border has at most 5000 latents. If
+    every datum depends on one step of random walks
     (:class:`~numpyro.distributions.GaussianRandomWalk`, of any length, several
-    together, and noise of every step) of which every datum looks at one are chains
-    (``math/chain.py``), in the same way; so are autoregressions and other states of a
-    few numbers, in NumPyro's :func:`~numpyro.contrib.control_flow.scan`, of
-    ``GaussianStateSpace`` or written out, whose coefficients are hyperparameters.
+    together, with noise of every step), the steps form chains (``math/chain.py``), with
+    linear cost, too. So do autoregressions and other states of a few numbers, in
+    NumPyro's :func:`~numpyro.contrib.control_flow.scan`, of ``GaussianStateSpace`` or
+    written out, whose coefficients are hyperparameters.
 
-    A likelihood is anything whose log-density is a sum over data of functions of one or
-    two affine predictors: in closed form where registered, or where it is affine in a
-    predictor and in exponentials of it (Poisson, gamma, exponential and Weibull laws of
-    rates ``exp(eta)``), by Gauss-Hermite quadrature otherwise. A softmax,
-    ``Categorical(logits=eta)``, takes any number of predictors, correlated as they are,
-    by quasi-random nodes (``math/correlated_softmax.py``).
+    The log-density of the likelihood must be a sum over data of functions of one or two
+    affine predictors. Its expectation is in closed form if registered, or if the
+    log-density is affine in a predictor and in exponentials of it (Poisson, gamma,
+    exponential and Weibull distributions with rates ``exp(eta)``), and otherwise by
+    Gauss-Hermite quadrature. A softmax, ``Categorical(logits=eta)``, may have any
+    number of predictors, which may be correlated, by quasi-random nodes
+    (``math/correlated_softmax.py``).
 
     :param model: a NumPyro model.
-    :param covariance: ``"natural"``: potential and precision, what
-        :class:`~numpyro_gpaug.ConjugateSVI` moves in closed form; ``"dense"``: mean and
-        a triangular factor of the covariance of at most 5000 latents, for
+    :param covariance: ``"natural"``: potential and precision, which
+        :class:`~numpyro_gpaug.ConjugateSVI` updates in closed form; ``"dense"``: mean
+        and a triangular factor of the covariance of at most 5000 latents, for
         :class:`numpyro.infer.SVI` with :class:`~numpyro_gpaug.TraceAnalytic_ELBO` (no
-        draws of these latents) or any loss of NumPyro's. It starts at a tenth of the
-        prior's standard deviations, where rates ``exp(f)`` are moderate.
+        draws of these latents) or any loss of NumPyro. It starts at a tenth of the
+        prior's standard deviations, so that rates ``exp(f)`` are moderate.
     :param other: class of the autoguide for all other latents, built as
         ``other(model)``; the default :class:`~numpyro.infer.autoguide.AutoDelta` gives
         their posterior mode.
     :raises ValueError: for an unknown ``covariance``.
-    :raises NotConjugateError: when it is set up, for a model with discrete latents, or
-        with a likelihood that is not of this form, or with too many latents.
+    :raises NotConjugateError: at set-up, for discrete latents, a likelihood of another
+        form, or too many latents.
 
     **Example**
 

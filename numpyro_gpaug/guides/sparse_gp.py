@@ -48,28 +48,28 @@ class AutoSparseGP(ProcessGuide):
     model (and on every plain Gaussian weight vector on which likelihoods depend
     affinely), and a NumPyro autoguide on all other latents.
 
-    A function of its params alone: the dict of arrays is the fit, and
+    The guide is a function of its params alone: the dict of arrays is the fit, and
     ``Predictive(model, guide=guide, params=params, num_samples=...)``
     (:class:`numpyro.infer.Predictive`) works at inputs of any size. ``guide.structure``
-    says which site went where.
+    lists the sites.
 
     :param model: a NumPyro model.
-    :param covariance: ``"natural"``: potential and precision, what
-        :class:`~numpyro_gpaug.ConjugateSVI` moves in closed form (not for gradient
-        optimisers: their steps can leave the positive definite cone); ``"dense"``: mean
+    :param covariance: ``"natural"``: potential and precision, which
+        :class:`~numpyro_gpaug.ConjugateSVI` updates in closed form (not for gradient
+        optimisers, whose steps can leave the positive definite cone); ``"dense"``: mean
         and a triangular factor, for gradient SVI; ``"diagonal"``: mean and standard
-        deviations; ``"preconditioned"``: 2 M numbers,
-        :math:`q(u) = N(K \mu, (K^{-1} + \Sigma^{-1})^{-1})` of the inducing values u
-        with a diagonal :math:`\Sigma`, which follows correlations of the prior and
-        needs no factor of K (Panos, Dellaportas and Titsias, 2018), for gradient SVI
-        with many latents or ill-conditioned K; the params are :math:`\Sigma` and
-        :math:`\nu = (K + \Sigma) \mu`, observations with that noise, which keep
-        gradients well scaled. Draws of it do factorise K, jitter included.
+        deviations; ``"preconditioned"``: 2 M numbers, :math:`q(u) = N(K \mu, (K^{-1} +
+        \Sigma^{-1})^{-1})` of the inducing values u with a diagonal :math:`\Sigma`.
+        This has the correlations of the prior and needs no factor of K (Panos,
+        Dellaportas and Titsias, 2018), for gradient SVI with many latents or
+        ill-conditioned K. Its params are :math:`\Sigma` and :math:`\nu = (K + \Sigma)
+        \mu`, observations with that noise, which keep gradients well scaled. Draws do
+        factorise K, jitter included.
     :param other: class of the autoguide for all other latents (for example
-        :class:`~numpyro.infer.autoguide.AutoNormal`), built as ``other(model)``; the
+        :class:`~numpyro.infer.autoguide.AutoNormal`), built as ``other(model)``. The
         default :class:`~numpyro.infer.autoguide.AutoDelta` gives their posterior mode,
-        started at prior medians. Predictions average over the draws of one that is
-        random.
+        started at prior medians. With a random autoguide, predictions average over its
+        draws.
     :raises ValueError: for an unknown ``covariance``.
 
     **Example**

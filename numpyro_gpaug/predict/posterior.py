@@ -82,29 +82,29 @@ def _as_fitted(
 class Posterior(NotPickled, instead="save(path) writes it, load(path, model) reads it"):
     """A fitted posterior; make it with ``svi.posterior(params)`` or :meth:`from_guide`.
 
-    The model is called again at new inputs: pass the arguments that hold inputs, in the
-    places they have in the model; leave out the observations (they become ``None``).
-    Keyword arguments of the fit, such as ``inducing=Z``, are remembered. Factors of the
-    inducing matrices are computed once; a prediction then costs O(M^2) per point.
-    Latents owned by another autoguide that draws them (``other=AutoNormal``) are
-    averaged over, by 64 of its draws with a fixed key: every prediction is the mixture
-    of those at each; so it is after :meth:`NestedVI.posterior
-    <numpyro_gpaug.NestedVI.posterior>`, with hyperparameters drawn there.
+    Predictions call the model again at new inputs. Pass the arguments that contain
+    inputs, in their positions in the model, and leave out the observations, which
+    become ``None``. Keyword arguments of the fit, such as ``inducing=Z``, are kept.
+    Factors of the inducing matrices are computed once; a prediction then costs O(M^2)
+    per point. If another autoguide draws latents (``other=AutoNormal``), predictions
+    average over 64 of its draws with a fixed key: every prediction is a mixture. The
+    same holds after :meth:`NestedVI.posterior <numpyro_gpaug.NestedVI.posterior>`, with
+    the hyperparameters drawn there.
 
-    :param predictor: the model and what its guide says of function values; posteriors
-        of the same model and guide share what it compiled.
+    :param predictor: the model, and function values under its guide; posteriors of the
+        same model and guide share its compiled programs.
     :param fitted: params and point values of other latents, and the Gaussian blocks.
-    :param arguments: what is known of the arguments of the fit.
+    :param arguments: a description of the arguments of the fit.
 
-    All methods stream over rows in blocks of ``batch_size``, or of 128 if that is all
-    there are. After :class:`~numpyro_gpaug.AutoSparseGP` they are padded to one shape:
-    any number of rows costs one or two compilations, and predictions do not depend on
-    it. Of a joint Gaussian up to 5000 rows are taken at once, as they may be members of
-    a latent, and each new number of them is compiled for.
+    All methods stream over rows in blocks of ``batch_size``, or of 128 for few rows.
+    After :class:`~numpyro_gpaug.AutoSparseGP` blocks are padded to one shape: any
+    number of rows costs one or two compilations, and predictions do not depend on it. A
+    joint Gaussian takes up to 5000 rows at once, because they may be members of a
+    latent, and compiles for each new number of rows.
 
-    Predictions are in the dtype of the fit, whatever ``jax_enable_x64`` is since. The
-    model runs again for them: if a global that it reads has changed since the fit, they
-    raise a :class:`~numpyro_gpaug.ModelChangedError`, which names it.
+    Predictions have the dtype of the fit, for any later ``jax_enable_x64``. They run
+    the model again. If a global that it reads has changed since the fit, they raise a
+    :class:`~numpyro_gpaug.ModelChangedError`, which names it.
     """
 
     def __init__(
@@ -363,11 +363,11 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         lists them.
 
         :param args: the model's arguments at new inputs, without observations.
-        :param site: which process, if the model has several; or which Gaussian or
-            deterministic site; or, the default, the predictor of an observed one: of
-            likelihoods in closed form their parameter (``logits``), of others the
-            affine values that the density is a function of, before constants are added
-            to them (offsets, cutpoints), they are scaled or a link is applied.
+        :param site: the process, if the model has several; or a Gaussian or
+            deterministic site. The default is the predictor of the observed site: for
+            likelihoods in closed form their parameter (``logits``), for others the
+            affine values that the density depends on, before constants (offsets,
+            cutpoints), scales and links.
         :param full_covariance: the covariance between all rows (O(N^2) memory, no
             streaming) instead of the variance.
         :param batch_size: rows per block.
@@ -445,10 +445,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param site: which observed site, if the model has several.
         :param batch_size: rows per block.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
-        :raises NotConjugateError: unless processes are held independent of one another
-            (``AutoSparseGP``) and hyperparameters at a point;
-            :func:`diagnostics.loo <numpyro_gpaug.diagnostics.loo>` takes any.
-        :raises ValueError: for rows that the fit has not seen.
+        :raises NotConjugateError: unless processes are independent (``AutoSparseGP``)
+            and hyperparameters are point estimates; :func:`diagnostics.loo
+            <numpyro_gpaug.diagnostics.loo>` takes any fit.
+        :raises ValueError: for rows that were not in the fit.
 
         Reference: Vehtari, Mononen, Tolvanen, Sivula and Winther (2016), Bayesian
         leave-one-out cross-validation approximations for Gaussian latent variable
@@ -529,14 +529,14 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
         :param path: the file.
         :param model: the model it was fitted with; its code may have been rewritten.
-            Sites, classes and shapes are compared, the covariance of inducing inputs,
-            and what priors, predictors and constants make of the same numbers in place
-            of data and latents (differences of a thousandth pass).
-        :param guide: the guide it was fitted with, or a new one like it; may be left
+            Sites, classes and shapes are compared, and the covariance of inducing
+            inputs. Priors, predictors and constants are compared at the same stand-ins
+            for data and latents, up to a thousandth.
+        :param guide: the guide it was fitted with, or a new one like it. It may be left
             out after :class:`~numpyro_gpaug.AutoLatentGaussian`,
-            :class:`~numpyro_gpaug.NestedVI` and an
-            :class:`~numpyro_gpaug.AutoSparseGP` that is not preconditioned, but not for
-            an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`: its mean is code.
+            :class:`~numpyro_gpaug.NestedVI` and an :class:`~numpyro_gpaug.AutoSparseGP`
+            that is not preconditioned, but not for an
+            :class:`~numpyro_gpaug.AutoFunctionSpaceGP`, whose mean is code.
         :raises ArchiveError: for a file that is foreign, truncated, damaged or edited,
             and for another model, or a guide of another kind, than that of the fit.
         """

@@ -59,11 +59,11 @@ class CollapsedGaussian(BlockGibbs):
     out.
 
     A sweep draws all auxiliaries, moves the hyperparameters on their density given the
-    auxiliaries alone (in closed form, as the latents are then Gaussian), and draws the
-    latents. In the plain scheme a hyperparameter moves given the latents, which hold it
-    back the more, the more the data say; here only the auxiliaries do. Each evaluation
-    of the collapsed density costs the factorisations of a sweep, and its gradient a few
-    times that: mixing is bought with time.
+    auxiliaries alone (in closed form, because the latents are then Gaussian), and draws
+    the latents. In the plain scheme a hyperparameter moves given the latents, and the
+    more informative the data, the shorter its moves. Here only the auxiliaries limit
+    it. Each evaluation of the collapsed density costs the factorisations of a sweep,
+    and its gradient a few times that: better mixing costs time.
 
     It owns every latent of the model, or those of its block of ``Gibbs``. Parameters of
     the likelihood itself (a noise scale) are not collapsed; they go to another block::
@@ -76,9 +76,9 @@ class CollapsedGaussian(BlockGibbs):
     :param kernel: class of the kernel that moves the hyperparameters,
         :class:`~numpyro.infer.NUTS` or any that can be a block of ``Gibbs``, called
         with a model.
-    :raises NotConjugateError: at ``init``, as for ``AugmentedGaussian``, and for
-        hyperparameters on which a parameter of a likelihood depends, and likelihoods
-        some of whose latents are drawn without auxiliaries (``HeteroscedasticNormal``).
+    :raises NotConjugateError: at ``init``, as for ``AugmentedGaussian``; also if a
+        parameter of a likelihood depends on hyperparameters, and for likelihoods with
+        latents that are drawn without auxiliaries (``HeteroscedasticNormal``).
 
     **Example**
 

@@ -20,46 +20,44 @@ class EllipticalSlice(EitherKernel):
     tuning.
 
     Elliptical slice sampling moves along ellipses through draws of a Gaussian, and
-    corrects by the ratio of the target to it. With the prior for that Gaussian the
-    ratio is the likelihood, and moves are short when data say much. Here it is a
-    variational fit :math:`q(v) = N(m, S)`, and the ratio
-    :math:`p(v)\, p(y \mid v) / q(v)` is nearly flat: the better the fit, the less
-    draws depend on each other.
+    corrects by the ratio of the target to it. If this Gaussian is the prior, the ratio
+    is the likelihood, and moves are short for informative data. Here it is a
+    variational fit :math:`q(v) = N(m, S)`, and the ratio :math:`p(v)\, p(y \mid v) /
+    q(v)` is nearly flat: the better the fit, the less draws depend on each other.
 
-    In warm-up the Gaussian is made wider or narrower, as a whole, until draws are as
-    far from its mean as its own would be; some fifty steps do.
+    Warm-up scales the Gaussian as a whole, until draws are as far from its mean as its
+    own draws. Some fifty steps suffice.
 
-    Without ``guide`` and ``params``, ``init`` finds the Gaussian of highest evidence
-    lower bound itself, by closed-form updates. Where all there is to sample are
-    processes and weight vectors under likelihoods that
-    :class:`~numpyro_gpaug.AutoSparseGP` takes, it is one for each; those that share a
-    predictor (a process and weights added to it, outputs that share latents) have a
-    joint one, which no such guide holds; there it is found although a fit is given.
-    Otherwise it is the Gaussian of :class:`~numpyro_gpaug.AutoLatentGaussian` on all
-    Gaussian latents together, random effects of many groups included, for any
-    likelihood that this guide takes.
+    Without ``guide`` and ``params``, ``init`` finds the Gaussian with the highest
+    evidence lower bound itself, by closed-form updates. If the model has only processes
+    and weight vectors, under likelihoods that :class:`~numpyro_gpaug.AutoSparseGP`
+    accepts, each gets its own Gaussian. Those that share a predictor (a process and
+    weights added to it, outputs that share latents) get a joint one. No such guide
+    contains it, so it is found even if a fit is given. Otherwise the Gaussian is that
+    of :class:`~numpyro_gpaug.AutoLatentGaussian` on all Gaussian latents together,
+    including random effects of many groups, for any likelihood that this guide accepts.
 
-    The target is exactly the posterior, but a Gaussian much narrower than it makes
-    draws that reach its tails rare and then dwell there, which short chains do not
-    show. Look at :func:`~numpyro_gpaug.diagnostics.psis_khat` of a fit first: above 0.7
-    (in a model whose latents share no predictor), use another sampler,
-    :class:`~numpyro.infer.NUTS` if the likelihood has no augmentation.
+    The target is exactly the posterior. But if the Gaussian is much narrower, draws
+    rarely reach the tails of the posterior and then stay there, which short chains do
+    not show. Compute :func:`~numpyro_gpaug.diagnostics.psis_khat` of a fit first. If it
+    is above 0.7 (in a model whose latents share no predictor), use another sampler,
+    such as :class:`~numpyro.infer.NUTS` if the likelihood has no augmentation.
 
     Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
-    N)) once, and O(N) for each likelihood it takes to leave the slice (two to three).
-    Blocks that share a predictor count as one, of all their latents. Where latents are
-    held jointly a draw runs the model once besides, for the values of its sites.
+    N)) once, and O(N) for each evaluation of the likelihood (two to three). Blocks that
+    share a predictor count as one block of all their latents. With a joint Gaussian a
+    draw also runs the model once, for the values of its sites.
 
-    All other latents, hyperparameters, are sampled by :class:`~numpyro.infer.NUTS` as
-    the other block of NumPyro's ``Gibbs`` (extra fields are ``block_states.0.step``,
-    ...; vectorised chains take ``chain_method=jax.vmap``; ``Gibbs([(EllipticalSlice(
-    model), ["f.v"]), (kernel, None)])`` has another kernel), or held at values by
-    :class:`numpyro.handlers.condition`, ``condition(model, data={"tau": 0.5})``.
-    The Gaussian then is computed again, by some ten Cholesky factorisations, whenever
-    they have moved; a given fit stays as it is, as good as it was for the values it
-    was made at. What posterior is sampled with inducing inputs, several chains, and
-    continued runs are as for :class:`~numpyro_gpaug.AugmentedGaussian`; chains start
-    from draws of the Gaussian.
+    :class:`~numpyro.infer.NUTS` samples all other latents, the hyperparameters, as the
+    other block of NumPyro's ``Gibbs`` (extra fields are ``block_states.0.step``, ...;
+    vectorised chains need ``chain_method=jax.vmap``). ``Gibbs([(EllipticalSlice(model),
+    ["f.v"]), (kernel, None)])`` uses another kernel.
+    :class:`numpyro.handlers.condition` fixes them, ``condition(model, data={"tau":
+    0.5})``. Whenever hyperparameters have moved the Gaussian is computed again, by some
+    ten Cholesky factorisations. A given fit is not, and remains as good as for the
+    values it was made at. Inducing inputs, several chains, and continued runs work as
+    for :class:`~numpyro_gpaug.AugmentedGaussian`. Chains start from draws of the
+    Gaussian.
 
     :param model: a NumPyro model; with a fit, the model that was fitted, its
         :func:`numpyro.param` sites (if it has any) fixed at the fit by
@@ -68,12 +66,11 @@ class EllipticalSlice(EitherKernel):
     :param guide: an :class:`~numpyro_gpaug.AutoSparseGP` that was fitted, of any
         covariance but the preconditioned.
     :param params: params of the fit, as in ``result.params``.
-    :raises NotConjugateError: at ``init``, for latents that are not Gaussian, or do not
-        reach data affinely, or without a fit for a likelihood that has no Gaussian to
-        be found.
+    :raises NotConjugateError: at ``init``, for latents that are not Gaussian, or on
+        which the data do not depend affinely, or, without a fit, for a likelihood for
+        which no Gaussian can be found.
     :raises ValueError: for another guide, a guide or params alone, or at ``init`` for
-        params that are not at the fit, or latents whose shapes are not those of the
-        fit.
+        params or shapes of latents that differ from the fit.
 
     **Example**
 

@@ -17,12 +17,13 @@ class AugmentedGaussian(EitherKernel):
     Gaussian latents that share a predictor jointly. It needs no tuning, rejection or
     gradients.
 
-    The model is written without auxiliaries, as for every other route. Latents are all
-    that :class:`~numpyro_gpaug.AutoLatentGaussian` holds jointly: inducing values of
-    Gaussian processes (whitened: site ``"f.v"``), scalars, vectors, random effects in
-    plates, random walks, on which likelihoods depend affinely. All others,
-    hyperparameters, are sampled by :class:`~numpyro.infer.NUTS`: the kernel then is a
-    block of NumPyro's composite kernel, as one writes for another in place of it::
+    The model is written without auxiliaries, as for every other route. The kernel
+    samples all latents in the joint Gaussian of
+    :class:`~numpyro_gpaug.AutoLatentGaussian`: inducing values of Gaussian processes
+    (whitened: site ``"f.v"``), scalars, vectors, random effects in plates, and random
+    walks, on which likelihoods depend affinely. :class:`~numpyro.infer.NUTS` samples
+    all others, the hyperparameters: the kernel is then a block of NumPyro's composite
+    kernel. To use another kernel instead, write::
 
         Gibbs([(AugmentedGaussian(model), ["f.v"]), (NUTS(model), None)])
 
@@ -33,22 +34,23 @@ class AugmentedGaussian(EitherKernel):
     the latents. ``mcmc.post_warmup_state = mcmc.last_state`` continues a run, of the
     same inputs: what was computed from them is part of the state.
 
-    *What is sampled* is what every log density of the model says. With fewer inducing
-    inputs than data that is the process projected on them, without its residual; with
+    *The target* is the log density of the model. With fewer inducing inputs than data
+    this is the process projected on them, without its residual. With
     ``inducing=X_train`` it is the full process, which a comparison should use.
-    :func:`numpyro.param` sites stay at their initial values: give what is to be
-    inferred a prior, or fix it with :class:`numpyro.handlers.substitute`,
+    :func:`numpyro.param` sites stay at their initial values: give a parameter that is
+    to be inferred a prior, or fix it with :class:`numpyro.handlers.substitute`,
     ``substitute(model, data=params)``.
 
-    A sweep of processes and weight vectors costs one Cholesky factorisation of min(M,
-    N) rows per process (of all their latents together, where several are summed);
-    hyperparameters that rest are factorised once. With other Gaussian latents it
-    factorises the precision matrix of a fit's joint Gaussian, which is dense, by groups
-    or along chains, and runs the model once, for the values of its sites.
+    A sweep over processes and weight vectors costs one Cholesky factorisation of min(M,
+    N) rows per process (or of all their latents together, if several are summed). At
+    fixed hyperparameters kernel matrices are factorised once. With other Gaussian
+    latents a sweep factorises the precision matrix of a fit's joint Gaussian, which is
+    dense, by groups or along chains, and runs the model once, for the values of its
+    sites.
 
     :param model: a NumPyro model.
-    :raises NotConjugateError: at ``init``, for a likelihood without augmentation or one
-        that depends on latents otherwise than affinely, for scaled sites, and for
+    :raises NotConjugateError: at ``init``, for a likelihood without augmentation, or
+        with parameters that are not affine in latents, for scaled sites, and for
         latents that are not Gaussian, unless another block owns them.
     :raises ValueError: at ``init``, for plates that draw subsamples.
 

@@ -38,34 +38,34 @@ def collapse(model: Callable[..., Any]) -> CollapsedModel:
               - \mathrm{KL}(q \,\|\, p(z)),
 
     over Gaussians :math:`q` on all Gaussian latents jointly, whitened
-    (:class:`~numpyro_gpaug.AutoLatentGaussian`), found by closed-form moves. With
-    Normal likelihoods that is :math:`\log p(y \mid \theta)` exactly, so that NUTS on
+    (:class:`~numpyro_gpaug.AutoLatentGaussian`), found by closed-form updates. With
+    Normal likelihoods this is exactly :math:`\log p(y \mid \theta)`, so that NUTS on
     the collapsed model samples the posterior of :math:`\theta`. With others it is a
-    lower bound of it, and the posterior approximate:
-    :class:`~numpyro_gpaug.NestedVI` corrects it. So it is for a process with fewer
-    inducing inputs than data, whose values keep their variance given inducing values.
+    lower bound, and the posterior is approximate: :class:`~numpyro_gpaug.NestedVI`
+    corrects it. The same holds for a process with fewer inducing inputs than data,
+    whose values keep their variance given inducing values.
 
-    The gradient is that of the bound with q held fixed, which the envelope theorem
-    makes exact at the optimum; second derivatives
+    The gradient is the gradient of the bound at fixed q, which by the envelope theorem
+    is exact at the optimum. Second derivatives
     (:class:`~numpyro.infer.autoguide.AutoLaplaceApproximation`) are differences of
-    gradients, third ones there are none. Everything may be mapped by :func:`jax.vmap`.
-    The collapsed model is called as ``model`` is, observations included; its sites are
-    the hyperparameters, with the names, priors and plates that they have in ``model``,
-    the params, and the factor ``"collapsed_bound"``. Deterministic sites are left out:
-    they may depend on latents.
+    gradients; there are no third ones. :func:`jax.vmap` maps everything. The collapsed
+    model is called like ``model``, observations included. Its sites are the
+    hyperparameters, with the names, priors and plates that they have in ``model``, the
+    params, and the factor ``"collapsed_bound"``. Deterministic sites are left out,
+    because they may depend on latents.
 
-    What it returns, a :class:`~numpyro_gpaug.CollapsedModel`, is called like any
-    model, and knows the way back from draws of hyperparameters: its ``posterior``
-    predicts, its ``sample_latents`` draws the latents. ``Predictive(model, draws)`` of
-    draws without these has the latents from their *prior*.
+    The result, a :class:`~numpyro_gpaug.CollapsedModel`, is called like any model. From
+    draws of the hyperparameters, its ``posterior`` predicts, and its ``sample_latents``
+    draws the latents. ``Predictive(model, draws)`` without them draws latents from
+    their *prior*.
 
     :param model: a NumPyro model as :class:`~numpyro_gpaug.AutoLatentGaussian` takes
         it, on full data.
     :return: a NumPyro model, for :class:`~numpyro.infer.NUTS`,
         :class:`~numpyro.infer.SVI` or any other algorithm.
     :raises NotConjugateError: when called, for a model that is not of this form.
-    :raises ValueError: when called, for arguments that cannot be right, and plates that
-        draw a subsample.
+    :raises ValueError: when called, for invalid arguments, and plates that draw a
+        subsample.
 
     **Example**
 
@@ -158,15 +158,15 @@ class CollapsedModel:
         r"""Return predictions averaged over draws of the hyperparameters: mixtures, as
         for :meth:`NestedVI.posterior <numpyro_gpaug.NestedVI.posterior>`.
 
-        Given hyperparameters the latents have the Gaussian that attains the bound:
-        their posterior, with Normal likelihoods, and an approximation with others, as
-        the draws themselves are then.
+        Given hyperparameters the latents have the Gaussian that attains the bound. It
+        is their posterior for Normal likelihoods, and an approximation for others, like
+        the draws themselves.
 
         :param samples: hyperparameters by name, equally weighted, draws first, (draws,
             ...): ``mcmc.get_samples()``. Others are ignored.
         :param args: the model's arguments of the fit, observations included.
-        :param num_points: of how many draws, evenly spread over all, the mixtures are.
-            Memory and time of a prediction grow with it.
+        :param num_points: number of draws in the mixtures, evenly spaced. Memory and
+            time of a prediction grow with it.
         :param kwargs: the model's keyword arguments.
         :return: predictions, with the arguments and methods of
             :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.

@@ -43,9 +43,9 @@ class NestedVI(Displayed):
     from the exact posterior, with a certificate. The interface is that of
     :class:`numpyro.infer.MCMC`.
 
-    Given hyperparameters :math:`\theta` the Gaussian latents :math:`z` are fitted by
-    closed-form moves, all jointly (:class:`~numpyro_gpaug.AutoLatentGaussian`), which
-    gives a Gaussian :math:`q(z \mid \theta)` and the collapsed bound
+    Given hyperparameters :math:`\theta`, closed-form updates fit all Gaussian latents
+    :math:`z` jointly (:class:`~numpyro_gpaug.AutoLatentGaussian`). This gives a
+    Gaussian :math:`q(z \mid \theta)` and the collapsed bound
     :func:`~numpyro_gpaug.collapse`. A run
 
     1. climbs to the mode of that bound times the prior, and takes its curvature;
@@ -55,56 +55,55 @@ class NestedVI(Displayed):
     3. weighs every draw by :math:`p(y, z, \theta) / (q(z \mid \theta)\, r(\theta))`,
        the density of the model itself over that of the draw.
 
-    Where data look at one of many groups each (random effects; an arrow of 48 or more),
-    these are weighed apart, each by several candidates (Kuntz, Crucinio and Johansen,
-    2022), so that weights stay even whatever their number.
+    If each datum depends on one of many groups (random effects, 48 groups or more), the
+    groups are weighted separately, each with several candidates (Kuntz, Crucinio and
+    Johansen, 2022), so that weights stay even for any number of groups.
 
-    The weighted draws are draws of the **exact** posterior, whatever the Gaussian
-    neglects, if the weights are not too uneven. That is what k-hat, the shape of their
-    tail, certifies: at most 0.7 (0.63 for 512 hyperparameters,
-    ``1 - 1 / log10(num_points)`` for few), and all that is estimated from the draws is
-    right up to its Monte Carlo error; above, it is not, and the run warns. A run goes
-    on with further points, where its weights are largest, until k-hat is clearly below
-    the limit, so that the verdict does not depend on the random key. It warns too where
-    the model could not be evaluated (a Cholesky factorisation that fails in float32)
-    and more than a hundredth of the posterior's mass seems to be. The mean weight
-    estimates the evidence :math:`p(y)`.
+    The weighted draws are from the **exact** posterior, whatever the Gaussian neglects,
+    if the weights are not too uneven. The certificate is k-hat, the shape of their
+    tail. If it is at most 0.7 (0.63 for 512 hyperparameters, ``1 - 1 /
+    log10(num_points)`` for few), all estimates from the draws are right up to their
+    Monte Carlo error. Otherwise the run warns. A run adds points, where its weights are
+    largest, until k-hat is clearly below the limit, so that the verdict does not depend
+    on the random key. It also warns if more than a hundredth of the posterior's mass
+    seems to be where the model could not be evaluated (a Cholesky factorisation that
+    fails in float32). The mean weight estimates the evidence :math:`p(y)`.
 
-    Where a likelihood is not log-concave the latents may have several modes: they are
-    searched for at the mode of the hyperparameters, draws are from a mixture of the
-    Gaussians at all that are found, and the certificate says what was looked for. With
-    more than eight modes nothing is certified.
+    If a likelihood is not log-concave, the latents may have several modes. The run
+    searches for them at the mode of the hyperparameters, and draws from a mixture of
+    the Gaussians at all that it finds. The certificate states the number of searches.
+    With more than eight modes nothing is certified.
 
-    A model without Gaussian latents, of up to eight hyperparameters (a marginal
-    likelihood ``MultivariateNormal(0, K(theta))``, say), is sampled all the same: the
-    bound is its log-density then. A Gaussian latent of up to eight numbers that no sum
-    over data takes (weights in Cox's partial likelihood, which looks at all that are at
-    risk) is integrated with the hyperparameters.
+    A model without Gaussian latents and with up to eight hyperparameters (such as a
+    marginal likelihood ``MultivariateNormal(0, K(theta))``) is sampled, too: its bound
+    is its log-density. A Gaussian latent of up to eight numbers in a likelihood that is
+    not a sum over data (weights in Cox's partial likelihood, which depends on all rows
+    at risk) is integrated with the hyperparameters.
 
     With more than eight hyperparameters NUTS runs on the collapsed model instead, and
-    weights correct its draws; there is no evidence then. ``print_summary`` says which
-    way was taken, and where the time went.
+    weights correct its draws. Then there is no evidence. ``print_summary`` states the
+    method and the times of its parts.
 
-    In a model with sparse processes (``GaussianProcess`` with fewer inducing inputs
-    than data) the posterior is that of the model as it is written, in which function
-    values follow from the inducing values: the one that NUTS samples. The bound is of
-    the same model here, where :func:`~numpyro_gpaug.collapse` and
-    :class:`~numpyro_gpaug.ConjugateSVI` have that of the process itself (Titsias,
-    2009): its hyperparameters may be others.
+    With sparse processes (``GaussianProcess`` with fewer inducing inputs than data) the
+    posterior is that of the model as it is written, in which the inducing values
+    determine the function values. NUTS samples the same posterior. The bound is also
+    that of this model, while :func:`~numpyro_gpaug.collapse` and
+    :class:`~numpyro_gpaug.ConjugateSVI` use the bound of the process itself (Titsias,
+    2009). Hyperparameters may therefore differ.
 
     :param model: a NumPyro model as :class:`~numpyro_gpaug.AutoLatentGaussian` takes
         it: on full data, and every hyperparameter a sample site.
     :param num_samples: equally weighted draws that :meth:`get_samples` returns.
-    :param num_points: hyperparameters that are drawn (512 give about 300 effective
-        ones). Where weights are uneven more are, up to eight times as many.
-    :param num_draws: draws of the latents at each: 8 by default, 16 where groups are
-        weighed apart, and up to 32 where a dense Gaussian has more than a hundred
-        latents, whose weights are more uneven and whose draws cost little beside the
+    :param num_points: number of hyperparameters to draw (512 give about 300 effective
+        ones). If weights are uneven, up to eight times as many are drawn.
+    :param num_draws: draws of the latents at each. The default is 8, 16 if groups are
+        weighted separately, and up to 32 if a dense Gaussian has more than a hundred
+        latents: then weights are more uneven, and draws are cheap compared with the
         Gaussian.
-    :param correct: ``"mcmc"`` runs NUTS from the draws where k-hat is too large, all
-        latents and hyperparameters whitened by the Gaussian at the mode (slice moves of
-        the hyperparameters were no faster on the two models tried: the theory pages
-        have the numbers); ``None`` only warns.
+    :param correct: ``"mcmc"`` runs NUTS from the draws if k-hat is too large, with all
+        latents and hyperparameters whitened by the Gaussian at the mode. (Slice
+        sampling of the hyperparameters was no faster on the two models tried: the
+        theory pages have the numbers.) ``None`` only warns.
     :param progress_bar: whether to show one.
     :raises ValueError: for unknown options.
 
@@ -192,8 +191,8 @@ class NestedVI(Displayed):
             the search for the mode starts; medians of their priors by default.
         :param kwargs: the model's keyword arguments.
         :raises NotConjugateError: for a model that is not of this form.
-        :raises ValueError: for data that cannot be right, plates that draw a
-            subsample, params without a prior.
+        :raises ValueError: for invalid data, plates that draw a subsample, and params
+            without a prior.
         :raises CholeskyError: if the bound is not finite where the search starts.
         """
         with self._watch.running() as version:
@@ -310,23 +309,22 @@ class NestedVI(Displayed):
         r"""Return predictions that include the uncertainty of the hyperparameters:
         mixtures over several :math:`\theta`, with their posterior weights.
 
-        What is exact: the weights of the :math:`\theta`, up to Monte Carlo error, where
-        the run is certified. What is not, but for Normal likelihoods: the latents given
-        :math:`\theta`, which have the Gaussian :math:`q(z \mid \theta)`, as after
-        :class:`~numpyro_gpaug.ConjugateSVI`; weights of draws do not belong to it.
-        Predictions from draws, which these correct, at groups of the fit:
-        :class:`Predictive(model, nested.get_samples()) <numpyro.infer.Predictive>`.
+        If the run is certified, the weights of the :math:`\theta` are exact, up to
+        Monte Carlo error. Given :math:`\theta` the latents have the Gaussian :math:`q(z
+        \mid \theta)`, as after :class:`~numpyro_gpaug.ConjugateSVI`, which is exact
+        only for Normal likelihoods; the weights of draws do not correct it. Predictions
+        from the corrected draws, at groups of the fit, are :class:`Predictive(model,
+        nested.get_samples()) <numpyro.infer.Predictive>`.
 
-        Members of a plate that the fit had not are drawn from their prior at each
-        :math:`\theta`. Joint draws (:meth:`~numpyro_gpaug.Posterior.sample`) share one
-        :math:`\theta` each; ``predict_y(...).sample`` draws every datum for itself.
+        New members of a plate are drawn from their prior at each :math:`\theta`. Each
+        joint draw (:meth:`~numpyro_gpaug.Posterior.sample`) has one :math:`\theta`;
+        ``predict_y(...).sample`` draws every datum independently.
 
-        :param num_points: of how many :math:`\theta` the mixtures are: a systematic
-            sample of the weighted ones, or all of these with their weights, if there
-            are no more. Means are then off by at most the posterior standard deviation
-            that is due to :math:`\theta`, over the root of this number; memory and time
-            of a prediction grow with it (the covariance of the latents is kept for
-            each).
+        :param num_points: number of :math:`\theta` in the mixtures: a systematic sample
+            of the weighted ones, or all of them with their weights if there are no
+            more. Errors of means are at most the posterior standard deviation due to
+            :math:`\theta`, divided by the root of this number. Memory and time of a
+            prediction grow with it (the covariance of the latents is kept for each).
         :return: predictions, with the arguments and methods of
             :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.
         :raises RuntimeError: before a run.
@@ -346,7 +344,7 @@ class NestedVI(Displayed):
         (``nested.posterior().predict_f`` has the process), the certificate, the
         evidence, and the times of the parts of the run.
 
-        ``n_eff`` is what the draws are worth for the mean of that entry.
+        ``n_eff`` is the effective number of draws for the mean of an entry.
 
         :raises RuntimeError: before a run.
         """

@@ -16,8 +16,8 @@ class ArrowRows:
 
     :param dataset: a file, a folder of them, a list of files, or a
         ``pyarrow.dataset.Dataset``.
-    :param columns: by name of a model's argument, the column it is, which has shape
-        (rows,), or several, (rows, columns).
+    :param columns: by name of a model's argument, a column, which has shape (rows,), or
+        a list of columns, (rows, columns).
     :raises ValueError: for columns that the data do not have.
 
     **Example** ``Batches(ArrowRows("folder", X=["a", "b"], y="label"), 1000)`` are the

@@ -37,26 +37,26 @@ class Blocks:
     ahead.
 
     Factors of the likelihood are sums over rows, and so is the gradient in
-    hyperparameters: steps are those of data in memory, to rounding. Where
-    hyperparameters rest (``optim=None``), a step of one process reads the data once; a
-    step of L-BFGS (``optim="lbfgs"``, the default) reads them for every move of the
-    latents, two to five times with one process, and once for the gradient. The model
-    has to treat rows one by one: no mean over ``X``. Where a fit has a mesh of devices
-    in several processes, each process passes the rows that it reads, as many as the
-    others in blocks of the same size.
+    hyperparameters. Steps therefore equal those on data in memory, up to rounding. With
+    fixed hyperparameters (``optim=None``) a step with one Gaussian process reads the
+    data once. A step of L-BFGS (``optim="lbfgs"``, the default) reads them for every
+    update of the latents, two to five times with one Gaussian process, and once for the
+    gradient. The model must treat rows one by one: no mean over ``X``. If the mesh of a
+    fit spans several operating system processes, each passes the rows that it reads,
+    equally many, in blocks of the same size.
 
     :param source: a tuple of arrays (the model's arguments) or a dict of them (by
         name), rows first, that can be sliced: NumPy's memory maps, HDF5, Zarr; or an
-        :class:`~numpyro_gpaug.ArrowRows`; or any iterable of such tuples or dicts,
-        batches already (torch's ``DataLoader``, Grain), of as many rows each but for
-        the last. It is iterated over again and again.
-    :param size: rows of a block; of an iterable ``None``.
+        :class:`~numpyro_gpaug.ArrowRows`; or any iterable of batches as such tuples or
+        dicts (torch's ``DataLoader``, Grain), with equally many rows except in the
+        last. It is iterated over repeatedly.
+    :param size: rows of a block; ``None`` for an iterable.
     :param rows: number of rows in all, of an iterable.
-    :param timeout: seconds that the next block may take to be there, after which the
-        fit ends by a ``TimeoutError``. By default it is waited for as long as it takes,
-        but 300 seconds after :func:`jax.distributed.initialize`: others wait, too.
-    :raises ValueError: for arrays of unequal length, or that are no arrays; for
-        ``size`` or ``rows`` that are lacking, or not asked for.
+    :param timeout: seconds to wait for the next block, after which the fit ends with a
+        ``TimeoutError``. The default is no limit, or 300 seconds after
+        :func:`jax.distributed.initialize`, because other processes wait, too.
+    :raises ValueError: for arrays of unequal length, for anything but arrays, and if
+        ``size`` or ``rows`` are missing or superfluous.
 
     **Example** All learnt on all data; or continued from :class:`Batches`, where
     hyperparameters were learnt::
@@ -157,19 +157,20 @@ class Batches(Blocks):
     """Minibatches that are read during a fit. Pass it instead of the model's arguments:
     ``svi.run(key, num_steps, batches, inducing=Z)``. A thread reads ahead.
 
-    A step sees one batch, which stands for all rows: the model is written for all data,
+    A step uses one batch, which represents all rows: the model is written for all data,
     ``plate("data", X.shape[0])``, and its observations get the weight rows / size.
-    Epochs are shuffled; what does not fill the last batch of one is left out of it.
+    Epochs are shuffled, and rows that do not fill the last batch of an epoch are left
+    out.
 
-    A state knows how many batches were taken: a run that goes on from it
+    A state contains the number of batches so far: a run that continues from it
     (:func:`~numpyro_gpaug.infer.load_state`) begins with the next.
 
-    :param source: see :class:`Blocks`; an iterable has an order of its own. To go on in
-        the middle of an epoch, its first batches are read and left.
-    :param size: rows of a batch; of an iterable ``None``.
+    :param source: see :class:`Blocks`; an iterable has its own order. To continue in
+        the middle of an epoch, its first batches are read and discarded.
+    :param size: rows of a batch; ``None`` for an iterable.
     :param rows: number of rows in all, of an iterable.
-    :param seed: of the shuffling. Blocks of rows that lie together are read in random
-        order, as many that they have 2^18 rows, and these are shuffled.
+    :param seed: of the shuffling. Blocks of adjacent rows are read in random order, up
+        to 2^18 rows at a time, and these are shuffled.
     :param timeout: see :class:`Blocks`.
     :raises ValueError: as :class:`Blocks` does.
 

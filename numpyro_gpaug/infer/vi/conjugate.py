@@ -87,72 +87,76 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     r"""Variational inference with closed-form (natural-gradient) updates of every
     Gaussian block; hyperparameters are learnt on the same bound.
 
-    Mirrors :class:`numpyro.infer.SVI`: ``init``, ``update``, ``run``, ``evaluate``,
-    ``get_params``.
+    The interface is that of :class:`numpyro.infer.SVI`: ``init``, ``update``, ``run``,
+    ``evaluate``, ``get_params``.
 
     *Full data*: one step evaluates the collapsed bound at hyperparameters that L-BFGS
-    proposes: the Gaussian blocks are taken to their optimum, one block at a time, by
-    whole steps that are halved while the bound falls; with several latents, all
-    together by Anderson acceleration, as long as the bound rises. Without
-    hyperparameters, or with an optax transformation, a step moves each block once. No
-    step lowers the bound by more than rounding (unless ``other`` draws latents at
-    random): an update of the hyperparameters that would is undone, and less of it
-    tried. (Where a kernel matrix is ill-conditioned, rounding in float32 can be nats:
-    L-BFGS then goes on where falls may be rounding, the best state it has seen is the
-    one kept, and a run warns.) With fifty or more numbers on no scale, as the weights
-    of a network, the first third of a run, at most 300 steps, is Adam at a rate of .01:
-    second-order steps let scales run off first. L-BFGS goes on from the highest bound.
+    proposes. For this the Gaussian blocks are taken to their optimum, one block at a
+    time, by whole steps that are halved while the bound falls. With several latents all
+    of them move together by Anderson acceleration, as long as the bound rises. Without
+    hyperparameters, or with an optax transformation, a step updates each block once.
 
-    *Minibatches* (a plate with ``subsample_size``): shuffled epochs, a decaying step,
-    halved while the bound of its rows falls.
-    Batches may also be passed in, ``update(state, X[idx], y[idx])`` inside
-    ``plate(name, N, subsample_size=len(idx))``. In a run, the bound is evaluated every
-    100 steps on batches that stay the same: when learning has made it fall for 200, the
-    run goes back to the best state, and on at half the rate, with a warning.
+    No step lowers the bound by more than rounding (unless ``other`` draws latents at
+    random): an update of the hyperparameters that would do so is undone, and a shorter
+    one is tried. If a kernel matrix is ill-conditioned, rounding in float32 can amount
+    to nats. L-BFGS then continues where decreases may be rounding, keeps the best
+    state, and the run warns.
 
-    *Data that do not fit into memory* are read while a run goes on: pass
-    :class:`~numpyro_gpaug.Batches` in place of the model's arguments, or
-    :class:`~numpyro_gpaug.Blocks`, of which every step sees all.
+    With fifty or more params without a natural scale, such as the weights of a network,
+    the first third of a run, at most 300 steps, is Adam at a rate of .01, because
+    second-order steps would change scales too far first. L-BFGS continues from the
+    highest bound.
+
+    *Minibatches* (a plate with ``subsample_size``): epochs are shuffled, and the step
+    size decays. A step is halved while the bound of its rows falls. Batches may also be
+    passed in, ``update(state, X[idx], y[idx])`` inside ``plate(name, N,
+    subsample_size=len(idx))``. A run evaluates the bound every 100 steps on fixed
+    batches. If learning has made it fall for 200 steps, the run returns to the best
+    state, continues at half the rate, and warns.
+
+    *Data that do not fit into memory* are read during a run: pass
+    :class:`~numpyro_gpaug.Batches` instead of the model's arguments, or
+    :class:`~numpyro_gpaug.Blocks`, all of which every step uses.
 
     :param model: a NumPyro model.
-    :param guide: an :class:`~numpyro_gpaug.AutoLatentGaussian`, which holds all
-        Gaussian latents jointly; or an :class:`~numpyro_gpaug.AutoSparseGP` with
-        ``covariance="natural"``, of many independent processes.
+    :param guide: an :class:`~numpyro_gpaug.AutoLatentGaussian`, one Gaussian on all
+        Gaussian latents; or an :class:`~numpyro_gpaug.AutoSparseGP` with
+        ``covariance="natural"``, for many independent processes.
     :param optim: how params of the model and of the other guide (hyperparameters,
         inducing inputs) are learnt: ``"lbfgs"`` on full data, which needs no learning
         rate; an optax transformation such as :func:`optax.adam`, which minibatches
         need; ``None`` keeps them as they are.
-    :param updates: ``"augmented"`` (monotone whatever happens, looser bound),
-        ``"exact"`` (conjugate-computation VI, tighter), or ``"auto"``: one augmented
-        step where the likelihood has one and is not log-concave, then exact.
-        ``"augmented"`` reports the augmented bound.
+    :param updates: ``"augmented"`` (always monotone, looser bound), ``"exact"``
+        (conjugate-computation VI, tighter), or ``"auto"``: one augmented step if the
+        likelihood has one and is not log-concave, then exact steps. ``"augmented"``
+        reports the augmented bound.
     :param step_size: a number in (0, 1], ``"adaptive"``, a schedule such as
         :class:`~numpyro_gpaug.infer.RobbinsMonro`, or ``None``: 1 on full data,
         ``RobbinsMonro(delay)`` on minibatches, the delay one epoch, within
         20 and 100 steps.
     :param hyper_steps: optax updates after each closed-form step.
     :param hyper_every: closed-form steps between optax updates, in which the posterior
-        settles, and which cost no gradient. By default every step has one. On
-        minibatches, where the gradient at a posterior that lags behind can drive
-        hyperparameters away from all sense, it is then cut, entry by entry and in
-        unconstrained units, to half the step size of the closed-form update; given a
-        number, even 1, it is taken whole.
-    :param m_step: names of params to set, instead, to the closed-form maximiser of the
-        bound: one number that is (up to a factor) the ``scale`` of a ``Normal``,
-        ``Laplace`` or ``PiecewiseNormal``, the ``max_rate`` of a ``LogisticPoisson``,
-        the ``max_precision`` of a ``HeteroscedasticNormal``, or the free heights of a
-        piecewise link. Full data only. Not the default: from a poor start a noise scale
-        set to its maximiser takes all for noise.
-    :param mesh: devices along whose first axis rows are shared out: arrays that have as
-        many rows as the first, of full data made even by rows of no weight. Not needed
-        for arrays that are on several devices already (:func:`jax.device_put` with a
-        ``NamedSharding``), of one process or several. Of
-        :class:`~numpyro_gpaug.Batches` and :class:`~numpyro_gpaug.Blocks`, in one
-        process, the rows of each are shared out. Between devices goes what has
-        the size of the latents, nothing that has rows. Along an axis named
-        ``"latents"`` the latents of processes with ``num_latents`` are shared out:
-        every device holds the posteriors of its part alone, and a softmax sends sums
-        over classes, of the size of the rows.
+        approaches its optimum, and which need no gradient. By default every step has an
+        update. On minibatches the posterior lags behind, and its gradient can drive
+        hyperparameters far off. By default each entry of an update is therefore
+        clipped, in unconstrained units, to half the step size of the closed-form
+        update. With a number, even 1, updates are not clipped.
+    :param m_step: names of params that are set to the closed-form maximiser of the
+        bound instead: one number that is (up to a factor) the ``scale`` of a
+        ``Normal``, ``Laplace`` or ``PiecewiseNormal``, the ``max_rate`` of a
+        ``LogisticPoisson``, the ``max_precision`` of a ``HeteroscedasticNormal``, or
+        the free heights of a piecewise link. Full data only. It is not the default,
+        because from a poor start a noise scale at its maximiser explains everything as
+        noise.
+    :param mesh: devices over whose first axis rows are sharded: all arrays with as many
+        rows as the first. Full data are padded with rows of weight zero. The mesh is
+        not needed for arrays that are on several devices already
+        (:func:`jax.device_put` with a ``NamedSharding``), of one process or several. In
+        one process the rows of each of :class:`~numpyro_gpaug.Batches` and
+        :class:`~numpyro_gpaug.Blocks` are sharded. Devices exchange arrays of the size
+        of the latents, and none with rows. An axis named ``"latents"`` shards the
+        latents of processes with ``num_latents``: every device has only the posteriors
+        of its part, and a softmax sends sums over classes, of the size of the rows.
     :raises ValueError: for unknown options.
 
     **Example**
@@ -304,32 +308,33 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         """Run ``num_steps`` steps, or fewer if ``tol`` is met.
 
         :param rng_key: random key.
-        :param num_steps: number of steps, at most. L-BFGS wants 20 to 90 for a dozen
-            params; each is an evaluation of the collapsed bound.
+        :param num_steps: number of steps, at most. L-BFGS needs 20 to 90 for a dozen
+            params; each step evaluates the collapsed bound.
         :param args: the model's arguments; or :class:`~numpyro_gpaug.Batches` or
-            :class:`~numpyro_gpaug.Blocks` of them, and all else by name.
+            :class:`~numpyro_gpaug.Blocks` of them, with all other arguments by name.
         :param progress_bar: whether to show one.
-        :param tol: stop once the bound has not risen by ``tol`` nats. On full data:
-            within three steps, or by a quarter of that (or what may be rounding) in a
-            whole step after one that rose, or after one that is exact; with L-BFGS,
-            within five that were not undone, or in one where the next, by curvature
-            known in all directions, promises less than a hundredth of it (1e-3 if
-            ``tol`` is not given); with optax, within 40 (times ``hyper_every``), or a
-            fifth of those taken if that is more, as slow progress is progress; steps
-            that were undone do not count. On minibatches: from one epoch's mean to the
-            next. ``None`` or 0: never.
+        :param tol: stop once the bound has improved by less than ``tol`` nats. On full
+            data at fixed hyperparameters, over three steps. A run also stops after a
+            whole step that improves by less than a quarter of ``tol`` (or than
+            rounding), if the step before improved too, and after an exact step. With
+            L-BFGS (default 1e-3), over five accepted steps, or earlier if its
+            curvature, known in all directions, predicts less than a hundredth of
+            ``tol`` for the next. With optax, over 40 (times ``hyper_every``) accepted
+            steps, or a fifth of all steps if that is more. On minibatches, from the
+            mean of one epoch to the next. 0 never stops a run, nor does ``None`` except
+            with L-BFGS.
         :param init_state: a state to continue from.
         :param init_params: constrained values to start from, by param name.
-        :param callback: called about once a second, or every ten where steps are slow,
-            every 100 steps at least, with the state there and the losses so far: see
-            :func:`~numpyro_gpaug.infer.save_state`.
+        :param callback: called with the current state and the losses so far, about once
+            a second, or every ten seconds if steps are slow, and at least every 100
+            steps: see :func:`~numpyro_gpaug.infer.save_state`.
         :param kwargs: the model's keyword arguments.
-        :return: params, state and the losses of the steps taken; with the arguments,
-            for :meth:`posterior`. Where rounding does not resolve the precision of
-            latents (wide priors), they are of a second run in a basis that it does.
-            After Ctrl-C they are those so far, with a warning; where no steps were
-            left, and of a second one in the same script or
-            notebook cell, it raises ``KeyboardInterrupt``.
+        :return: params, state and losses, with the arguments, for :meth:`posterior`. If
+            rounding does not resolve the precision of latents (wide priors), they are
+            from a second run, in a basis in which it does. After Ctrl-C they are the
+            results so far, with a warning. Ctrl-C raises ``KeyboardInterrupt`` if no
+            steps were left, or if it is the second one in the same script or notebook
+            cell.
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
         check_run(rng_key, num_steps, tol)
@@ -466,7 +471,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     ) -> Posterior:
         """Return the fitted posterior, for prediction.
 
-        :param fit: what :meth:`run` returned; or params, followed by the arguments of
+        :param fit: the result of :meth:`run`; or params, followed by the arguments of
             the fit.
         :param args: the model's arguments at the fit, if ``fit`` is a dict of params.
         :param kwargs: its keyword arguments, likewise.

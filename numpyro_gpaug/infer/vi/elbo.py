@@ -43,10 +43,11 @@ class TraceAnalytic_ELBO(ELBO):
     :class:`numpyro.infer.SVI`.
 
     The expected log-likelihood is exact (closed form or one-dimensional integrals) for
-    registered likelihoods, Gauss-Hermite quadrature with 32 nodes where the likelihood
-    depends elementwise on one latent, and Monte Carlo otherwise; ``routes`` says which.
-    The KL of the Gaussian blocks is exact. Other latents are drawn once per particle;
-    their KL is analytic where NumPyro registers it, else ``log p - log q`` at the draw.
+    registered likelihoods, by Gauss-Hermite quadrature with 32 nodes if the likelihood
+    depends elementwise on one latent, and by Monte Carlo otherwise; ``routes`` returns
+    which. The KL divergence of the Gaussian blocks is exact. Other latents are drawn
+    once per particle; their KL divergence is analytic if NumPyro registers it, and
+    otherwise ``log p - log q`` at the draw.
 
     :param bound: ``"exact"``, or ``"augmented"`` for the looser bound whose maximum the
         augmented closed-form updates find.

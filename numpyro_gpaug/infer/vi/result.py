@@ -25,14 +25,14 @@ class ConjugateResult(Displayed, SVIRunResult):
 
     :param params: constrained params of model and guide.
     :param state: to continue from.
-    :param losses: minus the bound after each step; of L-BFGS, minus the highest so far,
-        which is that of ``params`` and ``state``.
+    :param losses: minus the bound after each step; with L-BFGS minus the highest bound
+        so far, which ``params`` and ``state`` attain.
     :param args: the model's arguments.
     :param kwargs: its keyword arguments.
-    :param restored: where learning on minibatches had made the bound fall, the steps at
-        which the run went back, each with the step whose state it went back to.
-    :param stopped: whether the run ended before its steps, the bound having come to
-        rest.
+    :param restored: steps at which the run returned to an earlier state, because
+        learning on minibatches had made the bound fall, each with the step of that
+        state.
+    :param stopped: whether the run ended early because the bound stopped rising.
     :param version: of what the model read besides its arguments.
     :param whole: whether the arguments hold all rows of the fit, not one batch.
     """

@@ -37,43 +37,42 @@ class Stream:
     The posterior so far, :math:`q_{t-1}(v)` of the inducing values, is the prior of the
     next batch: :math:`q_t(v) \propto q_{t-1}(v) \prod_i t_i(v)` with the Gaussian
     factors :math:`t_i` of its data, found by the same closed-form updates.
-    With a Normal likelihood, inducing inputs at rest and ``optim=None`` the result does
-    not depend on how data come in batches, and is the posterior of all of them to
-    rounding; with others, factors of old data are not improved any more.
+    With a Normal likelihood, fixed inducing inputs and ``optim=None`` the result does
+    not depend on the division into batches, and is the posterior of all data up to
+    rounding. With other likelihoods, factors of old data are no longer improved.
 
-    Hyperparameters stay as they are, or are tracked with ``optim``: learnt with every
-    batch from the bound on its density given the data before,
+    Hyperparameters are fixed, or tracked with ``optim``: learnt with every batch from
+    the bound on its density given the data before,
 
     .. math::
 
         \mathrm{E}_q \log p(y_t | f, \theta) - \mathrm{KL}(q(u) \| p(u | \theta))
         + \mathrm{E}_q \log \frac{q_{t-1}(u)}{p(u | \theta_{t-1})}.
 
-    The last term says what old data have said of the function values u at the inducing
-    inputs, under the hyperparameters of their time: it tells kernels from each other,
-    but nothing of the likelihood's own hyperparameters (the scale of noise), which are
-    learnt from one batch at a time.
+    The last term is the information of old data about the function values u at the
+    inducing inputs, under the hyperparameters of their time. It distinguishes kernels,
+    but has no information about hyperparameters of the likelihood itself (the scale of
+    noise), which are learnt from one batch at a time.
 
     Inducing inputs may be added or moved with any batch: pass others in the model's
-    keyword argument that holds them. The posterior is first carried to these,
+    keyword argument for them. The posterior is first moved to these,
     :math:`q(b) \propto p(b) \exp \mathrm{E}_{p(a | b)} \log q_{t-1}(a) / p(a)` for old
     inducing values a and new ones b, which is the nearest process in Kullback-Leibler
-    divergence. That is 0 where the new inputs contain the old, of which nothing is
-    lost, and what old inputs knew that are dropped is kept as far as the others tell
-    their values.
+    divergence. The divergence is 0 if the new inputs include the old ones. Information
+    at dropped inputs is kept to the extent that the remaining ones determine it.
 
-    A forgetting factor :math:`\gamma < 1` takes the posterior back towards the prior
-    before each batch, :math:`q_{t-1}^\gamma p^{1 - \gamma}`: data of :math:`k` batches
-    ago count :math:`\gamma^k`, for what drifts.
+    If the function drifts, a forgetting factor :math:`\gamma < 1` moves the posterior
+    back towards the prior before each batch, :math:`q_{t-1}^\gamma p^{1 - \gamma}`:
+    data of :math:`k` batches ago have weight :math:`\gamma^k`.
 
-    :param posterior: where to start: fitted to first data with
-        :class:`~numpyro_gpaug.AutoSparseGP` of natural parameters, or loaded.
+    :param posterior: the start: fitted to first data with
+        :class:`~numpyro_gpaug.AutoSparseGP` in natural parameters, or loaded.
     :param forgetting: :math:`\gamma`, in (0, 1]; 1 forgets nothing.
     :param optim: how hyperparameters are tracked, as in
-        :class:`~numpyro_gpaug.ConjugateSVI`: ``"lbfgs"`` to the optimum of every batch;
-        an optax transformation, begun anew with every batch, up to 50 updates by it,
-        whose rate says how far hyperparameters may go with one; ``None``, not at all.
-        Inducing inputs that are a param stay where they are.
+        :class:`~numpyro_gpaug.ConjugateSVI`: ``"lbfgs"``, to the optimum of every
+        batch; an optax transformation, started anew with every batch, for up to 50
+        updates, whose rate limits the change in one batch; ``None``, not at all.
+        Inducing inputs that are a param stay fixed.
     :raises NotImplementedError: for a joint posterior
         (:class:`~numpyro_gpaug.AutoLatentGaussian`), and for one that averages over
         hyperparameters.
@@ -152,17 +151,18 @@ class Stream:
 
         :param args: the model's arguments at it, observations included. Batches of the
             same shape share a program.
-        :param kwargs: its keyword arguments, where they differ from those before. Other
-            inducing inputs than before are remembered, like those of a fit; as many as
-            before share a program, of another number compile their own.
-        :return: the posterior of all data so far, also ``stream.posterior``. Minus its
-            bound on the log density of the batch given those before (and of the prior
-            of hyperparameters) is the last of ``stream.losses``; where
-            inducing inputs moved, the divergence of the process that was carried from
-            the one before is part of it.
-        :raises ValueError: for what a fit refuses, a batch without observations among
-            it; for inducing inputs of other columns or another dtype, for those that
-            the model has as a param, and for kernels that change with them.
+        :param kwargs: its keyword arguments, if they differ from those before. New
+            inducing inputs are kept, like those of a fit. The same number as before
+            shares a program; another number compiles its own.
+        :return: the posterior of all data so far, also ``stream.posterior``. The last
+            entry of ``stream.losses`` is minus its bound on the log density of the
+            batch given those before (and of the prior of hyperparameters). If inducing
+            inputs moved, it includes the divergence of the moved process from the one
+            before.
+        :raises ValueError: for data that a fit refuses, including a batch without
+            observations; for inducing inputs with other columns or another dtype,
+            inducing inputs that are a param of the model, and kernels that change with
+            them.
         :raises NotImplementedError: for a move of a set of inducing inputs per latent.
         """
         # A batch may be anywhere: that of the last one says nothing.
