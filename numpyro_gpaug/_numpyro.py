@@ -169,7 +169,7 @@ class PointGuide(AutoDelta):
     :param model: the model.
     :param start: from a random key, the ``substitute_fn`` of a run of the model that
         gives latents their first values.
-    :param compiled: ``jax.jit``, or what stands for it.
+    :param call: calls a function of arrays, compiled, with what it is given.
     """
 
     _init_locs: dict[str, Any]
@@ -179,9 +179,9 @@ class PointGuide(AutoDelta):
         model: Callable[..., Any],
         *,
         start: Callable[[jax.Array], Callable[..., Any]],
-        compiled: Callable[..., Any],
+        call: Callable[..., Any],
     ) -> None:
-        self._start, self._compiled = start, compiled
+        self._start, self._call = start, call
         # Whether starts are other ones for other arguments.
         self.moves = False
         super().__init__(model)
@@ -242,14 +242,13 @@ class PointGuide(AutoDelta):
         trace: dict[str, Any] = {}
         key = self._key = numpyro.prng_key()
 
-        @self._compiled
         def first(key: jax.Array) -> Ordered:
             found = self._first(key, args, kwargs)
             trace.update(found)
             drawn = {k: site for k, site in found.items() if site["type"] == "sample"}
             return Ordered({k: (s["value"], s["fn"]) for k, s in drawn.items()})
 
-        for name, (value, fn) in first(key).tree.items():
+        for name, (value, fn) in self._call(first, key).tree.items():
             trace[name] |= {"value": value, "fn": fn}
         self.prototype_trace = trace
         self._init_locs, self._event_dims = {}, {}

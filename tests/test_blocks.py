@@ -170,7 +170,7 @@ def test_nothing_but_the_projection_is_whole(likelihood, optim) -> None:
     arguments = Arguments.split((X, y), given)
     plan = svi._programs.plan_at(arguments, state)
     with small_blocks(2**16):
-        program = svi._programs.advance.lower(
+        program = svi._programs.advance.plain.lower(
             state, np.int32(1), np.float32(0), np.uint32(0), arguments.arrays,
             plan=plan, static=arguments.static,
         )  # fmt: skip

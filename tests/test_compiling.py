@@ -1,77 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """What programs ask of XLA."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from numpyro_gpaug.math import compiling
-from numpyro_gpaug.math.compiling import (
-    Compiled,
-    Work,
-    compiler_options,
-    quick_options,
-)
+from numpyro_gpaug.math.compiling import ahead, compiler_options, few, jit, once
 from numpyro_gpaug.predict.summary import SiteMoments
 
 LEVEL = "xla_backend_optimization_level"
 
 
 @pytest.fixture
-def no_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nobody had set XLA_FLAGS, which those of the tests hide."""
     monkeypatch.delenv("XLA_FLAGS")
-    compiling._compiles.cache_clear()
-    yield
-    compiling._compiles.cache_clear()
 
 
 def test_flags_of_the_user_stand(no_flags: None, monkeypatch) -> None:
     split = "xla_cpu_parallel_codegen_split_count"
     flags = f"--xla_cpu_use_fusion_emitters=true --{LEVEL}=3 --{split}=2"
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert compiler_options() == quick_options() == {}
-
-
-@pytest.mark.usefixtures("no_flags")
-def test_what_loops_have_in_common_stays_in_them_where_that_is_asked() -> None:
-    def powers(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, 3, lambda _, y: y * (1 + jnp.sin(x)), x)
-
-    x = jnp.linspace(0.0, 1.0, 5)
-    plain, unhoisted = Compiled(powers), Compiled(powers, hoisted=False)
-    np.testing.assert_allclose(unhoisted(x), plain(x), rtol=1e-6)
-    programs = [p._whole.lower(x).compile().as_text() for p in (plain, unhoisted)]
-    # The sine is in the loop's body, not before it.
-    assert programs[0] != programs[1]
+    assert compiler_options(quick=False) == compiler_options(quick=True) == {}
 
 
 @pytest.mark.usefixtures("no_flags")
 def test_options_that_this_jaxlib_lacks_are_not_asked_for(monkeypatch) -> None:
     monkeypatch.setattr(compiling, "_OPTIONS", {"xla_no_such_option": 1})
-    assert compiler_options() == {}
-    assert Compiled(jnp.sin)(0.0) == 0
+    assert compiler_options(quick=False) == {}
+    assert jit(jnp.sin)(jnp.zeros(compiling.SMALL)).sum() == 0
+    monkeypatch.setattr(compiling, "_QUICK", {"xla_no_such_option": 1, LEVEL: 0})
+    assert compiler_options(quick=True) == {LEVEL: 0}
+    assert jit(jnp.sin)(0.0) == 0
 
 
 @pytest.mark.usefixtures("no_flags")
 def test_inside_other_programs(monkeypatch) -> None:
     # One that every jaxlib has.
-    monkeypatch.setattr(compiling, "_OPTIONS", {LEVEL: 1})
-    double = Compiled(lambda x, times: times * x, static_argnames="times")
-    assert compiler_options()
+    monkeypatch.setattr(compiling, "_QUICK", {LEVEL: 1})
+    double = jit(lambda x, times: times * x, static_argnames="times")
+    assert compiler_options(quick=True)
     assert double(3.0, times=2) == 6
-    assert double.lower(3.0, times=2).compile()(3.0) == 6
+    assert double.plain.eval_shape(3.0, times=2).shape == ()
     assert jax.jit(lambda x: double(x, times=2) + 1)(3.0) == 7
     # Nothing here is traced but what is around it.
     assert jax.jit(lambda x: x + double(3.0, times=2))(1.0) == 7
     assert jax.grad(lambda x: double(x, times=2))(1.0) == 2
     assert jax.vmap(lambda x: double(x, times=2))(jnp.ones(3)).tolist() == [2, 2, 2]
     with pytest.raises(ValueError, match="of its own"):
-        Compiled(_raises)(1.0)
+        jit(_raises)(1.0)
 
 
 @pytest.mark.usefixtures("no_flags")
@@ -84,42 +63,39 @@ def test_small_programs_are_left_as_they_are_written() -> None:
             x = jnp.sin(x)
         return x
 
-    compiled = Compiled(wave, runs=1000, static_argnames="times")
-    small, large = jnp.ones(100), jnp.ones(10_000)
-    for x in (small, large, small):
-        assert jnp.allclose(compiled(x, times=3), jnp.sin(jnp.sin(jnp.sin(x))))
-    # The choice does not trace again.
-    assert calls == [(100,), (10_000,)]
-    chosen = list(compiled._chosen.values())
-    assert chosen == [compiled._unoptimised, compiled._optimised]
-    assert compiled._unoptimised is not compiled._optimised
-    few = Compiled(wave, runs=2, static_argnames="times")
-    few(large, times=3)
-    assert list(few._chosen.values()) == [few._unoptimised]
+    small, large = jnp.ones(100), jnp.ones(compiling.SMALL)
+    for compiled, left in ((jit, [True, False]), (few, [True])):
+        program = compiled(wave, static_argnames="times")
+        for x in (small, large, small):
+            assert jnp.allclose(program(x, times=3), jnp.sin(jnp.sin(jnp.sin(x))))
+        assert list(program._programs) == left
+    # JAX has the trace of either.
+    assert calls == [small.shape, large.shape]
 
 
-def test_work() -> None:
-    x = jnp.ones((5, 5))
+@pytest.mark.parametrize("value", [jnp.ones(2), np.ones(2)])
+def test_numbers_give_numbers_in_whatever_program(value) -> None:
+    runs = []
 
-    def work(function) -> Work:
-        return Work.of(jax.make_jaxpr(function)(x).jaxpr)
+    def program(x: jax.Array) -> dict[str, jax.Array]:
+        runs.append(jnp.arange(2.0))
+        return {"more": x + runs[-1], "all": x.sum() > 1}
 
-    assert work(lambda x: jnp.sin(x) + 1) == (2, 50)
-    # A library's; what it is given is not.
-    assert work(lambda x: jnp.sin(x) @ x) == (2, 25)
-    assert work(lambda x: lax.scan(lambda c, _: (c * 2, None), x, None, 7)) == (1, 175)
-    assert (
-        work(lambda x: lax.fori_loop(0, x[0, 0].astype(int), _twice, x)).elements < 60
-    )
-    branches = jnp.sin, lambda x: x * x * x
-    cheapest = work(lambda x: lax.cond(x[0, 0] > 0, *branches, x))
-    # To take an element, squeeze it, compare and convert it to an index; three.
-    assert cheapest.operations >= 3
-    assert 25 <= cheapest.elements < 35
+    known = ahead(program, value)
 
+    def around(y: jax.Array) -> jax.Array:
+        for found in (known(value), once(program, value)):
+            assert found["more"].tolist() == [1, 2]
+            assert bool(found["all"])
+        # Of what is traced it makes what is traced.
+        inner = once(program, y)["more"] + once(lambda x: x * y, value)
+        return inner + ahead(lambda x: y - x, value)(value)
 
-def _twice(_: jax.Array, x: jax.Array) -> jax.Array:
-    return x * 2
+    np.testing.assert_allclose(jax.jit(around)(jnp.ones(2)), [2, 3])
+    np.testing.assert_allclose(jax.vmap(around)(jnp.ones((1, 2))), [[2, 3]])
+    np.testing.assert_allclose(jax.jacfwd(around)(jnp.ones(2)), 3 * np.eye(2))
+    # Traced, not run operation by operation.
+    assert all(isinstance(x, jax.core.Tracer) for x in runs)
 
 
 def _raises(x: jax.Array) -> jax.Array:

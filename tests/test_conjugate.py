@@ -411,10 +411,10 @@ def test_a_second_run_and_its_posterior_trace_nothing() -> None:
 
 def test_one_compilation_whatever_the_number_of_steps() -> None:
     svi, _ = classify(num_steps=3)
-    compiled = svi._programs.advance._cache_size()
+    compiled = svi._programs.advance.plain._cache_size()
     for num_steps in (1, 7, 130):
         classify(num_steps=num_steps)
-    assert svi._programs.advance._cache_size() == compiled
+    assert svi._programs.advance.plain._cache_size() == compiled
 
 
 def test_a_run_in_two_parts_is_one_run() -> None:

@@ -85,7 +85,7 @@ def fit(model, guide, arrays, steps=6, optim=None, mesh=None, what="advance", **
 
     def watched(*args, **static):
         if not programs:
-            programs.append(advance.lower(*args, **static).compile())
+            programs.append(advance.plain.lower(*args, **static).compile())
         traced = {k: v for k, v in static.items() if k not in ("plan", "static")}
         return programs[0](*args, **traced)
 

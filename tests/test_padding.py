@@ -144,11 +144,11 @@ def test_folds_share_programs_and_give_what_each_gives_alone(
     for name, value in params.items():
         np.testing.assert_allclose(found.params[name], value, rtol=2e-3, atol=2e-3)
     compiled = svi._programs
-    before = compiled.advance._cache_size(), compiled.begin._cache_size()
+    before = compiled.advance.plain._cache_size(), compiled.begin.plain._cache_size()
     other = fitted(svi, 134)
     assert (
-        svi._programs.advance._cache_size(),
-        svi._programs.begin._cache_size(),
+        svi._programs.advance.plain._cache_size(),
+        svi._programs.begin.plain._cache_size(),
     ) == before
     assert np.isfinite(other.losses).all()
     if both:

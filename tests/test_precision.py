@@ -88,7 +88,7 @@ def test_steps_and_predictions(guide, model, args, kwargs, optim):
     advance, lowered = svi._programs.advance, []
 
     def watched(*args, **static):
-        lowered.append(advance.lower(*args, **static))
+        lowered.append(advance.plain.lower(*args, **static))
         return advance(*args, **static)
 
     svi._programs.advance = watched
@@ -100,7 +100,7 @@ def test_steps_and_predictions(guide, model, args, kwargs, optim):
     compiled = posterior._predictor._compiled
 
     def read(*args, **static):
-        assert_precise(compiled.lower(*args, **static))
+        assert_precise(compiled.plain.lower(*args, **static))
         return compiled(*args, **static)
 
     posterior._predictor._compiled = read

@@ -156,7 +156,7 @@ def test_equal_fits_have_equal_programs() -> None:
         svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
         state = svi.init(KEY, X, y, inducing=X[:5])
         arguments = Arguments.split((X, y), {"inducing": X[:5]})
-        program = svi._programs.advance.lower(
+        program = svi._programs.advance.plain.lower(
             state, np.int32(1), np.float32(0), np.uint32(0), arguments.arrays,
             plan=svi._programs.plan_at(arguments, state), static=arguments.static,
         )  # fmt: skip

@@ -229,9 +229,9 @@ def main() -> None:
     if args.worker:
         worker(args.worker, 5, args.clock)
         return
-    from numpyro_gpaug.math.compiling import quick_options
+    from numpyro_gpaug.math.compiling import compiler_options
 
-    asked = quick_options()
+    asked = compiler_options(quick=True)
     if not asked:
         parser.exit(message="this jaxlib has no such options, or XLA_FLAGS has one\n")
     default = " ".join(f"--{name}={DEFAULTS[name]}" for name in asked)

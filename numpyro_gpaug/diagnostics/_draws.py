@@ -29,7 +29,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.math.affine import selected as _selected
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
@@ -86,8 +86,8 @@ class Programs:
         self.dims: dict[str, list[str]] = {}
         self.factors: set[str] = set()
         self.pseudo: set[str] = set()
-        self.draw: Any = Compiled(jax.vmap(self._draw, (None, None, 0)))
-        self.at: Any = Compiled(jax.vmap(self._at, (None, None, 0, None, 0), (0, None)))
+        self.draw: Any = jit(jax.vmap(self._draw, (None, None, 0)))
+        self.at: Any = jit(jax.vmap(self._at, (None, None, 0, None, 0), (0, None)))
 
     def _draw(
         self, arrays: Any, params: Any, key: Array
@@ -198,7 +198,7 @@ def evaluated_at(
     :param drawn: the others.
     """
     total = len(keys)
-    shapes, _ = model.at.eval_shape(arrays, params, keys, fixed, drawn)
+    shapes, _ = model.at.plain.eval_shape(arrays, params, keys, fixed, drawn)
     chunk = min(total, max(1, _BUDGET // model.numbers_held(shapes, fixed)))
     parts = []
     for start in range(0, total, chunk):

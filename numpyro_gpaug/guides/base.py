@@ -19,7 +19,7 @@ from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.guides.function_posterior import FunctionPosterior
-from numpyro_gpaug.math.compiling import once
+from numpyro_gpaug.math.compiling import ahead, once
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
@@ -76,6 +76,8 @@ class ProcessGuide(Displayed):
         # Shapes of arguments at which starts of other latents are as known; whether
         # their supports depend on the values of arguments.
         self._alike: set[Any] = set()
+        # Programs of starts and supports, by shapes of arguments.
+        self._others: dict[Any, Callable[..., Any]] = {}
         self._supports_move = False
         # Compiled prediction, by model: the same for all params.
         self.predictors: dict[Any, Any] = {}
@@ -227,18 +229,19 @@ class ProcessGuide(Displayed):
         if not isinstance(self._other, PointGuide):
             return
         inputs = {str(i): x for i, x in enumerate(arguments.arrays)}
+        static = arguments.static
         found = dependence_tree(
-            lambda given: self._others_at(arguments, [given[k] for k in inputs]), inputs
+            lambda given: self._others_at(static, [given[k] for k in inputs]), inputs
         )
         starts, supports = zip(*found.values(), strict=True)
         self._other.moves = any(x.state for x in jax.tree.leaves(starts))
         self._supports_move = any(x.state for x in jax.tree.leaves(supports))
         self._alike.add(arguments.shapes)
 
-    def _others_at(self, arguments: Arguments, arrays: Any) -> dict[str, Any]:
+    def _others_at(self, static: Any, arrays: Any) -> dict[str, Any]:
         """Starts and supports of the other latents."""
         other: Any = self._other
-        return other.starts(*arguments._replace(arrays=tuple(arrays)).merge())
+        return other.starts(*Arguments(tuple(arrays), static).merge())
 
     def _others_differ(self, arguments: Arguments) -> bool:
         """Whether the priors of the other latents require another guide: starts differ
@@ -249,8 +252,11 @@ class ProcessGuide(Displayed):
             return False
         if arguments.shapes in self._alike and not self._supports_move:
             return False
-        known, here = other.known(), partial(self._others_at, arguments)
-        found = once(here)(arguments.arrays)
+        here = partial(self._others_at, arguments.static)
+        program = remembered(
+            self._others, arguments.shapes, lambda: ahead(here, arguments.arrays)
+        )
+        known, found = other.known(), program(arguments.arrays)
         if other.moves:
             known, found = ({k: x[1] for k, x in y.items()} for y in (known, found))
         trees: list[Any] = [jax.tree.structure(x) for x in (known, found)]
@@ -326,7 +332,7 @@ class ProcessGuide(Displayed):
             expose=[*structure.others, *structure.plates],
         )
         if self._other_class is AutoDelta:
-            return PointGuide(fixed, start=MedianStart, compiled=once)
+            return PointGuide(fixed, start=MedianStart, call=once)
         return self._other_class(fixed)
 
     def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:

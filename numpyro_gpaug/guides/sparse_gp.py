@@ -26,7 +26,7 @@ from numpyro_gpaug.guides.preconditioned import (
     preconditioned_names,
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.compiling import once
+from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import warn_of_points
@@ -37,6 +37,7 @@ from numpyro_gpaug.model.structure import (
     Structure,
     conditional_of,
     flat_functions,
+    remembered,
     run_model,
 )
 
@@ -103,12 +104,15 @@ class AutoSparseGP(ProcessGuide):
         if covariance == "preconditioned":
             self.function_posterior = PreconditionedPosterior()
         self._starts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        # Programs that compute them, by shapes of arguments.
+        self._scales: dict[Any, Callable[..., Any]] = {}
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
         structure = super()._inspect(*args, **kwargs)
         arguments = Arguments.split(args, kwargs)
         if self._other_class is AutoDelta:
             warn_of_points(self.model, structure, args, kwargs)
+        self._scales.clear()
         self._start_at(structure, arguments)
         return structure
 
@@ -129,7 +133,10 @@ class AutoSparseGP(ProcessGuide):
         inputs = {str(i): x for i, x in enumerate(arrays)}
         found = dependence_tree(lambda x: scales(tuple(x[k] for k in inputs)), inputs)
         self._starts_move = any(leaf.state for leaf in jax.tree.leaves(found))
-        starts = once(scales)(arrays)
+        program = remembered(
+            self._scales, arguments.shapes, lambda: ahead(scales, arrays)
+        )
+        starts = program(arrays)
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(starts))
         self._starts = starts if traced else jax.tree.map(np.asarray, starts)
 

@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 from jax.core import Tracer
 from numpyro.distributions import constraints
 
-from numpyro_gpaug.math.compiling import once
+from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.model.program import Program
 
 # Whoever reads it needs no other route.
@@ -81,7 +81,7 @@ def find_missing_link(
         )
         for v in program.inputs.values()
     }
-    run = once(lambda known: program.run(wanted, known))
+    run = ahead(lambda known: program.run(wanted, known), numbers)
     ends = run(numbers), run(jax.tree.map(np.negative, numbers))
     for (name, k, variable), *values in zip(found, *ends, strict=True):
         domain = classes[name].arg_constraints[k]  # type: ignore[attr-defined]

@@ -46,11 +46,10 @@ class Asked(NamedTuple):
     def misfit(self, structure: JointStructure) -> float:
         """See :meth:`~numpyro_gpaug.model.arrow.Predictors.misfit`."""
 
-        @once
         def misfit(arrays: tuple[Array, ...], pairs: Any) -> Array:
             return self.view(structure, arrays).predictors.misfit(pairs)
 
-        return float(misfit(self.arrays, self.pairs))
+        return float(once(misfit, self.arrays, self.pairs))
 
     def chains(self, structure: JointStructure) -> tuple[Grouping, ...]:
         """Sites of which steps follow each other, whatever looks at them: as numbers of
@@ -58,13 +57,12 @@ class Asked(NamedTuple):
         traced."""
         loops: list[Loop] = []
 
-        @once
         def misfits(arrays: tuple[Array, ...]) -> list[Array]:
             view = self.view(structure, arrays)
             loops[:] = view.loops
             return [view.chained(loop).links.misfit for loop in loops]
 
-        found = misfits(self.arrays)
+        found = once(misfits, self.arrays)
         if any(isinstance(misfit, Tracer) for misfit in found):
             return ()
         # Python's numbers: in a trace JAX traces comparisons of what is known, too.
@@ -78,12 +76,11 @@ class Asked(NamedTuple):
         and how far random numbers are from what these two say, relative to their terms.
         One program says it all."""
 
-        @once
         def looked_at(arrays: tuple[Array, ...]) -> list[tuple[Array, Array, Array]]:
             predictors = self.view(structure, arrays).predictors
             return [_looked_at(predictors, single) for single in singles]
 
-        return looked_at(self.arrays)
+        return once(looked_at, self.arrays)
 
 
 def find_form(

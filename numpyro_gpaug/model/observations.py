@@ -185,12 +185,10 @@ def check_observations(
 
         return names, ahead(flags, arguments.arrays)
 
-    # A guide may be called in a trace that does not concern its arguments. Made
-    # outside of that context: within it JAX runs constants operation by operation.
     cached = {} if programs is None else programs
     names, compiled = remembered(cached, arguments.shapes, compiled_flags)
-    with jax.ensure_compile_time_eval():
-        inside_all = compiled(arguments.arrays)
+    # A guide may be called in a trace that does not concern its arguments.
+    inside_all = compiled(arguments.arrays)
     for (name, parameter), inside in zip(names, inside_all, strict=True):
         # The model may close over values that are traced.
         if not isinstance(inside, jax.core.Tracer) and not inside:

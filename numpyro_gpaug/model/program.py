@@ -22,38 +22,6 @@ _INDEX_MOVES = {
 }  # fmt: skip
 
 
-def _broadcast(x: Any, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> Any:
-    sizes = [1] * len(shape)
-    for axis, size in zip(broadcast_dimensions, x.shape, strict=True):
-        sizes[axis] = size
-    return np.broadcast_to(x.reshape(sizes), shape)
-
-
-# What becomes of codes before they index, which NumPy does without a program.
-_BY_NUMPY: dict[str, Callable[..., Any]] = {
-    "lt": lambda x, y, **_: np.less(x, y),
-    "add": lambda x, y, **_: np.add(x, y),
-    "select_n": lambda which, x, y, **_: np.where(which, y, x),
-    "convert_element_type": lambda x, *, new_dtype, **_: x.astype(new_dtype),
-    "broadcast_in_dim": _broadcast,
-}
-
-
-def _by_numpy(operations: Any, wanted: list[Any], known: dict[int, Any]) -> list[Any]:
-    env = {k: np.asarray(x) for k, x in known.items()}
-
-    def read(variable: Any) -> Any:
-        if not isinstance(variable, Literal):
-            return env[variable]
-        aval: Any = variable.aval
-        return np.asarray(variable.val, aval.dtype)
-
-    for eqn, operands, (result,) in operations:
-        operate = _BY_NUMPY[eqn.primitive.name]
-        env[result] = operate(*map(read, operands), **eqn.params)
-    return [read(x) for x in wanted]
-
-
 class Gather(NamedTuple):
     """An indexed input.
 
@@ -147,24 +115,17 @@ class Program(Listing):
         wanted = [x for gather in gathers for x in (gather.indices, *gather.raw)]
         operations = self.between(wanted, ())
 
-        def reach(values: list[Any]) -> list[Any]:
-            found = iter(values)
+        def extremes(known: dict[int, Any]) -> list[Any]:
+            found = iter(execute(operations, wanted, known))
             return [
                 gather.extremes(next(found), [next(found) for _ in gather.raw])
                 for gather in gathers
             ]
 
-        def extremes(known: dict[int, Any]) -> list[Any]:
-            return reach(execute(operations, wanted, known))
-
         used = self.read_for(wanted, ())
         known = {k: x for k, x in self.constants.items() if k in used}
-        if not any(isinstance(x, Tracer) for x in known.values()):
-            if all(op.eqn.primitive.name in _BY_NUMPY for op in operations):
-                values = _by_numpy(operations, wanted, known)
-                return list(zip(gathers, reach(values), strict=True))
         # In one program: each operation by itself would be one to compile.
-        found = once(extremes)(known) if operations else extremes(known)
+        found = once(extremes, known) if operations else extremes(known)
         return list(zip(gathers, found, strict=True))
 
     def _before_wrapping(self, variable: Any) -> Iterator[int]:

@@ -97,7 +97,7 @@ def describe(
         told = (_numbers(m).items() for m in trace.values())
         return kernels, {what: _some(x) for each in told for what, x in each}
 
-    kernels, found = once(numbers)(kept.arrays, values)
+    kernels, found = once(numbers, kept.arrays, values)
     rounded = {k: tuple(float(f"{x:.6g}") for x in v) for k, v in found.items()}
     return Description(lines, kernels, rounded)
 

@@ -50,9 +50,6 @@ from numpyro_gpaug.predict.mixture import (
 )
 from numpyro_gpaug.predict.summary import SiteMoments
 
-# Predictions of more rows at once are worth the compilation of faster loops.
-MANY_ROWS = 512
-
 
 class Prepared(NamedTuple):
     """Quantities that predictions at all inputs share, computed by the first of them;
@@ -93,7 +90,6 @@ class Predictor:
         }  # fmt: skip
         static = "what", "static", "site", "num", "grouped"
         self._compiled = few(self._answer, static_argnames=static)
-        self._optimised = jax.jit(self._answer, static_argnames=static)
         # By the shapes of the arguments.
         self._shapes: dict[Any, Any] = {}
         self._structures: dict[Any, Structure] = {}
@@ -167,10 +163,8 @@ class Predictor:
             shapes = like or self.shapes(what, arguments, fitted, site, **how)[1]
             # NumPy's: a zero of JAX's would be a program of its own for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        many = arguments.num_rows > MANY_ROWS
-        program = self._optimised if many else self._compiled
         with on_mesh(arguments.mesh or mesh_of_latents(fitted)):
-            ordered, prepared = program(
+            ordered, prepared = self._compiled(
                 arguments.arrays, fitted, prepared, known, what=what,
                 static=arguments.static, site=site, **how,
             )  # fmt: skip

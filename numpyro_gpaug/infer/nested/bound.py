@@ -29,7 +29,7 @@ from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, starts_augmented
 from numpyro_gpaug.math.affine import GaussianFactors
 from numpyro_gpaug.math.arrow_map import ArrowMap
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.pairs import PairedMap, PairFactors
 from numpyro_gpaug.model.arguments import Arguments
@@ -218,12 +218,12 @@ class CollapsedBound:
         # Whoever runs the collapsed model runs it a few times outside of any program
         # (NUTS to find its sites and where to start): operation by operation that
         # would compile more than two hundred programs.
-        @Compiled
+        @jit
         def settled_bound(values: Any, arrays: Any) -> Array:
             problem = self.problem(values, arrays, learns=False)
             return self.settle(problem).evaluation.bound
 
-        @Compiled
+        @jit
         def bound_and_gradient(values: Any, arrays: Any) -> Any:
             bound, gradient, _ = self.with_pullback(values, arrays)
             return bound, gradient()

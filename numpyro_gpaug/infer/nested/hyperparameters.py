@@ -17,7 +17,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import count_run
 from numpyro_gpaug.model.latents import JointStructure
@@ -26,17 +26,16 @@ from numpyro_gpaug.model.structure import Trace, any_key, without_gaussians
 
 
 def compiled(
-    function: Callable[..., Any], *, runs: int, **options: Any
+    function: Callable[..., Any], how: Callable[..., Any] = few
 ) -> Callable[..., Any]:
     """Compile a function that runs the model. One thread at a time traces it, without
     NumPyro's checks of parameters. Those were made when the model was read; for traced
     values they check nothing, and each of their operations would be compiled.
 
     :param function: what is compiled.
-    :param runs: how often it is expected to run.
-    :param options: of :class:`~numpyro_gpaug.math.compiling.Compiled`.
+    :param how: ``jit`` or ``few`` of :mod:`~numpyro_gpaug.math.compiling`.
     """
-    program = Compiled(function, runs=runs, **options)
+    program = how(function)
 
     @one_thread
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -122,8 +121,8 @@ class Hyperparameters:
         flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], free)
         self.size, self.dtype = flat.size, flat.dtype
         self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in free.items()}
-        self.medians = compiled(self._flat_medians, runs=1)
-        self._draws = compiled(self._drawn, runs=1)
+        self.medians = compiled(self._flat_medians)
+        self._draws = compiled(self._drawn)
 
     def _trace(self, arrays: Any, wrap: Callable[[Any], Any]) -> Trace:
         args, kwargs = Arguments(arrays, self._static).merge()

@@ -149,5 +149,5 @@ def _unconstrained(
             )
     if not draws:
         return np.zeros((1, 0))
-    free = compiled(jax.vmap(hyper.flatten, in_axes=(0, None)), runs=1)
+    free = compiled(jax.vmap(hyper.flatten, in_axes=(0, None)))
     return np.asarray(free(draws, arrays), float)

@@ -36,6 +36,7 @@ from numpyro_gpaug.infer.nested.bound import (
 )
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.math.arrays import in_dtype_of
+from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
@@ -118,18 +119,14 @@ class Programs:
         held = matrices + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
         self.batch = 1 if one_by_one else self.chunk
-        # Some hundred points of a move or two each, or as many as are drawn.
-        # What all moves have in common is made before their loop.
-        self._settle = compiled(self._evaluate, runs=300, hoisted=False)
-        # Some 600 in chunks.
+        self._settle = compiled(self._evaluate, jit)
         self._drawn, self._drawn_apart, self._drawn_mixed = (
-            compiled(fn, runs=-(-600 // self.chunk))
-            for fn in (self._draw, self._draw_apart, self._draw_mixed)
+            compiled(fn, jit) for fn in (self._draw, self._draw_apart, self._draw_mixed)
         )
-        self._terms = compiled(self._terms_at, runs=1)
-        self._linked = compiled(self._linked_at, runs=1)
-        self._moved = compiled(self._moved_to, runs=1)
-        self.sites = compiled(self._sites, runs=2)
+        self._terms = compiled(self._terms_at)
+        self._linked = compiled(self._linked_at)
+        self._moved = compiled(self._moved_to)
+        self.sites = compiled(self._sites)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -274,10 +271,19 @@ class Programs:
         :param arrays: array arguments of the model.
         """
         point = np.asarray(point, self.hyper.dtype)
-        noise = noise.astype(self.structure.dtype)
         factors = jax.tree.map(lambda x: x[0], factors)
-        z, terms, squares = self._terms(point, factors, noise, arrays)
-        return np.asarray(z), np.asarray(terms), np.asarray(squares, float)
+        # In blocks of one shape, for one program: as many as are drawn at once.
+        num, size = len(noise), self.chunk * self.num_draws
+        padded = np.zeros(
+            (-(-num // size) * size, noise.shape[1]), self.structure.dtype
+        )
+        padded[:num] = noise
+        blocks = [
+            self._terms(point, factors, padded[i : i + size], arrays)
+            for i in range(0, num, size)
+        ]
+        z, terms, squares = (np.concatenate(x)[:num] for x in zip(*blocks, strict=True))
+        return z, terms, squares.astype(float)
 
     def _terms_at(
         self, point: Array, factors: Any, noise: Array, arrays: Any

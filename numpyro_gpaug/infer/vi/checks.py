@@ -213,7 +213,7 @@ def warn_of_units(
         pairs = zip(sites, masks, strict=True)
         return [jnp.where(mask, m["value"], jnp.nan) for m, mask in pairs]
 
-    values = once(measured)(arguments.arrays)
+    values = once(measured, arguments.arrays)
     data = [x[np.isfinite(x)] for x in map(np.asarray, values or ())]
     if not data or any(x.size < 2 or not x.std() for x in data):
         return

@@ -74,7 +74,7 @@ class SharedRows:
             # Not made in a trace: transforms have constants of their own.
             self._programs.plan(at, dict)
             natural = self._guide.initial_natural({})
-            return self._programs.begin.trace(
+            return self._programs.begin.plain.trace(
                 at.arrays, key, {}, natural, static=at.static, batch=None
             )
 

@@ -29,7 +29,7 @@ from numpyro_gpaug.infer.vi.plan import (
 from numpyro_gpaug.infer.vi.progress import Pace
 from numpyro_gpaug.infer.vi.start import check_start, initial_state, read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.compiling import Compiled
+from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_given
@@ -53,22 +53,22 @@ class Programs:
         self._generation = guide.generation
         self.plans: dict[Any, Plan] = {}
         self._paces: dict[tuple[Plan, int], Pace] = {}
-        self.begin = Compiled(
+        self.begin = jit(
             partial(initial_state, settings, model, guide),
             static_argnames=("static", "batch"),
         )
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
         self.advance, self.advance_batches = (
-            Compiled(
+            jit(
                 partial(fn, settings), static_argnames=("plan", "static"),
                 donate_argnames="state",
             )
             for fn in (run_chunk, run_batches)
         )  # fmt: skip
-        self.read = Compiled(partial(read_params, guide))
+        self.read = jit(partial(read_params, guide))
         self.loss, self.bounds, self.sums, self.slopes = (
-            Compiled(partial(fn, settings), static_argnames=("plan", "static"))
+            jit(partial(fn, settings), static_argnames=("plan", "static"))
             for fn in (evaluate, bounds_of_batches, add_block, add_gradient)
         )
 
@@ -106,7 +106,7 @@ class Programs:
     def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
         """Shapes of the params as model and guide declare them."""
         natural = self._guide.initial_natural({})
-        begun = self.begin.eval_shape(
+        begun = self.begin.plain.eval_shape(
             arguments.arrays, key, {}, natural, static=arguments.static, batch=None
         )
         return begun[1]
