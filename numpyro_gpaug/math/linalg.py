@@ -297,7 +297,8 @@ class NaturalGaussian(NamedTuple):
 
     @precise
     def moved(self, z: Array) -> NaturalGaussian:
-        """That of latents, from that of their deviations from ``z``, (..., M).
+        """Natural parameters of latents, given those of their deviations from ``z``,
+        (..., M).
 
         What factors say of a mean is known to the last digit of a large sum, and where
         latents compensate each other (an intercept and the effects of all groups) they

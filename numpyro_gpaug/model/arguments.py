@@ -38,8 +38,8 @@ class Arguments(_Split):
 
     @classmethod
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Splits positional and keyword arguments; where rows of one are shared out
-        among devices, those of all are."""
+        """Split positional and keyword arguments. If the rows of one are sharded over
+        devices, those of all are."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = held([x for x in leaves if is_array(x)])
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
@@ -67,12 +67,12 @@ class Arguments(_Split):
 
     @cached_property
     def mesh(self) -> Mesh | None:
-        """Where rows are shared out."""
+        """The mesh over which rows are sharded."""
         return rows_mesh(None, self.arrays)
 
     @cached_property
     def data(self) -> np.uint32:
-        """What tells these arrays from others."""
+        """A fingerprint of these arrays."""
         return fingerprint(self.arrays)
 
     @property
@@ -103,12 +103,13 @@ class Arguments(_Split):
 
     @cached_property
     def shapes(self) -> Hashable:
-        """What compiled programs depend on."""
+        """The properties that compiled programs depend on."""
         return tuple((x.shape, x.dtype) for x in self.arrays), self.static, self.mesh
 
     @staticmethod
     def select_arrays(tree: Any, items: list[Any]) -> list[Any]:
-        """Of ``items``, one per leaf of ``tree``, those of the array leaves."""
+        """Select from ``items``, one per leaf of ``tree``, those of the array
+        leaves."""
         leaves = jax.tree.leaves(tree)
         return [item for x, item in zip(leaves, items, strict=True) if is_array(x)]
 

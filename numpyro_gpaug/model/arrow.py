@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What predictors look at, where latents come in groups of which each looks at one.
+"""The dependence of predictors on latents in groups, each on one group.
 
 Random effects ``b[group]`` are looked at so, written in whatever way, and the steps of
 a walk: the affine map from latents to predictors, which the model's program was proved
@@ -39,7 +39,8 @@ PROBES, ROUNDING = 2, 500
 
 
 class BySites(NamedTuple):
-    """How predictors move with standard normal numbers, by way of the values of sites.
+    """The derivative of predictors with respect to standard normal numbers, by way of
+    the values of sites.
 
     What they make of these values (an index, a product with a column of the data) is
     the same at all scales: a fit that learns scales has it from one loop for all steps,
@@ -119,14 +120,14 @@ class Predictors(NamedTuple):
 
     @property
     def matrices(self) -> AffineMap | ArrowMap:
-        """Of whatever they look at, if there are few; of many, what has to be groups,
-        as what was found to be is."""
+        """Return a dense map for few predictors, and otherwise a row-sparse map, in
+        which each row depends on one group."""
         grouped = self.structure.arrow is not None and (self.many or self.grouped)
         return self.arrow if grouped else self.dense
 
     @property
     def dense(self) -> AffineMap:
-        """As one matrix."""
+        """The map as one matrix."""
         structure, number, push = self.structure, len(self.offset), self.push
         split, like = structure.split, jnp.zeros(structure.size, structure.dtype)
         if isinstance(push, BySites):
@@ -141,7 +142,7 @@ class Predictors(NamedTuple):
 
     @property
     def arrow(self) -> ArrowMap:
-        """As rows that look at one group each, or at one step of a chain; see
+        """The map as rows that each depend on one group, or on one step of a chain; see
         :meth:`misfit`."""
         structure, arrow = self.structure, self.structure.arrow
         assert arrow is not None
@@ -260,8 +261,8 @@ def relative(off: Array, terms: Array) -> Array:
 
 
 def check_groups(misfit: Array, what: str) -> None:
-    """Raises where some datum looks at several groups, or at one for each of two sites
-    of which it looked at the same before.
+    """Raise if some datum depends on several groups, or on one of each of two sites, on
+    whose same member it depended before.
 
     :param misfit: of :meth:`Predictors.misfit`.
     :param what: what the data are.

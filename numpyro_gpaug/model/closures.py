@@ -40,7 +40,7 @@ _BY_NAME = {"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "tree"
 
 @jax.tree_util.register_static
 class Version:
-    """What a model read at some time.
+    """The values that a model read at some time.
 
     :param watch: of the model, which lives as long as it has versions.
     :param content: digest of it.
@@ -64,7 +64,7 @@ class Version:
 
 
 class Watched:
-    """A model whose versions are told apart; see :func:`watched`.
+    """A model with a record of its versions; see :func:`watched`.
 
     :param model: the model.
     """
@@ -197,7 +197,7 @@ _RUNS = [0]
 
 
 def count_run() -> None:
-    """Tells that a model runs."""
+    """Record that a model runs."""
     _RUNS[0] += 1
 
 
@@ -366,7 +366,7 @@ def _nothing() -> None:
 
 
 class _Facts(NamedTuple):
-    """What code reads by name, the code in it included.
+    """The names that code reads, including those of nested code.
 
     :param code: what it does, wherever it is written.
     :param globals: names of globals, but for those that it assigns.
@@ -444,7 +444,7 @@ _CONTAINERS = list, dict, set
 
 
 def _contents(fn: FunctionType) -> tuple[Any, ...]:
-    """What the cells of a closure hold."""
+    """The contents of the cells of a closure."""
     held = []
     for cell in fn.__closure__ or ():
         try:

@@ -24,7 +24,7 @@ from numpyro_gpaug.model.program import Gather
 )  # fmt: skip
 @dataclass(frozen=True)
 class Codes:
-    """What is known of how data look at latents, once a program has looked at them.
+    """The dependence of data on latents by codes, found once by a program.
 
     :param extremes: of all gathers, one after the other, what
         :meth:`~numpyro_gpaug.model.program.Gather.extremes` returns: one answer, as

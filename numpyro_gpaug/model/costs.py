@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forms of a model's joint Gaussian cost, in operations of a sweep."""
+"""The costs of the forms of a model's joint Gaussian, in operations of a sweep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OVERHEAD = 2e7
 
 
 def dense_cost(rows: int, size: int) -> float:
-    """Of one dense matrix.
+    """The cost of one dense matrix.
 
     :param rows: how many predictors there are.
     :param size: of the Gaussian.
@@ -23,7 +23,7 @@ def dense_cost(rows: int, size: int) -> float:
 
 
 def cost(structure: JointStructure, rows: int) -> float:
-    """Of groups or chains.
+    """The cost of groups or chains.
 
     :param structure: of this form.
     :param rows: how many predictors there are.
@@ -35,7 +35,7 @@ def cost(structure: JointStructure, rows: int) -> float:
 
 
 class Purpose(NamedTuple):
-    """What a form is chosen for.
+    """The purpose for which a form is chosen.
 
     :param apart: groups from which on they are wanted as such, whatever it costs.
     :param held: numbers of a site, at most, that may be held with the hyperparameters

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each part of a model depends on each of its Gaussian processes and weight
-vectors, read from its jaxpr, and which route each observed site therefore takes."""
+"""The dependence of each part of a model on each Gaussian process and weight vector,
+read from its jaxpr, and the resulting route of each observed site."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _INSTEAD = {
 
 
 class Dependencies:
-    """How each part of a model depends on each candidate block.
+    """The dependence of each part of a model on each candidate block.
 
     :param model: the model.
     :param arguments: its arguments.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives that functions bring of their own (``jax.custom_jvp``, ``custom_vjp``),
-compared with those of the functions' values.
+"""Comparison of custom derivatives (``jax.custom_jvp``, ``custom_vjp``) with the
+derivatives of the functions' values.
 
 The expectation of a density is differentiated through them. A derivative that is meant
 to be another one, as of straight-through estimators or clipped gradients, would move a

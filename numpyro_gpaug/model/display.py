@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is made of, in rows for those who print it."""
+"""The parts of a model as printed rows."""
 
 from __future__ import annotations
 

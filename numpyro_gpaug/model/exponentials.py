@@ -65,7 +65,7 @@ class ExponentialSum:
 
     @property
     def expectation(self) -> Array:
-        """Of the sum."""
+        """The expectation of the sum."""
         total = jnp.zeros_like(self.mean)
         if self.affine is not None:
             total += self.affine[0] + self.affine[1] * self.mean
@@ -139,7 +139,7 @@ class ExponentialSum:
         return self.replaced((jnp.log(c) + e, d))
 
     def chosen(self, here: Array) -> ExponentialSum:
-        """It where ``here`` is true, zero elsewhere."""
+        """Return the sum where ``here`` is true, and zero elsewhere."""
         masked = jax.tree.map(lambda x: jnp.where(here, x, 0), self)
         return replace(masked, mean=self.mean, variance=self.variance)
 
@@ -154,7 +154,7 @@ _UNARY: dict[str, Callable[[ExponentialSum], ExponentialSum]] = {
 
 
 class Expected(NamedTuple):
-    """An expectation, of which nothing but linear functions may follow."""
+    """An expectation, to which only linear functions may be applied."""
 
     value: Array
 

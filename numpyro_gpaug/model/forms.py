@@ -30,7 +30,7 @@ _FEWEST, _WIDEST = 16, 8
 
 
 class Asked(NamedTuple):
-    """A model's predictors, to be asked what they look at.
+    """A model's predictors, with queries of their dependence on latents.
 
     :param view: the model seen, from a structure and arrays.
     :param arrays: the arguments' arrays.
@@ -133,7 +133,7 @@ def _once(chains: tuple[Grouping, ...]) -> tuple[Grouping, ...]:
 def _arrow(
     structure: JointStructure, found: list[Grouping], chains: tuple[Grouping, ...]
 ) -> JointStructure | None:
-    """With the largest grouping, but for steps, for groups.
+    """Take the largest grouping, except steps, as groups.
 
     :param structure: of a model, dense.
     :param found: groupings, which may have sites in common.
@@ -340,7 +340,7 @@ def refuse_large(structure: JointStructure, chains: tuple[Grouping, ...] = ()) -
 
 
 def _following(left: list[GaussianSite], chains: tuple[Grouping, ...]) -> str:
-    """Why chains are not held as such, where they are not."""
+    """Explain why chains are not represented as such."""
     along = {name for x in chains for name, _ in x.sites}
     names = [s.name for s in left if s.name in along]
     if not names:

@@ -32,7 +32,7 @@ _WALKED = {
 
 
 class Frontier(NamedTuple):
-    """Where a sum of log-densities turns nonlinear.
+    """The point where a sum of log-densities becomes nonlinear.
 
     :param roots: variables that the rest depends on, the smallest first.
     :param rest: operations from the roots to the densities.
@@ -127,7 +127,7 @@ def _cut(program: Program, roots: tuple[int, ...], axis: int) -> tuple[int, int]
 
 
 class Separation(NamedTuple):
-    """How a sum of densities falls apart into functions of one entry of each root.
+    """The separation of a sum of densities into functions of one entry of each root.
 
     :param reason: why it does not, ``None`` if it does.
     :param columns: the axis along which the one root is cut into two, if it is.
@@ -243,8 +243,8 @@ def _starts(program: Program, found: Frontier, variable: int) -> Places:
 
 
 def _root(program: Program, variable: Any) -> tuple[int, bool]:
-    """Walks back through operations that only move, scale or shift one operand, and
-    says whether one scaled it by an array."""
+    """Walk back through operations that only move, scale or shift one operand. Return
+    also whether one scaled it by an array."""
     scaled = False
     while variable in program.makers:
         eqn, operands, _ = program.makers[variable]

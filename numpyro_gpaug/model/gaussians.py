@@ -48,7 +48,7 @@ class Whitening(NamedTuple):
 
 
 def whitening(fn: dist.Distribution) -> Whitening | None:
-    """That of a site's distribution; ``None`` if it is not Gaussian.
+    """Return the whitening of a site's distribution; ``None`` if it is not Gaussian.
 
     :param fn: as in the message of the site, wrapped in plates or not.
     """

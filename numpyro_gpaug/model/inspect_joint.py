@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which latents of a model are Gaussian and reach its data affinely, and how each
-observed site depends on them; found by reading the traced model, not by probing it."""
+"""The Gaussian latents of a model on which its data depend affinely, and the dependence
+of each observed site on them; found by reading the traced model, not by probing it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from numpyro_gpaug.model.structure import Structure, any_key
 def inspect_joint(
     model: Callable[..., Any], purpose: Purpose, *args: Any, **kwargs: Any
 ) -> JointStructure:
-    """The structure of a model whose Gaussian latents are held jointly.
+    """Return the structure of a model for one joint Gaussian on its latents.
 
     :param model: a NumPyro model.
     :param purpose: see :func:`~numpyro_gpaug.model.forms.find_form`.
@@ -171,8 +171,8 @@ def warn_of_points(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Says which latents get point estimates though they could be Gaussian jointly with
-    all others: random effects in plates, scalar weights.
+    """Warn about latents that get point estimates though they could be part of the
+    joint Gaussian: random effects in plates, scalar weights.
 
     :param model: the model.
     :param structure: its blocks, which are held independent, and all other latents.

@@ -23,7 +23,7 @@ from numpyro_gpaug.model.derivatives import differs
 
 
 class Dependence(NamedTuple):
-    """How one output depends on one input.
+    """The dependence of one output on one input.
 
     :param alignment: which element of the input each output element depends on, as a
         token (equal tokens, equal maps); ``None`` when several elements are mixed.
@@ -95,7 +95,8 @@ class Leaf:
 
 
 def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Any:
-    """How every output of ``fn`` depends on every named input; it is called once.
+    """Return the dependence of every output of ``fn`` on every named input; ``fn`` is
+    called once.
 
     :param fn: function of one dict of arrays.
     :param inputs: example arrays or ``jax.ShapeDtypeStruct`` per name.
@@ -124,9 +125,9 @@ def dependences(closed: Any, treedef: Any, inputs: Iterable[str]) -> Any:
 def jaxpr_and_tree(
     fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The closed jaxpr of a function of named arrays, and the tree that it returns. JAX
-    does not see the tree: it compares those of several traces, which fails where one
-    holds arrays outside of its leaves, as NumPyro's Multinomial does.
+    """Return the closed jaxpr of a function of named arrays, and the tree that the
+    function returns. JAX does not get the tree: it would compare the trees of several
+    traces, which fails for arrays outside of its types.
 
     :param fn: function of one dict of arrays; it is called once.
     :param inputs: arrays, or their shapes, by name.
@@ -367,8 +368,8 @@ def has_other_derivative(eqn: Any) -> bool:
 
 
 def source_of(eqn: Any) -> str:
-    """Where an equation was written, `` (model.py:12)``: the innermost frame that is
-    the user's own; empty if there is none."""
+    """Return the location of an equation, `` (model.py:12)``: the innermost frame of
+    the user's own code; empty if there is none."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_libraries()):

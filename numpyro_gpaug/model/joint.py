@@ -171,7 +171,7 @@ class JointView:
 
     @cached_property
     def predictors(self) -> Predictors:
-        """Of all data, side by side."""
+        """Predictors of all data, side by side."""
         found, structure = self._affine(self._roots), self.structure
         mixed = structure.functions or self._program.outputs.factors
         turned = structure.basis is not None
@@ -271,7 +271,7 @@ class JointView:
 
     @property
     def rows(self) -> int:
-        """How many predictors there are."""
+        """The number of predictors."""
         return sum(v.size for v in self._root_shapes)
 
     def by_site(self, values: Array) -> dict[str, Array]:
@@ -383,8 +383,8 @@ class JointView:
 
     @property
     def misfit(self) -> Array:
-        """How far all data are from looking at one group each; zero where a matrix
-        takes them whatever they look at."""
+        """The error of assuming that every datum depends on one group; zero if a matrix
+        is used, which needs no assumption."""
         if self.structure.arrow is None:
             return jnp.zeros((), self.structure.dtype)
         return self.predictors.misfit(self.pairs)

@@ -59,8 +59,8 @@ _ANOTHER = (
 
 
 class JointPredictiveView(JointView):
-    """A model at fixed params and other latents, asked for what Gaussians on its
-    latents say of its sites."""
+    """A model at fixed params and other latents, with predictions of its sites from
+    Gaussians on its latents."""
 
     def marks(self) -> dict[str, Array]:
         """Numbers that tell the factors of sites whose values are mixed by them, and

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model read as a function of some of its Gaussian sites: which of them cannot be
-held jointly with the others, and which route each observed site takes."""
+"""A model as a function of some of its Gaussian sites: which of them cannot be part of
+the joint Gaussian, and the route of each observed site."""
 
 from __future__ import annotations
 

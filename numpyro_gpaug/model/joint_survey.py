@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sites of a model, and which of them are Gaussian by their own law alone."""
+"""The sites of a model, and those whose own distribution is Gaussian."""
 
 from __future__ import annotations
 

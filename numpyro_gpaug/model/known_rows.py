@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of new rows beside what is predicted of them: a covariate measured with
-an error, another response."""
+"""Other observations of the predicted rows: a covariate measured with error, another
+response."""
 
 from __future__ import annotations
 

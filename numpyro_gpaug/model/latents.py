@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model with jointly Gaussian latents is made of."""
+"""The structure of a model with one joint Gaussian on its latents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GaussianSite(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """Sites with the same members, of which every datum looks at one.
+    """Sites with the same members, such that every datum depends on one member.
 
     :param sites: names, and the axes of their numbers that are over members.
     :param size: of so many steps, the last of the axes, a member is a block.
@@ -70,7 +70,7 @@ class Arrow(NamedTuple):
 
 @dataclass(frozen=True)
 class JointStructure(Structure):
-    """The parts of a model whose Gaussian latents are held jointly.
+    """The structure of a model with one joint Gaussian on its latents.
 
     :param sites: Gaussian sample sites, in the order of the model.
     :param dtype: of the joint Gaussian.
@@ -101,7 +101,7 @@ class JointStructure(Structure):
 
     @property
     def size(self) -> int:
-        """Of the joint Gaussian."""
+        """The size of the joint Gaussian."""
         return self.blocks[0].shape[0] if self.blocks else 0
 
     def sizeless(self) -> JointStructure:
@@ -124,7 +124,7 @@ class JointStructure(Structure):
         return found
 
     def with_sites(self, sites: tuple[GaussianSite, ...]) -> JointStructure:
-        """This structure with sites of other shapes."""
+        """Return this structure with sites of other shapes."""
         return replace(self, sites=sites)._of_its_size()
 
     def _of_its_size(self) -> JointStructure:
@@ -185,7 +185,7 @@ class JointStructure(Structure):
         return found
 
     def joined(self, numbers: dict[str, Array]) -> Array:
-        """Numbers (size,) that :meth:`split` takes apart."""
+        """Join into (size,) the numbers that :meth:`split` separates."""
         return jnp.concatenate([
             self.grouped(part, numbers).ravel() if isinstance(part, Grouping)
             else numbers[part.name].ravel()
@@ -195,12 +195,12 @@ class JointStructure(Structure):
     # Of an arrow.
 
     def with_arrow(self, arrow: Arrow | None) -> JointStructure:
-        """This structure with its numbers in another order."""
+        """Return this structure with its numbers in another order."""
         return replace(self, arrow=arrow)._of_its_size()
 
     @property
     def sizes(self) -> ArrowSizes:
-        """Of its Gaussian."""
+        """The sizes of its Gaussian."""
         assert self.arrow is not None
         groups, each = self.members(self.arrow.groups), self.each(self.arrow.groups)
         corner = self.size - groups * each
@@ -215,7 +215,7 @@ class JointStructure(Structure):
         return replace(self, chains=chains)
 
     def along(self, steps: Grouping) -> tuple[int, int]:
-        """How many chains there are, and steps of each, or blocks of them."""
+        """The number of chains, and of the steps of each, or of blocks of steps."""
         name, axes = steps.sites[0]
         chains = prod(self.site(name).shape[a] for a in axes[:-1])
         return chains, self.members(steps) // chains
@@ -263,13 +263,13 @@ class JointStructure(Structure):
 
     @property
     def no_links(self) -> tuple[Array, ...]:
-        """Those of steps that do not follow each other."""
+        """Transition matrices of steps that do not follow each other: zero."""
         sizes = ((*self.along(x), *[self.each(x)] * 2) for x in self.chains)
         return tuple(jnp.zeros(size, self.dtype) for size in sizes)
 
     def whole_links(self, links: tuple[Array, ...]) -> Array:
-        """Of all numbers of a step, (chains, steps, R, R): zero of those that are no
-        part of a chain.
+        """Transition matrices of all numbers of a step, (chains, steps, R, R); zero for
+        numbers that are not in a chain.
 
         :param links: by chain.
         """
@@ -288,7 +288,7 @@ class JointStructure(Structure):
         return found
 
     def prior(self, links: tuple[Array, ...]) -> GaussianPrior:
-        """Of its numbers.
+        """The prior of its numbers.
 
         :param links: by chain.
         """
@@ -301,7 +301,7 @@ class JointStructure(Structure):
 
     @property
     def width(self) -> int:
-        """Numbers of the corner that any datum may look at."""
+        """The number of latents in the border, on which any datum may depend."""
         return sum(prod(p.shape) for p in self._parts if isinstance(p, GaussianSite))
 
     def members(self, grouping: Grouping) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How steps of a model follow each other: autoregressions, random walks, trends.
+r"""Transitions between the steps of a model: autoregressions, random walks, trends.
 
 A scan carries a state from step to step, and numbers of Gaussian sites are added to it,
 :math:`c_t = F_t c_{t-1} + B_t z_t + ...`, affine as the program was proved to be. With

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model's program carries numbers of Gaussian sites on from step to step."""
+"""Loops in a model's program that carry numbers of Gaussian sites from step to step."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
 
 
 def check_law(name: str, law: dist.Distribution) -> None:
-    """Raises for a law of observations that does not say what NumPyro's say.
+    """Raise for a distribution of observations that lacks attributes of NumPyro's.
 
     :param name: the site.
     :param law: of it.
@@ -278,8 +278,8 @@ GRAPH = "adj_matrix"
 
 
 def _graph_faults(law: dist.CAR) -> tuple[Array, Array]:
-    """Of which pairs of areas one alone is a neighbour of the other, and which areas
-    have no neighbours."""
+    """The pairs of areas of which only one is a neighbour of the other, and the areas
+    without neighbours."""
     matrix = law.adj_matrix.toarray() if law.is_sparse else law.adj_matrix
     graph = jnp.asarray(matrix)
     return graph != jnp.swapaxes(graph, -1, -2), (graph == 0).all(-1)

@@ -52,7 +52,8 @@ def _check_int(name: str, value: Any) -> None:
 
 @contextmanager
 def explained(arguments: Arguments) -> Iterator[None]:
-    """Says more of plates that do not have the size of their data.
+    """Add an explanation to errors about plates that do not have the size of their
+    data.
 
     :param arguments: the model's arguments.
     """

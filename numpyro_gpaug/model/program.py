@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traced programs, of which parts can be run, and where they index their inputs."""
+"""Traced programs, parts of which can be run, and the indices they apply to their
+inputs."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ class Gather(NamedTuple):
 
 
 class Program(Listing):
-    """What a function of named arrays computes, written out.
+    """The computation of a function of named arrays, as a list of equations.
 
     :param fn: function of one dict of arrays; it is called once. What it closes over
         may be traced.

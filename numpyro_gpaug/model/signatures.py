@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model says that it takes."""
+"""The signatures of models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def signature_of(model: Callable[..., Any]) -> inspect.Signature:
 
 
 def argument_names(model: Callable[..., Any], given: int) -> list[str]:
-    """Names of a model's arguments in their order; those of ``*args`` have numbers.
+    """Return the names of a model's arguments, in order; ``*args`` are numbered.
 
     :param model: the model.
     :param given: how many are given by position.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a model's arguments its observations and inputs are computed from."""
+"""The arguments of a model from which its observations and inputs are computed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def sources(
     structure: Structure | None = None,
     values: dict[str, Any] | None = None,
 ) -> Sources:
-    """What is computed from which argument; the model is traced without arithmetic.
+    """Return what is computed from each argument; the model is traced without
+    arithmetic.
 
     :param model: the model.
     :param args: its arguments.

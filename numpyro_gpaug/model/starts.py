@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where hyperparameters start."""
+"""Initial values of hyperparameters."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _draws(key: Array, num: int) -> Array:
 
 
 def _quantile(prior: Distribution, normal: Array) -> Array:
-    """Where a distribution has as much mass below as a standard normal.
+    """The value below which a distribution has as much mass as a standard normal.
 
     :param prior: the distribution, of independent scalars.
     :param normal: of the shape of its draws.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is made of (its Gaussian blocks, other latents and observed sites), and
-how it is run with some of them filled in."""
+"""The structure of a model (its Gaussian blocks, other latents and observed sites), and
+runs of the model with some of them given."""
 
 from __future__ import annotations
 
@@ -144,12 +144,12 @@ class Structure:
         }
 
     def sizeless(self) -> Structure:
-        """This structure without what depends on the arguments, or on the values they
-        are given constraints for."""
+        """Return this structure without the parts that depend on the arguments or their
+        values: plates, functions and constraints."""
         return replace(self, plates={}, functions={}, constraints={})
 
     def with_rows(self, num: int, size: int) -> Structure:
-        """This structure at arguments of ``size`` rows instead of ``num``."""
+        """Return this structure at arguments with ``size`` rows instead of ``num``."""
 
         def resized(shape: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(size if n == num else n for n in shape)
@@ -168,7 +168,7 @@ class Structure:
 
     @property
     def unturned(self) -> Self:
-        """This structure in the basis that the latents have in the model."""
+        """Return this structure in the basis of the latents in the model."""
         return self
 
     @property
@@ -189,7 +189,8 @@ MAX_SHAPES = 64
 def remembered(
     cache: dict[Any, Any], key: Any, made: Callable[[], Any], most: int = MAX_SHAPES
 ) -> Any:
-    """What is cached for a key, made if need be; the oldest of ``most`` is dropped."""
+    """Return the cached value of a key, made if necessary; of more than ``most`` the
+    oldest is dropped."""
     if key not in cache:
         if len(cache) >= most:
             cache.pop(next(iter(cache)))

@@ -128,8 +128,8 @@ _NOT_TINY = 1e-18
 
 
 def _is_plain(array: Any) -> bool:
-    """Whether it is an array of which its extremes alone tell that there is nothing to
-    say, which takes less time."""
+    """Whether the minimum and maximum alone show that the array is valid (the fast
+    path)."""
     if type(array) is not np.ndarray or array.dtype not in _PLAIN or not array.size:
         return False
     low, high = float(array.min()), float(array.max())

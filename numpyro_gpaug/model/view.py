@@ -177,7 +177,7 @@ class ModelView:
         return {name: unshared(maps[name].shared()) for name in names}
 
     def weight_maps(self) -> dict[str, AffineMap]:
-        """Those of plain weight vectors."""
+        """Affine maps of plain weight vectors."""
         found, predictors = {}, self.predictors
         for block in self.structure.weights:
             names, eye = predictors.columns[block.name], jnp.eye(block.shape[0])
@@ -234,7 +234,8 @@ class ModelView:
         return ExpectedLogLikelihood(run.predictors, run.likelihoods, sites, bound)
 
     def expected_log_likelihood(self, at: dict[str, Marginals], bound: str) -> Array:
-        """That of all sites, by nodes where they have no closed form.
+        """The expected log-likelihood of all sites, by nodes if there is no closed
+        form.
 
         :param at: marginals by block name.
         :param bound: ``"exact"`` or ``"augmented"``.

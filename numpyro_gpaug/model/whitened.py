@@ -35,7 +35,7 @@ from numpyro_gpaug.model.structure import Trace
 
 
 class Parts(NamedTuple):
-    """What a run of the model leaves, as outputs of a :class:`Program`.
+    """The results of a run of the model, as outputs of a :class:`Program`.
 
     :param densities: scaled log-densities of observed sites.
     :param parameters: of observed sites with a registered likelihood, the parameter
@@ -109,7 +109,7 @@ def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
 
 
 def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) -> Parts:
-    """What a trace of a :func:`whitened` model leaves.
+    """Return the results of a trace of a :func:`whitened` model.
 
     :param trace: of the model.
     :param sites: names of Gaussian sites.

@@ -97,9 +97,9 @@ class _Gaussians:
 
 
 class Drawer:
-    """Calls the programs of a run, and counts. Draws are weighed whatever Gaussian they
-    are from: where those known say by a spline what it is it need not be found, and
-    elsewhere the search starts from the nearest.
+    """Calls the programs of a run, and counts. Weights are valid for draws from any
+    Gaussian. The optimum is therefore interpolated by a spline of known factors where
+    that is accurate enough, and elsewhere searched for from the nearest known factors.
 
     :param programs: the programs.
     :param arrays: array arguments of the model.
@@ -135,7 +135,7 @@ class Drawer:
         self._most = -np.inf
 
     def part(self, point: np.ndarray) -> None:
-        """Finds how groups can be weighed apart: not those of several modes.
+        """Find how groups can be weighted separately; not if there are several modes.
 
         :param point: at which the Gaussian was found last, (d,).
         """
@@ -187,7 +187,7 @@ class Drawer:
 
     @property
     def latents(self) -> int:
-        """How many of them are weighed at once."""
+        """The number of latents that are weighted at once."""
         if self.apart is None:
             return self.programs.structure.size
         return self.apart.sizes.corner
@@ -201,7 +201,7 @@ class Drawer:
 
     @property
     def alike(self) -> int:
-        """Of how many draws all but the groups are the same."""
+        """The number of draws that share everything but the groups."""
         if self.apart is None:
             return 1
         return self.programs.num_draws // self.apart.corners
