@@ -53,7 +53,7 @@ class GaussianFactors(NamedTuple):
 
 
 class GaussianPrior(Protocol):
-    """What fits ask of a prior of Gaussian latents."""
+    """The interface of a prior of Gaussian latents."""
 
     @property
     def loc(self) -> Array:
@@ -149,7 +149,7 @@ class AffineMap(NamedTuple):
         return Marginals(self.offset + shift, self.residual + spread)
 
     def prior_variance(self) -> Array:
-        """Of the predictors under standard normal latents, (latents, n)."""
+        """Variances of the predictors under standard normal latents, (latents, n)."""
         return self._explained() + self.residual
 
     def _explained(self) -> Array:
@@ -163,7 +163,7 @@ class AffineMap(NamedTuple):
         return self._share(self._explained())
 
     def shared(self) -> Array:
-        """Of :meth:`explained`, what no latent explains alone."""
+        """The part of :meth:`explained` that no latent explains alone."""
         return self._share(self._explained() - jnp.square(self.projection).max(-2))
 
     def _share(self, part: Array) -> Array:
@@ -183,7 +183,7 @@ class AffineMap(NamedTuple):
         return found
 
     def covariance(self, q: Moments) -> Array:
-        """Of all predictors, (latents, n, n), without the residual."""
+        """The covariance of all predictors, (latents, n, n), without the residual."""
         _, parts = q.carried(self.projection)
         found: Any = sum(x.mT @ x for x in parts)
         return found
@@ -203,8 +203,8 @@ class AffineMap(NamedTuple):
     def information(
         self, factors: GaussianFactors, about: Array | None = None
     ) -> NaturalGaussian:
-        """What factors on the predictors say of the latents: potential
-        ``A (h - w about)`` and precision ``A diag(w) A'``, to be added to the prior's.
+        """The information of factors on the predictors about the latents: potential ``A
+        (h - w about)`` and precision ``A diag(w) A'``, to be added to the prior's.
 
         :param factors: of the predictors.
         :param about: predictors (latents, n) at the latents that these are deviations
@@ -219,7 +219,8 @@ class AffineMap(NamedTuple):
         return NaturalGaussian(rows[..., -1, :], rows[..., :-1, :])
 
     def coupling(self, cross: Array, left: Array, right: Array) -> NaturalGaussian:
-        """What factors ``exp(-c p q)`` on pairs of predictors say of the latents.
+        """The information of factors ``exp(-c p q)`` on pairs of predictors about the
+        latents.
 
         :param cross: c, (latents, P).
         :param left: one predictor of each pair, (P,).
@@ -338,7 +339,7 @@ def _carried_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def unshared(shared: Array) -> Array:
-    """Of which predictors no more than one latent explains something.
+    """Whether at most one latent explains part of a predictor.
 
     :param shared: from :meth:`AffineMap.shared`.
     """
@@ -346,7 +347,7 @@ def unshared(shared: Array) -> Array:
 
 
 def unstandardised(q: Moments, prior: Prior) -> Moments:
-    """Moments of latents from those of ``(z - loc) / scale``."""
+    """Return moments of latents, given the moments of ``(z - loc) / scale``."""
     whitener = q.whitener * prior.scale[..., None, :]
     return Moments(prior.loc + prior.scale * q.mean, whitener)
 

@@ -103,7 +103,8 @@ class AffineBlocks:
     def information(
         self, factors: GaussianFactors, about: Array | None = None
     ) -> NaturalGaussian:
-        """What factors on the predictors say of the latents: a sum over blocks.
+        """The information of factors on the predictors about the latents: a sum over
+        blocks.
 
         :param factors: of the predictors.
         :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Joint Gaussians of very many latents that come in groups.
+r"""Joint Gaussians of very many latents in groups, with a block diagonal precision and
+a border.
 
 Latents ``z = (z_1, ..., z_G, u)``: R numbers of each of G groups (a random intercept
 and slope of every subject), and K numbers that any datum may depend on (fixed effects,
@@ -38,7 +39,7 @@ from numpyro_gpaug.math import linalg, small
 
 
 class ArrowSizes(NamedTuple):
-    """How latents are laid out, the groups' first.
+    """The layout of the latents, groups first.
 
     :param groups: G.
     :param each: R.
@@ -54,17 +55,18 @@ class ArrowSizes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """How many numbers there are."""
+        """The number of latents."""
         return self.groups * self.each + self.corner
 
     def split(self, flat: Any) -> tuple[Any, Any]:
-        """Numbers (..., total) as those of groups (..., G, R) and of the corner."""
+        """Split numbers (..., total) into those of groups, (..., G, R), and of the
+        border."""
         cut = self.groups * self.each
         shape = *flat.shape[:-1], self.groups, self.each
         return flat[..., :cut].reshape(shape), flat[..., cut:]
 
     def joined(self, groups: Array, corner: Array) -> Array:
-        """What :meth:`split` took apart."""
+        """Join the two parts that :meth:`split` returns."""
         flat = groups.reshape(*groups.shape[:-2], self.groups * self.each)
         return jnp.concatenate([flat, corner], -1)
 
@@ -83,8 +85,8 @@ def log_det_of(inverse: Array, whitener: Array) -> Array:
 
 
 class ArrowMoments(NamedTuple):
-    """What is needed of a Gaussian whose precision is an arrow; each with a leading
-    axis of 1, like other moments.
+    """Moments of a Gaussian whose precision is block diagonal with a border; each with
+    a leading axis of 1, like other moments.
 
     :param mean: (1, G R + K).
     :param inverse: L, lower, (1, G, R, R).
@@ -99,13 +101,14 @@ class ArrowMoments(NamedTuple):
 
     @property
     def sizes(self) -> ArrowSizes:
-        """Of the latents."""
+        """The layout of the latents."""
         _, groups, each, _ = self.inverse.shape
         return ArrowSizes(groups, each, self.whitener.shape[-1])
 
     @property
     def roots(self) -> Array:
-        """Of every group's covariance given the corner, ``L' L``, (1, G, R, R)."""
+        """Roots of every group's covariance given the border, ``L' L``, (1, G, R,
+        R)."""
         return self.inverse
 
     @property
@@ -114,7 +117,8 @@ class ArrowMoments(NamedTuple):
         return log_det_of(self.inverse, self.whitener)
 
     def carried(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
-        """How means shift by, and how far values spread along, an affine map.
+        """Return the shift of the means, and the root of the covariance, under an
+        affine map.
 
         :param projection: A, (1, G R + K, n).
         :return: ``A' mean`` (1, n) and rows, (1, G R, n) and (1, E, n), whose squares
@@ -129,7 +133,7 @@ class ArrowMoments(NamedTuple):
 
     @property
     def variances(self) -> Array:
-        """Of the latents, (1, G R + K)."""
+        """Variances of the latents, (1, G R + K)."""
         groups = jnp.square(self.roots).sum(-2) + jnp.square(self.shrunk).sum(-1)
         return self.sizes.joined(groups, jnp.square(self.whitener).sum(-2))
 
@@ -139,7 +143,8 @@ class ArrowMoments(NamedTuple):
         return self.sizes.total - self.sizes.corner + self.whitener.shape[1]
 
     def extended(self, sizes: ArrowSizes, places: np.ndarray) -> ArrowMoments:
-        """With new groups, and new latents of the corner, at a standard normal prior.
+        """Return moments with new groups, and new latents in the border, at a standard
+        normal prior.
 
         :param sizes: of the latents wanted.
         :param places: where they are among these, -1 for new ones.
@@ -206,7 +211,7 @@ class ArrowNatural(NamedTuple):
 
     @property
     def sizes(self) -> ArrowSizes:
-        """Of the latents."""
+        """The layout of the latents."""
         groups, each, corner = self.border.shape[1:]
         return ArrowSizes(groups, each, corner)
 
@@ -235,8 +240,8 @@ class ArrowNatural(NamedTuple):
         return ArrowMoments(mean, inverse, shrunk, whitener)
 
     def moved(self, z: Array) -> ArrowNatural:
-        """That of latents, from that of their deviations from ``z``, (1, G R + K); see
-        :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`."""
+        """Natural parameters of latents, given those of their deviations from ``z``,
+        (1, G R + K); see :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`."""
         groups, corner = self.sizes.split(z)
         own = jnp.einsum("zgrs,zgs->zgr", self.groups, groups)
         own = own + jnp.einsum("zgrk,zk->zgr", self.border, corner)

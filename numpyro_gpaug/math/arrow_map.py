@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictors that look at one group of latents each, and at a corner that all share:
-the affine maps of :mod:`numpyro_gpaug.math.arrow`."""
+"""Affine maps to predictors that each depend on one group of latents, and on a border
+that all share (:mod:`numpyro_gpaug.math.arrow`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from numpyro_gpaug.math.sharding import shards
 
 
 class Loadings(NamedTuple):
-    """How predictors depend on latents, a row each.
+    """The dependence of predictors on latents, one row each.
 
     :param own: on the numbers of their group, (n, R).
     :param group: which, (n,).
@@ -42,7 +42,7 @@ class Loadings(NamedTuple):
     place: Array
 
     def at(self, rows: Array) -> Loadings:
-        """Those of some rows."""
+        """Select some rows."""
         return Loadings(*(x[rows] for x in self))
 
 
@@ -117,7 +117,7 @@ class ArrowMap:
         return Marginals(self(q.mean), self.residual + variance)
 
     def covariances(self, q: Any, left: Array, right: Array) -> Array:
-        """Of pairs of predictors.
+        """Covariances of pairs of predictors.
 
         :param q: moments of the latents.
         :param left: one predictor of each pair, (P,).
@@ -135,7 +135,7 @@ class ArrowMap:
         return _over_rows(products, (given.at(left), given.at(right)), q)[None]
 
     def covariance(self, q: Any) -> Array:
-        """Of all predictors, (1, n, n), without the residual."""
+        """The covariance of all predictors, (1, n, n), without the residual."""
         rows = self._rows
         (own, rest), group = _spread(q, rows), rows.group
         same = group[:, None] == group
@@ -148,8 +148,8 @@ class ArrowMap:
         return gaussian_factors(at, slopes, least_precision)
 
     def information(self, factors: GaussianFactors, about: Array | None = None) -> Any:
-        """What factors on the predictors say of the latents, to be added to the
-        prior's.
+        """The information of factors on the predictors about the latents, to be added
+        to the prior's.
 
         :param factors: of the predictors.
         :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.
@@ -169,8 +169,8 @@ class ArrowMap:
         return ArrowNatural(sizes.joined(groups, corner)[None], *products)
 
     def coupling(self, cross: Array, left: Array, right: Array) -> Any:
-        """What factors on products of two predictors, of the same group or one of them
-        of none, say of the latents.
+        """The information about the latents of factors on products of two predictors,
+        which depend on the same group, or of which one depends on none.
 
         :param cross: of the pairs, (1, P).
         :param left: one predictor of each, (P,).

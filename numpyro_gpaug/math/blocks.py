@@ -31,7 +31,8 @@ _AT_ONCE = 16
 
 
 def rows_of_blocks(rows: int, each: int, dtype: Any, least: int = 1) -> int | None:
-    """How many rows a block has; ``None`` where they are better taken at once.
+    """Return the number of rows in a block; ``None`` if all rows are better taken at
+    once.
 
     :param rows: in all.
     :param each: numbers that are made of each row.
@@ -76,7 +77,7 @@ def over_blocks(function: Callable[[Any], Any], blocks: Any, rows: int) -> Any:
 
 
 def kept_blocks(function: Callable[[Any], Any], blocks: Any) -> Any:
-    """What a function makes of every block, for loops over the same blocks.
+    """Apply a function to every block, for loops over the same blocks.
 
     :param function: of rows of a block on one device.
     :param blocks: as :func:`cut_rows` cuts them.

@@ -52,9 +52,8 @@ from numpyro_gpaug.math.recurrences import (
 
 
 class ChainMoments(NamedTuple):
-    """What is needed of a Gaussian along chains; each with a leading axis of 1. The
-    groups of :class:`~numpyro_gpaug.math.arrow.ArrowSizes` are the ``G = chains steps``
-    steps.
+    """Moments of a Gaussian along chains; each with a leading axis of 1. The groups of
+    :class:`~numpyro_gpaug.math.arrow.ArrowSizes` are the ``G = chains steps`` steps.
 
     :param mean: (1, G R + K).
     :param inverse: L, lower, of steps given the next: ``L' L = M^-1``, (1, G, R, R).
@@ -73,7 +72,7 @@ class ChainMoments(NamedTuple):
 
     @property
     def sizes(self) -> ArrowSizes:
-        """Of the latents."""
+        """The layout of the latents."""
         _, groups, each, _ = self.inverse.shape
         return ArrowSizes(groups, each, self.whitener.shape[-1])
 
@@ -84,7 +83,7 @@ class ChainMoments(NamedTuple):
 
     @property
     def variances(self) -> Array:
-        """Of the latents, (1, G R + K)."""
+        """Variances of the latents, (1, G R + K)."""
         return ArrowMoments(self.mean, self.roots, self.shrunk, self.whitener).variances
 
     @property
@@ -93,7 +92,8 @@ class ChainMoments(NamedTuple):
         return self.sizes.total - self.sizes.corner + self.whitener.shape[1]
 
     def carried(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
-        """How means shift by, and how far values spread along, an affine map.
+        """Return the shift of the means, and the root of the covariance, under an
+        affine map.
 
         :param projection: A, (1, G R + K, n).
         :return: ``A' mean`` (1, n) and rows, (1, G R, n) and (1, E, n), whose squares
@@ -169,8 +169,8 @@ class ChainMoments(NamedTuple):
     def extended(
         self, sizes: ArrowSizes, places: np.ndarray, links: Array
     ) -> ChainMoments:
-        """With chains that go on longer, or end sooner, and new chains and latents of
-        the corner, all at their prior given what is known.
+        """Return moments with longer or shorter chains, and new chains and latents of
+        the border, all at their prior given the rest.
 
         :param sizes: of the latents wanted.
         :param places: where they are among these, -1 for new ones.
@@ -214,7 +214,7 @@ class ChainMoments(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Of steps, (chains, steps, R, ...), as in :class:`ChainMoments`."""
+    """The parts of the steps, (chains, steps, R, ...), as in :class:`ChainMoments`."""
 
     mean: Array
     inverse: Array
@@ -275,7 +275,7 @@ class ChainNatural(NamedTuple):
 
     @property
     def sizes(self) -> ArrowSizes:
-        """Of the latents."""
+        """The layout of the latents."""
         groups, each, corner = self.border.shape[1:]
         return ArrowSizes(groups, each, corner)
 
@@ -308,7 +308,7 @@ class ChainNatural(NamedTuple):
         )
 
     def moved(self, z: Array) -> ChainNatural:
-        """What is added for latents, from what is for their deviations from ``z``,
+        """Natural parameters of latents, given those of their deviations from ``z``,
         (1, G R + K); see :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`."""
         return self._replace(potential=ArrowNatural(*self[:4]).moved(z).potential)
 

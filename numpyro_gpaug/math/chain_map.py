@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictors that look at one step of a chain each, and at a corner that all share:
-the affine maps of :mod:`numpyro_gpaug.math.chain`."""
+"""Affine maps to predictors that each depend on one step of a chain, and on a border
+that all share (:mod:`numpyro_gpaug.math.chain`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from numpyro_gpaug.math.chain import ChainMoments, ChainNatural
 )  # fmt: skip
 @dataclass(frozen=True)
 class ChainMap(ArrowMap):
-    """An :class:`~numpyro_gpaug.math.arrow_map.ArrowMap` whose groups are steps: what
-    predictors say of them is the same, how they vary together is not."""
+    """An :class:`~numpyro_gpaug.math.arrow_map.ArrowMap` whose groups are steps.
+    Predictors have the same information about steps as about groups, and other
+    covariances."""
 
     def information(
         self, factors: GaussianFactors, about: Array | None = None
@@ -42,7 +43,7 @@ class ChainMap(ArrowMap):
         return ChainNatural(*natural, jnp.zeros(shape, natural.potential.dtype))
 
     def covariance(self, q: ChainMoments) -> Array:
-        """Of all predictors, (1, n, n), without the residual."""
+        """The covariance of all predictors, (1, n, n), without the residual."""
         number = self.offset.shape[-1]
         size = rows_of_blocks(number, 8 * self.sizes.total, q.mean.dtype) or number
 

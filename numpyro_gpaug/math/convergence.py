@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 @dataclass(frozen=True)
 class Convergence:
-    """What a trace of losses says of a fit.
+    """The verdict on a trace of losses.
 
     :param verdict: ``"converged"``, ``"still improving"``, ``"getting worse"``,
         ``"not finite"`` or ``"too short"``.

@@ -63,8 +63,8 @@ def matrix_of_pairs(variance: Array, covariance: Array) -> Array:
 
 
 def _factor(variance: Array, covariance: Array) -> Array:
-    """Cholesky factors (..., C, C) of covariances that may be singular, as that of a
-    class whose latent is zero is."""
+    """Return Cholesky factors (..., C, C) of covariances, which may be singular: a
+    class may have a latent that is zero."""
     classes, whole = variance.shape[-1], matrix_of_pairs(variance, covariance)
     found = jnp.zeros_like(whole)
     least = 8 * jnp.finfo(whole.dtype).eps * variance

@@ -21,7 +21,7 @@ def carried_by(eqn: Any, body: Any) -> tuple[int, int]:
 
 
 def applied(eqn: Any, operands: list[Any]) -> list[Any]:
-    """What an equation makes of values of its operands.
+    """Apply an equation to values of its operands.
 
     :param eqn: of a jaxpr.
     :param operands: arrays.

@@ -90,8 +90,8 @@ def _factor(at: PredictorMoments) -> list[tuple[Array, ...]]:
 def rule_differences(
     values: Callable[[tuple[Array, ...]], list[Array]], at: PredictorMoments
 ) -> list[Array]:
-    """How far expectations are from those of a rule with half as many nodes more in
-    every dimension.
+    """Return the differences between expectations and those of a rule with half as many
+    nodes more in every dimension.
 
     :param values: arrays, from values of the predictors.
     :param at: Gaussians on the predictors.

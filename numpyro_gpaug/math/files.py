@@ -87,7 +87,7 @@ def _lock(file: Any, *, raises: bool = False) -> None:
 
 
 class Contents(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     :param header: read from JSON.
     :param arrays: plain arrays by name.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that tell data from other data."""
+"""Fingerprints of data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax import Array, lax
 
 
 def fingerprint(arrays: Iterable[Any]) -> np.uint32:
-    """A number that tells one set of arrays from another: a checksum of their bits.
-    Bounds are compared only if they are of the same data.
+    """Return a checksum of the bits of arrays, to compare sets of arrays. Bounds are
+    compared only on the same data.
 
     :param arrays: of JAX's or NumPy's. Traced ones, of a caller that compiles steps
         itself, are taken to stay the same.

@@ -74,12 +74,14 @@ def smoothed(log_ratios: np.ndarray, scale: float = 1.0) -> Psis:
 
 
 def _stretched(x: np.ndarray, k: float) -> np.ndarray:
-    """Quantiles of an exponential law to those of a generalised Pareto law."""
+    """Map quantiles of an exponential distribution to those of a generalised Pareto
+    distribution."""
     return x if k == 0 else np.expm1(k * x) / k
 
 
 def _generalised_pareto(x: np.ndarray) -> tuple[float, float]:
-    """Shape and scale of a generalised Pareto law, the shape drawn a little to 1/2.
+    """Estimate shape and scale of a generalised Pareto distribution, with the shape
+    shrunk slightly towards 1/2.
 
     :param x: exceedances, positive, in order, (n,).
 
@@ -122,7 +124,7 @@ def varying(values: np.ndarray) -> np.ndarray:
 def weighted_quantiles(
     values: np.ndarray, weights: np.ndarray, levels: tuple[float, ...]
 ) -> np.ndarray:
-    """Of each column, (levels, columns).
+    """Return quantiles of each column, (levels, columns).
 
     :param values: (n, columns).
     :param weights: normalised, (n,).

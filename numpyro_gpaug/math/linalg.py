@@ -205,7 +205,7 @@ def _inverse_lower_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 class Moments(NamedTuple):
-    """What is needed of a Gaussian, computed from one Cholesky factor.
+    """Moments of a Gaussian, computed from one Cholesky factor.
 
     :param mean: (..., M).
     :param whitener: (..., M, M), triangular, ``W`` with covariance ``W' W``.
@@ -221,12 +221,13 @@ class Moments(NamedTuple):
 
     @property
     def variances(self) -> Array:
-        """Of the latents, (..., M)."""
+        """Variances of the latents, (..., M)."""
         return jnp.square(self.whitener).sum(-2)
 
     @precise
     def carried(self, projection: Array) -> tuple[Array, tuple[Array]]:
-        """How means shift by, and how far values spread along, an affine map.
+        """Return the shift of the means, and the root of the covariance, under an
+        affine map.
 
         :param projection: A, (..., M, n).
         :return: ``A' mean`` (..., n) and, as one of several parts, rows (..., M, n)
@@ -261,7 +262,8 @@ class Moments(NamedTuple):
         return inverse_lower(triangle.mT).mT
 
     def extended(self, places: np.ndarray) -> Moments:
-        """With new latents, at a standard normal prior, of one set of latents.
+        """Return moments with new latents, at a standard normal prior, of one set of
+        latents.
 
         :param places: of the latents wanted, -1 for new ones.
         """

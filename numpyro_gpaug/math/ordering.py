@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in the order of the groups they look at.
+"""Rows in the order of the groups they depend on.
 
 Of a million rows in any order each looks for its group in memory: for its mean, for its
 spread, and to add to the group's sums. In the order of groups, rows that follow each
@@ -16,7 +16,7 @@ from jax import Array, lax
 
 
 class Order(NamedTuple):
-    """An order of n rows, of which copies of the last may fill a block.
+    """An order of n rows; copies of the last may fill a block.
 
     :param rows: the row at each place, (m,), m >= n.
     :param places: the place of each row, (n,).

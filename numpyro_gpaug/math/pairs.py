@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Predictors that likelihoods look at in pairs, affine in one Gaussian.
+r"""Pairs of predictors that likelihoods depend on, affine in one Gaussian.
 
 A datum whose likelihood depends on two predictors (a location and a logarithm of a
 scale) needs their covariance, and its Gaussian factor is of both:
@@ -111,7 +111,7 @@ class PairedMap(NamedTuple):
         return PairFactors(potential + lean, precision, cross)
 
     def information(self, factors: PairFactors, about: Array | None = None) -> Any:
-        """What factors say of the latents, to be added to the prior's.
+        """The information of factors about the latents, to be added to the prior's.
 
         :param factors: of predictors and pairs.
         :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.

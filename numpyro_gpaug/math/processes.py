@@ -22,7 +22,7 @@ def spans_processes(mesh: Mesh | None) -> bool:
 
 
 def told_by_all(held: Any) -> list[str]:
-    """What every process says that it holds, by process.
+    """Gather the state of every process, by process.
 
     :param held: what prints alike where it is alike.
     """
@@ -33,7 +33,7 @@ def told_by_all(held: Any) -> list[str]:
 
 
 def least_of_all(numbers: Sequence[int]) -> list[int]:
-    """The least that any process says, of each of some numbers."""
+    """Return the minimum over processes, for each of some numbers."""
     everywhere = multihost_utils.process_allgather(np.array(numbers, np.int32))
     return everywhere.reshape(-1, len(numbers)).min(0).tolist()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What is known of some whitened function values, said of others.
+r"""Projection of the information about whitened function values onto others.
 
 Values ``a = A' b + r`` of a process are known as ``q(a) = N(m, S)``, where ``p(a)`` and
 ``p(b)`` are standard normal and ``r`` is independent of ``b`` with covariance ``I - A'
@@ -29,7 +29,7 @@ from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, diagonal, precis
 
 @precise
 def projected(q: Moments, projection: Array) -> tuple[Moments, Array]:
-    """That of ``b``, from what is known of ``a``.
+    """Return the Gaussian of ``b``, given that of ``a``.
 
     :param q: moments of a, (latents, K).
     :param projection: A, (1 or latents, M, K).
@@ -54,8 +54,8 @@ def projected(q: Moments, projection: Array) -> tuple[Moments, Array]:
 def _divergence(
     q: Moments, new: Moments, projection: Array, root: Array, apart: Array
 ) -> Array:
-    """KL of the process of ``new`` from that of ``q``: sums of squares, the trace term
-    of the bound, and determinants."""
+    """Return the KL divergence between the processes of ``new`` and of ``q``: sums of
+    squares, the trace term of the bound, and determinants."""
     eye = jnp.eye(projection.shape[-1], dtype=projection.dtype)
     left = eye - projection.mT @ projection
     trace = (root * (left @ root)).sum((-2, -1)) - diagonal(left).sum(-1)

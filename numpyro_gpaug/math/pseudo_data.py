@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What old data say, as a Gaussian pseudo-likelihood that no prior is part of.
+r"""The information of old data, as a Gaussian pseudo-likelihood that contains no prior.
 
 A posterior :math:`q(a)` that was found under a prior :math:`p(a)` is that prior times
 :math:`t(a) = q(a) / p(a)`, which is kept as :math:`\exp(-|y - R a|^2 / 2)`: as
@@ -31,7 +31,7 @@ class PseudoData(NamedTuple):
     @classmethod
     @precise
     def of(cls, q: Moments, prior: Prior) -> PseudoData:
-        """Those that make a prior a posterior.
+        """Return the pseudo-data that turn a prior into a posterior.
 
         The precisions of both are subtracted from each other, and what remains of
         directions of which data say nothing is rounding. Seen from another prior, in
@@ -57,7 +57,7 @@ class PseudoData(NamedTuple):
 
     @precise
     def through(self, offset: Array, spread: Array) -> PseudoData:
-        """Those of x, where the latents here are ``offset + spread x``.
+        """Return the pseudo-data of x, if the latents here are ``offset + spread x``.
 
         :param offset: (latents, M).
         :param spread: (1 or latents, M, M).
@@ -67,7 +67,8 @@ class PseudoData(NamedTuple):
 
 
 class SeenPrior(NamedTuple):
-    """A prior of independent normal latents, and what old data say of them.
+    """A prior of independent normal latents, with the information of old data about
+    them.
 
     :param prior: the prior.
     :param data: what they say.
@@ -78,7 +79,7 @@ class SeenPrior(NamedTuple):
 
     @property
     def loc(self) -> Array:
-        """Of the prior."""
+        """The mean of the prior."""
         return self.prior.loc
 
     @property

@@ -132,7 +132,7 @@ def _standard_nodes(
 
 
 def _peak(log_g: Callable[[Array], Array], mean: Array, scale: Array) -> Array:
-    """Where ``log_g(mean + scale z) - z^2 / 2`` peaks, by bisection."""
+    """Find the maximum of ``log_g(mean + scale z) - z^2 / 2`` by bisection."""
 
     def falls(z: Array) -> Array:
         f, rate = jnp.broadcast_arrays(mean + scale * z, scale)

@@ -126,13 +126,14 @@ def congruent(matrix: Array, covariance: Array) -> Array:
 
 
 def step_after(along: Array) -> Array:
-    """Of each step, (chains, steps, ...), what is that after it's; zero at the end."""
+    """Return, for each step, (chains, steps, ...), the value of the next step; zero at
+    the end."""
     return jnp.pad(along[:, 1:], [(0, 0), (0, 1)] + [(0, 0)] * (along.ndim - 2))
 
 
 def step_before(along: Array) -> Array:
-    """Of each step, (chains, steps, ...), what is that before it's; zero at the
-    start."""
+    """Return, for each step, (chains, steps, ...), the value of the step before; zero
+    at the start."""
     return jnp.pad(along[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (along.ndim - 2))
 
 
@@ -156,6 +157,6 @@ def _cut(x: Array) -> Array:
 
 
 def _whole(x: Array, steps: int) -> Array:
-    """What :func:`_cut` cut."""
+    """Join the blocks that :func:`_cut` made."""
     whole = jnp.moveaxis(x, 0, 2)
     return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, :steps]

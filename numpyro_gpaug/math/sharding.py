@@ -100,7 +100,7 @@ def latents_apart(tree: Any, axis: int = 0) -> Any:
 
 
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Where programs are traced and called whose rows are on a mesh."""
+    """Trace and call inside programs whose rows are on a mesh."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
@@ -189,7 +189,8 @@ def check_shards(tree: Any) -> None:
 
 
 def row_processes(mesh: Mesh) -> int:
-    """How many processes rows are shared out among, which each reads its own of.
+    """Return the number of processes that rows are divided among, each of which reads
+    its own.
 
     :param mesh: from :func:`rows_mesh`.
     :raises ValueError: for a mesh that has more devices of one process than of another,
@@ -247,8 +248,8 @@ def rows_placed(array: np.ndarray, mesh: Mesh | None, axis: int) -> Any:
 
 
 def of_this_process(array: Any) -> np.ndarray:
-    """The part of an array that this process holds, for whoever looks at numbers: all
-    of it but where several processes share the rows."""
+    """Return the part of an array in this process: all of it, unless several processes
+    share the rows."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return np.asarray(array)
     if array.is_fully_replicated:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse matrices as the rest of the package wants them."""
+"""Sparse matrices in the form that the package uses."""
 
 from __future__ import annotations
 

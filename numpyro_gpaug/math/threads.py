@@ -59,7 +59,7 @@ def _pools() -> list[Any]:
 
 @contextmanager
 def threads_for(size: int) -> Iterator[None]:
-    """One thread for small matrices inside, of BLAS in the whole process.
+    """Limit BLAS in the whole process to one thread inside, if matrices are small.
 
     :param size: rows of the matrices that are factorised.
     """

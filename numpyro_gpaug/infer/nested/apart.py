@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Draws of latents whose groups are weighed apart.
+r"""Draws of latents whose groups are weighted separately.
 
 Given hyperparameters and the corner :math:`u` of an arrow (fixed effects, effects of
 other groupings), groups :math:`z_g` are independent in the posterior. Of J candidates
@@ -54,7 +54,7 @@ SCALES = 1.0, 1.0, 2.0, 4.0, 8.0, 16.0
 
 
 class Apart(NamedTuple):
-    """How draws at one point are weighed.
+    """The way in which draws at one point are weighted.
 
     :param sizes: of the latents.
     :param group: which group each log-density of the data looks at, (n,); their number
@@ -92,7 +92,7 @@ def draws_at(sizes: ArrowSizes) -> int:
 
 
 def corners_of(draws: int, sizes: ArrowSizes) -> int:
-    """Of so many draws, how many corners there are.
+    """Return the number of draws of the border among so many draws.
 
     :param draws: at each point.
     :param sizes: of the latents.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian factors at hyperparameters where they are known, and elsewhere: between them
-by a spline; far out those of the nearest, where a search starts."""
+"""Gaussian factors at known hyperparameters, interpolated between them by a spline; far
+from them, the factors of the nearest, where a search starts."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ APART = 1.0
 
 
 class Searched(NamedTuple):
-    """What is known of the modes of the latents.
+    """The result of the search for modes of the latents.
 
     :param concave: whether data were log-concave in the latents wherever that was
         tried.

@@ -95,7 +95,7 @@ class Drawn(NamedTuple):
 
 
 class Programs:
-    """What is compiled for a model at arguments of certain shapes.
+    """The compiled programs of a model at arguments of certain shapes.
 
     :param bound: the collapsed bound of the model.
     :param arguments: its arguments.

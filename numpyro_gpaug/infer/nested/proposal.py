@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where hyperparameters are drawn: mixtures of multivariate t laws and their prior, in
-unconstrained space. All in double precision, on the host."""
+"""Proposals of hyperparameters: mixtures of multivariate t distributions and their
+prior, in unconstrained space. All in double precision, on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT_MODE, FROM_PRIOR = 0.2, 0.1
 
 
 class StudentT(NamedTuple):
-    """A multivariate t law, of other scales on either side of its mode.
+    """A multivariate t distribution, with different scales on either side of its mode.
 
     :param mode: (d,).
     :param axes: columns that it is spread along, (d, d).
@@ -49,7 +49,7 @@ class StudentT(NamedTuple):
         return np.square(x / np.where(x < 0, *self.sides)).sum(1)
 
     def log_density(self, points: np.ndarray) -> np.ndarray:
-        """At points (n, d): (n,)."""
+        """Return the log-density at points of shape (n, d), with shape (n,)."""
         d, nu = len(self.mode), FREEDOM
         constant = (
             special.gammaln((nu + d) / 2)
@@ -90,7 +90,7 @@ class Proposal(NamedTuple):
     from_prior: float
 
     def counts(self, num: int) -> tuple[int, list[int]]:
-        """How many of ``num`` points come from the prior and from each part."""
+        """Return how many of ``num`` points come from the prior and from each part."""
         prior = int(round(self.from_prior * num))
         edges = np.round(np.cumsum([0.0, *self.shares]) / sum(self.shares) * num)
         edges = np.round(edges * (num - prior) / num).astype(int)
@@ -114,7 +114,7 @@ class Proposal(NamedTuple):
     def log_density(
         self, points: np.ndarray, log_prior: np.ndarray, num: int
     ) -> np.ndarray:
-        """Of the mixture that points come from.
+        """Return the log-density of the mixture that points come from.
 
         :param points: (n, d).
         :param log_prior: of the prior there, (n,).

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of pytrees that hold other things than floats, too: counts and flags of a
-network, say, which no gradient moves."""
+"""Derivatives of pytrees that also have leaves without gradients, such as the counts
+and flags of a network."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the steps of a run see: arguments in memory, or batches that are read."""
+"""Sources of rows: arguments in memory, or batches that are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOGETHER, BYTES = 32, 2**24
 
 
 class Taken(NamedTuple):
-    """What steps lead to.
+    """The result of some steps.
 
     :param state: the last.
     :param losses: of the steps.
@@ -45,7 +45,7 @@ class Taken(NamedTuple):
 
 
 class Feed(Protocol):
-    """What a run asks for."""
+    """The interface of a source of rows to a run."""
 
     @property
     def size(self) -> int:
@@ -53,10 +53,10 @@ class Feed(Protocol):
 
     @property
     def mesh(self) -> Mesh | None:
-        """Where it is."""
+        """The mesh of the rows."""
 
     def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
-        """So many steps, fewer if the bound rises no more."""
+        """Take so many steps, or fewer if the bound no longer rises."""
 
     def bounds(self, state: ConjugateState) -> Array:
         """The bounds of a state on the same minibatches every time."""
@@ -100,7 +100,7 @@ class InMemory(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A model's arguments, of which some may be :class:`Blocks` or :class:`Batches`.
+    """A model's arguments, some of which may be :class:`Blocks` or :class:`Batches`.
 
     :param batches: these; ``None`` if all is in memory.
     :param args: the arguments, with the first of them.
@@ -162,7 +162,7 @@ class Given(NamedTuple):
 
 
 def _sharing(batches: Blocks, mesh: Mesh) -> int:
-    """How many processes read batches.
+    """The number of processes that read batches.
 
     :raises ValueError: for batches that cannot be shared out evenly, or are not alike
         in all processes, which would wait for one another.
@@ -356,11 +356,11 @@ class Minibatches:
 
     @property
     def mesh(self) -> Mesh | None:
-        """Where batches are shared out."""
+        """The mesh over which batches are sharded."""
         return self._reader.mesh
 
     def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
-        """So many steps."""
+        """Take so many steps."""
         here = int(state.step)
         if here != self._next:
             self.close()

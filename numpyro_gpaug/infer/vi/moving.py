@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of processes at some inducing inputs, carried to others."""
+"""Moving the information about processes from some inducing inputs to others."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _projection(old: GaussianProcess, new: GaussianProcess) -> Array:
 
 
 def _shift(old: GaussianProcess, new: GaussianProcess) -> Array:
-    """How far the kernel has moved, relative to its values."""
+    """The change of the kernel, relative to its values."""
     grams = [lead(gp.kernel(old.inducing, old.inducing), 2) for gp in (old, new)]
     return jnp.abs(grams[0] - grams[1]).max() / jnp.abs(grams[0]).max()
 

@@ -97,8 +97,8 @@ class SharedRows:
 
 
 def padded_size(arguments: Arguments, parts: int = 1) -> int | None:
-    """The number of rows that programs are compiled for; ``None`` for that of the
-    first array, the number of data.
+    """Return the number of rows that programs are compiled for; ``None`` if the rows of
+    the first array stay as they are.
 
     :param arguments: of a model; rows that are on several devices are left there.
     :param parts: that they are to come in.
@@ -155,7 +155,8 @@ def same_with_rows(
 
 
 def _site_shapes(problem: LatentGaussian) -> Shapes:
-    """Batch and event shapes of every observed site, and that of its weights."""
+    """Return batch and event shapes of every observed site, and the shape of its
+    weights."""
     expected: Any = problem.likelihood
     return {
         name: (fn.batch_shape, fn.event_shape, getattr(scale, "shape", ()))
@@ -170,6 +171,6 @@ def _in_plates(few: tuple[Any, ...], many: tuple[Any, ...]) -> bool:
 
 
 def _differing(few: tuple[int, ...], many: tuple[int, ...]) -> set[int]:
-    """Axes, from the last, of which sizes differ."""
+    """Return axes, counted from the last, along which sizes differ."""
     pairs = zip(reversed(few), reversed(many), strict=True)
     return {-1 - i for i, (a, b) in enumerate(pairs) if a != b}

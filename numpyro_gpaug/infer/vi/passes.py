@@ -46,7 +46,7 @@ from numpyro_gpaug.model.observations import all_valid
 
 
 class Pass(NamedTuple):
-    """What a pass over the data finds at natural parameters; so far, or in the end.
+    """The results of a pass over the data at natural parameters, so far or complete.
 
     :param bound: evidence lower bound of the rows so far.
     :param rounding: how far it may seem to fall by rounding alone.
@@ -212,11 +212,12 @@ def _rise(before: Pass, after: Pass) -> Array:
 
 
 class Passes:
-    """Steps that see all data, each as in memory: where hyperparameters rest every
-    block moves once (:func:`~.sweeps.backtracked_sweep`), and the step is halved while
-    the bound falls; where they are learnt blocks move until it rises no more, and
-    L-BFGS says where to go (:mod:`~.searching`). A pass is one evaluation of the bound,
-    which finds the next targets too, or one of its gradient.
+    """Steps that use all data, each as in memory. At fixed hyperparameters every block
+    is updated once (:func:`~.sweeps.backtracked_sweep`), and the step is halved while
+    the bound falls. If hyperparameters are learnt, blocks are updated until the bound
+    no longer rises, and L-BFGS proposes the next point (:mod:`~.searching`). A pass is
+    one evaluation of the bound, which also finds the next targets, or one of its
+    gradient.
 
     :param reader: of the blocks of rows.
     :param plan: of the fit at the first.
@@ -261,11 +262,12 @@ class Passes:
 
     @property
     def mesh(self) -> Mesh | None:
-        """Where blocks are shared out."""
+        """The mesh over which blocks are sharded."""
         return self._reader.mesh
 
     def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
-        """So many steps, fewer if the bound rises no more; and their losses."""
+        """Take so many steps, or fewer if the bound no longer rises; return also their
+        losses."""
         if self._searches and state.data != self._data:
             unknown = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
             state = state._replace(bound=unknown)

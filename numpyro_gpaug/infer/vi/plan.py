@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a fit before its first step: options, shapes, transforms."""
+"""Everything that is fixed in a fit before its first step: options, shapes,
+transforms."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ class Plan:
 
     @cached_property
     def dtype(self) -> Any:
-        """Of bounds."""
+        """The dtype of bounds."""
         return jnp.result_type(*(b.dtype for b in self.structure.blocks))
 
     @property
@@ -154,7 +155,7 @@ class Plan:
 
 
 class Batch(NamedTuple):
-    """Rows in all, and those of a batch."""
+    """The number of all rows, and the rows of a batch."""
 
     rows: int
     size: int
@@ -163,7 +164,7 @@ class Batch(NamedTuple):
 def seen_in_batches(
     model: Callable[..., Any], structure: Structure, batch: Batch
 ) -> tuple[Callable[..., Any], Structure, tuple[str, ...]]:
-    """A model, at a batch, as a model of all data of which the batch is drawn.
+    """Return a model at a batch as a model of all data from which the batch is drawn.
 
     :param model: the model.
     :param structure: of it at the batch.
@@ -188,7 +189,8 @@ def seen_in_batches(
 
 
 def is_optax(optim: Any) -> bool:
-    """Told by its two functions: importing optax would cost every user its import."""
+    """Whether this is an optax transformation, by its two functions: importing optax
+    would cost every user its import."""
     return (
         callable(getattr(optim, "init", None))
         and callable(getattr(optim, "update", None))
@@ -214,8 +216,8 @@ def free_numbers(values: dict[str, Any], transforms: dict[str, Any]) -> int:
 
 
 def transforms_of(guide: ConjugateGuide) -> dict[str, Any]:
-    """From unconstrained to constrained params, of the model and of the guide's other
-    latents, by name."""
+    """Return transforms from unconstrained to constrained params, of the model and of
+    the guide's other latents, by name."""
     return {name: biject_to(c) for name, c in guide.constraints.items()}
 
 

@@ -290,7 +290,7 @@ def patience(hyper: Hyper, tol: Any) -> Array:
 
 
 def uncertainty(search: Search) -> float:
-    """Of the best bound, in nats."""
+    """The uncertainty of the best bound, in nats."""
     return max(float(search.noise), float(search.unresolved))
 
 
@@ -316,7 +316,7 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
 
 
 def _direction(gradient: Array, memory: Any, here: Array) -> tuple[Array, Any]:
-    """Where to go, and the memory with this point."""
+    """Return the direction of the search, and the memory with this point."""
     descent, memory = _lbfgs(here).update(-gradient, memory, here)
     return -descent * jnp.minimum(1, LARGEST / _size(descent)), memory
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search makes of the collapsed bound where it was proposed to go."""
+"""The step of a search after evaluating the collapsed bound at the proposed point."""
 
 from __future__ import annotations
 

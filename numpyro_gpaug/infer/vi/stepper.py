@@ -33,7 +33,8 @@ from numpyro_gpaug.model.arguments import Arguments
 
 
 class Carry(NamedTuple):
-    """What one step hands to the next: empty where hyperparameters or data change.
+    """The values that one step passes to the next; empty if hyperparameters or data
+    change.
 
     :param problem: the model at the hyperparameters, which rest.
     :param evaluation: the bound there.
@@ -78,8 +79,8 @@ class Stepper:
         return getattr(self._schedule, "value", 1.0)
 
     def start(self, state: ConjugateState) -> Carry:
-        """What the first step of a loop needs: the problem is computed here, once, if
-        it cannot change."""
+        """Return the values that the first step of a loop needs; the problem is
+        computed here, once, if it cannot change."""
         if self.learns or not self._comparable:
             return Carry((), ())
         problem = self.problem(state.hyper.values, self.key(state), {})
@@ -110,7 +111,7 @@ class Stepper:
     def step(
         self, state: ConjugateState, carry: Carry
     ) -> tuple[ConjugateState, Evaluation | tuple[()]]:
-        """One step.
+        """Take one step.
 
         :param state: the state.
         :param carry: from :meth:`start`, with the evaluation of the last step.
