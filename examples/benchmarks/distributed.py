@@ -57,7 +57,7 @@ def watched(svi: Any) -> list[Any]:
 
     def step(*given: Any, **static: Any) -> Any:
         if not programs:
-            programs.append(advance.lower(*given, **static).compile())
+            programs.append(advance.plain.lower(*given, **static).compile())
         return advance(*given, **static)
 
     svi._programs.advance = step

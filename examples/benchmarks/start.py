@@ -179,7 +179,7 @@ def compiled_steps(problem: Problem, clock: Clock) -> dict[str, Any]:
         step = made.svi._programs.advance
 
         def watched(*args: Any, **how: Any) -> Any:
-            texts.append(step.lower(*args, **how).compile().as_text())
+            texts.append(step.plain.lower(*args, **how).compile().as_text())
             return step(*args, **how)
 
         made.svi._programs.advance = watched
