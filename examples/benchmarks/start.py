@@ -172,14 +172,18 @@ def union(spans: list[tuple[float, float]]) -> float:
 
 def compiled_steps(problem: Problem, clock: Clock) -> dict[str, Any]:
     """What is in the compiled program of steps, hyperparameters learnt and fixed."""
+    from numpyro_gpaug.math.compiling import compiler_options
+
     fit, _ = package(problem, clock, [])
+    options = compiler_options(quick=False)
 
     def counted(learn: bool) -> dict[str, int]:
         made, texts = fit(learn), []
         step = made.svi._programs.advance
 
         def watched(*args: Any, **how: Any) -> Any:
-            texts.append(step.plain.lower(*args, **how).compile().as_text())
+            lowered = step.plain.lower(*args, **how)
+            texts.append(lowered.compile(options).as_text())
             return step(*args, **how)
 
         made.svi._programs.advance = watched
