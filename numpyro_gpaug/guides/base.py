@@ -166,25 +166,6 @@ class ProcessGuide(Displayed):
     def _structure_at(self, structure: Any, arguments: Arguments) -> Structure:
         return structure_at(self.model, structure, arguments)
 
-    def same_with_rows(
-        self, arguments: Arguments, more: Arguments, same: Callable[[], bool]
-    ) -> bool:
-        """Whether ``same`` is true. For this the structure with added rows is derived
-        from the one without, so that the model does not run again.
-
-        :param arguments: those without.
-        :param more: the same with added rows.
-        :param same: whether a fit to either is the same.
-        """
-        num, size = int(more.arrays[-1]), more.static[-1]
-        key = more.counting_all().shapes
-        guess = self.structure_at(arguments).with_rows(num, size or num)
-        guessed = remembered(self._sizes, key, lambda: guess) is guess
-        found = same()
-        if guessed and not found:
-            del self._sizes[key]
-        return found
-
     def check_params(self, params: dict[str, Any]) -> None:
         """Raise if params of the model or of the guide are missing.
 

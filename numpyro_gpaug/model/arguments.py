@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -81,16 +81,20 @@ class Arguments(_Split):
         length have."""
         return next((len(x) for x in self.arrays if x.ndim), 0)
 
-    def with_rows(self, size: int) -> Arguments:
+    def with_rows(self, size: int, which: Container[int] | None = None) -> Arguments:
         """The arguments with ``size`` rows, the added ones repeated and of no weight.
 
         :param size: at least :attr:`num_rows`.
+        :param which: arrays have a row per datum; ``None`` for all with as many rows.
         """
         num = self.num_rows
-        chosen = np.minimum(np.arange(size), num - 1)
+        # In turn: shares of rows with some property stay as they are.
+        chosen = np.arange(size) % num
         arrays: list[Any] = [
-            np.asarray(x)[chosen] if x.ndim and len(x) == num else x
-            for x in self.arrays
+            np.asarray(x)[chosen]
+            if x.ndim and len(x) == num and (which is None or i in which)
+            else x
+            for i, x in enumerate(self.arrays)
         ]
         arrays.append(np.int32(num))
         return Arguments(tuple(arrays), (*self.static[:2], size))

@@ -148,19 +148,6 @@ class Structure:
         values: plates, functions and constraints."""
         return replace(self, plates={}, functions={}, constraints={})
 
-    def with_rows(self, num: int, size: int) -> Structure:
-        """Return this structure at arguments with ``size`` rows instead of ``num``."""
-
-        def resized(shape: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(size if n == num else n for n in shape)
-
-        plates = {k: Plate(*resized(p)) for k, p in self.plates.items()}
-        functions = {
-            k: jax.ShapeDtypeStruct(resized(f.shape), f.dtype)
-            for k, f in self.functions.items()
-        }
-        return replace(self, plates=plates, functions=functions)
-
     @property
     def basis_mark(self) -> int:
         """A fingerprint of the basis of the latents, 0 for their own."""

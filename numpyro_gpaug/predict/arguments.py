@@ -68,6 +68,7 @@ class FitArguments(NamedTuple):
         origins: Sources,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        arguments: Arguments,
     ) -> FitArguments:
         """Describe the arguments of a fit.
 
@@ -76,6 +77,7 @@ class FitArguments(NamedTuple):
         :param origins: what is computed from which argument.
         :param args: the arguments.
         :param kwargs: the keyword arguments.
+        :param arguments: both, with as many rows as the structure has.
         :raises ValueError: if inducing inputs or hyperparameters are computed from a
             positional argument, which changes at prediction.
         """
@@ -94,12 +96,14 @@ class FitArguments(NamedTuple):
         if observations:
             rows |= {n for p in structure.plates.values() for n in p}
         named = {**dict(zip(parameters, args, strict=False)), **kept}
+        at = arguments.merge()
+        read = {**dict(zip(parameters, at[0], strict=False)), **at[1]}
         # What inducing matrices are computed from has no row per datum, whatever its
         # length.
         shared = tuple(
             k
-            for k, v in named.items()
-            if k in inducing or (rows and not _has_rows(v, rows))
+            for k in named
+            if k in inducing or (rows and not _has_rows(read[k], rows))
         )
         data = args, {k: v for k, v in kwargs.items() if k not in kept}
         seen = {}

@@ -150,6 +150,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         version: Version | None = None,
+        arguments: Arguments | None = None,
         *,
         whole: bool = True,
     ) -> Posterior:
@@ -161,12 +162,13 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param args: the model's arguments at the fit.
         :param kwargs: its keyword arguments.
         :param version: of what the model read besides its arguments, if it is known.
+        :param arguments: of the fit, with added rows if programs for these exist.
         :param whole: whether the arguments hold all rows of the fit.
         :raises ModelChangedError: if it has another version by now.
         """
         double = version.doubles if version is not None else params
         with in_dtype_of(double), watched(model).running(version):
-            arguments = Arguments.split(args, kwargs)
+            arguments = arguments or Arguments.split(args, kwargs)
             guide.prepare(arguments)
             structure = guide.structure_at(arguments)
             guide.check_params(params)
@@ -195,13 +197,16 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param structure: of the model at the arguments of the fit.
         :param args: these, observations included.
         :param kwargs: keyword arguments.
-        :param arguments: both on the device, if they are there.
+        :param arguments: both on the device, if they are there; with added rows,
+            perhaps.
         :param whole: whether the arguments hold all rows of the fit.
         """
         arguments = arguments or Arguments.split(args, kwargs)
         first = fitted.first.values
         origins = predictor.sources(arguments, structure, first)
-        given = FitArguments.of_fit(predictor.model, structure, origins, args, kwargs)
+        given = FitArguments.of_fit(
+            predictor.model, structure, origins, args, kwargs, arguments
+        )
         if not whole:  # where one batch is says nothing of the others
             given = given._replace(ranges={})
         made = cls(predictor, fitted, given)

@@ -500,9 +500,12 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 "the result of run, svi.posterior(result), or also the arguments, "
                 "svi.posterior(params, X, y)"
             )
+        # Read where the run was compiled.
+        arguments = self._runs.padding(Arguments.split(*partitioned((args, kwargs))))
         return Posterior.of_guide(
-            self.model, self.guide, params, args, kwargs, version, whole=whole
-        )
+            self.model, self.guide, params, args, kwargs, version,
+            arguments.counting_all(), whole=whole,
+        )  # fmt: skip
 
     def _display(self) -> tuple[str, Rows]:
         given = self.settings

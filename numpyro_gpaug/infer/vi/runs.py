@@ -30,7 +30,6 @@ from numpyro_gpaug.infer.vi.feeds import (
 )
 from numpyro_gpaug.infer.vi.guard import Guard
 from numpyro_gpaug.infer.vi.loop import copied
-from numpyro_gpaug.infer.vi.padding import SharedRows
 from numpyro_gpaug.infer.vi.passes import Passes
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.programs import Programs
@@ -39,6 +38,7 @@ from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint_reading import IN_DENSITY
+from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.structure import Structure
 
 
@@ -62,7 +62,7 @@ class Runs:
     ) -> None:
         self._model, self._guide, self._settings = model, guide, settings
         self._programs, self._mesh = programs, mesh
-        self.shared = SharedRows(guide, settings, programs, mesh)
+        self.padding = Padding(model)
 
     @one_thread
     def begin(
@@ -81,11 +81,7 @@ class Runs:
         :param given: the arguments of the run.
         :param num_steps: of it.
         """
-        first = self.check(given, begins=state is None)
-        if given.batches is None:
-            arguments = self.shared(first, key)
-        else:
-            arguments = first.on(self._mesh)
+        first, arguments = self._padded(given, begins=state is None)
 
         def started(init_params: dict[str, Any] | None) -> ConjugateState:
             state = self._programs.start(
@@ -114,6 +110,29 @@ class Runs:
             state = both[losses[1] < losses[0]]
         return state, plan, feed
 
+    def _padded(self, given: Given, *, begins: bool) -> tuple[Arguments, Arguments]:
+        """The arguments of a run, checked, and the same with rows that do not count,
+        perhaps.
+
+        :param given: the arguments of the run.
+        :param begins: whether it begins with them, from no state.
+        """
+        first = Arguments.split(given.args, given.kwargs)
+        noisy = self._guide.random_others or bool(self._settings.m_step)
+        fills = given.batches is None and not noisy
+        more = self.padding(first, self._mesh) if fills else first
+        if more is not first:
+            # Whatever is compiled for checks, too, is for the padded size.
+            args, kwargs = more.counting_all().merge()
+            try:
+                self.check(given._replace(args=args, kwargs=kwargs), begins=begins)
+            except (TypeError, ValueError):
+                # Of the arguments themselves the message has the right numbers.
+                more = first
+        if more is first:
+            first = more = self.check(given, begins=begins)
+        return first, more.on(self._mesh)
+
     def check(self, given: Given, *, begins: bool) -> Arguments:
         """Raises for arguments that cannot be fitted.
 
@@ -127,7 +146,7 @@ class Runs:
         )  # fmt: skip
         check_gaussian(self._guide.structure)
         if self._programs.keep_up():
-            self.shared.same.clear()
+            self.padding.clear()
         return found
 
     def _feed(

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of weight zero, so that data of similar size share compiled programs.
+
+Data that grow by a row (Bayesian optimisation), and the folds of a cross-validation,
+would otherwise compile everything anew. Rows are repeated to reach one of few sizes;
+the repeated ones get no weight in the likelihood.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.sharding import Mesh
+
+from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.math.sharding import ROWS
+from numpyro_gpaug.model.arguments import Arguments, is_array
+from numpyro_gpaug.model.jaxpr import jaxpr_and_tree
+from numpyro_gpaug.model.rows import rows_apart
+from numpyro_gpaug.model.structure import any_key, remembered, run_model
+
+# The smallest size: programs of fewer rows are no faster. From there on at most one row
+# in as many is added.
+_LEAST, _GRAIN = 64, 8
+# With more rows, compiling is a small part of a fit, and copies of the data are large.
+_MAX_ROWS = 2**17
+
+Shape = tuple[int, ...]
+
+
+class Padding:
+    """Fills arguments up with rows of weight zero, where this changes no result.
+
+    The first data are left as they are. Data with another number of rows are filled
+    up, if the model treats rows one by one, which is proved from traces of the model
+    with two numbers of rows.
+
+    :param model: the model.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+        # By all that arguments have but for their numbers of rows.
+        self._families: dict[Hashable, _Family] = {}
+        self._traced: dict[Hashable, _Traced] = {}
+        self._proved: dict[Hashable, bool] = {}
+
+    def __call__(self, arguments: Arguments, mesh: Mesh | None = None) -> Arguments:
+        """Return the arguments, with added rows or as they are.
+
+        :param arguments: of the model; traced ones, and those of which rows are on
+            several devices, are left as they are.
+        :param mesh: where rows are to be shared out: then the first data are filled
+            up, too, if they cannot be divided evenly.
+        """
+        num = arguments.num_rows
+        traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
+        if traced or not num or arguments.mesh is not None:
+            return arguments
+        family = remembered(
+            self._families, _family(arguments), lambda: _Family(arguments)
+        )
+        several = family.sees(arguments)
+        parts = 1 if mesh is None else mesh.shape[ROWS]
+        size = padded_size(num, parts) if several else -(-num // parts) * parts
+        if size == num or not family.rows:
+            return arguments
+        rows = frozenset(family.rows)
+        more = arguments.with_rows(size, rows)
+        key = arguments.shapes, size, rows
+        proved = remembered(self._proved, key, lambda: self._same(arguments, more))
+        return more if proved else arguments
+
+    def clear(self) -> None:
+        """Forget the proofs, for another model."""
+        self._traced.clear()
+        self._proved.clear()
+
+    def _same(self, arguments: Arguments, more: Arguments) -> bool:
+        """Whether rows are treated one by one, and have weights wherever data have
+        them.
+
+        :param arguments: without added rows.
+        :param more: with.
+        """
+        # Weighed, too: the same program but for the number of rows.
+        few = arguments.with_rows(arguments.num_rows)
+        try:
+            first = self._trace(few)
+            other = remembered(self._traced, more.shapes, lambda: self._trace(more))
+            return rows_apart(first.jaxpr, other.jaxpr) and all(
+                _in_plates(shapes, other.sites[name])
+                for name, shapes in first.sites.items()
+            )
+        # Of the model at another number of rows, and of shapes that do not fit.
+        except (TypeError, ValueError, IndexError, KeyError):
+            return False
+
+    def _trace(self, arguments: Arguments) -> _Traced:
+        """What the model computes for its likelihoods, and for the distributions of its
+        latents."""
+        sites: dict[str, _SiteShapes] = {}
+        names = [str(i) for i in range(len(arguments.arrays))]
+
+        def parts(arrays: dict[str, Any]) -> list[Any]:
+            given = tuple(arrays[name] for name in names)
+            at = arguments._replace(arrays=given)
+            trace = run_model(self._model, at, any_key(), {})
+            for name, site in trace.items():
+                if site["type"] == "sample" and site["is_observed"]:
+                    shapes = site["fn"].batch_shape, site["fn"].event_shape
+                    scale = getattr(site["scale"], "shape", ())
+                    sites[name] = _SiteShapes(*shapes, scale)
+            return [part for site in trace.values() for part in _parts(site)]
+
+        by_name = dict(zip(names, arguments.arrays, strict=True))
+        return _Traced(jaxpr_and_tree(parts, by_name)[0], sites)
+
+
+class _Family:
+    """Arguments that differ in their numbers of rows alone.
+
+    :param first: of them.
+    """
+
+    def __init__(self, first: Arguments) -> None:
+        self._first = first.num_rows
+        self._several = False
+        #: Which arrays have a row per datum.
+        self.rows = _with_rows(first)
+
+    def sees(self, arguments: Arguments) -> bool:
+        """Whether there have been several numbers of rows, these included."""
+        self._several |= arguments.num_rows != self._first
+        # Inducing inputs may be as many as the rows of some data.
+        self.rows &= _with_rows(arguments)
+        return self._several
+
+
+class _SiteShapes(NamedTuple):
+    """Shapes of an observed site's distribution, and of its weights."""
+
+    batch: Shape
+    event: Shape
+    weights: Shape
+
+
+class _Traced(NamedTuple):
+    """What a model computes: a closed jaxpr, and the shapes of observed sites."""
+
+    jaxpr: Any
+    sites: dict[str, _SiteShapes]
+
+
+def padded_size(num: int, parts: int = 1) -> int:
+    """The number of rows that programs are compiled for.
+
+    :param num: the number of data.
+    :param parts: that rows are to come in.
+    """
+    step = 1
+    if num <= _LEAST:
+        step = _LEAST
+    elif num <= _MAX_ROWS:
+        step = 2 ** (num.bit_length() - 1) // _GRAIN
+    step = math.lcm(step, parts)
+    return -(-num // step) * step
+
+
+def _family(arguments: Arguments) -> Hashable:
+    shapes = tuple((x.ndim, x.shape[1:], x.dtype) for x in arguments.arrays)
+    return shapes, arguments.static
+
+
+def _with_rows(arguments: Arguments) -> set[int]:
+    num = arguments.num_rows
+    return {i for i, x in enumerate(arguments.arrays) if x.ndim and len(x) == num}
+
+
+def _parts(site: dict[str, Any]) -> list[Any]:
+    """The arrays of a site: its value, its distribution's, and its log-density."""
+    parts = [site["value"]]
+    fn = site.get("fn")
+    if site["type"] == "sample" or isinstance(fn, Conditional):
+        parts.append(fn)
+    if site["type"] == "sample" and site["is_observed"]:
+        parts.append(fn.log_prob(site["value"]))
+    leaves = jax.tree.leaves(parts)
+    return [x for x in leaves if is_array(x) or isinstance(x, Array)]
+
+
+def _in_plates(few: _SiteShapes, many: _SiteShapes) -> bool:
+    """Whether a site has rows along its plates alone, where they have weights."""
+    batch, event, weights = (_differing(*pair) for pair in zip(few, many, strict=True))
+    return not event and batch == weights
+
+
+def _differing(few: Shape, many: Shape) -> set[int]:
+    """Axes, from the last, of which sizes differ."""
+    pairs = zip(reversed(few), reversed(many), strict=True)
+    return {-1 - i for i, (a, b) in enumerate(pairs) if a != b}
