@@ -371,11 +371,18 @@ def test_latents_that_cannot_be_shared_out():
         fit(grouped, gpaug.AutoLatentGaussian, (X, group, y), groups=10, **how)
 
 
-def test_uneven_rows_where_none_can_be_added():
+def test_uneven_rows_of_joint_gaussians():
     X, y, group = data(163)
-    guide = gpaug.AutoLatentGaussian
+    guide, given = gpaug.AutoLatentGaussian, (X, group, y)
+    _, alone, _ = fit(grouped, guide, given, groups=10)
+    _, result, _ = fit(grouped, guide, given, groups=10, mesh=mesh_of())
+    np.testing.assert_allclose(result.losses[-1], alone.losses[-1], rtol=2e-5)
+
+    def centred(X, group, y=None, *, groups):
+        grouped(X - X.mean(0), group, y, groups=groups)
+
     with pytest.raises(ValueError, match="163 rows cannot be divided evenly among 4"):
-        fit(grouped, guide, (X, group, y), groups=10, mesh=mesh_of())
+        fit(centred, guide, given, groups=10, mesh=mesh_of())
 
 
 def test_sharded_columns_are_refused():

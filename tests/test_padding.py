@@ -9,8 +9,11 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jax import lax
+from scipy import stats
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.rows import rows_apart
 
 KEY = jax.random.key(0)
@@ -101,6 +104,23 @@ def inducing_at_rows(X, y=None, *, inducing):
         numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
+def effect_by_row(X, y=None, *, inducing):
+    with numpyro.plate("data", X.shape[0]):
+        effect = numpyro.sample("effect", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Bernoulli(logits=effect), obs=y)
+
+
+def plate_as_large(X, y=None, *, inducing):
+    """Another plate that data are in has as many members as there are rows then."""
+    f = of_gp(X, inducing=inducing)
+    with numpyro.plate("items", 64, dim=-2), numpyro.plate("data", X.shape[0]):
+        y = None if y is None else jnp.broadcast_to(y, (64, len(X)))
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+INDUCING = np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
+
+
 def data(num):
     rng = np.random.default_rng(num)
     X = rng.normal(size=(num, 2)).astype(np.float32)
@@ -109,63 +129,124 @@ def data(num):
 
 def fitted(svi, num, **options):
     X, y = data(num)
-    inducing = np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
-    options = {"inducing": inducing, "progress_bar": False, **options}
+    options = {"inducing": INDUCING, "progress_bar": False, **options}
     return svi.run(KEY, 6, X, y, **options)
 
 
 def alone(svi, num):
     """The same fit without added rows: by steps one at a time, which add none."""
     X, y = data(num)
-    inducing = np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
-    state, losses = svi.init(KEY, X, y, inducing=inducing), []
+    state, losses = svi.init(KEY, X, y, inducing=INDUCING), []
     for _ in range(6):
-        state, loss = svi.update(state, X, y, inducing=inducing)
+        state, loss = svi.update(state, X, y, inducing=INDUCING)
         losses.append(loss)
     return svi.get_params(state), np.array(losses)
 
 
 @pytest.mark.parametrize(
-    ("model", "optim", "both"),
-    [pytest.param(binary, optax.adam(0.05), False, marks=pytest.mark.slow),
-     (weights, None, True),
-     pytest.param(classes, None, False, marks=pytest.mark.slow),
-     (centred_outside, None, False)],
+    ("model", "guide", "optim"),
+    [pytest.param(
+         binary, gpaug.AutoSparseGP, optax.adam(0.05), marks=pytest.mark.slow),
+     (weights, gpaug.AutoLatentGaussian, None),
+     pytest.param(classes, gpaug.AutoSparseGP, None, marks=pytest.mark.slow),
+     (centred_outside, gpaug.AutoSparseGP, None)],
 )  # fmt: skip
-def test_folds_share_programs_and_give_what_each_gives_alone(
-    model, optim, both
+def test_data_of_similar_size_share_programs_and_give_what_each_gives_alone(
+    model, guide, optim
 ) -> None:
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optim)
-    CALLS.clear()
-    found = fitted(svi, 133)
-    assert len(CALLS) <= 8
-    params, losses = alone(svi, 133)
-    np.testing.assert_allclose(found.losses, losses, rtol=2e-5)
+    svi = gpaug.ConjugateSVI(model, guide(model), optim)
+    fitted(svi, 7)
+    fitted(svi, 9)  # from here on rows are added
+    before, calls = compilations(svi), len(CALLS)
+    found = fitted(svi, 13)
+    assert compilations(svi) == before
+    assert len(CALLS) <= calls + 1  # the proof
+    params, losses = alone(svi, 13)
+    np.testing.assert_allclose(found.losses[-1], losses[-1], rtol=2e-5)
     for name, value in params.items():
         np.testing.assert_allclose(found.params[name], value, rtol=2e-3, atol=2e-3)
-    compiled = svi._programs
-    before = compiled.advance.plain._cache_size(), compiled.begin.plain._cache_size()
-    other = fitted(svi, 134)
-    assert (
-        svi._programs.advance.plain._cache_size(),
-        svi._programs.begin.plain._cache_size(),
-    ) == before
-    assert np.isfinite(other.losses).all()
-    if both:
-        np.testing.assert_allclose(other.losses, alone(svi, 134)[1], rtol=2e-5)
+    if model is centred_outside:  # which is another model at other rows
+        return
+    X, _ = data(13)
+    new = svi.posterior(found).predict_f(X[:5])
+    other = svi.posterior(params, *data(13), inducing=INDUCING).predict_f(X[:5])
+    np.testing.assert_allclose(new.mean, other.mean, atol=2e-3)
+
+
+def compilations(svi):
+    programs = svi._programs
+    return programs.advance.plain._cache_size(), programs.begin.plain._cache_size()
 
 
 @pytest.mark.parametrize(
     "model",
     [mean_of_rows, number_of_rows, param_from_rows, param_by_row, no_plate,
-     rows_in_an_event, inducing_at_rows],
+     rows_in_an_event, inducing_at_rows, effect_by_row, plate_as_large],
 )  # fmt: skip
 def test_no_rows_are_added_where_they_could_change_a_fit(model) -> None:
-    # By Adam, as the steps of L-BFGS depend on how many there are.
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
-    found = fitted(svi, 133)
-    np.testing.assert_allclose(found.losses, alone(svi, 133)[1], rtol=1e-6)
-    assert list(svi._runs.shared.same.values()) == [False]
+    padding = Padding(model)
+    kwargs = {"inducing": INDUCING}
+    for num in (7, 9):
+        arguments = Arguments.split(data(num), kwargs)
+        assert padding(arguments) is arguments
+    assert list(padding._proved.values()) == [None]
+
+
+def test_arrays_that_once_have_as_many_entries_as_there_are_rows() -> None:
+    """Inducing inputs are as many as the rows of one data set, but not of another."""
+    padding, kwargs = Padding(binary), {"inducing": INDUCING}
+    for num in (7, 9, 7):
+        found = padding(Arguments.split(data(num), kwargs))
+    shapes = [x.shape for x in found.arrays]
+    assert shapes == [(64, 2), (64,), INDUCING.shape, ()]
+    again = found.counted()
+    for x, y in zip(again.arrays, (*data(7), INDUCING), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def effects(X, y=None, *, inducing):
+    """Hyperparameters integrated, and a deterministic site with a row per datum."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    with numpyro.plate("groups", 4):
+        effect = numpyro.sample("effect", dist.Normal(0, tau))
+    code = jnp.int32(jnp.abs(X[:, 1]) * 10) % 4
+    eta = numpyro.deterministic("eta", effect[code])
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
+
+
+def test_integrated_hyperparameters_with_added_rows() -> None:
+    nested = gpaug.NestedVI(effects, num_points=128, progress_bar=False)
+    for num in (12, 15):
+        X, y = data(num)
+        nested.run(KEY, X, y, inducing=INDUCING)
+    assert nested._run_on().num_rows == 64
+    same = np.subtract.outer(*2 * [np.int32(np.abs(X[:, 1]) * 10) % 4]) == 0
+    taus = np.linspace(0.005, 5, 1000)
+    logs = [
+        stats.multivariate_normal(np.zeros(15), t**2 * same + 0.25 * np.eye(15)).logpdf(
+            y
+        )
+        for t in taus
+    ]
+    exact = np.exp(logs) @ stats.halfnorm.pdf(taus) * (taus[1] - taus[0])
+    found = nested.get_extra_fields()["log_evidence"]
+    np.testing.assert_allclose(found, np.log(exact), atol=0.02)
+    assert nested.get_samples()["eta"].shape == (1000, 15)
+    assert [x.shape for x in nested.arguments.arrays] == [(15, 2), (15,), (7, 2)]
+    assert nested.posterior().predict_y(X[:5]).mean.shape == (5,)
+
+
+def test_messages_have_the_numbers_of_the_data() -> None:
+    svi = gpaug.ConjugateSVI(weights, gpaug.AutoLatentGaussian(weights), None)
+    fitted(svi, 7)
+    fitted(svi, 9)
+    X, y = data(11)
+    with pytest.raises(ValueError, match=r"'y': observations of shape \(11,\)"):
+        svi.run(
+            KEY, 3, X, y + 5 * (np.arange(11) == 3), inducing=INDUCING,
+            progress_bar=False,
+        )  # fmt: skip
 
 
 ROWWISE = {

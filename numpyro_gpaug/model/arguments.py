@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable
+from collections.abc import Hashable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,9 +22,22 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic | jax.Array)
 
 
+class Added(NamedTuple):
+    """Rows added to arguments, of no weight in the likelihood.
+
+    :param size: how many rows there are with them.
+    :param which: arrays that have a row per datum.
+    :param axes: by name, the axis over rows of deterministic sites that have one.
+    """
+
+    size: int
+    which: frozenset[int]
+    axes: tuple[tuple[str, int], ...] = ()
+
+
 class _Split(NamedTuple):
     arrays: tuple[Array, ...]
-    static: tuple[Any, tuple[tuple[int, Hashable], ...], int | None]
+    static: tuple[Any, tuple[tuple[int, Hashable], ...], Added | None]
 
 
 class Arguments(_Split):
@@ -32,7 +45,7 @@ class Arguments(_Split):
 
     :param arrays: the arrays; the last is the number of rows that count if there are
         more (:meth:`with_rows`).
-    :param static: their tree, its other leaves, and the number of rows if not all
+    :param static: their tree, its other leaves, and what was added if not all rows
         count.
     """
 
@@ -81,23 +94,32 @@ class Arguments(_Split):
         length have."""
         return next((len(x) for x in self.arrays if x.ndim), 0)
 
-    def with_rows(self, size: int, which: Container[int] | None = None) -> Arguments:
-        """The arguments with ``size`` rows, the added ones repeated and of no weight.
+    def with_rows(self, added: Added) -> Arguments:
+        """The arguments with repeated rows, which do not count.
 
-        :param size: at least :attr:`num_rows`.
-        :param which: arrays have a row per datum; ``None`` for all with as many rows.
+        :param added: what is added.
         """
         num = self.num_rows
         # In turn: shares of rows with some property stay as they are.
-        chosen = np.arange(size) % num
+        chosen = np.arange(added.size) % num
         arrays: list[Any] = [
-            np.asarray(x)[chosen]
-            if x.ndim and len(x) == num and (which is None or i in which)
-            else x
+            np.asarray(x)[chosen] if i in added.which else x
             for i, x in enumerate(self.arrays)
         ]
         arrays.append(np.int32(num))
-        return Arguments(tuple(arrays), (*self.static[:2], size))
+        return Arguments(tuple(arrays), (*self.static[:2], added))
+
+    def counted(self) -> Arguments:
+        """The arguments without the rows that do not count."""
+        added = self.static[-1]
+        if added is None:
+            return self
+        *arrays, num = self.arrays
+        kept = tuple(
+            np.asarray(x)[: int(num)] if i in added.which else x
+            for i, x in enumerate(arrays)
+        )
+        return Arguments(kept, (*self.static[:2], None))
 
     def counting_all(self) -> Arguments:
         """The same in which all rows count."""

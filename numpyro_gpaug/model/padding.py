@@ -13,12 +13,13 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.math.sharding import ROWS
-from numpyro_gpaug.model.arguments import Arguments, is_array
+from numpyro_gpaug.model.arguments import Added, Arguments, is_array
 from numpyro_gpaug.model.jaxpr import jaxpr_and_tree
 from numpyro_gpaug.model.rows import rows_apart
 from numpyro_gpaug.model.structure import any_key, remembered, run_model
@@ -47,7 +48,7 @@ class Padding:
         # By all that arguments have but for their numbers of rows.
         self._families: dict[Hashable, _Family] = {}
         self._traced: dict[Hashable, _Traced] = {}
-        self._proved: dict[Hashable, bool] = {}
+        self._proved: dict[Hashable, Added | None] = {}
 
     def __call__(self, arguments: Arguments, mesh: Mesh | None = None) -> Arguments:
         """Return the arguments, with added rows or as they are.
@@ -69,41 +70,52 @@ class Padding:
         size = padded_size(num, parts) if several else -(-num // parts) * parts
         if size == num or not family.rows:
             return arguments
-        rows = frozenset(family.rows)
-        more = arguments.with_rows(size, rows)
-        key = arguments.shapes, size, rows
-        proved = remembered(self._proved, key, lambda: self._same(arguments, more))
-        return more if proved else arguments
+        added = Added(size, frozenset(family.rows))
+        key = arguments.shapes, added
+        proved = remembered(self._proved, key, lambda: self._prove(arguments, added))
+        return arguments if proved is None else arguments.with_rows(proved)
 
     def clear(self) -> None:
         """Forget the proofs, for another model."""
         self._traced.clear()
         self._proved.clear()
 
-    def _same(self, arguments: Arguments, more: Arguments) -> bool:
-        """Whether rows are treated one by one, and have weights wherever data have
+    def _prove(self, arguments: Arguments, added: Added) -> Added | None:
+        """Prove that rows are treated one by one, and have weights wherever data have
         them.
 
         :param arguments: without added rows.
-        :param more: with.
+        :param added: what is added.
+        :return: this, with the axes of deterministic sites; ``None`` without a proof.
         """
-        # Weighed, too: the same program but for the number of rows.
-        few = arguments.with_rows(arguments.num_rows)
+        # Weighted, too: the same program but for the number of rows.
+        few = arguments.with_rows(added._replace(size=arguments.num_rows))
+        more = arguments.with_rows(added)
         try:
             first = self._trace(few)
             other = remembered(self._traced, more.shapes, lambda: self._trace(more))
-            return rows_apart(first.jaxpr, other.jaxpr) and all(
-                _in_plates(shapes, other.sites[name])
-                for name, shapes in first.sites.items()
-            )
+            if first.latent != other.latent:
+                return None
+            if not rows_apart(first.jaxpr, other.jaxpr):
+                return None
+            if not all(_in_plates(x, other.sites[k]) for k, x in first.sites.items()):
+                return None
+            axes = [
+                (name, len(shape) + axis)
+                for name, shape in first.computed.items()
+                for axis in _differing(shape, other.computed[name])
+            ]
+            return added._replace(axes=tuple(axes))
         # Of the model at another number of rows, and of shapes that do not fit.
         except (TypeError, ValueError, IndexError, KeyError):
-            return False
+            return None
 
     def _trace(self, arguments: Arguments) -> _Traced:
         """What the model computes for its likelihoods, and for the distributions of its
         latents."""
         sites: dict[str, _SiteShapes] = {}
+        computed: dict[str, Shape] = {}
+        latent: dict[str, list[Shape]] = {}
         names = [str(i) for i in range(len(arguments.arrays))]
 
         def parts(arrays: dict[str, Any]) -> list[Any]:
@@ -115,10 +127,15 @@ class Padding:
                     shapes = site["fn"].batch_shape, site["fn"].event_shape
                     scale = getattr(site["scale"], "shape", ())
                     sites[name] = _SiteShapes(*shapes, scale)
+                if site["type"] == "deterministic":
+                    computed[name] = np.shape(site["value"])
+                elif name not in sites and site["type"] in ("sample", "param"):
+                    values = jax.tree.leaves(site["value"])
+                    latent[name] = [np.shape(x) for x in values]
             return [part for site in trace.values() for part in _parts(site)]
 
         by_name = dict(zip(names, arguments.arrays, strict=True))
-        return _Traced(jaxpr_and_tree(parts, by_name)[0], sites)
+        return _Traced(jaxpr_and_tree(parts, by_name)[0], sites, latent, computed)
 
 
 class _Family:
@@ -150,10 +167,17 @@ class _SiteShapes(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    """What a model computes: a closed jaxpr, and the shapes of observed sites."""
+    """What a model computes: a closed jaxpr, and the shapes of its sites.
+
+    :param sites: of observed sites.
+    :param latent: of params and latents.
+    :param computed: of deterministic sites.
+    """
 
     jaxpr: Any
     sites: dict[str, _SiteShapes]
+    latent: dict[str, list[Shape]]
+    computed: dict[str, Shape]
 
 
 def padded_size(num: int, parts: int = 1) -> int:

@@ -240,9 +240,9 @@ def run_model(
     """
     count_run()
     args, kwargs = arguments.merge()
-    size = arguments.static[-1]
-    if size is not None:
-        model = first_rows(model, arguments.arrays[-1], size)
+    added = arguments.static[-1]
+    if added is not None:
+        model = first_rows(model, arguments.arrays[-1], added.size)
     filled = fill(handlers.seed(expanded_sites(model), key), values)
     filled = handlers.substitute(filled, substitute_fn=_somewhere)
     # NumPyro checks parameters that are known numbers, a program for each operation,

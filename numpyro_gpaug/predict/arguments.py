@@ -101,9 +101,7 @@ class FitArguments(NamedTuple):
         # What inducing matrices are computed from has no row per datum, whatever its
         # length.
         shared = tuple(
-            k
-            for k in named
-            if k in inducing or (rows and not _has_rows(read[k], rows))
+            k for k in named if k in inducing or (rows and not _has_rows(read[k], rows))
         )
         data = args, {k: v for k, v in kwargs.items() if k not in kept}
         seen = {}

@@ -30,6 +30,7 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.model.validation import check_arguments, check_trace
 from numpyro_gpaug.predict import Posterior
@@ -172,6 +173,7 @@ class NestedVI(Displayed):
         """
         self._version = version
         self._bounds = CollapsedBounds(self.model, projected=True)
+        self._padding = Padding(self.model)
         self._programs: dict[Any, Programs] = {}
 
     # -- the interface of MCMC --------------------------------------------------------
@@ -208,8 +210,7 @@ class NestedVI(Displayed):
         clock = Clock()
         with clock.part("reading the model"):
             check_arguments(self._bounds.model, args, kwargs)
-            arguments = Arguments.split(args, kwargs)
-            bound = self._bounds.at(arguments, args, kwargs)
+            arguments, bound = self._padded(args, kwargs)
             refuse_params(bound, "NestedVI integrates")
             programs = self._programs_at(bound, arguments)
         with clock.part("prior"):
@@ -244,6 +245,18 @@ class NestedVI(Displayed):
             loss = -float(run.weighted.log_evidence)
             warn_of_units(loss, self._bounds.model, programs.structure, args, kwargs)
         self._run, self._samples = run, None
+
+    def _padded(self, args: Any, kwargs: Any) -> tuple[Arguments, CollapsedBound]:
+        """Return the arguments, with added rows or without, and the bound for them."""
+        first = Arguments.split(args, kwargs)
+        more = self._padding(first)
+        if more is not first:
+            try:
+                return more, self._bounds.at(more, *more.counting_all().merge())
+            except (TypeError, ValueError):
+                # Messages about the arguments themselves have the right numbers.
+                pass
+        return first, self._bounds.at(first, args, kwargs)
 
     def get_samples(
         self, *, group_by_chain: bool = False, weighted: bool = False
@@ -337,7 +350,8 @@ class NestedVI(Displayed):
         run = self._known()
         with run.programs.running():
             log_weights, values, moments = run.gaussians(num_points)
-            return mixture(run.programs, self.arguments, values, moments, log_weights)
+            arguments = self._run_on()
+            return mixture(run.programs, arguments, values, moments, log_weights)
 
     def print_summary(self) -> None:
         """Print a table of all latents except whitened inducing values
@@ -378,6 +392,10 @@ class NestedVI(Displayed):
 
         :raises RuntimeError: before a run.
         """
+        return self._run_on().counted()
+
+    def _run_on(self) -> Arguments:
+        """The arguments of the last run, with added rows, perhaps."""
         run = self._known()
         return Arguments(run.arrays, run.programs.static)
 

@@ -44,9 +44,11 @@ def mixture(
     members = Members(weights, values, {JOINT: moments})
     model = bound.guide.model
     predictor = predictor_for(bound.guide, model, bound.structure)
-    args, kwargs = arguments.merge()
-    fitted = Fitted({}, {}, members)
-    return Posterior.of_fit(predictor, fitted, bound.structure, args, kwargs)
+    args, kwargs = arguments.counted().merge()
+    return Posterior.of_fit(
+        predictor, Fitted({}, {}, members), bound.structure, args, kwargs,
+        arguments.counting_all(),
+    )  # fmt: skip
 
 
 def refuse_params(bound: CollapsedBound, what: str) -> None:

@@ -126,7 +126,7 @@ class Programs:
         self._terms = compiled(self._terms_at)
         self._linked = compiled(self._linked_at)
         self._moved = compiled(self._moved_to)
-        self.sites = compiled(self._sites)
+        self._at_draws = compiled(self._sites)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -555,6 +555,21 @@ class Programs:
         white = self.structure.white(z, self.bound.view(values, arrays).links)
         data, _ = self.log_terms(values, white, arrays)
         return data.sum() + log_prior - 0.5 * jnp.square(white).sum()
+
+    def sites(self, points: Any, z: Any, arrays: Any) -> dict[str, Array]:
+        """Return the values of all sites at draws, of rows that count.
+
+        :param points: (n, d).
+        :param z: (n, size).
+        :param arrays: array arguments of the model.
+        """
+        found = self._at_draws(points, z, arrays)
+        if (added := self.static[-1]) is not None:
+            for name, axis in added.axes:
+                # In NumPy, since JAX would compile a program for each number.
+                cut = (slice(None),) * (axis + 1) + (slice(int(arrays[-1])),)
+                found[name] = jnp.asarray(np.asarray(found[name])[cut])
+        return found
 
     def _sites(self, points: Array, z: Array, arrays: Any) -> dict[str, Array]:
         """Values of all sites at draws.
