@@ -406,7 +406,7 @@ def test_a_second_run_and_its_posterior_trace_nothing() -> None:
     assert len(calls) == seen
     np.testing.assert_array_equal(first.losses, again.losses[:2])
     svi.run(KEY, 2, X[:10], y[:10], inducing=Z, **given)
-    assert calls[-1] == (10, X.shape[1])
+    assert {x[0] for x in calls[seen:]} == {10, 64}
 
 
 def test_one_compilation_whatever_the_number_of_steps() -> None:
