@@ -17,7 +17,7 @@ KEY = jax.random.key(0)
 LABELS = 6
 
 
-def model(X, Y=None, *, inducing, num_drawn=None, learn=False, shift=0):
+def model(X, Y=None, *, inducing, num_drawn=None, learn=False, shift=None):
     """One process per label; the plate of the labels draws some of them."""
     variance = 2.0
     if learn:
@@ -29,7 +29,7 @@ def model(X, Y=None, *, inducing, num_drawn=None, learn=False, shift=0):
         numpyro.plate("labels", LABELS, subsample_size=num_drawn, dim=-1) as label,
         numpyro.plate("data", X.shape[0], dim=-2),
     ):
-        f = gp(X, latents=(label + shift) if shift else label)
+        f = gp(X, latents=label if shift is None else shift(label))
         Y = None if Y is None else Y[:, label]
         numpyro.sample("y", dist.Bernoulli(logits=f), obs=Y)
 
@@ -105,9 +105,22 @@ def test_hyperparameters_by_stochastic_gradients(data) -> None:
     )
 
 
-def test_indices_that_are_not_the_plates(data) -> None:
-    with pytest.raises(ValueError, match="Pass them unchanged"):
-        fit(data, 1, num_drawn=2, shift=1)
+@pytest.mark.parametrize(
+    ("shift", "message"),
+    [
+        (lambda label: (label + 1) % LABELS, "Pass them unchanged"),
+        (lambda label: label + 1, "go up to 6 along an axis of length 6"),
+    ],
+)
+def test_indices_that_are_not_the_plates(data, shift, message) -> None:
+    # A new guide: one that has read the model with other indices checks less.
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    X, Y = data
+    with pytest.raises(ValueError, match=message):
+        svi.run(
+            KEY, 1, X, Y, inducing=np.asarray(X)[:8], num_drawn=2, shift=shift,
+            progress_bar=False,
+        )  # fmt: skip
 
 
 def test_the_adaptive_step_is_refused(data) -> None:

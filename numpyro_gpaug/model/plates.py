@@ -192,8 +192,10 @@ class _Reading:
             last = indices.high + eqn.params["slice_sizes"][axes[0]] - 1
             if last >= shape[axes[0]]:
                 raise ValueError(
-                    f"{self._of(indices.plate)} are used on an array of shape "
-                    f"{shape}. Give the plate the number of rows, X.shape[0]"
+                    f"{self._of(indices.plate)} go up to {last} along an axis of "
+                    f"length {shape[axes[0]]}, of an array of shape {shape}. Use the "
+                    "indices unchanged, and give the plate the length of that axis "
+                    "(X.shape[0] for rows)"
                 )
             if isinstance(operand, _Data):
                 which = operand, indices.plate, axes[0]
