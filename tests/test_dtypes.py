@@ -84,3 +84,20 @@ def test_predictions_are_in_the_dtype_of_the_fit(double, model, tmp_path):
         for new, old in leaves:
             assert new.dtype == old.dtype
             np.testing.assert_allclose(new, old, **tolerance)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_run_goes_on_in_the_dtype_of_its_state(double):
+    x = X[:, 0]
+    svi = gpaug.ConjugateSVI(groups, gpaug.AutoLatentGaussian(groups))
+    with enable_x64(double):
+        first = svi.run(KEY, 4, GROUP, x, Y, **QUIET)
+    with enable_x64(not double):
+        on = svi.run(KEY, 20, GROUP, x, Y, init_state=first.state, **QUIET)
+        state, loss = svi.update(on.state, GROUP, x, Y)
+        probs = svi.posterior(on).predict_y(GROUP, x).probs
+        precision = svi.get_params(state)["latents_auto_precision"]
+    kind = np.dtype(np.float64 if double else np.float32)
+    found = on.losses, loss, state.bound, probs, precision
+    assert {x.dtype for x in found} == {kind}
+    assert on.losses[-1] <= first.losses[-1]

@@ -470,7 +470,7 @@ def test_inputs_far_from_all_inducing_inputs_are_named(learnt, fixed) -> None:
     assert result.state.unreached["f"] < 0.1
     here = {"lengthscale": np.float32(1e-8), "variance": np.float32(1)}
     message = (
-        r'"f"\): of 81% .* are {} or more \([\d.]+e\+07 lengthscales\) .*'
+        r'"f"\): for 81% .* are {} or more \([\d.]+e\+07 lengthscales\) .*'
         "lengthscale is too short for these inputs"
     )
     with pytest.warns(UserWarning, match=message.format(r"[\d.]+e\+07")) as seen:

@@ -39,6 +39,7 @@ from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.runs import Runs
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.math.threads import threads_for
@@ -67,15 +68,20 @@ T = TypeVar("T")
 def _of_the_model_now(
     method: Callable[P, T],
 ) -> Callable[P, T]:
-    """Decorate a method of a fitter so that it uses the current model: globals that the
-    model reads may have changed."""
+    """Decorate a method of a fitter so that it uses the current model, since globals
+    that the model reads may have changed, in the dtype of the state that it is given,
+    since ``jax_enable_x64`` may have."""
 
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         self: Any = args[0]
         # What a callback changes is for the next run.
         settles = kwargs.get("callback") is None
-        with self._watch.running(settles=settles) as version:
+        states = [x for x in args if isinstance(x, ConjugateState)]
+        with (
+            in_dtype_of([*states, kwargs.get("init_state")]),
+            self._watch.running(settles=settles) as version,
+        ):
             if version != self._version:
                 self._begin(version)
             return method(*args, **kwargs)
@@ -259,7 +265,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     def get_params(self, state: ConjugateState) -> dict[str, Any]:
         """Return constrained params of model and guide, including the natural
         parameters."""
-        return self._programs.read(state.hyper.values, state.natural)
+        with in_dtype_of(state):
+            return self._programs.read(state.hyper.values, state.natural)
 
     @_of_the_model_now
     @one_thread
@@ -323,7 +330,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             steps, or a fifth of all steps if that is more. On minibatches, from the
             mean of one epoch to the next. 0 never stops a run, nor does ``None`` except
             with L-BFGS.
-        :param init_state: a state to continue from.
+        :param init_state: a state to continue from. The run has its dtype, whatever
+            ``jax_enable_x64`` is by now.
         :param init_params: constrained values to start from, by param name.
         :param callback: called with the current state and the losses so far, about once
             a second, or every ten seconds if steps are slow, and at least every 100
