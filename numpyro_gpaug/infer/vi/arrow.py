@@ -16,8 +16,8 @@ class ArrowRows:
 
     :param dataset: a file, a folder of them, a list of files, or a
         ``pyarrow.dataset.Dataset``.
-    :param columns: by name of a model's argument, a column, which has shape (rows,), or
-        a list of columns, (rows, columns).
+    :param columns: for each argument of the model, by name, a column, of shape (rows,),
+        or a list of columns, of shape (rows, columns).
     :raises ValueError: for columns that the data do not have.
 
     **Example** ``Batches(ArrowRows("folder", X=["a", "b"], y="label"), 1000)`` are the
@@ -51,8 +51,8 @@ class ArrowRows:
         """Return the arrays of a block, by argument name, with the dtypes that JAX will
         give them.
 
-        :param block: its number.
-        :param into: such arrays, to be read into; by default they are new.
+        :param block: the number of the block.
+        :param into: arrays to read into; by default new ones.
         :raises ValueError: for missing values of integers; those of floats are NaN.
         """
         table = self._blocks[block].to_table(columns=self._names, schema=self._schema)

@@ -100,15 +100,15 @@ class Blocks:
 
     @property
     def ahead(self) -> int:
-        """The number of batches to read ahead. Arrays are read in large parts; reading
-        of the next part begins when steps on the last one begin, and not when it is
-        used up. A loader makes each batch anew."""
+        """The number of batches to read ahead. Arrays are read in large parts: reading
+        of the next part begins when the steps on the current part begin, not when they
+        end. A loader creates each batch separately."""
         if self._loads:
             return AHEAD
         return max(AHEAD, (SHUFFLED + max(self._source.sizes)) // self.size)
 
     def blocks(self) -> Iterator[Any]:
-        """All rows once, in their order; the last block may have fewer than others."""
+        """Yield all rows once, in their order; the last block may have fewer rows."""
         if self._loads:
             return self._loaded(0, slack=0)
         parts = map(self._read, range(len(self._source.sizes)))
@@ -127,8 +127,8 @@ class Blocks:
     def _loaded(self, start: int, slack: int) -> Iterator[Any]:
         """Iterate once over a loader, with checks.
 
-        :param start: batches that are left.
-        :param slack: rows that it may have left out at its end.
+        :param start: the first batch.
+        :param slack: the number of rows that the loader may have left out at its end.
         """
         seen, last = 0, self.size
         for i, batch in enumerate(map(_kept, self._source)):
@@ -169,8 +169,8 @@ class Batches(Blocks):
         the middle of an epoch, its first batches are read and discarded.
     :param size: rows of a batch; ``None`` for an iterable.
     :param rows: number of rows in all, of an iterable.
-    :param seed: of the shuffling. Blocks of adjacent rows are read in random order, up
-        to 2^18 rows at a time, and these are shuffled.
+    :param seed: seed of the shuffling. Blocks of adjacent rows are read in random
+        order, and the rows of up to 2^18 of them are shuffled at a time.
     :param timeout: see :class:`Blocks`.
     :raises ValueError: as :class:`Blocks` does.
 
@@ -213,8 +213,8 @@ class Batches(Blocks):
         """Yield the batches of an epoch, shuffled; the same number gives the same
         batches.
 
-        :param number: of the epoch, from 0.
-        :param start: the first batch that is wanted.
+        :param number: the number of the epoch, from 0.
+        :param start: the first batch to yield.
         """
         if self._loads:
             return self._loaded(start, slack=self.size - 1)
@@ -228,9 +228,9 @@ class Batches(Blocks):
     def _shuffled(
         self, groups: list[list[int]], seeds: list[Any], skipped: int
     ) -> Iterator[Any]:
-        """Groups of blocks, their rows shuffled, in pieces of whole batches.
+        """Yield groups of blocks with their rows shuffled, in pieces of whole batches.
 
-        :param skipped: rows of the epoch that are not wanted.
+        :param skipped: rows at the start of the epoch to leave out.
         """
         numbers = [sum(self._source.sizes[i] for i in group) for group in groups]
         while numbers and skipped >= numbers[0]:
@@ -251,7 +251,7 @@ class Batches(Blocks):
         """Yield groups of blocks, one after the other, in arrays with room for more
         rows. Their contents are valid until the next group but one is requested.
 
-        :param most: rows of a group.
+        :param most: the maximum number of rows of a group.
         """
         # In turns: new memory of this size takes as long as reading into it.
         both = [
@@ -282,9 +282,9 @@ def check_batch(batch: Any, like: Any, size: int) -> None:
     """Raise if a batch differs in form from the first one.
 
     :param batch: a tuple or dict of arrays.
-    :param like: the first.
-    :param size: its rows at most.
-    :raises ValueError: naming the argument, both shapes and dtypes.
+    :param like: the first batch.
+    :param size: the maximum number of rows.
+    :raises ValueError: if they differ; it names the argument, both shapes and dtypes.
     """
     found, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (batch, like))
     if [name for name, _ in found] != [name for name, _ in wanted]:
@@ -329,7 +329,7 @@ def _is_arrays(source: Any) -> bool:
 
 
 def _check_no_arrays(source: Any) -> None:
-    """Raise for arrays, or intended arrays, in another form than :func:`_is_arrays`
+    """Raise for data that look like arrays, but not in the form that :func:`_is_arrays`
     accepts."""
     parts = list(source.values()) if isinstance(source, dict) else source
     if isinstance(parts, list | tuple):
@@ -346,8 +346,8 @@ def _check_no_arrays(source: Any) -> None:
 
 
 def _kept(batch: Any) -> Any:
-    """Copy a batch of a loader, which may fill the same arrays again while this one
-    waits."""
+    """Copy a batch of a loader, because a loader may fill the same arrays again before
+    the batch is used."""
     return jax.tree.map(np.copy, _plain(batch))
 
 

@@ -16,14 +16,14 @@ from numpyro_gpaug.math.files import read, refusing, typed, write
 
 
 def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
-    """Write a state to a file of plain arrays. The file is replaced atomically, so that
-    a complete one always exists.
+    """Write a state to a file of plain arrays. The file is replaced atomically, so a
+    complete file always exists.
 
     :param path: the file, ``.npz``.
-    :param state: of a fit.
+    :param state: the state of a fit.
     :raises TypeError: for anything else.
 
-    **Example** Checkpoints of a run, and how to go on from the last:
+    **Example** Write checkpoints during a run, and continue from the last one:
 
     >>> import os, tempfile, jax, jax.numpy as jnp, numpyro
     >>> import numpyro.distributions as dist, numpyro_gpaug as gpaug
@@ -54,11 +54,11 @@ def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
 
 def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateState:
     """Read a state from a file. A run continues from it bit for bit, as if it had not
-    ended.
+    been interrupted.
 
     :param path: from :func:`save_state`.
     :param like: a state of the same model, guide and data, from ``svi.init``.
-    :raises ArchiveError: if the file is damaged, or holds no state of that kind.
+    :raises ArchiveError: if the file is damaged, or does not contain such a state.
     """
     check_state(like, "like")
     damaged = f"{path} is no file of a state, or damaged"
@@ -94,8 +94,8 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
 def check_state(state: Any, name: str) -> None:
     """Raise for anything but a state, such as a result.
 
-    :param name: of the argument.
-    :raises TypeError: naming it.
+    :param name: the name of the argument.
+    :raises TypeError: for anything but a state; it names the argument.
     """
     if not isinstance(state, ConjugateState):
         raise TypeError(

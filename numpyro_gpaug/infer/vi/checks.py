@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments by ConjugateSVI: all before a fit, new data before a step."""
+"""Checks of the arguments of ConjugateSVI, before a fit and before a step on new
+data."""
 
 from __future__ import annotations
 
@@ -54,9 +55,9 @@ def check_fit(
     :param updates: see :class:`~numpyro_gpaug.ConjugateSVI`.
     :param args: the model's arguments.
     :param kwargs: its keyword arguments.
-    :param begins: whether :func:`~numpyro_gpaug.infer.vi.start.initial_state` will look
-        at them as ``guide.check_data`` does.
-    :return: the arguments, on the device once for all that looks at them.
+    :param begins: whether :func:`~numpyro_gpaug.infer.vi.start.initial_state` will
+        check them as ``guide.check_data`` does.
+    :return: the arguments, transferred to the device once.
     :raises ValueError: naming the argument or the site.
     """
     check_arguments(model, args, kwargs)
@@ -88,12 +89,12 @@ def check_alike(
     mesh: Mesh | None, rng_key: Any, num_steps: int, tol: float | None, state: Any
 ) -> None:
     """Raise, in all processes that share rows, if they are about to do different runs.
-    Otherwise they would wait for each other for ever, or compute different numbers.
+    Otherwise they would wait for each other forever, or compute different numbers.
 
-    :param mesh: of the rows.
-    :param rng_key: of the run, as are the number of steps and the tolerance.
-    :param state: to continue from, if it does.
-    :raises ValueError: saying what each was to do.
+    :param mesh: the mesh of the rows.
+    :param rng_key: the key of the run; likewise the number of steps and the tolerance.
+    :param state: the state to continue from, if any.
+    :raises ValueError: if they differ; it lists the run of each process.
     """
     if not spans_processes(mesh):
         return
@@ -114,9 +115,9 @@ def check_alike(
 def check_latents(structure: Structure, mesh: Mesh | None) -> None:
     """Raise if a mesh has an axis for latents along which they cannot be sharded.
 
-    :param structure: of the model.
+    :param structure: the structure of the model.
     :param mesh: from :func:`~numpyro_gpaug.math.sharding.rows_mesh`.
-    :raises ValueError: naming the processes.
+    :raises ValueError: if they cannot; it names the processes.
     """
     parts = 1 if mesh is None else mesh.shape[LATENTS]
     if parts == 1:
@@ -135,8 +136,8 @@ def check_latents(structure: Structure, mesh: Mesh | None) -> None:
 def check_gaussian(structure: Structure) -> None:
     """Raise if there is no Gaussian to fit.
 
-    :param structure: of the model.
-    :raises ValueError: saying what could be one.
+    :param structure: the structure of the model.
+    :raises ValueError: if there is none; it states what can be one.
     """
     if not structure.largest:
         raise ValueError(_nothing_gaussian(structure))
@@ -162,9 +163,9 @@ def _nothing_gaussian(structure: Structure) -> str:
 def check_basis(state: Any, structure: Structure) -> None:
     """Raise for a state whose numbers are coordinates in another basis.
 
-    :param state: of a fit.
-    :param structure: of the model, as its guide has it.
-    :raises ValueError: saying how that came.
+    :param state: the state of a fit.
+    :param structure: the structure of the model in its guide.
+    :raises ValueError: for such a state; it states the reason.
     """
     if int(state.basis) != structure.basis_mark:
         raise ValueError(
@@ -187,12 +188,12 @@ def warn_of_units(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Warn about measurements that a converged fit explains badly, such as those in
-    units of a million under priors of unit scale.
+    """Warn about measurements that a converged fit explains badly, such as values in
+    the millions under priors of unit scale.
 
     :param loss: minus the bound, or minus the log-evidence.
     :param model: the model.
-    :param structure: of the model.
+    :param structure: the structure of the model.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     """
@@ -235,12 +236,12 @@ def warn_of_units(
 
 
 class CheckedData:
-    """Arguments of single steps, checked unless they equal those of the last step;
-    values of traced ones are not checked.
+    """Arguments of single steps. They are checked unless they equal the arguments of
+    the last step; values of traced arguments are not checked.
 
     :param model: the model.
     :param guide: its guide.
-    :param mesh: where rows are to be shared out.
+    :param mesh: the mesh over which rows are sharded.
     """
 
     def __init__(
@@ -255,12 +256,12 @@ class CheckedData:
     ) -> tuple[Arguments, np.uint32]:
         """Return the arguments, and the fingerprint of their arrays.
 
-        :param state: of the fit.
+        :param state: the state of the fit.
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
-        :raises TypeError: for data that are read.
-        :raises ValueError: for data a fit could only turn into NaN, and for
-            observations outside the support of their likelihood.
+        :raises TypeError: for :class:`Batches` and :class:`Blocks`.
+        :raises ValueError: for data that would make a fit NaN, and for observations
+            outside the support of their likelihood.
         """
         if any(isinstance(x, Blocks) for x in (*args, *kwargs.values())):
             raise TypeError(

@@ -36,7 +36,7 @@ class ClosedParam(NamedTuple):
     :param name: the param.
     :param site: the observed site.
     :param step: the maximiser.
-    :param transform: from the unconstrained param, elementwise.
+    :param transform: the elementwise transform from the unconstrained param.
     """
 
     name: str
@@ -51,12 +51,13 @@ class ClosedParam(NamedTuple):
         unconstrained: Array,
         slope: Array,
     ) -> Array:
-        """What takes the unconstrained param to the maximum of the bound.
+        """Return the update that takes the unconstrained param to the maximum of the
+        bound.
 
-        :param expected: the likelihoods at the present values.
+        :param expected: the likelihoods at the current values.
         :param carried: marginals of the predictors.
-        :param unconstrained: the present value.
-        :param slope: the derivative of the bound in it.
+        :param unconstrained: the current value.
+        :param slope: the derivative of the bound with respect to it.
         """
         one = jnp.ones_like(unconstrained)
         at, rate = jax.jvp(self.transform, (unconstrained,), (one,))
@@ -70,7 +71,7 @@ class ClosedParam(NamedTuple):
         carried: dict[str, Marginals],
         vector: bool,
     ) -> Array:
-        """Summed over the data, with their masks and scales."""
+        """Return the statistic summed over the data, with their masks and scales."""
         (site,) = (s for s in expected.sites if s.name == self.site)
         fn, value, scale = expected.likelihoods[self.site]
         means, variances = of_site(carried, site)
@@ -97,15 +98,15 @@ def closed_params(
     transforms: dict[str, Any],
     key: Array,
 ) -> tuple[ClosedParam, ...]:
-    """Proves which likelihood parameter each of ``names`` is.
+    """Verify which likelihood parameter each of ``names`` is.
 
-    :param names: of params.
+    :param names: names of params.
     :param model: the model.
-    :param structure: what it is made of.
+    :param structure: the structure of the model.
     :param arguments: its arguments.
     :param values: all params, constrained, and values of other latents.
-    :param transforms: to constrained params, by name.
-    :param key: seed for whatever is not in ``values``.
+    :param transforms: transforms to constrained params, by name.
+    :param key: random key for all sites that are not in ``values``.
     :raises NotConjugateError: for a param that is not one parameter of one likelihood,
         or one without a closed-form maximiser.
     """
@@ -123,7 +124,8 @@ def closed_params(
 
 
 def _parts(trace: Trace, structure: Structure) -> dict[str, Any]:
-    """Parameters by "site/name", and all else that may depend on a param."""
+    """Return parameters by "site/name", and everything else that may depend on a
+    param."""
     parameters: dict[str, Any] = {}
     rest: list[Any] = []
     for site in structure.observed:
@@ -150,7 +152,8 @@ def _proved(
     run: Callable[[dict[str, Any]], Trace],
     structure: Structure,
 ) -> ClosedParam:
-    """The one parameter a param is, or a multiple of; raises if there is none."""
+    """Return the one parameter that a param is, up to a factor; raise if there is
+    none."""
     classes: dict[str, type] = {}
 
     def parts(given: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +194,8 @@ def _proved(
 
 
 def _only_parameter(name: str, states: dict[str, Any]) -> tuple[str, bool]:
-    """What a param reaches, "site/parameter", and whether it does so affinely."""
+    """Return the parameter that depends on a param, "site/parameter", and whether it is
+    affine in the param."""
     reached = {
         key: leaf.state[name].affine
         for key, kept in states["parameters"].items()

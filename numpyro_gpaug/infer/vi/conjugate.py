@@ -97,10 +97,10 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     ``evaluate``, ``get_params``.
 
     *Full data*: one step evaluates the collapsed bound at hyperparameters that L-BFGS
-    proposes. For this the Gaussian blocks are taken to their optimum, one block at a
-    time, by whole steps that are halved while the bound falls. With several latents all
-    of them move together by Anderson acceleration, as long as the bound rises. Without
-    hyperparameters, or with an optax transformation, a step updates each block once.
+    proposes. For this the Gaussian blocks are optimised one at a time, by whole steps
+    that are halved while the bound falls. With several latents, Anderson acceleration
+    updates all of them together as long as the bound rises. Without hyperparameters, or
+    with an optax transformation, a step updates each block once.
 
     No step lowers the bound by more than rounding (unless ``other`` draws latents at
     random): an update of the hyperparameters that would do so is undone, and a shorter
@@ -142,8 +142,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         20 and 100 steps.
     :param hyper_steps: optax updates after each closed-form step.
     :param hyper_every: closed-form steps between optax updates, in which the posterior
-        approaches its optimum, and which need no gradient. By default every step has an
-        update. On minibatches the posterior lags behind, and its gradient can drive
+        approaches its optimum, and which need no gradient. By default every step has
+        one. On minibatches the posterior lags behind, and its gradient can drive
         hyperparameters far off. By default each entry of an update is therefore
         clipped, in unconstrained units, to half the step size of the closed-form
         update. With a number, even 1, updates are not clipped.
@@ -225,7 +225,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     def _begin(self, version: Version) -> None:
         """Discard everything that was compiled.
 
-        :param version: of the model.
+        :param version: the version of the model.
         """
         given, self._version = (self.model, self.guide), version
         self._checked = CheckedData(*given, self._mesh)
@@ -371,8 +371,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     ) -> ConjugateResult | None:
         """See :meth:`run`.
 
-        :param turns: whether the guide may take another basis.
-        :return: ``None`` if it has, for another run.
+        :param turns: whether the guide may change to another basis.
+        :return: ``None`` if the guide has changed its basis, and another run is needed.
         """
         given = Given.split(self._mesh, *partitioned((args, kwargs)))
         mesh = rows_mesh(self._mesh, jax.tree.leaves((given.args, given.kwargs)))
@@ -438,7 +438,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         """Whether the guide has changed to a basis that preserves more of the
         precision.
 
-        :param state: of a fit of which rounding left too little.
+        :param state: the state of a fit with too large rounding errors.
         :param given: the arguments of the run.
         """
         arguments = Arguments.split(given.args, given.kwargs)
@@ -459,7 +459,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     ) -> None:
         """Warn about properties of the fit that users should know.
 
-        :param start: makes the state that it began from, if that is not given.
+        :param start: a function that returns the initial state, if none was given.
         """
         if self._searches(plan):
             warn_of_noise(state.hyper.optim_state, plan.structure)
@@ -487,7 +487,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :raises ValueError: if params of the model or of the guide are missing.
         :raises ModelChangedError: if a global, or whatever else the model reads besides
             its arguments, has changed since the run.
-        :raises TypeError: for params without arguments, and a state.
+        :raises TypeError: for params without arguments, and for a state.
         """
         version, whole = None, True
         if isinstance(fit, ConjugateResult) and not args and not kwargs:
@@ -538,6 +538,6 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         explain_failure(self.model, self._values(state), structure, args, kwargs)
 
     def _values(self, state: ConjugateState) -> dict[str, Any]:
-        """Params and other latents."""
+        """Return params and other latents."""
         params = self._programs.constrain(state.hyper.values)
         return {**params, **self.guide.other_median(params)}

@@ -16,7 +16,8 @@ Floats = tuple[Array, ...]
 
 
 def split_floats(tree: Any) -> tuple[Floats, Callable[[Floats], Any]]:
-    """The arrays of a tree that can be differentiated, and what puts it together.
+    """Return the arrays of a tree that can be differentiated, and a function that
+    restores the tree.
 
     :param tree: any pytree.
     :return: its float leaves, and a function from such leaves to the tree.
@@ -38,7 +39,7 @@ def is_float(leaf: Any) -> bool:
 
 def floats_of(tree: Any) -> Any:
     """Return the tree with ``None``, which is an empty tree, in place of all leaves but
-    floats: what optax moves.
+    floats: the part that optax updates.
 
     :param tree: any pytree.
     """
@@ -46,17 +47,19 @@ def floats_of(tree: Any) -> Any:
 
 
 def with_zeros(floats: Any, like: Any) -> Any:
-    """Return a tree of floats with zeros where :func:`floats_of` left others out.
+    """Return a tree of floats with zeros for the leaves that :func:`floats_of` left
+    out.
 
     :param floats: the tree.
-    :param like: the tree with the others.
+    :param like: the full tree.
     """
     _, rebuild = split_floats(jax.tree.map(jnp.zeros_like, like))
     return rebuild(tuple(jax.tree.leaves(floats)))
 
 
 def raveled(tree: Any) -> tuple[Array, Callable[[Array], Any]]:
-    """Return all floats of a tree as a vector, and what makes the tree of such a one.
+    """Return all floats of a tree as a vector, and a function from such a vector to the
+    tree.
 
     :param tree: any pytree.
     """
@@ -66,12 +69,12 @@ def raveled(tree: Any) -> tuple[Array, Callable[[Array], Any]]:
 
 
 def vjp(fn: Callable[[Any], Any], values: Any) -> tuple[Any, Callable[[Floats], Any]]:
-    """What ``fn`` returns, and the pullback of cotangents of its float leaves, in the
-    order of :func:`split_floats`, to ``values``, zero at leaves that are no floats;
-    ``fn`` is called once.
+    """Return the value of ``fn``, and the pullback of cotangents of its float leaves,
+    in the order of :func:`split_floats`, to ``values``. The pullback is zero at leaves
+    that are not floats. ``fn`` is called once.
 
-    :param fn: from a pytree to any pytree.
-    :param values: where.
+    :param fn: a function from a pytree to any pytree.
+    :param values: the point.
     """
     rest: list[Any] = []
 

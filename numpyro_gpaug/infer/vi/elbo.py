@@ -79,7 +79,7 @@ class TraceAnalytic_ELBO(ELBO):
     def routes(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> dict:
         """Return the route of every observed site.
 
-        :param model: the model; or the guide of its fit, since an
+        :param model: the model; or the guide of its fit, because an
             :class:`~numpyro_gpaug.AutoLatentGaussian` integrates out more latents than
             the processes and weight vectors that are found without a guide.
         :param args: its arguments.
@@ -170,7 +170,7 @@ def _block_moments(guide_trace: Trace, block: Block) -> Moments:
 def mean_over_particles(
     elbo: ELBO, particle: Callable[[Array], Array], rng_key: Array
 ) -> Array:
-    """Average ``particle(key)`` over as many draws as ``elbo`` takes."""
+    """Average ``particle(key)`` over the particles of ``elbo``."""
     if elbo.num_particles == 1:
         return particle(rng_key)
     keys = random.split(rng_key, elbo.num_particles)
@@ -231,8 +231,8 @@ def drawn_indices(
     values: dict[str, Any],
     key: Array,
 ) -> dict[str, Array]:
-    """Draw the indices of every subsampled plate once, so that all runs of the model in
-    a step use the same batch."""
+    """Draw the indices of every subsampled plate once. All runs of the model in a step
+    then use the same batch."""
     if not structure.subsampled:
         return {}
     filled = {**structure.zeros, **values}

@@ -14,17 +14,17 @@ Epochs = dict[str, tuple[Array, Array]]
 
 
 def epoch_length(structure: Structure) -> int:
-    """Batches per epoch, of the plate that has most: what is left over of an epoch is
-    shuffled into the next (:func:`next_batch`)."""
+    """The number of batches per epoch of the plate with most batches. Members left over
+    at the end of an epoch are shuffled into the next one (:func:`next_batch`)."""
     batches = [p.size // p.subsample_size for p in structure.subsampled.values()]
     return max(batches, default=1)
 
 
 def first_epochs(structure: Structure, passed: Collection[str] = ()) -> Epochs:
-    """Epochs at their end, so that the first step shuffles.
+    """Return epochs at their end, so that the first step shuffles.
 
-    :param structure: what the model is made of.
-    :param passed: plates whose batches are passed in; there is nothing to draw.
+    :param structure: the structure of the model.
+    :param passed: plates whose batches are passed in, which need no draws.
     """
     return {
         name: (jnp.arange(plate.size, dtype=jnp.int32), jnp.int32(plate.size))
@@ -36,10 +36,10 @@ def first_epochs(structure: Structure, passed: Collection[str] = ()) -> Epochs:
 def drawn_batch(
     structure: Structure, key: Array, passed: Collection[str] = ()
 ) -> dict[str, Array]:
-    """Indices of every subsampled plate drawn with replacement, for a look at a state:
-    to shuffle half a million rows takes as long as a hundred steps on 1000 of them.
+    """Draw indices of every subsampled plate with replacement, to evaluate a state:
+    shuffling half a million rows takes as long as a hundred steps on 1000 of them.
 
-    :param structure: what the model is made of.
+    :param structure: the structure of the model.
     :param key: random key.
     :param passed: plates whose batches are passed in.
     """
@@ -55,14 +55,15 @@ def drawn_batch(
 def next_batch(
     structure: Structure, epochs: Epochs, key: Array
 ) -> tuple[dict[str, Array], Epochs]:
-    """Indices of every subsampled plate, from epochs shuffled without replacement;
-    NumPyro's own draw costs a sequential pass over the plate per step.
+    """Return indices of every subsampled plate, from epochs shuffled without
+    replacement. NumPyro's own draw would cost a sequential pass over the plate per
+    step.
 
-    :param structure: what the model is made of.
-    :param epochs: by plate, a permutation and the position in it; none of a plate whose
-        batches are passed in.
+    :param structure: the structure of the model.
+    :param epochs: by plate, a permutation and the position in it; nothing for a plate
+        whose batches are passed in.
     :param key: random key of the step.
-    :return: indices by plate, and the epochs after them.
+    :return: indices by plate, and the next state of the epochs.
     """
     indices, following = {}, {}
     for k, (name, plate) in enumerate(structure.subsampled.items()):

@@ -20,8 +20,8 @@ def relative_rounding(dtype: Any) -> float:
 
 
 def share_of_walk(marginals: Any) -> float:
-    """The part of :func:`relative_rounding` that is due to summing so many terms:
-    errors are a random walk. With a larger tolerance moves would alternate around their
+    """The part of :func:`relative_rounding` that is due to the number of terms: errors
+    are a random walk. With a larger tolerance, updates would alternate around their
     fixed point: counts of thousands make bounds of 1e5 nats, and 32 units in the last
     place are nats."""
     terms = sum(x.size for x in jax.tree.leaves(marginals))
@@ -33,14 +33,15 @@ class Evaluation(NamedTuple):
 
     :param bound: evidence lower bound.
     :param expected: the expected log-likelihood in it.
-    :param slack: how far it may fall in a move of a block that is taken.
-    :param moments: by block.
-    :param marginals: by block.
-    :param slopes: derivatives of the expected log-likelihood in the marginals.
-    :param direct: its derivatives in the numbers that the likelihood is made of; empty
-        unless something is learnt.
+    :param slack: the largest decrease for which an update of a block is accepted.
+    :param moments: moments by block.
+    :param marginals: marginals by block.
+    :param slopes: derivatives of the expected log-likelihood with respect to the
+        marginals.
+    :param direct: its derivatives with respect to the numbers in the likelihood; empty
+        unless hyperparameters are learnt.
     :param divergences: KL by block, (latents,).
-    :param rise: of the bound in the move that led here; infinite where it is not known.
+    :param rise: the increase of the bound in the last update; infinite if unknown.
     """
 
     bound: Array
@@ -60,11 +61,11 @@ class Evaluation(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The position of a block.
+    """A point of a line search in one block.
 
-    :param mean: of its latents.
+    :param mean: mean of its latents.
     :param rows: means of its predictors.
-    :param slopes: derivatives of the expected log-likelihood in these.
+    :param slopes: derivatives of the expected log-likelihood with respect to these.
     """
 
     mean: Array

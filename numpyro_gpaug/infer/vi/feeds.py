@@ -34,9 +34,9 @@ TOGETHER, BYTES = 32, 2**24
 class Taken(NamedTuple):
     """The result of some steps.
 
-    :param state: the last.
-    :param losses: of the steps.
-    :param params: constrained, at the last state, if they were asked for with it.
+    :param state: the last state.
+    :param losses: the losses of the steps.
+    :param params: constrained params at the last state, if they were requested.
     """
 
     state: ConjugateState
@@ -49,7 +49,7 @@ class Feed(Protocol):
 
     @property
     def size(self) -> int:
-        """Entries of what a step sees."""
+        """The number of entries of the data of a step."""
 
     @property
     def mesh(self) -> Mesh | None:
@@ -59,19 +59,20 @@ class Feed(Protocol):
         """Take so many steps, or fewer if the bound no longer rises."""
 
     def bounds(self, state: ConjugateState) -> Array:
-        """The bounds of a state on the same minibatches every time."""
+        """Return the bounds of a state on minibatches that are the same in every
+        call."""
 
     def close(self) -> None:
-        """Ends what it began."""
+        """Stop all threads of this source."""
 
 
 class InMemory(NamedTuple):
-    """Arguments that steps see whole.
+    """Arguments that every step uses completely.
 
-    :param arguments: of the model.
-    :param take: the steps, from state (``None`` if they begin the run), number and
-        tolerance: the state, losses, how many they were, params, and what a posterior
-        asks of these, if that is known.
+    :param arguments: the model's arguments.
+    :param take: takes steps, given the state (``None`` at the start of the run), the
+        number of steps and the tolerance; returns the state, losses, number of steps
+        taken, params, and the part of the posterior that is known from these, if any.
     :param bounds: see :class:`Feed`.
     """
 
@@ -81,12 +82,12 @@ class InMemory(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Entries of the data."""
+        """The number of entries of the data."""
         return sum(x.size for x in self.arguments.arrays)
 
     @property
     def mesh(self) -> Mesh | None:
-        """Where they are."""
+        """The mesh of the data."""
         return self.arguments.mesh
 
     def steps(
@@ -102,10 +103,10 @@ class InMemory(NamedTuple):
 class Given(NamedTuple):
     """A model's arguments, some of which may be :class:`Blocks` or :class:`Batches`.
 
-    :param batches: these; ``None`` if all is in memory.
-    :param args: the arguments, with the first of them.
+    :param batches: the batches or blocks; ``None`` if all data are in memory.
+    :param args: the arguments, with the first batch.
     :param kwargs: the keyword arguments, likewise.
-    :param processes: that read batches, each of rows of its own.
+    :param processes: the number of processes that read batches, each with its own rows.
     """
 
     batches: Blocks | None
@@ -117,13 +118,14 @@ class Given(NamedTuple):
     def split(
         cls, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Given:
-        """Parts the arguments of a run.
+        """Split the arguments of a run.
 
-        :param mesh: where the rows of batches are shared out.
+        :param mesh: the mesh over which rows of batches are sharded.
         :param args: the arguments.
         :param kwargs: the keyword arguments.
-        :raises TypeError: for batches beside other positional arguments, or by name.
-        :raises ValueError: for batches that cannot be shared out.
+        :raises TypeError: for batches together with other positional arguments, or
+            passed by name.
+        :raises ValueError: for batches that cannot be sharded.
         """
         found = [x for x in (*args, *kwargs.values()) if isinstance(x, Blocks)]
         if not found:
@@ -141,10 +143,10 @@ class Given(NamedTuple):
         return cls(found[0], *given.at(first), processes)
 
     def at(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with a batch.
+        """Return the arguments with a batch.
 
         :param batch: a tuple of arrays, or a dict of them.
-        :raises ValueError: for a name of a batch that is passed, too.
+        :raises ValueError: for a name of the batch that is also passed as an argument.
         """
         if not isinstance(batch, dict):
             return batch, self.kwargs
@@ -154,7 +156,8 @@ class Given(NamedTuple):
 
     @property
     def batch(self) -> Batch | None:
-        """Rows in all and of a batch, if a step sees one of :class:`Batches`."""
+        """The total number of rows, and the rows of a batch, if a step uses one of
+        :class:`Batches`."""
         if not isinstance(self.batches, Batches):
             return None
         rows, size = self.batches.rows, self.batches.size
@@ -164,8 +167,8 @@ class Given(NamedTuple):
 def _sharing(batches: Blocks, mesh: Mesh) -> int:
     """The number of processes that read batches.
 
-    :raises ValueError: for batches that cannot be shared out evenly, or are not alike
-        in all processes, which would wait for one another.
+    :raises ValueError: for batches that cannot be sharded evenly, or that differ
+        between processes, which would then wait for one another.
     """
     processes = row_processes(mesh)
     parts, left = mesh.shape[ROWS] // processes, batches.rows % batches.size
@@ -191,12 +194,12 @@ def _sharing(batches: Blocks, mesh: Mesh) -> int:
 
 
 class Reader:
-    """Batches, checked, and numbered over epochs.
+    """Checked batches, numbered over epochs.
 
     :param given: the arguments of the run.
     :param model: the model.
-    :param structure: of it at a batch.
-    :param mesh: where the rows of every batch are shared out.
+    :param structure: its structure at a batch.
+    :param mesh: the mesh over which the rows of every batch are sharded.
     """
 
     def __init__(
@@ -222,7 +225,7 @@ class Reader:
         self.together = int(np.clip(BYTES // max(bytes_, 1), 1, TOGETHER))
 
     def arguments(self, batch: Any) -> Arguments:
-        """The model's arguments with a batch."""
+        """Return the model's arguments with a batch."""
         tree = self._given.at(batch)
         leaves = Arguments.select_arrays(tree, jax.tree.leaves(tree))
 
@@ -240,10 +243,10 @@ class Reader:
         return Arguments(arrays, self._first.static)
 
     def stacked(self, batches: list[Any], places: int) -> Stacked:
-        """Arguments with batches side by side.
+        """Return arguments with stacked batches.
 
         :param batches: one or more.
-        :param places: for as many, the last ones filled with the first batch.
+        :param places: the length of the stack, filled up with the first batch.
         """
         filled = [*batches, *batches[:1] * (places - len(batches))]
         trees = [self._given.at(batch) for batch in filled]
@@ -258,9 +261,9 @@ class Reader:
         return Stacked(arrays, (self._first.static, self._of_batches))
 
     def from_batch(self, number: int) -> Iterator[Any]:
-        """Batches without end.
+        """Yield batches without end.
 
-        :param number: of the first, counted over epochs.
+        :param number: the number of the first batch, counted over epochs.
         """
         epoch, start = divmod(number, len(self.batches))
         while True:
@@ -270,7 +273,7 @@ class Reader:
             epoch, start = epoch + 1, 0
 
     def blocks(self) -> Iterator[Any]:
-        """All rows once."""
+        """Yield all rows once."""
         blocks: Any = self._checked(self.batches.blocks(), "of a pass", 0)
         # Processes wait for each other: not for every block.
         number = self.together if spans_processes(self.mesh) else 1
@@ -279,10 +282,10 @@ class Reader:
                 yield from some
 
     def some(self, batches: Iterator[Any], number: int) -> list[Any]:
-        """The next batches.
+        """Return the next batches.
 
         :param batches: from :meth:`from_batch`.
-        :param number: of those that are wanted.
+        :param number: the number of batches.
         :raises Exception: if they could not be read, in this or another process.
         """
         with all_or_none(self.mesh):
@@ -291,10 +294,10 @@ class Reader:
     def _checked(
         self, batches: Iterator[Any], of_what: str, number: int
     ) -> Iterator[Any]:
-        """Batches, of which errors say which it was.
+        """Yield checked batches; an error names the batch.
 
-        :param of_what: they are.
-        :param number: of the first.
+        :param of_what: the name of a batch in errors.
+        :param number: the number of the first batch.
         """
         # A generator, where the thread can be ended; closed with this one.
         ahead: Any = prefetch(batches, self.batches.ahead, self.batches.timeout)
@@ -320,10 +323,10 @@ class Reader:
 
     @one_thread
     def explain(self, batch: Any, which: str) -> None:
-        """Raises for a batch whose observations were found not to be valid.
+        """Raise for a batch with invalid observations.
 
         :param batch: the batch.
-        :param which: it is.
+        :param which: its name in errors.
         """
         try:
             check_observations(self._model, self._structure, self.arguments(batch))
@@ -333,10 +336,10 @@ class Reader:
 
 
 class Minibatches:
-    """Steps that see one batch each.
+    """Steps that use one batch each.
 
-    :param reader: of the batches.
-    :param plan: of the fit at one.
+    :param reader: the reader of the batches.
+    :param plan: the plan of the fit at one batch.
     :param advance: the compiled steps; see
         :func:`~numpyro_gpaug.infer.vi.loop.run_batches`.
     :param bounds_of: the compiled bounds on batches.
@@ -390,8 +393,8 @@ class Minibatches:
         return Taken(state, losses)
 
     def bounds(self, state: ConjugateState) -> Array:
-        """The bounds of a state on the first batches of all, of the next
-        epochs too if they are few."""
+        """Return the bounds of a state on the first batches of the data, and of further
+        epochs if there are few batches."""
         if self._compared is None:
             batches: Any = self._reader.from_batch(0)
             with closing(batches):
@@ -402,6 +405,6 @@ class Minibatches:
             return self._bounds_of(state, arrays, plan=self._plan, static=static)
 
     def close(self) -> None:
-        """Ends the thread that reads."""
+        """Stop the thread that reads."""
         if self._coming is not None:
             self._coming.close()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first-order phase of a search in hundreds of numbers that are no scales.
+"""The first-order phase of a search over hundreds of params without a natural scale.
 
-Second-order steps take stiff directions first. Where a network is learnt these are the
-scales: the noise takes all that the network does not yet explain for noise, gradients
-of weights vanish, and the search ends in an optimum hundreds of nats low. Adam moves
-all numbers at one rate, weights before the noise has run off; from where that leads
-L-BFGS goes on.
+Second-order steps change stiff directions first. If a network is learnt, these are the
+scales: the noise absorbs everything that the network does not yet explain, gradients of
+weights vanish, and the search ends in an optimum hundreds of nats too low. Adam changes
+all numbers at one rate, so the weights change before the noise has grown. L-BFGS
+continues from the result.
 
 Reference: Kingma and Ba (2015), Adam: a method for stochastic optimization.
 """
@@ -30,9 +30,9 @@ PATIENCE = 20
 class Ascent(NamedTuple):
     """State of the phase.
 
-    :param left: steps that it still has; at 0 the search begins, where the bound is
-        highest, and at -1 it is over.
-    :param moments: optax's.
+    :param left: remaining steps; at 0 the search begins at the highest bound, and at -1
+        the phase is over.
+    :param moments: the state of optax.
     """
 
     left: Array
@@ -40,10 +40,10 @@ class Ascent(NamedTuple):
 
     @classmethod
     def start(cls, flat: Array, free: int) -> Ascent | tuple[()]:
-        """Return the state before the first step; empty where there is no phase.
+        """Return the state before the first step; empty if there is no such phase.
 
         :param flat: unconstrained params.
-        :param free: how many of them are on no scale.
+        :param free: the number of them without a natural scale.
         """
         return cls(jnp.int32(STEPS), _adam().init(flat)) if free >= MANY else ()
 
@@ -54,7 +54,7 @@ class Ascent(NamedTuple):
     def next(self, gradient: Array, stalled: Array) -> tuple[Array, Ascent]:
         """Return the next update, and the state after it.
 
-        :param gradient: of the bound, flat.
+        :param gradient: the gradient of the bound, flat.
         :param stalled: steps without a rise.
         """
         update, moments = _adam().update(-gradient, self.moments)
@@ -63,7 +63,7 @@ class Ascent(NamedTuple):
         return update, Ascent(left, moments)
 
     def ended(self) -> Ascent:
-        """Return the state after a step to where there is no bound."""
+        """Return the state after a step to a point without a finite bound."""
         return self._replace(left=jnp.minimum(self.left, 0))
 
 

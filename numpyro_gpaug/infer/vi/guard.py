@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether learning on minibatches has made the bound fall.
 
-No step on a batch is undone, and the losses of two batches are hard to compare. Every
-100 steps the bound is therefore evaluated on batches that stay the same. As a freak
-among their rows could make it fall alone, the mean loss of the last 100 steps has to
-agree."""
+Steps on batches are not undone, and the losses of two batches are hard to compare. The
+bound is therefore evaluated on fixed batches every 100 steps. Since a single outlier in
+these rows could make it fall, the mean loss of the last 100 steps has to confirm the
+decrease."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class _Best(NamedTuple):
 
 
 class Guard:
-    """Goes back to the state of highest bound when the bound has fallen for 200 steps,
-    and on from there at half the rate.
+    """Return to the state with the highest bound when the bound has fallen for 200
+    steps, and continue at half the rate.
 
-    :param evaluate: the bounds of a state on the same batches every time. States are
-        its only argument; see :func:`~numpyro_gpaug.infer.vi.loop.bounds_of_batches`.
-    :param num_steps: of the run. In fewer than 300 nothing could be said.
+    :param evaluate: returns the bounds of a state on batches that are the same in every
+        call; see :func:`~numpyro_gpaug.infer.vi.loop.bounds_of_batches`.
+    :param num_steps: steps of the run. Fewer than 300 are not enough for a conclusion.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Guard:
         progress: Progress,
         recent: np.ndarray,
     ) -> ConjugateState:
-        """The state to go on from, mostly the one given.
+        """Return the state to continue from, in most cases the given one.
 
-        :param state: after a loop of steps.
-        :param progress: of the run.
+        :param state: the state after a loop of steps.
+        :param progress: the progress of the run.
         :param recent: losses of the last 100 steps.
         """
         last = progress.over

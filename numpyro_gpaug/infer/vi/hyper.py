@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyperparameters as a fit moves them: a pending update, and less of it if the bound
+"""Hyperparameters of a fit: a pending update, and a fraction of it if the bound
 fell."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Hyper(NamedTuple):
 
     :param values: unconstrained params of the model and of the other guide.
     :param update: the pending update, applied at the start of the next step.
-    :param scale: fraction of it to apply; less when it made the bound fall.
+    :param scale: fraction of it to apply; reduced when it made the bound fall.
     :param optim_state: the optax state, or a
         :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
     """
@@ -32,7 +32,7 @@ class Hyper(NamedTuple):
 
 
 def moved(hyper: Hyper) -> dict[str, Any]:
-    """Hyperparameters after their pending update."""
+    """Return hyperparameters after their pending update."""
 
     def after(value: Array, update: Array) -> Array:
         return value + jnp.asarray(hyper.scale * update, value.dtype)
@@ -41,15 +41,15 @@ def moved(hyper: Hyper) -> dict[str, Any]:
 
 
 def limited(hyper: Hyper, size: Array) -> Hyper:
-    """A pending update of which no entry is larger than half the step size of the
-    posterior. A step of size ``s`` takes the posterior that part of its way: it lags
-    behind by about ``1 / s`` steps, in which no hyperparameter then moves by more than
-    a half, in unconstrained units (a factor of 1.6 of a positive one). Two time scales
-    are what stochastic approximation of two quantities needs to converge (Borkar, 1997,
-    Stochastic approximation with two time scales).
+    """Clip every entry of a pending update to half the step size of the posterior. A
+    step of size ``s`` takes the posterior a fraction ``s`` of its way, so it lags
+    behind by about ``1 / s`` steps. In these, no hyperparameter then changes by more
+    than a half in unconstrained units (a factor of 1.6 for a positive one). Stochastic
+    approximation of two quantities needs two such time scales to converge (Borkar,
+    1997, Stochastic approximation with two time scales).
 
-    :param hyper: with an update that any optax transformation made.
-    :param size: of the last step of the posterior.
+    :param hyper: hyperparameters with an update from any optax transformation.
+    :param size: the size of the last step of the posterior.
     """
 
     def cut(update: Array) -> Array:
@@ -60,11 +60,11 @@ def limited(hyper: Hyper, size: Array) -> Hyper:
 
 
 def refused(hyper: Hyper) -> Hyper:
-    """Half of a pending update that made the bound fall. One of which less than a tenth
-    is left is dropped for one from a new gradient: what momentum proposes need not
-    ascend, however little of it is applied.
+    """Halve a pending update that made the bound fall. If less than a tenth is left, it
+    is replaced by an update from a new gradient: an update with momentum need not
+    ascend, however small it is.
 
-    :param hyper: before the update.
+    :param hyper: hyperparameters before the update.
     """
     dropped = hyper.scale < 2 * LEAST_SCALE
     update = jax.tree.map(

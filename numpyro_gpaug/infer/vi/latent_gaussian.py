@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The closed-form problem: Gaussian blocks, their affine maps, and a likelihood.
 
-The conjugate update replaces the likelihood by Gaussian factors on the predictors, the
-derivatives of its expectation ``E(m, v)`` (or of its augmented bound):
+The conjugate update replaces the likelihood by Gaussian factors on the predictors. They
+follow from the derivatives of its expectation ``E(m, v)`` (or of its augmented bound):
 :func:`~numpyro_gpaug.math.affine.gaussian_factors`. The posterior precision
 ``P + A diag(w) A'`` with the prior precision ``P`` is positive definite by construction
 for log-concave likelihoods, and a step is a convex combination of natural parameters.
@@ -57,20 +57,20 @@ Natural = dict[str, Any]
 )
 @dataclass(frozen=True)
 class LatentGaussian:
-    """A model at fixed hyperparameters, as closed-form updates see it.
+    """The problem that closed-form updates solve: a model at fixed hyperparameters.
 
-    :param maps: the affine map of every block to where its marginals are taken.
-    :param priors: by block.
+    :param maps: the affine map of every block to its predictors.
+    :param priors: priors by block.
     :param scales: NumPyro's scale of each block's site (1 if none).
     :param latents: indices of the latents a process was called for, by block.
-    :param coupled: blocks whose latents share outputs (loadings): they are moved one at
-        a time, as moved together they overshoot.
+    :param coupled: blocks whose latents share outputs (loadings). They are updated one
+        at a time, because joint updates overshoot.
     :param likelihood: the expected log-likelihood, a function (and pytree) of the
         marginals and of the kind of bound.
     :param constant: the part of the bound that does not depend on the blocks.
-    :param unreached: by process, of which function values no more than one inducing
-        value says something.
-    :param learns: whether evaluations keep what :meth:`gradient` needs.
+    :param unreached: by process, the function values that depend on at most one
+        inducing value.
+    :param learns: whether evaluations keep the quantities that :meth:`gradient` needs.
     """
 
     maps: Mapping[str, AffineMap | AffineBlocks | PairedMap | ArrowMap]
@@ -87,9 +87,9 @@ class LatentGaussian:
     def seen(
         cls, view: Any, bound: str, constant: Array | float, *, learns: bool
     ) -> Self:
-        """A model at fixed hyperparameters.
+        """Return the problem of a model at fixed hyperparameters.
 
-        :param view: the model as its guide sees it.
+        :param view: the view of the model by its guide.
         :param bound: ``"exact"`` or ``"augmented"``.
         :param constant: see the class.
         :param learns: see the class.
@@ -118,13 +118,13 @@ class LatentGaussian:
 
     @property
     def dtype(self) -> Any:
-        """Of the bound; other latents may be in JAX's default dtype."""
+        """The dtype of the bound; other latents may have JAX's default dtype."""
         return jnp.result_type(*(prior.loc for prior in self.priors.values()))
 
     @property
     def quadratic(self) -> bool:
-        """Whether a whole step of one latent alone leads to the optimum, wherever it is
-        taken from."""
+        """Whether a whole step of one latent alone leads to the optimum from any
+        start."""
         likelihood: Any = self.likelihood
         single = sum(len(prior.loc) for prior in self.priors.values()) == 1
         return single and likelihood.quadratic
@@ -132,24 +132,26 @@ class LatentGaussian:
     # Minibatches of latents.
 
     def select(self, natural: Natural) -> Natural:
-        """The natural parameters of those latents the processes were called for."""
+        """Return the natural parameters of the latents for which the processes were
+        called."""
         return {k: selected(n, self.latents.get(k)) for k, n in natural.items()}
 
     def scatter(self, natural: Natural, part: Natural) -> Natural:
-        """``natural`` with the latents of :meth:`select` replaced."""
+        """Return ``natural`` with the latents of :meth:`select` replaced."""
         return {k: scatter(n, self.latents.get(k), part[k]) for k, n in natural.items()}
 
     def restrict(self) -> LatentGaussian:
-        """The same problem for :meth:`select` natural parameters: no other latent is
-        looked at, so that a step costs what the latents it was called for cost."""
+        """Return the same problem for the natural parameters of :meth:`select`. It
+        ignores all other latents, so the cost of a step depends on the selected latents
+        only."""
         priors = {k: selected(p, self.latents.get(k)) for k, p in self.priors.items()}
         return replace(self, priors=priors, latents={})
 
     def of_latent(self, name: str, index: Array | None) -> LatentGaussian:
-        """The same problem with one latent alone of one block.
+        """Return the same problem with a single latent of one block.
 
         :param name: the block.
-        :param index: of the latent, (1,); ``None`` for all.
+        :param index: index of the latent, (1,); ``None`` for all.
         """
         if index is None:
             return self
@@ -163,16 +165,16 @@ class LatentGaussian:
     # The bound.
 
     def evaluate(self, natural: Natural) -> Evaluation:
-        """The bound and its slopes at ``natural``."""
+        """Return the bound and its derivatives at ``natural``."""
         q = {name: n.moments() for name, n in natural.items()}
         at = {name: self._marginals(name, q[name]) for name in natural}
         kl = {name: self._kl(name, q[name]) for name in natural}
         return self._evaluation(q, at, kl)
 
     def unevaluated(self, natural: Natural) -> Evaluation:
-        """What an evaluation at ``natural`` is made from, with a bound of minus
-        infinity, but for the first block: as soon as one of its latents is evaluated,
-        all is."""
+        """Return the components of an evaluation at ``natural`` without the first
+        block, with a bound of minus infinity. Evaluating a latent of the first block
+        completes it."""
         shapes = jax.eval_shape(self.evaluate, natural)
         empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         first, *others = natural
@@ -195,7 +197,8 @@ class LatentGaussian:
         candidate: Any,
         index: Array | None = None,
     ) -> Evaluation:
-        """The bound after a change of one block only, or of one of its latents."""
+        """Return the bound after a change of one block only, or of one of its
+        latents."""
         q = candidate.moments()
         part = self.of_latent(name, index)
         before = old.moments[name], old.marginals[name], old.divergences[name]
@@ -208,9 +211,10 @@ class LatentGaussian:
         )
 
     def solved(self, natural: Natural) -> tuple[Natural, Evaluation]:
-        """The optimum of a problem that is :attr:`quadratic`, and the evaluation there.
+        """Return the optimum of a problem that is :attr:`quadratic`, and the evaluation
+        there.
 
-        :param natural: anywhere; the nearer, the less is lost to rounding.
+        :param natural: any start; the nearer it is, the smaller the rounding error.
         """
         ((name, old),) = natural.items()
         maps: Any = self.maps
@@ -221,7 +225,7 @@ class LatentGaussian:
         return found, self.evaluate(found)
 
     def augmented_slopes(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
-        """Derivatives of the augmented bound in the marginals."""
+        """Return derivatives of the augmented bound with respect to the marginals."""
         return jax.grad(lambda at: self.likelihood(at, bound="augmented"))(at)
 
     def _marginals(self, name: str, q: Any) -> Any:
@@ -251,10 +255,10 @@ class LatentGaussian:
         return Evaluation(bound, value, slack, q, at, slopes, direct, kl, rise)
 
     def bound(self, value: Array, kl: dict[str, Array]) -> tuple[Array, Array]:
-        """The bound, and how far it may seem to fall by rounding alone.
+        """Return the bound, and the largest decrease that rounding alone may cause.
 
         :param value: the expected log-likelihood.
-        :param kl: by block.
+        :param kl: KL divergences by block.
         """
         total = sum(each.sum() for each in kl.values())
         bound = jnp.asarray(value + self.constant - total, self.dtype)
@@ -263,19 +267,19 @@ class LatentGaussian:
         return bound, relative_rounding(self.dtype) * terms
 
     def place(self, name: str, evaluation: Evaluation) -> Place:
-        """Where a block is, for :meth:`slopes_between`."""
+        """Return the point of a block, for :meth:`slopes_between`."""
         at, slopes = evaluation.marginals[name], evaluation.slopes[name]
         return Place(evaluation.moments[name].mean, at.mean, slopes.mean)
 
     def slopes_between(
         self, name: str, one: Place, other: Place
     ) -> tuple[Array, Array]:
-        """Slopes of the bound as the means of a block go from one place to another, at
-        both.
+        """Return the directional derivatives of the bound from one point of a block to
+        another, at both points.
 
         :param name: the block.
-        :param one: where they start.
-        :param other: where they end.
+        :param one: the start.
+        :param other: the end.
         """
         latents, rows = other.mean - one.mean, other.rows - one.rows
 
@@ -286,19 +290,19 @@ class LatentGaussian:
         return along(one), along(other)
 
     def pull(self, name: str, mean: Array) -> Array:
-        """Gradient of the divergence in the means of a block.
+        """Return the gradient of the divergence with respect to the means of a block.
 
         :param name: the block.
-        :param mean: where.
+        :param mean: the means.
         """
         return self.priors[name].pull(mean) * self.scales[name]
 
     def push(self, name: str, evaluation: Evaluation) -> Array:
-        """Gradient of the expected log-likelihood in the means of a block, a sum over
-        rows.
+        """Return the gradient of the expected log-likelihood with respect to the means
+        of a block, a sum over rows.
 
         :param name: the block.
-        :param evaluation: where.
+        :param evaluation: the evaluation at these means.
         """
         q = evaluation.moments[name]
 
@@ -308,12 +312,13 @@ class LatentGaussian:
         return jax.vjp(rows, q.mean)[1](evaluation.slopes[name].mean)[0]
 
     def unresolved(self, evaluation: Evaluation, processes: tuple[str, ...]) -> Array:
-        """By how much bounds at different hyperparameters may differ because kernel
-        matrices are rounded. A residual variance, the difference of two that are as
-        large as the prior's, is known to ``eps sqrt(M)`` of it, about the norm of what
-        rounding adds to a matrix; what the bound makes of that are its slopes.
+        """Return the error, due to rounding of kernel matrices, of bounds at different
+        hyperparameters. A residual variance is the difference of two variances of the
+        size of the prior variance. Its error is ``eps sqrt(M)`` times the prior
+        variance, which is about the norm of the rounding errors of a matrix. The
+        derivatives of the bound propagate this error.
 
-        :param evaluation: of the problem.
+        :param evaluation: an evaluation of the problem.
         :param processes: names of their blocks.
         """
         maps: Any = self.maps
@@ -326,13 +331,14 @@ class LatentGaussian:
         return total
 
     def corrections(self, evaluation: Evaluation) -> dict[str, Array]:
-        """Newton steps of the means, by block, refined once.
+        """Return Newton steps of the means, by block, refined once.
 
-        Where latents compensate each other, the covariance has the rounding error of
-        their wide directions in their narrow ones, and a gradient that follows such a
-        step is off by its own size. What the step leaves of the ascent shows by what.
+        If latents compensate for each other, rounding errors of the wide directions of
+        the covariance appear in its narrow directions, and a gradient that follows such
+        a step can be wrong by its own size. The remaining gradient after the step shows
+        the error.
 
-        :param evaluation: where.
+        :param evaluation: the evaluation at the means.
         """
         ascents = self.ascents(evaluation)
         steps = self.newton(evaluation, ascents)
@@ -354,10 +360,10 @@ class LatentGaussian:
     def newton(
         self, evaluation: Evaluation, ascents: dict[str, Array]
     ) -> dict[str, Array]:
-        """Newton steps of the means, by block.
+        """Return Newton steps of the means, by block.
 
-        :param evaluation: where.
-        :param ascents: gradients of the bound in the means, by block.
+        :param evaluation: the evaluation at the means.
+        :param ascents: gradients of the bound with respect to the means, by block.
         """
 
         def step(q: Any, ascent: Array) -> Array:
@@ -369,7 +375,8 @@ class LatentGaussian:
         return {k: x / self.scales[k] for k, x in found.items()}
 
     def _turn(self, name: str, evaluation: Evaluation, step: Array) -> Array:
-        """The change of a block's ascent along a step of its means, factors fixed."""
+        """Return the change of a block's gradient along a step of its means, with fixed
+        factors."""
         q, map_ = evaluation.moments[name], self.maps[name]
         slopes: Any = evaluation.slopes[name]
 
@@ -384,7 +391,7 @@ class LatentGaussian:
         return jax.vjp(rows, q.mean)[1](pushed)[0] - pulled
 
     def ascents(self, evaluation: Evaluation) -> dict[str, Array]:
-        """Gradients of the bound in the means, by block."""
+        """Return gradients of the bound with respect to the means, by block."""
         return {
             name: self.push(name, evaluation) - self.pull(name, q.mean)
             for name, q in evaluation.moments.items()
@@ -398,28 +405,29 @@ class LatentGaussian:
         share: Array | float = 1.0,
         corrections: dict[str, Array] | None = None,
     ) -> tuple[Array, ...]:
-        """Derivatives of the bound in all numbers this problem is made of
+        """Return derivatives of the bound with respect to all numbers in this problem
         (:func:`~numpyro_gpaug.infer.vi.differentiation.split_floats`).
 
-        By the chain rule from what the evaluation knows of the likelihood, which is not
-        differentiated again. The blocks are fixed in whitened coordinates, but for
-        their means where ``corrections`` are given: these then follow their optimum,
-        as Gaussian factors say where it goes. At the optimum both are the same. Close
-        to it the first is off by the distance times how far the optimum moves, which
-        rounding makes tens of nats where data are many deviations from their prior;
-        the second is off by the square of the distance.
+        The chain rule uses the derivatives of the likelihood in the evaluation, which
+        is not differentiated again. The blocks are fixed in whitened coordinates. With
+        ``corrections``, the means follow their optimum instead, which Gaussian factors
+        predict. At the optimum both gradients are equal. Near it, the error of the
+        first is the distance times the change of the optimum; with rounding, and data
+        many deviations from their prior, that can be tens of nats. The error of the
+        second is the square of the distance.
 
-        :param evaluation: of a problem that ``learns``.
+        :param evaluation: an evaluation of a problem that ``learns``.
         :param restricted: whether it is an evaluation of :meth:`restrict`.
-        :param share: of what the bound has beside the expected log-likelihood; where it
-            is a sum over blocks of rows, one of them has it all.
+        :param share: the share of the terms of the bound other than the expected
+            log-likelihood; in a sum over blocks of rows, one block has all of them.
         :param corrections: from :meth:`corrections`.
         """
         q = evaluation.moments
         floats, rebuild = split_floats(self)
 
         def followed(problem: LatentGaussian) -> Any:
-            """The ascents in the means along their corrections, factors fixed."""
+            """Return the gradients with respect to the means along their corrections,
+            with fixed factors."""
             total = 0.0
             for name, step in (corrections or {}).items():
                 map_: Any = problem.maps[name]
@@ -460,13 +468,14 @@ class LatentGaussian:
         slopes: Any,
         least_precision: float = -jnp.inf,
     ) -> Any:
-        """Where a whole step takes a block: prior times Gaussian factors.
+        """Return the result of a whole step of a block: the prior times the Gaussian
+        factors.
 
         :param name: the block.
         :param q: its moments.
         :param at: its marginals.
         :param slopes: derivatives of the expected log-likelihood there.
-        :param least_precision: of the factors, see
+        :param least_precision: the smallest precision of the factors, see
             :func:`~numpyro_gpaug.math.affine.gaussian_factors`.
         """
         information = self.information(name, q, at, slopes, least_precision)
@@ -484,7 +493,8 @@ class LatentGaussian:
         slopes: Any,
         least_precision: float = -jnp.inf,
     ) -> Any:
-        """What the data say of a block, a sum over rows; see :meth:`target`."""
+        """Return the information of the data about a block, a sum over rows; see
+        :meth:`target`."""
         factors = self.maps[name].factors(at, slopes, least_precision)
         # A scale on the whole model multiplies likelihood and prior alike.
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)

@@ -38,7 +38,8 @@ BATCHES = 16
 
 
 def copied(tree: Any) -> Any:
-    """A copy, for whoever keeps a state: steps overwrite what they start from."""
+    """Return a copy of a state that is to be kept: steps overwrite the state that they
+    start from."""
     return jax.tree.map(jnp.copy, tree)
 
 
@@ -52,16 +53,16 @@ def run_chunk(
     plan: Plan,
     static: Any,
 ) -> tuple[ConjugateState, Array, Array, dict[str, Any]]:
-    """Up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop.
+    """Take up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop.
 
     :param settings: options of the fit.
-    :param state: where to start.
+    :param state: the state to start from.
     :param num_steps: number of steps.
-    :param tol: stop once the bound has not risen by as much for some steps; 0 for
+    :param tol: stop once the bound has not risen by ``tol`` for some steps; 0 for
         never.
     :param data: fingerprint of the data.
     :param arrays: array arguments of the model.
-    :param plan: of the fit.
+    :param plan: the plan of the fit.
     :param static: the model's other arguments.
     :return: the state, losses (CHUNK,), the number of steps taken, and constrained
         params.
@@ -106,8 +107,8 @@ def run_chunk(
 
 
 def _moves(before: Any, after: Any, tol: Array) -> Any:
-    """Whether a step has moved any marginal by ``tol`` nats, from evaluations; False
-    where hyperparameters may have moved, which have none.
+    """Whether a step has changed any marginal by ``tol`` nats, from evaluations; False
+    if hyperparameters may have changed, because there are no evaluations then.
     """
     if not isinstance(after, Evaluation):
         return False
@@ -130,14 +131,14 @@ def counted(
     moves: Any = False,
     exact: bool = False,
 ) -> ConjugateState:
-    """A state after a step, which notes it, and whether the bound has risen by it.
+    """Return the state after a step, with its counters, and whether the bound has risen
+    by ``tol``.
 
-    :param state: before.
-    :param new: after.
+    :param state: the state before.
+    :param new: the state after.
     :param tol: see :func:`run_chunk`.
-    :param moves: whether marginals have moved by it.
-    :param exact: whether a whole step, at hyperparameters that rest, leads to the
-        optimum.
+    :param moves: whether marginals have changed by ``tol``.
+    :param exact: whether a whole step, at fixed hyperparameters, leads to the optimum.
     """
     # Not ``mark + tol``: next to a large bound that may be the mark itself.
     rose = new.bound - state.mark >= tol
@@ -165,16 +166,16 @@ def counted(
 class Stacked(NamedTuple):
     """Arguments with several batches.
 
-    :param arrays: array arguments of the model, those of batches with a leading axis
-        over them.
-    :param static: its other arguments, and which arrays are of batches.
+    :param arrays: array arguments of the model; arrays of batches have a leading axis
+        over the batches.
+    :param static: its other arguments, and the arrays that belong to batches.
     """
 
     arrays: tuple[Any, ...]
     static: tuple[Any, tuple[bool, ...]]
 
     def one(self, i: Any) -> Arguments:
-        """The arguments with one of the batches, by its number."""
+        """Return the arguments with one of the batches, by its number."""
         static, of_batches = self.static
         pairs = zip(self.arrays, of_batches, strict=True)
         return Arguments(tuple(x[i] if of else x for x, of in pairs), static)
@@ -189,16 +190,17 @@ def run_batches(
     plan: Plan,
     static: Any,
 ) -> tuple[ConjugateState, Array, Array]:
-    """Steps on batches that are passed in, one each, in one compiled loop.
+    """Take one step on each of the batches that are passed in, in one compiled loop.
 
     :param settings: options of the fit.
-    :param state: where to start.
-    :param num_steps: number of steps, and of batches that count.
+    :param state: the state to start from.
+    :param num_steps: number of steps, and of valid entries in the stack of batches.
     :param data: fingerprint of the data.
     :param arrays: see :class:`Stacked`.
-    :param plan: of the fit at one batch.
+    :param plan: the plan of the fit at one batch.
     :param static: see :class:`Stacked`.
-    :return: the state; losses, and whether each batch is valid, of which as many count.
+    :return: the state, losses, and whether each batch is valid; the first ``num_steps``
+        entries count.
     """
     batches = Stacked(arrays, static)
     state = state._replace(data=data)
@@ -222,7 +224,7 @@ def evaluate(
     plan: Plan,
     static: Any,
 ) -> Array:
-    """The loss of a state on the data in ``arrays``."""
+    """Return the loss of a state on the data in ``arrays``."""
     stepper = Stepper(plan, settings, Arguments(arrays, static))
     return -stepper.evaluate(state, stepper.key(state), {}).bound
 
@@ -234,11 +236,11 @@ def bounds_of_batches(
     plan: Plan,
     static: Any,
 ) -> Array:
-    """The bound of a state on minibatches that are the same for every state, with the
-    same draws of other latents, (BATCHES,).
+    """Return the bounds of a state on fixed minibatches, with fixed draws of other
+    latents, (BATCHES,).
 
-    :param static: the model's other arguments; of batches that are passed in, with
-        ``arrays``, see :class:`Stacked`.
+    :param static: the model's other arguments; for batches that are passed in, see
+        :class:`Stacked`, also for ``arrays``.
     """
 
     def one(given: tuple[Array, Array]) -> Array:

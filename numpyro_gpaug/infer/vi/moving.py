@@ -26,7 +26,7 @@ _SAME = 1e-4
 
 
 class InducingMoves:
-    """Moves of the inducing inputs of a model, compiled once for each two shapes.
+    """Moves of the inducing inputs of a model, compiled once per pair of shapes.
 
     :param model: the model.
     """
@@ -45,14 +45,15 @@ class InducingMoves:
         before: dict[str, Any],
         values: dict[str, Any],
     ) -> dict[str, Any]:
-        """Arguments that inducing inputs are computed from, and that are others now: as
-        they were.
+        """Return the old values of arguments from which inducing inputs are computed,
+        and which have changed.
 
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
-        :param before: these before, where they are remembered.
-        :param values: of params and other latents.
-        :raises ValueError: for one that a param starts at, which rests.
+        :param before: the cached arguments before.
+        :param values: values of params and other latents.
+        :raises ValueError: for an argument that is the start of a param, because params
+            are fixed.
         """
         others = {
             k: v for k, v in before.items() if k in kwargs and not _same(v, kwargs[k])
@@ -75,7 +76,7 @@ class InducingMoves:
     def _origins(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, Any]
     ) -> tuple[str, ...]:
-        """Arguments that inducing matrices are computed from."""
+        """Return the arguments from which inducing matrices are computed."""
         given = Arguments.split(args, kwargs)
         return remembered(
             self._sources, (given.shapes, bool(values)),
@@ -89,16 +90,16 @@ class InducingMoves:
         values: dict[str, Any],
         moments: dict[str, Moments],
     ) -> tuple[dict[str, Moments], float]:
-        """Moments of all blocks at the new inducing inputs, and the divergence of the
-        new processes from the old ones.
+        """Return moments of all blocks at the new inducing inputs, and the divergence
+        of the new processes from the old ones.
 
         :param before: the model's arguments with the old inducing inputs.
-        :param after: with the new ones.
-        :param values: of params and other latents.
-        :param moments: of the blocks.
-        :raises ValueError: for inducing inputs of other columns or another dtype, and
+        :param after: the arguments with the new ones.
+        :param values: values of params and other latents.
+        :param moments: moments of the blocks.
+        :raises ValueError: for inducing inputs with other columns or another dtype, and
             for hyperparameters that have changed with them.
-        :raises NotImplementedError: for a set of inducing inputs per latent.
+        :raises NotImplementedError: for separate inducing inputs per latent.
         """
         moved, lost, shifts = self._program(
             before.arrays, after.arrays, values, moments,
@@ -142,14 +143,14 @@ class InducingMoves:
 
 
 def _projection(old: GaussianProcess, new: GaussianProcess) -> Array:
-    """Covariances of the whitened values at new inducing inputs, in rows, with those at
-    the old."""
+    """Return covariances of the whitened values at new inducing inputs, in rows, with
+    those at the old ones."""
     cross = project(new, new.whitener, old.inducing)
     return cross.projection @ old.inverse_factor.mT
 
 
 def _shift(old: GaussianProcess, new: GaussianProcess) -> Array:
-    """The change of the kernel, relative to its values."""
+    """Return the change of the kernel, relative to its values."""
     grams = [lead(gp.kernel(old.inducing, old.inducing), 2) for gp in (old, new)]
     return jnp.abs(grams[0] - grams[1]).max() / jnp.abs(grams[0]).max()
 

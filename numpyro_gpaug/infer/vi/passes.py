@@ -49,17 +49,18 @@ class Pass(NamedTuple):
     """The results of a pass over the data at natural parameters, so far or complete.
 
     :param bound: evidence lower bound of the rows so far.
-    :param rounding: how far it may seem to fall by rounding alone.
+    :param rounding: the largest decrease that rounding alone may cause.
     :param expected: the expected log-likelihood.
-    :param information: what the data say of each block.
-    :param pushes: gradients of the expected log-likelihood in means, by block.
-    :param means: of the latents, by block.
-    :param ascents: gradients of the bound in means, by block.
-    :param targets: where a whole step takes each block.
-    :param values: by process, of how many function values inducing values say next to
-        nothing, and how many there are.
+    :param information: the information of the data about each block.
+    :param pushes: gradients of the expected log-likelihood with respect to means, by
+        block.
+    :param means: means of the latents, by block.
+    :param ascents: gradients of the bound with respect to means, by block.
+    :param targets: the result of a whole step of each block.
+    :param values: by process, the number of function values that inducing values hardly
+        determine, and the total number.
     :param unresolved: see :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
-    :param valid: whether all observations are.
+    :param valid: whether all observations are valid.
     """
 
     bound: Array
@@ -76,9 +77,9 @@ class Pass(NamedTuple):
 
     @classmethod
     def begun(cls, state: ConjugateState) -> Pass:
-        """Before the first block.
+        """Return the pass before the first block.
 
-        :param state: the pass will be at.
+        :param state: the state of the pass.
         """
         dtype = state.bound.dtype
         # In NumPy: JAX would compile a program for each shape.
@@ -92,7 +93,7 @@ class Pass(NamedTuple):
 
     @property
     def shares_unreached(self) -> dict[str, Array]:
-        """By process, the shares of these function values."""
+        """Return the shares of these function values, by process."""
         return {name: none / all_ for name, (none, all_) in self.values.items()}
 
 
@@ -105,16 +106,16 @@ def add_block(
     static: Any,
     augmented: Array | None,
 ) -> Pass:
-    """A pass with one more block of rows.
+    """Return a pass with one more block of rows.
 
     :param settings: options of the fit.
-    :param state: where.
+    :param state: the state of the pass.
     :param before: the pass so far.
     :param arrays: array arguments of the model.
-    :param plan: of the fit.
+    :param plan: the plan of the fit.
     :param static: the model's other arguments.
-    :param augmented: whether factors are those of the augmented bound; ``None`` if
-        never.
+    :param augmented: whether factors come from the augmented bound; ``None`` if they
+        never do.
     :raises NotImplementedError: for processes whose latents share outputs, and for
         latents that a plate draws.
     """
@@ -168,16 +169,17 @@ def add_gradient(
     plan: Plan,
     static: Any,
 ) -> dict[str, Array]:
-    """The gradient of the bound in hyperparameters, with that of one more block.
+    """Add the gradient of one more block to the gradient of the bound with respect to
+    hyperparameters.
 
     :param settings: options of the fit.
-    :param state: where.
+    :param state: the state of the pass.
     :param before: the gradient so far.
-    :param ascents: gradients of the bound in means, by block.
-    :param share: 1 for the first block, which has what is no sum over rows, 0 for
-        others.
+    :param ascents: gradients of the bound with respect to means, by block.
+    :param share: 1 for the first block, which has all terms that are not sums over
+        rows, and 0 for others.
     :param arrays: array arguments of the model.
-    :param plan: of the fit.
+    :param plan: the plan of the fit.
     :param static: the model's other arguments.
     """
     stepper = Stepper(plan, settings, Arguments(arrays, static))
@@ -203,7 +205,7 @@ def _searched(
 
 
 def _rise(before: Pass, after: Pass) -> Array:
-    """By how much a move made the bound rise."""
+    """Return the increase of the bound in a move."""
     along = jnp.zeros_like(after.bound)
     for name, mean in after.means.items():
         slopes = before.ascents[name] + after.ascents[name]
@@ -219,15 +221,15 @@ class Passes:
     one evaluation of the bound, which also finds the next targets, or one of its
     gradient.
 
-    :param reader: of the blocks of rows.
-    :param plan: of the fit at the first.
-    :param plan_at: gives that at another one, which has fewer rows.
+    :param reader: the reader of the blocks of rows.
+    :param plan: the plan of the fit at the first block.
+    :param plan_at: returns the plan at a block with fewer rows.
     :param settings: options of the fit.
     :param add: :func:`add_block`, compiled.
     :param add_slopes: :func:`add_gradient`, compiled.
     :param data: fingerprint of the first block.
-    :raises NotImplementedError: for hyperparameters that are to be learnt otherwise,
-        and latents drawn at random.
+    :raises NotImplementedError: for hyperparameters that are learnt without L-BFGS, and
+        for latents drawn at random.
     """
 
     def __init__(
@@ -266,7 +268,7 @@ class Passes:
         return self._reader.mesh
 
     def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
-        """Take so many steps, or fewer if the bound no longer rises; return also their
+        """Take some steps, fewer if the bound no longer rises; return also their
         losses."""
         if self._searches and state.data != self._data:
             unknown = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
@@ -286,11 +288,11 @@ class Passes:
         return Taken(state, np.array(losses))
 
     def bounds(self, state: ConjugateState) -> Array:
-        """The bound of a state."""
+        """Return the bound of a state."""
         return self._pass(state, last=True).bound[None]
 
     def close(self) -> None:
-        """Nothing goes on between steps."""
+        """Do nothing: no thread runs between steps."""
 
     def _step(self, state: ConjugateState) -> ConjugateState:
         here = self._here or self._pass(state, last=False)
@@ -311,7 +313,7 @@ class Passes:
         return _searched(state, values, at, ascent)
 
     def _settled(self, state: ConjugateState) -> tuple[ConjugateState, Pass]:
-        """Moves the blocks until the bound rises no more, as
+        """Update the blocks until the bound no longer rises, as
         :func:`~numpyro_gpaug.infer.vi.settling.settled` does."""
         here, first = self._pass(state, last=False), state.step
         mixes = are_mixed(state.natural)
@@ -335,7 +337,8 @@ class Passes:
     def _mixed(
         self, state: ConjugateState, here: Pass, memory: Memory, moves: int
     ) -> tuple[ConjugateState, Pass, Memory]:
-        """A mixture of the last targets, or a sweep where the bound falls by it."""
+        """Take an Anderson step from the last targets, or a coordinate pass if that
+        makes the bound fall."""
         number = jnp.int32(moves)
         proposal, memory = _mix(memory, number, here.targets, state.natural)
         there = state._replace(natural=proposal)
@@ -353,9 +356,9 @@ class Passes:
         ascent: dict[str, Array],
         ascents: dict[str, Array],
     ) -> dict[str, Array]:
-        """Of the bound in hyperparameters, from zero.
+        """Return the gradient of the bound with respect to hyperparameters.
 
-        :param ascents: its gradients in means, by block.
+        :param ascents: gradients with respect to means, by block.
         """
         share = jnp.ones((), state.bound.dtype)
         for block in self._reader.blocks():
@@ -370,7 +373,7 @@ class Passes:
         return ascent
 
     def _sweep(self, state: ConjugateState, here: Pass) -> tuple[ConjugateState, Pass]:
-        """Every block moves once: the state, and the pass there.
+        """Update every block once; return the state, and the pass there.
 
         :param here: the pass at the state.
         """
@@ -400,10 +403,11 @@ class Passes:
         return state, here
 
     def _pass(self, state: ConjugateState, *, last: bool) -> Pass:
-        """One reading of all data.
+        """Read all data once.
 
-        :param state: where.
-        :param last: whether what follows is the next step, which does not start safely.
+        :param state: the state of the pass.
+        :param last: whether the next step follows, which does not use the augmented
+            bound.
         """
         kind = (state.step == 0) & (not last) if self._augmented else None
         found = Pass.begun(state)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is fixed in a fit before its first step: options, shapes,
-transforms."""
+"""Everything that a fit fixes before its first step: options, shapes, transforms."""
 
 from __future__ import annotations
 
@@ -79,8 +78,8 @@ class Plan:
 
     :param model: the model.
     :param guide: its guide.
-    :param structure: of the model at these shapes.
-    :param transforms: from unconstrained to constrained params, by name.
+    :param structure: the structure of the model at these shapes.
+    :param transforms: transforms from unconstrained to constrained params, by name.
     :param closed: params set in closed form.
     :param passed: plates whose batches are passed in.
     """
@@ -93,9 +92,9 @@ class Plan:
     passed: tuple[str, ...] = ()
 
     def of_batches(self, batch: Batch) -> Plan:
-        """The plan of steps that see one batch each.
+        """Return the plan of steps that use one batch each.
 
-        :param batch: of how many rows.
+        :param batch: the numbers of rows.
         """
         model, structure, passed = seen_in_batches(self.model, self.structure, batch)
         return replace(self, model=model, structure=structure, passed=passed)
@@ -107,7 +106,7 @@ class Plan:
 
     @property
     def noisy(self) -> bool:
-        """Whether bounds of one step cannot be compared with those of the next."""
+        """Whether the bounds of two steps cannot be compared."""
         return bool(self.structure.subsampled) or self.random_others
 
     @property
@@ -116,11 +115,11 @@ class Plan:
         return self.guide.random_others
 
     def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Constrained params from unconstrained ones."""
+        """Return constrained params from unconstrained ones."""
         return {k: jax.tree.map(self.transforms[k], v) for k, v in values.items()}
 
     def warn_of_range(self, values: dict[str, Any]) -> None:
-        """Warns where learning has brought a number near the end of its dtype's range.
+        """Warn if learning has taken a number near the limits of its dtype.
 
         :param values: unconstrained params.
         """
@@ -143,10 +142,10 @@ class Plan:
             )
 
     def known(self, bound: Array, values: dict[str, Any]) -> Array:
-        """The bound; NaN, with which no step is taken, where a number has left the
+        """Return the bound, or NaN, which rejects a step, if a number has left the
         range of its dtype.
 
-        :param bound: there.
+        :param bound: the bound at these values.
         :param values: unconstrained params.
         """
         leaves = jax.tree.leaves(self.constrain(values))
@@ -164,14 +163,14 @@ class Batch(NamedTuple):
 def seen_in_batches(
     model: Callable[..., Any], structure: Structure, batch: Batch
 ) -> tuple[Callable[..., Any], Structure, tuple[str, ...]]:
-    """Return a model at a batch as a model of all data from which the batch is drawn.
+    """Turn a model at a batch into a model of all data, from which the batch is drawn.
 
     :param model: the model.
-    :param structure: of it at the batch.
-    :param batch: of how many rows.
-    :return: the model, with observations weighted; the structure, and the plates whose
-        members a batch holds.
-    :raises ValueError: for a model without a plate of its rows.
+    :param structure: its structure at the batch.
+    :param batch: the numbers of rows.
+    :return: the model, with weighted observations; the structure; and the plates whose
+        members are the rows of the batch.
+    :raises ValueError: for a model without a plate for its rows.
     """
     rows, size = batch
     passed = tuple(k for k, p in structure.plates.items() if p == (size, size))
@@ -189,8 +188,8 @@ def seen_in_batches(
 
 
 def is_optax(optim: Any) -> bool:
-    """Whether this is an optax transformation, by its two functions: importing optax
-    would cost every user its import."""
+    """Whether this is an optax transformation. The check uses its two functions,
+    because importing optax takes time for every user."""
     return (
         callable(getattr(optim, "init", None))
         and callable(getattr(optim, "update", None))
@@ -205,11 +204,11 @@ def _is_identity(transform: Any) -> bool:
 
 
 def free_numbers(values: dict[str, Any], transforms: dict[str, Any]) -> int:
-    """Return how many unconstrained numbers are on no scale of their own, as the
-    weights of a network: those of params without a constraint.
+    """Return the number of unconstrained numbers without a natural scale, such as the
+    weights of a network: numbers in params without a constraint.
 
     :param values: unconstrained params.
-    :param transforms: from them to constrained ones, by name.
+    :param transforms: transforms to constrained params, by name.
     """
     free = {k: v for k, v in values.items() if _is_identity(transforms[k])}
     return sum(x.size for x in jax.tree.leaves(floats_of(free)))
@@ -229,14 +228,14 @@ def closed_params_of(
     arguments: Arguments,
     params: dict[str, Any],
 ) -> tuple[ClosedParam, ...]:
-    """Params that are set in closed form, proved to be what they must be.
+    """Return the params that are set in closed form, after verifying that they qualify.
 
-    :param names: of the params.
+    :param names: names of the params.
     :param model: the model.
     :param guide: its guide.
-    :param structure: of the model at these arguments.
+    :param structure: the structure of the model at these arguments.
     :param arguments: its arguments.
-    :param params: constrained values, at which the proof may look.
+    :param params: constrained values, which the verification may use.
     :raises NotConjugateError: for a param without a closed-form maximiser.
     """
     if not names:

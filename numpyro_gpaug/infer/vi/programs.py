@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit compiles, and what it knows of arguments by their shapes."""
+"""The compiled functions of a fit, and its plans by the shapes of arguments."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Programs:
         return state
 
     def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
-        """Shapes of the params as model and guide declare them."""
+        """Return the shapes of the params that model and guide declare."""
         natural = self._guide.initial_natural({})
         begun = self.begin.plain.eval_shape(
             arguments.arrays, key, {}, natural, static=arguments.static, batch=None
@@ -114,7 +114,7 @@ class Programs:
     def plan_at(
         self, arguments: Arguments, state: ConjugateState, batch: Batch | None = None
     ) -> Plan:
-        """The plan at a state.
+        """Return the plan at a state.
 
         :param arguments: the model's arguments.
         :param state: the state.
@@ -127,7 +127,8 @@ class Programs:
         return remembered(self.plans, key, lambda: plan.of_batches(batch))
 
     def plan(self, arguments: Arguments, params: Callable[[], dict[str, Any]]) -> Plan:
-        """The plan for arguments of these shapes; the model is traced for it once.
+        """Return the plan for arguments of these shapes; the model is traced once for
+        each.
 
         :param arguments: the model's arguments.
         :param params: gives constrained params, should a proof want numbers.

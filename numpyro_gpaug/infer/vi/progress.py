@@ -35,7 +35,7 @@ _ended_in: FrameType | None = None
 class Pace:
     """The number of steps in the loops of a program.
 
-    :param size: number of entries of its data.
+    :param size: number of entries of the data.
     :ivar length: steps of the next loop.
     """
 
@@ -48,8 +48,8 @@ class Pace:
     def took(self, steps: int, seconds: float) -> None:
         """Record a loop.
 
-        :param steps: of it.
-        :param seconds: that it took, or more: what compiles the first is in them.
+        :param steps: its number of steps.
+        :param seconds: its duration, including compilation for the first loop.
         """
         speed = steps / max(seconds, 1e-9)
         if steps > self._shortest:
@@ -63,20 +63,20 @@ class Pace:
 
 class Progress:
     """Divide a run into compiled loops of about a second, or of up to ten if steps are
-    then quicker. Between loops the run can be shown, inspected and interrupted. The
-    division does not change results.
+    then quicker. Between loops, progress is shown, callbacks are called, and the run
+    can be interrupted. The division does not change results.
 
-    The first Ctrl-C ends the run after the present loop, and is passed on if that was
-    the last one; a second one, in this run or a later one of the same script or
-    notebook cell, is passed on at once.
+    The first Ctrl-C ends the run after the current loop; it raises
+    ``KeyboardInterrupt`` if that was the last loop. A second one, in this run or a
+    later run of the same script or notebook cell, raises at once.
 
     :param num_steps: steps of the run.
-    :param pace: of earlier runs of the same program.
+    :param pace: the pace of earlier runs of the same program.
     :param bar: whether to show a progress bar.
-    :param several: whether processes share the data: their loops are of one length,
-        that of the slowest, and end for all where one was interrupted.
+    :param several: whether processes share the data. Their loops then have the length
+        of the slowest process, and end together if one is interrupted.
     :ivar taken: steps so far.
-    :ivar at_rest: whether the last loop ended because the bound came to rest.
+    :ivar at_rest: whether the last loop ended because the bound had converged.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Progress:
 
     @property
     def over(self) -> bool:
-        """Whether the run ends here by itself, or was interrupted."""
+        """Whether the run has ended by itself, or was interrupted."""
         return self._ends or self.is_whole
 
     def next(self) -> int:
@@ -149,8 +149,8 @@ class Progress:
     def took(self, losses: np.ndarray) -> None:
         """Record a loop that has ended.
 
-        :param losses: those of its steps; none, if the last loop ended at its limit
-            for another reason.
+        :param losses: losses of its steps; none if the last loop ended at its limit for
+            another reason.
         """
         if len(losses) == 0:
             return
@@ -176,7 +176,7 @@ class Progress:
 
 
 def _script() -> FrameType:
-    """The frame of the script, or of the notebook's cell, that is running."""
+    """Return the frame of the script, or of the notebook cell, that is running."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
@@ -184,15 +184,15 @@ def _script() -> FrameType:
 
 
 def steps_compared(structure: Structure) -> int:
-    """The number of steps whose mean loss is compared with that of as many steps
-    before: an epoch."""
+    """Return the number of steps whose mean loss is compared with the mean of as many
+    steps before: an epoch."""
     if not structure.subsampled:
         return CHUNK
     return epoch_length(structure)
 
 
 def settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:
-    """Whether the mean loss of the last whole epoch moved by less than ``tol``."""
+    """Whether the mean loss of the last whole epoch changed by less than ``tol``."""
     if tol is None or epoch == 0:
         return False
     taken = np.concatenate(losses)

@@ -2,22 +2,22 @@
 """Learning without a learning rate: L-BFGS on the collapsed bound.
 
 The collapsed bound is the bound at its optimum over the Gaussian blocks, a function of
-the hyperparameters alone. By the envelope theorem its gradient is that of the bound
-with the blocks fixed, but for means that follow their optimum. Directions are optax's;
-one step of a fit is one evaluation, at the end of the pending update:
+the hyperparameters alone. By the envelope theorem its gradient is the gradient of the
+bound with fixed blocks, except for means, which follow their optimum. The directions
+come from optax. One step of a fit is one evaluation, at the end of the pending update:
 
-- the bound has not risen enough (Armijo): less of the update, by a parabola through
-  what is known;
-- it rises as steeply as before (Wolfe): on, twice as far;
-- else: the next direction, from this pair of points too. Its curvature is positive, so
-  that the direction ascends.
+- The bound has not risen enough (Armijo): take less of the update, by a parabola
+  through the known values.
+- The bound rises as steeply as before (Wolfe): continue, twice as far.
+- Otherwise: take the next direction, with the curvature between these two points. It is
+  positive, so the direction ascends.
 
-Where hundreds of numbers on no scale are learnt, a first-order phase comes before
-(:mod:`~numpyro_gpaug.infer.vi.first_order`).
+If hundreds of numbers without a natural scale are learnt, a first-order phase comes
+first (:mod:`~numpyro_gpaug.infer.vi.first_order`).
 
-Rounding makes bounds noisy, and the search goes on where the bound fell by no more than
-noise. So where it is need not be the best it has seen, which is what a fit keeps and
-what falls are measured from: one after the other they would add up.
+Rounding makes bounds noisy, and the search continues if the bound fell by no more than
+the noise. The current point is therefore not always the best one. A fit keeps the best
+point, and measures decreases from it, because they would add up otherwise.
 
 References: Nocedal and Wright (2006), Numerical Optimization, sections 3.1, 3.5, 7.2;
 Xie, Byrd and Nocedal (2020), Analysis of the BFGS method with errors.
@@ -66,17 +66,17 @@ PROMISED = 0.01
 
 
 class Search(NamedTuple):
-    """State of the search. The values that it belongs to are the best seen.
+    """State of the search. It belongs to the best values so far.
 
-    :param memory: optax's, which holds the last point that a direction was taken from,
-        and minus the gradient there.
-    :param here: where the search is, flat: the pending update starts there.
-    :param gradient: of the bound there, flat.
-    :param steepest: whether the pending update is along it.
-    :param noise: of the bound: what it was seen to fall by where it should not.
-    :param unresolved: of the best bound, by rounding of matrices.
+    :param memory: the state of optax, which contains the last point from which a
+        direction was computed, and minus the gradient there.
+    :param here: the current point, flat; the pending update starts there.
+    :param gradient: the gradient of the bound there, flat.
+    :param steepest: whether the pending update is along the gradient.
+    :param noise: the noise of the bound: the largest decrease that was due to rounding.
+    :param unresolved: the error of the best bound due to rounding of matrices.
     :param exhausted: whether no update makes the bound rise any more.
-    :param fresh: whether no direction has led nowhere yet.
+    :param fresh: whether no direction has failed yet.
     :param ascent: the first-order phase before the search; empty if there is none.
     """
 
@@ -92,10 +92,10 @@ class Search(NamedTuple):
 
 
 def start(values: dict[str, Any], free: int = 0) -> Search:
-    """Return the state before anything is known.
+    """Return the state before the first evaluation.
 
     :param values: unconstrained params.
-    :param free: how many of their numbers are on no scale.
+    :param free: how many of their numbers have no natural scale.
     """
     flat, _ = raveled(values)
     return _started(flat, Ascent.start(flat, free))
@@ -108,10 +108,10 @@ def _started(flat: Array, ascent: Ascent | tuple[()]) -> Search:
 
 
 def within(state: Any, num_steps: Any) -> Any:
-    """Return the first state of a run of so many steps.
+    """Return the first state of a run with a maximum number of steps.
 
-    :param state: the first state, of whatever optimiser.
-    :param num_steps: at most.
+    :param state: the first state, of any optimiser.
+    :param num_steps: the maximum number of steps.
     """
     search = state.hyper.optim_state
     if not (isinstance(search, Search) and isinstance(search.ascent, Ascent)):
@@ -121,19 +121,19 @@ def within(state: Any, num_steps: Any) -> Any:
 
 
 def ascends(hyper: Hyper) -> Array | bool:
-    """Return whether the pending update is one of the first-order phase, or leads from
+    """Return whether the pending update belongs to the first-order phase, or leads from
     its end to the best values, where the search begins.
 
-    :param hyper: before the update.
+    :param hyper: hyperparameters before the update.
     """
     ascent = hyper.optim_state.ascent
     return isinstance(ascent, Ascent) and ascent.left >= 0
 
 
 def begins(hyper: Hyper) -> Array | bool:
-    """Return whether the first-order phase is at its end, and the search begins.
+    """Return whether the first-order phase has ended, and the search begins.
 
-    :param hyper: before the update.
+    :param hyper: hyperparameters before the update.
     """
     ascent = hyper.optim_state.ascent
     return isinstance(ascent, Ascent) and ascent.left == 0
@@ -142,7 +142,7 @@ def begins(hyper: Hyper) -> Array | bool:
 def moved(hyper: Hyper) -> dict[str, Any]:
     """Return hyperparameters after the pending update.
 
-    :param hyper: before it.
+    :param hyper: hyperparameters before it.
     """
     search: Search = hyper.optim_state
     best, unravel = raveled(hyper.values)
@@ -154,15 +154,15 @@ def moved(hyper: Hyper) -> dict[str, Any]:
 def accepts(
     hyper: Hyper, best: Array, bound: Array, rounding: Array, unresolved: Array | float
 ) -> Array:
-    """Whether the bound has risen enough by the pending update, as far as is known.
+    """Whether the pending update has raised the bound enough, up to known errors.
 
-    :param hyper: before the update.
-    :param best: the highest bound seen.
-    :param bound: after the update.
-    :param rounding: of the sum that it is.
-    :param unresolved: see :class:`Search`; of the bound after the update. Where it is
-        more than that of the best, a fall is no better excused: a search that went
-        where bounds are known worse would excuse ever more.
+    :param hyper: hyperparameters before the update.
+    :param best: the highest bound so far.
+    :param bound: the bound after the update.
+    :param rounding: the rounding error of the sum over data.
+    :param unresolved: see :class:`Search`; for the bound after the update. A value
+        above that of the best bound does not increase the tolerance: otherwise a search
+        that moves to less accurate bounds would accept ever larger decreases.
     """
     search: Search = hyper.optim_state
     known = search.unresolved
@@ -181,10 +181,10 @@ def accepted(
 ) -> Hyper:
     """Return the next update.
 
-    :param hyper: before the update that is accepted.
+    :param hyper: hyperparameters before the accepted update.
     :param values: unconstrained params after it.
     :param ascent: the gradient of the bound there.
-    :param first: whether nothing that is remembered concerns these data.
+    :param first: whether nothing in memory concerns these data.
     :param stalled: steps without a rise.
     """
     (here, unravel), (gradient, _) = raveled(values), raveled(ascent)
@@ -212,9 +212,9 @@ def accepted(
 
 
 def improved(hyper: Hyper, values: dict[str, Any], unresolved: Array) -> Hyper:
-    """With values that are the best seen.
+    """Return hyperparameters with the best values so far.
 
-    :param hyper: any.
+    :param hyper: any hyperparameters.
     :param values: unconstrained params.
     :param unresolved: see :class:`Search`.
     """
@@ -226,18 +226,18 @@ def improved(hyper: Hyper, values: dict[str, Any], unresolved: Array) -> Hyper:
 def refused(
     hyper: Hyper, best: Array, bound: Array, rounding: Array, largest_noise: Array
 ) -> Hyper:
-    """Less of an update that did not make the bound rise enough; steepest ascent, once
-    too little of it is left; then nothing.
+    """Shorten an update that did not raise the bound enough; try steepest ascent once
+    too little of it is left; then stop.
 
-    In float32 an ill-conditioned kernel may make a bound noisier than it seems. Where
-    nothing is left to gain by less of an update, next to nothing of it is tried: by
-    what the bound changes there is noise, and is allowed for from there on.
+    In float32 an ill-conditioned kernel may make a bound noisier than its estimate.
+    When a shorter update can gain nothing, a tiny fraction of it is tried: the change
+    of the bound there is noise, and is added to the tolerance from then on.
 
-    :param hyper: before the update.
-    :param best: the highest bound seen.
-    :param bound: after the update, NaN or minus infinity if there is none.
-    :param rounding: of the bound. A gain of less is none.
-    :param largest_noise: a larger fall is none of noise.
+    :param hyper: hyperparameters before the update.
+    :param best: the highest bound so far.
+    :param bound: the bound after the update, NaN or minus infinity if there is none.
+    :param rounding: the rounding error of the bound; a smaller gain does not count.
+    :param largest_noise: a larger decrease is not treated as noise.
     """
     search: Search = hyper.optim_state
     rise = bound - best
@@ -273,10 +273,10 @@ def refused(
 
 
 def patience(hyper: Hyper, tol: Any) -> Array:
-    """Steps without a rise by ``tol`` that end a search.
+    """Return the number of steps without a rise by ``tol`` that end a search.
 
-    :param hyper: how it goes.
-    :param tol: in nats.
+    :param hyper: the state of the search.
+    :param tol: the tolerance in nats.
     """
     search: Search = hyper.optim_state
     noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
@@ -290,16 +290,16 @@ def patience(hyper: Hyper, tol: Any) -> Array:
 
 
 def uncertainty(search: Search) -> float:
-    """The uncertainty of the best bound, in nats."""
+    """Return the uncertainty of the best bound, in nats."""
     return max(float(search.noise), float(search.unresolved))
 
 
 def warn_of_noise(search: Search, structure: Structure) -> None:
-    """Warns where differences of a nat are not resolved: near an optimum, L-BFGS then
-    cannot tell where to go.
+    """Warn if differences of a nat are not resolved: near an optimum, L-BFGS then
+    cannot find a direction.
 
-    :param search: how it went.
-    :param structure: of the model.
+    :param search: the state of the search.
+    :param structure: the structure of the model.
     """
     noise = uncertainty(search)
     if noise > NOISY:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warnings about inputs that a fit does not explain, and about degenerate ends.
 
-With ``k(x, Z)`` next to zero the inducing values explain none of the prior variance of
-``f(x)``: no datum moves them, the bound is at its optimum at once, and predictions are
-the prior's. Learning does not help, as all derivatives are next to zero too.
+If ``k(x, Z)`` is almost zero, the inducing values explain none of the prior variance of
+``f(x)``: data do not change them, the bound is at its optimum immediately, and
+predictions equal the prior. Learning does not help, because all derivatives are almost
+zero, too.
 
-Nor does it where the inputs are in far smaller units than the lengthscale that it
-starts from, and the function is constant, or in far larger ones with inducing inputs
-at the rows themselves, and it is white noise. Learning may lead there, too, from where
-it saw more, if the data have nothing to say: only a run that began there did not look.
-Who fixes the lengthscale has said where it is to be.
+Learning also fails if the initial lengthscale is far too long, so that the function is
+constant, or far too short with inducing inputs at the rows themselves, so that the
+function is white noise. If the data contain no information, learning may also end there
+after a better start; only a run that started there did not explore. A fixed lengthscale
+is taken as intended.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ def warn_of_reach(
     about processes that stayed constant, or white noise, at the data throughout
     learning.
 
-    :param state: of a fit.
-    :param structure: of the model.
+    :param state: the state of a fit.
+    :param structure: the structure of the model.
     :param model: the model.
-    :param values: gives its params and other latents at a state.
-    :param start: gives the state that the fit began at; ``None`` if nothing was learnt
-        or it went on from one that another had led to.
+    :param values: returns its params and other latents at a state.
+    :param start: returns the initial state of the fit; ``None`` if nothing was learnt,
+        or if it continued from another fit.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     """
@@ -95,8 +96,8 @@ def warn_of_reach(
 
 
 def _diagnosis(conditional: Conditional) -> str | None:
-    """The fault of a process; ``None`` if the prior is not the model's (the posterior
-    of a stream explains little because it is narrow)."""
+    """Return the problem of a process; ``None`` if its prior is not the prior of the
+    model (the posterior of a stream explains little because it is narrow)."""
     gp, X = conditional.gp, _some_rows(conditional)
     seen = project(gp, gp.whitener, X)
     explained = AffineMap(seen.residual, *seen).explained()
@@ -140,7 +141,7 @@ def _cause(gp: GaussianProcess, rows: np.ndarray, inducing: np.ndarray) -> str:
 
 
 def _nearest(rows: np.ndarray, inducing: np.ndarray) -> np.ndarray:
-    """Distances to the nearest inducing input."""
+    """Return distances to the nearest inducing input."""
     centre = inducing.mean(0)
     rows, inducing = rows - centre, inducing - centre
     squared = np.square(rows).sum(1)[:, None] + np.square(inducing).sum(1)
@@ -150,7 +151,8 @@ def _nearest(rows: np.ndarray, inducing: np.ndarray) -> np.ndarray:
 def _extreme(conditional: Conditional, least: float) -> str | None:
     """Whether the function values at the rows are all equal, or all uncorrelated.
 
-    :param least: of the prior variance, what differences of others have.
+    :param least: the smallest share of the prior variance in differences of function
+        values that are not all equal.
     """
     gp, X = conditional.gp, _some_rows(conditional)
     distinct = len(np.unique(X, axis=0))
@@ -166,15 +168,16 @@ def _extreme(conditional: Conditional, least: float) -> str | None:
 
 
 def _differences(kernel: Any, X: Array) -> float:
-    """The share of the prior variance that is not common to all rows; 1 if there is no
-    variance."""
+    """Return the share of the prior variance that is not common to all rows; 1 if there
+    is no variance."""
     total = np.asarray(kernel(X), float).mean(-1)
     common = np.asarray(kernel(X, X), float).mean((-2, -1))
     return float(np.median(1 - common / np.where(total > 0, total, np.inf)))
 
 
 def _is_apart(kernel: Any, X: Array, Z: Array) -> bool:
-    """Whether most function values are uncorrelated with those at all other inputs."""
+    """Whether most function values are uncorrelated with the values at all other
+    inputs."""
     scale = np.sqrt(kernel(X))[..., :, None] * np.sqrt(kernel(Z))[..., None, :]
     squared = np.square(np.asarray(kernel(X, Z)) / np.where(scale > 0, scale, np.inf))
     itself = (np.asarray(X)[:, None] == np.asarray(Z)).reshape(len(X), len(Z), -1)
@@ -183,10 +186,10 @@ def _is_apart(kernel: Any, X: Array, Z: Array) -> bool:
 
 
 def _is_known(conditional: Conditional, mean: Array | None) -> bool:
-    """Whether the data determine differences between rows, if there are any: a trend
-    may be all there is to find with a long lengthscale and a large variance.
+    """Whether the data determine differences between rows, if there are any: with a
+    long lengthscale and a large variance, a trend may be the right answer.
 
-    :param mean: of the inducing values, whitened; ``None`` if it is not known.
+    :param mean: mean of the whitened inducing values; ``None`` if unknown.
     """
     if mean is None:
         return True
@@ -214,7 +217,7 @@ def _stuck(conditional: Conditional, extreme: str) -> str:
 
 
 def _typical(rows: np.ndarray) -> float:
-    """The median distance of two rows."""
+    """Return the median distance of two rows."""
     apart = [np.linalg.norm(rows - row, axis=1) for row in rows]
     return float(np.median(np.stack(apart)[np.triu_indices(len(rows), 1)]))
 
@@ -225,7 +228,7 @@ def _some_rows(conditional: Conditional) -> Array:
 
 
 def _means(structure: Any, state: ConjugateState) -> dict[str, Array]:
-    """Means of the whitened inducing values of processes."""
+    """Return means of the whitened inducing values of processes."""
     means = {name: n.moments().mean for name, n in state.natural.items()}
     if isinstance(structure, JointStructure):
         own = structure.split(means[JOINT][0])
@@ -234,7 +237,7 @@ def _means(structure: Any, state: ConjugateState) -> dict[str, Array]:
 
 
 def _stationary(kernel: Any) -> Iterator[Any]:
-    """The parts of a kernel that have a lengthscale."""
+    """Return the parts of a kernel that have a lengthscale."""
     for part in ("left", "right"):
         if hasattr(kernel, part):
             yield from _stationary(getattr(kernel, part))
@@ -243,7 +246,8 @@ def _stationary(kernel: Any) -> Iterator[Any]:
 
 
 def _lengthscales(kernel: Any) -> Iterator[np.ndarray]:
-    """Lengthscales of the parts of a kernel, the longest over all latents."""
+    """Return the lengthscales of the parts of a kernel, the longest over all
+    latents."""
     for part in _stationary(kernel):
         scale = np.asarray(part.lengthscale, float)
         yield scale.max(0) if scale.ndim == 2 else scale

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accuracy of natural parameters of a Gaussian under rounding.
 
-Where latents compensate each other (an intercept, and dummies of all levels) the data
-determine their sum, and their prior alone the rest. Under a prior that is 1e4 times as
-wide as what the data say of the sum, a precision has numbers of 1e8 whose differences
-are 1, which float32 does not have. Likewise a potential, precision times mean, of data
-that are 1e4 standard deviations from their prior.
+If latents compensate for each other (an intercept, and dummy variables of all levels),
+the data determine their sum, and only the prior determines the rest. If the prior of
+the sum is 1e4 times as wide as its posterior, the precision has entries of 1e8 whose
+differences are 1, which float32 cannot represent. The same holds for a potential,
+precision times mean, of data that are 1e4 standard deviations from their prior.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _FLOAT64 = "use float64, jax.config.update('jax_enable_x64', True)"
 
 
 def inflation(natural: Any) -> Array:
-    """The ratios of the variances to the variances given all other latents (variance
-    inflation factors), (..., M).
+    """Return the ratios of the variances to the variances given all other latents
+    (variance inflation factors), (..., M).
 
     :param natural: natural parameters of a block.
     """
@@ -44,9 +44,9 @@ def inflation(natural: Any) -> Array:
 
 
 def displaced(natural: Any) -> Array:
-    """The nats that the means lose because potentials are rounded, (..., M).
+    """Return the nats that the means lose because potentials are rounded, (..., M).
 
-    An error in the last digit is uniform, of variance 1/12.
+    An error in the last digit is uniform, with variance 1/12.
 
     :param natural: natural parameters of a block.
     """
@@ -55,9 +55,9 @@ def displaced(natural: Any) -> Array:
 
 
 def lost(natural: Natural) -> Array:
-    """The nats by which the bound may be off because natural parameters are rounded.
+    """Return the error of the bound, in nats, due to rounding of natural parameters.
 
-    The relative error of a variance is as many roundings as it is inflated by. Errors
+    The relative error of a variance is the rounding error times its inflation. Errors
     are independent: their squares add up.
 
     :param natural: natural parameters of all blocks.
@@ -74,7 +74,7 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
 
     :param nats: from :func:`lost`.
     :param natural: natural parameters of all blocks.
-    :param structure: of the model.
+    :param structure: the structure of the model.
     """
     if nats > LOST:
         figures = {name: displaced(each) for name, each in natural.items()}
@@ -93,8 +93,8 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
 def is_broken(natural: Natural) -> bool:
     """Whether rounding keeps a precision from being positive definite.
 
-    Its eigenvalues are one or more, from the prior. Rounding moves them by no more than
-    about its trace times the resolution of its numbers.
+    Its eigenvalues are at least one, because of the prior. Rounding changes them by at
+    most about its trace times the relative rounding error.
 
     :param natural: natural parameters of all blocks.
     """
@@ -110,8 +110,8 @@ def check_precision(natural: Natural, structure: Structure) -> None:
     """Raise for a precision that :func:`is_broken`.
 
     :param natural: natural parameters of all blocks.
-    :param structure: of the model.
-    :raises CholeskyError: naming the latents.
+    :param structure: the structure of the model.
+    :raises CholeskyError: for such a precision; it names the latents.
     """
     if is_broken(natural):
         figures = {name: each.diagonal for name, each in natural.items()}
@@ -122,9 +122,9 @@ def check_precision(natural: Natural, structure: Structure) -> None:
 
 
 def _far(figures: dict[str, Any], natural: Natural, structure: Structure) -> str:
-    """The cause and the remedy if means are far from zero.
+    """Describe the cause and the remedy if means are far from zero.
 
-    :param figures: by block and latent: the largest are named.
+    :param figures: errors by block and latent; the largest are named.
     """
     far = max(
         float((jnp.abs(x.potential) / jnp.sqrt(x.diagonal)).max())
@@ -138,9 +138,9 @@ def _far(figures: dict[str, Any], natural: Natural, structure: Structure) -> str
 
 
 def _cause(figures: dict[str, Any], natural: Natural, structure: Structure) -> str:
-    """The cause and the remedy if latents compensate each other.
+    """Describe the cause and the remedy if latents compensate for each other.
 
-    :param figures: by block and latent: the largest are named.
+    :param figures: errors by block and latent; the largest are named.
     """
     widest = max(float(natural[name].diagonal.max()) for name in figures)
     return (
@@ -151,9 +151,9 @@ def _cause(figures: dict[str, Any], natural: Natural, structure: Structure) -> s
 
 
 def _named(figures: dict[str, Any], structure: Structure) -> list[str]:
-    """The sites with the largest values.
+    """Return the sites with the largest values.
 
-    :param figures: by block and latent.
+    :param figures: errors by block and latent.
     """
     names: list[str] = []
     largest = max(np.max(x) for x in figures.values())

@@ -24,7 +24,7 @@ class ConjugateResult(Displayed, SVIRunResult):
     ``losses``, as in NumPyro's ``SVIRunResult``, and the arguments of the fit.
 
     :param params: constrained params of model and guide.
-    :param state: to continue from.
+    :param state: the state to continue from.
     :param losses: minus the bound after each step; with L-BFGS minus the highest bound
         so far, which ``params`` and ``state`` attain.
     :param args: the model's arguments.
@@ -33,8 +33,8 @@ class ConjugateResult(Displayed, SVIRunResult):
         learning on minibatches had made the bound fall, each with the step of that
         state.
     :param stopped: whether the run ended early because the bound stopped rising.
-    :param version: of what the model read besides its arguments.
-    :param whole: whether the arguments hold all rows of the fit, not one batch.
+    :param version: the version of everything the model read besides its arguments.
+    :param whole: whether the arguments contain all rows of the fit, not one batch.
     """
 
     args: tuple[Any, ...]
@@ -110,7 +110,7 @@ class ConjugateResult(Displayed, SVIRunResult):
 
 
 def _search(state: Any) -> Search | None:
-    """The state of L-BFGS, if it has learnt hyperparameters."""
+    """Return the state of L-BFGS, if it has learnt hyperparameters."""
     if not isinstance(state, ConjugateState):
         return None
     search = state.hyper.optim_state

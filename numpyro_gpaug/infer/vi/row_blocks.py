@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that can be read in any order, of arrays on disk."""
+"""Rows of arrays on disk, which can be read in any order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RowBlocks(Protocol):
     sizes: Sequence[int]
 
     def read(self, block: int, into: Any = None) -> Any:
-        """A tuple or dict of arrays, rows first.
+        """Return a tuple or dict of arrays, rows first.
 
-        :param block: its number.
-        :param into: such arrays, which these may be, with the rows read into them.
+        :param block: the number of the block.
+        :param into: arrays to read the rows into; these may be returned.
         """
 
 
@@ -61,7 +61,7 @@ class ArrayRows:
 
 
 def rows_of(batch: Any) -> int:
-    """Rows of a batch, a tuple or dict of arrays."""
+    """Return the number of rows of a batch, a tuple or dict of arrays."""
     shapes = [x.shape for x in jax.tree.leaves(batch)]
     if not shapes or not shapes[0]:
         raise ValueError(f"a batch has no rows: its arrays have shapes {shapes}")
@@ -69,9 +69,9 @@ def rows_of(batch: Any) -> int:
 
 
 def grouped(order: Any, sizes: Sequence[int], least: int) -> list[list[int]]:
-    """Blocks in an order, as many together that they have ``least`` rows.
+    """Yield blocks in an order, in groups of at least ``least`` rows.
 
-    :param order: their numbers.
+    :param order: the numbers of the blocks.
     :param sizes: rows of every block.
     """
     groups: list[list[int]] = [[]]
@@ -92,11 +92,12 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def cut(parts: Iterable[Any], size: int, count: int) -> Iterator[Any]:
-    """Rows that come in parts of any length, in batches; the last may have fewer.
+    """Yield rows from parts of any length in batches; the last batch may have fewer
+    rows.
 
     :param parts: tuples or dicts of arrays.
     :param size: rows of a batch.
-    :param count: of the batches.
+    :param count: the number of batches.
     """
     held: list[Any] = []
     number = 0

@@ -61,10 +61,9 @@ class RobbinsMonro:
     squares converges (Robbins and Monro, 1951; Hoffman et al., 2013, Stochastic
     variational inference).
 
-    :param delay: at least 1, where the first step is whole. A whole step takes one
-        batch for all data; the default of
-        :class:`~numpyro_gpaug.ConjugateSVI` is the number of batches in an epoch, at
-        least 20 and at most 100.
+    :param delay: at least 1; with 1 the first step is whole. A whole step treats one
+        batch as all data. The default of :class:`~numpyro_gpaug.ConjugateSVI` is the
+        number of batches in an epoch, at least 20 and at most 100.
     :param forgetting_rate: in (0.5, 1].
     :raises ValueError: for values outside these ranges.
     """
@@ -99,7 +98,7 @@ class Adaptive:
     """Step size from the signal-to-noise ratio of the natural gradient.
 
     The squared length of a moving average of the natural gradient over the moving
-    average of its squared length, with a window that forgets fast after large steps
+    average of its squared length, with a window that becomes short after large steps
     (Ranganath, Wang, Blei and Xing, 2013).
 
     :param window: initial window, in steps.
@@ -139,7 +138,7 @@ def as_schedule(
     :param step_size: ``None`` (whole steps on full data, :class:`RobbinsMonro` on
         minibatches), a number, ``"adaptive"``, or a :class:`Schedule`.
     :param batches: number of batches in an epoch; ``None`` if steps are not noisy. It
-        is 1 where only other latents are drawn at random.
+        is 1 if only other latents are drawn at random.
     :raises ValueError: for anything else.
     """
     if step_size is None:

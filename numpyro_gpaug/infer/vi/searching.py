@@ -23,9 +23,9 @@ class Collapsed(NamedTuple):
     """The Gaussian blocks at their optimum for some hyperparameters.
 
     :param natural: natural parameters.
-    :param step_sizes: to be tried next, by block.
-    :param bound: there.
-    :param rounding: how far it may seem to fall by rounding alone.
+    :param step_sizes: step sizes to try next, by block.
+    :param bound: the bound there.
+    :param rounding: the largest decrease that rounding alone may cause.
     :param unresolved: see :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
     :param unreached: see :class:`~numpyro_gpaug.infer.vi.state.ConjugateState`.
     """
@@ -39,11 +39,11 @@ class Collapsed(NamedTuple):
 
 
 def goes_on(state: ConjugateState, at: Collapsed) -> Array:
-    """Return whether the search goes on from there: the bound has risen enough, or is
-    the first, or any in the first-order phase.
+    """Return whether the search continues from the end of the pending update: the bound
+    has risen enough, or is the first, or the first-order phase is not over.
 
-    :param state: before the pending update.
-    :param at: its end.
+    :param state: the state before the pending update.
+    :param at: the optimum at its end.
     """
     enough = quasi_newton.accepts(
         state.hyper, state.bound, at.bound, at.rounding, at.unresolved
@@ -59,13 +59,15 @@ def searched(
     gradient: Callable[[], dict[str, Any]],
     closed: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> ConjugateState:
-    """The state after a step of a search.
+    """Return the state after a step of a search.
 
-    :param state: before the pending update.
+    :param state: the state before the pending update.
     :param values: unconstrained params at its end.
-    :param at: the end.
-    :param gradient: of the bound there; not asked for where the bound did not rise.
-    :param closed: from the gradient, updates of params that are set in closed form.
+    :param at: the optimum there.
+    :param gradient: returns the gradient of the bound there; not called if the bound
+        did not rise.
+    :param closed: returns updates of params that are set in closed form, from the
+        gradient.
     """
     best, bound, rounding = state.bound, at.bound, at.rounding
 

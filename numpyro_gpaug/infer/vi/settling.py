@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gaussian blocks at their optimum, for given hyperparameters.
+"""The optimum of the Gaussian blocks at given hyperparameters.
 
-Sweeps alone are slow with several latents: each is moved as if the others stood still,
-by too much where the likelihood ties them to each other (softmax: two classes that
-compete) and by too little where it does not see them (the sum of all). Anderson's
-mixing of the last targets sees both, and costs one evaluation; where it would make the
-bound fall, a sweep is taken instead.
+Coordinate passes alone are slow with several latents. Each latent is updated as if the
+others were fixed: by too much if the likelihood couples them (softmax: two classes that
+compete), and by too little in directions on which the likelihood does not depend (the
+sum of all). Anderson acceleration, a mixture of the last targets, corrects both and
+costs one evaluation. If it would make the bound fall, a coordinate pass is taken
+instead.
 
 Reference: Walker and Ni (2011), Anderson acceleration for fixed-point iterations.
 """
@@ -45,19 +46,20 @@ def settled(
     augmented: Callable[[Array], Array | None],
     tolerance: float,
 ) -> Place:
-    """Moves the blocks until the bound rises no more.
+    """Update the blocks until the bound no longer rises.
 
     :param problem: the problem.
     :param natural: natural parameters of all blocks.
-    :param steps: the first step size that a sweep tries, by block.
-    :param sweep: one pass over the blocks: from natural parameters, the evaluation
-        there, step sizes, the number of moves before, and whether the evaluation is an
-        :meth:`~LatentGaussian.unevaluated` one.
-    :param augmented: from the number of moves before: as for
+    :param steps: the first step size that a pass tries, by block.
+    :param sweep: one pass over the blocks, given natural parameters, the evaluation
+        there, step sizes, the number of updates before, and whether the evaluation is
+        an :meth:`~LatentGaussian.unevaluated` one.
+    :param augmented: given the number of updates before, as for
         :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
-    :param tolerance: the rise in nats that ends them, unless rounding is larger.
-    :return: natural parameters, the evaluation there, whose ``rise`` is that of all
-        moves, and next step sizes.
+    :param tolerance: stop after a rise of less than this, in nats, unless rounding is
+        larger.
+    :return: natural parameters, the evaluation there, whose ``rise`` is the total over
+        all updates, and next step sizes.
     """
     several = are_mixed(natural)
 
@@ -103,14 +105,14 @@ def settled(
 
 
 def _shrank(before: dict[str, Array], after: dict[str, Array]) -> Array:
-    """Whether some step size has fallen to the shortest one, where it stays."""
+    """Whether some step size has reached the shortest one, where it stays."""
     least = 2.0**-MAX_HALVINGS
     pairs = [(before[name] > least) & (after[name] <= least) for name in after]
     return jnp.stack(pairs).any()
 
 
 def _seen(problem: LatentGaussian, before: Evaluation, after: Evaluation) -> Array:
-    """:func:`seen`, from evaluations at both ends of a move."""
+    """Return :func:`seen`, from evaluations at both ends of an update."""
     along = jnp.zeros_like(after.bound)
     for name in after.moments:
         ends = problem.place(name, before), problem.place(name, after)
@@ -119,36 +121,37 @@ def _seen(problem: LatentGaussian, before: Evaluation, after: Evaluation) -> Arr
 
 
 def seen(change: Array, rounding: Array, along: Array) -> Array:
-    """By how much a move made the bound rise, as far as is known.
+    """Return the increase of the bound in an update, as accurately as it is known.
 
-    :param change: of the bound.
-    :param rounding: which may hide it.
-    :param along: the mean of the slopes at both ends times the length of the move,
-        which is the same to second order.
+    :param change: the computed change of the bound.
+    :param rounding: its rounding error.
+    :param along: the mean of the derivatives at both ends times the length of the
+        update, which equals the change to second order.
     """
     return jnp.where(change > rounding, change, along)
 
 
 def least_seen(rounding: Array, tolerance: float) -> Array:
-    """The rise that ends mixing, and the fall that refuses what was mixed.
+    """Return the rise that ends the updates, and the decrease that rejects an Anderson
+    step.
 
-    :param rounding: of bounds.
-    :param tolerance: in nats.
+    :param rounding: the rounding error of bounds.
+    :param tolerance: the tolerance in nats.
     """
     return jnp.maximum(FINER * rounding, tolerance)
 
 
 def are_mixed(natural: Natural) -> bool:
-    """Whether targets are mixed: of several latents."""
+    """Whether targets are mixed: only with several latents."""
     return sum(len(block.potential) for block in natural.values()) > 1
 
 
 class Memory(NamedTuple):
-    """What is mixed, in a ring.
+    """The last targets of Anderson acceleration, in a ring buffer.
 
     :param targets: of all blocks, with a leading axis (MEMORY,).
-    :param residuals: how far the potentials were from them, (MEMORY, numbers).
-    :param known: which of them hold anything, (MEMORY,).
+    :param residuals: differences between targets and potentials, (MEMORY, numbers).
+    :param known: the entries that are filled, (MEMORY,).
     """
 
     targets: Natural
@@ -157,9 +160,9 @@ class Memory(NamedTuple):
 
     @classmethod
     def empty(cls, natural: Natural) -> Memory:
-        """That holds nothing.
+        """Return an empty memory.
 
-        :param natural: what will be mixed.
+        :param natural: natural parameters of the same shapes.
         """
         targets = jax.tree.map(
             lambda x: jnp.zeros((MEMORY, *x.shape), x.dtype), natural
@@ -178,7 +181,8 @@ def _mixed_or_swept(
     augmented: Callable[[Array], Array | None],
     tolerance: float,
 ) -> tuple[Place, Array, Memory]:
-    """One move, and its rise. The first only evaluates, and has none."""
+    """Take one update, and return its rise. The first one only evaluates, and has
+    none."""
     natural, evaluation, steps = place
     before = jnp.maximum(moves - 1, 0)
 
@@ -213,13 +217,13 @@ def _mixed_or_swept(
 def mixed(
     memory: Memory, moves: Array, targets: Natural, natural: Natural
 ) -> tuple[Natural, Memory]:
-    """The combination of targets whose residuals cancel as far as they can, and the
-    memory with the present one.
+    """Return the combination of targets with the smallest combined residual, and the
+    memory with the current target.
 
-    :param memory: of what came before.
-    :param moves: the number of the move.
-    :param targets: of all blocks.
-    :param natural: where they were computed.
+    :param memory: the memory of earlier targets.
+    :param moves: the number of the update.
+    :param targets: targets of all blocks.
+    :param natural: natural parameters at which they were computed.
     """
     slot = moves % MEMORY
     residual = _potentials(jax.tree.map(jnp.subtract, targets, natural))
@@ -241,5 +245,6 @@ def mixed(
 
 
 def _potentials(natural: Natural) -> Array:
-    """Flat. What precisions lack is what potentials lack, and there are many more."""
+    """Return the potentials, flat. Precisions are left out: they have many more
+    numbers, and their residuals vanish together with those of the potentials."""
     return ravel_pytree([block.potential for block in natural.values()])[0]

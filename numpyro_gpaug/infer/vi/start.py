@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where :class:`~numpyro_gpaug.ConjugateSVI` starts: initial params and state."""
+"""Initial params and state of :class:`~numpyro_gpaug.ConjugateSVI`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def initial_state(
     static: Any,
     batch: Batch | None = None,
 ) -> tuple[ConjugateState, dict[str, Any], Codes | None, dict[tuple[str, str], Array]]:
-    """The initial state, the constrained params it was made from, how data look at
-    latents, and whether what is observed is valid; pure, and one program.
+    """Return the initial state, its constrained params, the dependence of data on
+    latents, and whether the observations are valid. The function is pure, and one
+    program.
 
     :param settings: options of the fit.
     :param model: the model.
@@ -57,9 +58,9 @@ def initial_state(
     :param arrays: array arguments of the model.
     :param key: random key.
     :param given: constrained values to start from instead, by param name.
-    :param natural: where the guide starts.
+    :param natural: natural parameters at which the guide starts.
     :param static: the model's other arguments.
-    :param batch: of how many rows, if that is what the arguments are.
+    :param batch: the numbers of rows, if the arguments are a batch.
     """
     arguments = Arguments(arrays, static)
     structure = guide.structure_at(arguments)
@@ -96,15 +97,15 @@ def check_start(
     valid: dict[tuple[str, str], Array],
     given: dict[str, Any],
 ) -> None:
-    """Raises for initial params or observations that are not valid.
+    """Raise for initial params or observations that are not valid.
 
     :param model: the model.
     :param guide: its guide, set up.
     :param arguments: the model's arguments.
     :param params: from :func:`initial_state`.
     :param valid: likewise.
-    :param given: what the caller asked to start from.
-    :raises ValueError: naming the param, or the site.
+    :param given: the values from which the caller wants to start.
+    :raises ValueError: for invalid values; it names the param, or the site.
     """
     structure = guide.structure
     for name, value in params.items():
@@ -165,7 +166,7 @@ def _state(
 def _first(
     optim: Any, values: dict[str, Any], transforms: dict[str, Any], noisy: bool
 ) -> Any:
-    """The optimiser's first state."""
+    """Return the first state of the optimiser."""
     if optim is None or not values:
         return ()
     if optim != LBFGS:
@@ -183,7 +184,7 @@ def _first(
 def read_params(
     guide: ConjugateGuide, values: dict[str, Any], natural: Natural
 ) -> dict[str, Any]:
-    """Constrained params, the natural parameters among them, from a state; pure.
+    """Return constrained params, including the natural parameters, from a state; pure.
 
     :param guide: the guide.
     :param values: unconstrained params.
@@ -195,10 +196,10 @@ def read_params(
 
 
 def _numbers(name: str, value: Any) -> Any:
-    """Return a param with arrays for leaves, strongly typed: a Python number would
-    change dtype on its first update.
+    """Return a param with strongly typed arrays as leaves: a Python number would change
+    its dtype in the first update.
 
-    :param name: of the param.
+    :param name: the name of the param.
     :param value: a tree of numbers.
     :raises TypeError: for other leaves.
     """

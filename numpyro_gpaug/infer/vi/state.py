@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that steps pass on."""
+"""The state that one step passes to the next."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ConjugateState(NamedTuple):
     :param step_sizes: next step size to try, by block (full data).
     :param schedule: state of the step-size schedule (minibatches).
     :param epochs: by subsampled plate, a permutation and the position in it.
-    :param bound: the bound at this state (full data) or of the last batch before it.
-    :param data: fingerprint of the data that it is the bound of.
+    :param bound: the bound at this state (full data), or of the last batch before it.
+    :param data: fingerprint of the data of the bound.
     :param mark: the bound when it last rose by ``tol``.
-    :param stalled: steps since.
-    :param unreached: by process, the share of function values of which no more than
-        one inducing value says something (``infer/vi/reach.py``).
-    :param lost: nats by which rounding may have moved the bound
-        (``infer/vi/resolution.py``); of the last state of a loop on full data.
-    :param basis: a fingerprint of the basis of its latents, 0 for none.
+    :param stalled: steps since then.
+    :param unreached: by process, the share of function values that depend on at most
+        one inducing value (``infer/vi/reach.py``).
+    :param lost: error of the bound due to rounding, in nats
+        (``infer/vi/resolution.py``); for the last state of a loop on full data.
+    :param basis: a fingerprint of the basis of the latents, 0 for none.
     :param step: steps taken.
     :param rng_key: random key.
     """
@@ -53,14 +53,14 @@ class ConjugateState(NamedTuple):
 
 @cache
 def unknown_bound(dtype: Any) -> Any:
-    """The value of a bound that is not known, smaller than any bound. It is finite,
-    because ``jax_debug_infs`` checks the outputs of compiled functions."""
+    """Return the value that stands for an unknown bound, smaller than any bound. It is
+    finite, because ``jax_debug_infs`` checks the outputs of compiled functions."""
     return jnp.finfo(dtype).min
 
 
 def flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
     """Return a bound of NaN if the gradient is not finite. Otherwise every later step
-    would be refused, and the fit would seem to have converged."""
+    would be rejected, and the fit would seem to have converged."""
     finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(hyper.update)]
     if not finite:
         return state

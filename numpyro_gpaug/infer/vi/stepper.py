@@ -36,8 +36,8 @@ class Carry(NamedTuple):
     """The values that one step passes to the next; empty if hyperparameters or data
     change.
 
-    :param problem: the model at the hyperparameters, which rest.
-    :param evaluation: the bound there.
+    :param problem: the problem at the fixed hyperparameters.
+    :param evaluation: the evaluation of the bound there.
     """
 
     problem: LatentGaussian | tuple[()]
@@ -47,7 +47,7 @@ class Carry(NamedTuple):
 class Stepper:
     """Steps of one model at given arguments, inside one trace.
 
-    :param plan: the model, its guide, and what is known of it at such arguments.
+    :param plan: the model, its guide, and its structure at such arguments.
     :param settings: options of the fit.
     :param arguments: the model's arguments.
     """
@@ -75,7 +75,7 @@ class Stepper:
 
     @property
     def _largest(self) -> float:
-        """Step size, at most."""
+        """The largest step size."""
         return getattr(self._schedule, "value", 1.0)
 
     def start(self, state: ConjugateState) -> Carry:
@@ -87,7 +87,7 @@ class Stepper:
         return Carry(problem, problem.unevaluated(state.natural))
 
     def noted(self, state: ConjugateState, first: Carry) -> ConjugateState:
-        """A state with what is known of a problem that cannot change.
+        """Return a state with the known quantities of a problem that cannot change.
 
         :param state: the state.
         :param first: from :meth:`start`.
@@ -99,11 +99,12 @@ class Stepper:
     def evaluate(
         self, state: ConjugateState, key: Array, indices: dict[str, Array]
     ) -> Evaluation:
-        """The bound at a state, on all of its arguments' data or on one minibatch.
+        """Return the bound at a state, on all data of its arguments or on one
+        minibatch.
 
         :param state: the state.
-        :param key: for the other guide's latents.
-        :param indices: of the minibatch, by plate.
+        :param key: random key for the latents of the other guide.
+        :param indices: indices of the minibatch, by plate.
         """
         problem = self.problem(state.hyper.values, key, indices)
         return problem.restrict().evaluate(problem.select(state.natural))
@@ -130,7 +131,8 @@ class Stepper:
     def _fixed_step(
         self, state: ConjugateState, problem: LatentGaussian, evaluation: Evaluation
     ) -> tuple[ConjugateState, Evaluation]:
-        """Full data, hyperparameters at rest: geometry and evaluation are reused."""
+        """Take a step on full data with fixed hyperparameters: problem and evaluation
+        are reused."""
         steps = state.step_sizes
         if problem.quadratic and self._largest == 1:
             natural, evaluation = problem.solved(state.natural)
@@ -143,7 +145,8 @@ class Stepper:
         return state, evaluation
 
     def _joint_step(self, state: ConjugateState) -> ConjugateState:
-        """Full data: the pending hyperparameter update, a sweep, a new gradient."""
+        """Take a step on full data: the pending update of the hyperparameters, a
+        coordinate pass, a new gradient."""
         key = self.key(state)
         values = moved(state.hyper)
         problem, pullback = self.problem_and_pullback(values, key, {})
@@ -172,7 +175,8 @@ class Stepper:
         return lax.cond(fell, lambda: same, lambda: flagged(new, hyper))
 
     def _search_step(self, state: ConjugateState) -> ConjugateState:
-        """Full data: the collapsed bound at the pending update's end."""
+        """Take a step on full data: the collapsed bound at the end of the pending
+        update."""
         values = quasi_newton.moved(state.hyper)
         problem, pullback = self.problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
@@ -199,8 +203,8 @@ class Stepper:
         return problem.unresolved(evaluation, names)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
-        """A minibatch, or other latents drawn at random: no bound to compare with, so a
-        decaying step instead."""
+        """Take a step on a minibatch, or with other latents drawn at random. Bounds
+        cannot be compared, so the step size decays instead."""
         key = self.key(state)
         indices, epochs = next_batch(self._structure, state.epochs, key)
         values = moved(state.hyper)
@@ -277,8 +281,8 @@ class Stepper:
         )  # fmt: skip
 
     def _augmented(self, state: ConjugateState) -> Array | None:
-        """Whether a step takes its factors from the augmented bound, to start safely;
-        ``None`` if no step does."""
+        """Return whether a step uses the factors of the augmented bound, for a safe
+        start; ``None`` if no step does."""
         return state.step == 0 if self._starts_augmented else None
 
     def _next_hyper(
@@ -289,14 +293,15 @@ class Stepper:
         gradient: Callable[..., Any],
         further: Callable[[Any], Any],
     ) -> Hyper:
-        """Hyperparameters with their next pending update, none between two of them.
+        """Return hyperparameters with their next pending update, or with none in
+        between two updates.
 
         :param values: unconstrained params.
         :param at: the problem there, its pullback and the evaluation.
-        :param gradient: of the bound, from these three. The blocks are held fixed in
-            whitened coordinates: the envelope theorem makes this the gradient of the
-            optimised bound.
-        :param further: gives the three at other params.
+        :param gradient: returns the gradient of the bound from these three. The blocks
+            are fixed in whitened coordinates: by the envelope theorem this is the
+            gradient of the optimised bound.
+        :param further: returns the three at other params.
         """
         hyper = state.hyper
         if not self.learns:
@@ -345,7 +350,7 @@ class Stepper:
         values: dict[str, Any],
         ascent: dict[str, Any],
     ) -> dict[str, Array]:
-        """Updates of the params that are set in closed form."""
+        """Return updates of the params that are set in closed form."""
         expected: Any = problem.likelihood
         carried = expected.carried(evaluation.marginals)
         return {
@@ -358,7 +363,8 @@ class Stepper:
     def problem(
         self, values: dict[str, Any], key: Array, indices: dict[str, Array]
     ) -> LatentGaussian:
-        """The model is run once, with the other guide's latents drawn with ``key``."""
+        """Run the model once, with the latents of the other guide drawn with
+        ``key``."""
         params = self._plan.constrain(values)
         args, kwargs = self._arguments.merge()
         seeded = handlers.seed(self._plan.guide.draw_others, key)
@@ -384,5 +390,5 @@ class Stepper:
         return vjp(lambda values: self.problem(values, key, indices), values)
 
     def key(self, state: ConjugateState) -> Array:
-        """The random key of the next step."""
+        """Return the random key of the next step."""
         return random.fold_in(state.rng_key, state.step + 1)

@@ -70,7 +70,7 @@ class Stream:
     :param forgetting: :math:`\gamma`, in (0, 1]; 1 forgets nothing.
     :param optim: how hyperparameters are tracked, as in
         :class:`~numpyro_gpaug.ConjugateSVI`: ``"lbfgs"``, to the optimum of every
-        batch; an optax transformation, started anew with every batch, for up to 50
+        batch; an optax transformation, restarted with every batch, for up to 50
         updates, whose rate limits the change in one batch; ``None``, not at all.
         Inducing inputs that are a param stay fixed.
     :raises NotImplementedError: for a joint posterior
@@ -95,7 +95,7 @@ class Stream:
     >>> print(stream.update(X[1::2], y[1::2]).predict_y(X[:1]).probs.round(1))
     [0.3]
 
-    Data go on to the right, and inducing inputs with them:
+    New data extend to the right, and the inducing inputs follow:
 
     >>> more = jnp.concatenate([X[::4], X[::4] + 6])
     >>> moved = stream.update(X[even] + 6, y[even], inducing=more)
@@ -103,8 +103,8 @@ class Stream:
     ((20,), 10)
 
     Reference: Bui, Nguyen and Turner (2017), Streaming sparse Gaussian process
-    approximations, section 3.1; of inducing inputs that move while hyperparameters are
-    tracked, one after the other, not the joint bound.
+    approximations, section 3.1. If inducing inputs move while hyperparameters are
+    tracked, both are updated one after the other, not with the joint bound.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class Stream:
             batch given those before (and of the prior of hyperparameters). If inducing
             inputs moved, it includes the divergence of the moved process from the one
             before.
-        :raises ValueError: for data that a fit refuses, including a batch without
+        :raises ValueError: for data that a fit rejects, including a batch without
             observations; for inducing inputs with other columns or another dtype,
             inducing inputs that are a param of the model, and kernels that change with
             them.
-        :raises NotImplementedError: for a move of a set of inducing inputs per latent.
+        :raises NotImplementedError: for moving separate inducing inputs per latent.
         """
         # A batch may be anywhere: that of the last one says nothing.
         known = self.posterior.arguments._replace(ranges={})

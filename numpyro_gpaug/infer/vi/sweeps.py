@@ -32,16 +32,16 @@ def backtracked_sweep(
     augmented: Array | None,
     fresh: Array,
 ) -> tuple[Natural, Evaluation, dict[str, Array]]:
-    """Moves every block once, one at a time: blocks that share a predictor overshoot
-    when they move together. So do coupled latents of one block.
+    """Update every block once, one at a time: joint updates of blocks that share a
+    predictor overshoot. So do joint updates of coupled latents of one block.
 
     :param problem: the problem.
     :param natural: natural parameters of all blocks.
     :param evaluation: the evaluation there.
-    :param steps: the first step size tried, by block.
-    :param largest_step: bound of the step sizes tried next time.
-    :param augmented: whether factors are those of the augmented bound; ``None`` if
-        never.
+    :param steps: the first step size to try, by block.
+    :param largest_step: upper limit of the next step sizes.
+    :param augmented: whether factors come from the augmented bound; ``None`` if they
+        never do.
     :param fresh: whether ``evaluation`` is an
         :meth:`~LatentGaussian.unevaluated` one.
     :return: natural parameters, the evaluation there, and next step sizes.
@@ -73,11 +73,11 @@ def damped_sweep(
     step: Array,
     augmented: Array | None,
 ) -> tuple[Natural, dict[str, Any], Evaluation, Array, Array]:
-    """Moves every block once by the step size of a schedule, for bounds that are noisy.
+    """Update every block once by the step size of a schedule, for noisy bounds.
 
-    A step is halved while the bound of its own rows falls. Noise is no excuse for that:
-    what a step was made to raise it lowers only by overshooting, as that of a rate
-    ``exp(f)`` does, from which no later step would come back.
+    A step is halved while the bound of its own rows falls. Noise is not the reason for
+    such a fall: a step lowers the bound that it was computed from only if it
+    overshoots. With a rate ``exp(f)``, later steps could not recover from that.
 
     :param problem: the problem.
     :param natural: natural parameters of all blocks.
@@ -86,7 +86,7 @@ def damped_sweep(
     :param step: steps taken before.
     :param augmented: as for :func:`backtracked_sweep`.
     :return: natural parameters, states of the schedule, the evaluation there, the bound
-        before, and the largest step size that was taken.
+        before, and the largest step size taken.
     """
     evaluation = problem.evaluate(natural)
     before = evaluation.bound
@@ -136,16 +136,16 @@ def _rising(
     evaluation: Evaluation,
     index: Array | None = None,
 ) -> tuple[Any, Evaluation, Array]:
-    """A step of one block, halved while the bound falls.
+    """Take a step of one block, halved while the bound falls.
 
     :param problem: the problem.
-    :param name: of the block.
+    :param name: the name of the block.
     :param old: its natural parameters.
-    :param target: where a whole step leads.
-    :param size: of the first attempt.
-    :param evaluation: before.
-    :param index: the one latent to move, (1,); ``None`` for all.
-    :return: natural parameters, the evaluation there, and the size that was taken; 0 if
+    :param target: the result of a whole step.
+    :param size: the size of the first attempt.
+    :param evaluation: the evaluation before.
+    :param index: the one latent to update, (1,); ``None`` for all.
+    :return: natural parameters, the evaluation there, and the size of the step; 0 if
         none raised the bound.
     """
     floor = evaluation.bound - evaluation.rounding
@@ -182,10 +182,11 @@ def slopes_at(
     name: str,
     augmented: Array | None,
 ) -> Marginals:
-    """Derivatives of the expected log-likelihood that define a block's factors.
+    """Return the derivatives of the expected log-likelihood that define the factors of
+    a block.
 
     :param problem: the problem.
-    :param evaluation: where.
+    :param evaluation: the evaluation at the point.
     :param name: the block.
     :param augmented: as for :func:`backtracked_sweep`.
     """
@@ -200,17 +201,18 @@ def slopes_at(
 
 
 def mix(old: Any, target: Any, step: Array) -> Any:
-    """The convex combination of natural parameters a step of size ``step`` takes."""
+    """Return the convex combination of natural parameters for a step of size
+    ``step``."""
     return jax.tree.map(
         lambda a, b: jnp.asarray((1 - step) * a + step * b, a.dtype), old, target
     )
 
 
 def starts_augmented(structure: Structure) -> bool:
-    """Whether a first step from far away is safe by the augmented bound alone: it has
-    one, and the exact factors may have negative precisions.
+    """Whether only the augmented bound makes a first step from far away safe: the model
+    has one, and the exact factors may have negative precisions.
 
-    :param structure: of the model.
+    :param structure: the structure of the model.
     """
     sites = [site for site in structure.observed if site.latents]
     return all(site.augmented for site in sites) and not all(
@@ -221,16 +223,17 @@ def starts_augmented(structure: Structure) -> bool:
 def next_step(
     step: Array, tries: Array, largest_step: float, before: Array, after: Array
 ) -> Array:
-    """The step size to try next time: of one that was not the first tried, its own;
-    else, from half to twice as much, where the slope along it would have vanished. A
-    bound that rises does not tell that a step went too far: of one by twice the best
-    it is where it was, and so it would be of the next.
+    """Return the step size to try next. If the step was shortened, it is the size
+    taken. Otherwise it is the size at which the derivative along the step would have
+    vanished, between half and twice the size taken. A rising bound does not exclude
+    overshooting: a step of almost twice the optimal size raises the bound by next to
+    nothing, and so would the next one.
 
-    :param step: the first tried.
-    :param tries: how many.
-    :param largest_step: bound of it.
-    :param before: slope of the bound along it, where it began.
-    :param after: where it ended.
+    :param step: the first size that was tried.
+    :param tries: the number of attempts.
+    :param largest_step: upper limit of the size.
+    :param before: derivative of the bound along the step, at its start.
+    :param after: the derivative at its end.
     """
     halvings = jnp.where(tries == 1, 0, tries)
     falls = (before > 0) & (after < before)
@@ -244,7 +247,7 @@ def next_step(
 def was_whole(before: dict[str, Array], after: dict[str, Array]) -> Array:
     """Whether every block took a whole step at the first attempt.
 
-    :param before: the first step sizes tried.
+    :param before: the first step sizes that were tried.
     :param after: from :func:`next_step`.
     """
     sizes = jnp.stack([*before.values(), *after.values()])
@@ -262,21 +265,21 @@ def backtracked_update(
     fresh: Array,
     index: Array | None = None,
 ) -> tuple[Natural, Evaluation, Array]:
-    """Moves one block towards its target, halving the step while the bound falls.
+    """Move one block towards its target, and halve the step while the bound falls.
 
     :param problem: the problem.
     :param natural: natural parameters of all blocks.
     :param evaluation: the evaluation there.
     :param name: the block to move.
     :param augmented: as for :func:`backtracked_sweep`.
-    :param step: the first step size tried.
-    :param largest_step: bound of the step size tried next time.
-    :param fresh: whether ``evaluation`` is still to be computed: a first attempt then
-        moves nothing. (The same code does both: compiling the bound twice would double
-        the compile time.)
-    :param index: the one latent to move, (1,); ``None`` for all.
-    :return: natural parameters and evaluation after the move (unchanged if no step
-        raised the bound), and the step size to try next time.
+    :param step: the first step size to try.
+    :param largest_step: upper limit of the next step size.
+    :param fresh: whether ``evaluation`` is still to be computed: the first attempt then
+        changes nothing. (The same code does both, because compiling the bound twice
+        would double the compile time.)
+    :param index: the one latent to update, (1,); ``None`` for all.
+    :return: natural parameters and evaluation after the step (unchanged if no step
+        raised the bound), and the next step size to try.
     """
     old = selected(natural[name], index)
 
@@ -325,15 +328,15 @@ def backtracked_update(
 
 
 def _rises(outcome: Evaluation, floor: Array, before: Array, after: Array) -> Array:
-    """Whether a step has raised the bound. One whose fall may be rounding is judged by
-    slopes, of which much more is known: the approximate Wolfe condition of Hager and
-    Zhang (2005), A new conjugate gradient method with guaranteed descent and an
+    """Whether a step has raised the bound. A decrease that may be rounding is judged by
+    derivatives, which are much more accurate: the approximate Wolfe condition of Hager
+    and Zhang (2005), A new conjugate gradient method with guaranteed descent and an
     efficient line search, equation 4.1.
 
-    :param outcome: at its end.
-    :param floor: what the bound must be there, but for rounding.
-    :param before: slope of the bound along the step, where it began.
-    :param after: where it ended.
+    :param outcome: the evaluation at its end.
+    :param floor: the smallest acceptable bound there, up to rounding.
+    :param before: derivative of the bound along the step, at its start.
+    :param after: the derivative at its end.
     """
     lowest = floor - (outcome.rounding - outcome.slack)
     steep = (before > 0) & (after >= -FALLING * before)

@@ -35,51 +35,53 @@ class TraceWasserstein_ELBO(ELBO):
     .. math::
         -\sum_n E_Q \log p(y_n \mid F(x_n)) + w \sum_j \widehat{W}_2^2(P_j, Q_j)
 
-    with :math:`P_j` the prior and :math:`Q_j` the guide's measure of latent j. Not an
-    evidence bound: losses cannot be compared with those of
-    :class:`~numpyro_gpaug.TraceAnalytic_ELBO`, nor between weights. Of Wild, Hu and
-    Sejdinovic (2022), *Generalized variational inference in function spaces*.
+    with :math:`P_j` the prior and :math:`Q_j` the guide's measure of latent j. The loss
+    is not an evidence bound: it cannot be compared with losses of
+    :class:`~numpyro_gpaug.TraceAnalytic_ELBO`, nor between weights. Reference: Wild, Hu
+    and Sejdinovic (2022), *Generalized variational inference in function spaces*.
 
-    The squared 2-Wasserstein distance is that between Gaussian measures on
+    The squared 2-Wasserstein distance is the distance between Gaussian measures on
     :math:`L_2(\hat\rho)`, the functions under the empirical measure of the inputs: the
     distance between the distributions of function values at N inputs, *divided by N*.
-    The data term is a sum over N data, so with the published ``weight=1`` the distance
-    counts as one datum does, and the fitted variances are those of a far too certain
-    posterior; ``weight=N`` gives the distance between distributions of function values
-    its own scale, and shrinks a mean that is large beside the prior.
+    The data term is a sum over N data. With the published ``weight=1`` the distance
+    therefore has the weight of one observation, and the fitted posterior is far too
+    certain. ``weight=N`` restores the scale of the distance between distributions of
+    function values, and shrinks a mean that is large relative to the prior.
 
-    Hold hyperparameters of the prior and of the noise fixed, or fit them before by
-    :class:`~numpyro_gpaug.ConjugateSVI`: the loss is no evidence, and learnt by it the
-    prior follows the guide (its variance goes to 0 with that of the guide).
+    Fix the hyperparameters of the prior and of the noise, or fit them with
+    :class:`~numpyro_gpaug.ConjugateSVI` first. The loss does not bound the evidence,
+    and a prior learnt with it follows the guide (its variance goes to 0 with the
+    variance of the guide).
 
-    The expected log-likelihood is that of :class:`~numpyro_gpaug.TraceAnalytic_ELBO`
-    with ``bound="exact"``. Plates that draw a batch scale it by N/B, and the distance
-    is estimated on the rows of the batch. Other latents are treated as there.
+    The expected log-likelihood is the one of :class:`~numpyro_gpaug.TraceAnalytic_ELBO`
+    with ``bound="exact"``, and other latents are treated in the same way. Plates that
+    draw a batch scale it by N/B, and the distance is estimated on the rows of the
+    batch.
 
     :param weight: w, larger than 0.
-    :param estimator: ``"symmetric"``: of at most ``num_points`` inputs drawn afresh for
-        each step, the exact distance between the distributions of function values
-        there, divided by their number. Not negative, 0 only for equal distributions,
-        finite gradients everywhere. ``"spectral"``, the published one, with N inputs X
-        for the mean and the traces, :math:`X_S` the drawn ones and :math:`2 (N
-        N_S)^{-1/2} \sum_s \lambda_s^{1/2}`, eigenvalues of :math:`r(X_S, X) k(X,
-        X_S)`, for the cross term. That matrix is not symmetric: its eigenvalues may be
-        slightly negative or complex (real parts are used, and 0 below rounding, where
-        the gradient is cut off too), and no symmetric one is similar to it. It is
-        biased upward (with a kernel that is rough on the scale of the spacing of
-        :math:`X_S`, threefold for 10 of 120 inputs), and not 0 for Q = P unless
-        :math:`X_S = X`. It needs JAX's nonsymmetric eigendecomposition, which not every
-        accelerator has.
+    :param estimator: ``"symmetric"``: the exact distance between the distributions of
+        function values at up to ``num_points`` inputs, drawn again for each step,
+        divided by their number. It is not negative, 0 only for equal distributions, and
+        has finite gradients everywhere. ``"spectral"``, the published estimator, uses
+        all N inputs X for the mean and the traces, and
+        :math:`2 (N N_S)^{-1/2} \sum_s \lambda_s^{1/2}` for the cross term, with the
+        eigenvalues of :math:`r(X_S, X) k(X, X_S)` at the drawn inputs :math:`X_S`. That
+        matrix is not symmetric, and not similar to a symmetric one: its eigenvalues may
+        be slightly negative or complex (the code uses real parts, and 0 below rounding,
+        where the gradient is 0, too). This estimator is biased upward (with a kernel
+        that is rough on the scale of the spacing of :math:`X_S`, threefold for 10 of
+        120 inputs), and not 0 for Q = P unless :math:`X_S = X`. It needs JAX's
+        nonsymmetric eigendecomposition, which not every accelerator supports.
     :param num_points: the number of inputs drawn without replacement, N_S; all of them
-        if there are no more. A step costs its cube, per latent.
+        if there are no more. The cost of a step grows with its cube, per latent.
     :param num_particles: draws of the other latents, and of the inputs, per step.
     :raises ValueError: for an unknown estimator, or a weight or number of points that
         is not positive.
 
     **Example**
 
-    See :class:`~numpyro_gpaug.AutoFunctionSpaceGP`; a guide of inducing values will do
-    as well:
+    See :class:`~numpyro_gpaug.AutoFunctionSpaceGP`. A guide on inducing values works,
+    too:
 
     >>> import jax, numpyro, optax, jax.numpy as jnp, numpyro.distributions as dist
     >>> import numpyro_gpaug as gpaug
@@ -160,7 +162,7 @@ class TraceWasserstein_ELBO(ELBO):
     def _distance(
         self, view: ModelView, guide: ProcessGuide, fit: Fit, key: Array
     ) -> Array | float:
-        """The weighted distances of all processes, summed over latents."""
+        """Return the weighted distances of all processes, summed over latents."""
         total: Array | float = 0.0
         for block in view.structure.blocks:
             f = view.conditional(block)
@@ -181,8 +183,8 @@ class TraceWasserstein_ELBO(ELBO):
 
 
 def symmetric_distance(P: GaussianMeasure, Q: GaussianMeasure, X: Array) -> Array:
-    """The squared distance between the distributions of function values at X, divided
-    by the number of inputs, per latent.
+    """Return the squared distance between the distributions of function values at X,
+    divided by the number of inputs, per latent.
 
     :param P: the prior.
     :param Q: the fitted measure.
@@ -198,7 +200,7 @@ def symmetric_distance(P: GaussianMeasure, Q: GaussianMeasure, X: Array) -> Arra
 def spectral_distance(
     P: GaussianMeasure, Q: GaussianMeasure, X: Array, chosen: Array
 ) -> Array:
-    """The published estimator of the squared distance, per latent.
+    """Return the published estimator of the squared distance, per latent.
 
     :param P: the prior.
     :param Q: the fitted measure.
@@ -245,14 +247,15 @@ def squared_wasserstein(
 
 
 def _bures(K: Array, R: Array, floor: Array) -> Array:
-    r"""The distance between centred Gaussians, with ``floor`` added to eigenvalues.
+    r"""Return the distance between centred Gaussians, with ``floor`` added to
+    eigenvalues.
 
     With :math:`K = A A^\top` and :math:`R = B B^\top` it is the minimum of
-    :math:`|A - B U|^2` over orthogonal U, at the orthogonal factor of
-    :math:`B^\top A`: a sum of squares, so not negative, and free of cancellation. Its
-    derivatives are those of an eigenvalue problem only in appearance: the optimal
+    :math:`|A - B U|^2` over orthogonal U, attained at the orthogonal factor of
+    :math:`B^\top A`. This is a sum of squares, so it is not negative, and free of
+    cancellation. Its derivatives do not need an eigenvalue problem: the optimal
     transport maps :math:`B U A^{-1}` and :math:`A U^\top B^{-1}` give them without
-    a difference of eigenvalues, which may be equal.
+    differences of eigenvalues, which may be equal.
     """
     A, inverse_A = _root(lax.stop_gradient(K), floor)
     B, inverse_B = _root(lax.stop_gradient(R), floor)
@@ -270,7 +273,8 @@ def _bures(K: Array, R: Array, floor: Array) -> Array:
 
 
 def _root(covariance: Array, floor: Array) -> tuple[Array, Array]:
-    """A factor and its (pseudo-)inverse; what rounding made negative counts as 0."""
+    """Return a factor and its (pseudo-)inverse; eigenvalues that are negative by
+    rounding count as 0."""
     values, vectors = one_by_one(jnp.linalg.eigh)(covariance)
     roots = jnp.sqrt(jnp.maximum(values, 0) + floor[..., None])
     positive = roots > 0
