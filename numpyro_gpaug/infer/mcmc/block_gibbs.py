@@ -38,11 +38,13 @@ class AugmentedState(NamedTuple):
     """State of :class:`AugmentedGaussian`.
 
     :param z: latents and deterministic sites.
-    :param aux: the auxiliaries the latents were drawn given, by site and name.
-    :param maps: from inducing vectors to processes at the data.
-    :param joint: from latents to predictors, one per group of latents drawn jointly.
+    :param aux: the auxiliaries on which the draw of the latents is conditioned, by site
+        and name.
+    :param maps: maps from inducing vectors to processes at the data.
+    :param joint: maps from latents to predictors, one per group of latents drawn
+        jointly.
     :param rng_key: random key.
-    :param version: of what the model reads besides its arguments.
+    :param version: the version of everything the model reads besides its arguments.
     """
 
     z: Values
@@ -136,7 +138,7 @@ class BlockGibbs(GaussianKernel):
     def _no_auxiliaries(
         self, view: ModelView, at: Values
     ) -> dict[str, dict[str, Array]]:
-        """Zeros in place of auxiliaries that no sweep has drawn yet."""
+        """Return zeros in place of auxiliaries that no sweep has drawn yet."""
 
         def drawn() -> dict[str, dict[str, Array]]:
             return self._factors(random.key(0), self._observed, view, at)[0]
@@ -169,8 +171,8 @@ class BlockGibbs(GaussianKernel):
 def refuse_scaled(message: dict[str, Any], instead: str) -> None:
     """Raise for an observed site whose log-density is scaled.
 
-    :param message: of the site.
-    :param instead: what samples it.
+    :param message: NumPyro's message of the site.
+    :param instead: the advice on another sampler.
     """
     if message["scale"] is not None:
         cls = type(base_distribution(message["fn"])).__name__
@@ -181,7 +183,7 @@ def refuse_scaled(message: dict[str, Any], instead: str) -> None:
 
 
 def latent_parameters(fn: dist.Distribution) -> Parameters:
-    """The parameters of an augmented likelihood that carry latents."""
+    """Return the parameters of an augmented likelihood that depend on latents."""
     d = base_distribution(fn)
     augmentation = lookup_augmentation(type(d))
     assert augmentation is not None
@@ -192,9 +194,9 @@ def augmented(
     key: Array, message: dict[str, Any], given: Parameters
 ) -> tuple[dict[str, Array], Factors]:
     """Draw the auxiliaries of a site. Return Gaussian factors for each parameter that
-    carries a latent, of its shape.
+    depends on a latent, of its shape.
 
-    :param message: of the site.
+    :param message: NumPyro's message of the site.
     :param given: values of those parameters.
     """
     fn = message["fn"]
@@ -223,7 +225,7 @@ def augmented(
 
 
 def _seen(fn: dist.Distribution) -> Array:
-    """Which data are not masked, broadcast against one value per datum."""
+    """Return the mask of the data, broadcast against one value per observation."""
     if isinstance(fn, dist.MaskedDistribution):
         mask = jnp.asarray(fn._mask)
         return mask.reshape(mask.shape + (1,) * fn.event_dim) & _seen(fn.base_dist)

@@ -95,7 +95,7 @@ class BlockSlices(Slices):
             self._refuse_moved(Arguments.split(args, kwargs))
 
     def _refuse_moved(self, arguments: Arguments) -> None:
-        """Raise for params that differ from the fit."""
+        """Raise for params that differ from those of the fit."""
 
         @jax.jit
         def params(arrays: tuple[Array, ...]) -> dict[str, Any]:
@@ -213,8 +213,8 @@ class BlockSlices(Slices):
 
 
 class _Point(NamedTuple):
-    """A point on the ellipses: whitened, and, by block, the latents and the model's
-    inputs, relative to those at the mean."""
+    """A point on the ellipses: the whitened coordinates, and, by block, the latents and
+    the inputs of the model, relative to their values at the mean."""
 
     white: White
     latents: Values

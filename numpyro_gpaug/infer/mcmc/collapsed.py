@@ -40,10 +40,10 @@ class CollapsedState(NamedTuple):
     """State of :class:`CollapsedGaussian`.
 
     :param z: latents, hyperparameters and deterministic sites.
-    :param aux: the auxiliaries they were drawn given, by site and name.
+    :param aux: the auxiliaries on which their draw is conditioned, by site and name.
     :param inner: state of the kernel of the hyperparameters.
     :param rng_key: random key.
-    :param version: of what the model reads besides its arguments.
+    :param version: the version of everything the model reads besides its arguments.
     """
 
     z: Values
@@ -54,26 +54,28 @@ class CollapsedState(NamedTuple):
 
 
 class CollapsedGaussian(BlockGibbs):
-    """:class:`~numpyro_gpaug.AugmentedGaussian` together with the hyperparameters of
-    its processes and priors, which are sampled with the Gaussian latents integrated
+    """A sampler like :class:`~numpyro_gpaug.AugmentedGaussian` that also samples the
+    hyperparameters of its processes and priors, with the Gaussian latents integrated
     out.
 
-    A sweep draws all auxiliaries, moves the hyperparameters on their density given the
-    auxiliaries alone (in closed form, because the latents are then Gaussian), and draws
-    the latents. In the plain scheme a hyperparameter moves given the latents, and the
-    more informative the data, the shorter its moves. Here only the auxiliaries limit
-    it. Each evaluation of the collapsed density costs the factorisations of a sweep,
-    and its gradient a few times that: better mixing costs time.
+    A sweep draws all auxiliaries, updates the hyperparameters given the auxiliaries
+    alone (their density is in closed form, because the latents are then Gaussian), and
+    draws the latents. In plain Gibbs sampling, a hyperparameter is updated given the
+    latents, and the more informative the data, the shorter its moves. Here only the
+    auxiliaries limit the moves. Each evaluation of the collapsed density costs the
+    factorisations of a sweep, and its gradient a few times as much: better mixing costs
+    time.
 
-    It owns every latent of the model, or those of its block of ``Gibbs``. Parameters of
-    the likelihood itself (a noise scale) are not collapsed; they go to another block::
+    The kernel samples every latent of the model, or the latents of its block of
+    ``Gibbs``. Parameters of the likelihood itself (a noise scale) are not collapsed;
+    they go to another block::
 
         Gibbs([(CollapsedGaussian(model), ["f.v", "lengthscale"]), (NUTS(model), None)])
 
     Several chains run in sequence, in parallel or by ``chain_method=jax.vmap``.
 
     :param model: a NumPyro model.
-    :param kernel: class of the kernel that moves the hyperparameters,
+    :param kernel: class of the kernel that updates the hyperparameters,
         :class:`~numpyro.infer.NUTS` or any that can be a block of ``Gibbs``, called
         with a model.
     :raises NotConjugateError: at ``init``, as for ``AugmentedGaussian``; also if a
@@ -263,8 +265,9 @@ class CollapsedGaussian(BlockGibbs):
     # The density of the hyperparameters.
 
     def _collapsed(self, *args: Any, **kwargs: Any) -> None:
-        """The model of the hyperparameters given auxiliaries: their priors, everything
-        else that depends on them, and the evidence of the latents' Gaussian factors."""
+        """Return the model of the hyperparameters given auxiliaries: their priors,
+        everything else that depends on them, and the evidence of the latents' Gaussian
+        factors."""
         factors: Factors = kwargs.pop(FACTORS_KWARG)
         structure = self.structure
         flat = handlers.substitute(flat_functions(self._model), data=structure.zeros)

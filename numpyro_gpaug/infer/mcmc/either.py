@@ -25,8 +25,8 @@ class EitherKernel(MCMCKernel):
     softmax, a kernel of all Gaussian latents. If there are other latents, it is a block
     of NumPyro's ``Gibbs``, with ``NUTS`` as the other.
 
-    :param blocks: the one.
-    :param joint: the other.
+    :param blocks: the kernel of processes and weight vectors.
+    :param joint: the kernel of all Gaussian latents.
     """
 
     sample_field = "z"
@@ -131,7 +131,7 @@ class EitherKernel(MCMCKernel):
 
 
 def _sites_of(structure: Structure) -> list[str]:
-    """Names of the Gaussian sites."""
+    """Return the names of the Gaussian sites."""
     if isinstance(structure, JointStructure):
         return [site.name for site in structure.sites]
     return [block.site for block in structure.blocks]

@@ -35,9 +35,10 @@ White = tuple[Array, ...]
 class Ellipse(NamedTuple):
     """A Gaussian ``x = mean + W' u``, ``u`` white, and its image at the data.
 
-    :param moments: of one block, latent axis first; of several, side by side, (1, D).
-    :param spread: how function values move with ``u``, by process: ``W A``,
-        (latents, M, N) or (latents, D, N).
+    :param moments: moments of one block, latent axis first, or of several blocks side
+        by side, (1, D).
+    :param spread: the derivative of function values with respect to ``u``, by process:
+        ``W A``, (latents, M, N) or (latents, D, N).
     """
 
     moments: Moments
@@ -48,7 +49,7 @@ class Ellipses(NamedTuple):
     """The Gaussians around which slices move.
 
     :param parts: an ellipse per part of the model.
-    :param centres: what the model is run at when all latents are at their means.
+    :param centres: the inputs of the model when all latents are at their means.
     """
 
     parts: tuple[Ellipse, ...]
@@ -56,7 +57,7 @@ class Ellipses(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Blocks that one ellipse is made for.
+    """Blocks that share one ellipse.
 
     :param group: the blocks.
     :param joint: whether all their latents are side by side in one Gaussian; otherwise
@@ -81,7 +82,7 @@ class Part(NamedTuple):
         return self.group.split(flat.ravel())
 
     def shift(self, ellipse: Ellipse, white: Array) -> Values:
-        """``W' u`` by block name."""
+        """Return ``W' u`` by block name."""
         return self.by_block(pushed(ellipse.moments.whitener, white))
 
     def means(self, ellipse: Ellipse) -> Values:
@@ -89,7 +90,7 @@ class Part(NamedTuple):
         return self.by_block(ellipse.moments.mean)
 
     def whitened(self, ellipse: Ellipse, x: Values) -> Array:
-        """``u`` with ``x = mean + W' u``, from latents by site."""
+        """Return ``u`` with ``x = mean + W' u``, from latents by site."""
         q = ellipse.moments
         flat = self.group.join({b.name: x[b.site] for b in self.blocks})
         centred = flat.reshape(q.mean.shape) - q.mean
@@ -141,10 +142,10 @@ def best_gaussians(
     """Return, for every part, the Gaussian that maximises the evidence lower bound,
     found by closed-form updates from the prior.
 
-    :param parts: of the model, on every one of which the likelihood depends through
-        predictors; latents of a part are correlated, parts are independent.
-    :param maps: processes at the data.
-    :param view: the model.
+    :param parts: parts of the model; the likelihood depends on each of them through
+        predictors. Latents of a part are correlated, and parts are independent.
+    :param maps: maps to processes at the data.
+    :param view: the view of the model.
     :return: moments per part, (latents, M) or (1, D).
     """
     problem = _problem(parts, maps, view)
@@ -172,7 +173,7 @@ def best_gaussians(
 def minus_log_density(white: White, scale: Array) -> Array:
     """Return minus the log-density of the Gaussians, up to a constant.
 
-    :param white: what they would have white, by part.
+    :param white: coordinates that are white under the Gaussians, by part.
     :param scale: factors of their standard deviations, by part.
     """
     squares = jnp.stack([jnp.square(u).sum() for u in white])
@@ -187,7 +188,8 @@ def pushed(matrix: Array, vector: Array) -> Array:
 def _problem(
     parts: tuple[Part, ...], maps: dict[str, AffineMap], view: ModelView
 ) -> LatentGaussian:
-    """The model with a part in place of every block, of standard normal latents."""
+    """Return the model with a part of standard normal latents in place of every
+    block."""
     found, priors = {}, {}
     for part in parts:
         map_ = joint_map(part.group, view) if part.joint else maps[part.name]
@@ -219,7 +221,7 @@ def _problem(
 def _carried(
     parts: tuple[Part, ...], at: dict[str, Marginals], view: ModelView
 ) -> dict[str, Marginals]:
-    """Marginals of all predictors, computed from the marginals of the parts."""
+    """Return marginals of all predictors, computed from the marginals of the parts."""
     predictors = view.predictors
     carried = predictors.marginals({p.name: at[p.name] for p in parts if not p.joint})
     for part in parts:

@@ -33,7 +33,7 @@ class EllipticalSlice(EitherKernel):
     and weight vectors, under likelihoods that :class:`~numpyro_gpaug.AutoSparseGP`
     accepts, each gets its own Gaussian. Those that share a predictor (a process and
     weights added to it, outputs that share latents) get a joint one. No such guide
-    contains it, so it is found even if a fit is given. Otherwise the Gaussian is that
+    contains it, so it is found even if a fit is given. Otherwise it uses the Gaussian
     of :class:`~numpyro_gpaug.AutoLatentGaussian` on all Gaussian latents together,
     including random effects of many groups, for any likelihood that this guide accepts.
 
@@ -50,21 +50,21 @@ class EllipticalSlice(EitherKernel):
 
     :class:`~numpyro.infer.NUTS` samples all other latents, the hyperparameters, as the
     other block of NumPyro's ``Gibbs`` (extra fields are ``block_states.0.step``, ...;
-    vectorised chains need ``chain_method=jax.vmap``). ``Gibbs([(EllipticalSlice(model),
-    ["f.v"]), (kernel, None)])`` uses another kernel.
-    :class:`numpyro.handlers.condition` fixes them, ``condition(model, data={"tau":
-    0.5})``. Whenever hyperparameters have moved the Gaussian is computed again, by some
-    ten Cholesky factorisations. A given fit is not, and remains as good as for the
-    values it was made at. Inducing inputs, several chains, and continued runs work as
-    for :class:`~numpyro_gpaug.AugmentedGaussian`. Chains start from draws of the
-    Gaussian.
+    vectorised chains need ``chain_method=jax.vmap``).
+    ``Gibbs([(EllipticalSlice(model), ["f.v"]), (kernel, None)])`` uses another kernel.
+    :class:`numpyro.handlers.condition` fixes them,
+    ``condition(model, data={"tau": 0.5})``. Whenever hyperparameters have changed, the
+    Gaussian is computed again, by about ten Cholesky factorisations. A given fit is not
+    computed again, and suits the hyperparameters at which it was made. Inducing inputs,
+    several chains, and continued runs work as for
+    :class:`~numpyro_gpaug.AugmentedGaussian`. Chains start from draws of the Gaussian.
 
     :param model: a NumPyro model; with a fit, the model that was fitted, its
         :func:`numpyro.param` sites (if it has any) fixed at the fit by
         :class:`numpyro.handlers.substitute`, ``substitute(model, data=params)``. MCMC
         would keep them at their initial values.
-    :param guide: an :class:`~numpyro_gpaug.AutoSparseGP` that was fitted, of any
-        covariance but the preconditioned.
+    :param guide: a fitted :class:`~numpyro_gpaug.AutoSparseGP`, with any covariance
+        except ``"preconditioned"``.
     :param params: params of the fit, as in ``result.params``.
     :raises NotConjugateError: at ``init``, for latents that are not Gaussian, or on
         which the data do not depend affinely, or, without a fit, for a likelihood for

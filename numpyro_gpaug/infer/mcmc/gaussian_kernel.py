@@ -34,9 +34,10 @@ class GaussianKernel(MCMCKernel):
     """A kernel for the Gaussian latents of a model: inducing values of its processes
     and plain Gaussian weights.
 
-    Samples (``state.z``) hold the latents and the model's deterministic sites, function
-    values among them, so nothing has to be computed after a run. What rests while
-    hyperparameters rest is kept in the state and computed again by :meth:`refresh`.
+    Samples (``state.z``) contain the latents and the model's deterministic sites,
+    including function values, so nothing has to be computed after a run. The state
+    caches everything that depends on hyperparameters only, and :meth:`refresh` computes
+    it again.
 
     :param model: a NumPyro model.
     """
@@ -71,12 +72,12 @@ class GaussianKernel(MCMCKernel):
 
     def _check(self, view: Any) -> None:
         """Raise for models that this sampler does not accept. It runs inside an
-        abstract trace, in which it may note static properties."""
+        abstract trace, and may record static properties."""
 
     @abstractmethod
     def _first(self, key: Array, values: Values, view: Any) -> Any:
-        """Return the first state, from latents by site name (the missing ones are
-        drawn)."""
+        """Return the first state, from latents by site name; missing latents are
+        drawn."""
 
     @abstractmethod
     def _next(self, state: Any, view: Any) -> Any:
@@ -178,7 +179,7 @@ class GaussianKernel(MCMCKernel):
 
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
-        :raises ValueError: for arguments that cannot be right.
+        :raises ValueError: for invalid arguments.
         """
         data = {k: x for k, x in kwargs.items() if k != GIBBS_SITES_KWARG}
         check_arguments(self._user_model, args, data)
@@ -188,7 +189,7 @@ class GaussianKernel(MCMCKernel):
         return inspect_model(self._model, *args, **kwargs)
 
     def _seen(self, structure: Any, arguments: Arguments) -> Any:
-        """The model at these arguments."""
+        """Return the model at these arguments."""
         # The key is fixed: a param that starts at random must not move.
         return ModelView(structure, self._model, arguments, {}, random.key(0))
 
@@ -232,8 +233,8 @@ class GaussianKernel(MCMCKernel):
             raise FloatingPointError(f"the first draw of {block.name!r} is not finite")
 
     def _maps(self, view: Any) -> Any:
-        """Maps from inducing vectors to processes at the data, by block name, without
-        the residual, which is not sampled."""
+        """Return maps from inducing vectors to processes at the data, by block name,
+        without the residual, which is not sampled."""
         maps = {b.name: view.conditional(b).affine_map for b in self._processes}
         return {
             k: m._replace(residual=jnp.zeros_like(m.residual)) for k, m in maps.items()
@@ -244,7 +245,8 @@ class GaussianKernel(MCMCKernel):
         return self.structure.processes
 
     def _drawn_from_prior(self, key: Array, values: Values, view: ModelView) -> Values:
-        """Latents by site name; those not in ``values`` are drawn from their priors."""
+        """Return latents by site name; latents that are not in ``values`` are drawn
+        from their priors."""
         found, priors = {}, view.priors()
         for i, block in enumerate(self.structure.blocks):
             loc, scale = (x.reshape(block.shape) for x in priors[block.name])
@@ -254,7 +256,7 @@ class GaussianKernel(MCMCKernel):
         return found
 
     def _at(self, x: Values, maps: dict[str, AffineMap], view: ModelView) -> Values:
-        """The inputs of a run of the model: function values of processes, and
+        """Return the inputs of a run of the model: function values of processes, and
         weights."""
         found = {b.name: x[b.site] for b in self.structure.weights}
         for block in self._processes:
@@ -264,7 +266,7 @@ class GaussianKernel(MCMCKernel):
         return found
 
     def _sampled(self, x: Values, at: Values, view: Any) -> Values:
-        """A sample: latents and deterministic sites."""
+        """Return a sample: latents and deterministic sites."""
         deterministic = {
             name: _strong(site["value"])
             for name, site in view.trace(at).items()

@@ -31,12 +31,12 @@ class AugmentedGaussian(EitherKernel):
     ``Gibbs`` ``"block_states.0.aux"``. Chains may run in sequence, in parallel, or
     vectorised (``chain_method="vectorized"``; inside ``Gibbs``,
     ``chain_method=jax.vmap``); they start from prior draws unless ``init_params`` has
-    the latents. ``mcmc.post_warmup_state = mcmc.last_state`` continues a run, of the
-    same inputs: what was computed from them is part of the state.
+    the latents. ``mcmc.post_warmup_state = mcmc.last_state`` continues a run with the
+    same inputs: the state contains matrices computed from them.
 
     *The target* is the log density of the model. With fewer inducing inputs than data
-    this is the process projected on them, without its residual. With
-    ``inducing=X_train`` it is the full process, which a comparison should use.
+    this is the process projected onto them, without its residual. With
+    ``inducing=X_train`` it is the full process, which comparisons should use.
     :func:`numpyro.param` sites stay at their initial values: give a parameter that is
     to be inferred a prior, or fix it with :class:`numpyro.handlers.substitute`,
     ``substitute(model, data=params)``.

@@ -25,7 +25,7 @@ class Group(NamedTuple):
     """Blocks that share predictors, and so have a joint posterior.
 
     :param blocks: the blocks.
-    :param predictors: those that depend on them, as ``"site/parameter"``.
+    :param predictors: predictors that depend on them, as ``"site/parameter"``.
     :param batched: whether the group is one process whose latents are independent of
         each other given the auxiliaries.
     """
@@ -36,11 +36,11 @@ class Group(NamedTuple):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The observed sites that depend on them."""
+        """The observed sites that depend on the blocks."""
         return tuple(dict.fromkeys(p.rsplit("/", 1)[0] for p in self.predictors))
 
     def split(self, flat: Array) -> Values:
-        """Split the values of all latents, side by side, by block name."""
+        """Split the concatenated values of all latents by block name."""
         found, begin = {}, 0
         for block in self.blocks:
             end = begin + math.prod(block.shape)
@@ -49,11 +49,11 @@ class Group(NamedTuple):
         return found
 
     def join(self, values: Values) -> Array:
-        """Join the values of all latents side by side, from those by block name."""
+        """Concatenate the values of all latents, given by block name."""
         return jnp.concatenate([values[b.name].ravel() for b in self.blocks])
 
     def prior(self, priors: dict[str, Prior]) -> Prior:
-        """The prior of all latents side by side, (1, D)."""
+        """The prior of the concatenated latents, (1, D)."""
         loc = self.join({b.name: priors[b.name].loc for b in self.blocks})
         scale = self.join({b.name: priors[b.name].scale for b in self.blocks})
         return Prior(loc[None], scale[None])
@@ -85,14 +85,14 @@ def groups_of(view: ModelView) -> tuple[Group, ...]:
 
 
 def in_order(groups: tuple[Group, ...], view: ModelView) -> tuple[Group, ...]:
-    """Order groups so that those without auxiliaries are drawn first, and the last
-    auxiliaries drawn belong to the latents."""
+    """Order groups so that groups without auxiliaries are drawn first. The auxiliaries
+    in a sample are then those given which its latents were drawn."""
     needs = {g: any(needs_auxiliaries(view, p) for p in g.predictors) for g in groups}
     return tuple(sorted(groups, key=lambda g: needs[g]))
 
 
 def needs_auxiliaries(view: ModelView, predictor: str) -> bool:
-    """Whether a predictor's Gaussian factors depend on auxiliaries."""
+    """Whether the Gaussian factors of a predictor depend on auxiliaries."""
     site, latent = predictor.rsplit("/", 1)
     d = base_distribution(view.message(site)["fn"])
     augmentation = lookup_augmentation(type(d))
@@ -103,7 +103,7 @@ def needs_auxiliaries(view: ModelView, predictor: str) -> bool:
 
 
 def joint_map(group: Group, view: ModelView) -> AffineMap:
-    """Return the map from all latents of a group, standardised and side by side, to its
+    """Return the map from the standardised, concatenated latents of a group to its
     predictors."""
     predictors, names = view.predictors, group.predictors
     start, rows = {}, []

@@ -31,12 +31,13 @@ class JointAugmentedState(NamedTuple):
     drawn jointly.
 
     :param z: latents and deterministic sites.
-    :param aux: the auxiliaries the latents were drawn given, by site and name.
-    :param numbers: what the latents are made of, (1, size).
-    :param map: from these to predictors.
-    :param prior: of the numbers.
+    :param aux: the auxiliaries on which the draw of the latents is conditioned, by site
+        and name.
+    :param numbers: the latents in whitened coordinates, (1, size).
+    :param map: the map from these to predictors.
+    :param prior: the prior of these coordinates.
     :param rng_key: random key.
-    :param version: of what the model reads besides its arguments.
+    :param version: the version of everything the model reads besides its arguments.
     """
 
     z: Values
@@ -49,9 +50,9 @@ class JointAugmentedState(NamedTuple):
 
 
 class JointGibbs(JointKernel):
-    """Gibbs sampling of all Gaussian latents at once, for any form of their joint
-    Gaussian. Given the auxiliaries its precision is the prior's plus that of the data,
-    and it is factorised as in a fit.
+    """Gibbs sampling of all Gaussian latents jointly, for any structure of their
+    Gaussian. Given the auxiliaries, its precision is the sum of the precisions of prior
+    and data, and it is factorised as in a fit.
 
     :param model: a NumPyro model.
     """

@@ -62,7 +62,7 @@ class JointKernel(GaussianKernel):
                 )
 
     def _white_of(self, values: Values, view: JointView) -> Array:
-        """The standard normal numbers (1, size) that correspond to these values of the
+        """Return the standard normal numbers (1, size) for these values of the
         sites."""
         structure = self.structure
         here = {s.name: values[s.name] for s in structure.sites}
@@ -71,10 +71,10 @@ class JointKernel(GaussianKernel):
         return z.astype(structure.dtype)[None]
 
     def _started(self, white: Array, values: Values, view: JointView) -> Array:
-        """The standard normal numbers (1, size) to start from.
+        """Return the standard normal numbers (1, size) to start from.
 
-        :param white: drawn ones.
-        :param values: by site, of those that are not to be drawn.
+        :param white: drawn numbers.
+        :param values: values of sites that are not to be drawn, by site.
         """
         names = [s.name for s in self.structure.sites]
         given = {k: values[k] for k in names if k in values}
@@ -83,9 +83,9 @@ class JointKernel(GaussianKernel):
         return self._white_of({**self._sites(white, view), **given}, view)
 
     def _sites(self, white: Array, view: JointView) -> Values:
-        """Values of Gaussian and deterministic sites.
+        """Return values of Gaussian and deterministic sites.
 
-        :param white: the standard normal numbers that they are made of, (1, size).
+        :param white: the standard normal numbers, (1, size).
         """
         model = whitened(self._model, self.structure.split(white[0]))
         trace = run_model(model, view.arguments, random.key(0), {})
@@ -98,5 +98,5 @@ class JointKernel(GaussianKernel):
 
 
 def _reasons(structure: JointStructure) -> str:
-    """The reasons why Gaussian sites are not in the joint Gaussian."""
+    """Return the reasons why Gaussian sites are not in the joint Gaussian."""
     return "; ".join(f"{k!r}: {why}" for k, why in structure.held)

@@ -23,8 +23,8 @@ class JointEllipse(NamedTuple):
     """A Gaussian on standard normal latents ``z = mean + W' u``, ``u`` white, and the
     predictors there.
 
-    :param moments: of the latents, with a leading axis of 1.
-    :param map: from latents to predictors.
+    :param moments: moments of the latents, with a leading axis of 1.
+    :param map: the map from latents to predictors.
     :param centre: predictors at the mean, (1, n).
     """
 

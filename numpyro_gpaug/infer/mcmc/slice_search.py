@@ -16,9 +16,9 @@ MAX_SHRINKS = 60
 class Found(NamedTuple):
     """The point that a slice sampler moves to.
 
-    :param angle: 0 where it stays.
-    :param log_ratio: there.
-    :param evaluations: how many it took.
+    :param angle: the angle; 0 if it does not move.
+    :param log_ratio: the log-ratio there.
+    :param evaluations: the number of evaluations.
     """
 
     angle: Array
@@ -40,8 +40,8 @@ def angle_in_slice(
     """Find an angle whose log-ratio is above a random height, by shrinking a bracket.
 
     :param key: random key.
-    :param log_ratio: at angle 0, the present state.
-    :param evaluate: the log-ratio at an angle.
+    :param log_ratio: the log-ratio at angle 0, the current state.
+    :param evaluate: returns the log-ratio at an angle.
     """
     # The bracket is the whole ellipse, cut at random: where the first try falls on it
     # is uniform too. All uniforms at once: within the loop each would cost more than

@@ -32,11 +32,11 @@ class EllipticalState(NamedTuple):
     :param white: the latents, whitened by the Gaussian of their part.
     :param scale: factors of the Gaussians' standard deviations, by part.
     :param step: steps so far.
-    :param log_ratio: log of the posterior over the Gaussians, up to a constant.
-    :param evaluations: of the likelihood, in the last step.
-    :param ellipses: the Gaussians, and what follows from them.
+    :param log_ratio: log-ratio of the posterior to the Gaussians, up to a constant.
+    :param evaluations: evaluations of the likelihood in the last step.
+    :param ellipses: the Gaussians, and quantities computed from them.
     :param rng_key: random key.
-    :param version: of what the model reads besides its arguments.
+    :param version: the version of everything the model reads besides its arguments.
     """
 
     z: Values
@@ -67,11 +67,11 @@ class Slices(GaussianKernel):
     @property
     @abstractmethod
     def _num_parts(self) -> int:
-        """The number of Gaussians."""
+        """Return the number of Gaussians."""
 
     @abstractmethod
     def _ellipses(self, view: Any, maps: Any) -> Any:
-        """The Gaussians."""
+        """Return the Gaussians."""
 
     @abstractmethod
     def _noise(self, key: Array, ellipses: Any, scale: Array) -> White:
@@ -79,27 +79,30 @@ class Slices(GaussianKernel):
 
     @abstractmethod
     def _start(self, noise: White, ellipses: Any, values: Values, view: Any) -> Values:
-        """The initial latents: those of ``values``; the others are drawn."""
+        """Return the initial latents: the given ``values``; others are drawn."""
 
     @abstractmethod
     def _latents(self, state: EllipticalState, view: Any) -> Values:
-        """The latents at the values of a state's sites."""
+        """Return the latents at the values of a state's sites."""
 
     @abstractmethod
     def _placed(
         self, x: Values, ellipses: Any, maps: Any, view: Any
     ) -> tuple[White, Values]:
-        """The whitened coordinates of the Gaussians, and the inputs of the model."""
+        """Return the whitened coordinates of the Gaussians, and the inputs of the
+        model."""
 
     @abstractmethod
     def _on_ellipses(self, key: Array, state: EllipticalState, view: Any) -> AtAngle:
-        """The ellipses through the state and a draw: by angle, the whitened coordinates
-        of the Gaussians, the latents, and the inputs of the model."""
+        """Return the ellipses through the state and a draw: functions of the angle that
+        give the whitened coordinates of the Gaussians, the latents, and the inputs of
+        the model."""
 
     @abstractmethod
     def _ratio(self, view: Any) -> Ratio:
-        """The log-ratio of the posterior to the Gaussians, up to a constant, from the
-        whitened coordinates, the latents, the inputs of the model, and scales."""
+        """Return the log-ratio of the posterior to the Gaussians, up to a constant,
+        from the whitened coordinates, the latents, the inputs of the model, and
+        scales."""
 
     # A sampler.
 
@@ -168,7 +171,7 @@ class Slices(GaussianKernel):
         )  # fmt: skip
 
     def _adapted(self, state: EllipticalState, white: White) -> Array:
-        """The scales after a step: in warm-up, root mean squares of the whitened
+        """Return the scales after a step: in warm-up, root mean squares of the whitened
         coordinates."""
         squares = jnp.stack([jnp.square(u).mean() for u in white])
         mean = jnp.square(state.scale)

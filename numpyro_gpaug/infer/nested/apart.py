@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Draws of latents whose groups are weighted separately.
 
-Given hyperparameters and the corner :math:`u` of an arrow (fixed effects, effects of
-other groupings), groups :math:`z_g` are independent in the posterior. Of J candidates
-for each, the mean weight estimates that group's integral, and the product of means the
-weight of :math:`u`,
+Given hyperparameters and the border :math:`u` of the precision matrix (fixed effects,
+effects of other groupings), groups :math:`z_g` are independent in the posterior. With J
+candidates for each group, their mean weight estimates the integral of the group, and
+the product of the means estimates the weight of :math:`u`,
 
 .. math:: \frac{p(\theta, u)}{q(u)} \prod_{g=1}^G \frac 1 J \sum_{j=1}^J
     \frac{p(y_g \mid z_{gj}, u)\, p(z_{gj} \mid \theta)}{h(z_{gj} \mid u)},
 
-without bias, as candidates of different groups are independent; one of each group,
-drawn by its weights, makes a draw of the latents. One weight for all groups at once
-varies with the sum of their log-weights, which grows with G.
+without bias, because candidates of different groups are independent. One candidate per
+group, drawn according to the weights, makes a draw of the latents. A single weight for
+all groups would vary with the sum of their log-weights, whose variance grows with G.
 
-Candidates are the points of a lattice, shifted at random for each group, in the
-quantiles of logistic laws about the Gaussian: these are wider than whatever has the
-tails of a Gaussian prior, so that the weight is a smooth and periodic function on the
-unit cube, for which such a lattice is the more precise the smoother it is. For one
-number of a group, two binary data and J = 8 the logarithm of the mean varies more than
-a thousand times less than that of one weight; for two and J = 16 some hundred times.
+Candidates are the points of a lattice, shifted at random for each group, mapped to
+quantiles of logistic distributions around the Gaussian. These have wider tails than the
+posterior under a Gaussian prior, so the weight is a smooth and periodic function on the
+unit cube. For such functions a lattice is the more precise the smoother they are. With
+one latent per group, two binary data and J = 8, the logarithm of the mean varies more
+than a thousand times less than the logarithm of one weight; with two latents and J =
+16, about a hundred times less.
 
 References: Kuntz, Crucinio and Johansen (2022), Product-form estimators: exploiting
 independence to scale up Monte Carlo; Dick, Kuo and Sloan (2013), High-dimensional
@@ -56,11 +57,11 @@ SCALES = 1.0, 1.0, 2.0, 4.0, 8.0, 16.0
 class Apart(NamedTuple):
     """The way in which draws at one point are weighted.
 
-    :param sizes: of the latents.
-    :param group: which group each log-density of the data looks at, (n,); their number
-        for none.
-    :param corners: of the corner, how many there are; each with as many candidates of
-        every group.
+    :param sizes: sizes of the latents.
+    :param group: the group on which each log-density of the data depends, (n,); the
+        number of groups for none.
+    :param corners: the number of draws of the border; all have equally many candidates
+        of every group.
     """
 
     sizes: ArrowSizes
@@ -68,34 +69,35 @@ class Apart(NamedTuple):
     corners: int
 
     def uniform(self, rng: np.random.Generator, points: int, dtype: Any) -> np.ndarray:
-        """Uniform numbers that shift lattices, and one that chooses among candidates,
-        (points, corners, G, R + 1)."""
+        """Draw uniform numbers that shift lattices, and one that chooses among
+        candidates, (points, corners, G, R + 1)."""
         shape = points, self.corners, self.sizes.groups, self.sizes.each + 1
         return rng.random(shape, dtype)
 
 
 def may_part(structure: JointStructure) -> bool:
-    """Whether a model has groups enough that are independent given the rest.
+    """Whether a model has enough groups that are independent given the other latents.
 
-    :param structure: of the model.
+    :param structure: the structure of the model.
     """
     arrow = structure.arrow is not None and not structure.chains
     return arrow and structure.sizes.groups >= FEWEST
 
 
 def draws_at(sizes: ArrowSizes) -> int:
-    """Draws at each point that two corners have, or one of groups of several numbers.
+    """Return the default number of draws at each point: enough for two draws of the
+    border, or for one if groups have several latents.
 
-    :param sizes: of the latents.
+    :param sizes: sizes of the latents.
     """
     return max(2 * CANDIDATES[0], CANDIDATES[sizes.each > 1])
 
 
 def corners_of(draws: int, sizes: ArrowSizes) -> int:
-    """Return the number of draws of the border among so many draws.
+    """Return the number of draws of the border among a number of draws.
 
-    :param draws: at each point.
-    :param sizes: of the latents.
+    :param draws: draws at each point.
+    :param sizes: sizes of the latents.
     """
     most = max(draws // CANDIDATES[sizes.each > 1], 1)
     return next(n for n in range(most, 0, -1) if draws % n == 0)
@@ -106,12 +108,13 @@ def group_of_terms(
     sizes: ArrowSizes,
     rng: np.random.Generator,
 ) -> np.ndarray | None:
-    """Which group each term of the log-density of data looks at, (n,), their number for
-    none; ``None`` where some term looks at several. Terms at latents of which some
-    groups have one value and some another are those at one of both.
+    """Return the group on which each term of the log-density of data depends, (n,), the
+    number of groups for none; ``None`` if some term depends on several. If each group
+    has one of two values, a term of one group equals the term at one of both.
 
-    :param terms: at latents made of standard normal numbers (k, size), (k, n).
-    :param sizes: of the latents.
+    :param terms: returns the terms, (k, n), at latents made from standard normal
+        numbers (k, size).
+    :param sizes: sizes of the latents.
     :param rng: random numbers.
     """
     groups = sizes.groups
@@ -163,17 +166,19 @@ def weigh_apart(
     widths: Array,
     uniform: Array,
 ) -> tuple[Array, Array, Array, Any]:
-    """Draws of the latents at one point: these, (corners * J, size), the sum that
-    weighs each, what its rounding lost, and values of sites.
+    """Draw the latents at one point. Return the draws, (corners * J, size), the
+    log-weight of each, its rounding error, and values of sites.
 
-    :param apart: how; its ``group`` may be traced.
+    :param apart: the groups; its ``group`` may be traced.
     :param number: J, candidates of a group.
     :param q: the Gaussian.
-    :param log_terms: of the data, at latents (size,).
-    :param latents: values of sites there.
-    :param shift: of the corner from the Gaussian's mean, in units of ``noise``, (K,).
-    :param noise: standard normal, (corners, K).
-    :param widths: by how much wider than the Gaussian each corner is drawn, (corners,).
+    :param log_terms: returns the terms of the data at latents (size,).
+    :param latents: returns values of sites there.
+    :param shift: shift of the border from the mean of the Gaussian, in units of
+        ``noise``, (K,).
+    :param noise: standard normal numbers, (corners, K).
+    :param widths: factors by which draws of the border are wider than the Gaussian,
+        (corners,).
     :param uniform: from :meth:`Apart.uniform`, (corners, G, R + 1).
     """
     sizes = apart.sizes
@@ -207,10 +212,10 @@ def weigh_apart(
 
 
 def _candidates(shifts: Array, number: int) -> tuple[Array, Array]:
-    """Numbers that candidates of every group are made of, and the logarithm of their
-    density over that of a standard normal one; both (J, G, R).
+    """Return the whitened candidates of every group, and the log-ratio of their density
+    to the standard normal density; both (J, G, R).
 
-    :param shifts: of the lattice, (G, R).
+    :param shifts: shifts of the lattice, (G, R).
     :param number: J.
     """
     each, dtype = shifts.shape[-1], shifts.dtype
@@ -226,10 +231,11 @@ def _candidates(shifts: Array, number: int) -> tuple[Array, Array]:
 
 
 def _chosen(shares: Array, picks: Array) -> Array:
-    """For as many draws as there are candidates, which of them each group has: every
-    draw by their shares, several draws of one group as different as these allow.
+    """Choose a candidate of each group for as many draws as there are candidates: each
+    draw according to their shares, and the draws of one group as different as the
+    shares allow.
 
-    :param shares: that sum to one, (J, G).
+    :param shares: shares that sum to one, (J, G).
     :param picks: uniform, (G,).
     """
     number = len(shares)

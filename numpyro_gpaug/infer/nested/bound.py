@@ -2,10 +2,10 @@
 r"""The collapsed bound: the evidence lower bound at the best Gaussian, as a function of
 the hyperparameters alone.
 
-By the envelope theorem its gradient is that of the bound with the Gaussian fixed, but
-for means that follow their optimum (:meth:`~.latent_gaussian.LatentGaussian.gradient`):
-nothing is differentiated through the moves that find it.
-Second derivatives are differences of such gradients.
+By the envelope theorem its gradient is the gradient of the bound with the Gaussian
+fixed, except for means, which follow their optimum
+(:meth:`~.latent_gaussian.LatentGaussian.gradient`). The updates that find the Gaussian
+are not differentiated. Second derivatives are differences of such gradients.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Start(NamedTuple):
     """The start of the Gaussian: Gaussian factors on the predictors, which remain valid
     as hyperparameters change the prior.
 
-    :param factors: on the predictors.
-    :param known: whether they are to be used; otherwise every predictor is as if it had
-        been observed with a variance of one at its prior mean.
+    :param factors: factors on the predictors.
+    :param known: whether to use them; otherwise every predictor is treated as observed
+        at its prior mean with a variance of one.
     """
 
     factors: Any
@@ -61,8 +61,8 @@ class Start(NamedTuple):
 class Settled(NamedTuple):
     """The Gaussian at its optimum.
 
-    :param evaluation: of the bound.
-    :param factors: the Gaussian factors that stand for the likelihood there.
+    :param evaluation: the evaluation of the bound.
+    :param factors: the Gaussian factors that replace the likelihood there.
     """
 
     evaluation: Evaluation
@@ -79,12 +79,13 @@ class CollapsedBound:
     log-likelihood minus the divergence from the prior, without the prior of the
     hyperparameters.
 
-    :param guide: of the model, set up.
-    :param structure: of the model at these arguments.
-    :param static: the model's arguments that are no arrays.
-    :param projected: whether function values of sparse processes follow from their
-        inducing values, as in the model that draws are weighed by; otherwise they keep
-        their variance given these, which makes it a bound for the process itself.
+    :param guide: the guide of the model, set up.
+    :param structure: the structure of the model at these arguments.
+    :param static: the model's arguments that are not arrays.
+    :param projected: whether inducing values of sparse processes determine the function
+        values, as in the model that weighs draws. Otherwise function values keep their
+        variance given the inducing values, and the bound is a bound for the process
+        itself.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class CollapsedBound:
         """Return the bound, which can be differentiated twice in the hyperparameters.
 
         :param values: constrained hyperparameters and params by name.
-        :param steps: how far each moves as its unconstrained value moves by one.
+        :param steps: the change of each value for a unit change of its unconstrained
+            value.
         :param arrays: array arguments of the model.
         """
         return self._value(values, jax.lax.stop_gradient(steps), arrays)
@@ -133,7 +135,7 @@ class CollapsedBound:
         """Return the initial natural parameters, by block.
 
         :param problem: from :meth:`problem`.
-        :param start: factors to start from, if there are any.
+        :param start: factors to start from, if any.
         """
         map_: Any = problem.maps[JOINT]
         first = _first_factors(map_)
@@ -206,8 +208,8 @@ class CollapsedBound:
         return found.evaluation.bound, gradient, found
 
     def shapes(self, values: dict[str, Any], arrays: Any) -> Any:
-        """The shapes of the factors in a :class:`Start`; values and arrays may be
-        shapes too."""
+        """Return the shapes of the factors in a :class:`Start`; values and arrays may
+        be shapes, too."""
 
         def factors(values: Any, arrays: Any) -> Any:
             return _first_factors(self.view(values, arrays).maps()[JOINT])
@@ -260,8 +262,8 @@ class CollapsedBound:
 def moments_given(factors: Any, view: JointView) -> Moments:
     """Return the Gaussian of given factors, with a leading axis of 1.
 
-    :param factors: on the predictors.
-    :param view: of the model at some hyperparameters.
+    :param factors: factors on the predictors.
+    :param view: the view of the model at some hyperparameters.
     """
     return _given(factors, view.maps()[JOINT], view.priors()[JOINT]).moments()
 
@@ -304,8 +306,8 @@ def moved_to(map_: Any, factors: Any, z: Array) -> Any:
 
 
 def _first_factors(map_: Any) -> Any:
-    """The factors after observing every predictor with variance one at its mean: at a
-    wide prior a likelihood may have no expectation to start from."""
+    """Return the factors for observing every predictor at its mean with variance one:
+    under a wide prior, the expectation of a likelihood may not be finite."""
     if isinstance(map_, PairedMap):
         offset = map_.single.offset
         cross = jnp.zeros((1, len(map_.left)), offset.dtype)
@@ -314,7 +316,7 @@ def _first_factors(map_: Any) -> Any:
 
 
 def _moves(values: dict[str, Any], tangents: Any) -> dict[str, Any]:
-    """Tangents of the hyperparameters; there must be no others."""
+    """Return tangents of the hyperparameters; there must be no others."""
     moved, _, data = tangents
     leaves = jax.tree.leaves(data, is_leaf=_is_zero)
     if not all(map(_is_zero, leaves)):
@@ -342,7 +344,7 @@ def _differences(
     values: dict[str, Array],
     steps: dict[str, Array],
 ) -> Array:
-    """Second derivatives by central differences of a gradient, symmetrised."""
+    """Return second derivatives by central differences of a gradient, symmetrised."""
     (flat, unravel), (sizes, _) = ravel_pytree(values), ravel_pytree(steps)
     sizes = STEP[str(flat.dtype)] * sizes
 

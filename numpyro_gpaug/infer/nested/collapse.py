@@ -129,14 +129,14 @@ class CollapsedModel:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Allow the current model to run inside."""
+        """Allow the current model to run inside this context."""
         with self._watch.running() as version:
             if version != self._version:
                 self._begin(version)
             yield
 
     def _dtype_of(self, samples: dict[str, Any]) -> Any:
-        """The arrays that determine the dtype of draws."""
+        """Return the arrays that determine the dtype of draws."""
         return samples if self._compiled is None else self._compiled.doubles
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a run's compiled programs. Random numbers are the host's: what JAX needs to
-make them takes longer to compile than most of the programs."""
+"""Calls of a run's compiled programs. Random numbers come from the host: JAX's
+generators would take longer to compile than most of the programs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ FAR, ABSURD = 200.0, 1e4
 
 
 def generator(key: Array, stream: int) -> np.random.Generator:
-    """Random numbers of the host.
+    """Return a generator of random numbers on the host.
 
     :param key: random key of JAX.
-    :param stream: which numbers.
+    :param stream: the number of the stream.
     """
     return np.random.default_rng([stream, *np.asarray(random.key_data(key)).ravel()])
 
@@ -36,12 +36,12 @@ def generator(key: Array, stream: int) -> np.random.Generator:
 def prior_draws(
     hyper: Hyperparameters, arrays: Any, num: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Unconstrained draws of the prior, (n, size); none if it is improper, or mostly
-    beyond what numbers can hold.
+    """Draw from the prior, unconstrained, (n, size). There are no draws if the prior is
+    improper, or if most draws overflow.
 
     :param hyper: the hyperparameters.
     :param arrays: array arguments of the model.
-    :param num: how many, if they are finite.
+    :param num: the number of draws, of which finite ones are kept.
     :param rng: random numbers.
     """
     try:
@@ -53,18 +53,18 @@ def prior_draws(
 
 
 class Points(NamedTuple):
-    """Draws at hyperparameters, in double precision; every array has a leading axis of
-    these.
+    """Draws at points of the hyperparameters, in double precision; every array has a
+    leading axis of points.
 
     :param z: whitened latents, (draws, size).
-    :param bound: the collapsed bound; not a number where the Gaussian was not sought.
+    :param bound: the collapsed bound; NaN if the Gaussian was interpolated.
     :param log_prior: log-density of the unconstrained hyperparameters.
-    :param log_joint_over_q: log of the density of data, latents and hyperparameters
-        over that of the draw of the latents, (draws,).
-    :param squares: squared lengths of the noise that draws are made of, but for groups
-        that are weighed apart, (draws,).
-    :param sites: values by name, (draws, ...); of deterministic sites the names alone.
-    :param corner: where groups are weighed apart, the numbers that corners are made of,
+    :param log_joint_over_q: log-ratio of the density of data, latents and
+        hyperparameters to the density of the draw of the latents, (draws,).
+    :param squares: squared lengths of the noise of each draw, without groups that are
+        weighted separately, (draws,).
+    :param sites: values by name, (draws, ...); only the names for deterministic sites.
+    :param corner: with separate weights of groups, the border in coordinates that are
         standard normal under the Gaussian, (corners, K).
     """
 
@@ -80,13 +80,13 @@ class Points(NamedTuple):
 class _Gaussians:
     """The Gaussians of one mode at points.
 
-    :param known: those found so far.
-    :param points: (n, d).
-    :param most: how far from these a point may be.
-    :ivar rows: flat factors, from which searches start where they are not near enough.
-    :ivar doubts: how far these are from those known.
-    :ivar sure: whether they are near enough.
-    :ivar bound: where a search was made, otherwise not a number.
+    :param known: factors found so far.
+    :param points: points, (n, d).
+    :param most: the largest error of the spline that is accepted.
+    :ivar rows: flat factors; searches start from them if they are not accurate enough.
+    :ivar doubts: their error bounds.
+    :ivar sure: whether they are accurate enough.
+    :ivar bound: the bound after a search, otherwise NaN.
     """
 
     def __init__(self, known: Known, points: np.ndarray, most: float) -> None:
@@ -97,19 +97,21 @@ class _Gaussians:
 
 
 class Drawer:
-    """Calls the programs of a run, and counts. Weights are valid for draws from any
-    Gaussian. The optimum is therefore interpolated by a spline of known factors where
-    that is accurate enough, and elsewhere searched for from the nearest known factors.
+    """The caller of a run's programs, which also counts evaluations. Weights are valid
+    for draws from any Gaussian. The optimal Gaussian is therefore interpolated by a
+    spline of known factors if that is accurate enough. Otherwise a search starts from
+    the nearest known factors.
 
     :param programs: the programs.
     :param arrays: array arguments of the model.
     :param rng: random numbers.
     :param bar: a progress bar.
-    :ivar apart: how groups are weighed apart; ``None`` if they are not.
+    :ivar apart: the groups that are weighted separately; ``None`` without such groups.
     :ivar known: Gaussian factors found so far.
-    :ivar modes: the same for each mode of the latents, the highest first, where there
-        are several; draws are from the mixture of their Gaussians.
-    :ivar shift: of the corner from the Gaussian's mean, in its standard deviations.
+    :ivar modes: the same for each mode of the latents, the highest first, if there are
+        several; draws are from the mixture of their Gaussians.
+    :ivar shift: shift of the border from the mean of the Gaussian, in its standard
+        deviations.
     """
 
     def __init__(
@@ -135,9 +137,10 @@ class Drawer:
         self._most = -np.inf
 
     def part(self, point: np.ndarray) -> None:
-        """Find how groups can be weighted separately; not if there are several modes.
+        """Find the groups that can be weighted separately; none if there are several
+        modes.
 
-        :param point: at which the Gaussian was found last, (d,).
+        :param point: the last point at which the Gaussian was found, (d,).
         """
         if len(self.modes) > 1:
             return
@@ -146,25 +149,25 @@ class Drawer:
         self.shift = np.zeros(0 if self.apart is None else self.latents)
 
     def found(self, point: np.ndarray) -> Evaluated:
-        """The Gaussian at a point at which it was found before, (d,)."""
+        """Return the Gaussian at a point, (d,), at which it was found before."""
         rows, _ = self.known.at(point[None])
         return self.search(point, self.known.factors(rows))
 
     def search(self, point: np.ndarray, factors: Any) -> Evaluated:
-        """The Gaussian at a point that a search from given factors ends at; it is not
-        kept.
+        """Return the Gaussian at a point at the end of a search from given factors; it
+        is not stored.
 
-        :param point: (d,).
-        :param factors: with a leading axis of 1.
+        :param point: the point, (d,).
+        :param factors: factors with a leading axis of 1.
         """
         start = Start(factors, KNOWN)
         self.evaluations += 1
         return self.programs.evaluate(point[None], start, self.arrays, gradient=False)
 
     def draw_from(self, point: np.ndarray, modes: list[tuple[Any, float]]) -> None:
-        """Draws from now on from the mixture of the Gaussians of several modes.
+        """Draw from the mixture of the Gaussians of several modes from now on.
 
-        :param point: at which they were found, (d,).
+        :param point: the point at which they were found, (d,).
         :param modes: factors, and the bound of each; the highest first.
         """
         bounds = np.array([bound for _, bound in modes])
@@ -182,32 +185,32 @@ class Drawer:
 
     @property
     def starts(self) -> list[Start]:
-        """Factors of each mode of the latents, the highest first."""
+        """The factors of each mode of the latents, the highest first."""
         return [self.start, *self._others]
 
     @property
     def latents(self) -> int:
-        """The number of latents that are weighted at once."""
+        """The number of latents that share one weight."""
         if self.apart is None:
             return self.programs.structure.size
         return self.apart.sizes.corner
 
     @property
     def weighed(self) -> str:
-        """How, for a message."""
+        """The way in which latents are weighted, for a message."""
         if self.apart is None:
             return ""
         return f", {self.apart.sizes.groups} groups weighted separately"
 
     @property
     def alike(self) -> int:
-        """The number of draws that share everything but the groups."""
+        """The number of draws that differ only in the groups."""
         if self.apart is None:
             return 1
         return self.programs.num_draws // self.apart.corners
 
     def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
-        """The collapsed log-density and its gradient."""
+        """Return the collapsed log-density and its gradient."""
         rows, _ = self.known.at(point[None])
         found = self._evaluated(self.known, point[None], rows, gradient=True)
         bound, log_prior, ascent = map(np.asarray, found[:3])
@@ -218,11 +221,11 @@ class Drawer:
         return value, ascent[0].astype(float)
 
     def first(self, points: np.ndarray, widths: np.ndarray) -> Points:
-        """Draws from Gaussians that were all found, from which it is learnt where they
-        need not be: half of them tell how good those are that the others give.
+        """Draw at the first points, with searches for all Gaussians. One half of them
+        then calibrates the error of the spline through the other half.
 
-        :param points: (n, d).
-        :param widths: (n, draws).
+        :param points: points, (n, d).
+        :param widths: widths, (n, draws).
         """
         half = len(points) // 2
         parts = []
@@ -234,8 +237,9 @@ class Drawer:
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     def _calibrate(self) -> None:
-        """How far a point may be from those known: losses grow as squares of the error,
-        which the square of the power function bounds up to a factor."""
+        """Return the largest accepted value of the power function. Losses grow as the
+        square of the error of the spline, which the power function bounds up to a
+        factor."""
         doubts, losses = np.array(self._doubts), np.array(self._losses)
         seen = np.isfinite(doubts) & np.isfinite(losses) & (doubts > 0)
         if seen.sum() < LEAST:
@@ -244,11 +248,11 @@ class Drawer:
         self._most = ENOUGH / max(factor, 1e-300)
 
     def draw(self, points: np.ndarray, widths: np.ndarray, *, found: bool) -> Points:
-        """Draws of the latents at points.
+        """Draw the latents at points.
 
-        :param points: (n, d).
-        :param widths: (n, draws).
-        :param found: whether the Gaussian is to be found at all of them.
+        :param points: points, (n, d).
+        :param widths: widths, (n, draws).
+        :param found: whether to search for the Gaussian at all of them.
         """
         chunk = self.programs.chunk
         starts = range(0, len(points), chunk)
@@ -307,7 +311,8 @@ class Drawer:
         widths: Any,
         apart: Any,
     ) -> Drawn:
-        """Draws at some points; the last chunk has the shape of the others."""
+        """Draw at some points in chunks; the last chunk is padded to the shape of the
+        others."""
         programs, num = self.programs, len(points)
         filled = np.minimum(np.arange(programs.chunk), num - 1)
         each = [g.known.factors(g.rows[filled]) for g in gaussians]
@@ -328,11 +333,11 @@ class Drawer:
     def _find(
         self, points: np.ndarray, gaussians: _Gaussians, places: np.ndarray
     ) -> None:
-        """Finds the Gaussian at some of the points.
+        """Find the Gaussian at some of the points.
 
-        :param points: (n, d).
-        :param gaussians: what is known there, into which those go that are found.
-        :param places: which.
+        :param points: points, (n, d).
+        :param gaussians: the Gaussians there, which are updated in place.
+        :param places: the indices of these points.
         """
         batch, known = self.programs.batch, gaussians.known
         doubts, rows = gaussians.doubts, gaussians.rows
@@ -354,8 +359,9 @@ class Drawer:
     def _evaluated(
         self, known: Known, points: np.ndarray, rows: np.ndarray, *, gradient: bool
     ) -> Evaluated:
-        """The Gaussian at points. One that is not finite, or as good as none, may have
-        started from factors that lead nowhere there, and starts anew."""
+        """Return the Gaussian at points. If one is not finite, or has a negligible
+        density, its search may have started from unsuitable factors, and is repeated
+        from the prior."""
         programs, arrays = self.programs, self.arrays
         self.evaluations += len(points)
         start = known.start(rows)
@@ -380,6 +386,6 @@ class Drawer:
         return found
 
     def _good(self, found: Evaluated) -> np.ndarray:
-        """Where Gaussians are finite, and some weight may be, (n,)."""
+        """Whether Gaussians are finite and may have some weight, (n,)."""
         value = np.asarray(found.bound, float) + np.asarray(found.log_prior, float)
         return np.isfinite(value) & (value > self.best - FAR)

@@ -49,22 +49,24 @@ WARMUP = 500
 class Run:
     """The draws of a run.
 
-    :param programs: of the model at its arguments.
+    :param programs: programs of the model at its arguments.
     :param arrays: array arguments of the model.
     :param weighted: the draws.
-    :param values: of all sites at the draws, by name, (n, draws, ...); of deterministic
-        ones the names alone.
-    :param clock: its seconds.
-    :param evaluations: hyperparameters at which the Gaussian was fitted.
-    :param width: of the Gaussian that latents were drawn from.
+    :param values: values of all sites at the draws, by name, (n, draws, ...); only the
+        names for deterministic sites.
+    :param clock: the times of the run.
+    :param evaluations: the number of hyperparameters at which the Gaussian was fitted.
+    :param width: the factor by which the proposal of latents is wider than the
+        Gaussian.
     :param way: how the hyperparameters were drawn.
-    :param seed: of resampling.
-    :param modes: those found, the highest first.
-    :param starts: factors at the highest, of each mode of the latents.
-    :param searched: what is known of the modes of the latents.
-    :param num_chains: of the draws that are returned.
-    :param correction: what was done about weights that are too uneven.
-    :param independence: what each of the points is worth: less than one in a chain.
+    :param seed: seed of resampling.
+    :param modes: modes that were found, the highest first.
+    :param starts: factors at the highest mode, for each mode of the latents.
+    :param searched: the result of the search for modes of the latents.
+    :param num_chains: the number of chains of the returned draws.
+    :param correction: the correction of weights that are too uneven.
+    :param independence: the effective number of draws per point: less than one in a
+        chain.
     """
 
     programs: Programs
@@ -89,9 +91,9 @@ class Run:
         return self.weighted.certified and self.searched.all_drawn
 
     def sites(self, *, deterministic: bool) -> dict[str, Array]:
-        """Values of all weighted draws by site.
+        """Return values of all weighted draws by site.
 
-        :param deterministic: whether deterministic sites are among them.
+        :param deterministic: whether to include deterministic sites.
         """
         wanted = deterministic and self._deterministic
         return self._chosen(np.arange(self.weighted.log_ratios.size), wanted)
@@ -101,10 +103,10 @@ class Run:
         return {name for name, x in self.values.items() if isinstance(x, tuple)}
 
     def _chosen(self, indices: np.ndarray, run: Any) -> dict[str, Array]:
-        """Values by site at some of the draws.
+        """Return values by site at some of the draws.
 
-        :param indices: of the draws.
-        :param run: whether the model is run for them.
+        :param indices: indices of the draws.
+        :param run: whether to run the model for them.
         """
         draws = self.weighted.log_ratios.shape[1]
         if run:
@@ -118,7 +120,7 @@ class Run:
         }
 
     def at(self, points: np.ndarray, z: np.ndarray) -> dict[str, Array]:
-        """Values of a model's sites at draws.
+        """Return values of the model's sites at draws.
 
         :param points: unconstrained hyperparameters, (n, d).
         :param z: whitened latents, (n, size).
@@ -130,7 +132,7 @@ class Run:
             return jax.block_until_ready(self.programs.sites(*given))
 
     def samples(self, num: int) -> dict[str, Array]:
-        """Equally weighted draws by site."""
+        """Return equally weighted draws by site."""
         rng = np.random.default_rng(self.seed)
         return self._chosen(self.weighted.resampled(num, rng), self._deterministic)
 
@@ -143,7 +145,7 @@ class Run:
         """Return, at several hyperparameters, their log-weights, their values by name,
         and moments of the Gaussian given them, members first.
 
-        :param num: how many, if there are as many.
+        :param num: the maximum number of points.
         """
         rng = np.random.default_rng(self.seed)
         points, log_weights = stratified(*self.points(), num, rng)
@@ -170,7 +172,7 @@ class Run:
         return {k: np.asarray(x) for k, x in sites.items() if k not in hidden}
 
     def table(self) -> dict[str, list[float]]:
-        """Moments and quantiles of every entry of every sample site."""
+        """Return moments and quantiles of every entry of every sample site."""
         rows = self.weighted.table(self.shown(self.sites(deterministic=False)))
         return {k: [*x[:-1], x[-1] * self.independence] for k, x in rows.items()}
 
@@ -192,13 +194,13 @@ def integrated(
 ) -> Run:
     """Integrate the hyperparameters by importance sampling.
 
-    :param programs: of the model.
+    :param programs: programs of the model.
     :param key: random key.
     :param arrays: array arguments of the model.
-    :param start: where the search for the mode starts.
-    :param prior: unconstrained draws of the prior, if there are any.
-    :param clock: counts the seconds.
-    :param num_points: how many hyperparameters are drawn.
+    :param start: the point at which the search for the mode starts.
+    :param prior: unconstrained draws of the prior, if any.
+    :param clock: measures the seconds.
+    :param num_points: number of points to draw.
     :param progress_bar: whether to show one.
     """
     rng = generator(key, 1)
@@ -321,16 +323,17 @@ def best_width(
     kinds: np.ndarray,
     latents: int,
 ) -> float:
-    """Return the largest proposal width whose weights vary, at the same point, at most
-    a fifth more than those of the best: a larger width also covers regions that no draw
-    has reached. Draws of all widths estimate this for each, weighted as draws from
-    their mixture: the widest reach tails that the narrowest miss.
+    """Return the largest proposal width whose weights, at the same point, vary by at
+    most a fifth more than with the best width: a larger width also covers regions that
+    no draw has reached. Draws of all widths, weighted as draws from their mixture,
+    estimate the variation for each width: the widest reach tails that the narrowest
+    miss.
 
-    :param ratios: log-weights of draws, each of a width of its own, (n, draws).
-    :param squares: squared lengths of the noise that they are made of, (n, draws).
+    :param ratios: log-weights of draws, each with its own width, (n, draws).
+    :param squares: squared lengths of the noise of each draw, (n, draws).
     :param sizes: the widths, (widths,).
-    :param kinds: which of them each draw has, (n, draws).
-    :param latents: how many numbers the noise has.
+    :param kinds: index of the width of each draw, (n, draws).
+    :param latents: the number of entries of the noise.
     """
     lengths, widths = squares * sizes[kinds] ** 2, sizes[:, None, None]
     densities = -0.5 * lengths / widths**2 - latents * np.log(widths)

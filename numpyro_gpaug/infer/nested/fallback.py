@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains from weighted draws whose weights are too uneven."""
+"""MCMC chains that start from weighted draws whose weights are too uneven."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAINS, WARMUP = 4, 500
 
 @dataclass
 class Corrected(Run):
-    """Draws of chains; the weighted ones that they started from are kept.
+    """Draws of chains, together with the weighted draws that they started from.
 
     :param chain_points: unconstrained hyperparameters, (chains * num, d).
     :param chain_z: whitened latents, (chains * num, size).
@@ -54,13 +54,13 @@ class Corrected(Run):
 
 @one_thread
 def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Corrected:
-    """NUTS on the model itself, its Gaussian latents whitened, and all moved so that
-    the Gaussian at the mode is a standard one.
+    """Run NUTS on the model itself, in coordinates in which the Gaussian at the mode is
+    standard normal.
 
-    :param run: what was drawn; chains start at its hyperparameters.
-    :param programs: of the model.
+    :param run: the weighted draws; chains start at its hyperparameters.
+    :param programs: programs of the model.
     :param key: random key.
-    :param num_samples: draws, of all chains.
+    :param num_samples: the number of draws of all chains together.
     """
     arrays, law = run.arrays, run.modes[0].law
     dtype = programs.hyper.dtype

@@ -29,10 +29,10 @@ def compiled(
     function: Callable[..., Any], how: Callable[..., Any] = few
 ) -> Callable[..., Any]:
     """Compile a function that runs the model. One thread at a time traces it, without
-    NumPyro's checks of parameters. Those were made when the model was read; for traced
+    NumPyro's checks of parameters. These checks ran when the model was read; for traced
     values they check nothing, and each of their operations would be compiled.
 
-    :param function: what is compiled.
+    :param function: the function to compile.
     :param how: ``jit`` or ``few`` of :mod:`~numpyro_gpaug.math.compiling`.
     """
     program = how(function)
@@ -48,10 +48,11 @@ def compiled(
 def declared(
     model: Callable[..., Any], structure: JointStructure, args: Any, kwargs: Any
 ) -> Trace:
-    """The sites of hyperparameters and params, as outer handlers expect them.
+    """Return the sites of hyperparameters and params in the form that outer handlers
+    expect.
 
     :param model: the model.
-    :param structure: what it is made of.
+    :param structure: the structure of the model.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     """
@@ -73,7 +74,7 @@ def declared(
 
 
 def transform_of(site: dict[str, Any]) -> Any:
-    """The transform from unconstrained values to the values of a site."""
+    """Return the transform from unconstrained values to the values of a site."""
     if site["type"] == "param":
         return biject_to(site["kwargs"].get("constraint", constraints.real))
     return biject_to(site["fn"].support)
@@ -101,9 +102,9 @@ class Hyperparameters:
     """All hyperparameters of a model as one unconstrained vector.
 
     :param model: the model.
-    :param structure: of the model at arguments of these shapes.
+    :param structure: the structure of the model at arguments of these shapes.
     :param arguments: such arguments.
-    :ivar shapes: of constrained values by name, with their dtypes.
+    :ivar shapes: shapes and dtypes of constrained values by name.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Hyperparameters:
         """Return constrained values by name, and the log-density of the unconstrained
         ones under the prior.
 
-        :param flat: unconstrained, (size,).
+        :param flat: unconstrained values, (size,).
         :param arrays: array arguments of the model.
         """
         jacobians: list[Array] = []
@@ -178,7 +179,8 @@ class Hyperparameters:
         return lax.stop_gradient(sizes(trace))
 
     def _both(self, values: dict[str, Any], arrays: Any) -> tuple[Any, Any]:
-        """Constrained values in the form of the model, and unconstrained ones."""
+        """Return constrained values in the form of the model, and unconstrained
+        ones."""
         trace = self._trace(
             arrays,
             lambda model: handlers.substitute(
@@ -198,7 +200,7 @@ class Hyperparameters:
         """Draw unconstrained values from the prior, (num, size).
 
         :param arrays: array arguments of the model.
-        :param num: how many.
+        :param num: number of draws.
         :param rng: random numbers.
         :raises NotImplementedError: for an improper prior.
         """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian factors at known hyperparameters, interpolated between them by a spline; far
-from them, the factors of the nearest, where a search starts."""
+"""Gaussian factors at known hyperparameters, with a spline to interpolate between them.
+Far from all of them, a search starts from the factors of the nearest."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ KNOWN = np.ones(1, bool)
 
 
 class Known:
-    """Factors at hyperparameters.
+    """Known factors at points of the hyperparameters.
 
     :param none: a start without factors, which has their shapes.
-    :param dimension: of the hyperparameters.
+    :param dimension: dimension of the hyperparameters.
     """
 
     def __init__(self, none: Start, dimension: int) -> None:
@@ -45,17 +45,17 @@ class Known:
         self._spline: Spline | None = None
 
     def add(self, points: np.ndarray, factors: Any) -> None:
-        """Factors that were found, as far as there is room.
+        """Add factors that were found, as far as there is room.
 
-        :param points: (n, d).
-        :param factors: with a leading axis of these.
+        :param points: points, (n, d).
+        :param factors: factors with a leading axis of points.
         """
         room = max(self._room - len(self._rows), 0)
         self._rows += list(self.flat(factors)[:room])
         self._points = np.concatenate([self._points, points[:room]])
 
     def learn(self) -> None:
-        """Fits the spline to all that is known."""
+        """Fit the spline to all known factors."""
         white = self._white(self._points)
         kept: list[int] = []
         for i, point in enumerate(white):
@@ -72,8 +72,8 @@ class Known:
             self._least, self._most = self._between.min(0), self._between.max(0)
 
     def at(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Factors at points (n, d), flat, and of each how far it is from those known,
-        infinite where the factors are those of the nearest."""
+        """Return factors at points (n, d), flat, and an error bound for each, which is
+        infinite if they are the factors of the nearest known point."""
         if not self._rows:
             empty = np.zeros((len(points), int(self._ends[-1])), self._dtype)
             return empty, np.full(len(points), np.inf)
@@ -90,10 +90,10 @@ class Known:
         return rows, doubts
 
     def _observed(self, rows: np.ndarray) -> np.ndarray:
-        """Factors as observations of their predictors, and the logarithms of the
-        precisions of these, which change less than they do: where the likelihood is
-        normal, not at all, and as a scale does. Precisions that are not positive
-        everywhere stay what they are."""
+        """Return factors as observations of their predictors and logarithms of their
+        precisions, which change less with the hyperparameters: for a normal likelihood,
+        the observations do not change, and the logarithms change as the logarithm of
+        the scale. Precisions that are not positive everywhere are not transformed."""
         found, n = rows.copy(), self._size
         potential, precision = found[:, :n], found[:, n : 2 * n]
         positive = self._positive
@@ -102,7 +102,7 @@ class Known:
         return found
 
     def _factors_of(self, observed: np.ndarray) -> np.ndarray:
-        """The inverse of :meth:`_observed`."""
+        """Invert :meth:`_observed`."""
         found, n = observed.copy(), self._size
         potential, precision = found[:, :n], found[:, n : 2 * n]
         positive = self._positive
@@ -111,14 +111,14 @@ class Known:
         return found
 
     def start(self, rows: np.ndarray) -> Start:
-        """Where searches start.
+        """Return the starts of searches.
 
         :param rows: flat factors, (n, numbers).
         """
         return Start(self.factors(rows), np.full(len(rows), bool(self._rows)))
 
     def factors(self, rows: np.ndarray) -> Any:
-        """Factors that were flat."""
+        """Return factors from their flat form."""
         parts = np.split(rows, self._ends[:-1], 1)
         shaped = [
             x.reshape(len(rows), *s) for x, s in zip(parts, self._shapes, strict=True)
@@ -126,7 +126,7 @@ class Known:
         return jax.tree.unflatten(self._tree, shaped)
 
     def flat(self, factors: Any) -> np.ndarray:
-        """Factors as one row for each of the points."""
+        """Return factors as one flat row per point."""
         leaves = map(np.asarray, jax.tree.leaves(factors))
         return np.concatenate([x.reshape(len(x), -1) for x in leaves], 1)
 
@@ -135,11 +135,11 @@ class Known:
 
 
 class Spline:
-    """A polyharmonic spline, a sum of cubed distances and an affine function: it has no
-    scale.
+    """A polyharmonic spline, a sum of cubed distances and an affine function, without a
+    scale parameter.
 
-    :param points: at which values are known, (n, d).
-    :param inverse: of its equations, (n + 1 + d, n + 1 + d).
+    :param points: points at which values are known, (n, d).
+    :param inverse: inverse matrix of its equations, (n + 1 + d, n + 1 + d).
 
     Reference: Wendland (2005), Scattered data approximation, sections 8.3 and 11.1: the
     power function.
@@ -150,7 +150,7 @@ class Spline:
 
     @classmethod
     def of(cls, points: np.ndarray) -> Spline | None:
-        """That of points (n, d), if they are enough of them."""
+        """Return the spline of points (n, d), if there are enough of them."""
         num, d = points.shape
         if num < 2 * d + 1:
             return None
@@ -165,8 +165,8 @@ class Spline:
             return None
 
     def __call__(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weights of the known values at points (m, d), (m, n), and squares of the
-        power function, which bound the error, (m,)."""
+        """Return the weights of the known values at points (m, d), (m, n), and squares
+        of the power function, which bound the error, (m,)."""
         sides = _sides(at, self._points)
         weights = sides @ self._inverse
         return weights[:, : len(self._points)], -(weights * sides).sum(1).clip(max=0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes of the latents given hyperparameters. There is one where all data are
-log-concave in the latents; elsewhere others are looked for."""
+"""Modes of the latents given hyperparameters. There is one mode if all data are
+log-concave in the latents. Otherwise a search looks for others."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ APART = 1.0
 class Searched(NamedTuple):
     """The result of the search for modes of the latents.
 
-    :param concave: whether data were log-concave in the latents wherever that was
+    :param concave: whether data were log-concave in the latents at all points that were
         tried.
-    :param searches: how many searches there were.
-    :param modes: how many modes were found that count.
+    :param searches: the number of searches.
+    :param modes: the number of relevant modes that were found.
     """
 
     concave: bool
@@ -39,12 +39,13 @@ class Searched(NamedTuple):
 
     @property
     def all_drawn(self) -> bool:
-        """Whether draws are from all modes that were found."""
+        """Whether draws come from all modes that were found."""
         return self.modes <= MOST
 
     @property
     def said(self) -> str:
-        """What was found, for a certificate; nothing where there can be no others."""
+        """The result in words, for a certificate; empty if there can be only one
+        mode."""
         if self.concave:
             return ""
         found = "no second mode" if self.modes == 1 else f"{self.modes} modes"
@@ -52,10 +53,10 @@ class Searched(NamedTuple):
 
 
 def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Searched:
-    """Looks for modes of the latents at a point, and makes the drawer draw from those
-    that it finds, the highest first.
+    """Search for modes of the latents at a point, and make the drawer draw from all
+    that are found, the highest first.
 
-    :param drawer: which knows the Gaussian at the point.
+    :param drawer: the drawer, which knows the Gaussian at the point.
     :param point: unconstrained hyperparameters, (d,).
     :param rng: random numbers.
     """
@@ -86,11 +87,11 @@ def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Sea
 
 
 class _Mode(NamedTuple):
-    """A Gaussian.
+    """A mode with its Gaussian.
 
     :param bound: the collapsed bound.
     :param factors: Gaussian factors on the predictors.
-    :param moments: of the latents.
+    :param moments: moments of the latents.
     """
 
     bound: float
@@ -99,12 +100,12 @@ class _Mode(NamedTuple):
 
     @classmethod
     def of(cls, evaluated: Any) -> _Mode:
-        """That of an evaluation at one point."""
+        """Return the mode of an evaluation at one point."""
         moments = jax.tree.map(lambda x: np.asarray(x)[0], evaluated.moments)
         return cls(float(evaluated.bound[0]), evaluated.factors, moments)
 
     def is_apart(self, other: _Mode, rng: np.random.Generator) -> bool:
-        """Whether the means are further from each other than the Gaussians are wide."""
+        """Whether the distance of the means exceeds the widths of the Gaussians."""
         noise = rng.normal(size=(64, other.moments.mean.shape[-1]))
         noise = noise.astype(other.moments.mean.dtype)
         widths = [np.asarray(m.moments.spread(noise)).std(0) for m in (self, other)]
@@ -115,10 +116,11 @@ class _Mode(NamedTuple):
 def _along_lines(
     drawer: Drawer, point: np.ndarray, rng: np.random.Generator
 ) -> tuple[bool, np.ndarray]:
-    """Whether the log-density of every datum is concave along lines through the mean
-    of the Gaussian, and the latents at other maxima of the log-density of all.
+    """Return whether the log-density of every observation is concave along lines
+    through the mean of the Gaussian, and the latents at other maxima of the joint
+    log-density.
 
-    :param drawer: which knows the Gaussian.
+    :param drawer: the drawer, which knows the Gaussian.
     :param point: unconstrained hyperparameters, (d,).
     :param rng: random numbers.
     """
@@ -149,10 +151,10 @@ def _along_lines(
 
 
 def _is_concave(terms: np.ndarray, steps: np.ndarray) -> bool:
-    """Whether slopes of all terms fall along a line, but for rounding.
+    """Whether the derivatives of all terms decrease along a line, up to rounding.
 
-    :param terms: (steps, n).
-    :param steps: (steps,).
+    :param terms: terms, (steps, n).
+    :param steps: positions on the line, (steps,).
     """
     rounding = 100 * np.finfo(terms.dtype).eps
     terms = terms.astype(float)

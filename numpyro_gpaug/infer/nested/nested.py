@@ -49,26 +49,27 @@ class NestedVI(Displayed):
     Gaussian :math:`q(z \mid \theta)` and the collapsed bound
     :func:`~numpyro_gpaug.collapse`. A run
 
-    1. climbs to the mode of that bound times the prior, and takes its curvature;
-    2. draws quasi-random :math:`\theta` from a mixture :math:`r` of t laws there (moved
-       once to where the first draws' weight is) and of the prior, and at each of them
-       draws :math:`z` from :math:`q`, a little widened;
+    1. finds the mode of that bound times the prior, and its curvature;
+    2. draws quasi-random :math:`\theta` from a mixture :math:`r` of t distributions
+       there (moved once to the weighted mean of the first draws) and of the prior, and
+       at each of them draws :math:`z` from :math:`q`, slightly widened;
     3. weighs every draw by :math:`p(y, z, \theta) / (q(z \mid \theta)\, r(\theta))`,
-       the density of the model itself over that of the draw.
+       the density of the model itself over the density of the draw.
 
-    If each datum depends on one of many groups (random effects, 48 groups or more), the
-    groups are weighted separately, each with several candidates (Kuntz, Crucinio and
-    Johansen, 2022), so that weights stay even for any number of groups.
+    If each observation depends on one of many groups (random effects, 48 groups or
+    more), the groups are weighted separately, each with several candidates (Kuntz,
+    Crucinio and Johansen, 2022), so that weights stay even for any number of groups.
 
-    The weighted draws are from the **exact** posterior, whatever the Gaussian neglects,
-    if the weights are not too uneven. The certificate is k-hat, the shape of their
-    tail. If it is at most 0.7 (0.63 for 512 hyperparameters, ``1 - 1 /
-    log10(num_points)`` for few), all estimates from the draws are right up to their
-    Monte Carlo error. Otherwise the run warns. A run adds points, where its weights are
-    largest, until k-hat is clearly below the limit, so that the verdict does not depend
-    on the random key. It also warns if more than a hundredth of the posterior's mass
-    seems to be where the model could not be evaluated (a Cholesky factorisation that
-    fails in float32). The mean weight estimates the evidence :math:`p(y)`.
+    The weighted draws are from the **exact** posterior, however crude the Gaussian is,
+    if the weights are not too uneven. The certificate is k-hat, the shape parameter of
+    the tail of the weights. If it is at most 0.7 (0.63 for 512 hyperparameters,
+    ``1 - 1 / log10(num_points)`` for few), all estimates from the draws are right up to
+    their Monte Carlo error. Otherwise the run warns. A run adds points, where its
+    weights are largest, until k-hat is clearly below the limit, so that the verdict
+    does not depend on the random key. It also warns if more than a hundredth of the
+    posterior's mass seems to be where the model could not be evaluated (a Cholesky
+    factorisation that fails in float32). The mean weight estimates the evidence
+    :math:`p(y)`.
 
     If a likelihood is not log-concave, the latents may have several modes. The run
     searches for them at the mode of the hyperparameters, and draws from a mixture of
@@ -76,7 +77,7 @@ class NestedVI(Displayed):
     With more than eight modes nothing is certified.
 
     A model without Gaussian latents and with up to eight hyperparameters (such as a
-    marginal likelihood ``MultivariateNormal(0, K(theta))``) is sampled, too: its bound
+    marginal likelihood ``MultivariateNormal(0, K(theta))``) is also sampled: its bound
     is its log-density. A Gaussian latent of up to eight numbers in a likelihood that is
     not a sum over data (weights in Cox's partial likelihood, which depends on all rows
     at risk) is integrated with the hyperparameters.
@@ -86,9 +87,9 @@ class NestedVI(Displayed):
     method and the times of its parts.
 
     With sparse processes (``GaussianProcess`` with fewer inducing inputs than data) the
-    posterior is that of the model as it is written, in which the inducing values
-    determine the function values. NUTS samples the same posterior. The bound is also
-    that of this model, while :func:`~numpyro_gpaug.collapse` and
+    posterior is the posterior of the model as it is written, in which the inducing
+    values determine the function values. NUTS samples the same posterior. The bound is
+    also for this model, while :func:`~numpyro_gpaug.collapse` and
     :class:`~numpyro_gpaug.ConjugateSVI` use the bound of the process itself (Titsias,
     2009). Hyperparameters may therefore differ.
 
@@ -195,7 +196,7 @@ class NestedVI(Displayed):
         :raises NotConjugateError: for a model that is not of this form.
         :raises ValueError: for invalid data, plates that draw a subsample, and params
             without a prior.
-        :raises CholeskyError: if the bound is not finite where the search starts.
+        :raises CholeskyError: if the bound is not finite at the start of the search.
         """
         with self._watch.running() as version:
             if version != self._version:
@@ -288,15 +289,15 @@ class NestedVI(Displayed):
         """Return diagnostics of the run: weights, k-hat, evidence, times.
 
         * ``log_weights``: Pareto-smoothed and normalised, one per weighted draw;
-          ``log_ratios``: as they were;
-        * ``khat``; ``effective_size`` and ``effective_points``: how many draws, and how
-          many hyperparameters, the weighted ones are worth;
+          ``log_ratios``: the raw log-weights;
+        * ``khat``; ``effective_size`` and ``effective_points``: the effective numbers
+          of draws and of hyperparameters;
         * ``log_evidence`` and its standard error ``log_evidence_error``;
         * ``evaluations``: hyperparameters at which the Gaussian was fitted;
-          ``failures``: those among the weighted at which the model could not be
-          evaluated, and whose weight is zero; ``loss``: about how much of the
-          posterior's mass is there;
-        * ``width``: by how much wider than the Gaussian the latents were drawn;
+          ``failures``: points at which the model could not be evaluated, which have
+          zero weight; ``loss``: the approximate share of the posterior's mass there;
+        * ``width``: the factor by which draws of the latents are wider than the
+          Gaussian;
         * ``seconds``: by part of the run.
 
         :raises RuntimeError: before a run.
@@ -331,13 +332,13 @@ class NestedVI(Displayed):
 
         New members of a plate are drawn from their prior at each :math:`\theta`. Each
         joint draw (:meth:`~numpyro_gpaug.Posterior.sample`) has one :math:`\theta`;
-        ``predict_y(...).sample`` draws every datum independently.
+        ``predict_y(...).sample`` draws every observation independently.
 
         :param num_points: number of :math:`\theta` in the mixtures: a systematic sample
             of the weighted ones, or all of them with their weights if there are no
             more. Errors of means are at most the posterior standard deviation due to
             :math:`\theta`, divided by the root of this number. Memory and time of a
-            prediction grow with it (the covariance of the latents is kept for each).
+            prediction grow with it (the covariance of the latents is stored for each).
         :return: predictions, with the arguments and methods of
             :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.
         :raises RuntimeError: before a run.
@@ -395,7 +396,7 @@ class NestedVI(Displayed):
         return self._run_on().counted()
 
     def _run_on(self) -> Arguments:
-        """The arguments of the last run, with added rows, perhaps."""
+        """Return the arguments of the last run, possibly with added rows."""
         run = self._known()
         return Arguments(run.arrays, run.programs.static)
 
@@ -450,12 +451,12 @@ def _start(
     arrays: Any,
     prior: np.ndarray,
 ) -> np.ndarray:
-    """The start of the search for the mode, unconstrained.
+    """Return the start of the search for the mode, unconstrained.
 
     :param hyper: the hyperparameters.
     :param init_params: see :meth:`NestedVI.run`.
     :param arrays: array arguments of the model.
-    :param prior: draws of it, if there are any.
+    :param prior: draws of the prior, if any.
     """
     if init_params is None:
         if len(prior):

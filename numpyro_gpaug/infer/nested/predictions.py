@@ -30,11 +30,12 @@ def mixture(
 ) -> Posterior:
     """Average predictions over hyperparameters.
 
-    :param programs: of the model.
-    :param arguments: of the fit.
+    :param programs: programs of the model.
+    :param arguments: arguments of the fit.
     :param values: hyperparameters by name, with a leading axis (n,).
-    :param moments: of the Gaussian given them, likewise.
-    :param log_weights: of the hyperparameters, normalised, (n,); equal by default.
+    :param moments: moments of the Gaussian given them, likewise.
+    :param log_weights: normalised log-weights of the hyperparameters, (n,); equal by
+        default.
     """
     bound = programs.bound
     if log_weights is None:
@@ -54,7 +55,7 @@ def mixture(
 def refuse_params(bound: CollapsedBound, what: str) -> None:
     """Raise for params, which have no prior.
 
-    :param what: what needs one.
+    :param what: what needs a prior, for the message.
     """
     if params := sorted(bound.structure.constraints):
         raise ValueError(
@@ -66,7 +67,7 @@ def refuse_params(bound: CollapsedBound, what: str) -> None:
 class AtDraws:
     """The Gaussian at draws of the hyperparameters of a collapsed model.
 
-    :param programs: of the model at its arguments.
+    :param programs: programs of the model at its arguments.
     :param arrays: array arguments.
     :param samples: hyperparameters by name, (draws, ...); others are ignored.
     :raises ValueError: for draws that are missing or not of these shapes.
@@ -87,7 +88,7 @@ class AtDraws:
         """Return hyperparameters by name, and moments of the Gaussian, at some of the
         draws, evenly spaced.
 
-        :param num: how many, if there are as many.
+        :param num: the maximum number of draws.
         """
         total = len(self.points)
         chosen = np.arange(min(num, total)) * total // min(num, total)

@@ -3,8 +3,8 @@
 density and its gradient; weighted draws of the latents from it; and the values of a
 model's sites at draws.
 
-Most of a short run is compiling. The Gaussian is found by one program, whatever it is
-for: the search, draws, predictions."""
+Compilation takes most of a short run. One program therefore finds the Gaussian for
+every purpose: the search, draws, predictions."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Evaluated(NamedTuple):
 
     :param bound: the collapsed bound.
     :param log_prior: log-density of the unconstrained hyperparameters.
-    :param ascent: the gradient of the sum of both, (d,); zero unless asked for.
-    :param loss: by how much the bound was lower where the search started.
+    :param ascent: the gradient of the sum of both, (d,); zero unless requested.
+    :param loss: the increase of the bound during the search.
     :param values: constrained hyperparameters by name.
-    :param factors: the Gaussian factors that stand for the likelihood.
-    :param moments: of the Gaussian.
+    :param factors: the Gaussian factors that replace the likelihood.
+    :param moments: moments of the Gaussian.
     """
 
     bound: Array
@@ -79,11 +79,11 @@ class Drawn(NamedTuple):
     :param log_prior: log-density of the unconstrained hyperparameters.
     :param z: whitened latents, (draws, size).
     :param log_det: logarithm of the determinant of the Gaussian's covariance.
-    :param total: of each draw the log-density of data and latents less that of the
-        draw, but for the determinant; (draws,).
-    :param lost: what the rounding of ``total`` lost.
-    :param sites: values by name, (draws, ...); of deterministic sites, which may be as
-        large as the data, the names alone.
+    :param total: log-density of data and latents minus the log-density of the draw,
+        without the determinant; (draws,).
+    :param lost: the rounding error of ``total``.
+    :param sites: values by name, (draws, ...); only the names for deterministic sites,
+        which may be as large as the data.
     """
 
     log_prior: Array
@@ -99,7 +99,7 @@ class Programs:
 
     :param bound: the collapsed bound of the model.
     :param arguments: its arguments.
-    :param num_draws: of the latents at each point.
+    :param num_draws: draws of the latents at each point.
     """
 
     def __init__(
@@ -130,16 +130,16 @@ class Programs:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The model may run inside, in the dtype of the fit, if what it reads besides
-        its arguments is what it was.
+        """Allow the model to run inside this context, in the dtype of the fit, unless
+        something that it reads besides its arguments has changed.
 
-        :raises ModelChangedError: if it is not.
+        :raises ModelChangedError: if it has.
         """
         with in_dtype_of(self._version.doubles), self._watch.running(self._version):
             yield
 
     def no_start(self, arrays: Any) -> Start:
-        """A start for the first evaluation."""
+        """Return a start for the first evaluation."""
         if self._no_start is None:
             self._no_start = self._zeros(arrays)
         return self._no_start
@@ -153,13 +153,14 @@ class Programs:
     def evaluate(
         self, points: np.ndarray, start: Start, arrays: Any, *, gradient: bool
     ) -> Evaluated:
-        """The Gaussian at unconstrained hyperparameters.
+        """Return the Gaussian at unconstrained hyperparameters.
 
-        :param points: (n, d); one, or :attr:`batch` of them.
-        :param start: where each of them starts.
+        :param points: points, (n, d), with n equal to one or :attr:`batch`.
+        :param start: the start at each point.
         :param arrays: array arguments of the model.
-        :param gradient: whether that is asked for, and the Gaussian as precise as it
-            has to be. Otherwise it is one to draw from.
+        :param gradient: whether to compute the gradient, with a Gaussian that is
+            accurate enough for it. Otherwise the Gaussian is accurate enough to draw
+            from.
         """
         tolerance = TOLERANCE if gradient else ENOUGH
         points = np.asarray(points, self.hyper.dtype)
@@ -200,11 +201,11 @@ class Programs:
         arrays: Any,
         apart: tuple[Apart, np.ndarray, np.ndarray] | None = None,
     ) -> Drawn:
-        """Draws of the latents at as many points as a chunk has; see :meth:`weigh`.
+        """Draw the latents at the points of one chunk; see :meth:`weigh`.
 
-        :param apart: how groups are weighed apart, if they are, the uniform numbers of
-            their candidates, and the shift of the corner; noise and widths are then
-            those of the corners.
+        :param apart: the groups that are weighted separately, if any, the uniform
+            numbers of their candidates, and the shift of the border; noise and widths
+            are then for the border.
         """
         points = np.asarray(points, self.hyper.dtype)
         given = points, factors, noise, widths.astype(self.structure.dtype)
@@ -223,11 +224,11 @@ class Programs:
         widths: np.ndarray,
         arrays: Any,
     ) -> Drawn:
-        """Draws from mixtures of Gaussians; otherwise as :meth:`draw`.
+        """Draw from mixtures of Gaussians; otherwise like :meth:`draw`.
 
-        :param factors: of all Gaussians at each point, (n, modes, ...).
-        :param shares: of the draws, (modes,).
-        :param chosen: which Gaussian each draw is from, (n, draws).
+        :param factors: factors of all Gaussians at each point, (n, modes, ...).
+        :param shares: shares of the draws, (modes,).
+        :param chosen: the Gaussian of each draw, (n, draws).
         """
         points = np.asarray(points, self.hyper.dtype)
         dtype = self.structure.dtype
@@ -237,12 +238,12 @@ class Programs:
     def apart(
         self, point: np.ndarray, factors: Any, arrays: Any, rng: np.random.Generator
     ) -> Apart | None:
-        """How groups can be weighed apart; ``None`` if they cannot. It is told from
-        draws of the Gaussian at a point: far from where the posterior is a density may
-        be zero, whatever the latents are.
+        """Return the groups that can be weighted separately; ``None`` if there are
+        none. This is decided at draws of the Gaussian at a point: far from the
+        posterior, a density may be zero for all latents.
 
         :param point: unconstrained hyperparameters, (d,).
-        :param factors: of the Gaussian there, with a leading axis of 1.
+        :param factors: factors of the Gaussian there, with a leading axis of 1.
         :param arrays: array arguments of the model.
         :param rng: random numbers.
         """
@@ -261,13 +262,13 @@ class Programs:
     def terms(
         self, point: np.ndarray, factors: Any, noise: np.ndarray, arrays: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Latents (k, size) that the Gaussian at a point makes of numbers (k, size),
-        log-densities of all data there, (k, n), and squared lengths of the standard
-        normal numbers that latents are made of, (k,).
+        """Return latents, (k, size), as the Gaussian at a point makes them from noise;
+        log-densities of all data there, (k, n); and squared lengths of the whitened
+        latents, (k,).
 
         :param point: unconstrained hyperparameters, (d,).
-        :param factors: of the Gaussian, with a leading axis of 1.
-        :param noise: of which the latents are made, (k, size).
+        :param factors: factors of the Gaussian, with a leading axis of 1.
+        :param noise: noise, (k, size).
         :param arrays: array arguments of the model.
         """
         point = np.asarray(point, self.hyper.dtype)
@@ -301,7 +302,7 @@ class Programs:
         return z, *jax.vmap(at)(z)
 
     def from_white(self, point: np.ndarray, white: np.ndarray, arrays: Any) -> Any:
-        """Latents that standard normal numbers (k, size) make, (k, size)."""
+        """Return latents, (k, size), from standard normal numbers, (k, size)."""
         if not self.structure.chains:
             return white
         given = np.asarray(point, self.hyper.dtype), white.astype(self.structure.dtype)
@@ -315,11 +316,12 @@ class Programs:
     def factors_at(
         self, point: np.ndarray, factors: Any, z: np.ndarray, arrays: Any
     ) -> Any:
-        """Factors about latents (k, size), as narrow as given ones; a leading axis of
-        these. See :func:`~numpyro_gpaug.infer.nested.bound.moved_to`.
+        """Return factors centred on latents (k, size), as narrow as given ones, with a
+        leading axis of length k. See
+        :func:`~numpyro_gpaug.infer.nested.bound.moved_to`.
 
         :param point: unconstrained hyperparameters, (d,).
-        :param factors: with a leading axis of 1.
+        :param factors: factors with a leading axis of 1.
         :param z: latents.
         :param arrays: array arguments of the model.
         """
@@ -333,11 +335,11 @@ class Programs:
         return jax.vmap(lambda z: moved_to(map_, factors, z[None]))(z)
 
     def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
-        """The bound, hyperparameters by name, and the moments of the Gaussian given
-        them, as precise as that of a fit; points first.
+        """Return the bound, hyperparameters by name, and the moments of the Gaussian
+        given them, as accurate as after a fit; points first.
 
-        :param points: unconstrained, (n, d).
-        :param start: where the Gaussian starts, of one point.
+        :param points: unconstrained hyperparameters, (n, d).
+        :param start: the start of the Gaussian, for one point.
         :param arrays: array arguments of the model.
         """
         found = [
@@ -351,8 +353,8 @@ class Programs:
     def log_terms(
         self, values: dict[str, Array], white: Array, arrays: Any
     ) -> tuple[Array, Trace]:
-        """Log-densities of all data given hyperparameters and the standard normal
-        numbers that latents are made of, flat, and the trace that they are from."""
+        """Return log-densities of all data given hyperparameters and whitened latents,
+        flat, and the trace of the model."""
         model = whitened(self._model, self.structure.split(white))
         arguments = Arguments(arrays, self.static)
         trace = run_model(model, arguments, random.key(0), values)
@@ -366,7 +368,8 @@ class Programs:
         return jnp.concatenate(terms), trace
 
     def first(self, point: np.ndarray, arrays: Any) -> Any:
-        """Natural parameters that moves of the Gaussian start from, by block.
+        """Return the natural parameters from which updates of the Gaussian start, by
+        block.
 
         :param point: unconstrained hyperparameters, (d,).
         :param arrays: array arguments of the model.
@@ -375,7 +378,7 @@ class Programs:
         return self.bound.first(self.bound.problem(values, arrays, learns=False))
 
     def trace(self, point: np.ndarray, arrays: Any) -> Trace:
-        """A run of the model at unconstrained hyperparameters, its other latents drawn
+        """Run the model at unconstrained hyperparameters, with its other latents drawn
         from their prior."""
         values, _ = self.hyper.values(jnp.asarray(point, self.hyper.dtype), arrays)
         arguments = Arguments(arrays, self.static)
@@ -384,12 +387,12 @@ class Programs:
     def weigh(
         self, point: Array, factors: Any, noise: Array, widths: Array, arrays: Any
     ) -> Drawn:
-        """Draws of the latents at one point.
+        """Draw the latents at one point.
 
         :param point: unconstrained hyperparameters, (d,).
-        :param factors: of the Gaussian.
-        :param noise: standard normal, (draws, size).
-        :param widths: by how much wider than the Gaussian each is drawn, (draws,).
+        :param factors: factors of the Gaussian.
+        :param noise: standard normal numbers, (draws, size).
+        :param widths: factors by which draws are wider than the Gaussian, (draws,).
         :param arrays: array arguments of the model.
         """
         values, log_prior = self.hyper.values(point, arrays)
@@ -419,13 +422,14 @@ class Programs:
         group: Array,
         arrays: Any,
     ) -> Drawn:
-        """As :meth:`_draw`, by :func:`~numpyro_gpaug.infer.nested.apart.weigh_apart`.
+        """Draw like :meth:`_draw`, with
+        :func:`~numpyro_gpaug.infer.nested.apart.weigh_apart`.
 
-        :param noise: (n, corners, K).
-        :param widths: (n, corners).
-        :param uniform: (n, corners, G, R + 1).
-        :param shift: (K,).
-        :param group: of the terms.
+        :param noise: standard normal numbers, (n, corners, K).
+        :param widths: widths, (n, corners).
+        :param uniform: uniform numbers, (n, corners, G, R + 1).
+        :param shift: shift of the border, (K,).
+        :param group: the groups of the terms.
         """
         traced: Any = group
         how = Apart(self.structure.sizes, traced, uniform.shape[1])
@@ -457,8 +461,9 @@ class Programs:
         log_shares: Array,
         arrays: Any,
     ) -> Drawn:
-        """See :meth:`draw_mixed`. The density of a Gaussian at draws of another follows
-        from its factors: it is the prior's times theirs, up to a constant."""
+        """Draw as described in :meth:`draw_mixed`. The density of a Gaussian at draws
+        of another follows from its factors: it is the density of the prior times
+        theirs, up to a constant."""
         modes, size = len(log_shares), self.structure.size
 
         def one(each: Any) -> Drawn:
@@ -499,12 +504,12 @@ class Programs:
     def _draw(
         self, points: Array, factors: Any, noise: Array, widths: Array, arrays: Any
     ) -> Drawn:
-        """Draws of the latents; see :meth:`weigh`.
+        """Draw the latents; see :meth:`weigh`.
 
-        :param points: (n, d).
-        :param factors: of the Gaussian at each of them.
-        :param noise: (n, draws, size).
-        :param widths: (n, draws).
+        :param points: points, (n, d).
+        :param factors: factors of the Gaussian at each point.
+        :param noise: standard normal numbers, (n, draws, size).
+        :param widths: widths, (n, draws).
         :param arrays: array arguments of the model.
         """
 
@@ -521,7 +526,7 @@ class Programs:
         fast. Other devices take batches, which JAX's own ``batch_size`` cannot cut from
         arrays without elements (the border of a chain, no hyperparameters).
 
-        :param function: of one draw.
+        :param function: a function of one draw.
         :param draws: arrays with a leading axis over draws.
         """
         if jax.default_backend() == "cpu":
@@ -538,8 +543,8 @@ class Programs:
         return jax.tree.map(lambda x: x.reshape(len(places), *x.shape[2:])[:num], found)
 
     def _latents(self, trace: Trace, *, deterministic: bool = False) -> dict[str, Any]:
-        """Values of sites but for observed ones; of deterministic ones nothing, unless
-        they are asked for."""
+        """Return values of all sites that are not observed; deterministic sites are
+        empty unless they are requested."""
         observed = {site.name for site in self.structure.observed}
         kinds = {"sample": True, "deterministic": deterministic}
         return {
@@ -549,18 +554,18 @@ class Programs:
         }
 
     def log_joint(self, point: Array, z: Array, arrays: Any) -> Array:
-        """Log-density of data, whitened latents and unconstrained hyperparameters, up
-        to a constant."""
+        """Return the log-density of data, whitened latents and unconstrained
+        hyperparameters, up to a constant."""
         values, log_prior = self.hyper.values(point, arrays)
         white = self.structure.white(z, self.bound.view(values, arrays).links)
         data, _ = self.log_terms(values, white, arrays)
         return data.sum() + log_prior - 0.5 * jnp.square(white).sum()
 
     def sites(self, points: Any, z: Any, arrays: Any) -> dict[str, Array]:
-        """Return the values of all sites at draws, of rows that count.
+        """Return the values of all sites at draws, without added rows.
 
-        :param points: (n, d).
-        :param z: (n, size).
+        :param points: points, (n, d).
+        :param z: whitened latents, (n, size).
         :param arrays: array arguments of the model.
         """
         found = self._at_draws(points, z, arrays)
@@ -572,10 +577,10 @@ class Programs:
         return found
 
     def _sites(self, points: Array, z: Array, arrays: Any) -> dict[str, Array]:
-        """Values of all sites at draws.
+        """Return values of all sites at draws.
 
-        :param points: (n, d).
-        :param z: (n, size).
+        :param points: points, (n, d).
+        :param z: whitened latents, (n, size).
         :param arrays: array arguments of the model.
         """
 
@@ -589,7 +594,7 @@ class Programs:
 
     @cached_property
     def collapsed(self) -> Callable[..., Any]:
-        """The log-density of unconstrained hyperparameters, for NUTS."""
+        """Return the log-density of unconstrained hyperparameters, for NUTS."""
 
         def density(point: Array, arrays: Any) -> Array:
             values, log_prior = self.hyper.values(point, arrays)

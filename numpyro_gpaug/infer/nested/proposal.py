@@ -21,9 +21,9 @@ AT_MODE, FROM_PRIOR = 0.2, 0.1
 class StudentT(NamedTuple):
     """A multivariate t distribution, with different scales on either side of its mode.
 
-    :param mode: (d,).
-    :param axes: columns that it is spread along, (d, d).
-    :param sides: scales along each of them below the mode and above it, (2, d).
+    :param mode: the mode, (d,).
+    :param axes: principal axes, in columns, (d, d).
+    :param sides: scales along each axis, below the mode and above it, (2, d).
 
     Reference: Geweke (1989), Bayesian inference in econometric models using Monte Carlo
     integration, section 5: the split t.
@@ -35,16 +35,16 @@ class StudentT(NamedTuple):
 
     @classmethod
     def symmetric(cls, mode: np.ndarray, covariance: np.ndarray) -> StudentT:
-        """With the principal axes of a positive definite scale matrix."""
+        """Return the symmetric distribution with a positive definite scale matrix."""
         values, vectors = np.linalg.eigh(covariance)
         return cls(mode, vectors * np.sqrt(values), np.ones((2, len(mode))))
 
     def along(self, points: np.ndarray) -> np.ndarray:
-        """Points in units of the axes, (n, d)."""
+        """Return points in units of the axes, (n, d)."""
         return np.linalg.solve(self.axes, (points - self.mode).T).T
 
     def distances(self, points: np.ndarray) -> np.ndarray:
-        """Squared distances of points (n, d) from the mode, (n,)."""
+        """Return squared distances of points (n, d) from the mode, (n,)."""
         x = self.along(points)
         return np.square(x / np.where(x < 0, *self.sides)).sum(1)
 
@@ -61,7 +61,7 @@ class StudentT(NamedTuple):
         return constant - (nu + d) / 2 * np.log1p(self.distances(points) / nu)
 
     def draws(self, num: int, rng: np.random.Generator) -> np.ndarray:
-        """Quasi-random draws, (num, d): a scrambled Halton sequence."""
+        """Return quasi-random draws, (num, d), from a scrambled Halton sequence."""
         from scipy.stats import qmc  # half a second to import
 
         d = len(self.mode)
@@ -78,10 +78,10 @@ class StudentT(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A mixture.
+    """A mixture of t distributions and the prior.
 
-    :param laws: its parts.
-    :param shares: of the points, of each part.
+    :param laws: the t distributions.
+    :param shares: the share of points of each.
     :param from_prior: the share of draws from the prior.
     """
 
@@ -90,7 +90,8 @@ class Proposal(NamedTuple):
     from_prior: float
 
     def counts(self, num: int) -> tuple[int, list[int]]:
-        """Return how many of ``num`` points come from the prior and from each part."""
+        """Return the numbers of points, out of ``num``, from the prior and from each
+        component."""
         prior = int(round(self.from_prior * num))
         edges = np.round(np.cumsum([0.0, *self.shares]) / sum(self.shares) * num)
         edges = np.round(edges * (num - prior) / num).astype(int)
@@ -99,10 +100,10 @@ class Proposal(NamedTuple):
     def draws(
         self, num: int, prior: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        """Points, (num, d); as many of each part as it should have.
+        """Draw points, (num, d), with the fixed number from each component.
 
-        :param num: how many.
-        :param prior: draws from the prior, as many as it should have at least.
+        :param num: number of points.
+        :param prior: draws from the prior, at least as many as needed.
         :param rng: random numbers.
         """
         own, counts = self.counts(num)
@@ -116,9 +117,9 @@ class Proposal(NamedTuple):
     ) -> np.ndarray:
         """Return the log-density of the mixture that points come from.
 
-        :param points: (n, d).
-        :param log_prior: of the prior there, (n,).
-        :param num: how many points were drawn.
+        :param points: points, (n, d).
+        :param log_prior: log-density of the prior there, (n,).
+        :param num: number of points that were drawn.
         """
         own, counts = self.counts(num)
         terms = [np.log(n) + law.log_density(points) for law, n in self._used(counts)]
@@ -132,7 +133,8 @@ class Proposal(NamedTuple):
 
 
 def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
-    """Normalised weights, flattened by a power until they are worth ``least`` draws."""
+    """Return normalised weights, flattened by a power until their effective sample size
+    is ``least``."""
     for power in (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.0):
         weights = special.softmax(power * log_weights)
         if 1 / np.square(weights).sum() >= min(least, 0.9 * len(weights)):
@@ -143,13 +145,13 @@ def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
 def refined(
     laws: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
 ) -> tuple[tuple[StudentT, ...], tuple[float, ...]]:
-    """For each law two others, one split and one moved to the mean, as wide as the
-    weighted points near it; and the share of each.
+    """Return two distributions for each given one, and their shares: one split, and one
+    moved to the weighted mean, with the width of the weighted points near it.
 
-    :param laws: at the modes.
-    :param points: (n, d), drawn from them and the prior.
-    :param log_weights: of the points, up to a constant.
-    :return: laws, and their shares.
+    :param laws: distributions at the modes.
+    :param points: points, (n, d), drawn from them and the prior.
+    :param log_weights: log-weights of the points, up to a constant.
+    :return: distributions, and their shares.
     """
     d = points.shape[1]
     nearest = np.argmax([law.log_density(points) for law in laws], axis=0)
@@ -176,7 +178,7 @@ def refined(
 
 
 def _split(law: StudentT, points: np.ndarray, weights: np.ndarray) -> StudentT:
-    """The law with the scales that weighted points have on either side."""
+    """Return the distribution with the scales of the weighted points on either side."""
     x, count = law.along(points), 1 / np.square(weights).sum()
     squares = weights[:, None] * np.square(x)
     sides = []

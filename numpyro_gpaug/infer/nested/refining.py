@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws in rounds, until their weights are even: incremental mixture importance
-sampling. Each round draws about the point with the largest weight, where earlier
-proposals were too thin, and as widely as the weighted points are spread; all points are
-weighed as draws of the mixture of all proposals.
+sampling. Each round draws around the point with the largest weight, where earlier
+proposals were too thin, and from a distribution as wide as the weighted points. All
+points are weighted as draws from the mixture of all proposals.
 
 References: Cornuet, Marin, Mira and Robert (2012), Adaptive multiple importance
 sampling; Raftery and Bao (2010), Estimating and projecting trends in HIV/AIDS
@@ -31,14 +31,14 @@ FALL = 0.05
 
 
 class Pool:
-    """Draws of several proposals, weighed as draws of their mixture.
+    """Draws of several proposals, weighted as draws from their mixture.
 
     :param drawer: draws the latents.
-    :param widths: by how much wider than the Gaussian, (draws,).
-    :param prior: draws of the prior, if there are any.
+    :param widths: factors by which draws are wider than the Gaussian, (draws,).
+    :param prior: draws of the prior, if any.
     :param rng: random numbers.
-    :ivar points: (n, d).
-    :ivar drawn: what was drawn there.
+    :ivar points: points, (n, d).
+    :ivar drawn: the draws of the latents there.
     """
 
     points: np.ndarray
@@ -56,10 +56,10 @@ class Pool:
         self._parts: list[tuple[Proposal, int]] = []
 
     def draw(self, proposal: Proposal, num: int) -> Weighted:
-        """Draws at further points; all draws with their weights.
+        """Draw at further points; return all draws with their weights.
 
-        :param proposal: of the points.
-        :param num: how many.
+        :param proposal: the proposal of the points.
+        :param num: number of points.
         """
         more = proposal.draws(num, self._prior, self._rng)
         widths = np.broadcast_to(self._widths, (num, len(self._widths)))
@@ -82,16 +82,16 @@ class Pool:
 def extended(
     pool: Pool, weighted: Weighted, law: StudentT, asked: int, least: int
 ) -> Weighted:
-    """Draws in rounds until k-hat is clearly below its limit and points are worth .6 of
-    those asked for. They end before at eight times as many points, or where k-hat is
-    above its limit and falls no more: the latents, not the hyperparameters, make
-    weights uneven there.
+    """Draw in rounds until k-hat is clearly below its limit and the effective number of
+    points is .6 of the requested number. Rounds end earlier at eight times as many
+    points, or if k-hat stays above its limit and no longer falls: then the latents, not
+    the hyperparameters, make the weights uneven.
 
-    :param pool: of the points asked for.
+    :param pool: the pool with the requested points.
     :param weighted: its draws.
-    :param law: at the mode, in whose axes points are near or far.
-    :param asked: how many were asked for.
-    :param least: points of a round, at least.
+    :param law: the distribution at the mode, whose axes define distances.
+    :param asked: the requested number of points.
+    :param least: the smallest number of points in a round.
     """
     each = max(asked // 4, least)
     khats = [weighted.khat]
@@ -117,13 +117,13 @@ def _is_sure(weighted: Weighted, asked: int) -> bool:
 def about_the_largest(
     law: StudentT, points: np.ndarray, log_weights: np.ndarray, num: int
 ) -> StudentT:
-    """A t distribution about the point with the largest weight, as wide as the points
-    near it.
+    """Return a t distribution around the point with the largest weight, as wide as the
+    points near it.
 
-    :param law: at the mode.
-    :param points: (n, d).
-    :param log_weights: (n,).
-    :param num: how many points count as near.
+    :param law: the distribution at the mode.
+    :param points: points, (n, d).
+    :param log_weights: log-weights, (n,).
+    :param num: the number of points that count as near.
     """
     centre = points[np.argmax(log_weights)]
     white = law.along(points) - law.along(centre[None])
@@ -139,11 +139,11 @@ def about_the_largest(
 def as_wide_as_all(
     law: StudentT, points: np.ndarray, log_weights: np.ndarray
 ) -> StudentT:
-    """A t distribution with the mean and the covariance of weighted points.
+    """Return a t distribution with the mean and the covariance of weighted points.
 
-    :param law: at the mode.
-    :param points: (n, d).
-    :param log_weights: (n,).
+    :param law: the distribution at the mode.
+    :param points: points, (n, d).
+    :param log_weights: log-weights, (n,).
     """
     weights = tempered(log_weights, 5.0 * (points.shape[1] + 1))
     mean = weights @ points

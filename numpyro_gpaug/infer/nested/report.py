@@ -17,7 +17,7 @@ from numpyro_gpaug.infer.nested.weighted import LARGEST_LOSS
 class Clock:
     """Seconds by part of a run.
 
-    :ivar seconds: by name of the part.
+    :ivar seconds: seconds by name of the part.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def certificate(run: Any) -> str:
 
 
 def overview(run: Any) -> list[tuple[str, str]]:
-    """The run as rows of a table.
+    """Return the run as rows of a table.
 
     :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
     """
@@ -89,7 +89,7 @@ def overview(run: Any) -> list[tuple[str, str]]:
 
 
 def lines(run: Any) -> str:
-    """The whole summary.
+    """Return the whole summary.
 
     :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
     """
@@ -133,7 +133,7 @@ def lines(run: Any) -> str:
 
 
 def entries(sites: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every entry of every site with its label, draws first.
+    """Yield every entry of every site with its label, draws first.
 
     :param sites: values by name, (draws, ...).
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where draws are moved before the last ones are made: to where the weights of the
-model itself are, which those of groups weighed apart tell nearly without noise. The
-collapsed bound is lower than the evidence by a little for each group, more where
-groups vary more, and of thousands its mode is far from that of the posterior."""
+"""Rounds that move proposals before the final draws. For each group, the collapsed
+bound is slightly below the evidence, by more where groups vary more; with thousands of
+groups its mode is far from the mode of the posterior. Separate weights of groups locate
+the posterior almost without noise, and the rounds move the proposals there."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SURE = 2.5
 def moved(
     laws: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
 ) -> tuple[tuple[StudentT, ...], float]:
-    """Laws about the weighted means of the points nearest to each, and how far the
-    largest move was.
+    """Return distributions moved to the weighted means of the points nearest to each,
+    and the largest distance moved.
 
-    :param laws: of the hyperparameters.
-    :param points: (n, d), drawn from them.
-    :param log_weights: of the points.
+    :param laws: distributions of the hyperparameters.
+    :param points: points, (n, d), drawn from them.
+    :param log_weights: log-weights of the points.
     """
     d = points.shape[1]
     nearest = np.argmax([law.log_density(points) for law in laws], axis=0)
@@ -44,10 +44,12 @@ def moved(
 
 
 def corner_mean(corner: np.ndarray, log_weights: np.ndarray) -> np.ndarray:
-    """Means of the corner's numbers, zero where they may be.
+    """Return means of the border, set to zero if they do not differ significantly from
+    zero.
 
-    :param corner: (n, corners, K), standard normal under the Gaussian.
-    :param log_weights: (n, corners).
+    :param corner: draws of the border, (n, corners, K), standard normal under the
+        Gaussian.
+    :param log_weights: log-weights, (n, corners).
     """
     each = log_weights.ravel()
     flat = corner.reshape(each.size, corner.shape[-1])
@@ -68,17 +70,17 @@ def approached(
     from_prior: float,
     rng: np.random.Generator,
 ) -> tuple[tuple[StudentT, ...], np.ndarray, np.ndarray]:
-    """Laws about where the posterior is, and the last points that were drawn with their
-    log-weights.
+    """Move distributions to the posterior; return them, and the last points that were
+    drawn with their log-weights.
 
-    :param drawer: draws; its shift is set.
-    :param laws: to begin with.
+    :param drawer: draws the latents; its shift is set.
+    :param laws: the first distributions.
     :param first: draws at the first points.
-    :param points: (n, d).
+    :param points: points, (n, d).
     :param ratios: log-weights of their draws, (n, draws).
-    :param prior: draws of the prior, if there are any.
-    :param widths: of the draws.
-    :param from_prior: share of the points that comes from the prior.
+    :param prior: draws of the prior, if any.
+    :param widths: widths of the draws.
+    :param from_prior: share of points from the prior.
     :param rng: random numbers.
     """
     num, drawn = len(points), first

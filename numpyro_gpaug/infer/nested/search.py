@@ -21,11 +21,11 @@ Evaluate = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
 
 class Mode(NamedTuple):
-    """A mode.
+    """A mode of the collapsed density.
 
-    :param point: (d,).
+    :param point: the mode, (d,).
     :param value: the log-density there.
-    :param law: a t law about it.
+    :param law: a t distribution around it.
     """
 
     point: np.ndarray
@@ -34,12 +34,12 @@ class Mode(NamedTuple):
 
 
 def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
-    """The mode that L-BFGS finds.
+    """Find a mode by L-BFGS.
 
-    :param evaluate: the log-density and its gradient.
-    :param start: where it starts, (d,).
+    :param evaluate: returns the log-density and its gradient.
+    :param start: the start, (d,).
     :param precise: whether these are in double precision.
-    :raises CholeskyError: if the density is not finite where it starts.
+    :raises CholeskyError: if the density is not finite at the start.
     """
     from scipy import optimize  # a fifth of a second to import
 
@@ -88,12 +88,12 @@ def _law(evaluate: Evaluate, mode: np.ndarray) -> StudentT:
 def another(
     modes: list[Mode], points: np.ndarray, log_weights: np.ndarray
 ) -> Any | None:
-    """Where a mode may be that no search has found: far from those known, and with
-    much of the weight.
+    """Return a point near a possible further mode: far from known modes, and with much
+    of the weight.
 
-    :param modes: those known.
-    :param points: (n, d).
-    :param log_weights: normalised, (n,).
+    :param modes: known modes.
+    :param points: points, (n, d).
+    :param log_weights: normalised log-weights, (n,).
     """
     d = points.shape[1]
     far = np.min([m.law.distances(points) for m in modes], axis=0) > 9 + 4 * d
@@ -102,5 +102,5 @@ def another(
 
 
 def is_new(mode: Mode, modes: list[Mode]) -> bool:
-    """Whether a search ended elsewhere than earlier ones."""
+    """Whether a search ended at a new mode."""
     return all(m.law.distances(mode.point[None])[0] > 1 for m in modes)

@@ -25,7 +25,7 @@ MOST = 8
 class _Left:
     """A substitute for an autoguide that leaves all other latents to the caller.
 
-    :param model: of those latents.
+    :param model: the model of those latents.
     """
 
     def __init__(self, model: Callable[..., Any]) -> None:
@@ -36,8 +36,8 @@ class _Left:
 
 
 class _OfManyPoints(AutoLatentGaussian):
-    """The purpose of fits at many hyperparameters: groups are represented as such if
-    there are enough of them to be weighted separately."""
+    """The profile of fits at many hyperparameters: groups are represented as groups if
+    there are enough of them for separate weights."""
 
     _purpose = Purpose(FEWEST, MOST)
 
@@ -60,14 +60,15 @@ class CollapsedBounds:
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CollapsedBound:
         """Return the bound for arguments of these shapes. The model is read for them,
-        and again for other data, which checks the data; traced data are not checked.
+        and again for other data, which also checks the data; traced data are not
+        checked.
 
         :param arguments: the model's arguments.
-        :param args: the same, as they were given.
-        :param kwargs: likewise.
+        :param args: the positional arguments as passed by the user.
+        :param kwargs: the keyword arguments likewise.
         :raises NotConjugateError: for a model that is not of this form.
-        :raises ValueError: for arguments that cannot be right, naming them, and for
-            plates that draw a subsample.
+        :raises ValueError: for invalid arguments, which it names, and for plates that
+            draw a subsample.
         """
 
         def made() -> CollapsedBound:

@@ -28,13 +28,13 @@ class Weighted:
 
     :param points: unconstrained hyperparameters, (n, d).
     :param z: whitened latents, (n, draws, size).
-    :param log_ratios: of the exact posterior, unnormalised, over what draws are from,
+    :param log_ratios: log-ratios of the unnormalised exact posterior to the proposal,
         (n, draws). NaN and infinity are weights of zero.
-    :param normalised: whether the density of the points is, so that the mean ratio
-        estimates the evidence.
+    :param normalised: whether the density of the points is normalised, so that the mean
+        ratio estimates the evidence.
     :param failed: points at which the model could not be evaluated, (n,).
-    :param alike: how many draws, one after the other, have one weight in common, as all
-        but the groups of their latents are the same.
+    :param alike: the number of consecutive draws that share a weight, because they
+        differ only in the groups.
     """
 
     points: np.ndarray
@@ -55,7 +55,7 @@ class Weighted:
     ) -> Weighted:
         """Make weighted draws, of which some may have failed.
 
-        :param ratios: as ``log_ratios``; NaN where the model could not be evaluated.
+        :param ratios: like ``log_ratios``; NaN where the model could not be evaluated.
         """
         broken = np.isnan(ratios) | (ratios == np.inf)
         kept = np.where(broken, -np.inf, ratios)
@@ -63,12 +63,12 @@ class Weighted:
 
     @cached_property
     def khat(self) -> float:
-        """The tail shape of the weights: the larger of those of hyperparameters with
-        one draw of the latents each, and of hyperparameters with the mean over their
-        draws.
+        """The tail shape of the weights: the larger of two values, one for
+        hyperparameters with one draw of the latents each, and one for hyperparameters
+        with the mean over their draws.
 
-        Draws at the same hyperparameters have weights that are alike, and a tail of
-        ties has no shape: one draw of each at a time, and the mean over these.
+        Draws at the same hyperparameters have similar weights, and a tail of ties has
+        no shape. The first value is therefore a mean over sets with one draw of each.
         """
         columns = [_tail_shape(x) for x in self.log_ratios.T[:: self.alike]]
         khat = float(np.mean(columns))
@@ -112,14 +112,13 @@ class Weighted:
 
     @property
     def effective_size(self) -> float:
-        """The number of independent draws that all draws are worth; equal draws count
-        once."""
+        """The effective number of independent draws; equal draws count once."""
         each = self.log_weights[:, :: self.alike] + np.log(self.alike)
         return float(1 / np.exp(2 * each).sum())
 
     @property
     def effective_points(self) -> float:
-        """The number of independent points that the hyperparameters are worth."""
+        """The effective number of independent points of the hyperparameters."""
         return float(1 / np.exp(2 * logsumexp(self.log_weights, 1)).sum())
 
     @property
@@ -129,8 +128,8 @@ class Weighted:
 
     @property
     def log_evidence_error(self) -> float:
-        """The standard error of the evidence. Points count as independent, which
-        quasi-random ones are not, so it is too large rather than too small."""
+        """The standard error of the evidence. It treats points as independent. They are
+        quasi-random, so it is too large rather than too small."""
         if not self.normalised:
             return np.nan
         each = log_mean_exp(self.log_ratios, 1)
@@ -138,9 +137,10 @@ class Weighted:
         return float(relative.std(ddof=1) / np.sqrt(len(each)))
 
     def resampled(self, num: int, rng: np.random.Generator) -> np.ndarray:
-        """Indices of equally weighted draws, in random order: systematic resampling.
+        """Return indices of equally weighted draws, in random order: systematic
+        resampling.
 
-        :param num: how many.
+        :param num: number of draws.
         :param rng: random numbers.
         """
         edges = np.cumsum(np.exp(self.log_weights.ravel()))
@@ -149,7 +149,7 @@ class Weighted:
 
     def table(self, sites: dict[str, np.ndarray]) -> dict[str, list[float]]:
         """Return mean, standard deviation, quantiles and effective draws of every
-        entry. An entry that is equal in all draws has no number of effective draws.
+        entry. The number is NaN for an entry that is equal in all draws.
 
         :param sites: values by name, (n * draws, ...).
         """
@@ -184,13 +184,13 @@ class Weighted:
 def stratified(
     points: np.ndarray, log_weights: np.ndarray, num: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Replace weighted points by fewer, and their normalised log-weights: all that have
-    a weight if there are no more than requested, otherwise a systematic sample along
-    the direction of their largest spread.
+    """Replace weighted points by fewer, with their normalised log-weights. All points
+    with a positive weight are kept if there are no more than requested; otherwise they
+    are a systematic sample along the direction of their largest variance.
 
-    :param points: (n, d).
-    :param log_weights: (n,).
-    :param num: how many.
+    :param points: points, (n, d).
+    :param log_weights: log-weights, (n,).
+    :param num: the maximum number of points.
     :param rng: random numbers.
     """
     known = np.isfinite(log_weights)
@@ -211,8 +211,8 @@ def stratified(
 
 
 def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
-    """Log-ratios whose largest values are replaced by quantiles of a Pareto
-    distribution, so that a single far draw does not stand for all."""
+    """Replace the largest log-ratios by quantiles of a Pareto distribution, so that a
+    single distant draw does not dominate."""
     if len(log_ratios) < 25 or not np.isfinite(log_ratios).any():
         return log_ratios
     kept = np.maximum(log_ratios, log_ratios.max() - 700)
@@ -232,11 +232,12 @@ def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
 
 
 def _tail_shape(log_ratios: np.ndarray) -> float:
-    """k-hat of the weights after adding exponential noise of a tenth of their mean.
+    """Return k-hat of the weights after adding exponential noise of a tenth of their
+    mean.
 
-    The shape of a tail is that of its exceedances, however small: weights that all are
-    within a fifth of their mean have any shape. A tail that matters is larger than the
-    noise.
+    The fitted shape depends on the relative sizes of the exceedances, however small
+    they are: if all weights are within a fifth of their mean, the shape is arbitrary. A
+    relevant tail is larger than the noise.
     """
     if len(log_ratios) < 25:
         return np.inf
