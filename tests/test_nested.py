@@ -612,7 +612,7 @@ def test_two_modes_of_a_latent_are_both_found():
 
 @SLOW
 def test_more_modes_than_are_drawn_from_void_the_certificate():
-    with pytest.warns(UserWarning, match="modes of the latents .* more than are drawn"):
+    with pytest.warns(UserWarning, match="modes of the latents .* more than the draws"):
         found = nested(partial(signed, members=4), SIGNED)
     assert not found.certified
 

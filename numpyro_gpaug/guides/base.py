@@ -42,9 +42,9 @@ from numpyro_gpaug.model.view import ModelView
 
 
 class ProcessGuide(Displayed):
-    """The base class of the guides. A guide finds the structure of the model, gives
-    every latent that it does not own to another NumPyro autoguide, and has a
-    ``function_posterior``, with which predictions read the fit.
+    """The base class of the guides. A guide finds the structure of the model, passes
+    every latent that it does not represent itself to another NumPyro autoguide, and has
+    a ``function_posterior``, with which predictions read the fit.
 
     :param model: a NumPyro model.
     :param other: class of the autoguide for all other latents.
@@ -64,7 +64,7 @@ class ProcessGuide(Displayed):
     def _forget(self, version: Version | None) -> None:
         """Discard everything about the model except the function itself.
 
-        :param version: of it.
+        :param version: the version of the model.
         """
         self._version = version
         self._other: AutoGuide | None = None
@@ -92,8 +92,8 @@ class ProcessGuide(Displayed):
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
-        """Split the params of a fit into those that predictions read by name, and those
-        of the Gaussian blocks, by block name.
+        """Split the params of a fit into params that predictions read by name, and
+        params of the Gaussian blocks, by block name.
 
         :param params: params of model and guide.
         """
@@ -102,14 +102,15 @@ class ProcessGuide(Displayed):
     def moments(
         self, own: Mapping[str, dict[str, Array] | Moments]
     ) -> dict[str, Moments]:
-        """Moments of the Gaussian blocks, latent axis first, by block name; pure.
+        """Return moments of the Gaussian blocks, latent axis first, by block name;
+        pure.
 
-        :param own: their params, from :meth:`split_params`, or already their moments.
+        :param own: their params, from :meth:`split_params`, or their moments.
         """
         raise NotImplementedError
 
     def own_params(self) -> tuple[str, ...]:
-        """Names of the params of the Gaussian blocks."""
+        """Return the names of the params of the Gaussian blocks."""
         raise NotImplementedError
 
     @property
@@ -138,8 +139,8 @@ class ProcessGuide(Displayed):
         values: dict[str, Any],
         key: Array,
     ) -> Any:
-        """The model as this guide represents it: its Gaussian latents, their affine
-        maps to predictors, and the likelihoods."""
+        """Return the model as this guide represents it: its Gaussian latents, their
+        affine maps to predictors, and the likelihoods."""
         return ModelView(structure, model, arguments, values, key)
 
     @property
@@ -153,8 +154,8 @@ class ProcessGuide(Displayed):
         return {**self._other_constraints, **self.structure.constraints}
 
     def structure_at(self, arguments: Arguments) -> Structure:
-        """The model's structure with the plates and shapes that these arguments give
-        it; the model is traced once for their shapes.
+        """Return the structure of the model with the plates and shapes for these
+        arguments; the model is traced once per shape.
 
         :param arguments: the model's arguments.
         """
@@ -169,8 +170,8 @@ class ProcessGuide(Displayed):
     def check_params(self, params: dict[str, Any]) -> None:
         """Raise if params of the model or of the guide are missing.
 
-        :param params: of a fit.
-        :raises ValueError: naming them.
+        :param params: params of a fit.
+        :raises ValueError: if some are missing; it names them.
         """
         needed = (*self.constraints, *self.own_params())
         if missing := [name for name in needed if name not in params]:
@@ -205,7 +206,7 @@ class ProcessGuide(Displayed):
         return self
 
     def _note_others(self, arguments: Arguments) -> None:
-        """Note which starts and supports of the other latents depend on the values of
+        """Record which starts and supports of the other latents depend on the values of
         arguments."""
         if not isinstance(self._other, PointGuide):
             return
@@ -220,7 +221,7 @@ class ProcessGuide(Displayed):
         self._alike.add(arguments.shapes)
 
     def _others_at(self, static: Any, arrays: Any) -> dict[str, Any]:
-        """Starts and supports of the other latents."""
+        """Return starts and supports of the other latents."""
         other: Any = self._other
         return other.starts(*Arguments(tuple(arrays), static).merge())
 
@@ -261,7 +262,7 @@ class ProcessGuide(Displayed):
         """Call ``setup``, unless it is done.
 
         :param arguments: the model's arguments.
-        :return: whether it was, by others.
+        :return: whether it had been done before.
         """
         known = self.is_set_up()
         if known and self._others_differ(arguments):
@@ -280,8 +281,8 @@ class ProcessGuide(Displayed):
         self.prepare(arguments)
 
     def seen(self, view: Any) -> Codes | None:
-        """The values that :meth:`check_data` needs, for the program that begins a fit;
-        pure. ``None`` if it needs none.
+        """Return the values that :meth:`check_data` needs, for the program that begins
+        a fit; pure. ``None`` if it needs none.
 
         :param view: the model at initial params.
         """
@@ -317,9 +318,9 @@ class ProcessGuide(Displayed):
         return self._other_class(fixed)
 
     def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Draw only the latents that the other autoguide owns.
+        """Draw only the latents of the other autoguide.
 
-        :return: values by site name; empty if the Gaussian blocks are all there is.
+        :return: values by site name; empty if there are only Gaussian blocks.
         """
         return dict(self._other(*args, **kwargs)) if self._other else {}
 
@@ -327,7 +328,7 @@ class ProcessGuide(Displayed):
         """Run the model, inside the guide, at function values of zero. This also
         declares the params of the model in the guide, which needs their values.
 
-        :param values: what the other autoguide drew.
+        :param values: draws of the other autoguide.
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
         """
@@ -340,18 +341,18 @@ class ProcessGuide(Displayed):
         )
 
     def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
-        """Return posterior medians of the latents that the other autoguide owns."""
+        """Return posterior medians of the latents of the other autoguide."""
         return dict(self._other.median(params)) if self._other else {}
 
     def other_draws(
         self, key: Array, params: dict[str, Any], num: int
     ) -> dict[str, Array]:
-        """Return posterior draws of the latents that the other autoguide owns, with a
-        leading axis.
+        """Return posterior draws of the latents of the other autoguide, with a leading
+        axis.
 
         :param key: random key.
         :param params: the guide's params.
-        :param num: how many.
+        :param num: number of draws.
         """
         other: Any = self._other
         keys = jax.random.split(key, num)
@@ -365,7 +366,7 @@ class ProcessGuide(Displayed):
         sample_shape: tuple[int, ...] = (),
         **kwargs: Any,
     ) -> dict[str, Array]:
-        """Draws from the guide.
+        """Draw from the guide.
 
         :param rng_key: random key.
         :param params: the guide's params.
@@ -391,8 +392,8 @@ class ProcessGuide(Displayed):
         """Change to a basis in which rounding preserves more of the precision, if the
         guide has one.
 
-        :param arguments: the model's.
-        :param values: of params and other latents.
+        :param arguments: the model's arguments.
+        :param values: values of params and other latents.
         """
         return False
 

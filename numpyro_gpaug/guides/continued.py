@@ -21,14 +21,14 @@ from numpyro_gpaug.model.view import ModelView
 
 
 class ContinuedGP(AutoSparseGP):
-    """An :class:`~numpyro_gpaug.AutoSparseGP` of data that follow others.
+    """An :class:`~numpyro_gpaug.AutoSparseGP` for data that follow earlier data.
 
-    What was known of an inducing vector before is ``v = mean + W' z`` with ``z``
-    standard normal, and its natural parameters here are those of ``z``: the engines
-    then see a standard normal prior, and affine maps of ``z``. Means and whiteners are
-    params, so that one program serves all batches.
+    The earlier posterior of an inducing vector is ``v = mean + W' z`` with ``z``
+    standard normal, and the natural parameters here are those of ``z``: updates then
+    use a standard normal prior, and affine maps of ``z``. Means and whiteners are
+    params, so one program serves all batches.
 
-    :param model: a NumPyro model; params and other latents stay where they are.
+    :param model: a NumPyro model; params and other latents stay fixed.
     """
 
     def __init__(self, model: Callable[..., Any]) -> None:
@@ -43,7 +43,7 @@ class ContinuedGP(AutoSparseGP):
 
         :param arguments: the model's arguments.
         :param values: params, and point values of other latents.
-        :param moments: of the posterior, by block.
+        :param moments: moments of the posterior, by block.
         """
         found: dict[str, Array] = {}
         for block in self.structure.blocks:
@@ -57,8 +57,8 @@ class ContinuedGP(AutoSparseGP):
 
     @property
     def priors(self) -> dict[str, Prior]:
-        """Priors of the plain weight vectors, latent axis first, by block; those of
-        inducing vectors are standard normal."""
+        """Return priors of the plain weight vectors, latent axis first, by block;
+        inducing vectors have standard normal priors."""
         found = {}
         for block in self.structure.weights:
             rows = (-1, block.shape[-1])
@@ -143,14 +143,14 @@ class _ContinuedView(ModelView):
 
 
 def earlier_names(block: Block) -> tuple[str, str]:
-    """Names of the params that hold the earlier information about a block."""
+    """Return the names of the params with the earlier information about a block."""
     return f"{block.site}_earlier_vector", f"{block.site}_earlier_matrix"
 
 
 def earlier_params(block: Block, known: tuple[Array, Array]) -> dict[str, Array]:
-    """The params named by :func:`earlier_names`.
+    """Return the params named by :func:`earlier_names`.
 
-    :param block: of the model.
+    :param block: a block of the model.
     :param known: a vector and a matrix for each latent, latent axis first.
     """
     shapes = block.shape, block.shape + block.shape[-1:]
@@ -159,8 +159,8 @@ def earlier_params(block: Block, known: tuple[Array, Array]) -> dict[str, Array]
 
 
 def earlier_of(block: Block, values: Mapping[str, Any]) -> tuple[Array, Array]:
-    """The earlier information about a block, latent axis first, from its params. The
-    params have no derivatives, so that learning does not change them."""
+    """Return the earlier information about a block, latent axis first, from its params.
+    The params have no derivatives, so that learning does not change them."""
     vector, matrix = (
         lax.stop_gradient(jnp.asarray(values[name])) for name in earlier_names(block)
     )

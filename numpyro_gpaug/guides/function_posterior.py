@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Function values under a fit: the interface between guides and predictions.
 
-A guide's ``function_posterior`` turns what was fitted into marginals of the predictors,
-and into a :class:`GaussianMeasure` anywhere else. :class:`InducingPosterior` reads a
+The ``function_posterior`` of a guide computes marginals of the predictors from a fit,
+and a :class:`GaussianMeasure` at all other inputs. :class:`InducingPosterior` reads a
 Gaussian on inducing values; a guide with another parametrisation brings its own.
 """
 
@@ -27,9 +27,9 @@ class Fit(NamedTuple):
     """The parts of a fit that function values depend on.
 
     :param values: params and point values of other latents, by name.
-    :param moments: of the Gaussian blocks, latent axis first, by block name.
-    :param factors: what does not depend on the inputs (inverse Cholesky factors of the
-        inducing matrices), if computed before.
+    :param moments: moments of the Gaussian blocks, latent axis first, by block name.
+    :param factors: quantities that do not depend on the inputs (inverse Cholesky
+        factors of the inducing matrices), if computed before.
     """
 
     values: dict[str, Any]
@@ -40,9 +40,9 @@ class Fit(NamedTuple):
 class GaussianMeasure(NamedTuple):
     """Independent Gaussian measures on functions, one per latent.
 
-    :param mean: function of inputs (N, D), returns (latents, N).
-    :param kernel: covariance by the kernel protocol, (1 or latents, N, M), and
-        (1 or latents, N) for the variance.
+    :param mean: a function of inputs (N, D) that returns (latents, N).
+    :param kernel: a kernel that returns covariances, (1 or latents, N, M), and
+        variances, (1 or latents, N).
     """
 
     mean: Callable[[Array], Array]
@@ -50,7 +50,7 @@ class GaussianMeasure(NamedTuple):
 
 
 def prior_measure(gp: GaussianProcess) -> GaussianMeasure:
-    """The prior of a process, without the approximation by inducing values."""
+    """Return the prior of a process, without the approximation by inducing values."""
 
     def mean(X: Array) -> Array:
         return Conditional(gp, X, None).mean
@@ -66,11 +66,11 @@ class SparseKernel:
     :math:`k(x, x') - A(x)^\top A(x') + A(x)^\top S A(x')` with
     :math:`A(x) = L^{-1} k_Z(x)`.
 
-    Positive definite for every positive definite S: the first two terms are a Schur
-    complement of the prior.
+    It is positive definite for every positive definite S: the first two terms are a
+    Schur complement of the prior.
 
     :param gp: the process, for its kernel and inducing inputs.
-    :param inducing: what whitens the inducing values.
+    :param inducing: the whitener of the inducing values.
     :param whitener: W with ``S = W' W``, (1 or C, M, M).
     """
 
@@ -90,7 +90,7 @@ class SparseKernel:
         return left + spread.mT @ (self._whitener @ B.projection)
 
     def project(self, X: Array) -> Projected:
-        """Function values at inputs (N, D) given inducing values."""
+        """Return function values at inputs (N, D) given inducing values."""
         return project(self._gp, self._inducing, X)
 
 
@@ -103,13 +103,13 @@ class FunctionPosterior(Protocol):
         ...
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
-        """Marginals of the affine map of every block, by block name."""
+        """Return marginals of the affine map of every block, by block name."""
         ...
 
     def measure(
         self, conditional: Conditional, fit: Fit, block: Block
     ) -> GaussianMeasure:
-        """The fitted measure of a process, from its prior."""
+        """Return the fitted measure of a process, from its prior."""
         ...
 
 
@@ -117,7 +117,7 @@ class InducingPosterior:
     """Function values under a Gaussian on the inducing values."""
 
     def factors(self, view: ModelView) -> dict[str, Any]:
-        """Inverse Cholesky factors of the inducing matrices, by block name."""
+        """Return inverse Cholesky factors of the inducing matrices, by block name."""
         return inducing_factors(view)
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
@@ -125,18 +125,19 @@ class InducingPosterior:
         return block_marginals(view, view.maps(fit.factors), fit.moments)
 
     def weight_marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
-        """Marginals of weight vectors alone."""
+        """Return marginals of weight vectors alone."""
         return block_marginals(view, view.weight_maps(), fit.moments)
 
     def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
-        """The KL divergence of a block from its prior."""
+        """Return the KL divergence of a block from its prior."""
         prior = view.priors()[block.name]
         return kl_to_diagonal(fit.moments[block.name], *prior).sum()
 
     def measure(
         self, conditional: Conditional, fit: Fit, block: Block
     ) -> GaussianMeasure:
-        """Mean ``m(x) + A(x)' E v`` and the covariance of :class:`SparseKernel`."""
+        """Return the measure with mean ``m(x) + A(x)' E v`` and the covariance of
+        :class:`SparseKernel`."""
         gp, q = conditional.gp, fit.moments[block.name]
         prior = prior_measure(gp)
         kernel = SparseKernel(gp, whitener_of(gp, fit, block), q.whitener)
@@ -149,11 +150,12 @@ class InducingPosterior:
 
 
 def inducing_factors(view: ModelView) -> dict[str, Whitener]:
-    """Whiteners of the inducing values of every process, by block."""
+    """Return whiteners of the inducing values of every process, by block."""
     processes = view.structure.processes
     return {b.name: view.conditional(b).gp.whitener for b in processes}
 
 
 def whitener_of(gp: GaussianProcess, fit: Fit, block: Block) -> Whitener:
-    """The whitener of a process's inducing values, computed if ``fit`` has none."""
+    """Return the whitener of a process's inducing values, computed if ``fit`` has
+    none."""
     return gp.whitener if fit.factors is None else fit.factors[block.name]

@@ -45,23 +45,23 @@ class AutoFunctionSpaceGP(ProcessGuide):
 
     The guide is a function of its params alone: those of ``mean`` and ``kernel`` and,
     with the default kernel, ``"{name}.v_auto_tril"``. A draw has the function values as
-    the site ``name``. Given the values at the inducing inputs they are independent,
-    with the right marginals.
+    the site ``name``. Given the values at the inducing inputs, other function values
+    are drawn independently, with the right marginals.
 
     :param model: a NumPyro model with one ``GaussianProcess``.
     :param mean: :math:`m_Q`, a function of the inputs X (N, D) that returns (N,), or
         (N, C) for a process with ``num_latents=C``. It may call :func:`numpyro.param`
         and NumPyro's module functions (``numpyro.contrib.module.eqx_module``,
-        ``nnx_module``, ``flax_module``), without mutable state. It gets only X, and the
-        mean of the prior is not added.
-    :param kernel: :math:`r`. A kernel (``k(X, Z)`` and ``k(X)``, with a leading axis
+        ``nnx_module``, ``flax_module``), without mutable state. It receives only X, and
+        the mean of the prior is not added.
+    :param kernel: :math:`r`: a kernel (``k(X, Z)`` and ``k(X)``, with a leading axis
         for one per latent); or a function without arguments that returns one, and may
         call ``numpyro.param``; or, by default, the covariance of a sparse posterior
-        :math:`k(x, x') - k_Z(x)^\top K_{ZZ}^{-1} k_Z(x')` :math:`+\,
-        k_Z(x)^\top \Sigma k_Z(x')` of the prior's kernel k and inducing inputs Z, one
-        :math:`\Sigma = L^{-\top} S L^{-1}` per latent with :math:`K_{ZZ} = L L^\top`
-        and :math:`S = T T^\top` for the lower triangular param T, which starts at the
-        identity, where r is k.
+        :math:`k(x, x') - k_Z(x)^\top K_{ZZ}^{-1} k_Z(x')`
+        :math:`+\, k_Z(x)^\top \Sigma k_Z(x')` of the prior's kernel k and inducing
+        inputs Z, one :math:`\Sigma = L^{-\top} S L^{-1}` per latent with
+        :math:`K_{ZZ} = L L^\top` and :math:`S = T T^\top` for the lower triangular
+        param T, which starts at the identity, where r is k.
     :param other: class of the autoguide for all other latents; see
         :class:`~numpyro_gpaug.AutoSparseGP`.
     :raises ValueError: when called, for a model with no or several Gaussian processes,
@@ -118,7 +118,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draw every latent.
 
-        :return: values by site name, those of the function included.
+        :return: values by site name, including function values.
         """
         self.begin(*args, **kwargs)
         values = self.draw_others(*args, **kwargs)
@@ -137,7 +137,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
     def _conditional(
         self, block: Block, values: dict[str, Any], args: Any, kwargs: Any
     ) -> Conditional:
-        """The process at the inputs of this run of the model."""
+        """Return the process at the inputs of this run of the model."""
         trace = self.flat_trace(values, args, kwargs)
         plates = [s for s in trace.values() if s["type"] == "plate"]
         drawn = [s["name"] for s in plates if s["value"].shape[0] < s["args"][0]]
@@ -149,8 +149,8 @@ class AutoFunctionSpaceGP(ProcessGuide):
         return conditional_of(trace, block)
 
     def median(self, params: dict[str, Any]) -> dict[str, Array]:
-        """Return posterior medians of the latents that the other autoguide owns.
-        Medians of function values depend on the inputs: ``Posterior.predict_f``.
+        """Return posterior medians of the latents of the other autoguide. Medians of
+        function values depend on the inputs: use ``Posterior.predict_f``.
 
         :param params: the guide's params.
         :return: values by site name.
@@ -190,7 +190,7 @@ class FunctionSpacePosterior:
         self._kernel = kernel if is_builder or kernel is None else lambda: kernel
 
     def factors(self, view: ModelView) -> dict[str, Any]:
-        """Whiteners of the inducing values, if the kernel uses them."""
+        """Return whiteners of the inducing values, if the kernel uses them."""
         return inducing_factors(view) if self._kernel is None else {}
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class FunctionSpacePosterior:
     def measure(
         self, conditional: Conditional, fit: Fit, block: Block
     ) -> GaussianMeasure:
-        """Mean and covariance functions at the params of ``fit``."""
+        """Return mean and covariance functions at the params of ``fit``."""
         gp, values, dtype = conditional.gp, fit.values, conditional.dtype
 
         def mean(X: Array) -> Array:
@@ -255,7 +255,8 @@ def _tril_name(block: Block) -> str:
 def _pinned(
     fn: Callable[..., Any], values: dict[str, Any], name: str
 ) -> Callable[..., Any]:
-    """``fn`` at the given params, whatever handlers it is called under."""
+    """Return ``fn`` at the given params, independent of the handlers around its
+    calls."""
 
     def call(*args: Any) -> Any:
         with handlers.block(), handlers.trace() as trace:
@@ -304,7 +305,7 @@ def _checked_covariance(value: Array, gp: GaussianProcess, *inputs: Array) -> Ar
 
 def _draw(conditional: Conditional, measure: GaussianMeasure) -> Array:
     """Draw function values in the shape that the model expects: jointly at the inducing
-    inputs, and then one by one, given these, as the process itself draws them."""
+    inputs, and then independently given these, as the process itself does."""
     Z = conditional.gp.inducing
     if Z.ndim == 3:
         Z = Z.reshape(-1, Z.shape[-1])

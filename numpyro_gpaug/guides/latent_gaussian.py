@@ -55,23 +55,24 @@ class AutoLatentGaussian(ProcessGuide):
     random walks, processes at inducing inputs), for any likelihood, and a NumPyro
     autoguide on all other latents, the hyperparameters.
 
-    The model is an ordinary one. The Gaussian includes every latent that is Gaussian
-    given the hyperparameters, and on which the data depend through affine predictors.
-    Latents may have any shape, in plates or not. The traced program proves which
-    qualify. Gaussian latents that do not (they are in the scale of another, or a datum
-    depends on more than two predictors with them) go to the other guide, and setting
-    the guide up says so. ``print(guide)`` lists all latents.
+    The model is an ordinary NumPyro model. The Gaussian includes every latent that is
+    Gaussian given the hyperparameters, and on which the data depend through affine
+    predictors. Latents may have any shape, in plates or not. The traced program decides
+    which latents qualify. Gaussian latents that do not (because they are in the scale
+    of another latent, or an observation depends on more than two predictors with them)
+    go to the other guide, and the set-up reports them. ``print(guide)`` lists all
+    latents.
 
-    With few latents the precision is one dense matrix. If every datum depends on one
-    member of a grouping (random effects, the larger of crossed groupings), and it costs
-    less, the precision is block diagonal with a border (``math/arrow.py``): work and
-    memory are linear in rows and groups, and the border has at most 5000 latents. If
-    every datum depends on one step of random walks
+    With few latents the precision is one dense matrix. If every observation depends on
+    one member of a grouping (random effects, the larger of crossed groupings), and if
+    it costs less, the precision is block diagonal with a border (``math/arrow.py``):
+    work and memory are linear in rows and groups, and the border has at most 5000
+    latents. If every observation depends on one step of random walks
     (:class:`~numpyro.distributions.GaussianRandomWalk`, of any length, several
-    together, with noise of every step), the steps form chains (``math/chain.py``), with
-    linear cost, too. So do autoregressions and other states of a few numbers, in
-    NumPyro's :func:`~numpyro.contrib.control_flow.scan`, of ``GaussianStateSpace`` or
-    written out, whose coefficients are hyperparameters.
+    together, with noise of every step), the steps form chains (``math/chain.py``), also
+    with linear cost. Autoregressions and other states of a few numbers form chains,
+    too: in NumPyro's :func:`~numpyro.contrib.control_flow.scan`, in
+    ``GaussianStateSpace``, or written out, with hyperparameters as coefficients.
 
     The log-density of the likelihood must be a sum over data of functions of one or two
     affine predictors. Its expectation is in closed form if registered, or if the
@@ -177,11 +178,11 @@ class AutoLatentGaussian(ProcessGuide):
         return JointView(structure, model, arguments, values, key)
 
     def prepare(self, arguments: Arguments) -> bool:
-        """Set the guide up for a fit to these arguments, anew if the model has other
+        """Set the guide up for a fit to these arguments, again if the model has other
         latents there.
 
         :param arguments: the model's arguments.
-        :return: whether it was set up before, and thus has not looked at these.
+        :return: whether it was set up before, and has not read these arguments.
         """
         known = self.is_set_up()
         if known and self.structure_at(arguments).blocks != self.structure.blocks:
@@ -189,13 +190,13 @@ class AutoLatentGaussian(ProcessGuide):
         return super().prepare(arguments) and known
 
     def check_data(self, arguments: Arguments) -> None:
-        """Set the guide up for a fit to these arguments, or raise if set-up would have
-        refused them.
+        """Set the guide up for a fit to these arguments, or raise if a set-up with them
+        would fail.
 
-        :param arguments: the model's; of traced ones no values are looked at.
-        :raises ValueError: for observations that are missing, and for codes that no
-            member of a plate has.
-        :raises NotConjugateError: where data look at several groups.
+        :param arguments: the model's arguments; values of traced arguments are not
+            checked.
+        :raises ValueError: for missing observations, and for codes outside of a plate.
+        :raises NotConjugateError: if observations depend on several groups.
         """
         traced = any(isinstance(x, Tracer) for x in arguments.arrays)
         if not self.prepare(arguments) or traced:
@@ -221,8 +222,8 @@ class AutoLatentGaussian(ProcessGuide):
     # Natural parameters.
 
     def initial_natural(self, given: dict[str, Any]) -> dict[str, Natural]:
-        """Initial natural parameters: the given ones, else the prior's; nothing if none
-        are given, since :meth:`start_at` has better ones.
+        """Return the given natural parameters, filled up with those of the prior;
+        nothing if none are given, because :meth:`start_at` has better ones.
 
         :param given: values by param name.
         """
@@ -247,10 +248,11 @@ class AutoLatentGaussian(ProcessGuide):
     def start_at(
         self, natural: dict[str, Natural], given: dict[str, Any], view: Any
     ) -> dict[str, Natural]:
-        """Natural parameters at the start of a fit: those after observing every
-        predictor with variance one at its prior mean. At a wide prior a likelihood may
-        have no expectation: ``exp(f)`` overflows at a standard deviation of 14.
-        Gaussian data, for which one step from anywhere suffices, start at the prior.
+        """Return natural parameters at the start of a fit: the posterior after
+        observing every predictor at its prior mean with variance one. Under a wide
+        prior, the expectation of a likelihood may not be finite: ``exp(f)`` overflows
+        at a standard deviation of 14. Gaussian data start at the prior, because one
+        step from any start is enough for them.
 
         :param natural: from :meth:`initial_natural`.
         :param given: values to start from instead, by param name.
@@ -269,7 +271,7 @@ class AutoLatentGaussian(ProcessGuide):
         return {JOINT: jax.tree.map(jnp.add, prior, added)}
 
     def natural_params(self, natural: dict[str, Natural]) -> dict[str, Array]:
-        """Natural parameters as params by name."""
+        """Return natural parameters as params by name."""
         named = zip(_names(type(natural[JOINT])), natural[JOINT], strict=True)
         params = {name: x[0] for name, x in named}
         if self.structure.basis is not None:
@@ -313,8 +315,8 @@ class AutoLatentGaussian(ProcessGuide):
         """Change to the basis of the principal directions of the predictors, in which
         rounding preserves more of the precision. The params of a fit include it.
 
-        :param arguments: the model's.
-        :param values: of params and other latents.
+        :param arguments: the model's arguments.
+        :param values: values of params and other latents.
         :return: whether latents are few and dense.
         """
         structure, static = self.structure_at(arguments), arguments.static
@@ -370,7 +372,7 @@ class AutoLatentGaussian(ProcessGuide):
         return values
 
     def _gaussian(self) -> dist.Distribution:
-        """The distribution of the standard normal numbers, at its params."""
+        """Return the distribution of the whitened latents, at its params."""
         names, structure = self.own_params(), self.structure
         if not self.conjugate:
             zeros = jnp.zeros(structure.size, structure.dtype)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A posterior of a process with 2 M numbers, :math:`q(u) = N(K \mu, (K^{-1} +
-\Sigma^{-1})^{-1})` with :math:`\Sigma` diagonal.
+r"""A posterior of a process with 2 M numbers,
+:math:`q(u) = N(K \mu, (K^{-1} + \Sigma^{-1})^{-1})` with :math:`\Sigma` diagonal.
 
-Panos, Dellaportas and Titsias (2018), section 2.3. Means, variances and the KL need one
-Cholesky factor, of :math:`K + \Sigma`, which is well conditioned without jitter; K
-itself is not factorised.
+Reference: Panos, Dellaportas and Titsias (2018), section 2.3. Means, variances and the
+KL need one Cholesky factor, of :math:`K + \Sigma`, which is well conditioned without
+jitter; K itself is not factorised.
 
 The same Gaussian is the posterior given M observations :math:`\nu` of the inducing
 values with noise :math:`\Sigma`, for :math:`\mu = (K + \Sigma)^{-1} \nu`, and
-:math:`\nu` is the param. Gradients with respect to :math:`\mu` are those with respect
-to the mean multiplied by K, whose eigenvalues may differ by any factor (where the
-kernel is nearly constant, one is M times its variance); with respect to :math:`\nu`,
-multiplied by :math:`(K + \Sigma)^{-1} K`, whose eigenvalues are below 1.
+:math:`\nu` is the param. A gradient with respect to :math:`\mu` is the gradient with
+respect to the mean, multiplied by K, whose eigenvalues may differ by any factor (if the
+kernel is nearly constant, one is M times its variance). A gradient with respect to
+:math:`\nu` is multiplied by :math:`(K + \Sigma)^{-1} K`, whose eigenvalues are below 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Preconditioned(NamedTuple):
     """The parameters of a process, latent axis first.
 
     :param targets: nu, (1 or C, M).
-    :param noise: diagonal of Sigma, positive, of the same shape.
+    :param noise: the positive diagonal of Sigma, of the same shape.
     """
 
     targets: Array
@@ -47,11 +47,11 @@ class Preconditioned(NamedTuple):
 
     @classmethod
     def of(cls, block: Block, values: dict[str, Any]) -> Preconditioned:
-        """The parameters of a block, from the params of a guide."""
+        """Return the parameters of a block, from the params of a guide."""
         return cls(*(lead(values[name], 1) for name in preconditioned_names(block)))
 
     def weights(self, inverse: Array) -> Array:
-        """mu, (1 or C, M).
+        """Return mu, (1 or C, M).
 
         :param inverse: inverse Cholesky factor of ``K + Sigma``, (1 or C, M, M).
         """
@@ -59,7 +59,7 @@ class Preconditioned(NamedTuple):
         return jnp.einsum("...nm,...n->...m", inverse, white)
 
     def whitened(self, factor: Array) -> NaturalGaussian:
-        """The Gaussian of v, with :math:`u = L v`: precision
+        """Return the Gaussian of v, with :math:`u = L v`; its precision is
         :math:`I + L^T Sigma^{-1} L`.
 
         :param factor: L, (1 or C, M, M).
@@ -72,7 +72,7 @@ class Preconditioned(NamedTuple):
 
 
 def preconditioned_names(block: Block) -> tuple[str, str]:
-    """Names of the two params of a block."""
+    """Return the names of the two params of a block."""
     return f"{block.site}_auto_targets", f"{block.site}_auto_noise"
 
 
@@ -81,7 +81,7 @@ class PreconditionedPosterior(InducingPosterior):
     :class:`~numpyro_gpaug.guides.function_posterior.InducingPosterior`."""
 
     def factors(self, view: ModelView) -> dict[str, Array]:
-        """Inverse Cholesky factors of ``K + Sigma``, by block name."""
+        """Return inverse Cholesky factors of ``K + Sigma``, by block name."""
         return {
             b.name: _inverse_factor(view.conditional(b).gp, b, view.values)
             for b in view.structure.blocks
@@ -102,8 +102,9 @@ class PreconditionedPosterior(InducingPosterior):
         return found
 
     def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
-        r"""The KL divergence from the prior, :math:`\frac12(\mu^T K \mu - tr((K +
-        \Sigma)^{-1} K) + \log|K + \Sigma| - \log|\Sigma|)`."""
+        r"""Return the KL divergence from the prior,
+        :math:`\frac12(\mu^T K \mu - tr((K + \Sigma)^{-1} K) + \log|K + \Sigma| -
+        \log|\Sigma|)`."""
         if not block.is_process:
             return super().divergence(view, fit, block)
         gp = view.conditional(block).gp
@@ -120,7 +121,7 @@ class PreconditionedPosterior(InducingPosterior):
     def measure(
         self, conditional: Conditional, fit: Fit, block: Block
     ) -> GaussianMeasure:
-        """Mean ``m(x) + k_Z(x) mu``, covariance
+        """Return the measure with mean ``m(x) + k_Z(x) mu`` and covariance
         ``k(x, x') - k_Z(x) (K + Sigma)^-1 k_Z(x')``."""
         gp, prior = conditional.gp, prior_measure(conditional.gp)
         inverse = self._inverse_factor(gp, fit, block)

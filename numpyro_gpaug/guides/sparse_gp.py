@@ -123,7 +123,7 @@ class AutoSparseGP(ProcessGuide):
         return known
 
     def _start_at(self, structure: Structure, arguments: Arguments) -> None:
-        """The start of the blocks at these arguments."""
+        """Return the start of the blocks at these arguments."""
         self._static, self._starts_move = arguments.static, False
         if not structure.weights:
             self._starts = {}
@@ -141,7 +141,7 @@ class AutoSparseGP(ProcessGuide):
         self._starts = starts if traced else jax.tree.map(np.asarray, starts)
 
     def start(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
-        """Initial mean and standard deviations of a block: the prior's.
+        """Return initial mean and standard deviations of a block, from its prior.
 
         :param block: one of ``structure.blocks``.
         """
@@ -149,7 +149,7 @@ class AutoSparseGP(ProcessGuide):
         return self._starts.get(block.name, (zeros, zeros + 1))
 
     def start_natural(self, block: Block) -> NaturalGaussian:
-        """The same as :meth:`start`, as natural parameters.
+        """Return :meth:`start` as natural parameters.
 
         :param block: one of ``structure.blocks``.
         """
@@ -167,8 +167,8 @@ class AutoSparseGP(ProcessGuide):
         return self.covariance == "natural"
 
     def initial_natural(self, given: dict[str, Any]) -> dict[str, NaturalGaussian]:
-        """Initial natural parameters of every block, latent axis first: its prior,
-        computed in NumPy, because JAX would compile a program for it.
+        """Return initial natural parameters of every block, latent axis first: its
+        prior, computed in NumPy, because JAX would compile a program for it.
 
         :param given: values to start from instead, by param name.
         """
@@ -187,13 +187,14 @@ class AutoSparseGP(ProcessGuide):
     def start_at(
         self, natural: dict[str, NaturalGaussian], given: dict[str, Any], view: Any
     ) -> dict[str, NaturalGaussian]:
-        """The start of a fit: the prior; scales of processes are known."""
+        """Return the start of a fit: the prior, since the scales of processes are
+        known."""
         return natural
 
     def natural_params(self, natural: dict[str, NaturalGaussian]) -> dict[str, Array]:
-        """Natural parameters as params by name.
+        """Return natural parameters as params by name.
 
-        :param natural: by block, latent axis first.
+        :param natural: natural parameters by block, latent axis first.
         """
         params: dict[str, Array] = {}
         for block in self.structure.blocks:
@@ -226,7 +227,7 @@ class AutoSparseGP(ProcessGuide):
     def _inducing_factors(
         self, values: dict[str, Any], args: Any, kwargs: Any
     ) -> dict[str, Array]:
-        """Cholesky factors of the inducing matrices, if draws need them."""
+        """Return Cholesky factors of the inducing matrices, if draws need them."""
         processes = [b for b in self.structure.processes if self._is_preconditioned(b)]
         if not processes:
             return {}
@@ -237,7 +238,7 @@ class AutoSparseGP(ProcessGuide):
         return self.covariance == "preconditioned" and block.is_process
 
     def median(self, params: dict[str, Any]) -> dict[str, Array]:
-        """Posterior medians of all latents.
+        """Return posterior medians of all latents.
 
         :param params: the guide's params.
         :return: values by site name.
@@ -277,7 +278,7 @@ class AutoSparseGP(ProcessGuide):
         return tuple(n for b in self.structure.blocks for n in self.param_names(b))
 
     def param_names(self, block: Block) -> tuple[str, str]:
-        """Names of the two params of a block."""
+        """Return the names of the two params of a block."""
         if self.covariance == "natural":
             return natural_names(block)
         if self._is_preconditioned(block):
@@ -286,7 +287,7 @@ class AutoSparseGP(ProcessGuide):
         return f"{block.site}_auto_loc", f"{block.site}_auto_{spread}"
 
     def gaussian(self, block: Block, params: dict[str, Any]) -> dist.Distribution:
-        """The guide's distribution of a block.
+        """Return the guide's distribution of a block.
 
         :param block: one of ``structure.blocks``.
         :param params: the guide's params.
@@ -336,8 +337,8 @@ class AutoSparseGP(ProcessGuide):
 
 class _Natural(constraints.Constraint):
     """The constraint of natural parameters. Gradient steps do not keep them in the
-    positive definite cone, so it refuses requests for unconstrained values, which
-    optimisers make first."""
+    positive definite cone. The constraint therefore raises an error when unconstrained
+    values are requested, which optimisers do first."""
 
     def __call__(self, x: Array) -> Array:
         return jnp.isfinite(x)
@@ -360,15 +361,15 @@ def _refuse(constraint: Any) -> NoReturn:
 
 
 def natural_names(block: Block) -> tuple[str, str]:
-    """Names of the params that are a block's natural parameters."""
+    """Return the names of the params that are a block's natural parameters."""
     return f"{block.site}_auto_potential", f"{block.site}_auto_precision"
 
 
 def _prior_scales(
     model: Callable[..., Any], structure: Structure, static: Any, arrays: Any
 ) -> dict[str, tuple[Array, Array]]:
-    """Initial means and standard deviations of plain Gaussian weights: their priors'.
-    From zero a symmetric likelihood might not move them."""
+    """Return initial means and standard deviations of plain Gaussian weights, from
+    their priors: at zero, the gradient of a symmetric likelihood may vanish."""
     here, key = Arguments(arrays, static), jax.random.key(0)
     trace = run_model(flat_functions(model), here, key, structure.zeros)
     normals = {b: base_distribution(trace[b.site]["fn"]) for b in structure.weights}

@@ -33,12 +33,13 @@ class TrackedGP(ContinuedGP):
     """A :class:`~numpyro_gpaug.guides.continued.ContinuedGP` whose hyperparameters may
     change.
 
-    What is known of *function values* at the inducing inputs (and of weights) does not
-    depend on hyperparameters, and is kept as pseudo-data. Natural parameters are those
-    of whitened inducing values, as of a first fit, under a prior that has seen these.
+    The earlier information about *function values* at the inducing inputs (and about
+    weights) does not depend on hyperparameters, and is stored as pseudo-data. Natural
+    parameters belong to whitened inducing values, as in a first fit, under a prior that
+    includes the pseudo-data.
 
-    :param model: a NumPyro model. Its inducing inputs stay where they are, of which
-        function values are known.
+    :param model: a NumPyro model. Its inducing inputs stay fixed, because the
+        information is about function values there.
     """
 
     def __init__(self, model: Callable[..., Any]) -> None:
@@ -130,12 +131,13 @@ class _TrackedView(ModelView):
 def means_at_inducing(
     gp: GaussianProcess, block: Block, values: Mapping[str, Any]
 ) -> Array:
-    """The mean function at inducing inputs, (latents, M).
+    """Return the mean function at inducing inputs, (latents, M).
 
     :param gp: the process.
-    :param block: of it.
-    :param values: of params.
-    :raises NotImplementedError: for a function of inputs that differ between latents.
+    :param block: its block.
+    :param values: values of params.
+    :raises NotImplementedError: for a mean function of inputs that differ between
+        latents.
     """
     shape = math.prod(block.shape[:-1]), block.shape[-1]
     if not callable(gp.mean):

@@ -41,9 +41,10 @@ from numpyro_gpaug.predict.summary import SiteMoments
 class Description(NamedTuple):
     """The properties that a model must share with the model of a saved fit.
 
-    :param lines: on every param, process and distribution.
-    :param kernels: covariances of the first inducing input of every process with all.
-    :param numbers: by what they tell, see :func:`describe`.
+    :param lines: one line for every param, process and distribution.
+    :param kernels: covariances of the first inducing input of every process with all
+        inducing inputs.
+    :param numbers: numbers by topic, see :func:`describe`.
     """
 
     lines: dict[str, str]
@@ -57,15 +58,15 @@ def describe(
     arguments: FitArguments,
     values: dict[str, Any],
 ) -> Description:
-    """Describe a model by one run at stand-in values: the same numbers in place of all
-    data (of which a fit keeps only shapes), of Gaussian latents and of function values.
+    """Describe a model by one run at stand-in values: fixed numbers replace all data
+    (of which a fit keeps only shapes), Gaussian latents and function values.
 
-    What a Gaussian site makes of standard normal numbers, and the log-density of any
-    other, change with a prior, with a predictor, and with constants.
+    The values of a Gaussian site at standard normal numbers, and the log-densities of
+    all other sites, change if a prior, a predictor or a constant changes.
 
     :param model: the model.
-    :param structure: of the fit.
-    :param arguments: of the fit.
+    :param structure: the structure of the fit.
+    :param arguments: arguments of the fit.
     :param values: params and other latents of the fit.
     """
     lines: dict[str, str] = {}
@@ -103,8 +104,8 @@ def describe(
 
 
 def _stand_in(shape: tuple[int, ...], dtype: Any, start: int = 0) -> Array:
-    """Return numbers between -1 and 1 that are the same on every device; of another
-    dtype than floats 0 and 1."""
+    """Return numbers between -1 and 1 that are the same on every device; 0 and 1 for
+    other dtypes than floats."""
     places = jnp.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     places = (618 * (places % 997) + 89 * start) % 997
     dtype = canonicalize_dtype(dtype)
@@ -114,13 +115,14 @@ def _stand_in(shape: tuple[int, ...], dtype: Any, start: int = 0) -> Array:
 
 
 def _data(like: Any, start: int) -> Array:
-    """Return numbers in place of data; none is negative, for logarithms and codes."""
+    """Return numbers that replace data. They are not negative, for logarithms and
+    codes."""
     x = _stand_in(like.shape, like.dtype, start)
     return 1 + 0.8 * x if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _numbers(message: dict[str, Any]) -> dict[str, Array]:
-    """Return a description by which a site can be compared with others."""
+    """Return numbers that describe a site, for comparison with others."""
     name, fn = message["name"], message.get("fn")
     if isinstance(fn, Conditional):
         return {f"what {name!r} is called at": fn.X, f"the mean of {name!r}": fn.mean}
@@ -138,18 +140,18 @@ def _numbers(message: dict[str, Any]) -> dict[str, Array]:
 
 
 def _some(numbers: Array) -> Array:
-    """Return up to 16 of them: the first, the last, and some between."""
+    """Return up to 16 entries: the first, the last, and some between."""
     flat = jnp.ravel(numbers)
     return flat[np.linspace(0, flat.size - 1, min(flat.size, 16)).astype(int)]
 
 
 def check_model(found: Description, saved: Description) -> None:
-    """Raise unless a model equals, as far as :func:`describe` can show, that of the
-    fit.
+    """Raise unless a model equals the model of the fit, as far as :func:`describe` can
+    show.
 
-    :param found: of the model given.
-    :param saved: of that of the fit.
-    :raises ValueError: naming the site that differs.
+    :param found: the description of the given model.
+    :param saved: the description of the model of the fit.
+    :raises ValueError: if they differ; it names the site.
     """
     for name in sorted({**found.lines, **saved.lines}):
         here, there = (x.lines.get(name, "missing") for x in (found, saved))
@@ -168,7 +170,7 @@ def check_model(found: Description, saved: Description) -> None:
 
 def _agree(found: Any, saved: Any) -> bool:
     """Return whether numbers are equal up to rounding, on any device. A value that is
-    finite for one alone was computed from stand-ins outside its domain."""
+    finite for only one of them was computed from stand-ins outside its domain."""
     one, other = (np.asarray(x, float) for x in (found, saved))
     if one.shape != other.shape:
         return False
@@ -182,10 +184,10 @@ def check_moments(
 ) -> None:
     """Raise for moments that do not have the size of their block.
 
-    :param structure: of the fit.
-    :param own: what was saved.
-    :param leading: axes before theirs.
-    :raises ValueError: naming the block and the shapes.
+    :param structure: the structure of the fit.
+    :param own: saved moments.
+    :param leading: the number of leading axes.
+    :raises ValueError: for such moments; it names the block and the shapes.
     """
     shapes = {b.name: b.shape for b in structure.blocks}
     for name, moments in own.items():
@@ -213,11 +215,11 @@ def check_whole(
 ) -> None:
     """Raise for a fit with missing parts, or parts of other shapes.
 
-    :param structure: of the fit.
-    :param fitted: what was saved of it.
+    :param structure: the structure of the fit.
+    :param fitted: its saved parts.
     :param sites: posteriors of jointly Gaussian latents.
     :param by_params: whether the guide reads its blocks from params, not from moments.
-    :raises ValueError: naming them.
+    :raises ValueError: for such a fit; it names the parts.
     """
     structure.sources()  # which are as many as predictors
     own = [*fitted.own, *(fitted.members.own if fitted.members else ())]
@@ -234,7 +236,7 @@ def check_whole(
 
 
 def moments_of(structure: JointStructure) -> Any:
-    """The shapes of the moments of its Gaussian."""
+    """Return the shapes of the moments of the Gaussian of a structure."""
     return jax.eval_shape(lambda: structure.prior(structure.no_links).natural.moments())
 
 
@@ -287,8 +289,9 @@ def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def leaves_apart(values: dict[str, Any]) -> dict[str, Any]:
-    """Return params in the form in which they are saved: of a param with a structure of
-    its own (a network) only the leaves, which the code that declares it reassembles."""
+    """Return params in the form in which they are saved: a param with its own tree
+    structure (a network) is saved as its leaves, and the code that declares it restores
+    the structure."""
 
     def saved(value: Any) -> Any:
         return value if _is_plain(value) else Leaves(tuple(jax.tree.leaves(value)))
@@ -299,7 +302,7 @@ def leaves_apart(values: dict[str, Any]) -> dict[str, Any]:
 def unpack(packed: dict[str, Any], arrays: dict[str, Array]) -> Any:
     """Return the tree that :func:`pack` described.
 
-    :raises ValueError: for what it does not write.
+    :raises ValueError: for anything that :func:`pack` does not write.
     """
     ((kind, content),) = packed.items()
     if kind == "array":
@@ -328,7 +331,7 @@ def _is_plain(tree: Any) -> bool:
 
 
 class Parts(NamedTuple):
-    """A structure without the parts that depend on arguments, as it is saved."""
+    """The saved form of a structure, without the parts that depend on arguments."""
 
     blocks: tuple[Block, ...]
     others: tuple[str, ...]
@@ -347,7 +350,7 @@ class Parts(NamedTuple):
 
     @property
     def structure(self) -> Structure:
-        """The structure made of these parts."""
+        """Return the structure made of these parts."""
         structure = Structure(
             blocks=tuple(b._replace(dtype=jnp.dtype(b.dtype)) for b in self.blocks),
             others=self.others,

@@ -27,10 +27,10 @@ class Calls:
     """Calls of a predictor for one fit; the factors that the first call prepares are
     passed to later ones.
 
-    :param predictor: the model and what its guide says of function values.
-    :param fitted: what was fitted.
-    :param arguments: what is known of the arguments of the fit.
-    :ivar marks: what tells the factors of jointly Gaussian latents of the fit.
+    :param predictor: the model, and the posterior of function values by its guide.
+    :param fitted: the fitted quantities.
+    :param arguments: the description of the arguments of the fit.
+    :ivar marks: a checksum of the factors of jointly Gaussian latents of the fit.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Calls:
     def unobserved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Arguments, tuple[bool, ...]]:
-        """The model's arguments at new inputs, without observations; and which of their
-        arrays have a row per datum.
+        """Return the model's arguments at new inputs, without observations, and the
+        arrays among them that have one row per observation.
 
-        :param args: as they were passed.
-        :param kwargs: likewise.
+        :param args: positional arguments as passed.
+        :param kwargs: keyword arguments as passed.
         """
         model, fit = self._predictor.model, self._arguments
         absent = fit.without_observations(model, len(args))
@@ -58,8 +58,8 @@ class Calls:
         """Predict all rows at once.
 
         :param what: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
-        :param arguments: of the model.
-        :param site: what is predicted.
+        :param arguments: the model's arguments.
+        :param site: the site to predict.
         :param how: options of this kind of prediction.
         """
         if isinstance(self._predictor, JointPredictor) and not is_traced(arguments):
@@ -79,10 +79,10 @@ class Calls:
     def draws(self, arguments: Arguments, site: str, key: Array, num: int) -> Array:
         """Draw function values jointly; the first axis runs over draws.
 
-        :param arguments: of the model.
-        :param site: which process.
+        :param arguments: the model's arguments.
+        :param site: the process.
         :param key: random key.
-        :param num: how many.
+        :param num: number of draws.
         :raises CholeskyError: if the covariance does not factorise.
         """
         draws, factorised = self("draws", arguments, site, key=key, num=num)
@@ -103,8 +103,8 @@ class Calls:
         """Predict blocks of rows, the last one padded, and join them.
 
         :param what: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
-        :param called: arguments, and which arrays have a row per datum.
-        :param site: what is predicted.
+        :param called: arguments, and the arrays that have one row per observation.
+        :param site: the site to predict.
         :param batch_size: rows of a block.
         """
         check_count("batch_size", batch_size)
@@ -147,7 +147,7 @@ class Calls:
     @contextmanager
     def _naming(self, arguments: Arguments) -> Iterator[None]:
         """Add a note to an error of the model about arguments that may be missing. This
-        is not checked before, since a model may do without them."""
+        is not checked before, because a model may not need them."""
         try:
             yield
         except (TypeError, ValueError) as error:

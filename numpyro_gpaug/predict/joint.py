@@ -45,7 +45,7 @@ class JointPredictor(Predictor):
     or Gaussian site that is affine in them, and of observations.
 
     :param model: the model.
-    :param structure: what it is made of.
+    :param structure: the structure of the model.
     :param guide: its guide.
     """
 
@@ -67,12 +67,12 @@ class JointPredictor(Predictor):
         the last group), for values of a latent that differ from the fit's, and for
         latents that are too many for one matrix and depend on several groups.
 
-        :param arguments: of the model.
-        :param fitted: what was fitted; of a mixture the first member is looked at.
-        :param marks: what tells the factors of the fit, from :meth:`sites`.
-        :param site: what is predicted.
-        :return: whether it is to be predicted by groups: it is much, and each row was
-            found to look at one.
+        :param arguments: the model's arguments.
+        :param fitted: the fitted quantities; for a mixture the first member is checked.
+        :param marks: the checksum of the factors of the fit, from :meth:`sites`.
+        :param site: the site to predict.
+        :return: whether to predict by groups: there are many rows, and each of them
+            depends on one group.
         """
         static = arguments.static  # the program outlives the arrays
 
@@ -153,10 +153,10 @@ class JointPredictor(Predictor):
     ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
         """Return posteriors of all Gaussian sites at the arguments of the fit, a
         checksum of their factors, and quadrature errors by observed site. For a mixture
-        the last two are those of its first member.
+        the last two belong to its first member.
 
-        :param arguments: of the model.
-        :param fitted: what was fitted.
+        :param arguments: the model's arguments.
+        :param fitted: the fitted quantities.
         """
         program = remembered(
             self._sites, arguments.shapes, lambda: few(self._known_at(arguments))
@@ -184,9 +184,9 @@ class JointPredictor(Predictor):
     ) -> dict[str, Array]:
         """Return the covariances of Gaussian sites.
 
-        :param arguments: of the model.
-        :param fitted: what was fitted.
-        :param means: of the sites, in its mixture.
+        :param arguments: the model's arguments.
+        :param fitted: the fitted quantities.
+        :param means: means of the sites in the mixture.
         """
         static = arguments.static  # the program outlives the arrays
 
@@ -290,10 +290,10 @@ def _site(view: Any, name: str, q: Any) -> SiteMoments:
 def predictor_for(
     guide: ProcessGuide, model: Callable[..., Any], structure: Structure
 ) -> Predictor:
-    """Return the predictor of a model and its guide, which is made once and kept on the
-    guide.
+    """Return the predictor of a model and its guide, which is made once and cached on
+    the guide.
 
-    :param structure: of the model, at any arguments.
+    :param structure: the structure of the model, at any arguments.
     """
     found = guide.predictors.get(id(model))
     if found is not None and not found.is_current():
@@ -313,7 +313,7 @@ def predictor_for(
 def warn_of_quadrature(errors: dict[str, float]) -> None:
     """Warn about expectations that quadrature does not resolve.
 
-    :param errors: of them, by observed site, in nats per datum.
+    :param errors: their errors by observed site, in nats per observation.
     """
     for site, error in errors.items():
         if error > MOST_ERROR:

@@ -25,13 +25,15 @@ def left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Marginal
     """Return marginals of every block's affine map, each value without its own factor.
 
     At the optimum of the bound the Gaussian of a block is its prior times Gaussian
-    factors, one for each value, which are slopes of the expected log-likelihood. What
-    is divided by is the factor; what the latents leave open is not in it.
+    factors, one for each value, which follow from derivatives of the expected
+    log-likelihood. The marginal of each value is divided by its factor, without the
+    residual variance given the latents.
 
-    :param posterior: what the guide says of function values.
+    :param posterior: the guide's posterior of function values.
     :param view: the model at rows of the fit, with their observations.
-    :param fit: what was fitted.
-    :raises NotConjugateError: for a posterior that is no Gaussian on inducing values.
+    :param fit: the fitted quantities.
+    :raises NotConjugateError: for a posterior that is not a Gaussian on inducing
+        values.
     """
     if not isinstance(posterior, InducingPosterior):
         raise NotConjugateError(
@@ -62,8 +64,8 @@ def check_left_out(
 
     :param found: the predictive distribution.
     :param model: the model.
-    :param structure: of it.
-    :param arguments: of it, observations included.
+    :param structure: its structure.
+    :param arguments: its arguments, observations included.
     """
     if any(np.isnan(leaf).any() for leaf in jax.tree.leaves(found)):
         check_observations(whole_plates(model), structure, arguments)

@@ -25,8 +25,9 @@ MEMBERS = 64
 class FunctionValues(NamedTuple):
     """Posterior of function values.
 
-    :param mean: (N,) or (N, C).
-    :param variance: of the same shape; or the covariance, (N, N) or (C, N, N).
+    :param mean: the mean, (N,) or (N, C).
+    :param variance: the variance, of the same shape; or the covariance, (N, N) or (C,
+        N, N).
     """
 
     mean: Array
@@ -36,8 +37,8 @@ class FunctionValues(NamedTuple):
 class Members(NamedTuple):
     """Values of hyperparameters, and Gaussians given each; members first.
 
-    :param log_weights: of the members, normalised, (members,).
-    :param values: of the latents that differ, by name.
+    :param log_weights: normalised log-weights of the members, (members,).
+    :param values: values of the latents that differ between members, by name.
     :param own: moments of the Gaussian blocks that differ, by block name.
     """
 
@@ -51,7 +52,7 @@ class Fitted(NamedTuple):
 
     :param values: params and point values of other latents, by name.
     :param own: params of the Gaussian blocks, by block name, or their moments.
-    :param members: if it is a mixture, what its members have instead.
+    :param members: for a mixture, the values of its members, which replace these.
     """
 
     values: dict[str, Any]
@@ -62,8 +63,8 @@ class Fitted(NamedTuple):
     def of_guide(cls, guide: ProcessGuide, params: dict[str, Any]) -> Fitted:
         """Collect the fit of a guide: a mixture if another autoguide draws latents.
 
-        :param guide: of the model, set up.
-        :param params: of both.
+        :param guide: the guide of the model, set up.
+        :param params: params of both.
         """
         values, own = guide.split_params(params)
         members = None
@@ -98,7 +99,7 @@ class Fitted(NamedTuple):
     def at(self, member: Members) -> Fitted:
         """Return a member.
 
-        :param member: of ``members``, without their axis.
+        :param member: one of ``members``, without their axis.
         """
         return Fitted({**self.values, **member.values}, {**self.own, **member.own})
 
@@ -109,9 +110,10 @@ def over_members(
     """Apply a function to every member, one after the other; members first. If the fit
     is not a mixture, return the function's value.
 
-    :param function: of what was fitted and what was prepared for it.
-    :param fitted: what was fitted.
-    :param prepared: for each member.
+    :param function: a function of the fitted quantities and of the quantities prepared
+        for them.
+    :param fitted: the fitted quantities.
+    :param prepared: quantities prepared for each member.
     """
     if fitted.members is None:
         return function(fitted, prepared)
@@ -124,12 +126,12 @@ def over_members(
 
 
 def averaged(function: Callable[[Fitted], Any], fitted: Fitted, weights: Array) -> Any:
-    """Return the weighted sum of a function over the members, without holding all
-    values at once.
+    """Return the weighted sum of a function over the members, without storing all
+    values together.
 
-    :param function: of a member; returns a tree of arrays.
+    :param function: a function of a member, which returns a tree of arrays.
     :param fitted: a mixture.
-    :param weights: of the members.
+    :param weights: weights of the members.
     """
 
     def add(total: Any, each: Any) -> tuple[Any, None]:
@@ -143,11 +145,11 @@ def averaged(function: Callable[[Fitted], Any], fitted: Fitted, weights: Array) 
 
 
 def mixed(what: str, answers: Any, log_weights: Array, **how: Any) -> Any:
-    """The prediction of a mixture.
+    """Return the prediction of a mixture.
 
     :param what: as in :class:`~numpyro_gpaug.predict.predictor.Predictor`.
-    :param answers: of its members, which come first.
-    :param log_weights: of the members, normalised.
+    :param answers: predictions of its members, members first.
+    :param log_weights: normalised log-weights of the members.
     :param how: further arguments of the prediction.
     """
     return _KINDS[what](answers, jnp.asarray(log_weights), **how)

@@ -161,10 +161,12 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param params: params of model and guide.
         :param args: the model's arguments at the fit.
         :param kwargs: its keyword arguments.
-        :param version: of what the model read besides its arguments, if it is known.
-        :param arguments: of the fit, with added rows if programs for these exist.
-        :param whole: whether the arguments hold all rows of the fit.
-        :raises ModelChangedError: if it has another version by now.
+        :param version: the version of everything the model read besides its arguments,
+            if known.
+        :param arguments: arguments of the fit, with added rows if programs for these
+            exist.
+        :param whole: whether the arguments contain all rows of the fit.
+        :raises ModelChangedError: if the version has changed.
         """
         double = version.doubles if version is not None else params
         with in_dtype_of(double), watched(model).running(version):
@@ -192,14 +194,14 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     ) -> Posterior:
         """Make a posterior from the fitted quantities; see :meth:`from_guide`.
 
-        :param predictor: of the model and its guide.
-        :param fitted: what was fitted.
-        :param structure: of the model at the arguments of the fit.
-        :param args: these, observations included.
+        :param predictor: the predictor of the model and its guide.
+        :param fitted: the fitted quantities.
+        :param structure: the structure of the model at the arguments of the fit.
+        :param args: these arguments, observations included.
         :param kwargs: keyword arguments.
-        :param arguments: both on the device, if they are there; with added rows,
-            perhaps.
-        :param whole: whether the arguments hold all rows of the fit.
+        :param arguments: both on the device, if they are there; possibly with added
+            rows.
+        :param whole: whether the arguments contain all rows of the fit.
         """
         arguments = arguments or Arguments.split(args, kwargs)
         first = fitted.first.values
@@ -238,8 +240,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     @property
     @_in_its_dtype
     def moments(self) -> dict[str, Moments]:
-        """Means and covariance factors of the Gaussian blocks, latent axis first. For a
-        process they are those of its whitened inducing values."""
+        """Means and covariance factors of the Gaussian blocks, latent axis first. A
+        process has the moments of its whitened inducing values."""
         return self._predictor.moments(self._fitted)
 
     def moved(
@@ -249,8 +251,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         /,
         **kwargs: Any,
     ) -> Posterior:
-        """The same posterior with other :attr:`moments` and :attr:`values`, and keyword
-        arguments in place of the fit's; it shares what is compiled."""
+        """Return the same posterior with other :attr:`moments`, :attr:`values` and
+        keyword arguments. It shares the compiled programs."""
         fitted = Fitted(self.values if values is None else values, moments)
         # Where the rows of the fit were says nothing of those that moved it.
         known = self.arguments.holding(kwargs)._replace(ranges={})
@@ -314,8 +316,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         averaged over, it has the moments of the mixture.
 
         :param site: name of the sample site.
-        :raises KeyError: if it is not one of those that were fitted jointly, or a
-            weight vector.
+        :raises KeyError: if the site was not fitted jointly, and is not a weight
+            vector.
         """
         if site in self._sites:
             # Of a covariance it takes a factorisation.
@@ -364,8 +366,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     ) -> FunctionValues:
         """Return posterior mean and variance of a Gaussian process, or, for jointly
         Gaussian latents, of any site that is affine in them. Latents in the plate of
-        the data, such as an effect of each datum, are drawn anew; ``print(posterior)``
-        lists them.
+        the data, such as an effect of each observation, get their prior;
+        ``print(posterior)`` lists them.
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: the process, if the model has several; or a Gaussian or
@@ -415,8 +417,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         batch_size: int = BATCH_SIZE,
         **kwargs: Any,
     ) -> Array:
-        """Return the log posterior predictive density of held-out observations, per
-        datum.
+        """Return the log posterior predictive density of each held-out observation.
 
         :param args: the model's arguments, observations included: ``log_prob(X, y)``.
         :param site: which observed site, if the model has several.
@@ -447,12 +448,12 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         are left out together.
 
         :param args: the model's arguments of the fit, observations included.
-        :param site: which observed site, if the model has several.
+        :param site: the observed site, if the model has several.
         :param batch_size: rows per block.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         :raises NotConjugateError: unless processes are independent (``AutoSparseGP``)
             and hyperparameters are point estimates; :func:`diagnostics.loo
-            <numpyro_gpaug.diagnostics.loo>` takes any fit.
+            <numpyro_gpaug.diagnostics.loo>` accepts any fit.
         :raises ValueError: for rows that were not in the fit.
 
         Reference: Vehtari, Mononen, Tolvanen, Sivula and Winther (2016), Bayesian
@@ -542,8 +543,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             :class:`~numpyro_gpaug.NestedVI` and an :class:`~numpyro_gpaug.AutoSparseGP`
             that is not preconditioned, but not for an
             :class:`~numpyro_gpaug.AutoFunctionSpaceGP`, whose mean is code.
-        :raises ArchiveError: for a file that is foreign, truncated, damaged or edited,
-            and for another model, or a guide of another kind, than that of the fit.
+        :raises ArchiveError: for a file that is not from :meth:`save`, or is truncated,
+            damaged or edited; and for another model, or another kind of guide, than in
+            the fit.
         """
         found = read_fit(path, model, guide)
         loaded = cls(found.predictor, found.fitted, found.arguments)

@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
     """Quantities that predictions at all inputs share, computed by the first of them;
     for a mixture, for every member, members first.
 
-    :param moments: of the Gaussian blocks, latent axis first.
+    :param moments: moments of the Gaussian blocks, latent axis first.
     :param factors: see :class:`~numpyro_gpaug.guides.function_posterior.Fit`.
     """
 
@@ -68,8 +68,8 @@ class Predictor:
     model and guide share it, and its compiled programs.
 
     :param model: the model.
-    :param structure: what it is made of.
-    :param guide: its guide, which says how a fit is read.
+    :param structure: the structure of the model.
+    :param guide: its guide, which reads a fit.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class Predictor:
         self._sources: dict[Any, Sources] = {}
 
     def in_its_dtype(self) -> AbstractContextManager[None]:
-        """Give JAX the dtypes of the fit inside."""
+        """Give JAX the dtypes of the fit inside this context."""
         return in_dtype_of(self._version.doubles)
 
     def running(self) -> AbstractContextManager[Version]:
-        """Allow the model to run inside, if it is unchanged.
+        """Allow the model to run inside this context, if it is unchanged.
 
-        :raises ModelChangedError: if it is not.
+        :raises ModelChangedError: if it has changed.
         """
         return self._watch.running(self._version)
 
@@ -123,11 +123,11 @@ class Predictor:
         self, arguments: Arguments, structure: Structure, values: dict[str, Any]
     ) -> Sources:
         """Return the arguments from which the model computes its observations and
-        inputs; for other arguments of the same shapes the model is not traced again.
+        inputs; the model is traced once per shape of the arguments.
 
-        :param arguments: of the model.
-        :param structure: of the model at these arguments.
-        :param values: of params and other latents.
+        :param arguments: the model's arguments.
+        :param structure: the structure of the model at these arguments.
+        :param values: values of params and other latents.
         """
 
         def found() -> Sources:
@@ -149,13 +149,14 @@ class Predictor:
         """Make one prediction with one compiled program: ``"f"``, ``"joint"``, ``"y"``,
         ``"log_prob"``, ``"left_out"``, or ``"draws"`` (with ``key`` and ``num``).
 
-        :param what: which.
+        :param what: the kind of prediction.
         :param arguments: the model's arguments.
-        :param fitted: what was fitted.
-        :param prepared: from an earlier prediction; computed here if ``None``.
+        :param fitted: the fitted quantities.
+        :param prepared: quantities from an earlier prediction; computed here if
+            ``None``.
         :param site: the process or the observed site.
-        :param like: shapes of what is prepared, if known.
-        :return: the prediction, and what later ones need.
+        :param like: shapes of the prepared quantities, if known.
+        :return: the prediction, and quantities that later predictions need.
         :raises CholeskyError: if a kernel matrix does not factorise.
         """
         known = prepared is not None
@@ -196,14 +197,14 @@ class Predictor:
 
     @one_thread
     def moments(self, fitted: Fitted) -> dict[str, Moments]:
-        """Moments of the Gaussian blocks that are the same for all members, latent axis
-        first."""
+        """Return moments of the Gaussian blocks that are the same for all members,
+        latent axis first."""
         return jax.jit(self._moments)(fitted.own) if fitted.own else {}
 
     def weights(self, fitted: Fitted) -> dict[str, dist.MultivariateNormal]:
-        """Posteriors of the plain Gaussian weight vectors, by site.
+        """Return posteriors of the plain Gaussian weight vectors, by site.
 
-        :param fitted: what was fitted.
+        :param fitted: the fitted quantities.
         """
         found = {}
         for block in self.structure.weights:
@@ -219,8 +220,8 @@ class Predictor:
     ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
         """Return information about jointly Gaussian latents; here there are none.
 
-        :param arguments: of the model at the fit.
-        :param fitted: what was fitted.
+        :param arguments: the model's arguments at the fit.
+        :param fitted: the fitted quantities.
         """
         return {}, {}, {}
 
@@ -230,15 +231,16 @@ class Predictor:
 
     def observed(self, site: str | None) -> Observed:
         """Return the observed site with this name, or for ``None`` the only one that
-        depends on latents (``handlers.condition`` makes observed sites of others)."""
+        depends on latents (``handlers.condition`` turns latent sites into observed
+        ones)."""
         found = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
         return _one_of(found, site, "observed site")
 
     def predicted(self, site: str | None) -> Observed:
-        """Return the observed site whose new observations are predicted: as
-        :meth:`observed`, but factors have none.
+        """Return the observed site whose new observations are predicted: like
+        :meth:`observed`, but without factors.
 
-        :raises ValueError: if there is nothing but factors.
+        :raises ValueError: if there are only factors.
         """
         found = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
         factors = [s.name for s in found if s.factor]
@@ -302,7 +304,7 @@ class Predictor:
     _structure_at: ClassVar[Any] = staticmethod(structure_at)
 
     def _stand_in(self, message: dict[str, Any]) -> Array:
-        """A value for a site that is not observed here."""
+        """Return a value for a site that is not observed here."""
         return jnp.zeros(message["fn"].shape())
 
     def _view(
@@ -338,7 +340,7 @@ class Predictor:
     def _draws(
         self, view: ModelView, fit: Fit, site: str, key: Array, num: int
     ) -> tuple[Array, Array]:
-        """Joint draws, and whether the covariance factorised."""
+        """Return joint draws, and whether the covariance factorised."""
         f, (mean, covariance) = self._latents(view, fit, site)
         factor = cholesky_of_sums(covariance, f.prior_variance.mean(-1))
         noise = random.normal(key, (num, *mean.shape), mean.dtype)
@@ -404,8 +406,8 @@ def check_observed(site: str, message: dict[str, Any], method: str) -> None:
     shape.
 
     :param site: the observed site.
-    :param message: of it.
-    :param method: which.
+    :param message: NumPyro's message of the site.
+    :param method: the name of the method.
     """
     if not message["is_observed"]:
         raise ValueError(

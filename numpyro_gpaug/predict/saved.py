@@ -43,12 +43,12 @@ from numpyro_gpaug.predict.summary import SiteMoments
 class SavedFit(NamedTuple):
     """The parts of a posterior.
 
-    :param predictor: the model and what its guide says of function values.
-    :param fitted: what was fitted.
-    :param arguments: what is known of the arguments of the fit.
+    :param predictor: the model, and the posterior of function values by its guide.
+    :param fitted: the fitted quantities.
+    :param arguments: the description of the arguments of the fit.
     :param sites: posteriors of jointly Gaussian latents, by name.
-    :param marks: what tells the factors of these.
-    :param rule_errors: what quadrature lost, by site.
+    :param marks: a checksum of their factors.
+    :param rule_errors: errors of quadrature, by site.
     """
 
     predictor: Predictor
@@ -59,13 +59,14 @@ class SavedFit(NamedTuple):
     rule_errors: dict[str, float]
 
     def description(self) -> Description:
-        """See :func:`~numpyro_gpaug.predict.archive.describe`; at the first member."""
+        """Return :func:`~numpyro_gpaug.predict.archive.describe` at the first
+        member."""
         made, values = self.predictor, self.fitted.first.values
         return describe(made.model, made.structure, self.arguments, values)
 
 
 class _Header(NamedTuple):
-    """The header of a file, which describes a fit; its types are checked."""
+    """The header of a file, with checked types, which describes a fit."""
 
     values: dict[str, Any]
     arguments: dict[str, Any]
@@ -192,9 +193,9 @@ def _members(structure: Structure, saved: Members | None) -> Members | None:
 def _moments(
     structure: Structure, saved: dict[str, Any], leading: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """Moments of blocks, of the sizes of these.
+    """Return moments with the sizes of the blocks.
 
-    :param leading: axes before theirs.
+    :param leading: the number of leading axes.
     """
     of: Any = Moments
     if isinstance(structure, JointStructure):

@@ -27,12 +27,12 @@ MAX_JOINT = 2000
 
 
 class SiteMoments(NamedTuple):
-    """A Gaussian latent.
+    """Moments of a Gaussian latent.
 
-    :param mean: in the shape of the site.
-    :param variance: likewise.
-    :param covariance: gives that of a flat vector of at most 2000 entries, which costs
-        more than all else; else ``None``.
+    :param mean: the mean, in the shape of the site.
+    :param variance: the variance likewise.
+    :param covariance: returns the covariance of a flat vector of at most 2000 entries,
+        at a higher cost than everything else; otherwise ``None``.
     """
 
     mean: Array
@@ -52,7 +52,7 @@ class SiteMoments(NamedTuple):
         """Return first and second moments about a point: unlike moments about the mean,
         they are averages over the members of a mixture.
 
-        :param point: in the shape of the site.
+        :param point: the point, in the shape of the site.
         """
         shift = self.mean - point
         return SiteMoments(shift, self.variance + jnp.square(shift))
@@ -60,7 +60,7 @@ class SiteMoments(NamedTuple):
     def centred(self, point: Array) -> SiteMoments:
         """Make moments from moments about a point.
 
-        :param point: that of :meth:`about`.
+        :param point: the point of :meth:`about`.
         """
         spread = self.variance - jnp.square(self.mean)
         return SiteMoments(point + self.mean, spread)
@@ -70,9 +70,9 @@ class LatentNormal(dist.MultivariateNormal):
     """A multivariate normal with known marginals. Its covariance is computed, and
     factorised, only if something needs it: means and variances do not.
 
-    :param mean: (n,).
-    :param variance: (n,).
-    :param covariance: gives it, (n, n).
+    :param mean: the mean, (n,).
+    :param variance: the variances, (n,).
+    :param covariance: returns the covariance, (n, n).
     """
 
     pytree_data_fields = ("_variance", "_covariance")
@@ -128,8 +128,8 @@ def table(
     """Return mean, standard deviation and quantiles of every entry of every site.
 
     :param sites: Gaussian latents.
-    :param points: latents and params held at a value.
-    :param members: of a mixture, those of several.
+    :param points: latents and params that are fixed at a value.
+    :param members: for a mixture, the values of its members.
     """
     import pandas
 

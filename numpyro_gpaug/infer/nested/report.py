@@ -57,7 +57,7 @@ def certificate(run: Any) -> str:
         if run.programs.structure.functions:
             what += " (in float32 a kernel matrix needs more jitter)"
     if not run.searched.all_drawn:
-        what += f"{modes}, more than are drawn from"
+        what += f"{modes}, more than the draws cover"
     if run.correction:
         return f"{what}. {run.correction}"
     return f"{what}. Draws and evidence are NOT those of the exact posterior"
@@ -77,7 +77,7 @@ def overview(run: Any) -> list[tuple[str, str]]:
         ("way", run.way),
         ("hyperparameters", hyper),
         ("latents", latents),
-        ("draws", f"{num} x {draws}, worth {worth:.0f} independent ones"),
+        ("draws", f"{num} x {draws}, effective sample size {worth:.0f}"),
     ]
     # Its first line as long as the words that matter.
     first, *rest = wrap(certificate(run), 72)
@@ -104,10 +104,9 @@ def lines(run: Any) -> str:
     num, draws = weighted.log_ratios.shape
     said = [
         f"{run.way}: {num} hyperparameters of dimension {weighted.points.shape[1]}, "
-        f"{draws} draws of {weighted.z.shape[-1]} latents at each; worth "
-        f"{run.independence * weighted.effective_points:.0f} and, together, "
-        f"{run.independence * weighted.effective_size:.0f} "
-        "independent draws",
+        f"{draws} draws of {weighted.z.shape[-1]} latents at each; effective sample "
+        f"sizes {run.independence * weighted.effective_points:.0f} (hyperparameters) "
+        f"and {run.independence * weighted.effective_size:.0f} (draws)",
         certificate(run),
     ]
     if weighted.normalised:
@@ -116,7 +115,7 @@ def lines(run: Any) -> str:
             f"{weighted.log_evidence_error:.3f}"
         )
     else:
-        said.append("log evidence: not known from draws by NUTS")
+        said.append("log evidence: not available from draws by NUTS")
     if failures := int(weighted.failed.sum()):
         said.append(
             f"at {failures} of {num} hyperparameters the model could not be evaluated; "
