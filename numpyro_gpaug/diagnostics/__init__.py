@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a fit: convergence, ArviZ trees, importance sampling, MCMC, calibration.
 
-ArviZ is imported when it is first needed, so ``import numpyro_gpaug`` stays quick.
+ArviZ is imported when it is first needed, so that ``import numpyro_gpaug`` stays fast.
 Only ``arviz_base`` and ``arviz_stats`` are used, which have the same names on Python
 3.11 (0.8) and later (1.x).
 """

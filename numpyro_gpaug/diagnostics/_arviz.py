@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of ArviZ that are used, imported when first needed."""
+"""The packages of ArviZ that are used, imported when first needed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def part_of_arviz(name: str) -> Any:
-    """Import ``arviz_base`` or ``arviz_stats``, or say what to install.
+    """Import ``arviz_base`` or ``arviz_stats``, or state what to install.
 
-    :param name: of the package.
-    :raises ImportError: where it is missing, or does not import.
+    :param name: the name of the package.
+    :raises ImportError: if it is missing, or does not import.
     """
     try:
         return import_module(name)
@@ -31,11 +31,11 @@ def tree_of(
 ) -> DataTree:
     """Return a tree of arrays by group and name.
 
-    A path has "/" between its parts, so that no name may: what NumPyro's ``scope``
-    calls ``"a/b"`` is ``"a.b"`` there.
+    In a tree, "/" separates the parts of a path and must not occur in a name: a site
+    ``"a/b"`` (from NumPyro's ``scope``) becomes ``"a.b"``.
 
-    :param groups: those of draws with axes (chains, draws, ...); empty ones are left
-        out.
+    :param groups: arrays by name, by group; groups of draws have axes (chains, draws,
+        ...), and empty groups are left out.
     :param dims: names of further axes, by site.
     """
 

@@ -54,10 +54,10 @@ class Draws(NamedTuple):
 class Evaluated(NamedTuple):
     """The model at all draws.
 
-    :param draws: what it gives at them.
+    :param draws: its outputs at the draws.
     :param log_p: log joint density of each draw and the observations.
     :param observed: observations by site.
-    :param model: how it was evaluated.
+    :param model: the programs that evaluated it.
     """
 
     draws: Draws
@@ -67,8 +67,8 @@ class Evaluated(NamedTuple):
 
 
 class Programs:
-    """A guide's draws, and its model at them, compiled once for arguments of one shape;
-    kinds of sites are noted while both are traced."""
+    """Compiled programs for the draws of a guide, and for its model at the draws, for
+    arguments of one shape. Tracing records the kinds of sites."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Programs:
     def _draw(
         self, arrays: Any, params: Any, key: Array
     ) -> tuple[dict[str, Array], Array]:
-        """Latents and their log density. Which of them the guide declares by a
-        ``Delta`` is noted, but that alone does not make a latent fixed: guides such as
-        ``AutoLowRank...`` draw an auxiliary vector and declare latents as ``Delta``s
-        whose ``log_density`` is the Jacobian, so the sum over all the guide's sites is
-        the density of the latents."""
+        """Return latents and their log density. Latents that the guide declares as
+        ``Delta`` are recorded, but this alone does not make a latent fixed: guides such
+        as ``AutoLowRank...`` draw an auxiliary vector and declare latents as ``Delta``s
+        whose ``log_density`` is the Jacobian. The sum over all sites of the guide is
+        then the density of the latents."""
         args, kwargs = Arguments(arrays, self.static).merge()
         seeded = handlers.seed(handlers.substitute(self.guide, data=params), key)
         trace = handlers.trace(seeded).get_trace(*args, **kwargs)
@@ -162,9 +162,9 @@ def programs_for(
 
     :param model: the model.
     :param guide: its guide.
-    :param arguments: of the model.
-    :param args: the same, as they were passed.
-    :param kwargs: likewise.
+    :param arguments: the model's arguments.
+    :param args: the positional arguments as passed.
+    :param kwargs: the keyword arguments as passed.
     """
 
     def made() -> Programs:
@@ -190,12 +190,12 @@ def evaluated_at(
 ) -> Evaluated:
     """Evaluate the model at every draw, in chunks that bound the memory.
 
-    :param model: of :func:`programs_for`.
+    :param model: from :func:`programs_for`.
     :param arrays: its array arguments.
-    :param params: of model and guide.
+    :param params: params of model and guide.
     :param keys: random keys, one for each draw.
     :param fixed: latents that are the same in all draws.
-    :param drawn: the others.
+    :param drawn: all other latents.
     """
     total = len(keys)
     shapes, _ = model.at.plain.eval_shape(arrays, params, keys, fixed, drawn)
@@ -243,8 +243,9 @@ def _log_likelihoods(view: ModelView, latents: Any) -> dict[str, Array]:
 def _mixture(
     view: ModelView, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
 ) -> Array:
-    """Return the same without a closed form: by nodes if each datum depends on one
-    latent, else by draws. Without residuals, as for a full process, both are exact."""
+    """Return :func:`_log_likelihoods` of a site without a closed form: by quadrature if
+    each observation depends on one latent, otherwise by draws. Without residuals, as
+    for a full process, both are exact."""
     pseudo = len(site.processes) == 1 and is_pseudo(view.message(site.name)["fn"])
     nodal = site._replace(route=Route.GAUSS_HERMITE) if pseudo else site
     z, weights = nodes_of(nodal, means, random.key(0))
@@ -269,7 +270,8 @@ def _scaled(value: Array, scale: Any) -> Array:
 
 
 def _plate_names(site: dict[str, Any]) -> list[str]:
-    """Return plates as names of dimensions; ArviZ names the remaining axes."""
+    """Return the names of plates as names of dimensions; ArviZ names the remaining
+    axes."""
     frames = {frame.dim: frame.name for frame in site.get("cond_indep_stack", ())}
     if isinstance(site.get("fn"), Conditional):
         # Rows come first in function values, whatever the dim of their plate.

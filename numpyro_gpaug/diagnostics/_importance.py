@@ -21,8 +21,8 @@ def psis_khat(
     """Measure the distance of a guide from the posterior by the tail of importance
     ratios.
 
-    The answer is about all latents jointly, so it grows with their number: a large
-    value in hundreds of dimensions does not mean that marginals are wrong.
+    The result is for all latents jointly, so it grows with their number: a large value
+    in hundreds of dimensions does not mean that marginals are wrong.
 
     :param tree_or_log_p: a tree from :func:`to_datatree`, or log joint densities of
         the draws.
@@ -30,7 +30,7 @@ def psis_khat(
     :return: ``khat`` and smoothed log-weights; -inf if all ratios are equal.
     :raises ValueError: for shapes that differ, fewer than 25 draws, or values that are
         not finite.
-    :raises TypeError: for what is no tree, without ``log_q``.
+    :raises TypeError: for anything but a tree without ``log_q``.
 
     **Example**
 
@@ -67,7 +67,7 @@ def check_tree(tree: Any) -> None:
     """Raise for anything but a tree, such as a posterior, which has no draws.
 
     :param tree: from :func:`to_datatree`.
-    :raises TypeError: saying how a tree is made.
+    :raises TypeError: for anything else; it states how to make a tree.
     """
     from xarray import DataTree
 
@@ -81,11 +81,11 @@ def check_tree(tree: Any) -> None:
 
 
 def psis_estimates(tree: DataTree) -> DataTree:
-    r"""Compare estimates under a guide with those corrected by importance sampling.
+    r"""Compare estimates under a guide with estimates corrected by importance sampling.
 
-    Every draw gets its Pareto-smoothed weight (:func:`psis_khat`), which turns means
-    over draws of the guide into estimates of means over the posterior. Where the
-    verdict is ``"unreliable"``, the corrected estimates are no better than the others.
+    Every draw gets its Pareto-smoothed weight (:func:`psis_khat`). Weighted means over
+    draws of the guide estimate means over the posterior. If the verdict is
+    ``"unreliable"``, the corrected estimates are no better than the others.
 
     :param tree: a tree from :func:`to_datatree`.
     :return: a :class:`xarray.DataTree` with ``khat``, its ``verdict`` and
@@ -96,10 +96,10 @@ def psis_estimates(tree: DataTree) -> DataTree:
         * ``likelihood``: the predictive probability (density) of every observation,
           :math:`p(y_n \mid \text{data})`; not for pseudo-likelihoods.
 
-        Each variable has the dimensions of its site without ``chain`` and ``draw``,
-        behind ``statistic``, which holds ``"mean"``, ``"sd"``, ``"psis_mean"`` and
-        ``"psis_sd"``, in the units of the site; of ``likelihood`` the ``sd`` is that
-        over draws.
+        Each variable has a first dimension ``statistic``, with ``"mean"``, ``"sd"``,
+        ``"psis_mean"`` and ``"psis_sd"`` in the units of the site, followed by the
+        dimensions of its site without ``chain`` and ``draw``. The ``sd`` of
+        ``likelihood`` is over draws.
     :raises KeyError: for a tree without ``log_p`` and ``log_q``.
     :raises ValueError: as :func:`psis_khat`.
 

@@ -22,23 +22,24 @@ TIED = 1e-7
 def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any:
     """Return the leave-one-out log predictive density, by PSIS, without refitting.
 
-    Latents that the guide holds at a point (hyperparameters) are not refitted; draws of
-    :class:`~numpyro_gpaug.NestedVI`, which are of the posterior, have none.
+    Latents that the guide fixes at a point estimate (hyperparameters) are not refitted.
+    Draws of :class:`~numpyro_gpaug.NestedVI` come from the posterior and have no such
+    latents.
 
     :param tree: a tree from :func:`to_datatree`; or one of MCMC draws, as
         :func:`arviz_base.from_numpyro` makes it with ``log_likelihood=True``.
-    :param site: which observed site, if the model has several.
-    :param correct: whether to reweight draws from the guide to the posterior, by
-        ``log_p`` and ``log_q``, as well as from the posterior to that without the
-        observation. Without it, draws are taken to be from the posterior; prefer that
-        only where :func:`psis_khat` is above 0.7. MCMC draws are from the posterior
+    :param site: the observed site, if the model has several.
+    :param correct: whether to reweight draws also from the guide to the posterior, by
+        ``log_p`` and ``log_q``, not only from the posterior to the posterior without
+        the observation. Otherwise draws are treated as draws from the posterior; prefer
+        that only if :func:`psis_khat` is above 0.7. MCMC draws are from the posterior
         anyway.
     :return: ArviZ's ``ELPDData``: ``elpd``, ``se``, ``p``, and per observation
         ``elpd_i`` and ``pareto_k``. ArviZ warns if some ``pareto_k`` are too large.
-    :raises ValueError: for a pseudo-likelihood (``BayesianSVM``): it is not normalised
-        over labels, so its cross-validated value is no score; and of a model that
-        observes nothing, all of whose data are in factors; and where it is not said
-        which of several sites is meant.
+    :raises ValueError: for a pseudo-likelihood (``BayesianSVM``), because it is not
+        normalised over labels, and its cross-validated value is not a score; for a
+        model without observed sites, whose data are all in factors; and if ``site`` is
+        missing and there are several.
 
     Reference: Magnusson, Andersen, Jonasson and Vehtari (2019), Bayesian
     leave-one-out cross-validation for large data.
@@ -104,22 +105,23 @@ def compare(
 ) -> Any:
     """Rank models, and ways to fit them, by :func:`loo`.
 
-    All must have observed the same data in the same units, and a density is not
-    comparable with a probability: a ``Normal`` of counts has no place beside a
-    ``Poisson``. (:func:`arviz_stats.compare` takes the trees too, but takes the draws
-    of a guide for draws from the posterior.)
+    All models must have observed the same data in the same units. A density cannot be
+    compared with a probability: do not compare a ``Normal`` for counts with a
+    ``Poisson``. (:func:`arviz_stats.compare` accepts the trees, too, but treats draws
+    of a guide as draws from the posterior.)
 
-    :param trees: by name, at least two; each as in :func:`loo`.
-    :param site: which observed site, if the models have several.
+    :param trees: trees by name, at least two; each as in :func:`loo`.
+    :param site: the observed site, if the models have several.
     :param correct: as in :func:`loo`.
     :return: ArviZ's table, a :class:`pandas.DataFrame` with one row per model, the best
         first: ``elpd`` and its standard error ``se``, ``elpd_diff`` to the best and its
         standard error ``dse``, all in nats summed over observations, and ``weight`` of
-        the stacked predictions; and ``bad_k``, how many observations have a
-        ``pareto_k`` above ArviZ's ``good_k`` (0.7 from 2200 draws on): it counts what
-        :func:`loo` warns of, and ``elpd`` is not reliable where it is many. ArviZ 1
-        adds diagnostics and rounds; unrounded values are those of :func:`loo`. Where a
-        terminal has no room, pandas leaves out columns: ``print(table.to_string())``.
+        the stacked predictions; and ``bad_k``, the number of observations with a
+        ``pareto_k`` above ArviZ's ``good_k`` (0.7 from 2200 draws on). :func:`loo`
+        warns about these observations; if there are many, ``elpd`` is not reliable.
+        ArviZ 1 adds diagnostics and rounds; :func:`loo` has unrounded values. If a
+        terminal is too narrow, pandas leaves out columns: use
+        ``print(table.to_string())``.
     :raises ValueError: for fewer than two trees, observations that differ, or a
         pseudo-likelihood.
 

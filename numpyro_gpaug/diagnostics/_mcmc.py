@@ -41,35 +41,36 @@ def vi_against_mcmc(
 ) -> DataTree:
     r"""Compare a variational posterior with MCMC draws of the same posterior.
 
-    Every element of every site that both have is compared by its marginal. With
-    inducing inputs, compare with MCMC of ``with_residual(model, "site")``, or better,
-    take ``inducing=X`` on both sides: NUTS on a sparse model leaves the residual out.
-    Monte Carlo error alone makes a ``mean_difference`` of about
-    :math:`1 / \sqrt{n}` with n effective draws, and a ``wasserstein`` of that size.
+    Every element of every common site is compared by its marginal. With inducing
+    inputs, compare with MCMC of ``with_residual(model, "site")``, or better, use
+    ``inducing=X`` on both sides: NUTS on a sparse model leaves the residual out. With n
+    effective draws, Monte Carlo error alone gives a ``mean_difference`` of about
+    :math:`1 / \sqrt{n}`, and a ``wasserstein`` of the same size.
 
-    :param model: the model that MCMC ran. One with :func:`numpyro.param` sites has to
-        hold them where the fit left them, there and here:
+    :param model: the model of the MCMC run. If it has :func:`numpyro.param` sites, fix
+        them at the fitted values, in the MCMC run and here:
         ``substitute(model, data=result.params)``
         (:class:`numpyro.handlers.substitute`).
     :param vi: a tree from :func:`to_datatree`; or draws by site, (num_draws, ...); or a
         :class:`~numpyro_gpaug.Posterior`, whose function values and weight vectors are
-        compared without Monte Carlo error, and which says nothing of other sites.
+        compared without Monte Carlo error, and which has no other sites.
     :param samples: draws by site, as ``mcmc.get_samples()`` returns them.
     :param args: the model's arguments at the fit, observations included.
     :param kwargs: its keyword arguments.
     :return: a :class:`xarray.DataTree` with two groups.
 
-        * ``posterior``: per site, its shape behind a dimension ``statistic``:
-          ``"mean_difference"``, the variational mean minus that of MCMC, and
-          ``"wasserstein"``, the 1-Wasserstein distance of the marginals, both in
-          standard deviations of MCMC; and ``"sd_ratio"``, the variational standard
-          deviation over that of MCMC (0 for a latent held at a point).
-        * ``predictive``: per observed site, of its shape, the overlap
-          :math:`\int \min(p, q)` of the two predictive distributions of one
-          observation at these inputs: 1 if they are equal, 0 if they exclude each
-          other; ``1 - |p - q|`` for the probabilities p and q of a label 1. A sum for
-          labels and bounded counts, else estimated from 200 draws. A pseudo-likelihood
-          predicts by its normalised probabilities.
+        * ``posterior``: per site, a dimension ``statistic`` followed by the shape of
+          the site. The statistics are ``"mean_difference"``, the variational mean minus
+          the MCMC mean, and ``"wasserstein"``, the 1-Wasserstein distance of the
+          marginals, both in standard deviations of MCMC; and ``"sd_ratio"``, the ratio
+          of the variational to the MCMC standard deviation (0 for a latent that is
+          fixed at a point estimate).
+        * ``predictive``: per observed site, with its shape, the overlap
+          :math:`\int \min(p, q)` of the two predictive distributions of each
+          observation: 1 if they are equal, 0 if they exclude each other, and
+          ``1 - |p - q|`` for the probabilities p and q of label 1. It is a sum for
+          labels and bounded counts, and estimated from 200 draws otherwise. A
+          pseudo-likelihood predicts by its normalised probabilities.
     :raises ValueError: if there is no common site, shapes differ, or draws lack a
         latent of the model.
 
@@ -202,8 +203,8 @@ def _overlaps(
 
 
 class _Site:
-    """An observed site as a function of a model's latents; one program for each side of
-    a comparison, or one for both if these have equally many draws."""
+    """An observed site as a function of a model's latents. Each side of a comparison
+    has its own program, or both share one if they have equally many draws."""
 
     def __init__(
         self, model: Callable[..., Any], arguments: Arguments, site: str
@@ -257,7 +258,7 @@ class _Predictive:
 
 
 def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:
-    """Compute ``int min(p, q)`` from all values, or from draws of both."""
+    """Compute the overlap ``int min(p, q)`` from all values, or from draws of both."""
     all_values = values is not None
     if values is None:
         sides = zip((p, q), random.split(random.key(0)), strict=True)
@@ -269,7 +270,8 @@ def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:
 
 
 def _all_values(distribution: Any) -> Array | None:
-    """Return every value of an observation, (K, ...), if they are finitely many."""
+    """Return every possible value of an observation, (K, ...), if there are finitely
+    many."""
     if distribution.support is constraints.boolean:
         values = jnp.arange(2).reshape(-1, *[1] * len(distribution.batch_shape))
     elif not distribution.has_enumerate_support:

@@ -27,8 +27,8 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     """Return the equally weighted draws of a run, for
     :func:`~numpyro_gpaug.diagnostics.to_datatree`.
 
-    :param key: random key, of replicated observations.
-    :param nested: after a run.
+    :param key: random key for replicated observations.
+    :param nested: a :class:`~numpyro_gpaug.NestedVI` after a run.
     """
     draws = nested.get_samples(group_by_chain=True)
     chains, num = next(iter(draws.values())).shape[:2]
@@ -82,21 +82,21 @@ def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
     predictive distribution.
 
     The evidence depends on the **priors** of all hyperparameters and latents, however
-    many data there are: a prior ten times as wide as need be costs about 2.3 nats for
-    each number it is the prior of. It compares what was written, priors included, and
-    an improper prior has none. All models must have observed the same data in the same
-    units. :func:`compare` judges by predictions, which depend on priors less.
+    many data there are: a prior that is ten times too wide costs about 2.3 nats for
+    each of its numbers. The evidence compares models including their priors, and does
+    not exist for improper priors. All models must have observed the same data in the
+    same units. :func:`compare` uses predictions, which depend less on priors.
 
-    :param runs: :class:`~numpyro_gpaug.NestedVI` after their runs, by name; at least
+    :param runs: by name, each :class:`~numpyro_gpaug.NestedVI` after its run; at least
         two.
     :return: a table with one row per model, the best first: ``log_evidence`` and its
         standard error ``error``, ``difference`` to the best (the logarithm of a Bayes
         factor) and its standard error ``difference_error``, and ``khat``.
     :raises ValueError: for fewer than two runs, and runs without evidence (NUTS on the
         collapsed model).
-    :raises TypeError: for anything else than runs.
+    :raises TypeError: for anything but runs.
 
-    Warns of runs whose certificate fails: their evidence is not to be relied upon.
+    It warns about runs whose certificate fails: their evidence is not reliable.
 
     **Example**
 

@@ -20,21 +20,23 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
     r"""Return the position of each observation in its prediction, which is uniform if
     the prediction is right.
 
-    Of real observations it is :math:`F_n(y_n)`, with :math:`F_n` the predictive
-    cumulative distribution function. Of labels and counts it is drawn uniformly between
-    :math:`P_n(y < y_n)` and :math:`P_n(y \le y_n)`, so that it is uniform too. A
-    histogram with a hump says that predictions are too wide, with two horns that they
-    are too narrow, with a slope that they are too low or too high.
+    For real observations it is :math:`F_n(y_n)`, with :math:`F_n` the predictive
+    cumulative distribution function. For labels and counts it is drawn uniformly
+    between :math:`P_n(y < y_n)` and :math:`P_n(y \le y_n)`, which makes it uniform,
+    too. A histogram with a hump means that predictions are too wide; high ends mean
+    that they are too narrow; a slope means that they are too low or too high.
 
     :param predictive: ``posterior.predict_y(X)``, a distribution of batch shape (N,);
         or draws, (num_draws, N), such as replicates of
         :class:`numpyro.infer.Predictive`. Counts and labels sum probabilities up to
-        ``y``; real observations use the distribution's ``cdf``, and where it has none,
-        ranks among 1000 draws.
-    :param y: (N,), the observations.
-    :param key: random key, for the draws.
-    :return: (N,), in [0, 1]. Of ranks among S draws it is uniform over ``(0, 1)``, too:
-        ``(draws below + u (ties + 1)) / (S + 1)`` with ``u`` uniform.
+        ``y``; real observations use the ``cdf`` of the distribution, or ranks among
+        1000 draws if it has none.
+
+        :param y: the observations, (N,).
+        :param key: random key for the draws.
+        :return: positions in [0, 1], (N,). Ranks among S draws are uniform over
+            ``(0, 1)``, too: ``(draws below + u (ties + 1)) / (S + 1)`` with ``u``
+            uniform.
     :raises ValueError: if the shapes do not match.
 
     **Example**

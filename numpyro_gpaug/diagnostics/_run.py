@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models run at draws."""
+"""Runs of models at draws."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def run(
     values: dict[str, Any],
     policy: str = "mean",
 ) -> Trace:
-    """The trace of a model at values of its latents.
+    """Return the trace of a model at values of its latents.
 
     :param model: a NumPyro model.
     :param arguments: its arguments.
-    :param key: seed for whatever is not in ``values``.
-    :param values: by site.
-    :param policy: of residuals, see :class:`residual_policy`.
+    :param key: random key for all sites that are not in ``values``.
+    :param values: values by site.
+    :param policy: the policy for residuals, see :class:`residual_policy`.
     """
     args, kwargs = arguments.merge()
     filled = handlers.substitute(handlers.seed(model, key), data=values)
@@ -42,7 +42,7 @@ def run(
 def replicate(message: dict[str, Any], key: Array) -> Array:
     """Draw new data for a site.
 
-    :param message: of the site.
+    :param message: NumPyro's message of the site.
     :param key: random key.
     """
     fn = message["fn"]
@@ -50,8 +50,8 @@ def replicate(message: dict[str, Any], key: Array) -> Array:
 
 
 def _drawable(fn: Distribution) -> Distribution:
-    """Return the same distribution in a form from which NumPyro draws: a binomial needs
-    a number of trials with an integer dtype."""
+    """Return the same distribution in a form from which NumPyro can draw: a binomial
+    needs a number of trials with an integer dtype."""
 
     def binomial(x: Any) -> bool:
         return isinstance(x, (BinomialLogits, BinomialProbs))
@@ -68,7 +68,7 @@ def _drawable(fn: Distribution) -> Distribution:
 
 
 def _of_all_steps(fn: Distribution) -> Distribution:
-    """Give the shape of all steps to the parts of a distribution that a scan left. The
+    """Broadcast the parts of a distribution from a scan to the shape of all steps. The
     distribution has that shape, but NumPyro leaves its parts (the Gamma in a Student-t)
     in the shape of one step."""
 

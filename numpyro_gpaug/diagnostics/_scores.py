@@ -10,12 +10,12 @@ from jax.typing import ArrayLike
 
 
 class ReliabilityCurve(NamedTuple):
-    """A reliability diagram over bins of equal width; empty bins hold NaN.
+    """A reliability diagram over bins of equal width; empty bins have NaN.
 
-    :param edges: (num_bins + 1,).
-    :param predicted: (num_bins,), mean predicted probability.
-    :param observed: (num_bins,), observed frequency.
-    :param counts: (num_bins,).
+    :param edges: edges of the bins, (num_bins + 1,).
+    :param predicted: mean predicted probabilities, (num_bins,).
+    :param observed: observed frequencies, (num_bins,).
+    :param counts: numbers of observations, (num_bins,).
     """
 
     edges: np.ndarray
@@ -27,12 +27,12 @@ class ReliabilityCurve(NamedTuple):
 def brier_score(probs: ArrayLike, y: ArrayLike) -> float:
     """Return the mean squared error of predicted probabilities.
 
-    For binary probabilities ``mean((p - y)^2)``, between 0 and 1; for C classes
-    ``mean(sum_c (p_c - [y = c])^2)``, between 0 and 2, so that two columns give twice
-    the binary score.
+    It is ``mean((p - y)^2)`` for binary probabilities, between 0 and 1, and
+    ``mean(sum_c (p_c - [y = c])^2)`` for C classes, between 0 and 2. Two columns
+    therefore give twice the binary score.
 
-    :param probs: (N,), probabilities of class 1; or (N, C), rows that sum to one.
-    :param y: (N,), labels 0 or 1; or 0, ..., C - 1.
+    :param probs: probabilities of class 1, (N,); or rows that sum to one, (N, C).
+    :param y: labels 0 or 1, or 0, ..., C - 1, (N,).
     :raises ValueError: for anything else.
 
     **Example**
@@ -52,9 +52,10 @@ def reliability_curve(
 ) -> ReliabilityCurve:
     """Return observed frequencies against predicted probabilities.
 
-    Binary probabilities are binned over the probability of class 1. With C classes the
-    prediction is that of the most probable class, and what is observed is whether it
-    was right. Bins are closed on the right; the first holds 0 too.
+    Binary probabilities are binned over the probability of class 1. With C classes, the
+    bins are over the probability of the most probable class, and the observed frequency
+    is the share of correct predictions. Bins are closed on the right; the first also
+    contains 0.
 
     :param probs: (N,) or (N, C); see :func:`brier_score`.
     :param y: (N,), labels.

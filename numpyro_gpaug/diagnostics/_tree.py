@@ -38,37 +38,37 @@ def to_datatree(
 
     Groups, with dimensions ``chain`` (of size 1) and ``draw`` in the first four:
 
-    * ``posterior``: every latent, and every deterministic site, among them the function
+    * ``posterior``: every latent and every deterministic site, including the function
       values of Gaussian processes;
     * ``posterior_predictive``: replicated observations;
-    * ``log_likelihood``: per observation; ``pseudo_log_likelihood`` for those whose
-      likelihood is not normalised (``BayesianSVM``), so that no model comparison takes
-      it for a density;
+    * ``log_likelihood``: per observation; ``pseudo_log_likelihood`` instead for sites
+      whose likelihood is not normalised (``BayesianSVM``), so that no model comparison
+      treats it as a density;
     * ``sample_stats``: ``log_p``, the log joint density of draw and observations, and
       ``log_q``, the log density of the guide;
     * ``observed_data``;
     * ``fit``: ``losses``, over a dimension ``step``, if they were given.
 
-    Names are those of the sites, but that a ``/`` in them, which
-    ``numpyro.handlers.scope`` writes, is a ``.``: a tree has paths.
+    Names are the names of the sites, with each ``/`` (from ``numpyro.handlers.scope``)
+    replaced by ``.``, because ``/`` separates paths in a tree.
 
-    With fewer inducing inputs than data, function values are not determined by a draw
-    of the inducing vector :math:`v`. The likelihood of an observation is the one given
-    :math:`v`, with what is left over integrated out,
-    :math:`\log \int p(y_n \mid f_n) \, p(f_n \mid v) \, df_n`: in closed form where a
-    predictive distribution is registered, else by 32 nodes or draws. ``log_p`` is the
-    log prior plus the (scaled) sum of these. It is the density that
-    ``with_residual(model, "site")`` has once its residuals are integrated out; with the
-    training inputs as inducing inputs that is the model itself.
+    With fewer inducing inputs than data, a draw of the inducing vector :math:`v` does
+    not determine the function values. The likelihood of an observation is then
+    conditional on :math:`v`, with the residual integrated out,
+    :math:`\log \int p(y_n \mid f_n) \, p(f_n \mid v) \, df_n`: in closed form if a
+    predictive distribution is registered, otherwise by 32 nodes or draws. ``log_p`` is
+    the log prior plus the (scaled) sum of these terms. It is the density of
+    ``with_residual(model, "site")`` with its residuals integrated out. With the
+    training inputs as inducing inputs it is the density of the model itself.
 
-    ``log_p`` and ``log_q`` are densities of the same latents, in the space the model
-    declares them in. A latent that the guide holds at a point
-    (:class:`~numpyro.infer.autoguide.AutoDelta`) has no density: both take it as given,
-    and importance ratios speak about the rest.
+    ``log_p`` and ``log_q`` are densities of the same latents, in the space in which the
+    model declares them. A latent that the guide fixes at a point estimate
+    (:class:`~numpyro.infer.autoguide.AutoDelta`) has no density: both are conditional
+    on it, and importance ratios are for the other latents.
 
-    Of a :class:`~numpyro_gpaug.NestedVI` after its run, ``to_datatree(key, nested)``:
-    its equally weighted draws, which are of the posterior already, so that there is no
-    ``log_q``, and :func:`loo` takes them as those of MCMC.
+    For a :class:`~numpyro_gpaug.NestedVI` after its run, ``to_datatree(key, nested)``
+    returns its equally weighted draws. They are draws from the posterior, so there is
+    no ``log_q``, and :func:`loo` treats them like MCMC draws.
 
     :param key: random key.
     :param model: the model; or a :class:`~numpyro_gpaug.NestedVI`, and nothing else.
@@ -80,14 +80,14 @@ def to_datatree(
     :param losses: losses of the fit.
     :param kwargs: the model's keyword arguments.
     :return: a :class:`xarray.DataTree`. ``arviz_base`` and ``arviz_stats``, which are
-        installed with the package, read it on every Python; ``import arviz``, with its
-        plots, works from Python 3.12 on, as only arviz 1.0 reads such trees; on 3.11
-        there is ``arviz_plots``.
+        installed with the package, read it on every Python version. ``import arviz``,
+        with its plots, works from Python 3.12 on, because only arviz 1.0 reads such
+        trees; on 3.11 use ``arviz_plots``.
     :raises ValueError: for fewer than two draws.
     :raises TypeError: for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`, a model
-        without guide and params, a result in place of its params, and a nested run
-        with any of them.
-    :raises ImportError: where ``arviz_base`` does not import, with what to install.
+        without guide and params, a result in place of its params, and a nested run with
+        any of them.
+    :raises ImportError: if ``arviz_base`` does not import; it states what to install.
 
     **Example**
 

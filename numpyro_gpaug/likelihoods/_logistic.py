@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions for the likelihoods made of logistic functions."""
+"""Functions for likelihoods that are products of logistic functions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def log_tilt(mean: Array, variance: Array) -> Array:
     r"""Return the Polya-Gamma lower bound of ``E log sigmoid(f)``, ``f ~ N(mean,
     variance)``.
 
-    It is ``m / 2 - log(2 cosh(c / 2))`` with ``c = sqrt(m^2 + v)``, never positive, and
-    keeps its relative accuracy where the two terms cancel.
+    It is ``m / 2 - log(2 cosh(c / 2))`` with ``c = sqrt(m^2 + v)``. It is never
+    positive, and keeps its relative accuracy if the two terms cancel.
 
-    :param mean: any shape.
-    :param variance: broadcastable to it, >= 0.
+    :param mean: means, any shape.
+    :param variance: variances, broadcastable to it, >= 0.
 
     **Example**
 
@@ -55,7 +55,8 @@ def _log_tilt_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _both_signs(one_side: Array, mean: Array, ups: Array, downs: Array) -> Array:
-    """``ups * F(m) + downs * F(-m)`` from ``F(|m|)``, given ``F(-m) = F(m) - m``."""
+    """Return ``ups * F(m) + downs * F(-m)`` from ``F(|m|)``, given
+    ``F(-m) = F(m) - m``."""
     # Not min(m, 0) and max(m, 0): at zero the slopes have to be those of both sides.
     size = jnp.abs(mean)
     lift = 0.5 * (ups * (mean - size) - downs * (mean + size))
@@ -63,10 +64,11 @@ def _both_signs(one_side: Array, mean: Array, ups: Array, downs: Array) -> Array
 
 
 def expected_log_odds(mean: Array, variance: Array, ups: Array, downs: Array) -> Array:
-    """``E [ups log sigmoid(f) + downs log sigmoid(-f)]`` under ``N(mean, variance)``.
+    """Return ``E [ups log sigmoid(f) + downs log sigmoid(-f)]`` for
+    ``f ~ N(mean, variance)``.
 
-    :param mean: any shape.
-    :param variance: of that shape.
+    :param mean: means, any shape.
+    :param variance: variances, of that shape.
     :param ups: successes, of that shape.
     :param downs: failures, of that shape.
     """
@@ -74,15 +76,16 @@ def expected_log_odds(mean: Array, variance: Array, ups: Array, downs: Array) ->
 
 
 def tilted_log_odds(mean: Array, variance: Array, ups: Array, downs: Array) -> Array:
-    """The Polya-Gamma lower bound of :func:`expected_log_odds`; same parameters."""
+    """Return the Polya-Gamma lower bound of :func:`expected_log_odds`, with the same
+    parameters."""
     return _both_signs(log_tilt(jnp.abs(mean), variance), mean, ups, downs)
 
 
 def log_beta(a: Array, b: Array) -> Array:
-    """``log B(a, b)``, to the accuracy of the dtype.
+    """Return ``log B(a, b)``, to the accuracy of the dtype.
 
-    :param a: any shape, > 0.
-    :param b: of that shape, > 0.
+    :param a: first argument, any shape, > 0.
+    :param b: second argument, of that shape, > 0.
     """
     # In float64, betaln is wrong by up to 1e-6; in float32, the log-gammas cancel.
     if jnp.result_type(a, b) == jnp.float64:
@@ -132,10 +135,11 @@ def sigmoid_moments(mean: Array, variance: Array) -> tuple[Array, Array]:
 
 
 class PolyaGammaOrZero(PolyaGamma):
-    r"""Polya-Gamma whose shape may be zero, which is a point mass at zero.
+    r"""The Polya-Gamma distribution with a shape that may be zero, which is a point
+    mass at zero.
 
-    A datum without any trial needs no auxiliary variable. With respect to the counting
-    measure there, ``log_prob`` is 0 at zero.
+    An observation without any trial needs no auxiliary variable. The point mass has a
+    density with respect to the counting measure, and ``log_prob`` is 0 at zero.
 
     :param b: shape, >= 0.
     :param c: tilt.

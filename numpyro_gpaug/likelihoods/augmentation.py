@@ -2,10 +2,9 @@
 """The contract of an augmented likelihood, and the registry.
 
 Given auxiliary variables, an augmented likelihood is Gaussian in its latents:
-``log p(y, aux | f) = const(y, aux) + potential . f - precision . f^2 / 2``. For
-variational inference only one function is needed, :meth:`Augmentation.bound`, since the
-Gaussian factors are its derivatives: ``precision = -2 d/dv``,
-``potential = d/dm + precision m``.
+``log p(y, aux | f) = const(y, aux) + potential . f - precision . f^2 / 2``. Variational
+inference needs only one function, :meth:`Augmentation.bound`, because its derivatives
+give the Gaussian factors: ``precision = -2 d/dv``, ``potential = d/dm + precision m``.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class Augmentation(ABC):
     Arrays of latents are dicts from the parameter names in ``latents`` to arrays shaped
     like those parameters.
 
-    :cvar latents: names of the distribution's parameters that carry a latent.
-    :cvar latent_axis: the event axis of those parameters that runs over latents of one
-        datum (-1 for a vector of class logits), ``None`` when each element of the batch
-        has one latent per parameter.
+    :cvar latents: names of the distribution's parameters that depend on latents. :cvar
+    latent_axis: the event axis of those parameters that runs over the latents of one
+    observation (-1 for a vector of class logits), or ``None`` if each element of the
+    batch has one latent per parameter.
     """
 
     latents: ClassVar[tuple[str, ...]]
@@ -60,14 +59,14 @@ class Augmentation(ABC):
         samplers.
 
         Auxiliaries are parametrised so that they enter the natural parameters linearly
-        (a precision, say, not the variance it is the inverse of).
+        (a precision, for example, not a variance).
 
         :param d: the likelihood.
         :param y: observations.
         :param f: values of the latents.
-        :return: distributions by auxiliary name, in the order in which they are drawn;
-            one that depends on an earlier auxiliary is a function of the dict of those
-            drawn so far. Empty if there are none.
+        :return: distributions by auxiliary name, in the order of the draws. If one
+            depends on earlier auxiliaries, it is a function of the dict of earlier
+            draws. Empty if there are no auxiliaries.
         """
 
     @abstractmethod
@@ -78,9 +77,10 @@ class Augmentation(ABC):
 
         :param d: the likelihood.
         :param y: observations.
-        :param aux: auxiliaries by name; not read for a latent that
-            :meth:`gibbs_blocks` draws before them.
-        :param f: values of the latents; a latent's own value is not read.
+        :param aux: auxiliaries by name; not used for a latent that :meth:`gibbs_blocks`
+            draws before them.
+        :param f: values of the latents; the result for a latent does not depend on its
+            own value.
         :return: ``(potential, precision)`` per name in ``latents``.
         """
 
@@ -88,9 +88,10 @@ class Augmentation(ABC):
         """Return the order of Gibbs draws.
 
         :param d: the likelihood.
-        :return: blocks of names, ``"aux"`` for all auxiliaries. A latent that stands
-            before ``"aux"`` is drawn with the auxiliaries integrated out, one after it
-            given them. The default draws all auxiliaries, then all latents.
+        :return: blocks of names, ``"aux"`` for all auxiliaries. A latent before
+            ``"aux"`` is drawn with the auxiliaries integrated out, and a latent after
+            it given the auxiliaries. The default draws all auxiliaries, then all
+            latents.
         """
         return (("aux",), tuple(self.latents))
 
@@ -114,8 +115,9 @@ def draw_auxiliaries(key: Array, conditionals: Conditionals) -> dict[str, Array]
 
 
 def auxiliary_means(conditionals: Conditionals) -> dict[str, Array]:
-    """Return means of the auxiliaries, each given the means of those before it. The
-    natural parameters are linear in them, so that these are their averages, too.
+    """Return means of the auxiliaries, each given the means of earlier ones. The
+    natural parameters are linear in the auxiliaries, so their averages are the values
+    at these means.
 
     :param conditionals: from :meth:`Augmentation.conditional`.
     """

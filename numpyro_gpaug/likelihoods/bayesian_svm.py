@@ -22,16 +22,17 @@ from .contract import Augmentation, Conditionals, Parameters, register
 
 
 class BayesianSVM(Augmentation):
-    r"""``exp(-2 max(1 - s f, 0)) = int N(1 + l; s f, l) dl`` over variances ``l``, with
-    ``s = 2 y - 1`` and no further constant.
+    r"""The hinge loss as a mixture over variances ``l``:
+    ``exp(-2 max(1 - s f, 0)) = int N(1 + l; s f, l) dl``, with ``s = 2 y - 1`` and no
+    further constant.
 
     The auxiliary is the inverse variance ``w = 1 / l``, which enters the natural
     parameters linearly, ``potential = s (1 + w)`` and ``precision = w``:
-    ``w | f ~ InverseGaussian(1 / |1 - s f|, 1)``, which is to say that ``l`` is
-    generalised inverse-Gaussian, ``GIG(1/2, 1, (1 - s f)^2)``. On the margin, where the
-    conditional has no mean, ``|1 - s f|`` is kept away from zero by rounding. The bound
-    is ``-(1 - s m) - sqrt((1 - s m)^2 + v)``; as the likelihood is not normalised over
-    labels, so the evidence bounded is a pseudo-evidence.
+    ``w | f ~ InverseGaussian(1 / |1 - s f|, 1)``, that is, ``l`` is generalised
+    inverse-Gaussian, ``GIG(1/2, 1, (1 - s f)^2)``. On the margin the conditional has no
+    mean, so ``|1 - s f|`` is bounded below by the rounding error. The bound is
+    ``-(1 - s m) - sqrt((1 - s m)^2 + v)``. The likelihood is not normalised over
+    labels, so it bounds a pseudo-evidence.
     """
 
     latents = ("f",)

@@ -2,8 +2,8 @@
 """Bernoulli with logits: Polya-Gamma augmentation and exact expectation.
 
 Polson, Scott and Windle (2013), Bayesian inference for logistic models using
-Polya-Gamma latent variables. The augmented bound equals that of Jaakkola and Jordan
-(2000) at its optimum.
+Polya-Gamma latent variables. The augmented bound equals the bound of Jaakkola and
+Jordan (2000) at its optimum.
 """
 
 from __future__ import annotations

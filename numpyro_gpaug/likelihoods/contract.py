@@ -21,7 +21,7 @@ __all__ = [
 def moments(
     latents: tuple[str, ...], means: Parameters, variances: Parameters
 ) -> tuple[Array, ...]:
-    """Return mean and variance of the first latent, then of the next."""
+    """Return mean and variance of the first latent, then of the next one."""
     return tuple(x[name] for name in latents for x in (means, variances))
 
 
@@ -38,12 +38,12 @@ def register(
     """Register a likelihood: see :func:`register_expectation`.
 
     :param cls: the distribution of the observation.
-    :param latents: its parameters that carry a latent.
+    :param latents: its parameters that depend on latents.
     :param expected_log_prob: the expected log-density.
     :param predictive: the predictive distribution.
-    :param augmentation: for :func:`register_augmentation`, if there is one.
+    :param augmentation: an augmentation for :func:`register_augmentation`, if any.
     :param log_concave: whether it is log-concave in its latents.
-    :param m_steps: for :func:`register_m_step`, by parameter.
+    :param m_steps: maximisers for :func:`register_m_step`, by parameter.
     """
     register_expectation(
         cls, latents, expected_log_prob, predictive, log_concave=log_concave

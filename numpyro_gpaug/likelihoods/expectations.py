@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact expectations ``E_{N(f | m, v)} log p(y | f)`` and predictive distributions.
 
-Closed forms are registered per distribution class. A likelihood without one whose
-log-density depends elementwise on one latent goes through Gauss-Hermite quadrature, any
-other through Monte Carlo; the route is named (:class:`Route`), never silent.
+Closed forms are registered per distribution class. A likelihood without a closed form
+uses Gauss-Hermite quadrature if its log-density depends elementwise on one latent, and
+Monte Carlo otherwise. The route is always reported (:class:`Route`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Route(enum.Enum):
 class Expectation(NamedTuple):
     """A registered exact expectation.
 
-    :param latents: names of the distribution's parameters that carry a latent.
+    :param latents: names of the distribution's parameters that depend on latents.
     :param expected_log_prob: ``(d, y, means, variances) -> batch``.
     :param predictive: ``(d, means, variances) -> Distribution`` of a new observation.
     :param log_concave: whether the likelihood is log-concave in its latents.
@@ -62,7 +62,8 @@ def register_expectation(
     """Register the exact expectation of a likelihood, for it and its subclasses.
 
     :param cls: the NumPyro distribution class of the observation.
-    :param latents: names of the parameters that carry a latent, e.g. ``("logits",)``.
+    :param latents: names of the parameters that depend on latents, e.g.
+        ``("logits",)``.
     :param expected_log_prob: function of ``(d, y, means, variances)``; ``means`` and
         ``variances`` map each name in ``latents`` to an array shaped like the
         parameter; every other parameter is read from ``d``. Returns the expectation,
@@ -70,8 +71,9 @@ def register_expectation(
     :param predictive: function of ``(d, means, variances)`` that returns the
         distribution of a new observation with the latent integrated out.
     :param log_concave: whether the likelihood is known to be log-concave in its
-        latents: then factors have positive precisions wherever they are taken, and
-        :class:`~numpyro_gpaug.ConjugateSVI` needs no augmented step to start with.
+        latents. Its factors then always have positive precisions, and
+        :class:`~numpyro_gpaug.ConjugateSVI` does not need to start with an augmented
+        step.
 
     **Example**
 
@@ -96,12 +98,12 @@ def lookup_expectation(cls: type[Distribution]) -> Expectation | None:
 
 
 class CorrelatedExpectation(NamedTuple):
-    """A registered expectation under correlated latents of one datum.
+    """A registered expectation under correlated latents of one observation.
 
-    :param latent: name of the parameter that carries them along its last axis.
+    :param latent: name of the parameter whose last axis runs over them.
     :param expected_log_prob: ``(d, y, mean, variance, covariance, num) -> batch``, with
         covariances of pairs as in
-        :func:`~numpyro_gpaug.math.correlated_softmax.pair_places`, and with so many
+        :func:`~numpyro_gpaug.math.correlated_softmax.pair_places`, and with ``num``
         nodes.
     :param predictive: ``(d, mean, variance, covariance) -> Distribution`` of a new
         observation.
@@ -121,7 +123,7 @@ def register_correlated(
     """Register the expectation of a log-concave likelihood under correlated latents.
 
     :param cls: its class.
-    :param expectation: of it.
+    :param expectation: its expectation.
     """
     _CORRELATED[cls] = expectation
 
@@ -137,11 +139,11 @@ def expected_log_prob(
     r"""Return :math:`E \log p(y \mid f)` under independent normals on the latents of
     ``d``.
 
-    :param d: the likelihood; its latent-carrying parameters are ignored. ``mask``,
-        ``to_event`` and ``expand`` wrappers are honoured.
+    :param d: the likelihood; its parameters that depend on latents are ignored.
+        ``mask``, ``to_event`` and ``expand`` wrappers are applied.
     :param y: the observations.
-    :param means: per latent-carrying parameter, shaped like it.
-    :param variances: likewise, >= 0.
+    :param means: means for each parameter that depends on latents, shaped like it.
+    :param variances: variances likewise, >= 0.
     :return: array of ``d.batch_shape``.
     :raises UnknownLikelihoodError: if no expectation is registered for ``type(d)``.
 
@@ -168,8 +170,8 @@ def predictive(
     """Return the distribution of a new observation with its latents integrated out.
 
     :param d: the likelihood at the new inputs; see :func:`expected_log_prob`.
-    :param means: per latent-carrying parameter.
-    :param variances: likewise, >= 0.
+    :param means: means for each parameter that depends on latents.
+    :param variances: variances likewise, >= 0.
     :return: a NumPyro distribution.
     :raises UnknownLikelihoodError: if no expectation is registered for ``type(d)``.
     """
@@ -194,8 +196,8 @@ def base_distribution(d: Distribution) -> Distribution:
 
 
 def is_pseudo(d: Distribution) -> bool:
-    """Whether ``log_prob`` is a pseudo-likelihood, not normalised over observations;
-    then there is also a ``normalized_log_prob``."""
+    """Whether ``log_prob`` is a pseudo-likelihood, which is not normalised over
+    observations; the distribution then also has a ``normalized_log_prob``."""
     return hasattr(base_distribution(d), "normalized_log_prob")
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normal observations with a latent precision: two latents per datum.
+"""Normal observations with a latent precision: two latents per observation.
 
-The model is that of Goldberg, Williams and Bishop (1998), Regression with
-input-dependent noise, with the variational treatment of Lazaro-Gredilla and Titsias
-(2011), Variational heteroscedastic Gaussian process regression, and with a scaled
-logistic in place of their exponential; its augmentation is that of Donner and Opper
-(2018), Efficient Bayesian inference of sigmoidal Gaussian Cox processes.
+The model is from Goldberg, Williams and Bishop (1998), Regression with input-dependent
+noise, with the variational treatment of Lazaro-Gredilla and Titsias (2011), Variational
+heteroscedastic Gaussian process regression, and with a scaled logistic in place of
+their exponential. The augmentation is from Donner and Opper (2018), Efficient Bayesian
+inference of sigmoidal Gaussian Cox processes.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ class Laplace(Augmentation):
     r"""``y | w ~ N(f, 1 / w)``, ``1 / w ~ Exponential(1 / (2 b^2))``, ``b = scale``.
 
     The auxiliary is the precision ``w``, which enters the natural parameters linearly:
-    ``w | f ~ InverseGaussian(1 / (b |y - f|), 1 / b^2)``, which is to say that the
-    variance ``1 / w`` is generalised inverse-Gaussian, ``GIG(1/2, 1/b^2, (y - f)^2)``.
-    The bound is ``-log(2 b) - sqrt((y - m)^2 + v) / b``. At ``f = y`` the conditional
-    has no mean; the residual is kept away from zero by rounding.
+    ``w | f ~ InverseGaussian(1 / (b |y - f|), 1 / b^2)``, that is, the variance
+    ``1 / w`` is generalised inverse-Gaussian, ``GIG(1/2, 1/b^2, (y - f)^2)``. The bound
+    is ``-log(2 b) - sqrt((y - m)^2 + v) / b``. At ``f = y`` the conditional has no
+    mean, so the residual is bounded below by the rounding error.
     """
 
     latents = ("loc",)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Closed-form maximisers of the bound in parameters of likelihoods.
 
-Where the bound depends on a parameter as :math:`-n \log \theta - S \theta^{-p}` (noise
+If the bound depends on a parameter as :math:`-n \log \theta - S \theta^{-p}` (noise
 scales, rates), n is known and S follows from the derivative, so the maximiser is
-:math:`\theta (1 + \theta g / n)^{1/p}` with g the derivative of the bound, whichever of
-the exact and the augmented bound it is. In the heights of a piecewise link the bound is
-quadratic, or a sum of ``a log g + b log(1 - g)`` with known ``a + b``.
+:math:`\theta (1 + \theta g / n)^{1/p}` with g the derivative of the bound, exact or
+augmented. In the heights of a piecewise link the bound is quadratic, or a sum of
+``a log g + b log(1 - g)`` with known ``a + b``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Parameters = dict[str, Array]
 class MStep(NamedTuple):
     """A closed-form maximiser in one parameter of a likelihood.
 
-    :param statistic: ``(d, y, means, variances)`` to the part of the sufficient
-        statistics that needs no derivative: per datum, with a trailing axis for a
-        vector of parameters; it is summed over the data.
-    :param maximiser: ``(value, slope, statistic)`` to the new value; ``slope`` is the
-        derivative of the bound in the parameter.
+    :param statistic: a function of ``(d, y, means, variances)`` that returns the part
+        of the sufficient statistics that needs no derivative, per observation, with a
+        trailing axis for a vector of parameters; it is summed over the data.
+    :param maximiser: a function of ``(value, slope, statistic)`` that returns the new
+        value; ``slope`` is the derivative of the bound with respect to the parameter.
     """
 
     statistic: Callable[[Any, Array, Parameters, Parameters], Array]
@@ -66,7 +66,7 @@ def power_maximiser(p: int) -> Callable[[Array, Array, Array], Array]:
 
 
 def count_data(d: Any, y: Array, means: Parameters, variances: Parameters) -> Array:
-    """The statistic n: one per datum.
+    """Return the statistic n: one per observation.
 
     :param d: the likelihood.
     :param y: observations.

@@ -90,9 +90,9 @@ class LogisticSoftmaxMeanField(LogisticSoftmax):
 
     ``gamma_c = exp(psi(alpha)) T(-m_c) / C`` (equation 12 of the paper's appendix
     prints a denominator half as large, with which the iteration can diverge) and
-    ``alpha = 1 + sum_c gamma_c`` are solved for by Newton's method: plain iterations,
-    which the paper runs five of, contract as slowly as ``mean_c T(-m_c)`` is near one.
-    Not tight as ``v -> 0``.
+    ``alpha = 1 + sum_c gamma_c`` are solved by Newton's method. The paper uses five
+    plain iterations, which converge slowly if ``mean_c T(-m_c)`` is near one. The bound
+    is not tight as ``v -> 0``.
     """
 
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
@@ -109,7 +109,7 @@ class LogisticSoftmaxMeanField(LogisticSoftmax):
 
 
 def _alpha(complement: Array) -> Array:
-    """Solves ``alpha = 1 + R exp(psi(alpha))`` for ``1 - R``, in (0, 1)."""
+    """Solve ``alpha = 1 + R exp(psi(alpha))``, given ``1 - R`` in (0, 1)."""
     ratio = 1 - complement
     alpha = (1 - 0.5 * ratio) / complement
     for _ in range(NEWTON_STEPS):

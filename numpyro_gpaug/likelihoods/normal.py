@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normal observations: conjugate as they are; the bound is the exact expectation."""
+"""Normal observations: they are conjugate, and the bound is the exact expectation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distributio
 
 
 class Normal(Augmentation):
-    """No auxiliary variable is needed: precision ``1 / scale^2``, potential
-    ``y / scale^2``."""
+    """The normal likelihood, which needs no auxiliary variable: precision
+    ``1 / scale^2``, potential ``y / scale^2``."""
 
     latents = ("loc",)
 

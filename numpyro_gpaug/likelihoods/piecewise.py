@@ -31,7 +31,7 @@ def _mixture(
     variances: Parameters,
     mixture: type[NodeMixture] = NodeMixture,
 ) -> NodeMixture:
-    """The mixture over cells with its exact moments."""
+    """Return the mixture over cells with its exact moments."""
     p = d.cell_probabilities(means["f"], variances["f"])
     mean = (p * component.mean).sum(-1)
     # A sum of squares: no difference of moments.
@@ -79,7 +79,7 @@ def _heteroscedastic_predictive(d, means: Parameters, variances: Parameters):
 
 
 def _normals(d: Linked, loc: Array, scale: Array) -> dist.Normal:
-    """One for every datum and cell."""
+    """Return one normal for every observation and cell."""
     shape = (*d.batch_shape, d.heights.shape[-1])
     return dist.Normal(jnp.broadcast_to(loc, shape), jnp.broadcast_to(scale, shape))
 

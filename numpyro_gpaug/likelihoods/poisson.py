@@ -2,7 +2,7 @@
 """Poisson counts whose rate is a scaled logistic: Poisson and Polya-Gamma augmentation.
 
 Donner and Opper (2018), Efficient Bayesian inference of sigmoidal Gaussian Cox
-processes; the second auxiliary is that of Polson, Scott and Windle (2013).
+processes; the second auxiliary is from Polson, Scott and Windle (2013).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .contract import Augmentation, Conditionals, Parameters, power, register
 
 
 def _constant(d, y: Array, like: Array) -> tuple[Array, Array, Array]:
-    """The counts, the largest rate, and the part of the log-density without f."""
+    """Return the counts, the largest rate, and the part of the log-density without
+    f."""
     y, rate = (jnp.asarray(x, like.dtype) for x in (y, d.max_rate))
     return y, rate, y * jnp.log(rate) - gammaln(y + 1)
 

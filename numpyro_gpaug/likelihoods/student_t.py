@@ -3,13 +3,14 @@ r"""Student-t observations: gamma augmentation and exact expectation.
 
 Kuss (2006), Gaussian process models for robust regression, classification and
 reinforcement learning; Jylanki, Vanhatalo and Vehtari (2011), Robust Gaussian process
-regression with a Student-t likelihood. The mixture is that of Andrews and Mallows
-(1974), Scale mixtures of normal distributions.
+regression with a Student-t likelihood. The mixture is from Andrews and Mallows (1974),
+Scale mixtures of normal distributions.
 
 *The exact expectation.* With ``D = (y - m)^2 / a^2``, ``V = v / a^2`` and
 ``a^2 = df scale^2``, the density needs ``E log(1 + (y - f)^2 / a^2)``. Frullani's
-integral ``log(1 + x) = int_0^inf (exp(-t) - exp(-t (1 + x))) / t dt`` has a closed
-Gaussian expectation inside; subtracting it for ``x = D + V`` leaves
+integral ``log(1 + x) = int_0^inf (exp(-t) - exp(-t (1 + x))) / t dt`` has an integrand
+with a closed-form Gaussian expectation; subtracting the integral for ``x = D + V``
+leaves
 
 .. math::
     \log(1 + D + V) - \int_0^\infty \frac{e^{-t}}{t} \left[
@@ -37,9 +38,11 @@ from .contract import Augmentation, Conditionals, Parameters, register
 
 @jax.custom_jvp
 def jensen_gap(square: Array, variance: Array) -> Array:
-    r"""``log E(1 + x^2) - E log(1 + x^2)`` for ``x ~ N(m, v)``, at every variance.
+    r"""Return ``log E(1 + x^2) - E log(1 + x^2)`` for ``x ~ N(m, v)``, at every
+    variance.
 
-    Absolute error below 1e-10 (float64) or 1e-5 (float32) for ``v`` from 0 to 1e8.
+    The absolute error is below 1e-10 (float64) or 1e-5 (float32) for ``v`` from 0 to
+    1e8.
 
     :param square: ``m^2``, any shape.
     :param variance: ``v``, of that shape.
@@ -61,7 +64,7 @@ def _jensen_gap_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _gap_terms(square: Array, variance: Array) -> tuple[Array, Array, Array]:
-    """The gap and its two derivatives."""
+    """Return the gap and its two derivatives."""
     dtype = jnp.result_type(square, variance)
     double = dtype == jnp.float64
     rule: tuple[int, float, float] = (88, 1e-4, 34.0) if double else (44, 1e-2, 17.0)
@@ -72,7 +75,8 @@ def _gap_terms(square: Array, variance: Array) -> tuple[Array, Array, Array]:
 def _gap_terms_by(
     rule: tuple[int, float, float], square: Array, variance: Array
 ) -> tuple[Array, Array, Array]:
-    """By a trapezoid rule: number of its nodes, and where they start and stop."""
+    """Return the gap and its derivatives by a trapezoid rule, given the number, start
+    and end of its nodes."""
     (num, start, stop), dtype = rule, jnp.result_type(square, variance)
     square, variance = jnp.broadcast_arrays(square, variance)
     low = lax.stop_gradient(jnp.log(start / (1 + square + variance)))
@@ -95,7 +99,7 @@ def _gap_terms_by(
 
 
 def _squares(d, y, m: Array, v: Array) -> tuple[Array, Array]:
-    """``D`` and ``V`` of the module's docstring."""
+    """Return ``D`` and ``V`` of the module's docstring."""
     inverse = 1 / (jnp.asarray(d.df, m.dtype) * jnp.square(d.scale))
     return jnp.square(y - m) * inverse, v * inverse
 
@@ -106,7 +110,7 @@ class StudentT(Augmentation):
 
     The auxiliary is the precision ``w``: potential ``y w``, precision ``w``. The bound
     is the log-density at ``(y - f)^2 = (y - m)^2 + v``, differentiable in ``df`` and
-    ``scale``. It is not concave in ``m``, and optima may be local.
+    ``scale``. It is not concave in ``m``, and may have local optima.
     """
 
     latents = ("loc",)

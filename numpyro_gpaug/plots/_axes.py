@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def axes_or_new(ax: Axes | None) -> Axes:
-    """Return the given axes, or those of a new figure."""
+    """Return the given axes, or the axes of a new figure."""
     if ax is not None:
         return ax
     try:
@@ -27,7 +27,7 @@ def axes_or_new(ax: Axes | None) -> Axes:
 def by_method(
     values: ArrayLike | Mapping[str, ArrayLike], colors: Mapping[str, str] | None
 ) -> list[tuple[str, ArrayLike, str]]:
-    """Return names, values and colours of methods, or of the only one."""
+    """Return names, values and colours of methods, or of a single method."""
     methods = values if isinstance(values, Mapping) else {"predictions": values}
     given = colors or {}
     return [(k, v, given.get(k, f"C{i}")) for i, (k, v) in enumerate(methods.items())]

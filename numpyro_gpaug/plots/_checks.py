@@ -28,15 +28,16 @@ def plot_elbo(
     """Plot the evidence lower bound at every step, with the verdict of
     :func:`~numpyro_gpaug.diagnostics.convergence` as the title.
 
-    A noisy trace is drawn pale under its running mean. Steps that are not finite are
-    left out and marked at the first.
+    A noisy trace is drawn in a pale colour under its running mean. Steps that are not
+    finite are left out; the first of them is marked.
 
-    :param losses: (steps,), as in ``result.losses``; minus the bound, in nats.
-    :param tol: relative change below which the bound counts as still.
-    :param step_sizes: of every step, (steps,), or the optax schedule, if they change: a
-        bound that stands still because the steps ended has not converged.
-    :param label: in the legend.
-    :param ax: where to draw; a new figure by default.
+    :param losses: minus the bound in nats, (steps,), as in ``result.losses``.
+    :param tol: relative change below which the bound counts as constant.
+    :param step_sizes: size of every step, (steps,), or the optax schedule, if it
+        changes: a bound that is constant because the step size went to zero has not
+        converged.
+    :param label: label in the legend.
+    :param ax: the axes; a new figure by default.
 
     **Example**
 
@@ -86,15 +87,17 @@ def plot_reliability(
 ) -> Axes:
     """Plot observed frequency against predicted probability, with 90% intervals.
 
-    The size of a dot follows the number of data in its bin; the intervals are those of
-    a frequency under Jeffreys' prior. Several methods stand side by side.
+    The size of a dot shows the number of observations in its bin. The intervals are for
+    a frequency under Jeffreys' prior. Several methods are drawn side by side.
 
     :param probs: (N,) or (N, C), as for
-        :func:`~numpyro_gpaug.diagnostics.reliability_curve`; or these by method.
-    :param y: (N,), labels.
-    :param num_bins: 5 below 500 data, else 10, by default.
-    :param colors: by method.
-    :param ax: where to draw; a new figure by default.
+        :func:`~numpyro_gpaug.diagnostics.reliability_curve`; or such arrays by method.
+
+        :param y: labels, (N,).
+        :param num_bins: number of bins; by default 5 below 500 observations, and 10
+            otherwise.
+        :param colors: colours by method.
+        :param ax: the axes; a new figure by default.
 
     **Example**
 
@@ -137,14 +140,15 @@ def plot_pit(
 ) -> Axes:
     """Plot the share of observations below each quantile of their predictions.
 
-    Right predictions give the diagonal; the band holds 90% of the curves of right
-    predictions at each level. A curve flat in the middle is that of predictions that
-    are too narrow, one steep there of predictions that are too wide.
+    Calibrated predictions give the diagonal; the band contains 90% of the curves of
+    calibrated predictions at each level. A curve that is flat in the middle means that
+    predictions are too narrow, and a curve that is steep there means that they are too
+    wide.
 
-    :param values: (N,), from :func:`~numpyro_gpaug.diagnostics.pit`; or these by
-        method.
-    :param colors: by method.
-    :param ax: where to draw; a new figure by default.
+    :param values: values from :func:`~numpyro_gpaug.diagnostics.pit`, (N,); or such
+        arrays by method.
+    :param colors: colours by method.
+    :param ax: the axes; a new figure by default.
 
     **Example**
 
@@ -174,11 +178,11 @@ def plot_pit(
 
 def plot_vi_vs_mcmc(comparison: DataTree, *, ax: Axes | None = None) -> Axes:
     """Plot every marginal of a variational fit against MCMC: the error of its mean, and
-    its relative width. Marginals that agree are at (0, 1); the shaded box marks means
-    off by at most 0.2 standard deviations and scales off by at most 20%.
+    its relative width. Marginals that agree are at (0, 1). The shaded box marks errors
+    of at most 0.2 standard deviations in means, and of at most 20% in scales.
 
     :param comparison: from :func:`~numpyro_gpaug.diagnostics.vi_against_mcmc`.
-    :param ax: where to draw; a new figure by default.
+    :param ax: the axes; a new figure by default.
 
     **Example**
 

@@ -40,16 +40,17 @@ def plot_latent(
     """Plot a Gaussian process of one input: posterior mean and central intervals.
 
     :param posterior: a fit.
-    :param X: (N,) or (N, 1), inputs to draw it at, in any order.
-    :param site: which process, if the model has several.
-    :param data: inputs (N,) or (N, 1) and observations (N,). Observations that are not
-        on the scale of the latent (labels, counts) are better seen with
-        :func:`plot_predictive`.
-    :param inducing: (M,) or (M, 1), marked along the bottom.
+    :param X: inputs at which to draw it, (N,) or (N, 1), in any order.
+    :param site: the process, if the model has several.
+    :param data: inputs (N,) or (N, 1) and observations (N,). Use
+        :func:`plot_predictive` for observations that are not on the scale of the latent
+        (labels, counts).
+
+    :param inducing: inducing inputs, (M,) or (M, 1), marked along the bottom.
     :param levels: probabilities of the intervals.
-    :param label: of the mean, in the legend.
-    :param color: of mean and intervals; further latents take the next colours.
-    :param ax: where to draw; a new figure by default.
+    :param label: label of the mean in the legend.
+    :param color: colour of mean and intervals; further latents get the next colours.
+    :param ax: the axes; a new figure by default.
     :raises ValueError: for inputs with more than one column.
 
     **Example**
@@ -101,18 +102,19 @@ def plot_predictive(
 ) -> Axes:
     """Plot predictions of new observations over one input: mean and central intervals.
 
-    Intervals are quantiles by the predictive's ``icdf``, and where it has none (counts)
-    those of 2000 draws. Of labels 0/1 the mean, their probability, is drawn alone.
+    Intervals are quantiles from the ``icdf`` of the predictive distribution, or from
+    2000 draws if it has none (counts). For labels 0/1 only the mean, their probability,
+    is drawn.
 
     :param posterior: a fit.
-    :param X: (N,) or (N, 1), inputs to predict at, in any order.
-    :param site: which observed site, if the model has several.
+    :param X: inputs at which to predict, (N,) or (N, 1), in any order.
+    :param site: the observed site, if the model has several.
     :param data: inputs (N,) or (N, 1) and observations (N,).
-    :param inducing: (M,) or (M, 1), marked along the bottom.
+    :param inducing: inducing inputs, (M,) or (M, 1), marked along the bottom.
     :param levels: probabilities of the intervals.
-    :param label: of the mean, in the legend.
-    :param color: of mean and intervals.
-    :param ax: where to draw; a new figure by default.
+    :param label: label of the mean in the legend.
+    :param color: colour of mean and intervals.
+    :param ax: the axes; a new figure by default.
     :raises ValueError: for inputs with more than one column, or observations of several
         classes.
     """
@@ -147,16 +149,17 @@ def plot_decision(
 ) -> Axes:
     """Plot predicted classes over two inputs, with the data.
 
-    Two classes: the probability of class 1, and where it is one half. More: the most
-    probable class, paler where it is less probable.
+    For two classes it shows the probability of class 1, and the line where it is one
+    half. For more classes it shows the most probable class, in a paler colour if it is
+    less probable.
 
     :param posterior: a fit to labels.
-    :param X: (N, 2), inputs.
-    :param y: (N,), labels 0, ..., C - 1.
-    :param site: which observed site, if the model has several.
-    :param inducing: (M, 2), inducing inputs.
+    :param X: inputs, (N, 2).
+    :param y: labels 0, ..., C - 1, (N,).
+    :param site: the observed site, if the model has several.
+    :param inducing: inducing inputs, (M, 2).
     :param num: points of the grid along each input.
-    :param ax: where to draw; a new figure by default.
+    :param ax: the axes; a new figure by default.
     :raises ValueError: for inputs of another shape, or predictions that are not
         probabilities of classes.
     """
@@ -199,15 +202,15 @@ def plot_link(
     color: str = "C0",
     ax: Axes | None = None,
 ) -> Axes:
-    """Plot a piecewise-constant inverse link. Its outer cells, which have no end, are
-    drawn as wide as an inner one.
+    """Plot a piecewise-constant inverse link. Its outer cells, which are unbounded, are
+    drawn as wide as an inner cell.
 
     :param link: one link, heights (K,).
-    :param band: (K,), posterior standard deviations of the heights; two are drawn on
-        either side.
-    :param label: in the legend.
-    :param color: of link and band.
-    :param ax: where to draw; a new figure by default.
+    :param band: posterior standard deviations of the heights, (K,); the band has two of
+        them on either side.
+    :param label: label in the legend.
+    :param color: colour of link and band.
+    :param ax: the axes; a new figure by default.
     :raises ValueError: for one link per datum, or a band of another shape.
 
     **Example**
