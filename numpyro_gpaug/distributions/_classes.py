@@ -67,9 +67,9 @@ class Classes(Distribution):
 
 
 def class_shape(name: str, latents: Any) -> tuple[int, ...]:
-    """The batch shape of latents whose last axis runs over classes.
+    """Return the batch shape of latents whose last axis runs over classes.
 
-    :param name: the parameter, for the error.
+    :param name: the name of the parameter, for the error.
     :param latents: its value, (..., C).
     :raises ValueError: without a class axis, or with fewer than two classes.
     """

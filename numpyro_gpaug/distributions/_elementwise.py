@@ -27,7 +27,7 @@ def parameter(
     """Declare a parameter of an :class:`Elementwise` distribution, positional and
     required.
 
-    :param constraint: of its values.
+    :param constraint: constraint on its values.
     :param default: for type checkers.
     :param kw_only: for type checkers.
     """
@@ -52,16 +52,17 @@ class Elementwise(_WithParameters):
     """A distribution whose parameters are broadcast to the batch shape, in the order of
     their declaration.
 
-    With ``loc: ArrayLike = parameter(constraints.positive)`` and ``concentration``
-    likewise in its body, a class is constructed as ``Wald(loc, concentration, *,
-    validate_args=None)``.
+    A class ``Wald`` with ``loc: ArrayLike = parameter(constraints.positive)`` in its
+    body, and ``concentration`` likewise, is constructed as
+    ``Wald(loc, concentration, *, validate_args=None)``.
     """
 
     if TYPE_CHECKING:
         validate_args: Any = parameter(constraints.boolean, default=None, kw_only=True)
 
     def _arrays(self, *others: ArrayLike) -> tuple[Array, ...]:
-        """Parameters and ``others`` as floating arrays of one shape and dtype."""
+        """Return parameters and ``others`` as floating arrays of one shape and
+        dtype."""
         return floating(*(getattr(self, k) for k in self.arg_constraints), *others)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Rejection sampler for the generalised inverse Gaussian, and the inverse Gaussian.
 
-In the notation of :mod:`numpyro_gpaug.math.bessel`, :math:`V`, the log of the draw over
-the mode of its log, has the density :math:`e^{-\varphi(v)}` up to a constant, where
-:math:`\varphi(v) = \frac P2 e_2(v) + \frac Q2 e_2(-v)` is convex with its minimum,
-zero, at zero.  As in Devroye (2014), the hat is constant between two exponential
-tails, each a tangent.  Tangents at the points :math:`-s`, :math:`t` where
+In the notation of :mod:`numpyro_gpaug.math.bessel`, :math:`V`, the logarithm of the
+draw minus the mode of that logarithm, has the density :math:`e^{-\varphi(v)}` up to a
+constant, where :math:`\varphi(v) = \frac P2 e_2(v) + \frac Q2 e_2(-v)` is convex with
+its minimum, zero, at zero.  As in Devroye (2014), the hat is constant between two
+exponential tails, each a tangent.  Tangents at the points :math:`-s`, :math:`t` where
 :math:`\varphi = 1` enclose an area of :math:`s + t`.  Convexity gives
 :math:`\varphi(v) \le v/t` on :math:`[0, t]` and the same on the left, so that the area
 under the density is at least :math:`(1 - 1/e)(s + t)`: at least 63% of the proposals
@@ -29,7 +29,7 @@ _COMPACT_FROM = 4096
 
 
 class Hat(NamedTuple):
-    """The density's parameters and its hat: constant on ``[-left, right]``, then
+    """The parameters of the density, and its hat: constant on ``[-left, right]``, with
     exponential tails of these scales."""
 
     big: Array

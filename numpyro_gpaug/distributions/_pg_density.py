@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Log-density of the Polya-Gamma family for every real shape.
 
-Everything is written for :math:`X = 4x`, whose distribution has the Laplace transform
+All formulas are for :math:`X = 4x`, whose distribution has the Laplace transform
 :math:`\{\cosh z/\cosh\sqrt{z^2+2t}\}^h` with :math:`h=b`, :math:`z=|c|/2`.  Notation:
 
 * :math:`T(q)=\tanh(\sqrt q)/\sqrt q` and :math:`L(q)=\log\cosh\sqrt q`, so that
@@ -9,10 +9,10 @@ Everything is written for :math:`X = 4x`, whose distribution has the Laplace tra
   from :math:`w=q+\pi^2/4>0` because the right tail lives at :math:`w\to 0`;
 * :math:`y=X/h`, and :math:`w_y` solves :math:`T=y` (the saddle point).
 
-Three evaluators cover the half-line.  The alternating series (small :math:`X`) and
-the contour integral are exact to rounding.  For large :math:`h` the contour's
-exponent would lose :math:`h` units of rounding, and a second-order saddlepoint
-expansion, whose error falls as :math:`h^{-3}`, takes over.
+Three evaluators cover the half-line.  The alternating series (small :math:`X`) and the
+contour integral are exact to rounding.  For large :math:`h` the exponent of the contour
+integral would lose :math:`h` units of rounding, so a second-order saddlepoint expansion
+is used, whose error falls as :math:`h^{-3}`.
 """
 
 import math
@@ -38,7 +38,7 @@ def saddle_threshold(dtype: jnp.dtype) -> float:
 
 
 def log_cosh(z: Array) -> Array:
-    """``log(cosh(z))`` for ``z >= 0``."""
+    """Return ``log(cosh(z))`` for ``z >= 0``."""
     return z + jnp.log1p(jnp.exp(-2 * z)) - LOG2
 
 
@@ -47,10 +47,10 @@ def _theta(w: Array) -> Array:
 
 
 def _scaled_tanh_derivatives(w: Array, order: int) -> list[Array]:
-    """``w**k`` times the k-th derivative of ``T`` for ``k = 0..order``.
+    """Return ``w**k`` times the k-th derivative of ``T`` for ``k = 0..order``.
 
-    Scaled, since the plain fifth derivative underflows in float32 long before the
-    standardised cumulants built from it become irrelevant.
+    The derivatives are scaled because the plain fifth derivative underflows in float32
+    while the standardised cumulants computed from it still matter.
     """
     q = w - POLE
     near = jnp.abs(q) < 0.25
@@ -93,7 +93,7 @@ def _scaled_tanh_derivatives(w: Array, order: int) -> list[Array]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def scaled_tanh_derivatives(w: Array, order: int) -> list[Array]:
-    """As :func:`_scaled_tanh_derivatives`, differentiable to every order."""
+    """Return :func:`_scaled_tanh_derivatives`, differentiable to every order."""
     return _scaled_tanh_derivatives(w, order)
 
 
@@ -107,7 +107,8 @@ def _scaled_tanh_derivatives_jvp(order, primals, tangents):
 
 @jax.custom_jvp
 def log_cosh_sqrt(w: Array) -> Array:
-    """``L`` at ``w``; its absolute, not its relative, error is that of rounding."""
+    """Return ``L`` at ``w``; its absolute, not its relative, error is of the size of
+    rounding."""
     q = w - POLE
     positive = q > 0
     r = jnp.sqrt(jnp.where(positive, q, 1.0))
@@ -129,7 +130,7 @@ def _saddle_guess(y: Array) -> Array:
 
 @jax.custom_jvp
 def solve_saddle(y: Array) -> Array:
-    """The ``w`` with ``T = y``, for ``y > 0``."""
+    """Return the ``w`` with ``T = y``, for ``y > 0``."""
     w = _saddle_guess(y)
     for _ in range(2 if jnp.finfo(y.dtype).bits <= 32 else 4):
         # Newton on 1/T, which is nearly linear in w towards the pole and nearly
@@ -148,11 +149,12 @@ def _solve_saddle_jvp(primals, tangents):
 
 
 def bregman(w: Array, w_ref: Array, step: Array) -> Array:
-    r"""``L(w) - L(w_ref) - (w - w_ref) L'(w) >= 0``, without cancellation.
+    r"""Return ``L(w) - L(w_ref) - (w - w_ref) L'(w) >= 0``, without cancellation.
 
     :param w: Point of tangency.
     :param w_ref: The other point.
-    :param step: ``w_ref - w``, which a caller may know better than the difference.
+    :param step: ``w_ref - w``, which a caller may know more accurately than the
+        computed difference.
     """
     bits = jnp.finfo(w.dtype).bits
     nodes, weights = np.polynomial.legendre.leggauss(7 if bits <= 32 else 13)
@@ -172,13 +174,13 @@ def bregman(w: Array, w_ref: Array, step: Array) -> Array:
 
 
 def with_tangent_of(value: Array, surrogate: Array) -> Array:
-    """``value``, differentiated as ``surrogate``."""
+    """Return ``value`` with the derivatives of ``surrogate``."""
     return lax.stop_gradient(value) + (surrogate - lax.stop_gradient(surrogate))
 
 
 def deviance(x: Array, h: Array, z: Array) -> tuple[Array, Array]:
-    """The saddle point ``w`` of ``X / h`` and minus the exponent of the saddlepoint
-    density over ``h``.  The second value carries no gradient."""
+    """Return the saddle point ``w`` of ``X / h``, and minus the exponent of the
+    saddlepoint density divided by ``h``. The second value has no gradient."""
     w = solve_saddle(x / h)
     frozen_w, x, h, z = lax.stop_gradient((w, x, h, z))
     q, q_ref = frozen_w - POLE, jnp.square(z)
@@ -195,7 +197,8 @@ def deviance(x: Array, h: Array, z: Array) -> tuple[Array, Array]:
 
 
 def saddle_log_density(x: Array, h: Array, z: Array) -> Array:
-    """Second-order saddlepoint log-density of ``X``; relative error O(h^-3)."""
+    """Return the second-order saddlepoint log-density of ``X``, with relative error
+    O(h^-3)."""
     w, dev = deviance(x, h, z)
     gap = w - (jnp.square(z) + POLE)
     surrogate = h * (log_cosh(z) - log_cosh_sqrt(w)) + 0.5 * x * gap
@@ -209,7 +212,7 @@ def _halves(a: Array) -> tuple[Array, Array]:
 
 
 def saddle_prefactor(w: Array, h: Array) -> Array:
-    """Everything in the saddlepoint log-density but its exponent."""
+    """Return the saddlepoint log-density without its exponent."""
     t = scaled_tanh_derivatives(w, 5)
     k2 = -2 * t[1] / w
     # Standardised cumulants, in units which neither tail drives out of range.
@@ -232,8 +235,9 @@ def saddle_prefactor(w: Array, h: Array) -> Array:
 
 
 def series_log_rho(x: Array, h: Array, num_terms: int = 8) -> Array:
-    r"""``log(rho)``, the density of ``X`` at ``z = 0`` over ``2**h`` times that of the
-    first passage of Brownian motion through ``h``, by its alternating series."""
+    r"""Return ``log(rho)`` by its alternating series. ``rho`` is the density of ``X``
+    at ``z = 0``, divided by ``2**h`` times the density of the first passage of Brownian
+    motion through ``h``."""
     total = jnp.zeros_like(x)
     binom = jnp.ones_like(h)
     for n in range(1, num_terms):
@@ -245,7 +249,8 @@ def series_log_rho(x: Array, h: Array, num_terms: int = 8) -> Array:
 
 
 def series_log_density(x: Array, h: Array, z: Array) -> Array:
-    """Inverse-Gaussian form; accurate where the series needs few terms."""
+    """Return the log-density in inverse-Gaussian form, which is accurate if the series
+    needs few terms."""
     quad = jnp.square(h - z * x) / (2 * x)
     norm = jnp.log(h) - 1.5 * jnp.log(x) - 0.5 * math.log(2 * math.pi)
     tilt = h * jnp.log1p(jnp.exp(-2 * z))
@@ -253,7 +258,7 @@ def series_log_density(x: Array, h: Array, z: Array) -> Array:
 
 
 def contour_log_density(x: Array, h: Array, z: Array) -> Array:
-    r"""Bromwich integral on the parabola
+    r"""Return the log-density by a Bromwich integral on the parabola
     :math:`s=-\pi^2/8+\delta(1+iv)^2`, which opens around the branch cut."""
     bits = jnp.finfo(x.dtype).bits
     num, log_drop = (16, 18.0) if bits <= 32 else (32, 42.0)
@@ -289,8 +294,8 @@ def contour_log_density(x: Array, h: Array, z: Array) -> Array:
 
 
 def _complex_log_sin(delta: Array, v: Array) -> tuple[Array, Array]:
-    """Real and imaginary part of ``L`` on the contour, continuous along it, as the
-    log-sine of the distance from the branch point (no cancellation near it)."""
+    """Return the real and imaginary parts of ``L`` on the contour, continuous along it,
+    as the log-sine of the distance from the branch point (no cancellation near it)."""
     sigma_re, sigma_im = delta * (1 - jnp.square(v)), 2 * delta * v
     re, im = POLE - 2 * sigma_re, 2 * sigma_im
     root = jnp.sqrt(0.5 * (jnp.hypot(re, im) + jnp.abs(re)))
@@ -313,10 +318,11 @@ def _complex_log_sin(delta: Array, v: Array) -> tuple[Array, Array]:
 def log_density(
     x: Array, h: Array, z: Array, *, all_small: bool = False, all_large: bool = False
 ) -> Array:
-    """Log-density of ``X`` at ``x > 0`` for ``h > 0`` and ``z >= 0`` (one shape).
+    """Return the log-density of ``X`` at ``x > 0`` for ``h > 0`` and ``z >= 0`` (one
+    shape).
 
-    :param all_small: Known to need no saddlepoint expansion.
-    :param all_large: Known to need nothing else.
+    :param all_small: whether no element needs the saddlepoint expansion.
+    :param all_large: whether all elements use the saddlepoint expansion.
     """
     threshold = saddle_threshold(x.dtype)
     large = h > threshold

@@ -2,7 +2,7 @@
 r"""The survival probability :math:`\rho_h(x)` of the Polya-Gamma family, tabulated.
 
 In the notation of :mod:`._pg_density`, the density of :math:`X=4x` at tilt zero is
-:math:`2^h\rho_h(x)` times that of the first passage of Brownian motion through
+:math:`2^h\rho_h(x)` times the density of the first passage of Brownian motion through
 :math:`h`.  With :math:`v=x/(1+h)`, the function
 
 .. math::
@@ -36,7 +36,8 @@ def _log_cosh_sqrt(q: np.ndarray) -> np.ndarray:
 
 
 def _log_rho_series(h: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The alternating series, where three terms are enough."""
+    """Return ``log(rho)`` by the alternating series, for values at which three terms
+    are enough."""
     total, binomial = np.zeros_like(x), np.ones_like(h)
     for n in range(1, 4):
         binomial = binomial * (h + n - 1) / n
@@ -46,8 +47,8 @@ def _log_rho_series(h: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def _log_rho_contour(h: np.ndarray, x: np.ndarray, num: int = 96) -> np.ndarray:
-    r"""From the inverse Laplace transform of :math:`\cosh^{-h}\sqrt{2s}`, on a
-    parabola around the branch cut."""
+    r"""Return ``log(rho)`` by the inverse Laplace transform of
+    :math:`\cosh^{-h}\sqrt{2s}`, on a parabola around the branch cut."""
     y = x / h
     # The integral does not depend on the vertex, so a rough saddle point will do.
     fit = np.polynomial.polynomial.polyval(y / (1 + y), _SADDLE_FIT)
@@ -69,7 +70,8 @@ def _log_rho_contour(h: np.ndarray, x: np.ndarray, num: int = 96) -> np.ndarray:
 
 @lru_cache
 def _coefficients() -> np.ndarray:
-    """Chebyshev coefficients of ``p``: rows for ``u``, columns for ``h / (1 + h)``."""
+    """Return the Chebyshev coefficients of ``p``: rows for ``u``, columns for
+    ``h / (1 + h)``."""
     nodes = [np.cos(np.pi * (np.arange(n) + 0.5) / n) for n in _NODES]
     u, share = np.meshgrid(*((t + 1) / 2 for t in nodes), indexing="ij")
     h, v = share / (1 - share), ALPHA * u / (1 - u)
@@ -89,8 +91,8 @@ def _coefficients() -> np.ndarray:
 
 @lru_cache
 def _table(tolerance: float) -> tuple[tuple[float, ...], ...]:
-    """For each Chebyshev polynomial in ``u``, the coefficients in powers of
-    ``2 h / (1 + h) - 1`` of what multiplies it."""
+    """Return, for each Chebyshev polynomial in ``u``, its coefficient as a polynomial
+    in ``2 h / (1 + h) - 1``."""
     coef = _coefficients()
     rows = []
     for row in coef[: np.flatnonzero(np.abs(coef).max(1) > tolerance)[-1] + 1]:
@@ -104,12 +106,12 @@ class Tangent(NamedTuple):
     """A tangent to ``log(rho)``, as a function of the value, at one point.
 
     :param h: shape.
-    :param offset: the point, over ``1 + h``, plus ``ALPHA``.
-    :param slope: the derivative of ``log(rho)`` there, with a minus sign.
+    :param offset: the point divided by ``1 + h``, plus ``ALPHA``.
+    :param slope: minus the derivative of ``log(rho)`` there.
     :param level: ``p`` there.
     :param bend: its derivative with respect to ``u`` there.
     :param in_u: coefficients of ``p`` in Chebyshev polynomials of ``u``.
-    :param chain: derivatives that the evaluation passed through.
+    :param chain: intermediate derivatives of the evaluation.
     """
 
     h: Array
@@ -122,7 +124,8 @@ class Tangent(NamedTuple):
 
 
 def _in_u(h: Array) -> list[Array]:
-    """Coefficients of the Chebyshev polynomials in ``u`` at the shape ``h``."""
+    """Return the coefficients of the Chebyshev polynomials in ``u`` at the shape
+    ``h``."""
     share = (h - 1) / (h + 1)
     rows = _table(1e-8 if jnp.finfo(h.dtype).bits <= 32 else 1e-12)
     if h.size == 1:
@@ -135,7 +138,7 @@ def _in_u(h: Array) -> list[Array]:
 
 
 def tangent(h: Array, x0: Array) -> Tangent:
-    """The tangent at ``x0``; ``h`` broadcasts against it."""
+    """Return the tangent at ``x0``; ``h`` broadcasts against it."""
     offset = x0 / (1 + h) + ALPHA
     rest = ALPHA / offset
     t = 1 - 2 * rest
@@ -154,13 +157,13 @@ def tangent(h: Array, x0: Array) -> Tangent:
 
 
 def log_gap(x: Array, at: Tangent, *, divided: bool) -> Array:
-    """``log(rho(x))`` minus the tangent, which is not positive.
+    """Return ``log(rho(x))`` minus the tangent, which is not positive.
 
     :param x: values.
     :param at: the tangent.
-    :param divided: whether the polynomial enters by its second divided difference,
-        whose rounding error does not grow with ``h``, and not by a plain one, which
-        takes less time.
+    :param divided: whether to use the second divided difference of the polynomial,
+        whose rounding error does not grow with ``h``, instead of a plain difference,
+        which takes less time.
     """
     step = (x / (1 + at.h) + ALPHA - at.offset) / at.offset
     rest = ALPHA / (at.offset * (1 + step))

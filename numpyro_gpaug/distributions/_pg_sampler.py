@@ -4,10 +4,10 @@ r"""Rejection sampler for the Polya-Gamma family, one envelope for every shape.
 In the notation of :mod:`._pg_density`, the density of :math:`X=4x` is that of an
 inverse Gaussian times :math:`\rho_h(X)`, the probability that a Brownian excursion
 survives, which is decreasing and log-concave.  A tangent to :math:`\log\rho_h` at
-:math:`x_0` only moves the drift of the inverse Gaussian, so the proposal is inverse
-Gaussian again and the acceptance probability is at least 0.81 for every shape and
-tilt.  That :math:`\rho_h` is a probability is an argument; that it is log-concave was
-checked numerically for all shapes and values, and not proved.
+:math:`x_0` only changes the drift of the inverse Gaussian, so the proposal is inverse
+Gaussian again, and the acceptance probability is at least 0.81 for every shape and
+tilt. It can be shown that :math:`\rho_h` is a probability. Its log-concavity was
+checked numerically for all shapes and values, but not proved.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ _SLOTS = 64
 def _propose(
     key: Array, h: Array, z: Array, shape: tuple[int, ...], divided: bool
 ) -> Array:
-    """One inverse-Gaussian proposal per lane, with a minus sign if it is rejected."""
+    """Return one inverse-Gaussian proposal per lane, with a minus sign if it is
+    rejected."""
     dtype = h.dtype
     # One call to the generator: each call adds its own copy of the cipher to the
     # program, which takes longest to compile.
@@ -62,7 +63,7 @@ def _propose(
 
 
 def _running_count(flags: Array, halvings: int = 4) -> Array:
-    """Cumulative sum of integers, most of it in passes that vectorise."""
+    """Return the cumulative sum of integers, mostly in passes that vectorise."""
     if halvings == 0:
         return jnp.cumsum(flags)
     odd = jnp.pad(flags, (0, len(flags) % 2))[1::2]
@@ -101,10 +102,10 @@ def _any_rejected(state: tuple[Any, Array]) -> Array:
 def _by_queue(
     propose: Callable[..., Array], state: tuple[Any, Array]
 ) -> tuple[Any, Array]:
-    """Draws rejected lanes again until they are accepted, a queue of them at a time.
+    """Draw rejected lanes again until they are accepted, with a queue.
 
-    At most 19% of the lanes are rejected on average.  Looping over all of them until
-    the last is accepted would waste most of the work: they queue instead, and a slot
+    At most 19% of the lanes are rejected on average. Looping over all of them until the
+    last is accepted would waste most of the work. They form a queue instead, and a slot
     whose lane was accepted takes the next one.
     """
     count, x = state
@@ -135,7 +136,7 @@ def _by_queue(
 def sample(
     key: Array, h: Array, z: Array, num: int, concrete_h: np.ndarray | None
 ) -> Array:
-    """``num`` draws of ``X`` for each entry of the flat ``h >= 0``, ``z >= 0``.
+    """Return ``num`` draws of ``X`` for each entry of the flat ``h >= 0``, ``z >= 0``.
 
     :param key: random key.
     :param h: shapes, as many as ``z`` or a single one.

@@ -25,11 +25,12 @@ class BayesianSVM(dist.Distribution):
 
     **log_prob is not normalised over labels.** With ``s = 2 y - 1``, it is
     ``-2 max(1 - s f, 0)``: the likelihoods of 0 and 1 sum to 0.27 at ``f = 0`` and to
-    1.02 at ``f = 1``. What a fit bounds is a pseudo-evidence, not to be compared with
-    the evidence of another likelihood.
+    1.02 at ``f = 1``. A fit bounds a pseudo-evidence, which cannot be compared with the
+    evidence of another likelihood.
 
-    What *is* normalised: ``probs``, ``normalized_log_prob``, ``mean``, ``variance`` and
-    ``sample`` take the ratio ``L(1) / (L(0) + L(1))`` of the pseudo-likelihoods.
+    The methods ``probs``, ``normalized_log_prob``, ``mean``, ``variance`` and
+    ``sample`` *are* normalised: they use the ratio ``L(1) / (L(0) + L(1))`` of the
+    pseudo-likelihoods.
 
     Predictions with ``f ~ N(m, v)`` integrated out are a Bernoulli distribution by one
     of two rules. Neither is calibrated by construction: training ignores the
@@ -125,16 +126,16 @@ class BayesianSVM(dist.Distribution):
 
 
 def _log_odds(f: ArrayLike) -> Array:
-    """``4 f`` between the margins, ``2 (f + sign f)`` beyond."""
+    """Return ``4 f`` between the margins, and ``2 (f + sign f)`` beyond."""
     (f,) = floating(f)
     return 2 * (f + jnp.clip(f, -1, 1))
 
 
 def probit(mean: Array, variance: Array) -> Array:
-    """``E Phi(f)`` for ``f ~ N(mean, variance)``.
+    """Return ``E Phi(f)`` for ``f ~ N(mean, variance)``.
 
-    :param mean: any shape.
-    :param variance: of that shape, >= 0.
+    :param mean: means, any shape.
+    :param variance: variances, of that shape, >= 0.
 
     **Example**
 
@@ -146,13 +147,14 @@ def probit(mean: Array, variance: Array) -> Array:
 
 
 def expected_ratio(mean: Array, variance: Array) -> Array:
-    r"""``E probs`` for ``f ~ N(mean, variance)``, to 1e-9 (float64) at every variance.
+    r"""Return ``E probs`` for ``f ~ N(mean, variance)``, to 1e-9 (float64) at every
+    variance.
 
-    Gauss-Legendre in pieces: the log-odds have a kink at each margin, and beyond
-    ``|f| = 19`` the probability is 0 or 1 to rounding.
+    It uses piecewise Gauss-Legendre quadrature: the log-odds have a kink at each
+    margin, and beyond ``|f| = 19`` the probability is 0 or 1 up to rounding.
 
-    :param mean: any shape.
-    :param variance: of that shape, >= 0.
+    :param mean: means, any shape.
+    :param variance: variances, of that shape, >= 0.
 
     **Example**
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of classes whose totals are traced like all other arrays."""
+"""Counts of classes, with totals that are traced like all other arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def traceable(law: Distribution) -> Distribution:
     """Return ``law`` with all of its arrays among the leaves of its tree: JAX neither
     traces nor compares others.
 
-    :param law: of an observed site.
+    :param law: the distribution of an observed site.
     """
     if isinstance(law, _WRAPPERS):
         inner = traceable(law.base_dist)

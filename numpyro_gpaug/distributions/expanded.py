@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A distribution of fewer data than a plate has members."""
+"""A distribution that is expanded to the size of a plate."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from numpyro.distributions import Distribution
 
 
 class Expanded(dist.ExpandedDistribution):
-    """An expanded distribution, with the attributes of the base distribution
-    (``probs``, ``loc``), in its shapes, and its ``cdf`` and ``icdf``, which NumPyro's
-    lacks."""
+    """An expanded distribution with the attributes of the base distribution (``probs``,
+    ``loc``) in the expanded shapes, and with ``cdf`` and ``icdf``, which NumPyro's
+    expanded distribution lacks."""
 
     def cdf(self, value: Array) -> Array:
         return self._whole(self.base_dist.cdf(value))
@@ -36,8 +36,8 @@ def expanded(law: Distribution, shape: tuple[int, ...]) -> Distribution:
     """Return a distribution of data of a given shape, with one entry for data that
     share it.
 
-    :param law: of all data.
-    :param shape: of these, entries of an event last.
+    :param law: the distribution of all data.
+    :param shape: the shape of the data, with axes of an event last.
     """
     batch_shape = shape[: len(shape) - len(law.event_shape)]
     return law if law.batch_shape == batch_shape else Expanded(law, batch_shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gaussian a guide puts on inducing values: one block per latent."""
+"""The Gaussian of a guide on inducing values: one block per latent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class BlockGaussian(dist.Distribution):
     :param loc: means, (M,) or (C, M); the whole shape is the event shape.
     :param tril: lower triangular (..., M, M): a factor of the covariance, or of the
         precision. The signs of its diagonal do not matter.
-    :param parameter: ``"covariance"`` or ``"precision"``: what ``tril`` is a factor of.
+    :param parameter: ``"covariance"`` or ``"precision"``: the matrix of which ``tril``
+        is a factor.
 
     **Example**
 

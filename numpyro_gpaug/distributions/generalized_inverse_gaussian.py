@@ -28,11 +28,12 @@ __all__ = ["GeneralizedInverseGaussian"]
 
 
 class _Shape(NamedTuple):
-    """The distribution of ``x``, or of ``1/x`` where ``flip``, with a non-negative
+    """The distribution of ``x``, or of ``1/x`` if ``flip`` is true, with a non-negative
     order.
 
-    In the notation of :mod:`numpyro_gpaug.math.bessel`, the log of that variable over
-    ``root**-2`` has the density ``exp(-P/2 e2(v) - Q/2 e2(-v))``, up to a constant.
+    In the notation of :mod:`numpyro_gpaug.math.bessel`, the logarithm of that variable
+    divided by ``root**-2`` has the density ``exp(-P/2 e2(v) - Q/2 e2(-v))``, up to a
+    constant.
     """
 
     flip: Array
@@ -75,7 +76,7 @@ def _log_mode(shape: _Shape) -> Array:
 
 
 def _log_ratio(x: Array, shape: _Shape) -> Array:
-    """``log(y root**2)`` for ``y = x``, or ``1/x`` where ``flip``."""
+    """Return ``log(y root**2)`` for ``y = x``, or ``1/x`` if ``flip`` is true."""
     sign = _sign(shape)
     coarse = sign * jnp.log(x) + 2 * jnp.log(shape.root)
     # Close to one the product is exact to rounding and the sum of logs is not; far
@@ -86,8 +87,8 @@ def _log_ratio(x: Array, shape: _Shape) -> Array:
 
 
 def _place(u: Array, sign: Array, root: Array, log_weight: ArrayLike = 0.0) -> Array:
-    """The mode ``root**-2`` to the power of ``sign``, times ``exp(sign u)`` and the
-    weight."""
+    """Return the mode ``root**-2`` to the power of ``sign``, times ``exp(sign u)`` and
+    the weight."""
     # The square of a product: a factor may leave the range of the dtype.
     half = jnp.exp((sign * u + log_weight) / 2)
     return jnp.square(half * jnp.where(sign < 0, root, 1 / root))
@@ -102,7 +103,8 @@ def _moment_terms(u, right, left, big, log_q, root, sign):
 
 
 def _mean_terms(u, right, left, big, log_q, root, sign):
-    """The mean over the mode, and the mean, which do not overflow together."""
+    """Return the ratio of mean to mode, and the mean, which do not overflow
+    together."""
     energy = right + left
     return jnp.exp(sign * u - energy), _place(u, sign, root, -energy)
 
@@ -123,7 +125,7 @@ def _divergence_terms(u, right, left, big, log_q, big_r, log_q_r, shift, sign):
 
 @jax.jit
 def _moments(p: Array, a: Array, b: Array) -> tuple[Array, ...]:
-    """Mean, mean of the reciprocal, mean of the log, entropy."""
+    """Return mean, mean of the reciprocal, mean of the logarithm, and entropy."""
     shape = _shape(p, a, b)
     sign = _sign(shape)
     log_integral, mean, reciprocal, u, energy = averages(
@@ -162,7 +164,8 @@ def _draw(key: Array, p: Array, a: Array, b: Array, *, shape: tuple[int, ...]) -
 def _draw_half(
     key: Array, p: Array, a: Array, b: Array, *, shape: tuple[int, ...]
 ) -> Array:
-    """Draws for orders of 1/2 and -1/2, inverse Gaussian for ``1/x`` and for ``x``."""
+    """Draw for orders of 1/2 and -1/2, for which ``1/x`` or ``x`` is inverse
+    Gaussian."""
     eta = jnp.sqrt(b) / jnp.sqrt(a)
     up = p > 0
     mean, scale = jnp.where(up, 1 / eta, eta), jnp.where(up, a, b)
@@ -204,10 +207,10 @@ class GeneralizedInverseGaussian(Elementwise):
     Both ``a`` and ``b`` must be positive.  The limits :math:`b\to 0`, the Gamma
     distribution of shape :math:`p>0` and rate :math:`a/2`, and :math:`a\to 0`, the
     inverse Gamma distribution of shape :math:`-p` and scale :math:`b/2`, are not
-    members: zero is refused when ``validate_args`` is set; otherwise it gives
-    not-a-number in ``log_prob`` and no promise for ``sample``.  They are approached
-    smoothly: in double precision what follows holds to 1e-13 for :math:`\sqrt{ab}` of
-    1e-8 or more, and to 1e-10 at 1e-200.
+    members: zero raises an error if ``validate_args`` is set; otherwise ``log_prob`` is
+    NaN and ``sample`` is undefined. The limits are approached smoothly: in double
+    precision the relative errors are 1e-13 for :math:`\sqrt{ab}` of 1e-8 or more, and
+    1e-10 at 1e-200.
 
     **log_prob**, the moments and the divergence are sums over one quadrature rule for
     :math:`K_p`, centred at the mode, in which no large terms cancel.  They can be
@@ -230,8 +233,8 @@ class GeneralizedInverseGaussian(Elementwise):
 
     :param p: Order, real.
     :param a: Coefficient of the value, positive.
-    :param b: Coefficient of its reciprocal, positive.  ``p``, ``a`` and ``b``
-        broadcast to the batch shape; the event is a scalar.
+    :param b: Coefficient of the reciprocal of the value, positive. ``p``, ``a`` and
+        ``b`` broadcast to the batch shape; the event is a scalar.
 
     **Example**
 

@@ -51,10 +51,11 @@ class HeteroscedasticNormal(NormalOfPrecision):
     [2].
 
     :param loc: mean, real.
-    :param precision_logits: the larger, the less noise; real.
+    :param precision_logits: log-odds of the precision, real: the larger, the less
+        noise.
     :param max_precision: the largest precision, positive. All three broadcast to the
         batch shape.
-    :raises ValueError: under ``validate_args``, for parameters off these sets.
+    :raises ValueError: under ``validate_args``, for parameters outside of these sets.
 
     **References**
 

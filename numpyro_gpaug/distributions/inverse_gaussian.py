@@ -30,7 +30,7 @@ class InverseGaussian(Elementwise):
             \exp\Bigl(-\frac{\lambda(x-\mu)^2}{2\mu^2x}\Bigr), \qquad x > 0,
 
     the distribution :math:`GIG(-1/2, \lambda/\mu^2, \lambda)`, which :meth:`to_gig`
-    returns. The parameters have the names of TensorFlow Probability's.
+    returns. The parameters have the names that TensorFlow Probability uses.
 
     **sample** is exact, without rejections [1].  A draw beyond the range of the dtype
     becomes the nearest normal number.  Draws carry no gradient.

@@ -28,27 +28,29 @@ class Linked(Distribution):
 
     Its expectation under a Gaussian on f, and its predictive distribution, are sums
     over the K cells of the link [1], equations (13) and (14): exact for this
-    likelihood. For the smooth link it may stand for, they are as good as the cells are
-    fine, and the bound made of them is no bound.
+    likelihood. If the link approximates a smooth one, their accuracy for the smooth
+    link depends on the size of the cells, and the bound is not a bound for it.
 
     With two links, f has a last axis of size two and the sums run over pairs of cells,
     :math:`K_1 K_2` of them (with C latents :math:`K^C`; the paper prints
     :math:`C^K`).
 
-    The density does not change with f inside a cell: gradient-based samplers (NUTS) do
-    not see the likelihood.
+    The density does not change with f inside a cell, so gradients are zero and
+    gradient-based samplers (NUTS) do not work.
 
     :param f: latents, any shape; with two links, (..., 2).
     :param link: a :class:`~numpyro_gpaug.PiecewiseLink`, or a pair of them.
-    :param family: takes the link's value (the values of both), and ``parameters`` by
-        name, to a NumPyro distribution without event dimensions:
-        :class:`dist.Poisson <numpyro.distributions.Poisson>`,
-        ``lambda rate, shape: dist.Gamma(shape, rate)``. Static: whatever may be traced
-        has to be among ``parameters``.
-    :param parameters: further arguments of ``family``; with f and the links' heights
-        they broadcast to the batch shape.
-    :raises ValueError: for more than two links (the message says why), an f without an
-        axis for two of them, or heights the family does not accept.
+    :param family: a function of the link's value (of both values), and of
+        ``parameters`` by name, that returns a NumPyro distribution without event
+        dimensions: :class:`dist.Poisson <numpyro.distributions.Poisson>`,
+        ``lambda rate, shape: dist.Gamma(shape, rate)``. It is static: everything that
+        may be traced has to be among ``parameters``.
+
+        :param parameters: further arguments of ``family``; with f and the links'
+            heights they broadcast to the batch shape.
+        :raises ValueError: for more than two links (the message states the reason), an
+            f without an axis for two of them, or heights that the family does not
+            accept.
 
     **References**
 
@@ -127,7 +129,7 @@ class Linked(Distribution):
         return (f,) if len(self.edges) == 1 else (f[..., 0], f[..., 1])
 
     def conditional(self) -> Distribution:
-        """Return the family at the link's values: this distribution, given f."""
+        """Return the family at the link's values: the distribution given f."""
         pairs = zip(self.links(), self._latents(), strict=True)
         return self.family(*(link(f) for link, f in pairs), **self.parameters)
 
@@ -135,9 +137,9 @@ class Linked(Distribution):
         """Return the Gaussian expectation of a function that is constant in each cell
         (or in each pair of cells).
 
-        :param values: values in the cells, those of pairs flat, (..., cells).
-        :param mean: of f.
-        :param variance: of f, of its shape.
+        :param values: values in the cells, flat for pairs, (..., cells).
+        :param mean: mean of f.
+        :param variance: variance of f, of its shape.
         """
         links = self.links()
         if len(links) == 1:
@@ -152,8 +154,8 @@ class Linked(Distribution):
         """Return probabilities of the cells (or of the pairs of cells, flat) under
         Gaussians.
 
-        :param mean: of f.
-        :param variance: of f, of its shape.
+        :param mean: mean of f.
+        :param variance: variance of f, of its shape.
         """
         each = PiecewiseLink.cell_probabilities
         return self._of_cells(each, operator.mul, mean, variance)
@@ -178,7 +180,8 @@ class Linked(Distribution):
     def components(self, batch_shape: tuple[int, ...] | None = None) -> Distribution:
         """Return the family at every cell (or pair of cells, flat): batch + (cells,).
 
-        :param batch_shape: what the batch has to broadcast to; the distribution's own.
+        :param batch_shape: the shape to which the batch is broadcast; by default the
+            distribution's own.
         """
         shape = self.batch_shape if batch_shape is None else batch_shape
         heights = [x.heights for x in self.links()]
@@ -257,9 +260,9 @@ def _side_by_side(heights: list[Array], batch: tuple[int, ...]) -> Array:
 class PiecewiseBernoulli(Linked):
     r"""Labels 0/1 with probability ``link(f)`` of 1.
 
-    With ``PiecewiseLink.from_function(jax.nn.sigmoid, ...)`` a classifier whose
-    expectations are finite sums; with a learnt link, one whose inverse link is found
-    from the data.
+    With ``PiecewiseLink.from_function(jax.nn.sigmoid, ...)`` it is a classifier whose
+    expectations are finite sums; with a learnt link, the inverse link is estimated from
+    the data.
 
     :param f: latents, any shape.
     :param link: its heights are probabilities.
@@ -289,15 +292,15 @@ class PiecewiseNormal(Linked):
     r"""Real observations with mean ``link(f)``: regression with an inverse link that
     can be learnt from the data.
 
-    The link bends the mean function, so that its marginal distribution is not normal;
-    the noise around it is normal (for skewed noise, link the parameter of a skewed
-    family: :class:`Linked`).
+    The link transforms the mean function, so its marginal distribution is not normal.
+    The noise around it is normal; for skewed noise, link the parameter of a skewed
+    family (:class:`Linked`).
 
     The heights may be constants, a :func:`numpyro.param`, or a latent vector with a
-    normal prior, ``numpyro.sample("heights", dist.Normal(mean, sd).to_event(1))``: the
-    update of its Gaussian posterior is closed-form, [1] section 3.5. The expectation is
-    exact; as printed there, equation (24) also adds the variance of a height to the
-    noise inside the logarithm, and is no bound.
+    normal prior, ``numpyro.sample("heights", dist.Normal(mean, sd).to_event(1))``,
+    whose Gaussian posterior has closed-form updates ([1], section 3.5). The expectation
+    is exact. Equation (24), as printed in [1], also adds the variance of a height to
+    the noise inside the logarithm, and is not a bound.
 
     :param f: latents, any shape.
     :param link: the inverse link.
@@ -344,9 +347,9 @@ class PiecewiseHeteroscedasticNormal(Linked):
     r"""Real observations with mean ``loc`` and variance ``link(f)``: two latents.
 
     The expectation is exact, :math:`\sum_k P_k [\log N(y \mid m, g_k) - v / (2 g_k)]`
-    for loc ~ N(m, v); equation (21) of [1] adds v to the variance inside the logarithm
-    as well and has an undefined symbol. For an exponential link
-    :class:`~numpyro_gpaug.LogVarianceNormal` needs no cells.
+    for loc ~ N(m, v); equation (21) of [1] also adds v to the variance inside the
+    logarithm, and has an undefined symbol. An exponential link needs no cells: use
+    :class:`~numpyro_gpaug.LogVarianceNormal`.
 
     :param loc: mean, a latent.
     :param f: latent of the variance.

@@ -15,7 +15,7 @@ from numpyro_gpaug.distributions.heteroscedastic_normal import NormalOfPrecision
 class LogVarianceNormal(NormalOfPrecision):
     r"""Normal distribution with variance ``exp(log_variance)``.
 
-    The heteroscedastic model of [1] and [2]. Independent Gaussian latents
+    This is the heteroscedastic model of [1] and [2]. Independent Gaussian latents
     :math:`N(m, v)` in ``loc`` and :math:`N(m_g, v_g)` in ``log_variance`` have the
     exact expectation
 

@@ -23,21 +23,22 @@ class LogisticNormalizer(Distribution):
 
     with equality at ``zeta = S``; and S, a plain sum, is estimated without bias from K
     of the C classes by ``C / K`` times their sum (a plug-in of that estimate into the
-    logarithm is biased). So a model with very many classes needs only those drawn: this
-    factor for the normaliser, and ``Bernoulli(logits=f_k)`` observed to be 1 for the
-    class of each datum. One ``zeta`` per datum is learnt like any other param, on the
-    same bound; a good start is ``C / 2``, S at latents of zero.
+    logarithm is biased). A model with very many classes therefore needs only the drawn
+    classes: this factor for the normaliser, and ``Bernoulli(logits=f_k)``, observed to
+    be 1, for the class of each observation. One ``zeta`` per observation is learnt like
+    any other param, with the same bound; a good start is ``C / 2``, which is S at
+    latents of zero.
 
-    Not a distribution of the (ignored) observations, for which pass zeros: a factor, so
-    it cannot be sampled.
+    It is a factor, not a distribution of the observations: it cannot be sampled, and
+    ignores observations (pass zeros).
 
-    :param logits: latents of the classes drawn, (..., K).
-    :param num_classes: C, of all classes.
-    :param zeta: positive, of the batch shape.
+    :param logits: latents of the drawn classes, (..., K).
+    :param num_classes: the number C of all classes.
+    :param zeta: positive numbers of the batch shape.
     :raises ValueError: if fewer classes exist than were drawn.
 
     Class subsampling follows Galy-Fajou, Wenzel, Donner and Opper (2020), Multi-class
-    Gaussian process classification made conjugate, whose estimate plugs in.
+    Gaussian process classification made conjugate, who use the plug-in estimate.
 
     **Example**
 

@@ -19,13 +19,13 @@ from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 class LogisticPoisson(Elementwise):
     r"""Poisson distribution with rate ``max_rate * sigmoid(logits)`` [1].
 
-    The rate is bounded, and a Gaussian latent in ``logits`` has closed-form updates;
-    with an unbounded rate, ``Poisson(exp(f))``, it has none.
+    The rate is bounded, and a Gaussian latent in ``logits`` has closed-form updates; an
+    unbounded rate, ``Poisson(exp(f))``, has none.
 
     :param logits: log-odds of an event being kept, real.
     :param max_rate: the largest rate, positive. Both broadcast to the batch shape.
-    :raises ValueError: under ``validate_args``, for parameters off these sets, and for
-        counts that are negative or not whole.
+    :raises ValueError: under ``validate_args``, for parameters outside of these sets,
+        and for counts that are negative or not integers.
 
     **Reference**
 

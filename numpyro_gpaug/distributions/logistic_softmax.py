@@ -14,11 +14,12 @@ from numpyro_gpaug.distributions._classes import Classes, class_shape
 class LogisticSoftmax(Classes):
     r"""Classes ``0 .. C-1`` with ``p(k) = sigmoid(f_k) / sum_c sigmoid(f_c)``.
 
-    Like the softmax it orders the classes by their latents, but a latent saturates:
-    classes far above zero share the probability equally. It is the multi-class
-    likelihood of Galy-Fajou, Wenzel, Donner and Opper (2020), "Multi-class Gaussian
-    process classification made conjugate", whose augmentation makes it Gaussian in the
-    latents. ``LogisticSoftmax(f)`` equals ``Categorical(logits=log_sigmoid(f))``.
+    Like the softmax it orders the classes by their latents, but the effect of a latent
+    saturates: classes with latents far above zero share the probability equally. It is
+    the multi-class likelihood of Galy-Fajou, Wenzel, Donner and Opper (2020),
+    "Multi-class Gaussian process classification made conjugate", whose augmentation
+    makes it Gaussian in the latents. ``LogisticSoftmax(f)`` equals
+    ``Categorical(logits=log_sigmoid(f))``.
 
     :param logits: latents, (..., C) with C >= 2.
     :raises ValueError: if ``logits`` has no class axis, or fewer than two classes.
@@ -47,10 +48,10 @@ class LogisticSoftmax(Classes):
 class LogisticSoftmaxMeanField(LogisticSoftmax):
     r"""The same likelihood with the published mean-field bound as its augmented bound.
 
-    The augmented bound of :class:`LogisticSoftmax` integrates the Gamma variable out;
-    this one keeps it as a factor of its own, as Galy-Fajou et al. (2020) do, which is
-    never tighter. For comparison with the paper; its exact expectation, predictions and
-    Gibbs conditionals are those of :class:`LogisticSoftmax`.
+    The augmented bound of :class:`LogisticSoftmax` integrates the Gamma variable out.
+    This class keeps an independent factor for it, as in Galy-Fajou et al. (2020), which
+    is never tighter. It is meant for comparisons with the paper: its exact expectation,
+    predictions and Gibbs conditionals equal those of :class:`LogisticSoftmax`.
 
     :param logits: latents, (..., C) with C >= 2.
 

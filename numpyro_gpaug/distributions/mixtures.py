@@ -24,15 +24,15 @@ from numpyro_gpaug.math.quadrature import gaussian_nodes, peaked_nodes
 class CountMixture(Elementwise):
     """Counts with a latent log-odds ``f ~ N(loc, spread)`` integrated out.
 
-    A finite mixture whose nodes are placed for each count, where its likelihood
-    turns: fixed nodes resolve no peak of a large count. Draws draw the latent. A
-    subclass says what the likelihood is.
+    It is a finite mixture with separate nodes for each count, near the mode of its
+    likelihood: fixed nodes do not resolve the peak of a large count. Sampling draws the
+    latent. A subclass defines the likelihood.
 
-    :param other: the likelihood's other parameter.
+    :param other: the other parameter of the likelihood.
     :param loc: mean of the latent.
     :param spread: its variance, >= 0. All have the batch shape.
-    :param mean: of the counts.
-    :param variance: of the counts.
+    :param mean: mean of the counts.
+    :param variance: variance of the counts.
     """
 
     other: Array = parameter(constraints.nonnegative)
@@ -56,17 +56,16 @@ class CountMixture(Elementwise):
         raise NotImplementedError
 
     def at_most(self, other: Array, y: Array, logits: Array) -> Array:
-        """Return the probability of at most a count, which may be any number, given its
-        latent.
+        """Return the probability of at most ``y`` counts, given the latent.
 
-        :param y: whole numbers, >= 0.
+        :param y: integers, >= 0.
         """
         raise NotImplementedError
 
     def cdf(self, value: ArrayLike) -> Array:
-        """Return the probability of counts up to a value; in float32 to four digits.
+        """Return the probability of counts up to a value, to four digits in float32.
 
-        :param value: broadcasts with the batch shape.
+        :param value: the value, which broadcasts with the batch shape.
         """
         other, loc, spread, *_ = self._arrays()
         y = jnp.floor(jnp.asarray(value, loc.dtype))
@@ -110,12 +109,12 @@ class CountMixture(Elementwise):
 def bisected_icdf(
     cdf: Callable[[Array], Array], q: Array, low: Array, high: Array
 ) -> Array:
-    """Return the quantile q of a distribution function, by bisection to rounding.
+    """Return the quantile q of a distribution function, by bisection up to rounding.
 
-    :param cdf: increasing.
+    :param cdf: an increasing function.
     :param q: probabilities.
-    :param low: below the quantile, of the shape of the answer.
-    :param high: above it.
+    :param low: a lower bound of the quantile, of the shape of the answer.
+    :param high: an upper bound.
     """
 
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -132,9 +131,10 @@ def bisected_icdf(
 class NormalLaplace(Elementwise):
     """The sum of a normal and a Laplace variable.
 
-    :param loc: mean of both together.
+    :param loc: mean of the sum.
     :param spread: variance of the normal, >= 0.
-    :param scale: scale of the Laplace, > 0. All three broadcast to the batch shape.
+    :param scale: scale of the Laplace variable, > 0. All three broadcast to the batch
+        shape.
 
     **Example**
 
@@ -173,7 +173,7 @@ class NormalLaplace(Elementwise):
         return jnp.logaddexp(right, left) - jnp.log(2 * self.scale)
 
     def _in_units(self, value: ArrayLike) -> tuple[Array, Array]:
-        """Distance and variance of the normal, in units of the scale."""
+        """Return distance and variance of the normal, in units of the scale."""
         loc, spread, scale = self._arrays()
         square = spread / jnp.square(scale)
         distance = (jnp.asarray(value) - loc) / scale
@@ -197,7 +197,7 @@ def _around(d: dist.Distribution, q: Array) -> tuple[Array, Array]:
 
 
 def _log_side(distance: Array, square: Array) -> Array:
-    """``log [exp(s^2 / 2 - d) Phi(d / s - s)]`` for ``square = s^2``."""
+    """Return ``log [exp(s^2 / 2 - d) Phi(d / s - s)]`` for ``square = s^2``."""
     s = jnp.sqrt(square)
     x = distance / s - s
     far = x < -15
@@ -213,12 +213,13 @@ def _log_side(distance: Array, square: Array) -> Array:
 class NodeMixture(dist.MixtureSameFamily):
     """A mixture over nodes with its exact moments.
 
-    A draw picks its node first: it needs memory for one draw, not for one per node.
+    A draw chooses its node first, so it needs memory for one draw, not for one per
+    node.
 
-    :param log_weights: of shape batch + (K,).
-    :param component: of that batch shape.
-    :param mean: of the batch shape.
-    :param variance: of the batch shape.
+    :param log_weights: log-weights, of shape batch + (K,).
+    :param component: the component, of that batch shape.
+    :param mean: mean, of the batch shape.
+    :param variance: variance, of the batch shape.
     """
 
     # Fields, where NumPyro has properties.
@@ -267,7 +268,7 @@ class NodeMixture(dist.MixtureSameFamily):
 
 class CellMixture(NodeMixture):
     """A mixture over cells of any family with a distribution function. Its quantiles do
-    not need those of the components; quantiles of counts are whole numbers."""
+    not need quantiles of the components; quantiles of counts are integers."""
 
     def icdf(self, q: ArrayLike) -> Array:
         q = jnp.asarray(q, self.mean.dtype)

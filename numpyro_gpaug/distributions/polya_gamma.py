@@ -72,27 +72,26 @@ class PolyaGamma(Elementwise):
     The density is even in
     :math:`c`.
 
-    **log_prob** is exact to rounding (a convergent series for small values, a
-    contour integral otherwise) up to :math:`b=1000` in double and :math:`b=12` in
-    single precision.  Beyond, it is a saddlepoint expansion with two correction
+    **log_prob** is exact to rounding (a convergent series for small values, a contour
+    integral otherwise) up to :math:`b=1000` in double and :math:`b=12` in single
+    precision.  For larger shapes it is a saddlepoint expansion with two correction
     terms, whose error falls as :math:`b^{-3}`.  Against 30-digit arithmetic, over
     :math:`b` in [0.01, 1e4], :math:`|c|` in [0, 1e3], values in [1e-4, 1e3] and from
-    0.01 to 30 times the mean, the largest error relative to
-    :math:`\max(1, |\log p|)` was 5e-12 in double and 2e-6 in single precision.  It
-    is differentiable in the value, in ``b`` and in ``c``.
+    0.01 to 30 times the mean, the largest error relative to :math:`\max(1, |\log p|)`
+    was 5e-12 in double and 2e-6 in single precision.  It is differentiable in the
+    value, in ``b`` and in ``c``.
 
-    **sample** is a rejection sampler [1, 2] with one envelope for every real ``b``
-    and every ``c``, an inverse Gaussian distribution (drawn as in [3]), which accepts
-    at least 81% of its proposals.  Nothing is truncated; what is approximate is the
-    logarithm of the acceptance probability, read from a table.  Its error, and with it
-    that of the density of the draws relative to the Polya-Gamma one, was at most 1e-9
-    in double precision for :math:`b\le 32` and 3e-9 up to :math:`b=10^4`; in single
-    precision 3e-6 for :math:`b\le 32` and 2e-5 up to :math:`b=10^4`.  A draw is
-    rounded, and its normal quantile is an inverse of a uniform number with 52 (23)
-    bits: single-precision tails end at a probability of about 1e-7.  When a ``b``
-    that all elements share is a scalar, or is known and not traced, a draw takes
-    less time.  A shape of zero, which ``validate_args`` rejects, gives zero.  Draws
-    carry no gradient.
+    **sample** is a rejection sampler [1, 2] with one envelope for every real ``b`` and
+    every ``c``, an inverse Gaussian distribution (drawn as in [3]), which accepts at
+    least 81% of its proposals.  Nothing is truncated. Only the logarithm of the
+    acceptance probability is approximate: it comes from a table. Its error, and hence
+    the relative error of the density of the draws, was at most 1e-9 in double precision
+    for :math:`b\le 32` and 3e-9 up to :math:`b=10^4`; in single precision 3e-6 for
+    :math:`b\le 32` and 2e-5 up to :math:`b=10^4`.  A draw is rounded, and its normal
+    quantile is an inverse of a uniform number with 52 (23) bits: single-precision tails
+    end at a probability of about 1e-7.  A draw takes less time if all elements share a
+    ``b`` that is a scalar, or is known and not traced.  A shape of zero, which
+    ``validate_args`` rejects, gives zero.  Draws carry no gradient.
 
     **References**
 

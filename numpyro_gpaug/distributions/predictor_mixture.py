@@ -22,16 +22,17 @@ _CLASSES = dist.CategoricalProbs, dist.CategoricalLogits, dist.OrderedLogistic
 class PredictorMixture(Distribution):
     """The mixture of any distribution over quadrature nodes of its parameters.
 
-    Posteriors make it, as ``predict_y`` of likelihoods whose predictive distribution
-    has no closed form. ``cdf`` and ``icdf`` exist where those of the components do.
+    ``predict_y`` of a posterior returns it for likelihoods whose predictive
+    distribution has no closed form. ``cdf`` and ``icdf`` exist if the components have
+    them.
 
-    :param leaves: of the component, in the order of ``treedef``; those that ``varies``
-        marks have a leading axis over nodes.
-    :param weights: of the nodes, summing to one.
+    :param leaves: leaves of the component, in the order of ``treedef``; leaves marked
+        by ``varies`` have a leading axis over nodes.
+    :param weights: weights of the nodes, summing to one.
     :param treedef: structure of the component.
     :param varies: which leaves vary.
-    :param batch_shape: of a component.
-    :param event_shape: of a component.
+    :param batch_shape: batch shape of a component.
+    :param event_shape: event shape of a component.
     """
 
     pytree_data_fields = ("leaves", "weights")
@@ -54,7 +55,8 @@ class PredictorMixture(Distribution):
     def over_members(self, weights: Array) -> PredictorMixture:
         """Combine several stacked mixtures into one over the nodes of all.
 
-        :param weights: of the members, which are the leading axis of all arrays.
+        :param weights: weights of the members; all arrays have a leading axis over
+            members.
         """
         nodes = self.weights.shape[1]
         leaves = tuple(
@@ -110,8 +112,8 @@ class PredictorMixture(Distribution):
         return self._component.support
 
     def _known(self, name: str, function: Callable[[Any], Array], draws: str) -> Array:
-        """Return a property of every component, or raise with a way to do without
-        it."""
+        """Return a property of every component, or raise an error that states an
+        alternative."""
         try:
             return self._each(function)
         except NotImplementedError as error:
@@ -182,8 +184,8 @@ class PredictorMixture(Distribution):
         return draws.reshape(shape + self.event_shape)
 
     def _event_dims(self) -> list[int] | None:
-        """The number of trailing axes of each varying array that are not axes of data;
-        ``None`` unless all are parameters with known axes."""
+        """Return the number of trailing axes of each varying array that are not axes of
+        data; ``None`` unless all arrays are parameters with known axes."""
         component = self._component
         given = _parameters(component, self.batch_shape)
         found = [given.get(id(x)) for x in jax.tree.leaves(component)]
@@ -193,8 +195,8 @@ class PredictorMixture(Distribution):
 
 
 def _parameters(law: Distribution, batch_shape: tuple[int, ...]) -> dict[int, int]:
-    """The event dimensions of the parameters of a distribution, and of those it is made
-    of, by the identity of the arrays."""
+    """Return the event dimensions of the parameters of a distribution and of its base
+    distributions, by the identity of the arrays."""
     if law.batch_shape != batch_shape:
         return {}
     dims: dict[str, int] = {}

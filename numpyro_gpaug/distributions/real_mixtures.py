@@ -33,9 +33,10 @@ def normal_of_noise(mean: Array, variance: Array, log_noise: Array) -> dist.Norm
     """Return normals of the sum of a latent and noise, whose variance may overflow its
     dtype.
 
-    :param mean: of the latent.
-    :param variance: of the latent.
-    :param log_noise: logarithms of the variances of the noise, with a last axis more.
+    :param mean: mean of the latent.
+    :param variance: variance of the latent.
+    :param log_noise: logarithms of the variances of the noise, with an additional last
+        axis.
     """
     tiny = jnp.finfo(log_noise.dtype).tiny
     total = jnp.logaddexp(jnp.log(jnp.maximum(variance, tiny))[..., None], log_noise)
@@ -45,9 +46,10 @@ def normal_of_noise(mean: Array, variance: Array, log_noise: Array) -> dist.Norm
 
 
 class RealMixture(Elementwise):
-    """Real observations with a scalar integrated out: a mixture over nodes of it.
+    """Real observations with a scalar integrated out: a mixture over nodes of the
+    scalar.
 
-    Nodes are made where they are needed, of some rows at a time: kept, they would be a
+    Nodes are computed on demand, for some rows at a time: stored, they would be a
     hundred times as large as the data.
     """
 
@@ -56,7 +58,8 @@ class RealMixture(Elementwise):
     def components(self, *parameters: Array) -> tuple[Array, dist.Distribution]:
         """Return log-weights of the nodes, along a last axis, and their distributions.
 
-        :param parameters: some rows of each, in the order of their declaration.
+        :param parameters: some rows of each parameter, in the order of their
+            declaration.
         """
         raise NotImplementedError
 
@@ -91,13 +94,14 @@ class RealMixture(Elementwise):
 
 
 class NormalStudentT(RealMixture):
-    """The sum of a normal and a Student-t variable: normal given the precision of the
-    latter, a gamma variable.
+    """The sum of a normal and a Student-t variable. It is normal given the precision of
+    the latter, which is a gamma variable.
 
     :param df: degrees of freedom, > 0.
-    :param loc: mean of both together.
+    :param loc: mean of the sum.
     :param spread: variance of the normal, >= 0.
-    :param scale: of the Student-t, > 0. All broadcast to the batch shape.
+    :param scale: scale of the Student-t variable, > 0. All broadcast to the batch
+        shape.
 
     **Example**
 
@@ -141,15 +145,15 @@ class NormalStudentT(RealMixture):
 class NoiseMixture(RealMixture):
     """Normal observations with a noise that is a function of a normal latent.
 
-    A mixture over nodes of that latent; densities place nodes of their own, as an
-    outlier is a datum of a noise that those about the mean do not have. A subclass says
-    what the function is.
+    It is a mixture over nodes of that latent. Densities use their own nodes, because an
+    outlier has a noise level that nodes around the mean do not cover. A subclass
+    defines the function.
 
     :param loc: mean of the function values.
     :param spread: their variance, >= 0.
     :param latent: mean of the latent.
     :param latent_spread: its variance, >= 0.
-    :param other: what else the noise depends on. All have the batch shape.
+    :param other: other parameters of the noise. All have the batch shape.
     """
 
     loc: Array = parameter(constraints.real)
@@ -159,7 +163,7 @@ class NoiseMixture(RealMixture):
     other: Array = parameter(constraints.real)
 
     def log_noise(self, latent: Array, other: Array) -> Array:
-        """The logarithm of the variance of the noise."""
+        """Return the logarithm of the variance of the noise."""
         raise NotImplementedError
 
     @property

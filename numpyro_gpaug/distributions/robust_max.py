@@ -16,15 +16,15 @@ class RobustMax(Classes):
     r"""Classes ``0 .. J-1``. The class with the largest latent has probability ``1 -
     epsilon``, and each other class ``epsilon / (J-1)``.
 
-    A datum costs at most ``log((J-1) / epsilon)`` nats however far on the wrong side it
-    lies, so that outliers do not move the boundary [1], [2]. ([2] prints ``epsilon``
+    An observation costs at most ``log((J-1) / epsilon)`` nats, however far on the wrong
+    side it is, so outliers do not move the boundary [1], [2]. ([2] prints ``epsilon``
     for every wrong class, with which the probabilities do not sum to one, but uses
-    ``epsilon / (J-1)``.) The density is piecewise constant in the latents: samplers
-    that follow gradients learn nothing from it, but its Gaussian expectation is smooth.
-    It depends on the order of the latents only, hence not on a variance that all
-    processes share: keep that one fixed.
+    ``epsilon / (J-1)``.) The density is piecewise constant in the latents: its gradient
+    is of no use to samplers, but its Gaussian expectation is smooth. It depends only on
+    the order of the latents, hence not on a variance that all processes share: keep
+    that variance fixed.
 
-    :param f: latents, (..., J) with J >= 2; between equal ones the first is the
+    :param f: latents, (..., J) with J >= 2; of equal latents the first counts as the
         largest.
     :param epsilon: probability of any wrong class, in (0, 1); broadcasts with the batch
         shape of ``f``. The default is that of [2].

@@ -16,27 +16,27 @@ class SampledLogisticSoftmax(Distribution):
     r"""A bound of the logistic-softmax that, averaged over the classes drawn, is a
     lower bound.
 
-    Of all C classes the data's own, k, and K - 1 of the others were drawn. With
-    ``S = sum_c sigmoid(f_c)``, ``-log S >= 1 - log zeta - S / zeta`` for any
-    ``zeta > 0``, and the term of each other class c in S / zeta may have the estimate
-    of S by those left out of it, which is independent of it:
+    The sample of the C classes has the class k of the observation and K - 1 others.
+    With ``S = sum_c sigmoid(f_c)``, ``-log S >= 1 - log zeta - S / zeta`` for any
+    ``zeta > 0``. The term of each other class c in S / zeta may use, as zeta, the
+    estimate of S without that class, which is independent of the class:
 
     .. math::
         \zeta_c = \sigma(f_k) + \frac{C - 1}{K - 2} \sum_{j \ne k, c} \sigma(f_j),
         \qquad \log \sigma(f_k) + \frac{1}{K - 1} \sum_{c \ne k} \Bigl[1 - \log \zeta_c
         - \frac{\sigma(f_k) + (C - 1) \sigma(f_c)}{\zeta_c}\Bigr].
 
-    So no ``zeta`` has to be learnt for each datum, as in
-    :class:`~numpyro_gpaug.LogisticNormalizer`, and none goes stale. With all classes,
-    ``zeta = S``.
+    No ``zeta`` has to be learnt for each observation, unlike in
+    :class:`~numpyro_gpaug.LogisticNormalizer`. With all classes, ``zeta = S``.
 
-    The value is the position of the datum's class among those drawn.
+    The value is the position of the observation's class among the drawn classes.
     :class:`numpyro_gpaug.multilabel.ClassMembers` draws classes and data. Predict the
     latents of all classes with :class:`~numpyro_gpaug.LogisticSoftmax`.
 
-    :param logits: latents of the classes drawn, (..., K).
-    :param num_classes: C, of all classes.
-    :raises ValueError: for fewer than three of more than that, or K above C.
+    :param logits: latents of the drawn classes, (..., K).
+    :param num_classes: the number C of all classes.
+    :raises ValueError: if K exceeds C, or is less than three although there are three
+        classes.
 
     **Example**
 
@@ -72,7 +72,8 @@ class SampledLogisticSoftmax(Distribution):
         return self.bound(log_g, jnp.exp(log_g), value)
 
     def bound(self, log_g: Array, g: Array, value: Array) -> Array:
-        """The bound from ``log sigmoid(f)`` and ``sigmoid(f)``, or expectations."""
+        """Return the bound from ``log sigmoid(f)`` and ``sigmoid(f)``, or from their
+        expectations."""
         classes, drawn = self.num_classes, g.shape[-1]
         label = jax.nn.one_hot(value, drawn, dtype=g.dtype)
         log_own = (log_g * label).sum(-1)

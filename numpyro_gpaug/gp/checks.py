@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a Gaussian process as arrays, and errors for those of other shapes."""
+"""Arguments of a Gaussian process as arrays, and errors for wrong shapes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def as_inputs(X: Array, name: str) -> Array:
     """Return inputs as floats.
 
     :param X: inputs.
-    :param name: of the argument.
-    :raises ValueError: for an empty array, and one of another number of axes.
+    :param name: the name of the argument.
+    :raises ValueError: for an empty array, or another number of axes.
     """
     X = jnp.asarray(X)
     if X.ndim not in (1, 2, 3) or 0 in X.shape:
@@ -29,9 +29,9 @@ def as_loadings(
 ) -> tuple[Array | None, Array | None]:
     """Return loadings and bias as arrays, if there are any.
 
-    :param loadings: of outputs on latents.
-    :param bias: of outputs.
-    :param num_latents: how many latents there are, if that is given.
+    :param loadings: loadings of outputs on latents.
+    :param bias: bias of outputs.
+    :param num_latents: the number of latents, if given.
     :raises ValueError: for other shapes, and a bias without loadings.
     """
     if loadings is None:

@@ -23,10 +23,11 @@ class Outputs:
 
     :param loadings: Phi, (K, P), or ``None``.
     :param bias: b, (K,), or ``None``.
-    :param latents: indices of latents, (L,); with loadings of outputs, (L,) or, others
-        in every row, (N, L); ``None`` for all.
-    :param num_latents: of the process; ``None`` for a single one without an axis.
-    :param size: number of data N.
+    :param latents: indices of latents, (L,), or, with loadings, of outputs, (L,) or (N,
+        L) if they differ between rows; ``None`` for all.
+    :param num_latents: number of latents of the process; ``None`` for a single one
+        without an axis.
+    :param size: number of rows N.
     """
 
     loadings: Array | None
@@ -42,7 +43,7 @@ class Outputs:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of the values of the latents, one per datum: (N,) or (N, latents)."""
+        """Shape of the values of the latents, one per row: (N,) or (N, latents)."""
         if self.num_latents is None:
             return (self.size,)
         selected = self.selected
@@ -79,7 +80,7 @@ class Outputs:
         """Return the change of the function values, of :attr:`shape`, for a change of
         the latents.
 
-        :param latents: (latents, N).
+        :param latents: the change, (latents, N).
         """
         return self._mixed(latents, self.loadings)
 
@@ -87,16 +88,16 @@ class Outputs:
         """Return variances of function values, of :attr:`shape`, from the variances of
         the latents.
 
-        :param latents: (1 or latents, N).
+        :param latents: variances of the latents, (1 or latents, N).
         """
         squares = None if self.loadings is None else jnp.square(self.loadings)
         return self._mixed(latents, squares)
 
     def covariances(self, latents: Array) -> Array:
-        """Return covariances between data, per output, (N, N) or (outputs, N, N).
+        """Return covariances between rows, per output, (N, N) or (outputs, N, N).
 
-        :param latents: those of the latents, (1 or latents, N, N).
-        :raises ValueError: if every row has outputs of its own.
+        :param latents: covariances of the latents, (1 or latents, N, N).
+        :raises ValueError: if outputs differ between rows.
         """
         if self.num_latents is None:
             return latents[0]

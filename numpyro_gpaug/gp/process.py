@@ -43,7 +43,7 @@ class FunctionDraw(NamedTuple):
     """The value that a guide gives an inducing vector when it draws the function
     itself.
 
-    :param values: function values where the model calls the process.
+    :param values: function values at the inputs at which the model calls the process.
     """
 
     values: Array
@@ -53,7 +53,8 @@ class Conditional:
     """Function values at ``X`` given the inducing values; everything is computed
     lazily.
 
-    It is the ``fn`` of the deterministic site a :class:`GaussianProcess` call makes.
+    It is the ``fn`` of the deterministic site that a call of a :class:`GaussianProcess`
+    makes.
 
     :param gp: the process.
     :param X: inputs, (N, D).
@@ -92,7 +93,7 @@ class Conditional:
         return self._project(self.gp.whitener, self.X)
 
     def _project(self, whitener: Whitener, X: Array) -> Projected:
-        """The selected latents at some inputs."""
+        """Return the selected latents at some inputs."""
         return Projected(*map(self.select, project(self.gp, whitener, X)))
 
     @cached_property
@@ -151,7 +152,7 @@ class Conditional:
         """Return the change of the function values, of :attr:`shape`, for a change of
         the inducing values.
 
-        :param v: (C, M), with an axis over latents even for one.
+        :param v: the change, (C, M), with an axis over latents even for a single one.
         """
         shift = jnp.einsum("...mn,...m->...n", self.projection, self.select(v))
         return self.outputs.shifts(shift)
@@ -160,8 +161,8 @@ class Conditional:
     def values(self, v: Array, eps: Array | None = None) -> Array:
         """Compute function values from whitened inducing values and residual noise.
 
-        :param v: (M,) or (C, M).
-        :param eps: standard normal, one per latent and datum, or ``None`` for no
+        :param v: whitened inducing values, (M,) or (C, M).
+        :param eps: standard normal numbers, one per latent and row, or ``None`` for no
             residual.
         """
         # NumPyro draws standard normals in JAX's default dtype, whatever their loc's.
@@ -231,18 +232,18 @@ class GaussianProcess(Displayed):
     :param loadings: :math:`\Phi`, (K, P): a semiparametric latent-factor model, in
         which K outputs :math:`f = \Phi h + b` share P independent latents h. Kernel,
         ``inducing`` and ``mean`` refer to h. Loadings are usually a
-        :func:`numpyro.param`, started at random or from data (not at zero, where
-        nothing moves). They need likelihoods that depend on one output at a time. The
-        outputs at one input are correlated; the bound does not depend on that, and
+        :func:`numpyro.param`, started at random or from data (not at zero, where all
+        gradients vanish). They need likelihoods that depend on one output at a time.
+        The outputs at one input are correlated; the bound does not depend on that, and
         densities of predictions (a sum over outputs) ignore it.
     :param bias: b, (K,), with ``loadings``; zero by default.
     :param jitter: added to the diagonal of ``K_ZZ``, relative to its mean; 0 is
         allowed. The default is the rounding error of the elements of ``K_ZZ``, or of
         their deviations from a constant if the kernel states these, doubled until the
         matrix factorises. L is corrected for nearly all of its effect
-        (``docs/theory/rounding.md``). NUTS on the model as it is written needs 1e-5 in
-        float32 with a smooth kernel: with the smallest jitter rounding makes the
-        density too rough far from the data.
+        (``docs/theory/rounding.md``). NUTS on the model needs 1e-5 in float32 with a
+        smooth kernel: with the smallest jitter, rounding makes the density too rough
+        far from the data.
     :raises ValueError: inside a plate, for inducing inputs that are not two- or
         three-dimensional (one-dimensional for scalar inputs) or are empty, and for
         loadings or a bias of another shape.
@@ -341,13 +342,13 @@ class GaussianProcess(Displayed):
         )
 
     def __call__(self, X: Array, latents: Array | None = None) -> Array:
-        """Function values at ``X``.
+        """Return function values at ``X``.
 
         :param X: inputs, (N, D).
-        :param latents: indices of a subset of the C latents; all by default. Of a
-            process with loadings, indices of outputs: (L,), or (N, L) for other ones in
-            every row.
-        :return: (N,), or (N, C), or (N, L).
+        :param latents: indices of a subset of the C latents; all by default. For a
+            process with loadings, indices of outputs: (L,), or (N, L) if they differ
+            between rows.
+        :return: function values, (N,), (N, C) or (N, L).
         :raises ValueError: if the columns of ``X`` and of the inducing inputs differ,
             or for ``latents`` of another shape.
         """
@@ -398,7 +399,7 @@ def with_residual(model: Callable, policy: str) -> Callable:
     :param model: a NumPyro model.
     :param policy: ``"site"`` makes the residual noise a whitened latent site
         ``"{name}.eps"``, so that MCMC with inducing inputs samples the process with
-        independent residuals; ``"noise"`` adds fresh noise always; ``"mean"`` never.
+        independent residuals; ``"noise"`` always adds new noise; ``"mean"`` never does.
     :return: a model with the same arguments.
     :raises ValueError: for any other policy.
     """

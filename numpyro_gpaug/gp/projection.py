@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The projection of a process on its inducing inputs.
+r"""The projection of a process onto its inducing inputs.
 
-A dtype resolves covariances to a share of the prior variance, 6e-8 in float32. Where
-that is not far below the variance of the noise, as where lengthscales are long, what
-counts is how function values differ, and their differences vary far less than they do.
-A kernel that is a constant and a deviation from it that does not cancel
-(``kernel.constant``, ``kernel.deviation``) knows these:
-:class:`~numpyro_gpaug.math.whitening.Differenced`. Whitened values remain what they are
-without it. Derivatives need no such care, and are those of ``L^-1 K_ZX`` as it is
+The rounding error of covariances is 6e-8 of the prior variance in float32. With long
+lengthscales, that may not be far below the variance of the noise. The data then depend
+on differences of function values, whose variances are far smaller. A kernel that states
+a constant and the deviation from it (``kernel.constant``, ``kernel.deviation``)
+computes these differences without cancellation:
+:class:`~numpyro_gpaug.math.whitening.Differenced`. Whitened values are the same as
+without it. Derivatives do not need this, and are the derivatives of ``L^-1 K_ZX`` as
 written.
 """
 
@@ -32,8 +32,8 @@ class Whitener(NamedTuple):
     """The linear map that whitens inducing values.
 
     :param inverse: ``L^-1`` of ``K_ZZ``, (1 or C, M, M).
-    :param values: what it is the product of, whose derivative is not looked at; None if
-        it is not made of differences.
+    :param values: the factors of ``inverse``, without derivatives, if it was computed
+        from differences; otherwise None.
     """
 
     inverse: Array
@@ -70,11 +70,12 @@ def whitener(gp: Any) -> Whitener:
 def project(gp: Any, whitener: Whitener, X: Array) -> Projected:
     """Return function values at inputs (N, D) given inducing values.
 
-    A product with the inverse factor, not a triangular solve: it costs the same on a
-    CPU, runs at full speed on accelerators, and XLA can partition it over devices.
+    It uses a product with the inverse factor, not a triangular solve: the product costs
+    the same on a CPU, runs at full speed on accelerators, and can be partitioned over
+    devices by XLA.
 
     :param gp: the process.
-    :param whitener: of :func:`whitener`.
+    :param whitener: from :func:`whitener`.
     """
     inverse, values = whitener
     if values is not None:
@@ -106,8 +107,8 @@ class _Deviations:
         return Projected(projection, jnp.maximum(left, 0))
 
     def _at(self, X: Array) -> tuple[Array, Array]:
-        """Deviations from the inducing values' covariances and the variance, (1 or C,
-        N, M) and (1 or C, N)."""
+        """Return deviations of the covariances with the inducing values and of the
+        variance, (1 or C, N, M) and (1 or C, N)."""
         across = lead(deviation_of(self._kernel, X, self._inducing), 2)
         return across, lead(deviation_of(self._kernel, X), 1)
 
@@ -117,8 +118,8 @@ def _product(inverse_factor: Array, cross: Array) -> Array:
 
 
 def residual_variance(prior_variance: Array, projection: Array) -> Array:
-    """``k(x, x) - |A_i|^2``: a Schur complement, so only rounding can make it negative,
-    and the true value is then 0 to rounding."""
+    """Return ``k(x, x) - |A_i|^2``. It is a Schur complement, so only rounding can make
+    it negative, and the true value is then 0 up to rounding."""
     return jnp.maximum(prior_variance - jnp.square(projection).sum(-2), 0)
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data with many labels per row: reading files, and drawing rows and labels.
 
-All but :meth:`ClassMembers.draw` runs on the host, in NumPy and SciPy. Inputs and
-labels stay sparse:
-:class:`numpyro_gpaug.inducing.Subspace` makes a minibatch of inputs dense,
-:class:`LabelSampler` draws the labels at which a step looks, and
-:mod:`numpyro_gpaug.multilabel.ranking` judges the predictions.
+Everything except :meth:`ClassMembers.draw` runs on the host, in NumPy and SciPy. Inputs
+and labels stay sparse: :class:`numpyro_gpaug.inducing.Subspace` makes a minibatch of
+inputs dense, :class:`LabelSampler` draws the labels that a step uses, and
+:mod:`numpyro_gpaug.multilabel.ranking` evaluates the predictions.
 """
 
 from ._classes import ClassBatch, ClassMembers

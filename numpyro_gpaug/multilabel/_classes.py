@@ -15,10 +15,10 @@ from jax.typing import ArrayLike
 class ClassBatch(NamedTuple):
     """Some classes, and some of their data.
 
-    :param classes: the K classes drawn.
-    :param rows: indices of the data, (B,).
-    :param own: the position of the class of each among those drawn, (B,).
-    :param scale: how many data each stands for, (B,): for
+    :param classes: the K drawn classes.
+    :param rows: indices of the rows, (B,).
+    :param own: the position of each row's class among the drawn classes, (B,).
+    :param scale: the number of rows that each row represents, (B,), for
         :class:`numpyro.handlers.scale`.
     """
 
@@ -31,12 +31,13 @@ class ClassBatch(NamedTuple):
 class ClassMembers(NamedTuple):
     """The data of every class, for models of very many classes.
 
-    A batch holds data of the classes drawn and of no others, so that each datum meets
-    its own class and a uniform sample of the rest.
+    A batch has rows of the drawn classes only, so that each row comes with its own
+    class and a uniform sample of the others.
 
-    :param rows: of each class, in random order and repeated up to the size of the
-        largest, (C, P).
-    :param weights: one over how often the row is repeated; 0 if a class has none.
+    :param rows: rows of each class, in random order and repeated up to the size of the
+        largest class, (C, P).
+    :param weights: one over the number of repetitions of the row; 0 if a class has no
+        rows.
 
     **Example**
 
@@ -57,7 +58,7 @@ class ClassMembers(NamedTuple):
 
         :param labels: classes of the data, (N,), 0 .. C - 1.
         :param num_classes: C.
-        :param seed: of the order within a class.
+        :param seed: seed of the order within a class.
         :raises ValueError: for labels outside that range.
         """
         found: Any = np.asarray(labels)
@@ -83,7 +84,7 @@ class ClassMembers(NamedTuple):
         """Draw a batch inside a model, by its plates ``"classes"`` and ``"members"``.
 
         :param num_drawn: number K of classes; all by default.
-        :param num_members: of each; all by default.
+        :param num_members: number of rows of each class; all by default.
         """
         num_classes, size = np.shape(self.rows)
         with numpyro.plate("classes", num_classes, subsample_size=num_drawn) as drawn:

@@ -43,8 +43,8 @@ def load_xmc(path: str | PathLike[str]) -> MultiLabelData:
 
     The first line holds the numbers of rows, features and labels, ``N D K``. Each
     further line is a row, ``l1,l2 i:v i:v ...``, with labels and features counted from
-    0; either part may be missing. Labels that a line repeats count once, values of a
-    feature that it repeats add up.
+    0; either part may be missing. Repeated labels in a line count once, and values of a
+    repeated feature are added.
 
     :param path: the file.
     :raises ValueError: for another header, a line in another form, an index out of
@@ -108,17 +108,17 @@ def load_svmlight(
 ) -> MultiLabelData:
     r"""Read a multi-label file in svmlight format, with scikit-learn's parser.
 
-    Lines without label and features are skipped, as that format has it. Labels are
-    columns of ``Y`` as they stand in the file, from 0.
+    Lines without labels and features are skipped, as the format prescribes. Labels in
+    the file are the columns of ``Y``, from 0.
 
     :param path: the file.
     :param zero_based: whether *features* are counted from 0; LIBSVM counts from 1.
-    :param num_features: D; the largest that occurs by default, which may be too few in
-        a test set.
-    :param num_labels: K; the largest that occurs by default.
-    :raises ValueError: for what scikit-learn does not read, values that are not finite,
-        and labels that are not integers from 0 below ``num_labels``; the message names
-        the file, and rows counted from 0.
+    :param num_features: the number of features D; by default the largest that occurs,
+        which may be too small for a test set.
+    :param num_labels: the number of labels K; by default the largest that occurs.
+    :raises ValueError: for files that scikit-learn does not read, values that are not
+        finite, and labels that are not integers from 0 below ``num_labels``; the
+        message names the file, and rows counted from 0.
 
     .. doctest::
 
@@ -166,7 +166,7 @@ def load_npz(path: str | PathLike[str], split: str) -> MultiLabelData:
 
     :param path: the file, with arrays ``X_{split}_data``, ``_indices``, ``_indptr`` and
         ``_shape``, and the same of ``Y_{split}``.
-    :param split: such as ``"train"`` or ``"test"``.
+    :param split: the name of the split, such as ``"train"`` or ``"test"``.
     :raises KeyError: if there is no such split.
     :raises ValueError: for different numbers of rows, indices out of range, and labels
         other than 0/1.
@@ -230,7 +230,8 @@ def _check_lines(name: str, what: str, indices: Any, ends: Any, limit: int) -> N
 
 
 def _line(ends: Any, position: int) -> int:
-    """The line of the row to which an entry belongs: the first row is on line 2."""
+    """Return the line of the row to which an entry belongs: the first row is on line
+    2."""
     return int(np.searchsorted(np.asarray(ends), position, "right")) + 1
 
 

@@ -20,15 +20,15 @@ class LabelBatch(NamedTuple):
     """Some rows, and the labels that a step uses in each.
 
     Shapes are the same in every batch: P is the largest number of positive labels of
-    any row of the data, L the number of negatives that was asked for. Places that a row
-    does not need hold label 0 with weight 0.
+    any row of the data, and L is the requested number of negative labels. Unused
+    entries of a row have label 0 with weight 0.
 
     :param rows: indices of the rows, (B,).
     :param positives: all positive labels of each row, (B, P).
     :param negatives: sampled negative labels of each row, (B, L).
     :param positive_weights: 1, or 0 for padding, (B, P), float32.
-    :param negative_weights: number of negatives of the row over the number that was
-        sampled, or 0 for padding, (B, L), float32.
+    :param negative_weights: number of negatives of the row divided by the sampled
+        number, or 0 for padding, (B, L), float32.
     """
 
     rows: np.ndarray
@@ -57,23 +57,23 @@ class LabelBatch(NamedTuple):
 class LabelSampler:
     r"""Stratified minibatches of multi-label data.
 
-    A sum over all labels of a row i is estimated without bias from its positive labels
-    :math:`P_i`, all of them, and a sample :math:`L_i` of its negative ones
-    :math:`N_i`, uniform without replacement,
+    All positive labels :math:`P_i` of a row i, and a sample :math:`L_i` of its negative
+    ones :math:`N_i`, uniform without replacement, give an unbiased estimate of a sum
+    over all labels of the row,
 
     .. math:: \sum_{l \in P_i} g_{il} + \frac{|N_i|}{|L_i|} \sum_{l \in L_i} g_{il}.
 
-    Rows are drawn without replacement: an epoch is a random order of all rows, cut into
-    batches, without the last rows if they do not fill one (each batch alone is a
-    uniform sample of rows). The factor N / B for them is not in the weights: it is that
-    of a NumPyro plate with ``subsample_size``.
+    Rows are drawn without replacement: an epoch is a random order of all rows, split
+    into batches, without the last rows if they do not fill one (each batch alone is a
+    uniform sample of rows). The weights do not include the factor N / B for rows,
+    because a NumPyro plate with ``subsample_size`` provides it.
 
     Panos, Dellaportas and Titsias (2018), equation (23).
 
     :param labels: sparse (N, K) of 0/1.
     :param batch_size: number B of rows in a batch.
     :param num_negatives: number L of negative labels of each row; rows with fewer have
-        all of theirs, with weight 1.
+        all of them, with weight 1.
     :param seed: seed of rows and labels.
     :raises ValueError: for a batch larger than N, or ``num_negatives`` outside 1 .. K.
 
@@ -122,7 +122,7 @@ class LabelSampler:
     def epoch(self, number: int) -> Iterator[LabelBatch]:
         """Yield the batches of an epoch; the same number gives the same batches.
 
-        :param number: of the epoch, from 0.
+        :param number: the number of the epoch, from 0.
         """
         rng = np.random.default_rng([self.seed, number])
         order = rng.permutation(self._shape[0])
@@ -146,7 +146,8 @@ class LabelSampler:
         return LabelBatch(rows, positives, negatives.astype(np.int32), present, weights)
 
     def _negatives(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """The labels of given ranks among the negative ones of each row, (B, L)."""
+        """Return the labels with given ranks among the negative labels of each row, (B,
+        L)."""
         # Before the negative of rank r are r negatives, and the positives that have at
         # most r negatives below them.
         keys = rows[:, None] * (self._shape[1] + 1) + ranks
@@ -157,10 +158,11 @@ class LabelSampler:
 def distinct_integers(
     rng: np.random.Generator, limits: np.ndarray, size: int
 ) -> np.ndarray:
-    """Uniform sets of integers below a limit, without replacement, (len(limits), size).
+    """Draw uniform sets of integers below a limit, without replacement, (len(limits),
+    size).
 
-    A row with a limit below ``size`` begins with all of its integers; what follows them
-    is no part of the sample.
+    A row with a limit below ``size`` begins with all of its integers; later entries are
+    not part of the sample.
     """
     result = np.empty((len(limits), size), np.int64)
     few = limits < 2 * size
@@ -197,15 +199,16 @@ def prefetch(
 ) -> Iterator[T]:
     """Yield the items of an iterable; a thread prepares the next ones.
 
-    An error in preparing an item is raised where the item would have come. The thread
-    ends with the iterator that is returned, also when that is closed early.
+    An error while preparing an item is raised in place of the item. The thread ends
+    with the returned iterator, also if that is closed early.
 
-    :param iterable: such as :meth:`LabelSampler.epoch`, or a generator that also
-        transforms the inputs of each batch.
-    :param size: how many items are prepared ahead.
-    :param timeout: seconds to wait for an item at most; without, for ever.
-    :raises TimeoutError: if it is not there then. The thread is left behind, and keeps
-        no process from its end.
+    :param iterable: an iterable such as :meth:`LabelSampler.epoch`, or a generator that
+        also transforms the inputs of each batch.
+    :param size: the number of items to prepare ahead.
+    :param timeout: the maximum time to wait for an item, in seconds; no limit by
+        default.
+    :raises TimeoutError: if no item came within that time. The thread continues, but
+        does not prevent the process from exiting.
 
     .. doctest::
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of rankings of very many labels.
 
-Scores are never held for all labels at once: :func:`top_k` and :func:`linear_top_k`
+Scores of all labels are never stored together: :func:`top_k` and :func:`linear_top_k`
 keep the best labels of each row, block by block. The metrics take those labels, (N, k)
 in the order of decreasing score, and the true labels as a sparse matrix (N, K) of 0/1.
-They are averages over all N rows; a row without labels counts, as 0.
+They are averages over all N rows; a row without labels counts as 0.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ __all__ = [
 class TopK(NamedTuple):
     """The labels with the largest scores of each row.
 
-    :param labels: (B, k), by decreasing score; equal scores by increasing label.
-    :param scores: (B, k).
+    :param labels: labels in the order of decreasing scores, and of increasing labels
+        for equal scores, (B, k).
+    :param scores: their scores, (B, k).
     """
 
     labels: jax.Array
@@ -53,10 +54,10 @@ def top_k(
     """Return the k best labels of each row, from scores of one block of labels at a
     time.
 
-    :param scores: called with a slice of the labels, returns their scores, (B, length
-        of the slice). The slices have the same length, but for the last.
+    :param scores: a function of a slice of the labels that returns their scores, (B,
+        length of the slice). All slices except the last have the same length.
     :param num_labels: number K of labels.
-    :param k: how many to keep.
+    :param k: number of labels to keep.
     :param block_size: labels scored at once.
     :raises ValueError: for k outside 1 .. K, scores of another shape, and NaN.
 
@@ -106,7 +107,7 @@ def linear_top_k(
     :param factors: h, (B, P).
     :param loadings: :math:`\Phi`, (K, P).
     :param bias: b, (K,), or 0.
-    :param k: how many to keep.
+    :param k: number of labels to keep.
     :param block_size: labels scored at once.
 
     .. doctest::
@@ -140,13 +141,13 @@ def precision_at_k(top: ArrayLike, labels: Any, k: int) -> float:
 
     .. math:: P@k = \frac1N \sum_i \frac1k \sum_{l \in \mathrm{top}_k(i)} y_{il}
 
-    The division is by k also for rows with fewer labels, as in the Extreme
+    The sum is divided by k also for rows with fewer labels, as in the Extreme
     Classification repository.
 
     :param top: ranked labels, (N, k or more).
     :param labels: true labels, sparse (N, K) of 0/1.
-    :param k: how many are looked at.
-    :return: between 0 and 1.
+    :param k: number of ranked labels that count.
+    :return: a number between 0 and 1.
 
     .. doctest::
 
@@ -173,8 +174,8 @@ def ndcg_at_k(top: ArrayLike, labels: Any, k: int) -> float:
 
     :param top: ranked labels, (N, k or more).
     :param labels: true labels, sparse (N, K) of 0/1.
-    :param k: how many are looked at.
-    :return: between 0 and 1.
+    :param k: number of ranked labels that count.
+    :return: a number between 0 and 1.
 
     .. doctest::
 
@@ -205,9 +206,9 @@ def propensities(labels: Any, *, a: float = 0.55, b: float = 1.5) -> np.ndarray:
     a = 0.6, b = 2.6 for Amazon data.
 
     :param labels: training labels, sparse (N, K) of 0/1, with N of 3 or more.
-    :param a: how fast it rises with the frequency, positive.
-    :param b: counts added, positive.
-    :return: (K,), between 0 and 1.
+    :param a: the rate of increase with the frequency, positive.
+    :param b: a number added to the counts, positive.
+    :return: probabilities between 0 and 1, (K,).
 
     .. doctest::
 
@@ -243,10 +244,10 @@ def propensity_scored_precision_at_k(
 
     :param top: ranked labels, (N, k or more).
     :param labels: true labels, sparse (N, K) of 0/1.
-    :param k: how many are looked at.
-    :param propensity: of the labels, (K,), of the *training* labels: see
+    :param k: number of ranked labels that count.
+    :param propensity: propensities of the labels, (K,), from the *training* labels: see
         :func:`propensities`.
-    :return: between 0 and 1.
+    :return: a number between 0 and 1.
     :raises ValueError: if no row has a label.
 
     .. doctest::
@@ -288,7 +289,8 @@ def _check_k(k: int, limit: int) -> None:
 
 
 def _hits(top: ArrayLike, labels: Any, k: int) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Which of the first k labels are true, (N, k); those labels; the true ones."""
+    """Return which of the first k labels are true, (N, k), these labels, and the true
+    labels."""
     truth = label_matrix(labels, "labels")
     top = np.asarray(top)
     if top.ndim != 2 or len(top) != truth.shape[0] or not len(top):
@@ -309,7 +311,7 @@ def _hits(top: ArrayLike, labels: Any, k: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _largest_sums(truth: Any, weight: np.ndarray, k: int) -> float:
-    """The sum over rows of the k largest weights of true labels."""
+    """Return the sum over rows of the k largest weights of true labels."""
     counts = np.diff(truth.indptr)
     rows = np.repeat(np.arange(len(counts)), counts)
     weights = weight[truth.indices]
