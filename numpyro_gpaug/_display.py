@@ -35,7 +35,7 @@ class NotPickled(Displayed):
     """An object with compiled programs, which cannot be pickled. Its error explains
     that; otherwise ``pickle`` would complain about a function of JAX.
 
-    :param instead: what to do instead.
+    :param instead: the advice in the error.
     """
 
     _instead: ClassVar[str]
@@ -55,7 +55,7 @@ def as_text(title: str, rows: Rows) -> str:
     """Return a title, and the rows under it with their columns aligned.
 
     :param title: the first line.
-    :param rows: of equally many cells.
+    :param rows: rows with equal numbers of cells.
 
     **Example**
 
@@ -73,11 +73,10 @@ def as_text(title: str, rows: Rows) -> str:
 
 
 def as_html(title: str, rows: Rows) -> str:
-    """Return the same as an HTML table; a row without a first cell continues the one
-    above it.
+    """Return an HTML table; a row with an empty first cell continues the row above it.
 
     :param title: its caption.
-    :param rows: of equally many cells.
+    :param rows: rows with equal numbers of cells.
 
     **Example**
 
@@ -100,7 +99,8 @@ def as_html(title: str, rows: Rows) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return a value in a few characters: the numbers if they are few, else the shape.
+    """Return a value in a few characters: the numbers if they are few, otherwise the
+    shape.
 
     :param value: an array, a number, a tree of arrays, or anything else.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that were forked after JAX had started: its threads are not copied, and
-whatever it compiles there waits for them for ever."""
+compilation in such a process waits for them forever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _had_started = _is_broken = False
 
 
 def refuse_forked() -> None:
-    """Raises where JAX would hang.
+    """Raise if JAX would hang.
 
     :raises RuntimeError: in a process that was forked after JAX had started.
     """

@@ -26,12 +26,12 @@ _RUNS = threading.RLock()
 
 
 def one_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """``function`` for one thread at a time, of all functions so marked, and with
-    products of matrices in full precision.
+    """Decorate ``function`` so that only one thread at a time runs any decorated
+    function, with matrix products in full precision.
 
-    NumPyro's stack of handlers is one for all threads: two that run models, as JAX
-    traces them, would find each other's handlers on it. What is compiled needs no lock,
-    and JAX does not wait for it: a locked call takes long only where it compiles.
+    All threads share NumPyro's stack of handlers: two threads that trace models would
+    find each other's handlers on it. Compiled programs need no lock, and JAX does not
+    wait for their results, so a locked call takes long only if it compiles.
     """
 
     @wraps(function)
@@ -46,10 +46,10 @@ def one_thread(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class residual_policy(Messenger):
-    """Fixes the residual policy of every Gaussian process called inside.
+    """Fix the residual policy of every Gaussian process called inside.
 
     :param fn: the model.
-    :param policy: ``"mean"`` (no residual), ``"noise"`` (``sqrt(r) eps`` with fresh
+    :param policy: ``"mean"`` (no residual), ``"noise"`` (``sqrt(r) eps`` with new
         noise) or ``"site"`` (``eps`` is a latent site ``"{name}.eps"``).
     """
 
@@ -59,7 +59,7 @@ class residual_policy(Messenger):
 
 
 class expanded_sites(Messenger):
-    """Writes ``sample(name, fn, sample_shape=...)`` as a sample of the expanded
+    """Rewrite ``sample(name, fn, sample_shape=...)`` as a sample of the expanded
     distribution, so that the site's distribution has the shape of its values.
 
     :param fn: the model.
@@ -72,9 +72,9 @@ class expanded_sites(Messenger):
 
 
 def current_residual_policy() -> str:
-    """The policy in force here: the innermost :class:`residual_policy`, else
+    """Return the current policy: the innermost :class:`residual_policy`; without one,
     ``"noise"`` in prediction (densities masked out) and under ``replay`` (stock
-    evidence lower bounds), else ``"mean"``."""
+    evidence lower bounds), and ``"mean"`` otherwise."""
     for handler in reversed(_PYRO_STACK):
         if isinstance(handler, residual_policy):
             return handler.policy
@@ -87,19 +87,19 @@ def current_residual_policy() -> str:
 
 
 def scan_index(message: dict[str, Any]) -> Any:
-    """Which step of NumPyro's ``scan`` a site's message is of, as it runs; ``None``
-    outside of any."""
+    """Return the step of NumPyro's running ``scan`` to which a site's message belongs;
+    ``None`` outside of a ``scan``."""
     return message["infer"].get("_scan_current_index")
 
 
 def is_scanned(message: dict[str, Any]) -> bool:
-    """Whether a site's message is of all steps of a ``scan`` together, or of one."""
+    """Whether a site's message belongs to a ``scan``, for one step or for all steps."""
     return "_scan_current_index" in message["infer"]
 
 
 def deterministic_site(name: str, conditional: Callable[[], Any]) -> Any:
-    """A deterministic message whose ``fn`` is ``conditional``: handlers may read its
-    structure and fill in the value; otherwise the value is ``conditional()``."""
+    """Declare a deterministic site whose ``fn`` is ``conditional``. Handlers may read
+    its structure and set the value; otherwise the value is ``conditional()``."""
     if not _PYRO_STACK:
         return conditional()
     return apply_stack(
@@ -117,9 +117,9 @@ def deterministic_site(name: str, conditional: Callable[[], Any]) -> Any:
 
 @jax.tree_util.register_pytree_node_class
 class Ordered:
-    """A tree that may hold distributions, with leaves in the same order in every
-    process: NumPyro's are in that of a set of strings, which would make programs that
-    JAX's persistent cache does not know again.
+    """A tree that may contain distributions, with leaves in the same order in every
+    process. NumPyro orders leaves like a set of strings, which differs between
+    processes, and JAX's persistent cache would not find the programs again.
 
     :param tree: the tree.
     """
@@ -128,7 +128,7 @@ class Ordered:
         self.tree = tree
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        """The leaves, by name."""
+        """Return the leaves, by name."""
         leaves, treedef = jax.tree.flatten(self.tree)
         names = _names(self.tree)
         order = sorted(range(len(leaves)), key=names.__getitem__)
@@ -136,14 +136,14 @@ class Ordered:
 
     @classmethod
     def tree_unflatten(cls, aux: Any, leaves: Any) -> Self:
-        """The tree again."""
+        """Restore the tree."""
         treedef, order = aux
         found = dict(zip(order, leaves, strict=True))
         return cls(jax.tree.unflatten(treedef, [found[i] for i in range(len(order))]))
 
 
 def _names(tree: Any) -> list[str]:
-    """A name for every leaf, in the order of ``jax.tree.leaves``."""
+    """Return a name for every leaf, in the order of ``jax.tree.leaves``."""
     names = []
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_distribution)[0]
     for path, leaf in flat:
@@ -163,13 +163,13 @@ def _is_distribution(leaf: Any) -> bool:
 
 
 class PointGuide(AutoDelta):
-    """``AutoDelta`` that starts quickly: its prototype takes one run of the model, in
-    one compiled program, where NumPyro's takes three and an operation at a time.
+    """A fast ``AutoDelta``: its set-up runs the model once, in one compiled program,
+    while NumPyro's runs it three times without compilation.
 
     :param model: the model.
-    :param start: from a random key, the ``substitute_fn`` of a run of the model that
-        gives latents their first values.
-    :param call: calls a function of arrays, compiled, with what it is given.
+    :param start: a function of a random key that returns the ``substitute_fn`` of a run
+        of the model, which gives latents their first values.
+    :param call: a function that compiles a function of arrays and calls it.
     """
 
     _init_locs: dict[str, Any]
@@ -207,7 +207,7 @@ class PointGuide(AutoDelta):
             self._init_locs = fixed
 
     def known(self) -> dict[str, tuple[Any, Any]]:
-        """Starts and supports that it was set up with, by site."""
+        """Starts and supports of the set-up, by site."""
         supports = {k: self.prototype_trace[k]["fn"].support for k in self._init_locs}
         return {k: (x, supports[k]) for k, x in self._init_locs.items()}
 
@@ -223,14 +223,15 @@ class PointGuide(AutoDelta):
         }
 
     def _first(self, key: jax.Array, args: Any, kwargs: Any) -> dict[str, Any]:
-        """The model where latents have their first values."""
+        """Return the model with latents at their first values."""
         seeded = seed(self.model, key)
         started = substitute(seeded, substitute_fn=self._start(key))
         with block():
             return handlers_trace(started).get_trace(*args, **kwargs)
 
     def _whole(self, site: dict[str, Any]) -> Any:
-        """The value of a site, repeated for members that a subsample leaves out."""
+        """Return the value of a site, repeated for members that a subsample leaves
+        out."""
         value, event_dim = site["value"], site["fn"].event_dim
         for frame in site["cond_indep_stack"]:
             full_size = self._prototype_frame_full_sizes[frame.name]
@@ -266,7 +267,7 @@ class PointGuide(AutoDelta):
 
 
 class whole_plates(Messenger):
-    """Runs every plate over all of its members, whatever its ``subsample_size``."""
+    """Run every plate over all of its members, for any ``subsample_size``."""
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate":
@@ -276,10 +277,10 @@ class whole_plates(Messenger):
 
 
 class weighted_plates(Messenger):
-    """Gives observations in plates a weight: a batch stands for all data.
+    """Give observations in plates a weight, so that a batch represents all data.
 
     :param fn: the model.
-    :param names: of the plates; an observation is in one of them at most.
+    :param names: names of the plates; an observation is in at most one of them.
     :param weight: the weight.
     """
 
@@ -308,11 +309,11 @@ class weighted_plates(Messenger):
 
 
 class first_rows(Messenger):
-    """Gives observations weight in the first members of a plate alone.
+    """Give weight only to observations in the first members of a plate.
 
     :param fn: the model.
-    :param count: how many members count.
-    :param size: of the plate.
+    :param count: the number of members that count.
+    :param size: the size of the plate.
     """
 
     def __init__(self, fn: Callable, count: jax.Array, size: int) -> None:

@@ -25,8 +25,8 @@ class CholeskyError(FloatingPointError):
 
 
 class ArchiveError(ValueError):
-    """The file does not contain a posterior of the given model: it is foreign,
-    truncated, damaged, or was saved from a fit of another model."""
+    """The file does not contain a posterior of the given model: it has another format,
+    is truncated or damaged, or was saved from a fit of another model."""
 
 
 class ModelChangedError(RuntimeError):

@@ -38,23 +38,23 @@ def check_augmentation(
     Four identities are checked; a wrong constant anywhere breaks one of them.
 
     1. ``log p(y | f) + log p(aux | y, f) - (potential f - precision f^2 / 2)`` does not
-       depend on f, for auxiliaries drawn from their conditional at any f: the
-       augmented model is Gaussian in f with just these natural parameters. This is
-       asked of each of the ``gibbs_blocks`` in turn (without the second term for a
-       block drawn before the auxiliaries).
+       depend on f, for auxiliaries drawn from their conditional at any f: the augmented
+       model is Gaussian in f with exactly these natural parameters. This is checked for
+       each of the ``gibbs_blocks`` in turn (without the second term for a block drawn
+       before the auxiliaries).
     2. ``bound <= E log p(y | f)``.
     3. The bound is tight: ``bound -> log p(y | m)`` as ``v -> 0``.
-    4. The sites derived from the bound are positive, and as ``v -> 0`` equal
-       ``natural`` at the auxiliaries' conditional means (natural parameters are linear
-       in the auxiliaries).
+    4. The factors derived from the bound have positive precisions and, as ``v -> 0``,
+       equal ``natural`` at the auxiliaries' conditional means (natural parameters are
+       linear in the auxiliaries).
 
-    :param d: a likelihood with its other parameters as you wish; the values of its
-        latent-carrying parameters only give their shape and dtype.
+    :param d: a likelihood; its parameters that depend on latents only define shape and
+        dtype, and the others may have any value.
     :param y: observations of its shape.
     :param key: random key for latents and auxiliaries.
     :param tolerance: relative to ``1 + |value|``; default 1e-3 in float32 and 1e-8 in
         float64.
-    :raises AssertionError: naming the identity that fails, and by how much.
+    :raises AssertionError: if an identity fails; it names the identity and the error.
     :raises UnknownLikelihoodError: if nothing is registered for ``type(d)``.
 
     **Example**
@@ -144,7 +144,8 @@ class _Check(NamedTuple):
             )
 
     def tight(self, means: Parameters) -> None:
-        """Without variance the bound is the density, with the slopes of ``natural``."""
+        """Without variance the bound equals the density, with the derivatives of
+        ``natural``."""
         augmentation, d, y, _ = self
         zeros = {k: jnp.zeros_like(m) for k, m in means.items()}
         bound = augmentation.bound(d, y, means, zeros)
@@ -163,7 +164,8 @@ class _Check(NamedTuple):
         return jnp.sum(self.augmentation.bound(self.d, self.y, means, variances))
 
     def _expectation(self, means: Parameters, variances: Parameters) -> Array:
-        """Exact if registered, else by quadrature over one latent."""
+        """Return the expectation: exact if registered, otherwise by quadrature over one
+        latent."""
         d, y = self.d, self.y
         entry = lookup_expectation(type(d))
         if entry is not None:
@@ -186,14 +188,14 @@ class _Check(NamedTuple):
 
 
 def _at(d: Distribution, f: Parameters) -> Distribution:
-    """``d`` with its latent-carrying parameters replaced."""
+    """Return ``d`` with replaced values of the parameters that depend on latents."""
     parameters = inspect.signature(type(d)).parameters
     given = {k: getattr(d, k) for k in parameters if k in vars(d)}
     return type(d)(**{**given, **f})
 
 
 def _to_batch(density: Array, y: Array) -> Array:
-    """Auxiliaries may have more axes than the data; theirs are the trailing ones."""
+    """Reduce auxiliaries to the shape of the data; their additional axes come first."""
     extra = jnp.ndim(density) - jnp.ndim(y)
     return density.sum(tuple(range(-extra, 0))) if extra > 0 else density
 

@@ -158,7 +158,7 @@ def programs_for(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Programs:
-    """Return compiled programs; those of the last few models and guides are cached.
+    """Return compiled programs, with a cache for the last few models and guides.
 
     :param model: the model.
     :param guide: its guide.

@@ -27,7 +27,7 @@ class RobustMax(Classes):
     :param f: latents, (..., J) with J >= 2; of equal latents the first counts as the
         largest.
     :param epsilon: probability of any wrong class, in (0, 1); broadcasts with the batch
-        shape of ``f``. The default is that of [2].
+        shape of ``f``. The default is the value of [2].
     :raises ValueError: if ``f`` has no class axis, or fewer than two classes, or for
         ``epsilon`` outside (0, 1).
 

@@ -43,10 +43,10 @@ class AutoFunctionSpaceGP(ProcessGuide):
     predict with ``Posterior.from_guide(model, guide, params, X, y)``. Reference: Wild,
     Hu and Sejdinovic (2022), *Generalized variational inference in function spaces*.
 
-    The guide is a function of its params alone: those of ``mean`` and ``kernel`` and,
-    with the default kernel, ``"{name}.v_auto_tril"``. A draw has the function values as
-    the site ``name``. Given the values at the inducing inputs, other function values
-    are drawn independently, with the right marginals.
+    The guide is a function of its params alone: the params of ``mean`` and ``kernel``
+    and, with the default kernel, ``"{name}.v_auto_tril"``. A draw has the function
+    values as the site ``name``. Given the values at the inducing inputs, other function
+    values are drawn independently, with the right marginals.
 
     :param model: a NumPyro model with one ``GaussianProcess``.
     :param mean: :math:`m_Q`, a function of the inputs X (N, D) that returns (N,), or

@@ -214,7 +214,7 @@ def feasible(d: Distribution, y: Array) -> Array:
 
 
 def through_wrappers(d: Distribution, value: Callable[[Any], Array]) -> Array:
-    """Apply to ``value(base)`` what the wrappers of ``d`` do to a log-density."""
+    """Apply the effect of the wrappers of ``d`` on a log-density to ``value(base)``."""
     if isinstance(d, dist.MaskedDistribution):
         inner = through_wrappers(d.base_dist, value)
         # Not a product: a masked datum may be NaN.

@@ -41,9 +41,9 @@ class MultiLabelData(NamedTuple):
 def load_xmc(path: str | PathLike[str]) -> MultiLabelData:
     r"""Read the text format of the Extreme Classification repository.
 
-    The first line holds the numbers of rows, features and labels, ``N D K``. Each
-    further line is a row, ``l1,l2 i:v i:v ...``, with labels and features counted from
-    0; either part may be missing. Repeated labels in a line count once, and values of a
+    The first line has the numbers of rows, features and labels, ``N D K``. Each further
+    line is a row, ``l1,l2 i:v i:v ...``, with labels and features counted from 0;
+    either part may be missing. Repeated labels in a line count once, and values of a
     repeated feature are added.
 
     :param path: the file.
@@ -224,8 +224,8 @@ def _check_lines(name: str, what: str, indices: Any, ends: Any, limit: int) -> N
     bad = np.flatnonzero(np.asarray(indices) >= limit)
     if bad.size:
         raise ValueError(
-            f"{name}, line {_line(ends, bad[0])}: {what} {indices[bad[0]]} is not "
-            f"below the {limit} {what}s that the first line announces"
+            f"{name}, line {_line(ends, bad[0])}: {what} {indices[bad[0]]} is out "
+            f"of range: the first line announces {limit} {what}s, counted from 0"
         )
 
 

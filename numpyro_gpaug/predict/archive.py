@@ -161,11 +161,11 @@ def check_model(found: Description, saved: Description) -> None:
         if not _agree(*(x.kernels.get(name) for x in (found, saved))):
             raise ValueError(
                 f"the kernel of {name!r}, its hyperparameters or its inducing inputs "
-                "are not those of the fit"
+                "differ from the fit"
             )
     for what in {**found.numbers, **saved.numbers}:
         if not _agree(*(x.numbers.get(what) for x in (found, saved))):
-            raise ValueError(f"{what} is not that of the fit")
+            raise ValueError(f"{what} differs from the fit")
 
 
 def _agree(found: Any, saved: Any) -> bool:
@@ -318,7 +318,7 @@ def unpack(packed: dict[str, Any], arrays: dict[str, Array]) -> Any:
         return [unpack(v, arrays) for v in content]
     if kind == "plain" and isinstance(content, bool | int | float | str | None):
         return content
-    raise ValueError(f"{str(packed)[:40]} is no part of a tree")
+    raise ValueError(f"{str(packed)[:40]} is not part of a tree")
 
 
 def _is_plain(tree: Any) -> bool:

@@ -486,7 +486,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
         :param key: random key.
         :param args: the model's arguments at new inputs, without observations.
-        :param site: which process, if the model has several.
+        :param site: the process, if the model has several.
         :param sample_shape: leading shape of the draws.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         :return: ``sample_shape + (N,)`` or ``sample_shape + (N, C)``.

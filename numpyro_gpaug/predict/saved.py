@@ -186,7 +186,7 @@ def _members(structure: Structure, saved: Members | None) -> Members | None:
         return None
     count = len(saved.log_weights)
     if any(len(x) != count for x in saved.values.values()):
-        raise ValueError(f"of {count} members there are other numbers of values")
+        raise ValueError(f"there are {count} members, but another number of values")
     return saved._replace(own=_moments(structure, saved.own, (count,)))
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells of a piecewise-constant link: their edges, the points where a function is
-evaluated in them, and the number needed for an accuracy."""
+"""Cells of a piecewise-constant link: their edges, the points at which a function is
+evaluated, and the number of cells for a given accuracy."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SHARES = (0.05, 0.2, 0.5, 0.8)
 
 
 def knots(edges: Sequence[float], rule: str = "midpoint") -> np.ndarray:
-    """Return the points where a function is evaluated, one per cell.
+    """Return the points at which a function is evaluated, one per cell.
 
     :param edges: the finite edges, (K - 1,).
-    :param rule: ``"midpoint"``: middles of the finite cells, and finite edges of the
-        outer ones; ``"upper"``: upper edges, and the lower one of the last cell.
+    :param rule: ``"midpoint"``: midpoints of the finite cells, and finite edges of the
+        outer ones; ``"upper"``: upper edges, and the lower edge of the last cell.
     :raises ValueError: for another rule.
     """
     if rule not in RULES:

@@ -28,13 +28,12 @@ def learned_link(
     :param constraint: the set of each height, ``unit_interval``, ``positive`` or
         ``real``.
     :param order: ``"free"``, or ``"increasing"`` for heights that increase with the
-        function value; the param then holds ``biject_to(constraint).inv(heights)``
-        (logits, of probabilities), increasing. The heights of a fit are
+        function value; the param is then ``biject_to(constraint).inv(heights)`` (logits
+        for probabilities), in increasing order. The heights of a fit are
         ``substitute(fn, data=result.params)().heights``
         (:class:`numpyro.handlers.substitute`), with ``fn`` the function that calls this
         one.
-    :raises ValueError: for initial heights outside the constraint, or not increasing
-        where they have to be.
+    :raises ValueError: for initial heights that violate the constraint, or the order.
 
     **Example**
 
@@ -76,8 +75,7 @@ def link_penalty(
 
     :param name: name of the factor.
     :param link: the link, its heights learnt.
-    :param towards: t: one number, or heights (K,), those of the function the link
-        should stay near.
+    :param towards: t: one number, or the heights (K,) of a function to stay near.
     :param weight: :math:`\lambda`, >= 0.
 
     **Example**

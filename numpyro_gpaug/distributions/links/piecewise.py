@@ -4,8 +4,8 @@ sum.
 
 Seitz (2022), A piece-wise constant approximation for non-conjugate Gaussian process
 models. An inverse link takes function values to the parameter of a likelihood. If it
-has K constant cells, every expectation under a Gaussian is a sum over their
-probabilities, exactly; and the K heights can be learnt.
+has K constant cells, every expectation under a Gaussian is exactly a sum over their
+probabilities, and the K heights can be learnt.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class PiecewiseLink:
     r"""The inverse link :math:`g(f) = g_k` for :math:`e_{k-1} \le f < e_k`, with
     :math:`e_0 = -\infty` and :math:`e_K = \infty`.
 
-    A pytree whose one leaf are the heights (edges are constants), so a link can be an
-    argument of a model, or a param: :func:`~numpyro_gpaug.learned_link`, or as it is
-    ``numpyro.param("link", lambda key: link)`` (NumPyro calls an initial value that is
-    callable, and a link is).
+    It is a pytree with the heights as its only leaf (edges are constants). A link can
+    therefore be an argument of a model, or a param:
+    :func:`~numpyro_gpaug.learned_link`, or directly
+    ``numpyro.param("link", lambda key: link)`` (NumPyro calls callable initial values,
+    and a link is callable).
 
-    :param heights: :math:`g_1 .. g_K`, (K,); or (N, K), one link per datum, for heights
-        computed from the inputs.
+    :param heights: :math:`g_1 .. g_K`, (K,); or (N, K), one link per observation, for
+        heights computed from the inputs.
     :param edges: the K - 1 finite edges, increasing; constants, K >= 2.
     :raises ValueError: for edges that are not finite and increasing, fewer than two
         pieces, or another number of heights than of pieces.
@@ -78,14 +79,14 @@ class PiecewiseLink:
     ) -> PiecewiseLink:
         """Make a link that approximates a function, on equally spaced edges.
 
-        :param function: elementwise, e.g. :func:`jax.nn.sigmoid` or
+        :param function: an elementwise function, e.g. :func:`jax.nn.sigmoid` or
             :func:`jax.numpy.exp`.
         :param num_pieces: K >= 2.
         :param lower: the first finite edge.
-        :param upper: the last one.
-        :param rule: where the function is evaluated: ``"midpoint"`` of inner pieces, 20
-            to 500 times less error on [-6, 6] than at the ``"upper"`` ends, which is
-            the paper's rule.
+        :param upper: the last finite edge.
+        :param rule: the points at which the function is evaluated: ``"midpoint"`` of
+            inner pieces, or ``"upper"`` ends, the rule of the paper. Midpoints have 20
+            to 500 times smaller errors on [-6, 6].
         :raises ValueError: if the range is empty, K < 2, the rule is unknown, or the
             function is not finite there.
 
@@ -124,16 +125,17 @@ class PiecewiseLink:
         r"""Make a link with about the fewest pieces that keep the root mean squared
         error small.
 
-        The range is widened until the outer cells, and the pieces doubled until all
-        cells together, meet the wanted error, under every Gaussian given.
+        The range is widened until the outer cells meet the target error, and the number
+        of pieces is doubled until all cells together meet it, under every given
+        Gaussian.
 
-        :param function: elementwise.
-        :param error: wanted :math:`(E (g(f) - \hat g(f))^2)^{1/2}`, > 0.
+        :param function: an elementwise function.
+        :param error: target for :math:`(E (g(f) - \hat g(f))^2)^{1/2}`, > 0.
         :param mean: means of the Gaussians, any shape.
         :param variance: their variances, > 0, of a shape that broadcasts with it.
-        :param max_pieces: give up beyond.
-        :raises ValueError: if ``max_pieces`` do not suffice, naming the error they
-            reach.
+        :param max_pieces: the maximum number of pieces.
+        :raises ValueError: if ``max_pieces`` are not enough; it states the error with
+            them.
 
         **Example**
 
@@ -153,14 +155,14 @@ class PiecewiseLink:
     def with_heights(self, heights: ArrayLike) -> PiecewiseLink:
         """Return the link on the same edges with other heights.
 
-        :param heights: (K,), or (N, K).
+        :param heights: heights, (K,) or (N, K).
         """
         return PiecewiseLink(heights, self.edges)
 
     def __call__(self, f: ArrayLike) -> Array:
-        """Return the link's values at f; its derivative in f is zero.
+        """Return the link's values at f; the derivative with respect to f is zero.
 
-        :param f: function values; against heights (N, K), of shape (..., N).
+        :param f: function values; for heights (N, K), of shape (..., N).
         """
         f = jnp.asarray(f)
         above = f[..., None] >= jnp.asarray(self.edges, jnp.result_type(f, 0.0))
@@ -175,9 +177,9 @@ class PiecewiseLink:
         """Return probabilities of the cells under Gaussians, to relative precision in
         both tails, differentiable in mean and variance.
 
-        :param mean: any shape.
-        :param variance: of a shape that broadcasts with it, >= 0.
-        :return: shape of both + (K,).
+        :param mean: means, any shape.
+        :param variance: variances, of a shape that broadcasts with it, >= 0.
+        :return: probabilities, of the broadcast shape + (K,).
         """
         z = self._standardised(mean, variance)
         tail = _smaller_tail(z)
@@ -192,11 +194,12 @@ class PiecewiseLink:
         return jnp.where(to_the_right, right, left)
 
     def log_cell_probabilities(self, mean: ArrayLike, variance: ArrayLike) -> Array:
-        """Return logarithms of the cell probabilities, which may underflow themselves;
-        at least -1e30.
+        """Return logarithms of the cell probabilities, which are at least -1e30.
 
-        :param mean: any shape.
-        :param variance: of a shape that broadcasts with it, >= 0.
+        The probabilities themselves may underflow.
+
+        :param mean: means, any shape.
+        :param variance: variances, of a shape that broadcasts with it, >= 0.
         """
         z = jnp.clip(self._standardised(mean, variance), -1e9, 1e9)
         ends = jnp.full_like(z[..., :1], 1e9)
@@ -212,12 +215,13 @@ class PiecewiseLink:
     def expectation(self, values: Array, mean: ArrayLike, variance: ArrayLike) -> Array:
         """Return the Gaussian expectation of a function that is constant in each cell.
 
-        The value at the mean, plus for every edge its jump times the tail beyond: one
-        tail per edge, nothing cancels, and a cell out of reach adds nothing.
+        It is the value at the mean plus, for every edge, the jump times the tail
+        probability beyond the edge. There is one tail per edge, nothing cancels, and a
+        cell far from the Gaussian adds nothing.
 
         :param values: values in the cells, (..., K).
-        :param mean: of the Gaussian, (...).
-        :param variance: of a shape that broadcasts with it, >= 0.
+        :param mean: mean of the Gaussian, (...).
+        :param variance: its variance, of a shape that broadcasts with the mean, >= 0.
         """
         z = self._standardised(mean, variance)
         tail = _smaller_tail(z)
@@ -233,8 +237,8 @@ class PiecewiseLink:
     def expected_value(self, mean: ArrayLike, variance: ArrayLike) -> Array:
         """Return ``E g(f)`` under Gaussians.
 
-        :param mean: any shape.
-        :param variance: of a shape that broadcasts with it, >= 0.
+        :param mean: means, any shape.
+        :param variance: variances, of a shape that broadcasts with it, >= 0.
         """
         return (self.cell_probabilities(mean, variance) * self.heights).sum(-1)
 
@@ -249,14 +253,16 @@ class PiecewiseLink:
         whose values at the knots are the heights.
 
         It is :math:`\Lambda^2 \sum_k \int_k (f - x_k)^2 N(f \mid m, v) df`, Theorem 1
-        of the paper, with the sign and the scale of its second term corrected (printed
-        :math:`+\sigma \Delta p`, right :math:`-\sigma \Delta \varphi`). It goes to zero
-        when the mesh does *and* the outer edges go to infinity.
+        of the paper, with the sign and the scale of its second term corrected (the
+        paper prints :math:`+\sigma \Delta p` instead of
+        :math:`-\sigma \Delta \varphi`). It goes to zero if the mesh size does *and* the
+        outer edges go to infinity.
 
-        :param mean: any shape.
-        :param variance: of a shape that broadcasts with it, > 0.
-        :param lipschitz: the Lipschitz constant, e.g. 1 / 4 of the logistic function.
-        :param rule: where the heights were evaluated, as in :meth:`from_function`.
+        :param mean: means, any shape.
+        :param variance: variances, of a shape that broadcasts with it, > 0.
+        :param lipschitz: the Lipschitz constant, e.g. 1 / 4 for the logistic function.
+        :param rule: the points at which the heights were evaluated, as in
+            :meth:`from_function`.
 
         **Example**
 
@@ -281,13 +287,13 @@ class PiecewiseLink:
 
     def exp_mean_squared_error(self, mean: ArrayLike, variance: ArrayLike) -> Array:
         """Return ``E (exp(f) - link(f))^2`` under Gaussians exactly, for any heights:
-        Theorem 2 of the paper, whose summand needs brackets as printed.
+        Theorem 2 of the paper, with the missing brackets around the summand.
 
-        The terms are of the size of ``E exp(2 f)``, so errors below the rounding of
-        that are lost.
+        The terms are of the size of ``E exp(2 f)``, so errors below its rounding error
+        are lost.
 
-        :param mean: any shape.
-        :param variance: of a shape that broadcasts with it, > 0.
+        :param mean: means, any shape.
+        :param variance: variances, of a shape that broadcasts with it, > 0.
 
         **Example**
 
@@ -340,8 +346,8 @@ def _smaller_tail(z: Array) -> Array:
 
 
 def _scale(variance: Array) -> Array:
-    """Standard deviations; a variance is raised to the square of the rounding unit, so
-    that gradients at a point mass are finite."""
+    """Return standard deviations. A variance is at least the square of the rounding
+    unit, so that gradients at a point mass are finite."""
     return jnp.sqrt(jnp.maximum(variance, jnp.finfo(variance.dtype).eps ** 2))
 
 

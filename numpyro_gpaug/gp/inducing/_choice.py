@@ -26,8 +26,8 @@ def kmeans(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
     """Return centres of k-means, started from k-means++.
 
     With more than 20 000 distinct rows (or ten per centre, if that is more) the centres
-    are those of a random subset of that size. So they are of rows that several
-    processes hold, and the same in all of them.
+    are computed from a random subset of that size. If several processes share the rows,
+    all of them get the same centres of all rows.
 
     :param X: training inputs ``(N, D)``.
     :param num_inducing: number of centres.
@@ -113,7 +113,7 @@ def random(X: ArrayLike, num_inducing: int, *, seed: int = 0) -> jax.Array:
 
 
 def greedy(X: ArrayLike, num_inducing: int, *, kernel: Any) -> jax.Array:
-    """Return rows of ``X``, each with the largest variance given those before it.
+    """Return rows of ``X``, each with the largest variance given the earlier ones.
 
     This is the pivoted Cholesky decomposition of the kernel matrix, in time
     :math:`O(N M^2)` and memory :math:`O(N M)`. Rows past the numerical rank of the
@@ -193,18 +193,18 @@ def _distinct_rows(X: ArrayLike, num_inducing: int) -> tuple[np.ndarray, np.ndar
 
 
 def held_dtype(dtype: Any) -> np.dtype:
-    """The floating dtype that JAX gives inputs of a NumPy dtype."""
+    """Return the floating dtype that JAX gives inputs of a NumPy dtype."""
     held = jnp.asarray(np.empty(0, dtype)).dtype
     return held if jnp.issubdtype(held, jnp.floating) else jnp.result_type(float)
 
 
 def rows_to_keep(num_inducing: int) -> int:
-    """The number of rows that so many centres are computed from."""
+    """Return the number of rows from which a number of centres is computed."""
     return max(_MAX_ROWS, 10 * num_inducing)
 
 
 def some_rows(rng: np.random.Generator, size: int, keep: int) -> Any:
-    """Return indices of so many rows, in order."""
+    """Return indices of a number of random rows, in order."""
     if size <= keep:
         return slice(None)
     return np.sort(rng.choice(size, keep, replace=False))
@@ -213,7 +213,7 @@ def some_rows(rng: np.random.Generator, size: int, keep: int) -> Any:
 def _complete(
     rng: np.random.Generator, centres: np.ndarray, rows: np.ndarray
 ) -> jax.Array:
-    """Replace repeated centres, as of an empty cluster, by random rows."""
+    """Replace repeated centres, such as those of empty clusters, by random rows."""
     centres = centres.astype(rows.dtype) + 0
     seen = {centre.tobytes(): centre for centre in centres}
     for i in rng.permutation(len(rows)):

@@ -51,36 +51,37 @@ class Subspace:
     .. math:: x \mapsto \bigl(V x,\ \sqrt{|x|^2 - |V x|^2}\bigr), \qquad
         a \mapsto (a, 0),
 
-    and so is an inducing input :math:`z = V^\top a`. Inner products and distances
-    between data and inducing inputs, and among inducing inputs, are those of the D
-    columns, and so is the norm of an input. With a linear kernel, with stationary
-    kernels of one lengthscale (squared exponential, Matern, rational quadratic), their
-    sums and products, a sparse process on the R + 1 columns *is* the one on the D
-    columns with inducing inputs in the subspace, whatever the basis; the coordinates
-    :math:`a` may be learnt, at a cost that does not depend on D. A periodic kernel is
-    another one after the transform.
+    and so is an inducing input :math:`z = V^\top a`. The transform preserves inner
+    products and distances between data and inducing inputs, and among inducing inputs,
+    and the norm of an input. With a linear kernel, with stationary kernels of one
+    lengthscale (squared exponential, Matern, rational quadratic), and with their sums
+    and products, a sparse process on the R + 1 columns *equals* the process on the D
+    columns with inducing inputs in the subspace, for any basis. The coordinates
+    :math:`a` may be learnt, at a cost that does not depend on D. A periodic kernel
+    changes under the transform.
 
-    *Several data at once.* Distances between two data are not kept: all that is
-    outside the subspace is one non-negative column. Fits, marginal predictions and
-    predictions of observations need no such covariance. Those that do,
+    *Joint predictions.* Distances between two data are not preserved: one non-negative
+    column represents everything outside the subspace. Fits, marginal predictions and
+    predictions of observations do not need covariances between data.
     ``predict_f(..., full_covariance=True)`` and ``sample`` of a
-    :class:`numpyro_gpaug.Posterior`, do not notice and are wrong on transformed inputs.
+    :class:`numpyro_gpaug.Posterior` need them: on transformed inputs they are wrong,
+    without a warning.
 
-    *A lengthscale per column.* There are R + 1: one for each direction of the
-    subspace, and the last one for all directions outside it, so that the distance is
-    exact for the metric :math:`V^\top \mathrm{diag}(\ell_{1:R}^{-2}) V +
-    \ell_{R+1}^{-2} (I - V^\top V)`. A kernel with D lengthscales raises an error when
-    it meets R + 1 columns. (With D = R + 1 it does not: the columns are still the
-    directions, not the original ones.)
+    *A lengthscale per column.* There are R + 1: one for each direction of the subspace,
+    and the last one for all directions outside it, so that the distance is exact for
+    the metric
+    :math:`V^\top \mathrm{diag}(\ell_{1:R}^{-2}) V + \ell_{R+1}^{-2} (I - V^\top V)`. A
+    kernel with D lengthscales raises an error for R + 1 columns. (With D = R + 1 there
+    is no error, but the columns are the directions, not the original columns.)
 
-    :param basis: V, (R, D), orthonormal rows; the dtype in which JAX holds it becomes
-        that of every result.
+    :param basis: V, (R, D), with orthonormal rows; every result has the dtype that JAX
+        gives it.
     :raises ValueError: if the rows are not orthonormal.
 
     A. Panos, P. Dellaportas and M. K. Titsias, *Fully scalable Gaussian processes using
     subspace inducing inputs*, 2018, section 2.2 (linear kernel) and appendix A.6
     (squared exponential). The extra column, which makes it an input transform for any
-    isotropic kernel, is this package's.
+    isotropic kernel, is an addition of this package.
 
     .. doctest::
 
@@ -122,11 +123,12 @@ class Subspace:
         """Find a basis for training inputs.
 
         ``"svd"`` finds the directions of the largest singular values of ``X`` (which is
-        not centred), by randomised subspace iteration: those that ``X`` leaves open,
-        when its rank is lower, are arbitrary. ``"clusters"`` spans the centres of
-        mini-batch k-means. Both read ``X`` in blocks, and hold arrays of D x rank
-        entries (``"svd"`` two of them, and one in float64 at the end) but none of
-        N x rank. Products are in float32 if ``X`` is, at a third of the time.
+        not centred), by randomised subspace iteration; if the rank of ``X`` is lower,
+        the remaining directions are arbitrary. ``"clusters"`` uses the span of the
+        centres of mini-batch k-means. Both read ``X`` in blocks, and need memory for
+        arrays of D x rank entries (``"svd"`` for two of them, and one in float64 at the
+        end), but for none of N x rank. Products are in float32 if ``X`` is, which takes
+        a third of the time.
 
         N. Halko, P. G. Martinsson and J. A. Tropp, *Finding structure with randomness*,
         SIAM Review 53, 2011, algorithm 4.4.
@@ -170,12 +172,12 @@ class Subspace:
         """Return inputs in R + 1 columns: coordinates in the subspace, and the norm of
         the remainder.
 
-        This runs on the host. With very many rows, transform every minibatch as it is
-        drawn rather than all rows at once.
+        This runs on the host. With very many rows, transform every minibatch when it is
+        drawn, not all rows together.
 
         :param X: inputs (N, D), an array or a sparse matrix.
-        :param batch_size: rows that are made dense or multiplied at once.
-        :return: (N, R + 1), in the dtype of the basis.
+        :param batch_size: rows that are made dense or multiplied together.
+        :return: transformed inputs, (N, R + 1), in the dtype of the basis.
         :raises ValueError: for another number of columns, NaN or infinite inputs.
         """
         X = _as_rows(X)
@@ -216,8 +218,8 @@ class Subspace:
     def kmeans(self, X: Any, num_inducing: int, *, seed: int = 0) -> jax.Array:
         """Return centres of k-means in the subspace, to start :meth:`inducing` from.
 
-        As :func:`numpyro_gpaug.inducing.kmeans`, with more than 20 000 rows (or ten
-        per centre, if that is more) on a random subset of that size.
+        Like :func:`numpyro_gpaug.inducing.kmeans`, it uses a random subset of 20 000
+        rows (or ten per centre, if that is more) if there are more rows.
 
         :param X: training inputs (N, D), an array or a sparse matrix.
         :param num_inducing: number of centres M.
@@ -241,7 +243,7 @@ class Subspace:
         """Load a file that :meth:`save` wrote; nothing is unpickled.
 
         :param path: the file.
-        :raises ArchiveError: if the file is damaged, or holds no subspace.
+        :raises ArchiveError: if the file is damaged, or does not contain a subspace.
         """
         with refusing(f"{path} is no file of a subspace, or damaged"):
             contents = read(path)
@@ -250,7 +252,7 @@ class Subspace:
 
 
 def _as_rows(X: Any) -> Any:
-    """``X`` as an array or CSR, (N, D)."""
+    """Return ``X`` as an array or CSR, (N, D)."""
     X = X.tocsr() if sparse.issparse(X) and X.ndim == 2 else X
     X = X if sparse.issparse(X) else np.asarray(X)
     if X.ndim != 2 or 0 in X.shape:
@@ -261,7 +263,7 @@ def _as_rows(X: Any) -> Any:
 
 
 def _block(X: Any, rows: slice, dtype: Any) -> Any:
-    """Rows of ``X`` in a dtype, checked; sparse if ``X`` is."""
+    """Return checked rows of ``X`` in a dtype; sparse if ``X`` is."""
     block = X[rows].astype(dtype, copy=False)
     if sparse.issparse(X):
         block = canonical(block)
@@ -276,7 +278,7 @@ def _block(X: Any, rows: slice, dtype: Any) -> Any:
 
 
 def _blocks(X: Any, dtype: Any) -> Iterator[Any]:
-    """All rows in a dtype, a bounded number of entries at a time."""
+    """Yield all rows in a dtype, a bounded number of entries at a time."""
     size = X.shape[0]
     stored = X.nnz if sparse.issparse(X) else X.size
     length = _BLOCK_ENTRIES * size // max(stored, 1)
@@ -286,8 +288,8 @@ def _blocks(X: Any, dtype: Any) -> Iterator[Any]:
 
 
 def _gram_product(X: Any, W: np.ndarray) -> np.ndarray:
-    """Compute ``X' (X W)`` without holding all of ``X W``; columns run in threads,
-    because SciPy's products use one thread and allow others."""
+    """Compute ``X' (X W)`` without storing all of ``X W``. Columns run in threads,
+    because SciPy's products use one thread each and release the lock."""
     result = np.zeros_like(W)
     starts = range(0, W.shape[1], _BLOCK_COLUMNS)
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
@@ -332,7 +334,7 @@ def _cluster_directions(X: Any, rank: int, seed: int) -> np.ndarray:
 
 
 def _for_scikit_learn(X: Any) -> Any:
-    """``X`` with the 32-bit indices that scikit-learn asks for."""
+    """Return ``X`` with the 32-bit indices that scikit-learn requires."""
     largest = max(X.nnz, *X.shape)
     if largest > np.iinfo(np.int32).max:
         raise ValueError(
@@ -344,11 +346,12 @@ def _for_scikit_learn(X: Any) -> Any:
 
 
 def _residual_norms(block: Any, projected: np.ndarray) -> np.ndarray:
-    """``|x - V' V x|`` of every row.
+    """Return ``|x - V' V x|`` of every row.
 
-    The difference of squared norms is not negative but for rounding, and kernels see
-    only its square, whose error is that of rounding |x|^2. (x - V' V x itself would be
-    dense.) What is within rounding is 0, else its root would be far above rounding.
+    It is the root of a difference of squared norms, which is not negative up to
+    rounding. Kernels depend only on its square, whose error is the rounding error of
+    |x|^2. (x - V' V x itself would be dense.) A difference within rounding is set to 0,
+    because its root would be far above rounding.
     """
     squared = _squared_norms(block)
     residual = squared - _squared_norms(projected)

@@ -19,8 +19,8 @@ is called (not traced) must be positive and finite.
 
 Distances are Euclidean. This differs from ``tinygp``, whose Matern kernels default to
 the L1 distance when there are several columns. Write ``k(X, X)`` with the same object
-twice for an exact diagonal: above 8 columns distances come from a matrix product,
-which is what keeps memory at O(NM) but leaves round-off between equal points.
+twice for an exact diagonal: above 8 columns distances come from a matrix product, which
+needs only O(NM) memory but has rounding errors between equal points.
 """
 
 from ._base import Constant, Kernel, Product, Sum, as_kernel, from_function

@@ -90,7 +90,7 @@ def from_function(
 ) -> Kernel:
     """Lift a plain function to a :class:`Kernel`.
 
-    The function is given the inputs as they were passed.
+    The function receives the inputs unchanged.
 
     :param fn: ``fn(X, Z) -> (N, M)``.
     :param diag: ``diag(X) -> (N,)``; by default ``fn`` is evaluated row by row.
@@ -157,8 +157,8 @@ class _Function(_Algebra):
 
 
 def constant_of(kernel: Any) -> Any:
-    """The constant of a kernel, scalar or (C,), which all its function values share, or
-    ``None``. Covariances are computed as differences from it."""
+    """Return the constant of a kernel, scalar or (C,), which is common to all
+    covariances, or ``None``. Covariances are computed as differences from it."""
     return getattr(kernel, "constant", None) if isinstance(kernel, _Algebra) else None
 
 
@@ -179,7 +179,7 @@ class Matrix(_Algebra):
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """``(C,)`` for hyperparameters of C latents, else ``()``."""
+        """``(C,)`` for hyperparameters of C latents, otherwise ``()``."""
         shapes = (
             np.shape(value)[:-1] if name == "lengthscale" else np.shape(value)
             for name, value in self._hyperparameters()
@@ -278,7 +278,8 @@ class _Pair(_Algebra):
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """``(C,)`` if either part has hyperparameters of C latents, else ``()``."""
+        """``(C,)`` if either part has hyperparameters of C latents, otherwise
+        ``()``."""
         parts = self.left, self.right
         return jnp.broadcast_shapes(*(getattr(k, "batch_shape", ()) for k in parts))
 
@@ -315,8 +316,7 @@ class Sum(_Pair):
 
     @property
     def constant(self) -> Any:
-        """The sum of the constants of the parts; if only one has a constant, that
-        one."""
+        """The sum of the constants of the parts, or the only constant."""
         known = [c for c in map(constant_of, (self.left, self.right)) if c is not None]
         return sum(map(jnp.asarray, known)) if known else None
 

@@ -48,10 +48,10 @@ def collapse(model: Callable[..., Any]) -> CollapsedModel:
     The gradient is the gradient of the bound at fixed q, which by the envelope theorem
     is exact at the optimum. Second derivatives
     (:class:`~numpyro.infer.autoguide.AutoLaplaceApproximation`) are differences of
-    gradients; there are no third ones. :func:`jax.vmap` maps everything. The collapsed
-    model is called like ``model``, observations included. Its sites are the
-    hyperparameters, with the names, priors and plates that they have in ``model``, the
-    params, and the factor ``"collapsed_bound"``. Deterministic sites are left out,
+    gradients; third derivatives are not available. :func:`jax.vmap` maps everything.
+    The collapsed model is called like ``model``, observations included. Its sites are
+    the hyperparameters, with the names, priors and plates that they have in ``model``,
+    the params, and the factor ``"collapsed_bound"``. Deterministic sites are left out,
     because they may depend on latents.
 
     The result, a :class:`~numpyro_gpaug.CollapsedModel`, is called like any model. From

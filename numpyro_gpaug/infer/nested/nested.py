@@ -87,9 +87,9 @@ class NestedVI(Displayed):
     method and the times of its parts.
 
     With sparse processes (``GaussianProcess`` with fewer inducing inputs than data) the
-    posterior is the posterior of the model as it is written, in which the inducing
-    values determine the function values. NUTS samples the same posterior. The bound is
-    also for this model, while :func:`~numpyro_gpaug.collapse` and
+    posterior is the posterior of the NumPyro model, in which the inducing values
+    determine the function values. NUTS samples the same posterior. The bound is also
+    for this model, while :func:`~numpyro_gpaug.collapse` and
     :class:`~numpyro_gpaug.ConjugateSVI` use the bound of the process itself (Titsias,
     2009). Hyperparameters may therefore differ.
 
@@ -206,7 +206,7 @@ class NestedVI(Displayed):
     def _run_now(
         self, rng_key: Array, args: Any, kwargs: Any, init_params: Any
     ) -> None:
-        """Run with the model as it is; see :meth:`run`."""
+        """Run with the current model; see :meth:`run`."""
         check_key(rng_key)
         clock = Clock()
         with clock.part("reading the model"):
@@ -268,7 +268,7 @@ class NestedVI(Displayed):
         NumPyro's ``Predictive`` would use the last ones in their place.
 
         :param group_by_chain: whether to give them a leading axis of chains (one, or
-            those of ``correct="mcmc"``).
+            the chains of ``correct="mcmc"``).
         :param weighted: all draws that were made, in the order of the weights in
             :meth:`get_extra_fields`, instead of ``num_samples`` equally weighted ones.
         :raises RuntimeError: before a run.

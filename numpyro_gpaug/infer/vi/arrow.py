@@ -53,7 +53,7 @@ class ArrowRows:
 
         :param block: the number of the block.
         :param into: arrays to read into; by default new ones.
-        :raises ValueError: for missing values of integers; those of floats are NaN.
+        :raises ValueError: for missing values of integers; missing floats are NaN.
         """
         table = self._blocks[block].to_table(columns=self._names, schema=self._schema)
         dtypes = {name: _dtype(table[name], name) for name in self._names}

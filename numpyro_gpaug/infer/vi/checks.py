@@ -58,7 +58,7 @@ def check_fit(
     :param begins: whether :func:`~numpyro_gpaug.infer.vi.start.initial_state` will
         check them as ``guide.check_data`` does.
     :return: the arguments, transferred to the device once.
-    :raises ValueError: naming the argument or the site.
+    :raises ValueError: for such a model or argument; it names the argument or the site.
     """
     check_arguments(model, args, kwargs)
     arguments = Arguments.split(args, kwargs)
@@ -77,7 +77,7 @@ def check_fit(
 def check_run(rng_key: Any, num_steps: int, tol: float | None) -> None:
     """Raise for invalid arguments of a run.
 
-    :raises ValueError: naming the argument.
+    :raises ValueError: for such an argument; it names it.
     """
     check_key(rng_key)
     check_count("num_steps", num_steps)

@@ -122,7 +122,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
 
     *Data that do not fit into memory* are read during a run: pass
     :class:`~numpyro_gpaug.Batches` instead of the model's arguments, or
-    :class:`~numpyro_gpaug.Blocks`, all of which every step uses.
+    :class:`~numpyro_gpaug.Blocks`. Every step uses all blocks.
 
     :param model: a NumPyro model.
     :param guide: an :class:`~numpyro_gpaug.AutoLatentGaussian`, one Gaussian on all

@@ -66,8 +66,9 @@ class Settings:
                 raise ValueError(f"{name} must be a whole number >= 1, got {count}")
             if count > 1 and searches:
                 raise ValueError(
-                    f"{name} is for optax transformations. {LBFGS!r} takes the "
-                    "Gaussian blocks to their optimum before every gradient"
+                    f"{name} is for optax transformations. Leave it out with "
+                    f"optim={LBFGS!r}, which optimises the Gaussian before every "
+                    "gradient"
                 )
         as_schedule(self.step_size, batches=1.0)
 

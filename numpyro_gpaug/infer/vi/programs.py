@@ -80,13 +80,13 @@ class Programs:
         init_params: dict[str, Any] | None,
         batch: Batch | None,
     ) -> ConjugateState:
-        """The initial state, checked.
+        """Return the initial state, checked.
 
-        :param arguments: with rows that do not count, perhaps.
-        :param given: without.
+        :param arguments: the model's arguments, possibly with added rows.
+        :param given: the arguments without added rows.
         :param key: random key.
         :param init_params: constrained values to start from, by param name.
-        :param batch: of how many rows, if that is what they are.
+        :param batch: the numbers of rows, if the arguments are a batch.
         """
         # Copied: the steps overwrite the state, and with it what it is made of.
         values = copied(init_params or {})
@@ -118,7 +118,7 @@ class Programs:
 
         :param arguments: the model's arguments.
         :param state: the state.
-        :param batch: of how many rows, if that is what they are.
+        :param batch: the numbers of rows, if the arguments are a batch.
         """
         plan = self.plan(arguments, lambda: self.constrain(state.hyper.values))
         if batch is None:
@@ -131,7 +131,7 @@ class Programs:
         each.
 
         :param arguments: the model's arguments.
-        :param params: gives constrained params, should a proof want numbers.
+        :param params: returns constrained params, for verifications that need numbers.
         """
         guide, model = self._guide, self._model
 
@@ -152,9 +152,9 @@ class Programs:
         return remembered(self.plans, arguments.shapes, made)
 
     def keep_up(self) -> bool:
-        """Forgets what was compiled before the guide was last set up anew.
+        """Discard programs that were compiled before the last set-up of the guide.
 
-        :return: whether it was since this was asked last.
+        :return: whether the guide has been set up since the last call.
         """
         anew = self._generation != self._guide.generation
         if anew:
@@ -171,14 +171,14 @@ class Programs:
             program.clear_cache()
 
     def pace(self, plan: Plan, size: int) -> Pace:
-        """What is known of how fast steps are.
+        """Return the known speed of steps.
 
-        :param plan: of the fit.
+        :param plan: the plan of the fit.
         :param size: number of entries of its data.
         """
         return remembered(self._paces, (plan, size), lambda: Pace(size))
 
     def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Constrained params."""
+        """Return constrained params from unconstrained ones."""
         transforms = transforms_of(self._guide)
         return {k: jax.tree.map(transforms[k], v) for k, v in values.items()}

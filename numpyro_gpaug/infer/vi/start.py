@@ -208,7 +208,7 @@ def _numbers(name: str, value: Any) -> Any:
         kind = getattr(leaf, "dtype", type(leaf))
         if not (jnp.issubdtype(kind, np.number) or jnp.issubdtype(kind, np.bool_)):
             raise TypeError(
-                f"param {name!r} has a leaf of {kind}, which is no number. Keep "
+                f"param {name!r} has a leaf of {kind}, which is not a number. Keep "
                 "functions, keys and settings outside of the param, for example by "
                 "eqx.partition(module, eqx.is_inexact_array)"
             )
