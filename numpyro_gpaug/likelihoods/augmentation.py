@@ -29,10 +29,10 @@ class Augmentation(ABC):
     Arrays of latents are dicts from the parameter names in ``latents`` to arrays shaped
     like those parameters.
 
-    :cvar latents: names of the distribution's parameters that depend on latents. :cvar
-    latent_axis: the event axis of those parameters that runs over the latents of one
-    observation (-1 for a vector of class logits), or ``None`` if each element of the
-    batch has one latent per parameter.
+    :cvar latents: names of the distribution's parameters that depend on latents.
+    :cvar latent_axis: the event axis of those parameters that runs over the latents of
+        one observation (-1 for a vector of class logits), or ``None`` if each element
+        of the batch has one latent per parameter.
     """
 
     latents: ClassVar[tuple[str, ...]]
