@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model import arrow, costs
+from numpyro_gpaug.model import affine, costs
 from numpyro_gpaug.predict import posterior as predict
 from tests.conftest import enable_x64, small_blocks
 
@@ -81,7 +81,7 @@ def of_both_forms(model, y, **how):
 def check_alike(dense, arrow, form):
     """Losses, params, tables and predictions of two fits."""
     (dense, one, _), (posterior, other, guide) = dense, arrow
-    assert re.search(f"an arrow: {form} dense", repr(guide))
+    assert re.search(f"{form} dense", repr(guide))
     np.testing.assert_allclose(other.losses[-1], one.losses[-1], rtol=1e-6)
     for name in [k for k in one.params if "latents" not in k]:
         np.testing.assert_allclose(other.params[name], one.params[name], rtol=1e-3)
@@ -110,7 +110,7 @@ def test_an_arrow_fits_what_a_matrix_fits(x64, of_groups):
 def test_two_predictors_of_a_group(x64):
     """Given hyperparameters; with these learnt: below."""
     dense, arrow = of_both_forms(slopes, REAL, optim=None)
-    assert re.search(r"an arrow: 40 groups of 2 \(z\), 1 others", repr(arrow[2]))
+    assert re.search(r"40 groups of 2 \(z\), 1 others", repr(arrow[2]))
     np.testing.assert_allclose(arrow[1].losses[-1], dense[1].losses[-1], rtol=1e-8)
     laws = [fit[0]["z"] for fit in (dense, arrow)]
     np.testing.assert_allclose(*(q.mean for q in laws), atol=1e-5)
@@ -152,7 +152,7 @@ def test_more_groups_than_one_digit_tells(monkeypatch):
     guide = gpaug.AutoLatentGaussian(model)
     svi = gpaug.ConjugateSVI(model, guide)
     fit = svi.run(jax.random.key(0), 3, group, REAL, progress_bar=False)
-    assert "an arrow: 3000 groups of 1 (a), 0 others" in repr(guide)
+    assert "3000 groups of 1 (a), 0 others" in repr(guide)
     a = svi.posterior(fit)["a"]
     rows = np.bincount(group, minlength=3000)
     means = np.bincount(group, REAL, minlength=3000) / (rows + 1)
@@ -175,8 +175,8 @@ def test_new_groups_and_sums_over_groups(x64, of_groups, monkeypatch):
     np.testing.assert_allclose(average.mean, joint.mean.mean(), rtol=1e-4)
     np.testing.assert_allclose(average.variance, joint.variance.mean(), rtol=1e-3)
     # Of many rows no matrix is made: the same by groups.
-    monkeypatch.setattr(arrow, "_LARGE", 0)
-    monkeypatch.setattr(arrow, "_MOST", 0)
+    monkeypatch.setattr(affine, "_LARGE", 0)
+    monkeypatch.setattr(affine, "_MOST", 0)
     rows = [x[:8] for x in NEW]
     found = posterior.predict_f(*rows, site="eta", full_covariance=True)
     np.testing.assert_allclose(found.mean, joint.mean[:8], rtol=1e-8)
@@ -195,11 +195,11 @@ def test_large_predictions_are_by_groups_where_rows_look_at_one(
     whole = posterior.predict_f(*NEW, site="eta")
     average = posterior.predict_f(*NEW, site="average")
     rows = [x[:7] for x in NEW]
-    monkeypatch.setattr(arrow, "_LARGE", 0)
+    monkeypatch.setattr(affine, "_LARGE", 0)
     # What looks at several groups has its matrix.
     again = posterior.predict_f(*(np.tile(x, 2) for x in NEW), site="average")
     np.testing.assert_allclose(again, average, rtol=1e-8)
-    monkeypatch.setattr(arrow.Predictors, "dense", property(no_matrix))
+    monkeypatch.setattr(affine.Predictors, "dense", property(no_matrix))
     found = posterior.predict_f(*rows, site="eta")
     np.testing.assert_allclose(found.mean, whole.mean[:7], rtol=1e-8)
     np.testing.assert_allclose(found.variance, whole.variance[:7], rtol=1e-8)
@@ -276,7 +276,7 @@ def test_minibatches_of_rows(monkeypatch):
     guide = gpaug.AutoLatentGaussian(batched)
     svi = gpaug.ConjugateSVI(batched, guide, optim=None)
     fit = svi.run(jax.random.key(0), 600, T, GROUP, REAL, progress_bar=False)
-    assert "an arrow" in repr(guide)
+    assert "groups of" in repr(guide)
     a = svi.posterior(fit)["a"]
     variance = 1 / (1 + 4 * np.bincount(GROUP, minlength=40))
     mean = variance * 4 * np.bincount(GROUP, REAL + 0.3 * T, minlength=40)

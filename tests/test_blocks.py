@@ -9,12 +9,12 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.gaussians.blocks import AffineBlocks
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.likelihoods.expectations import predictive
 from numpyro_gpaug.likelihoods.student_t import jensen_gap
 from numpyro_gpaug.math import blocks
-from numpyro_gpaug.math.affine_blocks import AffineBlocks
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
 from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import assert_close, small_blocks

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model import arrow, costs
+from numpyro_gpaug.model import affine, costs
 
 N, STEPS = 90, 40
 rng = np.random.default_rng(0)
@@ -145,7 +145,7 @@ def test_sums_over_steps(of_steps, monkeypatch):
     draws = posterior.sample(jax.random.key(1), *new, site="walk", sample_shape=(3000,))
     np.testing.assert_allclose(np.cov(draws.T), joint, atol=0.1 * joint.max())
     for limit in ("_MOST", "_LARGE"):
-        monkeypatch.setattr(arrow, limit, 0)
+        monkeypatch.setattr(affine, limit, 0)
     found = posterior.predict_f(
         *(x[:8] for x in new), site="walk", full_covariance=True
     )

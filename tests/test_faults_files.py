@@ -22,6 +22,8 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.math import files
+from numpyro_gpaug.model import costs
+from numpyro_gpaug.predict.archive import Parts, migrated
 from tests import archives
 from tests.conftest import enable_x64
 
@@ -411,6 +413,8 @@ KILLED = """
 import sys, time
 import numpy as np
 from numpyro_gpaug.math import files
+from numpyro_gpaug.model import costs
+from numpyro_gpaug.predict.archive import Parts, migrated
 
 def half(file, **arrays):
     file.write(b"half of it")
@@ -437,3 +441,18 @@ def test_what_a_killed_process_left_is_removed(tmp_path) -> None:
         process.kill()
     files.write(path, {}, {"a": 2})
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["dense", "groups", "chain"])
+def test_structures_of_earlier_files_are_read(kind, monkeypatch) -> None:
+    overhead = np.inf if kind == "dense" else -np.inf
+    monkeypatch.setattr(costs, "_OVERHEAD", overhead)
+    make, _ = archives.KINDS[kind]
+    now = Parts.of(make()._predictor.structure)
+    known = files.plain(now)
+    form, groupings, chains = (known.pop(k) for k in Parts._fields[5:8])
+    first, *others = groupings or [None]
+    arrow = {"groups": first, "others": others} if groupings else None
+    before = {**known, "arrow": arrow, "chains": chains}
+    assert form == kind
+    assert files.typed(migrated(before), Parts, "header") == now

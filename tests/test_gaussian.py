@@ -10,7 +10,7 @@ from numpyro.distributions.kl import kl_divergence
 from scipy.stats import multivariate_normal
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
-from numpyro_gpaug.math.linalg import NaturalGaussian
+from numpyro_gpaug.gaussians.dense import NaturalGaussian
 from tests.conftest import assert_close
 
 SHAPES = [(4,), (3, 4)]

@@ -16,8 +16,9 @@ from numpyro.infer import MCMC, NUTS, Gibbs
 from scipy.stats import norm
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.infer.mcmc.ellipses import minus_log_density
-from numpyro_gpaug.math.affine import AffineMap, GaussianFactors
 from tests.chains import assert_same_law, importance_draws, many_chains
 from tests.conftest import assert_close
 

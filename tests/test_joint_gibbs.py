@@ -107,8 +107,8 @@ def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
         return jax.vmap(one)(keys)
 
     found = np.asarray(draws(jax.random.split(KEY, count)))
-    assert kernel.structure.arrow is not None
-    assert bool(kernel.structure.chains) == (model is walk)
+    assert not kernel.structure.form.any_rows
+    assert bool(kernel.structure.recurrences) == (model is walk)
     prior = covariance(model, t)
     gain = prior @ np.linalg.inv(prior + 0.25 * np.eye(len(t)))
     cover, mean = prior - gain @ prior, gain @ y
@@ -133,7 +133,7 @@ def test_other_blocks_leave_values_as_they_are(model, t, x64, monkeypatch) -> No
     here, there = ({GIBBS_SITES_KWARG: {"scale": jnp.array(s)}} for s in (0.5, 2.0))
     before = kernel.init(KEY, 0, None, (t, y), here)
     after = jax.jit(kernel.refresh)(before, (t, y), there)
-    assert bool(kernel.structure.chains) == (model is walk)
+    assert bool(kernel.structure.recurrences) == (model is walk)
     for name in ("in/level", "in/eta"):
         np.testing.assert_allclose(after.z[name], before.z[name], atol=1e-9)
     np.testing.assert_allclose(after.numbers, before.numbers, atol=1e-9)

@@ -15,6 +15,7 @@ from numpyro.infer import MCMC, NUTS
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.model import costs
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.latents import JointStructure
 from tests.chains import assert_same_law, importance_draws, many_chains
@@ -66,28 +67,51 @@ def test_any_likelihood_of_random_effects_is_sampled_exactly() -> None:
     assert_same_law(found, truth, *truth)
 
 
+def moves(kernel, args, data, site, init=None):
+    """Of 20 steps the evaluations, the ratios, and the values of a site."""
+    state = kernel.init(KEY, 0, init, args, data)
+
+    @jax.jit
+    def chain(state):
+        def step(state, _):
+            state = kernel.sample(state, args, data)
+            return state, (state.evaluations, state.log_ratio, state.z[site])
+
+        return jax.lax.scan(step, state, None, length=20)[1]
+
+    return state, *jax.device_get(chain(state))
+
+
 @pytest.mark.parametrize("groups", [GROUPS, pytest.param(900, marks=pytest.mark.slow)])
 def test_with_gaussian_noise_no_move_is_refused(x64, groups) -> None:
     """Dense, and eliminated group by group: the Gaussian is the posterior."""
     group, x = np.arange(2 * groups) % groups, RNG.normal(size=2 * groups)
     args, data = (x, group, x + 1), {"groups": groups, "law": lambda e: dist.Normal(e)}
     kernel = gpaug.EllipticalSlice(given)
-
-    state = kernel.init(KEY, 0, None, args, data)
-
-    @jax.jit
-    def chain(state):
-        def step(state, _):
-            state = kernel.sample(state, args, data)
-            return state, (state.evaluations, state.log_ratio, state.z["effect"])
-
-        return jax.lax.scan(step, state, None, length=20)[1]
-
-    evaluations, log_ratio, effect = jax.device_get(chain(state))
-    assert (kernel.structure.arrow is not None) == (groups > GROUPS)
+    _, evaluations, log_ratio, effect = moves(kernel, args, data, "effect")
+    assert bool(kernel.structure.form.independent_groups) == (groups > GROUPS)
     np.testing.assert_array_equal(evaluations, 1)
     np.testing.assert_allclose(log_ratio, log_ratio[0], atol=1e-5)
     assert (np.std(effect, 0) > 0.05).all()
+
+
+def test_no_move_along_a_chain_is_refused(x64, monkeypatch) -> None:
+    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
+
+    def model(t, y=None):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        walk = numpyro.sample("walk", dist.GaussianRandomWalk(0.3, num_steps=40))
+        numpyro.sample("y", dist.Normal(level + walk[t], 0.5), obs=y)
+
+    kernel, t = gpaug.EllipticalSlice(model), np.arange(0, 40, 2)
+    start = {"level": jnp.zeros(()), "walk": jnp.cumsum(0.3 * RNG.normal(size=40))}
+    args = t, RNG.normal(size=len(t))
+    state, evaluations, log_ratio, walk = moves(kernel, args, {}, "walk", start)
+    assert not kernel.structure.form.any_rows
+    np.testing.assert_allclose(state.z["walk"], start["walk"], atol=1e-9)
+    np.testing.assert_array_equal(evaluations, 1)
+    np.testing.assert_allclose(log_ratio, log_ratio[0], atol=1e-5)
+    assert (np.std(walk, 0) > 0.05).all()
 
 
 def test_other_blocks_leave_values_as_they_are_when_they_move(x64) -> None:

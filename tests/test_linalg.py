@@ -10,15 +10,17 @@ import pytest
 from jax import lax
 
 from numpyro_gpaug import kernels
-from numpyro_gpaug.math.affine import AffineMap
-from numpyro_gpaug.math.linalg import (
+from numpyro_gpaug.gaussians.dense import (
+    AffineMap,
     Moments,
     NaturalGaussian,
+    kl_to_diagonal,
+)
+from numpyro_gpaug.math.linalg import (
     cholesky,
     default_jitter,
     inverse_cholesky,
     inverse_lower,
-    kl_to_diagonal,
     solve_lower,
     with_jitter,
 )

@@ -19,6 +19,7 @@ from scipy import special, stats
 from threadpoolctl import threadpool_info, threadpool_limits
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.infer.nested.bound import Start, moments_given
 from numpyro_gpaug.infer.nested.drawer import Drawer, Points
 from numpyro_gpaug.infer.nested.draws import best_width
@@ -30,7 +31,6 @@ from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
 from numpyro_gpaug.infer.nested.refining import Pool, extended
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
-from numpyro_gpaug.math.affine import GaussianFactors
 from numpyro_gpaug.math.importance import compensated_sum, smoothed
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
@@ -825,7 +825,7 @@ def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
 
     settled, drawn = gaussians(arguments.arrays)
     np.testing.assert_allclose(drawn.mean, settled.mean, atol=1e-4)
-    covariances = (q.spread(jnp.eye(q.mean.shape[-1])) for q in (settled, drawn))
+    covariances = (q.unwhiten(jnp.eye(q.mean.shape[-1])) for q in (settled, drawn))
     expected, found = (s.mT @ s for s in covariances)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 

@@ -11,6 +11,7 @@ import pytest
 from scipy import special, stats
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.gaussians.base import Layout
 from numpyro_gpaug.infer.nested.apart import (
     _candidates,
     _chosen,
@@ -19,7 +20,6 @@ from numpyro_gpaug.infer.nested.apart import (
     group_of_terms,
 )
 from numpyro_gpaug.infer.nested.rounds import corner_mean
-from numpyro_gpaug.math.arrow import ArrowSizes
 from numpyro_gpaug.model import costs
 
 KEY = jax.random.key(0)
@@ -97,7 +97,7 @@ def terms_of(group, shared=None):
 
 
 def test_groups_are_told_by_values():
-    sizes = ArrowSizes(G, 2, 1)
+    sizes = Layout(G, 2, 1)
     group = RNG.integers(0, G + 1, 500)
     group[0] = 3
     found = group_of_terms(terms_of(group), sizes, np.random.default_rng(1))
@@ -134,7 +134,7 @@ def test_groups_are_told_where_the_posterior_is():
 
 
 def test_groups_are_told_where_terms_have_steps():
-    sizes, group = ArrowSizes(G, 1, 0), RNG.integers(0, G, 2000)
+    sizes, group = Layout(G, 1, 0), RNG.integers(0, G, 2000)
     rng = np.random.default_rng(2)
     found = group_of_terms(lambda z: 0.0 + (z[:, group] > 1), sizes, rng)
     np.testing.assert_array_equal(found, group)
@@ -190,10 +190,10 @@ def test_draws_choose_candidates_by_their_shares():
 
 
 def test_corners_share_draws_evenly():
-    assert [corners_of(n, ArrowSizes(9, 1, 1)) for n in (1, 7, 16, 24, 20)] == [
+    assert [corners_of(n, Layout(9, 1, 1)) for n in (1, 7, 16, 24, 20)] == [
         1, 1, 2, 3, 2,
     ]  # fmt: skip
-    assert draws_at(ArrowSizes(9, 1, 1)) == draws_at(ArrowSizes(9, 3, 1)) == 16
+    assert draws_at(Layout(9, 1, 1)) == draws_at(Layout(9, 3, 1)) == 16
 
 
 def test_corners_move_only_where_their_mean_is_sure():

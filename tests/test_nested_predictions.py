@@ -204,7 +204,7 @@ def test_arrows_predict_what_matrices_predict(monkeypatch):
     for overhead in (np.inf, -np.inf):
         monkeypatch.setattr(costs, "_OVERHEAD", overhead)
         runs.append(nested(poisson, group, y, data={"members": 20}))
-    arrows = [run._run.programs.structure.arrow is not None for run in runs]
+    arrows = [bool(run._run.programs.structure.form.independent_groups) for run in runs]
     assert arrows == [False, True]
     dense, grouped = (run.posterior(num_points=512) for run in runs)
     a, b = (p.predict_f(new, site="eta", **size) for p in (dense, grouped))

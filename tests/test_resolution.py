@@ -12,11 +12,12 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.gaussians.base import Layout
+from numpyro_gpaug.gaussians.chain import Chain
+from numpyro_gpaug.gaussians.dense import NaturalGaussian
+from numpyro_gpaug.gaussians.groups import Groups
 from numpyro_gpaug.guides import latent_gaussian
 from numpyro_gpaug.infer.vi.resolution import LOST, displaced, inflation, warn_of_lost
-from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
-from numpyro_gpaug.math.chain import ChainPrior
-from numpyro_gpaug.math.linalg import NaturalGaussian
 from tests.conftest import assert_close
 
 LAWS = {
@@ -121,11 +122,11 @@ def test_what_rounding_loses_is_told(kind, law, width, monkeypatch):
 def test_inflation_is_that_of_the_dense_precision(dtype):
     rng = np.random.default_rng(0)
     groups, each, corner, steps = 6, 2, 3, 3
-    sizes = ArrowSizes(groups, each, corner)
-    zeros = jnp.zeros((1, sizes.total), dtype)
+    layout = Layout(groups, each, corner, steps)
     links = rng.normal(size=(groups // steps, steps, each, each)).astype(dtype)
     links[:, 0] = 0
-    chain = ChainPrior(zeros, jnp.asarray(links), sizes._replace(steps=steps))
+    forms = Groups(layout), Chain(layout)
+    priors = [form.prior(dtype, jnp.asarray(links)) for form in forms]
     own = jnp.asarray(rng.normal(size=(1, groups, each, each)), dtype)
     border = 0.3 * rng.normal(size=(1, groups, each, corner)).astype(dtype)
 
@@ -137,9 +138,9 @@ def test_inflation_is_that_of_the_dense_precision(dtype):
             corner=natural.corner + 3 * jnp.eye(corner, dtype=dtype),
         )  # fmt: skip
         q = natural.moments()
-        return inflation(natural), q.spread(jnp.eye(q.rank, dtype=dtype))
+        return inflation(natural), q.unwhiten(jnp.eye(q.rank, dtype=dtype))
 
-    for prior in (ArrowPrior(zeros, sizes), chain):
+    for prior in priors:
         found, rows = both(prior)
         covariance = np.asarray(rows, float).T @ np.asarray(rows, float)
         expected = np.diag(covariance) * np.diag(np.linalg.inv(covariance))

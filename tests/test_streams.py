@@ -14,9 +14,9 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.gaussians.projecting import projected
 from numpyro_gpaug.infer.vi.moving import InducingMoves
-from numpyro_gpaug.math.linalg import Moments
-from numpyro_gpaug.math.projecting import projected
 from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import enable_x64
 

@@ -10,9 +10,9 @@ import numpyro
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.gaussians.dense import Prior
+from numpyro_gpaug.gaussians.pseudo_data import PseudoData, SeenPrior
 from numpyro_gpaug.infer.vi import sweeps
-from numpyro_gpaug.math.affine import Prior
-from numpyro_gpaug.math.pseudo_data import PseudoData, SeenPrior
 
 KEY = jax.random.key(0)
 

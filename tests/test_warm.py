@@ -11,8 +11,8 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.affine import BySites
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.arrow import BySites
 from numpyro_gpaug.model.signatures import signature_of
 from tests import conftest
 

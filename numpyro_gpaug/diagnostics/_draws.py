@@ -18,6 +18,7 @@ from numpyro import handlers
 
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.diagnostics._run import replicate, run
+from numpyro_gpaug.gaussians.base import selected as _selected
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.likelihoods.expectations import (
@@ -28,7 +29,6 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.math.affine import selected as _selected
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched

@@ -12,17 +12,8 @@ from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
-from numpyro_gpaug.math.arrow import ArrowNatural
-from numpyro_gpaug.math.chain import ChainNatural
-from numpyro_gpaug.math.linalg import (
-    Moments,
-    NaturalGaussian,
-    cholesky,
-    inverse_lower,
-    kl_to_diagonal,
-    precise,
-    solve_lower,
-)
+from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, kl_to_diagonal
+from numpyro_gpaug.math.linalg import cholesky, inverse_lower, precise, solve_lower
 
 
 class BlockGaussian(dist.Distribution):
@@ -102,9 +93,9 @@ class BlockGaussian(dist.Distribution):
         return jnp.square(self.moments().whitener).sum(-2)
 
 
-class ArrowGaussian(dist.Distribution):
-    """A multivariate normal whose precision is block diagonal with a border
-    (:mod:`numpyro_gpaug.math.arrow`), with or without chains, in natural parameters.
+class StructuredGaussian(dist.Distribution):
+    """A multivariate normal in natural parameters, of any structure
+    (:mod:`numpyro_gpaug.gaussians`).
 
     :param natural: potential and precision, each with a leading axis of 1; the event
         has none.
@@ -115,26 +106,29 @@ class ArrowGaussian(dist.Distribution):
 
     def __init__(
         self,
-        natural: ArrowNatural | ChainNatural,
+        natural: Any,
         *,
         validate_args: bool | None = None,
     ) -> None:
         self.natural = natural
-        shape = (natural.sizes.total,)
+        shape = natural.potential.shape[1:]
         super().__init__((), shape, validate_args=validate_args)
 
     @property
     def support(self) -> constraints.Constraint:
         return constraints.real_vector
 
+    @precise
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         q = self.natural.moments()
         eps = random.normal(key, sample_shape + self.event_shape, q.mean.dtype)
-        return q.mean[0] + q.spread(eps)
+        return q.mean[0] + q.unwhiten(eps[..., None, :])[..., 0, :]
 
+    @precise
     def log_prob(self, value: Array) -> Array:
         q = self.natural.moments()
-        quadratic = jnp.square(q.white(value - q.mean[0])).sum(-1)
+        white = q.whiten((value - q.mean[0])[..., None, :])
+        quadratic = jnp.square(white).sum((-2, -1))
         constant = jnp.asarray(value.shape[-1] * np.log(2 * np.pi), value.dtype)
         return -0.5 * (quadratic + q.log_det[0] + constant)
 

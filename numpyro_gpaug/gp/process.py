@@ -20,6 +20,8 @@ from numpyro_gpaug._numpyro import (
     deterministic_site,
     residual_policy,
 )
+from numpyro_gpaug.gaussians.blocks import AffineBlocks, affine_blocks
+from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.gp.checks import as_inputs, as_loadings, columns
 from numpyro_gpaug.gp.kernels import as_kernel
 from numpyro_gpaug.gp.outputs import Outputs
@@ -31,8 +33,6 @@ from numpyro_gpaug.gp.projection import (
     project,
     whitener,
 )
-from numpyro_gpaug.math.affine import AffineMap
-from numpyro_gpaug.math.affine_blocks import AffineBlocks, affine_blocks
 from numpyro_gpaug.math.blocks import rows_of_blocks
 from numpyro_gpaug.math.linalg import cholesky, precise, safe_sqrt, with_jitter
 

@@ -18,9 +18,9 @@ from numpyro.infer.autoguide import AutoDelta, AutoGuide
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug._numpyro import PointGuide
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.compiling import ahead, once
-from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.codes import Codes

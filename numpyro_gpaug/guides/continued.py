@@ -11,10 +11,11 @@ import numpyro
 from jax import Array, lax
 from numpyro.distributions import constraints
 
+from numpyro_gpaug.gaussians.base import selected
+from numpyro_gpaug.gaussians.blocks import AffineBlocks
+from numpyro_gpaug.gaussians.dense import AffineMap, Moments, Prior
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
-from numpyro_gpaug.math.affine import AffineMap, Prior, selected
-from numpyro_gpaug.math.affine_blocks import AffineBlocks
-from numpyro_gpaug.math.linalg import Moments, precise
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.structure import Block, Structure
 from numpyro_gpaug.model.view import ModelView
@@ -108,7 +109,7 @@ class ContinuedGP(AutoSparseGP):
             params, z = own[block.name], found[block.name]
             if not isinstance(params, Moments):
                 earlier = Moments(*earlier_of(block, params))
-                mean = earlier.mean + earlier.spread(z.mean)
+                mean = earlier.mean + earlier.unwhiten(z.mean)
                 found[block.name] = Moments(mean, z.whitener @ earlier.whitener)
         return found
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_gpaug.gaussians.base import Marginals
+from numpyro_gpaug.gaussians.dense import Moments, kl_to_diagonal
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import Projected, Whitener, lead, project
-from numpyro_gpaug.math.affine import Marginals
-from numpyro_gpaug.math.linalg import Moments, kl_to_diagonal
 from numpyro_gpaug.model.marginals import block_marginals
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
@@ -121,7 +121,7 @@ class InducingPosterior:
         return inducing_factors(view)
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
-        """:class:`~numpyro_gpaug.math.affine.Marginals` by block name."""
+        """:class:`~numpyro_gpaug.gaussians.dense.Marginals` by block name."""
         return block_marginals(view, view.maps(fit.factors), fit.moments)
 
     def weight_marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:

@@ -15,6 +15,8 @@ from jax import Array, random
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
+from numpyro_gpaug.gaussians.base import Marginals
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.kernels import as_kernel
 from numpyro_gpaug.gp.process import Conditional, FunctionDraw, GaussianProcess
 from numpyro_gpaug.gp.projection import latent_first, lead, residual_variance
@@ -26,8 +28,7 @@ from numpyro_gpaug.guides.function_posterior import (
     inducing_factors,
     whitener_of,
 )
-from numpyro_gpaug.math.affine import Marginals
-from numpyro_gpaug.math.linalg import Moments, precise, safe_sqrt, solve_lower
+from numpyro_gpaug.math.linalg import precise, safe_sqrt, solve_lower
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.structure import Block, Structure, conditional_of, fill
 from numpyro_gpaug.model.view import ModelView
@@ -194,7 +195,7 @@ class FunctionSpacePosterior:
         return inducing_factors(view) if self._kernel is None else {}
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
-        """:class:`~numpyro_gpaug.math.affine.Marginals` by block name."""
+        """:class:`~numpyro_gpaug.gaussians.dense.Marginals` by block name."""
         (block,) = view.structure.blocks
         f = view.conditional(block)
         measure = self.measure(f, fit, block)

@@ -17,33 +17,31 @@ from jax.core import Tracer
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_gpaug.distributions.gaussian import ArrowGaussian, BlockGaussian
+from numpyro_gpaug.distributions.gaussian import BlockGaussian, StructuredGaussian
+from numpyro_gpaug.gaussians import STRUCTURES, natural_from
+from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL
-from numpyro_gpaug.math.affine import GaussianFactors
-from numpyro_gpaug.math.arrow import ArrowMoments, ArrowNatural
-from numpyro_gpaug.math.chain import ChainMoments, ChainNatural
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
-from numpyro_gpaug.math.pairs import PairedMap
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.costs import FIT
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.latents import JOINT, Grouping, JointStructure
 from numpyro_gpaug.model.marginals import with_latent_axis
 from numpyro_gpaug.model.structure import any_key, remembered
 from numpyro_gpaug.model.whitened import whitened
 
-Natural = NaturalGaussian | ArrowNatural | ChainNatural
-
 _COVARIANCES = ("natural", "dense")
 _DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
-_BASIS = f"{JOINT}_auto_basis"
-_KINDS = ChainNatural, ArrowNatural, NaturalGaussian
+_PREFIX = f"{JOINT}_auto_"
+_BASIS = f"{_PREFIX}basis"
 # Latents that are turned at most: their basis is part of every program.
 MOST_TURNED = 256
 # Standard deviations that gradients start from, as in NumPyro's autoguides.
@@ -65,13 +63,13 @@ class AutoLatentGaussian(ProcessGuide):
 
     With few latents the precision is one dense matrix. If every observation depends on
     one member of a grouping (random effects, the larger of crossed groupings), and if
-    it costs less, the precision is block diagonal with a border (``math/arrow.py``):
-    work and memory are linear in rows and groups, and the border has at most 5000
-    latents. If every observation depends on one step of random walks
-    (:class:`~numpyro.distributions.GaussianRandomWalk`, of any length, several
-    together, with noise of every step), the steps form chains (``math/chain.py``), also
-    with linear cost. Autoregressions and other states of a few numbers form chains,
-    too: in NumPyro's :func:`~numpyro.contrib.control_flow.scan`, in
+    it costs less, the precision is block diagonal with a border
+    (``gaussians/groups.py``): work and memory are linear in rows and groups, and the
+    border has at most 5000 latents. If every observation depends on one step of random
+    walks (:class:`~numpyro.distributions.GaussianRandomWalk`, of any length, several
+    together, with noise of every step), the steps form chains (``gaussians/chain.py``),
+    also with linear cost. Autoregressions and other states of a few numbers form
+    chains, too: in NumPyro's :func:`~numpyro.contrib.control_flow.scan`, in
     ``GaussianStateSpace``, or written out, with hyperparameters as coefficients.
 
     The log-density of the likelihood must be a sum over data of functions of one or two
@@ -155,7 +153,7 @@ class AutoLatentGaussian(ProcessGuide):
     def _inspect(self, *args: Any, **kwargs: Any) -> JointStructure:
         found = inspect_joint(self.model, self._purpose, *args, **kwargs)
         if not self.conjugate:
-            found = found.in_steps(()).with_arrow(None)
+            found = found.unstructured
             refuse_large(found)
             if JOINT in found.others:
                 raise ValueError(
@@ -221,7 +219,7 @@ class AutoLatentGaussian(ProcessGuide):
 
     # Natural parameters.
 
-    def initial_natural(self, given: dict[str, Any]) -> dict[str, Natural]:
+    def initial_natural(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the given natural parameters, filled up with those of the prior;
         nothing if none are given, because :meth:`start_at` has better ones.
 
@@ -235,19 +233,13 @@ class AutoLatentGaussian(ProcessGuide):
         return {JOINT: type(start)(*values)}
 
     @property
-    def _prior(self) -> Natural:
+    def _prior(self) -> Any:
         structure = self.structure
-        size, dtype = structure.size, structure.dtype
-        if structure.arrow is not None:
-            return structure.prior(structure.no_links).natural
-        # NumPy's: of JAX's each would be a program of its own.
-        zeros: Any = np.zeros((1, size), dtype)
-        eye: Any = np.eye(size, dtype=dtype)[None]
-        return NaturalGaussian(zeros, eye)
+        return structure.form.standard(structure.dtype)
 
     def start_at(
-        self, natural: dict[str, Natural], given: dict[str, Any], view: Any
-    ) -> dict[str, Natural]:
+        self, natural: dict[str, Any], given: dict[str, Any], view: Any
+    ) -> dict[str, Any]:
         """Return natural parameters at the start of a fit: the posterior after
         observing every predictor at its prior mean with variance one. Under a wide
         prior, the expectation of a likelihood may not be finite: ``exp(f)`` overflows
@@ -270,7 +262,7 @@ class AutoLatentGaussian(ProcessGuide):
         added = single.information(seen)
         return {JOINT: jax.tree.map(jnp.add, prior, added)}
 
-    def natural_params(self, natural: dict[str, Natural]) -> dict[str, Array]:
+    def natural_params(self, natural: dict[str, Any]) -> dict[str, Array]:
         """Return natural parameters as params by name."""
         named = zip(_names(type(natural[JOINT])), natural[JOINT], strict=True)
         params = {name: x[0] for name, x in named}
@@ -281,33 +273,31 @@ class AutoLatentGaussian(ProcessGuide):
     def own_params(self) -> tuple[str, ...]:
         if not self.conjugate:
             return _DENSE
-        structure = self.structure
-        grouped = ChainNatural if structure.chains else ArrowNatural
-        return _names(grouped if structure.arrow else NaturalGaussian)
+        return _names(self.structure.form.natural)
 
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
         # The data of the fit may have given the precision another form.
-        natural = {_BASIS}.union(*map(_names, _KINDS))
+        natural = {_BASIS}.union(*(_names(s.natural) for s in STRUCTURES.values()))
         names = natural if self.conjugate else _DENSE
         own = {k: x for k, x in params.items() if k in names}
         return {k: x for k, x in params.items() if k not in own}, {JOINT: own}
 
     def moments(
         self,
-        own: Mapping[str, dict[str, Array] | Moments | ArrowMoments | ChainMoments],
+        own: Mapping[str, dict[str, Array] | Moments],
     ) -> dict[str, Any]:
         given = own[JOINT]
-        if isinstance(given, Moments | ArrowMoments | ChainMoments):
+        if not isinstance(given, dict):
             return {JOINT: given}
         if _DENSE[0] in given:
             return {JOINT: with_latent_axis(_factored(given).moments())}
-        kind = next(k for k in _KINDS if set(_names(k)) <= set(given))
-        natural: Any = kind(*(given[name][None] for name in _names(kind)))
-        q = natural.moments()
-        if _BASIS in given:
-            back = given[_BASIS].T
+        parts = {k.removeprefix(_PREFIX): x[None] for k, x in given.items()}
+        basis = parts.pop("basis", None)
+        q = natural_from(parts).moments()
+        if basis is not None:
+            back = basis[0].T
             q = Moments(q.mean @ back, q.whitener @ back)
         return {JOINT: q}
 
@@ -321,7 +311,7 @@ class AutoLatentGaussian(ProcessGuide):
         """
         structure, static = self.structure_at(arguments), arguments.static
         assert isinstance(structure, JointStructure)
-        if structure.arrow or structure.size > MOST_TURNED:
+        if not structure.form.any_rows or structure.size > MOST_TURNED:
             return False
         here = structure.unturned
 
@@ -384,16 +374,17 @@ class AutoLatentGaussian(ProcessGuide):
             numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
             for name, x in zip(names, start, strict=True)
         ]
-        if structure.arrow is None:
-            return BlockGaussian.from_natural(NaturalGaussian(*params))
-        return ArrowGaussian(type(start)(*(x[None] for x in params)))
+        return StructuredGaussian(type(start)(*(x[None] for x in params)))
 
     # What is what.
 
     def _title(self) -> str:
         structure = self.structure
         size = sum(math.prod(s.shape) for s in structure.sites)
-        return f"AutoLatentGaussian, {size} Gaussian latents, {_form(structure)}"
+        groups = structure.groupings[0] if structure.groupings else Grouping(())
+        names = ", ".join(name for name, _ in groups.sites)
+        form = structure.form.describe(names, groups.size)
+        return f"AutoLatentGaussian, {size} Gaussian latents, {form}"
 
     def _kind(self, other: str) -> str:
         kind = super()._kind(other)
@@ -411,20 +402,4 @@ def _factored(params: Mapping[str, Array]) -> BlockGaussian:
 
 
 def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(f"{JOINT}_auto_{part}" for part in kind._fields)
-
-
-def _form(structure: JointStructure) -> str:
-    """Describe the form of the precision matrix."""
-    if structure.arrow is None:
-        return "dense"
-    groups, each, corner, steps = structure.sizes
-    size = structure.arrow.groups.size
-    names = ", ".join(name for name, _ in structure.arrow.groups.sites)
-    what = f"an arrow: {groups} groups"
-    if steps is not None:
-        what = "a chain" if groups == steps else f"{groups // steps} chains"
-        what += (
-            f" of {steps} steps" if size == 1 else f" of {steps} blocks of {size} steps"
-        )
-    return f"{what} of {each} ({names}), {corner} others dense"
+    return tuple(f"{_PREFIX}{part}" for part in kind._fields)

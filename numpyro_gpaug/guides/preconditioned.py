@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_gpaug.gaussians.base import Marginals
+from numpyro_gpaug.gaussians.dense import NaturalGaussian
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import lead, residual_variance
 from numpyro_gpaug.guides.function_posterior import (
@@ -29,8 +31,7 @@ from numpyro_gpaug.guides.function_posterior import (
     InducingPosterior,
     prior_measure,
 )
-from numpyro_gpaug.math.affine import Marginals
-from numpyro_gpaug.math.linalg import NaturalGaussian, diagonal, inverse_cholesky
+from numpyro_gpaug.math.linalg import diagonal, inverse_cholesky
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 

@@ -18,6 +18,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
+from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.preconditioned import (
@@ -27,7 +28,7 @@ from numpyro_gpaug.guides.preconditioned import (
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import ahead
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, precise
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import warn_of_points
 from numpyro_gpaug.model.jaxpr import dependence_tree

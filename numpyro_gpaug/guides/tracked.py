@@ -16,14 +16,15 @@ from jax import Array, lax
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.gaussians.base import GaussianPrior
+from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.gaussians.pseudo_data import PseudoData, SeenPrior
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import latent_first
 from numpyro_gpaug.guides.continued import ContinuedGP, earlier_of, earlier_params
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
-from numpyro_gpaug.math.affine import GaussianPrior
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.math.linalg import Moments, precise
-from numpyro_gpaug.math.pseudo_data import PseudoData, SeenPrior
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView

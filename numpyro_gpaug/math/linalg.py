@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cholesky factors, whitened solves, natural parameters."""
+"""Cholesky factors and solves with them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -204,137 +204,8 @@ def _inverse_lower_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return inverse, -inverse @ tangents[0] @ inverse
 
 
-class Moments(NamedTuple):
-    """Moments of a Gaussian, computed from one Cholesky factor.
-
-    :param mean: (..., M).
-    :param whitener: (..., M, M), triangular, ``W`` with covariance ``W' W``.
-    """
-
-    mean: Array
-    whitener: Array
-
-    @property
-    def log_det(self) -> Array:
-        """Log-determinant of the covariance, (...)."""
-        return 2 * jnp.log(jnp.abs(diagonal(self.whitener))).sum(-1)
-
-    @property
-    def variances(self) -> Array:
-        """Variances of the latents, (..., M)."""
-        return jnp.square(self.whitener).sum(-2)
-
-    @precise
-    def carried(self, projection: Array) -> tuple[Array, tuple[Array]]:
-        """Return the shift of the means, and the root of the covariance, under an
-        affine map.
-
-        :param projection: A, (..., M, n).
-        :return: ``A' mean`` (..., n) and, as one of several parts, rows (..., M, n)
-            whose squares sum to the variances.
-        """
-        # Two products: slices of one are loops that no library runs.
-        return jnp.vecmat(self.mean, projection), (self.whitener @ projection,)
-
-    @property
-    def rank(self) -> int:
-        """Standard normal numbers that :meth:`spread` takes."""
-        return self.whitener.shape[-2]
-
-    @precise
-    def spread(self, noise: Array) -> Array:
-        """Deviations from the mean.
-
-        :param noise: standard normal, (..., rank).
-        """
-        return jnp.vecmat(noise, self.whitener)
-
-    def white(self, deviation: Array) -> Array:
-        """The noise that :meth:`spread` makes such deviations of, (..., M), by a lower
-        whitener."""
-        columns = deviation[..., None]
-        return solve_lower(self.whitener, columns, transpose=True)[..., 0]
-
-    def precision_root(self) -> Array:
-        """``R`` with precision ``R R'``, upper triangular, (..., M, M), of whatever
-        whitener; to the digits that this has, of which its square has half."""
-        triangle = one_by_one(partial(jnp.linalg.qr, mode="r"))(self.whitener)
-        return inverse_lower(triangle.mT).mT
-
-    def extended(self, places: np.ndarray) -> Moments:
-        """Return moments with new latents, at a standard normal prior, of one set of
-        latents.
-
-        :param places: of the latents wanted, -1 for new ones.
-        """
-        known = places >= 0
-        columns = jnp.where(known, self.whitener[..., places], 0)
-        fresh = np.flatnonzero(~known)
-        own = jax.nn.one_hot(fresh, len(places), dtype=self.mean.dtype)
-        whitener = jnp.concatenate([columns, own[None]], -2)
-        return Moments(jnp.where(known, self.mean[..., places], 0), whitener)
-
-
-class NaturalGaussian(NamedTuple):
-    """A Gaussian in natural parameters: ``exp(potential . v - v' precision v / 2)``.
-
-    :param potential: (..., M).
-    :param precision: (..., M, M), positive definite.
-    """
-
-    potential: Array
-    precision: Array
-
-    @precise
-    def moments(self) -> Moments:
-        """Mean and covariance factor.
-
-        The inverse factor is formed explicitly: a product with it costs less than a
-        triangular solve with many right-hand sides, and the log-determinant, the trace
-        of the covariance and the marginal variances all reuse it.
-        """
-        whitener = inverse_cholesky(self.precision)
-        white = jnp.matvec(whitener, self.potential)
-        return Moments(jnp.vecmat(white, whitener), whitener)
-
-    @precise
-    def moved(self, z: Array) -> NaturalGaussian:
-        """Natural parameters of latents, given those of their deviations from ``z``,
-        (..., M).
-
-        What factors say of a mean is known to the last digit of a large sum, and where
-        latents compensate each other (an intercept and the effects of all groups) they
-        have all of the error. Of deviations it is small, and ``precision z`` has the
-        same error as the matrix that is solved with.
-        """
-        shift = jnp.matvec(self.precision, z)
-        return self._replace(potential=self.potential + shift)
-
-    @property
-    def diagonal(self) -> Array:
-        """The diagonal of the precision, (..., M)."""
-        return diagonal(self.precision)
-
-    def stand_in(self) -> Moments:
-        """Numbers in the shapes of :meth:`moments`, of no meaning."""
-        return Moments(self.potential, self.precision)
-
-
 def diagonal(matrix: Array) -> Array:
     """The diagonal of (..., M, M), as every (M + 1)-th number: the derivative of
     ``jnp.diagonal`` is a scatter."""
     size = matrix.shape[-1]
     return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
-
-
-def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
-    """KL(q || N(loc, diag(scale^2))), (...).
-
-    :param q: moments of q.
-    :param loc: (..., M), prior means.
-    :param scale: (..., M), prior standard deviations.
-    """
-    # A sum of squares alone is a library's; with more in it, a loop.
-    terms = (q.variances + jnp.square(q.mean - loc)) / jnp.square(scale)
-    roots = jnp.abs(diagonal(q.whitener)) / scale
-    return 0.5 * (terms - 1 - 2 * jnp.log(roots)).sum(-1)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.model.arrow import check_groups
+from numpyro_gpaug.model.affine import check_groups
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.program import Gather
 

@@ -13,25 +13,13 @@ from numpyro_gpaug.model.latents import JointStructure
 _OVERHEAD = 2e7
 
 
-def dense_cost(rows: int, size: int) -> float:
-    """The cost of one dense matrix.
-
-    :param rows: how many predictors there are.
-    :param size: of the Gaussian.
-    """
-    return float(rows) * size**2 + float(size) ** 3
-
-
 def cost(structure: JointStructure, rows: int) -> float:
-    """The cost of groups or chains.
+    """The cost of the form of a joint Gaussian.
 
-    :param structure: of this form.
+    :param structure: with this form.
     :param rows: how many predictors there are.
     """
-    groups, each, corner, _ = structure.sizes
-    border = float(groups) * each * (corner**2 + each**2) + 2 * float(corner) ** 3
-    seen = float(rows) * ((each + structure.width) ** 2 + 10 * corner)
-    return border + seen
+    return structure.form.cost(rows, structure.width)
 
 
 class Purpose(NamedTuple):
@@ -50,7 +38,7 @@ class Purpose(NamedTuple):
 
         :param form: of groups or chains.
         """
-        if not form.chains and form.sizes.groups >= self.apart:
+        if form.form.independent_groups >= self.apart:
             return 0.0
         return _OVERHEAD
 
@@ -61,7 +49,7 @@ class Purpose(NamedTuple):
         :param rows: how many predictors there are.
         """
         largest = max((prod(s.shape) for s in structure.sites), default=0)
-        cheap = dense_cost(rows, structure.size) < _OVERHEAD
+        cheap = cost(structure, rows) < _OVERHEAD
         return cheap and largest < self.apart
 
 

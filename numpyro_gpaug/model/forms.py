@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of a model's joint Gaussian, chosen by cost: one dense matrix, an arrow
-where latents come in groups, chains where these are steps that follow each other."""
+"""Choose the form of a model's joint Gaussian by its cost: groups of latents, steps of
+chains that follow each other, or one dense matrix."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from jax import Array
 from jax.core import Tracer
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians import Chain, Groups
 from numpyro_gpaug.math.compiling import once
-from numpyro_gpaug.model.arrow import PROBES, ROUNDING, Predictors, relative
-from numpyro_gpaug.model.costs import Purpose, cost, dense_cost
+from numpyro_gpaug.model.affine import PROBES, ROUNDING, Predictors, relative
+from numpyro_gpaug.model.costs import Purpose, cost
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
+from numpyro_gpaug.model.latents import GaussianSite, Grouping, JointStructure
 from numpyro_gpaug.model.loops import WIDEST, Loop
 
 # Gaussian latents that are held by one dense matrix: all, or those beside groups.
@@ -44,14 +45,14 @@ class Asked(NamedTuple):
     rows: int
 
     def misfit(self, structure: JointStructure) -> float:
-        """See :meth:`~numpyro_gpaug.model.arrow.Predictors.misfit`."""
+        """See :meth:`~numpyro_gpaug.model.affine.Predictors.misfit`."""
 
         def misfit(arrays: tuple[Array, ...], pairs: Any) -> Array:
             return self.view(structure, arrays).predictors.misfit(pairs)
 
         return float(once(misfit, self.arrays, self.pairs))
 
-    def chains(self, structure: JointStructure) -> tuple[Grouping, ...]:
+    def recurrences(self, structure: JointStructure) -> tuple[Grouping, ...]:
         """Sites of which steps follow each other, whatever looks at them: as numbers of
         one chain and of several, where they may be both. None where the arguments are
         traced."""
@@ -96,7 +97,7 @@ def find_form(
     rows = asked.rows
     if purpose.contents(structure, rows):
         return structure
-    chains = asked.chains(structure)
+    chains = asked.recurrences(structure)
     stepwise = structure.in_steps(_once(chains))
     singles = [*chains]
     for site in structure.sites:
@@ -108,14 +109,14 @@ def find_form(
         return structure
     members = [_group_of_data(answer, asked.pairs) for answer in told]
     found = _groupings(structure, zip(singles, members, strict=True))
-    forms = [_arrow(structure, found, chains), _chain(structure, found, chains)]
+    forms = [_groups(structure, found, chains), _chain(structure, found, chains)]
     known = sorted(
         (form for form in forms if form is not None),
-        key=lambda form: (cost(form, rows), form.sizes.corner),
+        key=lambda form: (cost(form, rows), form.form.largest_matrix),
     )
     for form in known:
         whole = cost(form, rows) + purpose.overhead(form)
-        if whole < dense_cost(rows, structure.size) and asked.misfit(form) < ROUNDING:
+        if whole < cost(structure, rows) and asked.misfit(form) < ROUNDING:
             return form
     return structure
 
@@ -130,7 +131,7 @@ def _once(chains: tuple[Grouping, ...]) -> tuple[Grouping, ...]:
     return tuple(dict.fromkeys(found.values()))
 
 
-def _arrow(
+def _groups(
     structure: JointStructure, found: list[Grouping], chains: tuple[Grouping, ...]
 ) -> JointStructure | None:
     """Take the largest grouping, except steps, as groups.
@@ -142,14 +143,14 @@ def _arrow(
     chosen = _disjoint(structure, _apart(found, chains))
     if not chosen:
         return None
-    return structure.with_arrow(Arrow(chosen[0], tuple(chosen[1:])))
+    return structure.in_form(Groups, tuple(chosen))
 
 
 def _chain(
     structure: JointStructure, found: list[Grouping], chains: tuple[Grouping, ...]
 ) -> JointStructure | None:
     """With the steps of the largest chains, and what else steps have, for groups;
-    arguments as for :func:`_arrow`."""
+    arguments as for :func:`_groups`."""
     along = [g for g in (_of_steps(structure, g, chains) for g in found) if g.sites]
     if not along:
         return None
@@ -161,7 +162,7 @@ def _chain(
     ]
     chosen = _disjoint(structure, others)
     ordered = structure.in_steps(tuple(x for x in chains if _within(x, first)))
-    return ordered.with_arrow(Arrow(first, tuple(chosen)))
+    return ordered.in_form(Chain, (first, *chosen))
 
 
 def _disjoint(structure: JointStructure, found: list[Grouping]) -> list[Grouping]:
@@ -322,14 +323,13 @@ def refuse_large(structure: JointStructure, chains: tuple[Grouping, ...] = ()) -
     :param chains: that might have been held as such.
     :raises NotConjugateError: naming the largest site.
     """
-    grouped = structure.arrow is not None
-    size = structure.sizes.corner if grouped else structure.size
+    size = structure.form.largest_matrix
     if size <= MAX_DENSE:
         return
-    groups = structure.arrow.groups.sites if structure.arrow else ()
-    left = [s for s in structure.sites if s.name not in dict(groups)]
+    grouped = {name for g in structure.groupings[:1] for name, _ in g.sites}
+    left = [s for s in structure.sites if s.name not in grouped]
     largest = max(left, key=lambda s: prod(s.shape))
-    beside = f", besides {[name for name, _ in groups]}," if grouped else ""
+    beside = f", besides {sorted(grouped)}," if grouped else ""
     raise NotConjugateError(
         f"the joint Gaussian of {size} latents{beside} would be a dense matrix of "
         f"{4 * size**2 / 2**30:.0f} GiB in float32. At most {MAX_DENSE} are allowed "

@@ -26,7 +26,6 @@ from numpyro_gpaug.model.latents import (
     GaussianSite,
     Grouping,
     JointStructure,
-    joint_block,
 )
 from numpyro_gpaug.model.loops import refuse_reversed
 from numpyro_gpaug.model.structure import Structure, any_key
@@ -64,20 +63,18 @@ def inspect_joint(
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
     if any(others.values()):
         check_indices(program_of_others(model, arguments, others, {}, survey.dtype))
-    size = sum(prod(s.shape) for s in sites)
     structure = JointStructure(
-        blocks=(joint_block(size, survey.dtype),),
+        blocks=(),
         others=tuple(n for n in survey.latent if n not in names),
         observed=tuple(found.observed(n) for n in survey.observed),
         plates=survey.plates,
         functions=survey.functions,
         constraints=survey.constraints,
-        sites=sites,
         dtype=survey.dtype,
         held=tuple(held),
         shapes=tuple(survey.shapes.items()),
         process_names=tuple(survey.functions),
-    )
+    ).with_sites(sites)
     if not sites or not survey.observed:
         return structure
 
@@ -140,8 +137,8 @@ def joint_structure_at(
     sites = tuple(
         s._replace(local=local[s.name]) for s in survey.candidates if s.name in local
     )
-    here = structure.with_sites(sites).in_steps(structure.chains)
-    for grouping in here.arrow.all if here.arrow else ():
+    here = structure.with_sites(sites)
+    for grouping in here.groupings:
         _check_members(here, grouping)
     shapes = tuple(survey.shapes.items())
     return replace(

@@ -14,12 +14,11 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.base import StructurePrior
+from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.affine import GaussianPrior
-from numpyro_gpaug.math.arrow_map import ArrowMap
-from numpyro_gpaug.math.pairs import PairedMap
+from numpyro_gpaug.model.affine import BySites, Predictors
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.arrow import BySites, Predictors
 from numpyro_gpaug.model.frontier import Frontier, frontier, index_of
 from numpyro_gpaug.model.indices import program_of_others
 from numpyro_gpaug.model.joint_expectation import (
@@ -107,10 +106,10 @@ class JointView:
 
     @cached_property
     def _chains(self) -> list[Chained]:
-        if not self.structure.chains:
+        if not self.structure.recurrences:
             return []
         known = {loop.steps[:2]: loop for loop in self.loops}
-        for steps in self.structure.chains:
+        for steps in self.structure.recurrences:
             if steps[:2] not in known:
                 names = [name for name, _ in steps.sites]
                 raise NotConjugateError(
@@ -121,7 +120,7 @@ class JointView:
         # Of a longer series the first block is that of the one that was fitted.
         return [
             self.chained(known[steps[:2]]._replace(steps=steps))
-            for steps in self.structure.chains
+            for steps in self.structure.recurrences
         ]
 
     @property
@@ -174,8 +173,8 @@ class JointView:
         """Predictors of all data, side by side."""
         found, structure = self._affine(self._roots), self.structure
         mixed = structure.functions or self._program.outputs.factors
-        turned = structure.basis is not None
-        if structure.arrow is not None or structure.chains or turned or mixed:
+        plain = structure.standard and structure.basis is None
+        if not structure.form.any_rows or not plain or mixed:
             return found
         by_sites = BySites.of(self._program, self._shapes, self._roots)
         return found if by_sites is None else found._replace(push=by_sites)
@@ -250,12 +249,10 @@ class JointView:
 
     def maps(self) -> dict[str, Any]:
         """The affine map from the joint Gaussian to all predictors, side by side."""
-        predictors, pairs = self.predictors, self.pairs
-        arrow = self.structure.arrow is not None
-        single = predictors.arrow if arrow else predictors.dense
+        single, pairs = self.structure.form.map(self.predictors), self.pairs
         if pairs is not None:
             return {JOINT: PairedMap(single, *pairs)}
-        return {JOINT: single.in_order() if isinstance(single, ArrowMap) else single}
+        return {JOINT: single.in_order()}
 
     def unreached(self, maps: dict[str, Any]) -> dict[str, Array]:
         """By process, of which function values no more than one of its inducing values
@@ -303,11 +300,11 @@ class JointView:
         return jnp.concatenate(left), jnp.concatenate(right)
 
     @property
-    def prior(self) -> GaussianPrior:
+    def prior(self) -> StructurePrior:
         """Standard normal, or steps that follow each other."""
         return self.structure.prior(self.links)
 
-    def priors(self) -> dict[str, GaussianPrior]:
+    def priors(self) -> dict[str, StructurePrior]:
         """:attr:`prior` by block."""
         return {JOINT: self.prior}
 
@@ -385,7 +382,7 @@ class JointView:
     def misfit(self) -> Array:
         """The error of assuming that every datum depends on one group; zero if a matrix
         is used, which needs no assumption."""
-        if self.structure.arrow is None:
+        if self.structure.form.any_rows:
             return jnp.zeros((), self.structure.dtype)
         return self.predictors.misfit(self.pairs)
 

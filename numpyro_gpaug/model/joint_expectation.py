@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
@@ -23,7 +24,6 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.math import correlated_softmax
-from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.expectation import PredictorMoments, expected_sum
 from numpyro_gpaug.model.exponentials import expectation
 from numpyro_gpaug.model.frontier import Frontier

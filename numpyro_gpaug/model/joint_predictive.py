@@ -30,7 +30,7 @@ from numpyro_gpaug.math.expectation import (
     placed,
     rule_differences,
 )
-from numpyro_gpaug.model.arrow import Predictors
+from numpyro_gpaug.model.affine import Predictors
 from numpyro_gpaug.model.correlated_data import covariance_of
 from numpyro_gpaug.model.frontier import (
     frontier,
@@ -221,7 +221,7 @@ class JointPredictiveView(JointView):
         :param name: of the site.
         """
         zero = jnp.zeros((), self.structure.dtype)
-        if self.structure.arrow is None:
+        if self.structure.form.any_rows:
             return zero, zero + jnp.inf
         known = {s.name: s for s in self.structure.observed}
         if name in known:
@@ -386,7 +386,7 @@ class JointPredictiveView(JointView):
             if site.route not in (Route.GAUSS_HERMITE, Route.CORRELATED):
                 continue
             roots = self._of_site(site)
-            if self._affine(roots).many and self.structure.arrow is None:
+            if self._affine(roots).many and self.structure.form.any_rows:
                 continue
             if site.route is Route.CORRELATED:
                 found[site.name] = self._node_error(site, q)

@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.dense import AffineMap, Moments
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
@@ -20,9 +21,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.math import linalg
-from numpyro_gpaug.math.affine import AffineMap
-from numpyro_gpaug.math.linalg import Moments
-from numpyro_gpaug.model.arrow import Predictors
+from numpyro_gpaug.model.affine import Predictors
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.predictors import Likelihood, scaled_sum
 from numpyro_gpaug.model.structure import Observed
@@ -40,7 +39,7 @@ def refuse_others(site: Observed, law: Any, structure: JointStructure) -> None:
     :param law: its law.
     :param structure: of the model there.
     """
-    chained = {name for steps in structure.chains for name, _ in steps.sites}
+    chained = {name for steps in structure.recurrences for name, _ in steps.sites}
     normal = isinstance(base_distribution(law), dist.Normal)
     if (
         site.route is Route.CLOSED_FORM
@@ -75,7 +74,7 @@ def conditioned(
     """
     numbers = structure.split(np.arange(structure.size))
     own = np.concatenate([numbers[k].ravel() for k in sorted(local_names(structure))])
-    spread = q.spread(jnp.eye(q.rank, dtype=q.mean.dtype)).at[:, own].set(0)
+    spread = q.unwhiten(jnp.eye(q.rank, dtype=q.mean.dtype)).at[:, own].set(0)
     mean = q.mean[0].at[own].set(0)
     maps = [p.dense for p in predictors]
     projection = jnp.concatenate([m.projection[0] for m in maps], -1)

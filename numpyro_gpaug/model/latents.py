@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug.gaussians import Structure as Form
+from numpyro_gpaug.gaussians import unstructured
+from numpyro_gpaug.gaussians.base import Layout, StructurePrior
 from numpyro_gpaug.math import small
-from numpyro_gpaug.math.affine import GaussianPrior, Prior
-from numpyro_gpaug.math.arrow import ArrowPrior, ArrowSizes
-from numpyro_gpaug.math.chain import ChainPrior
 from numpyro_gpaug.math.recurrences import linear, step_before
 from numpyro_gpaug.model.structure import Block, Structure
 
@@ -50,24 +50,6 @@ class Grouping(NamedTuple):
     before: int = 0
 
 
-class Arrow(NamedTuple):
-    """The form of a joint Gaussian of very many latents, see
-    :mod:`numpyro_gpaug.math.arrow`; where the groups are the steps of chains,
-    :mod:`numpyro_gpaug.math.chain`.
-
-    :param groups: what is eliminated.
-    :param others: what else every datum looks at single members of.
-    """
-
-    groups: Grouping
-    others: tuple[Grouping, ...]
-
-    @property
-    def all(self) -> tuple[Grouping, ...]:
-        """What is eliminated first."""
-        return self.groups, *self.others
-
-
 @dataclass(frozen=True)
 class JointStructure(Structure):
     """The structure of a model with one joint Gaussian on its latents.
@@ -76,10 +58,12 @@ class JointStructure(Structure):
     :param dtype: of the joint Gaussian.
     :param held: Gaussian sites that are not among them, and why.
     :param shapes: of the values of all sites.
-    :param arrow: the form of its precision matrix; ``None`` for a dense one.
-    :param chains: sites whose numbers are not standard normal, but follow each other
-        from step to step by links (:mod:`numpyro_gpaug.model.links`), which are no part
-        of the structure: the last of the axes over members is over steps.
+    :param form: the structure of its precision matrix.
+    :param groupings: sites of which every datum depends on one member: first those of
+        the groups that the form eliminates.
+    :param recurrences: sites whose numbers are not standard normal, but follow each
+        other from step to step by links (:mod:`numpyro_gpaug.model.links`), which are
+        no part of the structure: the last of the axes over members is over steps.
     :param basis: an orthogonal matrix as bytes of float64, if the numbers of a dense
         Gaussian are coordinates in its columns; see :meth:`turned`.
     :param process_names: of the Gaussian processes at inducing inputs, which are no
@@ -90,8 +74,9 @@ class JointStructure(Structure):
     dtype: Any = None
     held: tuple[tuple[str, str], ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    arrow: Arrow | None = None
-    chains: tuple[Grouping, ...] = ()
+    form: Form = unstructured(0)
+    groupings: tuple[Grouping, ...] = ()
+    recurrences: tuple[Grouping, ...] = ()
     basis: bytes | None = None
     process_names: tuple[str, ...] = ()
 
@@ -132,8 +117,15 @@ class JointStructure(Structure):
             self.members(p) * self.each(p) if isinstance(p, Grouping) else prod(p.shape)
             for p in self._parts
         )
+        steps = self.along(self.recurrences[0])[1] if self.recurrences else 1
+        layout = Layout(0, 0, total)
+        for first in self.groupings[:1]:
+            groups, each = self.members(first), self.each(first)
+            layout = Layout(groups, each, total - groups * each, steps)
+        form = type(self.form)(layout)
         basis = self.basis if total == self.size else None
-        return replace(self, blocks=(joint_block(total, self.dtype),), basis=basis)
+        block = Block(JOINT, JOINT, (total,), self.dtype)
+        return replace(self, form=form, blocks=(block,), basis=basis)
 
     # In another basis.
 
@@ -165,7 +157,7 @@ class JointStructure(Structure):
 
     def split(self, flat: Any) -> dict[str, Any]:
         """Numbers (..., size) by site, in the shapes of :class:`GaussianSite`: those of
-        an arrow's groups first, those of its other groupings last.
+        the first grouping first, those of the others last.
 
         :param flat: of all sites.
         """
@@ -192,27 +184,32 @@ class JointStructure(Structure):
             for part in self._parts
         ])  # fmt: skip
 
-    # Of an arrow.
+    # Forms.
 
-    def with_arrow(self, arrow: Arrow | None) -> JointStructure:
-        """Return this structure with its numbers in another order."""
-        return replace(self, arrow=arrow)._of_its_size()
+    def in_form(
+        self, kind: type[Form], groupings: tuple[Grouping, ...]
+    ) -> JointStructure:
+        """This structure in another form, with its numbers in another order.
 
-    @property
-    def sizes(self) -> ArrowSizes:
-        """The sizes of its Gaussian."""
-        assert self.arrow is not None
-        groups, each = self.members(self.arrow.groups), self.each(self.arrow.groups)
-        corner = self.size - groups * each
-        steps = self.along(self.chains[0])[1] if self.chains else None
-        return ArrowSizes(groups, each, corner, steps)
+        :param groupings: see :class:`JointStructure`.
+        """
+        form = kind(Layout(0, 0, 0))
+        return replace(self, form=form, groupings=groupings)._of_its_size()
 
-    # Of chains.
-
-    def in_steps(self, chains: tuple[Grouping, ...]) -> JointStructure:
+    def in_steps(self, recurrences: tuple[Grouping, ...]) -> JointStructure:
         """This structure with the numbers of some sites, and of no others, following
         each other."""
-        return replace(self, chains=chains)
+        return replace(self, recurrences=recurrences)
+
+    @property
+    def unstructured(self) -> JointStructure:
+        """This structure with standard normal numbers, in the form of any Gaussian."""
+        return self.in_steps(()).in_form(type(unstructured(0)), ())
+
+    @property
+    def standard(self) -> bool:
+        """Whether its latents are standard normal a priori."""
+        return not self.recurrences
 
     def along(self, steps: Grouping) -> tuple[int, int]:
         """The number of chains, and of the steps of each, or of blocks of steps."""
@@ -230,7 +227,7 @@ class JointStructure(Structure):
         found = dict(numbers)
         if self.basis is not None:
             return self.split(self.matrix @ self.joined(found))
-        for steps, link in zip(self.chains, links, strict=True):
+        for steps, link in zip(self.recurrences, links, strict=True):
             along = self.grouped(steps, numbers).reshape(*link.shape[:3], 1)
             white = along - small.product(link, step_before(along))
             found |= self._ungrouped(steps, white.reshape(-1, link.shape[-1]))
@@ -241,7 +238,7 @@ class JointStructure(Structure):
 
         :param links: by chain, (chains, steps, R, R).
         """
-        if not self.chains and self.basis is None:
+        if self.standard and self.basis is None:
             return flat
         return self.joined(self.unlinked(self.split(flat), links))
 
@@ -254,8 +251,10 @@ class JointStructure(Structure):
         """
         if self.basis is not None:
             return white @ self.matrix
+        if self.standard:
+            return white
         numbers = self.split(white)
-        for steps, link in zip(self.chains, links, strict=True):
+        for steps, link in zip(self.recurrences, links, strict=True):
             noise = self.grouped(steps, numbers).reshape(*link.shape[:3], 1)
             along = linear(small.product, link, noise)
             numbers |= self._ungrouped(steps, along.reshape(-1, link.shape[-1]))
@@ -264,7 +263,7 @@ class JointStructure(Structure):
     @property
     def no_links(self) -> tuple[Array, ...]:
         """Transition matrices of steps that do not follow each other: zero."""
-        sizes = ((*self.along(x), *[self.each(x)] * 2) for x in self.chains)
+        sizes = ((*self.along(x), *[self.each(x)] * 2) for x in self.recurrences)
         return tuple(jnp.zeros(size, self.dtype) for size in sizes)
 
     def whole_links(self, links: tuple[Array, ...]) -> Array:
@@ -273,13 +272,12 @@ class JointStructure(Structure):
 
         :param links: by chain.
         """
-        assert self.arrow is not None
-        begins, begin, groups = {}, 0, self.arrow.groups
+        begins, begin, groups = {}, 0, self.groupings[0]
         for site in groups.sites:
             begins[site[0]] = begin
             begin += self.each(groups._replace(sites=(site,)))
         found = jnp.zeros((*links[0].shape[:2], begin, begin), self.dtype)
-        for steps, link in zip(self.chains, links, strict=True):
+        for steps, link in zip(self.recurrences, links, strict=True):
             own = np.concatenate([
                 begins[site[0]] + np.arange(self.each(steps._replace(sites=(site,))))
                 for site in steps.sites
@@ -287,21 +285,17 @@ class JointStructure(Structure):
             found = found.at[:, :, own[:, None], own].set(link)
         return found
 
-    def prior(self, links: tuple[Array, ...]) -> GaussianPrior:
+    def prior(self, links: tuple[Array, ...]) -> StructurePrior:
         """The prior of its numbers.
 
         :param links: by chain.
         """
-        zeros = jnp.zeros((1, self.size), self.dtype)
-        if self.arrow is None:
-            return Prior(zeros, zeros + 1)
-        if not self.chains:
-            return ArrowPrior(zeros, self.sizes)
-        return ChainPrior(zeros, self.whole_links(links), self.sizes)
+        whole = self.whole_links(links) if links else None
+        return self.form.prior(self.dtype, whole)
 
     @property
     def width(self) -> int:
-        """The number of latents in the border, on which any datum may depend."""
+        """Numbers outside groups that any datum may depend on."""
         return sum(prod(p.shape) for p in self._parts if isinstance(p, GaussianSite))
 
     def members(self, grouping: Grouping) -> int:
@@ -377,17 +371,9 @@ class JointStructure(Structure):
     @property
     def _parts(self) -> tuple[Grouping | GaussianSite, ...]:
         """In the order of the numbers."""
-        if self.arrow is None:
-            return self.sites
-        groupings = self.arrow.all
-        names = {name for g in groupings for name, _ in g.sites}
+        names = {name for g in self.groupings for name, _ in g.sites}
         rest = [s for s in self.sites if s.name not in names]
-        return (groupings[0], *rest, *groupings[1:])
+        return (*self.groupings[:1], *rest, *self.groupings[1:])
 
 
 JOINT = "latents"
-
-
-def joint_block(size: int, dtype: Any) -> Block:
-    """The one Gaussian block of a joint structure."""
-    return Block(JOINT, JOINT, (size,), dtype)

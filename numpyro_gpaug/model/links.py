@@ -38,7 +38,7 @@ from jax import Array, lax
 
 from numpyro_gpaug.math import small
 from numpyro_gpaug.math.recurrences import step_before
-from numpyro_gpaug.model.arrow import relative
+from numpyro_gpaug.model.affine import relative
 from numpyro_gpaug.model.latents import Grouping, JointStructure
 from numpyro_gpaug.model.loops import Loop, affine, names
 from numpyro_gpaug.model.program import Program

@@ -11,9 +11,9 @@ import numpyro.distributions as dist
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.math.affine import AffineMap, Marginals, selected
-from numpyro_gpaug.math.affine_blocks import AffineBlocks
-from numpyro_gpaug.math.linalg import Moments
+from numpyro_gpaug.gaussians.base import Marginals, selected
+from numpyro_gpaug.gaussians.blocks import AffineBlocks
+from numpyro_gpaug.gaussians.dense import AffineMap, Moments
 from numpyro_gpaug.model.view import ModelView
 
 

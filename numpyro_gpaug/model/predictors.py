@@ -16,6 +16,7 @@ from jax import Array
 
 from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import (
@@ -25,7 +26,6 @@ from numpyro_gpaug.likelihoods.expectations import (
     feasible,
     through_wrappers,
 )
-from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.model.structure import Observed
 
 

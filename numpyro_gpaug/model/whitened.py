@@ -14,6 +14,7 @@ from numpyro import handlers
 from numpyro_gpaug._numpyro import expanded_sites, scan_index
 from numpyro_gpaug.distributions.class_counts import traceable
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.dense import AffineMap, unshared
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
@@ -21,7 +22,6 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_correlated,
     lookup_expectation,
 )
-from numpyro_gpaug.math.affine import AffineMap, unshared
 from numpyro_gpaug.model.correlated_data import (
     independent_data,
     is_correlated,

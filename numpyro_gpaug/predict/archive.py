@@ -16,14 +16,16 @@ from jax.dtypes import canonicalize_dtype
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import whole_plates
+from numpyro_gpaug.gaussians import STRUCTURES
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.files import typed
-from numpyro_gpaug.math.linalg import Moments, precise
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.gaussians import whitening
-from numpyro_gpaug.model.latents import Arrow, GaussianSite, Grouping, JointStructure
+from numpyro_gpaug.model.latents import GaussianSite, Grouping, JointStructure
 from numpyro_gpaug.model.structure import (
     Block,
     Leaves,
@@ -338,14 +340,18 @@ class Parts(NamedTuple):
     observed: tuple[Observed, ...]
     sites: tuple[GaussianSite, ...] | None = None
     held: tuple[tuple[str, str], ...] = ()
-    arrow: Arrow | None = None
-    chains: tuple[Grouping, ...] = ()
+    form: str = "dense"
+    groupings: tuple[Grouping, ...] = ()
+    recurrences: tuple[Grouping, ...] = ()
     process_names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, structure: Structure) -> Parts:
         """Return the parts of a structure."""
         known = {k: x for k, x in vars(structure).items() if k in cls._fields}
+        if isinstance(structure, JointStructure):
+            names = {kind: name for name, kind in STRUCTURES.items()}
+            known["form"] = names[type(structure.form)]
         return cls(**known)
 
     @property
@@ -365,7 +371,21 @@ class Parts(NamedTuple):
             field.name: getattr(structure, field.name) for field in fields(structure)
         }
         dtype = structure.blocks[0].dtype
-        return JointStructure(
-            **kept, dtype=dtype, held=self.held, arrow=self.arrow, chains=self.chains,
-            process_names=self.process_names,
-        ).with_sites(self.sites)  # fmt: skip
+        found = JointStructure(
+            **kept, dtype=dtype, held=self.held, recurrences=self.recurrences,
+            process_names=self.process_names, sites=self.sites,
+        )  # fmt: skip
+        return found.in_form(STRUCTURES[self.form], self.groupings)
+
+
+def migrated(structure: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved structure in today's fields. Up to version 0.1 its groupings were
+    in a field ``arrow``."""
+    kept = dict(structure)
+    if "arrow" in kept:
+        arrow, chains = kept.pop("arrow"), kept.pop("chains")
+        if arrow is not None:
+            form = "chain" if chains else "groups"
+            groupings = [arrow["groups"], *arrow["others"]]
+            kept |= {"form": form, "groupings": groupings, "recurrences": chains}
+    return kept

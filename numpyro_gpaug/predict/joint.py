@@ -22,8 +22,8 @@ from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.math.whitening import cholesky_of_sums
+from numpyro_gpaug.model.affine import ROUNDING, check_groups
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.arrow import ROUNDING, check_groups
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
@@ -234,13 +234,7 @@ class JointPredictor(Predictor):
 
     def _at_prior(self, view: JointPredictiveView, fit: Fit) -> Any:
         q: Any = fit.moments[JOINT]
-        here = view.structure
-        places = self.structure.places(here)
-        if here.arrow is None:
-            return q.extended(places)
-        if not here.chains:
-            return q.extended(here.sizes, places)
-        return q.extended(here.sizes, places, here.whole_links(view.links))
+        return q.extended(view.prior, self.structure.places(view.structure))
 
     def _f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
         at = view.affine(site).matrices.marginals(self._extended(view, fit, site))
@@ -265,7 +259,7 @@ class JointPredictor(Predictor):
             return mean + moved.reshape(noise.shape), jnp.isfinite(factor).all()
         q, values = self._extended(view, fit, site), view.affine(site)
         noise = random.normal(key, (num, q.rank), q.mean.dtype)
-        moved = jax.vmap(lambda e: values(q.mean[0] + q.spread(e[None])[0]))(noise)
+        moved = jax.vmap(lambda e: values(q.mean[0] + q.unwhiten(e[None])[0]))(noise)
         return moved.reshape(num, *view.shape(site)), jnp.array(True)
 
     def _predictive(

@@ -12,8 +12,8 @@ import numpy as np
 
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.base import Marginals, gaussian_factors, selected
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
-from numpyro_gpaug.math.affine import Marginals, gaussian_factors, selected
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.marginals import with_latent_axis
 from numpyro_gpaug.model.observations import check_observations

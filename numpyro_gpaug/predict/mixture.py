@@ -14,8 +14,8 @@ from jax import Array, lax, random
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides.base import ProcessGuide
-from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.arguments import is_array
 
 # Draws of what another autoguide owns.

@@ -17,10 +17,10 @@ from numpyro.distributions import Distribution
 from numpyro_gpaug._display import NotPickled, Rows, brief, name_of
 from numpyro_gpaug._numpyro import one_thread, whole_plates
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import in_dtype_of
-from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import Version, watched

@@ -18,6 +18,8 @@ from numpyro.distributions import Distribution
 from numpyro_gpaug._numpyro import Ordered, one_thread, whole_plates
 from numpyro_gpaug.distributions.expanded import expanded
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
+from numpyro_gpaug.gaussians.base import Marginals
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
@@ -27,10 +29,8 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arguments import Arguments

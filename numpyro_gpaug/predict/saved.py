@@ -13,12 +13,12 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.errors import ArchiveError
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.math.arrays import enable_x64, in_dtype_of
 from numpyro_gpaug.math.files import plain, read, refusing, typed, write
-from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.predict.archive import (
@@ -29,6 +29,7 @@ from numpyro_gpaug.predict.archive import (
     check_whole,
     describe,
     leaves_apart,
+    migrated,
     moments_of,
     pack,
     unpack,
@@ -126,6 +127,7 @@ def read_fit(
         with enable_x64(True):  # as they were saved
             arrays = {k: jnp.asarray(x) for k, x in contents.arrays.items()}
         parts = {k: unpack(x, arrays) for k, x in contents.header.items()}
+        parts["structure"] = migrated(parts["structure"])
         found: _Header = typed(parts, _Header, "header")
         structure = found.structure.structure
         joint = isinstance(structure, JointStructure)

@@ -11,6 +11,8 @@ import numpyro.distributions as dist
 from jax import Array, random
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.groups import (
     Factors,
@@ -27,7 +29,6 @@ from numpyro_gpaug.likelihoods.augmentation import (
     lookup_augmentation,
 )
 from numpyro_gpaug.likelihoods.expectations import base_distribution, feasible
-from numpyro_gpaug.math.affine import AffineMap, GaussianFactors
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.view import ModelView
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.dense import AffineMap, Moments
 from numpyro_gpaug.infer.mcmc.ellipses import (
     Ellipses,
     Part,
@@ -23,8 +24,6 @@ from numpyro_gpaug.infer.mcmc.ellipses import (
 from numpyro_gpaug.infer.mcmc.groups import Values, groups_of
 from numpyro_gpaug.infer.mcmc.slices import AtAngle, EllipticalState, Ratio, Slices
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.affine import AffineMap
-from numpyro_gpaug.math.linalg import Moments
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.predictors import scaled_sum
 from numpyro_gpaug.model.structure import Block, flat_functions, run_model

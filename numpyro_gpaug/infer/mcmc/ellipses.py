@@ -9,19 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_gpaug.gaussians.base import Marginals, selected
+from numpyro_gpaug.gaussians.dense import AffineMap, Moments, Prior, unstandardised
 from numpyro_gpaug.infer.mcmc.groups import Group, Values, joint_map
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.affine import (
-    AffineMap,
-    Marginals,
-    Prior,
-    selected,
-    unstandardised,
-)
-from numpyro_gpaug.math.linalg import Moments, solve_lower
+from numpyro_gpaug.math.linalg import solve_lower
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 

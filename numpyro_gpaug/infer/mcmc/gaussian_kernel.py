@@ -18,8 +18,8 @@ from numpyro.util import is_prng_key
 
 from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.infer.mcmc.groups import Values
-from numpyro_gpaug.math.affine import AffineMap
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched

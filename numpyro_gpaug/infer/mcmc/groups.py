@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.dense import AffineMap, Prior
 from numpyro_gpaug.gp.projection import latent_first
 from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.affine import AffineMap, GaussianFactors, Prior
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 

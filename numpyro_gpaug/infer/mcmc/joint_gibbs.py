@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.infer.mcmc.block_gibbs import (
     augmented,
     latent_parameters,
@@ -18,7 +19,6 @@ from numpyro_gpaug.infer.mcmc.block_gibbs import (
 from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.infer.mcmc.joint_kernel import JointKernel
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
-from numpyro_gpaug.math.affine import GaussianFactors
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.latents import JOINT
@@ -109,7 +109,7 @@ class JointGibbs(JointKernel):
         said = map_.information(factors, at).moved(numbers)
         q = jax.tree.map(jnp.add, state.prior.natural, said).moments()
         noise = random.normal(draw_key, (1, q.rank), numbers.dtype)
-        numbers = q.mean + q.spread(noise)
+        numbers = q.mean + q.unwhiten(noise)
         white = self.structure.white(numbers[0], view.links)[None]
         z = self._sites(white, view)
         return state._replace(z=z, aux=aux, numbers=numbers, rng_key=key)

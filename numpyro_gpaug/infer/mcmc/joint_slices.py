@@ -14,13 +14,12 @@ from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.infer.mcmc.joint_kernel import JointKernel
 from numpyro_gpaug.infer.mcmc.slices import AtAngle, EllipticalState, Ratio, Slices
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
-from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.latents import JOINT
 
 
 class JointEllipse(NamedTuple):
-    """A Gaussian on standard normal latents ``z = mean + W' u``, ``u`` white, and the
+    """A Gaussian on latents ``z = mean + W' u``, ``u`` white, and the
     predictors there.
 
     :param moments: moments of the latents, with a leading axis of 1.
@@ -34,7 +33,7 @@ class JointEllipse(NamedTuple):
 
     def latents(self, white: Array) -> Array:
         """Compute ``z``, (1, size), from ``u``."""
-        return self.moments.mean + self.moments.spread(white)
+        return self.moments.mean + self.moments.unwhiten(white)
 
 
 class JointSlices(JointKernel, Slices):
@@ -45,17 +44,6 @@ class JointSlices(JointKernel, Slices):
     """
 
     _num_parts = 1
-
-    def _structure_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> JointStructure:
-        found = super()._structure_of(args, kwargs)
-        if not found.chains:
-            return found
-        # Slices go around standard normal numbers, and those of chains are not.
-        dense = found.in_steps(()).with_arrow(None)
-        refuse_large(dense)
-        return dense
 
     # What slices go around.
 
@@ -78,16 +66,20 @@ class JointSlices(JointKernel, Slices):
     def _start(
         self, noise: White, ellipses: JointEllipse, values: Values, view: JointView
     ) -> Values:
-        return {JOINT: self._started(ellipses.latents(noise[0]), values, view)}
+        structure, latents = self.structure, ellipses.latents(noise[0])
+        white = structure.white(latents[0], view.links)[None]
+        started = self._started(white, values, view)
+        return {JOINT: structure.linked(started[0], view.links)[None]}
 
     def _latents(self, state: EllipticalState, view: JointView) -> Values:
-        return {JOINT: self._white_of(state.z, view)}
+        white = self._white_of(state.z, view)
+        return {JOINT: self.structure.linked(white[0], view.links)[None]}
 
     def _placed(
         self, x: Values, ellipses: JointEllipse, maps: Any, view: JointView
     ) -> tuple[White, Values]:
         q, z = ellipses.moments, x[JOINT]
-        return (q.white(z - q.mean),), {JOINT: maps(z)}
+        return (q.whiten(z - q.mean),), {JOINT: maps(z)}
 
     def _on_ellipses(
         self, key: Array, state: EllipticalState, view: JointView
@@ -107,14 +99,14 @@ class JointSlices(JointKernel, Slices):
         return at_angle
 
     def _ratio(self, view: JointView) -> Ratio:
-        _, log_density = view.density
+        (_, log_density), prior = view.density, view.prior
 
         def ratio(white: White, x: Values, at: Values, scale: Array) -> Array:
-            prior = -0.5 * jnp.square(x[JOINT]).sum()
-            data = log_density(at[JOINT][0])
-            return data + prior + minus_log_density(white, scale)
+            latents, data = prior.log_density(x[JOINT]).sum(), log_density(at[JOINT][0])
+            return data + latents + minus_log_density(white, scale)
 
         return ratio
 
     def _sampled(self, x: Values, at: Values, view: JointView) -> Values:
-        return self._sites(x[JOINT], view)
+        white = self.structure.white(x[JOINT][0], view.links)
+        return self._sites(white[None], view)

@@ -37,12 +37,12 @@ import numpy as np
 from jax import Array
 from jax.scipy.special import logsumexp
 
-from numpyro_gpaug.math.arrow import ArrowSizes
+from numpyro_gpaug.gaussians.base import Layout
 from numpyro_gpaug.math.importance import compensated_sum
-from numpyro_gpaug.model.arrow import ROUNDING
+from numpyro_gpaug.model.affine import ROUNDING
 from numpyro_gpaug.model.latents import JointStructure
 
-# Groups, at least: of few, all at once weigh as evenly.
+# Layout, at least: of few, all at once weigh as evenly.
 FEWEST = 48
 # Candidates of a group, at least, where there are as many draws: of one number, and of
 # several.
@@ -64,7 +64,7 @@ class Apart(NamedTuple):
         of every group.
     """
 
-    sizes: ArrowSizes
+    sizes: Layout
     group: np.ndarray
     corners: int
 
@@ -80,11 +80,10 @@ def may_part(structure: JointStructure) -> bool:
 
     :param structure: the structure of the model.
     """
-    arrow = structure.arrow is not None and not structure.chains
-    return arrow and structure.sizes.groups >= FEWEST
+    return structure.form.independent_groups >= FEWEST
 
 
-def draws_at(sizes: ArrowSizes) -> int:
+def draws_at(sizes: Layout) -> int:
     """Return the default number of draws at each point: enough for two draws of the
     border, or for one if groups have several latents.
 
@@ -93,7 +92,7 @@ def draws_at(sizes: ArrowSizes) -> int:
     return max(2 * CANDIDATES[0], CANDIDATES[sizes.each > 1])
 
 
-def corners_of(draws: int, sizes: ArrowSizes) -> int:
+def corners_of(draws: int, sizes: Layout) -> int:
     """Return the number of draws of the border among a number of draws.
 
     :param draws: draws at each point.
@@ -105,7 +104,7 @@ def corners_of(draws: int, sizes: ArrowSizes) -> int:
 
 def group_of_terms(
     terms: Callable[[np.ndarray], np.ndarray],
-    sizes: ArrowSizes,
+    sizes: Layout,
     rng: np.random.Generator,
 ) -> np.ndarray | None:
     """Return the group on which each term of the log-density of data depends, (n,), the
@@ -125,7 +124,7 @@ def group_of_terms(
         mixed = rng.random((2, groups)) < 0.5
         second = np.concatenate([np.zeros((1, groups)), np.ones((1, groups)), places])
         chosen = np.concatenate([second > 0, mixed])
-        drawn = scale * rng.normal(size=(2, sizes.total))
+        drawn = scale * rng.normal(size=(2, sizes.size))
         if turn % 2:
             drawn[1] = -drawn[0]
         own, rest = sizes.split(drawn)
@@ -186,7 +185,7 @@ def weigh_apart(
     def one(rest: Array, width: Array, uniform: Array) -> tuple[Any, ...]:
         own, over = _candidates(uniform[:, :-1], number)
         wide = jnp.broadcast_to(width * rest + shift, (number, len(rest)))
-        z = q.mean + q.spread(sizes.joined(own, wide))
+        z = q.mean + q.unwhiten(sizes.joined(own, wide))
         data = jax.vmap(log_terms)(z)
         # Of the best candidate, whose rounding counts: others may be far out.
         base = data.max(0)

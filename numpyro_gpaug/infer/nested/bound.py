@@ -21,17 +21,16 @@ from jax import Array, random
 from jax.custom_derivatives import SymbolicZero
 from jax.flatten_util import ravel_pytree
 
+from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.gaussians.pairs import PairedMap, PairFactors
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, starts_augmented
-from numpyro_gpaug.math.affine import GaussianFactors
-from numpyro_gpaug.math.arrow_map import ArrowMap
 from numpyro_gpaug.math.compiling import jit
-from numpyro_gpaug.math.linalg import Moments
-from numpyro_gpaug.math.pairs import PairedMap, PairFactors
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
@@ -127,7 +126,7 @@ class CollapsedBound:
         found = LatentGaussian.seen(view, "exact", 0.0, learns=learns)
         if not self._projected:
             return found
-        return replace(found, maps={k: _certain(m) for k, m in found.maps.items()})
+        return replace(found, maps={k: m.certain() for k, m in found.maps.items()})
 
     def first(
         self, problem: LatentGaussian, start: Start | None = None
@@ -270,16 +269,6 @@ def moments_given(factors: Any, view: JointView) -> Moments:
 
 def _given(factors: Any, map_: Any, prior: Any) -> Any:
     return jax.tree.map(jnp.add, prior.natural, map_.information(factors))
-
-
-def _certain(map_: Any) -> Any:
-    """Whether predictors have no variance given the latents."""
-    if isinstance(map_, PairedMap):
-        return map_._replace(single=_certain(map_.single))
-    zeros = jnp.zeros_like(map_.residual)
-    if isinstance(map_, ArrowMap):
-        return replace(map_, residual=zeros)
-    return map_._replace(residual=zeros)
 
 
 def log_factors(map_: Any, factors: Any, z: Array) -> Array:

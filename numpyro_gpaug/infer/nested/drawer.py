@@ -193,7 +193,7 @@ class Drawer:
         """The number of latents that share one weight."""
         if self.apart is None:
             return self.programs.structure.size
-        return self.apart.sizes.corner
+        return self.apart.sizes.others
 
     @property
     def weighed(self) -> str:

@@ -70,7 +70,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     q = jax.tree.map(lambda x: x[0], at_mode.moments)
 
     def placed(draw: dict[str, Array]) -> tuple[Array, Array]:
-        z = q.mean[0] + q.spread(draw["noise"][None])[0]
+        z = q.mean[0] + q.unwhiten(draw["noise"][None])[0]
         return centre + axes @ draw["hyper"], z
 
     def potential(draw: dict[str, Array]) -> Array:

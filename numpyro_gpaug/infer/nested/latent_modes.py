@@ -108,7 +108,7 @@ class _Mode(NamedTuple):
         """Whether the distance of the means exceeds the widths of the Gaussians."""
         noise = rng.normal(size=(64, other.moments.mean.shape[-1]))
         noise = noise.astype(other.moments.mean.dtype)
-        widths = [np.asarray(m.moments.spread(noise)).std(0) for m in (self, other)]
+        widths = [np.asarray(m.moments.unwhiten(noise)).std(0) for m in (self, other)]
         apart = np.abs(np.asarray(self.moments.mean - other.moments.mean))[0]
         return bool((apart > APART * np.maximum(*widths)).any())
 

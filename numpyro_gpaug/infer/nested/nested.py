@@ -429,8 +429,8 @@ class NestedVI(Displayed):
         if not structure.size:
             return 1
         if may_part(structure):
-            return draws_at(structure.sizes)
-        if structure.arrow is not None or structure.chains:
+            return draws_at(structure.form.layout)
+        if not structure.form.any_rows:
             return DRAWS
         # As many as there is room for.
         room = MOST_NUMBERS // max(self.num_points * structure.size, 1)

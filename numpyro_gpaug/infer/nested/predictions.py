@@ -127,7 +127,7 @@ class AtDraws:
 @jax.jit
 def _drawn(moments: Any, noise: Array) -> Array:
     q = jax.tree.map(lambda x: x[0], moments)
-    return q.mean[0] + q.spread(noise[None])[0]
+    return q.mean[0] + q.unwhiten(noise[None])[0]
 
 
 def _unconstrained(

@@ -253,10 +253,10 @@ class Programs:
         def terms(noise: np.ndarray) -> np.ndarray:
             return self.terms(point, factors, noise, arrays)[1]
 
-        group = group_of_terms(terms, self.structure.sizes, rng)
+        group = group_of_terms(terms, self.structure.form.layout, rng)
         if group is None:
             return None
-        sizes = self.structure.sizes
+        sizes = self.structure.form.layout
         return Apart(sizes, group, corners_of(self.num_draws, sizes))
 
     def terms(
@@ -298,12 +298,12 @@ class Programs:
             terms, _ = self.log_terms(values, white, arrays)
             return terms, jnp.square(white).sum()
 
-        z = q.mean + q.spread(noise)
+        z = q.mean + q.unwhiten(noise)
         return z, *jax.vmap(at)(z)
 
     def from_white(self, point: np.ndarray, white: np.ndarray, arrays: Any) -> Any:
         """Return latents, (k, size), from standard normal numbers, (k, size)."""
-        if not self.structure.chains:
+        if self.structure.standard:
             return white
         given = np.asarray(point, self.hyper.dtype), white.astype(self.structure.dtype)
         return np.asarray(self._linked(*given, arrays))
@@ -398,7 +398,7 @@ class Programs:
         values, log_prior = self.hyper.values(point, arrays)
         view = self.bound.view(values, arrays)
         q, links = moments_given(factors, view), view.links
-        z = q.mean + q.spread(widths[:, None] * noise)
+        z = q.mean + q.unwhiten(widths[:, None] * noise)
 
         def terms(z: Array, noise: Array, width: Array) -> tuple[Any, ...]:
             # Both Gaussian log-densities at once: their difference is small.
@@ -432,7 +432,7 @@ class Programs:
         :param group: the groups of the terms.
         """
         traced: Any = group
-        how = Apart(self.structure.sizes, traced, uniform.shape[1])
+        how = Apart(self.structure.form.layout, traced, uniform.shape[1])
         number = self.num_draws // how.corners
 
         def one(each: Any) -> Drawn:
@@ -474,7 +474,7 @@ class Programs:
             parts = [jax.tree.map(lambda x, k=k: x[k], factors) for k in range(modes)]
             qs = [moments_given(part, view) for part in parts]
             moved = widths[:, None] * noise
-            z = jnp.stack([q.mean + q.spread(moved) for q in qs])
+            z = jnp.stack([q.mean + q.unwhiten(moved) for q in qs])
             z = z[chosen, jnp.arange(len(chosen))]
 
             def log_density(part: Any, z: Array) -> Array:

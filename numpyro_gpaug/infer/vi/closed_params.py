@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
@@ -19,7 +20,6 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
-from numpyro_gpaug.math.affine import Marginals
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint_expectation import JointExpectation

@@ -13,10 +13,11 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
-from numpyro_gpaug.math.linalg import Moments, precise
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.costs import FIT
 from numpyro_gpaug.model.inspect import inspect_model

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.math.affine import Marginals
+from numpyro_gpaug.gaussians.base import Marginals
 
 
 def relative_rounding(dtype: Any) -> float:

@@ -3,7 +3,7 @@ r"""The closed-form problem: Gaussian blocks, their affine maps, and a likelihoo
 
 The conjugate update replaces the likelihood by Gaussian factors on the predictors. They
 follow from the derivatives of its expectation ``E(m, v)`` (or of its augmented bound):
-:func:`~numpyro_gpaug.math.affine.gaussian_factors`. The posterior precision
+:func:`~numpyro_gpaug.gaussians.base.gaussian_factors`. The posterior precision
 ``P + A diag(w) A'`` with the prior precision ``P`` is positive definite by construction
 for log-concave likelihoods, and a step is a convex combination of natural parameters.
 """
@@ -20,6 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_gpaug.gaussians.base import GaussianPrior, Marginals, scatter, selected
+from numpyro_gpaug.gaussians.blocks import AffineBlocks
+from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.infer.vi.differentiation import split_floats
 from numpyro_gpaug.infer.vi.evaluation import (
     Evaluation,
@@ -27,18 +30,8 @@ from numpyro_gpaug.infer.vi.evaluation import (
     relative_rounding,
     share_of_walk,
 )
-from numpyro_gpaug.math.affine import (
-    AffineMap,
-    GaussianPrior,
-    Marginals,
-    scatter,
-    selected,
-)
-from numpyro_gpaug.math.affine_blocks import AffineBlocks
-from numpyro_gpaug.math.arrow_map import ArrowMap
-from numpyro_gpaug.math.pairs import PairedMap
 
-# By block: a NaturalGaussian, an ArrowNatural or a ChainNatural.
+# Natural parameters, by block.
 Natural = dict[str, Any]
 
 
@@ -73,7 +66,7 @@ class LatentGaussian:
     :param learns: whether evaluations keep the quantities that :meth:`gradient` needs.
     """
 
-    maps: Mapping[str, AffineMap | AffineBlocks | PairedMap | ArrowMap]
+    maps: Mapping[str, Any]
     priors: Mapping[str, GaussianPrior]
     scales: dict[str, Any]
     latents: dict[str, Array | None]
@@ -131,12 +124,12 @@ class LatentGaussian:
 
     # Minibatches of latents.
 
-    def select(self, natural: Natural) -> Natural:
+    def select(self, natural: Natural) -> Any:
         """Return the natural parameters of the latents for which the processes were
         called."""
         return {k: selected(n, self.latents.get(k)) for k, n in natural.items()}
 
-    def scatter(self, natural: Natural, part: Natural) -> Natural:
+    def scatter(self, natural: Natural, part: Natural) -> Any:
         """Return ``natural`` with the latents of :meth:`select` replaced."""
         return {k: scatter(n, self.latents.get(k), part[k]) for k, n in natural.items()}
 
@@ -368,8 +361,8 @@ class LatentGaussian:
 
         def step(q: Any, ascent: Array) -> Array:
             noise = jax.ShapeDtypeStruct((*ascent.shape[:-1], q.rank), ascent.dtype)
-            whiten = jax.linear_transpose(q.spread, noise)
-            return q.spread(whiten(ascent)[0])
+            whiten = jax.linear_transpose(q.unwhiten, noise)
+            return q.unwhiten(whiten(ascent)[0])
 
         found = {k: step(q, ascents[k]) for k, q in evaluation.moments.items()}
         return {k: x / self.scales[k] for k, x in found.items()}
@@ -476,7 +469,7 @@ class LatentGaussian:
         :param at: its marginals.
         :param slopes: derivatives of the expected log-likelihood there.
         :param least_precision: the smallest precision of the factors, see
-            :func:`~numpyro_gpaug.math.affine.gaussian_factors`.
+            :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`.
         """
         information = self.information(name, q, at, slopes, least_precision)
         natural, here = self.priors[name].natural, self.latents.get(name)

@@ -12,11 +12,12 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.gaussians.projecting import projected
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.math.linalg import Moments, precise
-from numpyro_gpaug.math.projecting import projected
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.sources import sources
 from numpyro_gpaug.model.structure import flat_functions, remembered, run_model

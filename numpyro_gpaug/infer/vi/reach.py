@@ -25,10 +25,10 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.gaussians.dense import LEAST_EXPLAINED, AffineMap
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.affine import LEAST_EXPLAINED, AffineMap
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import Structure, flat_functions, run_model

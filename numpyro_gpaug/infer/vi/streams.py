@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
 from numpyro_gpaug.guides.continued import ContinuedGP
 from numpyro_gpaug.guides.tracked import TrackedGP
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.moving import InducingMoves
 from numpyro_gpaug.infer.vi.plan import is_optax
-from numpyro_gpaug.math.affine import Prior
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.signatures import argument_names

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_gpaug.gaussians.base import Marginals, scatter, selected
 from numpyro_gpaug.infer.vi.evaluation import Evaluation, Place
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.schedules import Schedule
-from numpyro_gpaug.math.affine import Marginals, scatter, selected
 from numpyro_gpaug.model.structure import Structure
 
 MAX_HALVINGS = 12

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Joint Gaussians of very many latents along chains: random walks, autoregressions
+r"""Gaussians of very many latents along chains: random walks, autoregressions
 and other linear states.
 
 Latents ``z = (x_1, ..., x_T, u)``: R numbers of each of T steps, and K numbers that any
@@ -9,14 +9,15 @@ that may depend on hyperparameters,
 .. math:: x_t = A_t x_{t-1} + \epsilon_t, \quad \epsilon_t \sim N(0, I),
 
 with links of one for a random walk, of its coefficient for an autoregression, of zero
-for noise of every step and at a chain's start. A datum looks at one step and at ``u``
+for noise of every step and at a chain's start. A datum depends on one step and on ``u``
 and adds W (R, R) to the precision of its step, and to the border B (R, K) and the
 corner. The precision is kept in these parts and is positive definite by construction.
 With the precision ``E_t`` of a step given all before it
 (:func:`~numpyro_gpaug.math.recurrences.filtered`), ``M_t = E_t + A_{t+1}' A_{t+1}`` and
 ``G_t = M_t^{-1} A_{t+1}'`` the numbers ``y_t = x_t - G_t x_{t+1}`` and ``u`` are
-Gaussian with an arrow for a precision, of blocks M: :mod:`~numpyro_gpaug.math.arrow`
-does the rest, between two recurrences. Work and memory are linear in T.
+Gaussian with a bordered block-diagonal precision of blocks M:
+:mod:`~numpyro_gpaug.gaussians.groups` does the rest, between two recurrences. Work and
+memory are linear in T.
 
 References: Rue and Held (2005), Gaussian Markov random fields, section 2.4; Rauch, Tung
 and Striebel (1965), Maximum likelihood estimates of linear dynamic systems; Sarkka and
@@ -28,20 +29,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.math import linalg, small
-from numpyro_gpaug.math.arrow import (
-    ArrowMoments,
-    ArrowNatural,
-    ArrowSizes,
+from numpyro_gpaug.gaussians.base import Layout
+from numpyro_gpaug.gaussians.groups import (
+    GroupMoments,
+    GroupNatural,
+    Groups,
+    half_of,
     log_det_of,
+    log_normal,
 )
+from numpyro_gpaug.gaussians.rows import Rows, shifts
+from numpyro_gpaug.math import linalg, small
+from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
 from numpyro_gpaug.math.recurrences import (
     congruent,
     filtered,
@@ -53,7 +59,7 @@ from numpyro_gpaug.math.recurrences import (
 
 class ChainMoments(NamedTuple):
     """Moments of a Gaussian along chains; each with a leading axis of 1. The groups of
-    :class:`~numpyro_gpaug.math.arrow.ArrowSizes` are the ``G = chains steps`` steps.
+    :class:`~numpyro_gpaug.gaussians.base.Layout` are the ``G = chains steps`` steps.
 
     :param mean: (1, G R + K).
     :param inverse: L, lower, of steps given the next: ``L' L = M^-1``, (1, G, R, R).
@@ -71,10 +77,10 @@ class ChainMoments(NamedTuple):
     whitener: Array
 
     @property
-    def sizes(self) -> ArrowSizes:
+    def layout(self) -> Layout:
         """The layout of the latents."""
         _, groups, each, _ = self.inverse.shape
-        return ArrowSizes(groups, each, self.whitener.shape[-1])
+        return Layout(groups, each, self.whitener.shape[-1])
 
     @property
     def log_det(self) -> Array:
@@ -84,14 +90,14 @@ class ChainMoments(NamedTuple):
     @property
     def variances(self) -> Array:
         """Variances of the latents, (1, G R + K)."""
-        return ArrowMoments(self.mean, self.roots, self.shrunk, self.whitener).variances
+        return GroupMoments(self.mean, self.roots, self.shrunk, self.whitener).variances
 
     @property
     def rank(self) -> int:
-        """Standard normal numbers that :meth:`spread` takes."""
-        return self.sizes.total - self.sizes.corner + self.whitener.shape[1]
+        """Standard normal numbers that :meth:`unwhiten` takes."""
+        return self.layout.size - self.layout.others + self.whitener.shape[1]
 
-    def carried(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
+    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
         """Return the shift of the means, and the root of the covariance, under an
         affine map.
 
@@ -104,6 +110,23 @@ class ChainMoments(NamedTuple):
         rows = small.product(self.inverse[0], self._ahead(own))
         rest = self.whitener[0] @ corner - self._drawn(own)
         return shift, (rows.reshape(1, -1, own.shape[-1]), rest[None])
+
+    def half(self, rows: Rows) -> tuple[Array, Array]:
+        """As :meth:`~numpyro_gpaug.gaussians.groups.GroupMoments.half`, for predictors
+        of one step each."""
+        return half_of(self.roots, self.shrunk, self.whitener, rows)
+
+    def covariance(self, rows: Rows) -> Array:
+        """Return the covariances of predictors, (n, n)."""
+        layout, number = self.layout, len(rows.own)
+        size = rows_of_blocks(number, 8 * layout.size, self.mean.dtype) or number
+
+        def of_block(part: Rows) -> Array:
+            moved = self.covarying(_projection(part, layout))
+            return jax.vmap(lambda z: shifts(rows, layout, z))(moved.T)
+
+        cut = jax.tree.map(lambda x: cut_rows(x, size), rows)
+        return over_blocks(of_block, cut, number)
 
     def covarying(self, projection: Array) -> Array:
         """Covariances of all latents with affine functions of them, (G R + K, n).
@@ -118,27 +141,27 @@ class ChainMoments(NamedTuple):
         rest = self.whitener[0].T @ drawn
         return jnp.concatenate([rows.reshape(-1, own.shape[-1]), rest])
 
-    def spread(self, noise: Array) -> Array:
+    def unwhiten(self, noise: Array) -> Array:
         """Deviations from the mean.
 
         :param noise: standard normal, (..., rank).
         """
-        sizes, lead = self.sizes, noise.shape[:-1]
+        layout, lead = self.layout, noise.shape[:-1]
         flat = noise.reshape(-1, self.rank).T
         own, corner = self._columns(flat)
         rows = self._back(small.product(self.inverse[0].mT, own))
         rows -= jnp.einsum("gre,en->grn", self.shrunk[0], corner)
         rest = self.whitener[0].T @ corner
         found = jnp.concatenate([rows.reshape(-1, flat.shape[-1]), rest])
-        return found.T.reshape(*lead, sizes.total)
+        return found.T.reshape(*lead, layout.size)
 
-    def white(self, deviation: Array) -> Array:
-        """The noise that :meth:`spread` makes such deviations of.
+    def whiten(self, deviation: Array) -> Array:
+        """The noise that :meth:`unwhiten` makes such deviations of.
 
         :param deviation: (..., G R + K).
         """
         lead = deviation.shape[:-1]
-        flat = deviation.reshape(-1, self.sizes.total).T
+        flat = deviation.reshape(-1, self.layout.size).T
         own, corner = self._columns(flat)
         corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
         own = own + jnp.einsum("gre,en->grn", self.shrunk[0], corner)
@@ -166,25 +189,23 @@ class ChainMoments(NamedTuple):
         along = numbers.reshape(*self.gain.shape[1:4], -1)
         return _back(self.gain[0], along).reshape(numbers.shape)
 
-    def extended(
-        self, sizes: ArrowSizes, places: np.ndarray, links: Array
-    ) -> ChainMoments:
+    def extended(self, prior: ChainPrior, places: np.ndarray) -> ChainMoments:
         """Return moments with longer or shorter chains, and new chains and latents of
         the border, all at their prior given the rest.
 
-        :param sizes: of the latents wanted.
+        :param prior: of the latents wanted.
         :param places: where they are among these, -1 for new ones.
-        :param links: of the chains wanted, (chains, steps, R, R).
         """
-        groups, corner = sizes.split(places)
+        layout, links = prior.structure.layout, prior.links
+        groups, corner = layout.split(places)
         wanted = links.shape[1]
-        each, (chains, steps) = self.sizes.each, self.gain.shape[1:3]
+        each, (chains, steps) = self.layout.each, self.gain.shape[1:3]
         # Of a first block that is not full some are in no site.
         first = groups[::wanted].max(-1)
         # A chain is known from its first step on, or not at all.
         old, chain = first >= 0, first // each // steps
         parts = _Parts(*(x[0].reshape(chains, steps, *x.shape[2:]) for x in (
-            self.sizes.split(self.mean)[0],
+            self.layout.split(self.mean)[0],
             self.inverse, self.gain.reshape(self.inverse.shape),
             self.roots, self.shrunk,
         )))  # fmt: skip
@@ -196,15 +217,15 @@ class ChainMoments(NamedTuple):
         )
         mean, inverse, gain, roots, shrunk = chosen
         seen = corner >= 0
-        column = np.where(seen, corner - self.sizes.groups * each, 0)
-        rest = self.sizes.split(self.mean)[1]
+        column = np.where(seen, corner - self.layout.groups * each, 0)
+        rest = self.layout.split(self.mean)[1]
         own = jax.nn.one_hot(np.flatnonzero(~seen), len(seen), dtype=mean.dtype)
         columns = jnp.where(seen, self.whitener[..., column], 0)
         rest = jnp.where(seen, rest[:, column], 0)
-        flat = 1, sizes.groups
+        flat = 1, layout.groups
         shrunk = shrunk.reshape(*flat, *shrunk.shape[2:])
         return ChainMoments(
-            sizes.joined(mean.reshape(*flat, each), rest),
+            layout.joined(mean.reshape(*flat, each), rest),
             inverse.reshape(*flat, each, each),
             gain[None],
             roots.reshape(*flat, each, each),
@@ -274,50 +295,51 @@ class ChainNatural(NamedTuple):
     links: Array
 
     @property
-    def sizes(self) -> ArrowSizes:
+    def layout(self) -> Layout:
         """The layout of the latents."""
         groups, each, corner = self.border.shape[1:]
-        return ArrowSizes(groups, each, corner)
+        return Layout(groups, each, corner)
 
     def moments(self) -> ChainMoments:
         """Mean and factors of the covariance; NaN where the precision is not positive
         definite."""
-        sizes, links = self.sizes, self.links[0]
+        layout, links = self.layout, self.links[0]
         ahead, along = step_after(links), links.shape[:3]
         stiff = filtered(self.groups[0].reshape(links.shape), links)
         stiff += small.product(ahead.mT, ahead)
         covariance = small.inverse(stiff)
         gain = small.product(covariance, ahead.mT)
-        own, corner = sizes.split(self.potential)
+        own, corner = layout.split(self.potential)
         ahead = jnp.concatenate([own[0][..., None], self.border[0]], -1)
         ahead = _ahead(gain, ahead.reshape(*along, -1))
         ahead = ahead.reshape(*self.groups.shape[:3], -1)
-        q = ArrowNatural(
-            sizes.joined(ahead[..., 0], corner),
+        q = GroupNatural(
+            layout.joined(ahead[..., 0], corner),
             stiff.reshape(self.groups.shape), ahead[..., 1:], self.corner,
         ).moments()  # fmt: skip
-        own, corner = sizes.split(q.mean)
+        own, corner = layout.split(q.mean)
         back = jnp.concatenate([own[0][..., None], q.shrunk[0]], -1)
         back = _back(gain, back.reshape(*along, -1))
         back = back.reshape(*self.groups.shape[:3], -1)
         covariance = linear(congruent, gain, covariance, reverse=True)
         roots = small.cholesky(covariance).mT.reshape(self.groups.shape)
-        mean = sizes.joined(back[..., 0], corner)
+        mean = layout.joined(back[..., 0], corner)
         return ChainMoments(
             mean, q.inverse, gain[None], roots, back[..., 1:], q.whitener
         )
 
     def moved(self, z: Array) -> ChainNatural:
         """Natural parameters of latents, given those of their deviations from ``z``,
-        (1, G R + K); see :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`."""
-        return self._replace(potential=ArrowNatural(*self[:4]).moved(z).potential)
+        (1, G R + K); see
+        :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
+        return self._replace(potential=GroupNatural(*self[:4]).moved(z).potential)
 
     @property
     def diagonal(self) -> Array:
         """The diagonal of the precision, (1, G R + K)."""
         ahead = jnp.square(step_after(self.links[0])).sum(-2)
         steps = linalg.diagonal(self.groups) + 1 + ahead.reshape(self.groups.shape[:3])
-        return self.sizes.joined(steps, linalg.diagonal(self.corner))
+        return self.layout.joined(steps, linalg.diagonal(self.corner))
 
     def stand_in(self) -> ChainMoments:
         """Numbers in the shapes of :meth:`moments`, of no meaning."""
@@ -329,7 +351,7 @@ class ChainNatural(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("loc", "links"), meta_fields=("sizes",),
+    data_fields=("loc", "links"), meta_fields=("structure",),
 )  # fmt: skip
 @dataclass(frozen=True)
 class ChainPrior:
@@ -338,28 +360,24 @@ class ChainPrior:
 
     :param loc: zeros (1, G R + K).
     :param links: (chains, steps, R, R); zero at a chain's start.
-    :param sizes: of the latents.
+    :param structure: of the latents.
     """
 
     loc: Array
     links: Array
-    sizes: ArrowSizes
+    structure: Chain
 
     @property
     def natural(self) -> ChainNatural:
         """Potential and precision."""
-        groups, each, corner, _ = self.sizes
-        dtype = self.loc.dtype
-        none = jnp.zeros((1, groups, each, each + corner), dtype)
-        eye = jnp.eye(corner, dtype=dtype)[None]
-        parts = none[..., :each], none[..., each:]
-        return ChainNatural(self.loc, *parts, eye, self.links[None])
+        standard = self.structure.standard(self.loc.dtype)
+        return standard._replace(links=self.links[None])
 
     def divergence(self, q: ChainMoments) -> Array:
         """KL(q || prior), (1,), as a sum over steps: each is as small as what is
         learnt of it."""
         links = self.links
-        steps, corner = self.sizes.split(q.mean)
+        steps, corner = self.structure.layout.split(q.mean)
         mean, inverse, roots, shrunk = (
             x[0].reshape(*links.shape[:3], x.shape[-1])
             for x in (steps[..., None], q.inverse, q.roots, q.shrunk)
@@ -385,12 +403,67 @@ class ChainPrior:
 
         :param mean: where, (1, G R + K).
         """
-        links = self.links
-        steps, corner = self.sizes.split(mean)
-        known = steps[0].reshape(*links.shape[:3], 1)
-        apart = known - small.product(links, step_before(known))
-        pulled = apart - small.product(step_after(links).mT, step_after(apart))
-        return self.sizes.joined(pulled.reshape(steps.shape), corner)
+        apart, corner = self._noise(mean)
+        ahead = step_after(self.links).mT
+        pulled = apart - small.product(ahead, step_after(apart))
+        layout = self.structure.layout
+        steps = pulled.reshape(1, layout.groups, layout.each)
+        return layout.joined(steps, corner)
+
+    def log_density(self, z: Array) -> Array:
+        """Log-density at latents (1, G R + K), (1,)."""
+        apart, corner = self._noise(z)
+        return log_normal(apart.reshape(1, -1)) + log_normal(corner)
+
+    def _noise(self, z: Array) -> tuple[Array, Array]:
+        """The standard normal numbers that latents are made of: of steps, (chains,
+        steps, R, 1), and the others."""
+        steps, corner = self.structure.layout.split(z)
+        along = steps[0].reshape(*self.links.shape[:3], 1)
+        return along - small.product(self.links, step_before(along)), corner
+
+
+@dataclass(frozen=True)
+class Chain(Groups):
+    """Groups that are the steps of chains, each tied to the one before it."""
+
+    natural: ClassVar[Any] = ChainNatural
+    independent_groups = 0
+
+    def describe(self, names: str, block: int) -> str:
+        groups, each, corner, steps = self.layout
+        chains = groups // steps
+        what = "a chain" if chains == 1 else f"{chains} chains"
+        of = f"{steps} steps" if block == 1 else f"{steps} blocks of {block} steps"
+        return f"{what} of {of} of {each} ({names}), {corner} others dense"
+
+    def standard(self, dtype: Any) -> ChainNatural:
+        loc, blocks, border, corner = super().standard(dtype)
+        return self._added(loc, jnp.zeros_like(blocks), border, corner)
+
+    def prior(self, dtype: Any, links: Array | None = None) -> ChainPrior:
+        assert links is not None
+        return ChainPrior(jnp.zeros((1, self.size), dtype), links, self)
+
+    def _added(
+        self, potential: Array, groups: Array, border: Array, corner: Array
+    ) -> ChainNatural:
+        all_steps, each, _, steps = self.layout
+        shape = 1, all_steps // steps, steps, each, each
+        links = jnp.zeros(shape, potential.dtype)
+        return ChainNatural(potential, groups, border, corner, links)
+
+
+def _projection(rows: Rows, layout: Layout) -> Array:
+    """How some predictors depend on latents, (G R + K, n)."""
+    groups, each, corner, _ = layout
+    own, group, dense, value, place = rows
+    row = jnp.arange(len(own))
+    steps = jnp.zeros((groups, each, len(own)), own.dtype)
+    steps = steps.at[group, :, row].set(own)
+    rest = jnp.zeros((corner, len(own)), own.dtype).at[: dense.shape[-1]].set(dense.T)
+    rest = rest.at[dense.shape[-1] + place, row[:, None]].add(value)
+    return jnp.concatenate([steps.reshape(groups * each, -1), rest])
 
 
 def _eye(matrices: Array) -> Array:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.math.affine import Prior
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, one_by_one, precise
+from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
+from numpyro_gpaug.math.linalg import one_by_one, precise
 
 
 class PseudoData(NamedTuple):

@@ -21,8 +21,6 @@ from numpyro_gpaug.likelihoods.augmentation import (
 from numpyro_gpaug.likelihoods.expectations import lookup_expectation
 from numpyro_gpaug.math.quadrature import gauss_hermite
 
-__all__ = ["check_augmentation"]
-
 Parameters = dict[str, Array]
 
 

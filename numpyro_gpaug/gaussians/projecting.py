@@ -24,7 +24,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian, diagonal, precise
+from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian
+from numpyro_gpaug.math.linalg import diagonal, precise
 
 
 @precise

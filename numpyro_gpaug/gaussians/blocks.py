@@ -20,12 +20,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from numpyro_gpaug.math.affine import (
-    AffineMap,
-    GaussianFactors,
-    Marginals,
-    gaussian_factors,
-)
+from numpyro_gpaug.gaussians.base import GaussianFactors, Marginals, gaussian_factors
+from numpyro_gpaug.gaussians.dense import AffineMap, Moments, NaturalGaussian
 from numpyro_gpaug.math.blocks import (
     cut_rows,
     kept_blocks,
@@ -33,7 +29,6 @@ from numpyro_gpaug.math.blocks import (
     remade,
     summed_blocks,
 )
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 from numpyro_gpaug.math.sharding import latents_apart
 
 
@@ -44,8 +39,9 @@ from numpyro_gpaug.math.sharding import latents_apart
 )
 @dataclass(frozen=True)
 class AffineBlocks:
-    """An :class:`~numpyro_gpaug.math.affine.AffineMap` in blocks of rows: made again
-    whenever it is looked at, and for its derivatives, unless :meth:`keep` kept it.
+    """An :class:`~numpyro_gpaug.gaussians.dense.AffineMap` in blocks of rows: made
+    again whenever it is looked at, and for its derivatives, unless :meth:`keep` kept
+    it.
 
     :param rows: what blocks are made of, with leading axes over them and over devices.
     :param constants: what all are made of.
@@ -83,11 +79,11 @@ class AffineBlocks:
         return self._of_rows(lambda map_: map_.marginals(q))
 
     def prior_variance(self) -> Array:
-        """As :meth:`numpyro_gpaug.math.affine.AffineMap.prior_variance`."""
+        """As :meth:`numpyro_gpaug.gaussians.dense.AffineMap.prior_variance`."""
         return self._of_rows(AffineMap.prior_variance)
 
     def shared(self) -> Array:
-        """As :meth:`numpyro_gpaug.math.affine.AffineMap.shared`."""
+        """As :meth:`numpyro_gpaug.gaussians.dense.AffineMap.shared`."""
         return self._of_rows(AffineMap.shared)
 
     def given(self, z: Array) -> Marginals:
@@ -97,7 +93,7 @@ class AffineBlocks:
     def factors(
         self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
     ) -> GaussianFactors:
-        """:func:`~numpyro_gpaug.math.affine.gaussian_factors`."""
+        """:func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
         return gaussian_factors(at, slopes, least_precision)
 
     def information(
@@ -107,7 +103,7 @@ class AffineBlocks:
         blocks.
 
         :param factors: of the predictors.
-        :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.
+        :param about: as in :meth:`numpyro_gpaug.gaussians.dense.AffineMap.information`.
         """
         # Rows that fill the last block have factors of zero.
         given = factors, about

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Predictors that are affine in Gaussian latents, and Gaussian factors on them.
+r"""Gaussians with one dense precision matrix for each independent set of latents.
 
-The likelihood depends on latents ``z`` through predictors ``p = offset + A' z``, plus
-independent noise of variance ``residual`` where a sparse process leaves some over.
-Gaussian factors on the predictors, one per datum, stand for the likelihood,
-
-.. math:: \exp(h\, p - w\, p^2 / 2),
-
-and everything closed-form inference does with them is here: marginals of the
-predictors, the posterior given factors, draws from it, and its evidence. All has
-leading axes over independent sets of latents, and nothing has to be positive definite
-but by construction: ``P + A diag(w) A'`` or ``I + sqrt(w) A' A sqrt(w)``.
+Predictors are ``p = offset + A' z``, plus independent noise of variance ``residual``
+where a sparse process leaves some over. Marginals of the predictors, the posterior
+given Gaussian factors, draws from it, and its evidence have leading axes over sets of
+latents. Nothing has to be positive definite but by construction: ``P + A diag(w) A'``
+or ``I + sqrt(w) A' A sqrt(w)``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 from jax.custom_derivatives import SymbolicZero
 
+from numpyro_gpaug.gaussians.base import (
+    GaussianFactors,
+    Marginals,
+    Structure,
+    gaussian_factors,
+    selected,
+)
 from numpyro_gpaug.math import linalg
-from numpyro_gpaug.math.linalg import Moments, NaturalGaussian
 
 # A share of the prior variance, a squared correlation: below it the best predictor from
 # the inducing values moves by less than a hundredth of their deviations. White noise in
@@ -34,40 +37,120 @@ LEAST_EXPLAINED = 1e-4
 LEAST_SHARED = 0.05
 
 
-class Marginals(NamedTuple):
-    """Means and variances of predictors, (latents, n)."""
+class Moments(NamedTuple):
+    """Moments of a Gaussian, computed from one Cholesky factor.
+
+    :param mean: (..., M).
+    :param whitener: (..., M, M), triangular, ``W`` with covariance ``W' W``.
+    """
 
     mean: Array
-    variance: Array
+    whitener: Array
+
+    @property
+    def log_det(self) -> Array:
+        """Log-determinant of the covariance, (...)."""
+        return 2 * jnp.log(jnp.abs(linalg.diagonal(self.whitener))).sum(-1)
+
+    @property
+    def variances(self) -> Array:
+        """Variances of the latents, (..., M)."""
+        return jnp.square(self.whitener).sum(-2)
+
+    @linalg.precise
+    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array]]:
+        """Return the shift of the means, and the root of the covariance, under an
+        affine map.
+
+        :param projection: A, (..., M, n).
+        :return: ``A' mean`` (..., n) and, as one of several parts, rows (..., M, n)
+            whose squares sum to the variances.
+        """
+        # Two products: slices of one are loops that no library runs.
+        return jnp.vecmat(self.mean, projection), (self.whitener @ projection,)
+
+    @property
+    def rank(self) -> int:
+        """Standard normal numbers that :meth:`unwhiten` takes."""
+        return self.whitener.shape[-2]
+
+    @linalg.precise
+    def unwhiten(self, noise: Array) -> Array:
+        """Deviations from the mean.
+
+        :param noise: standard normal, (..., rank).
+        """
+        return jnp.vecmat(noise, self.whitener)
+
+    def whiten(self, deviation: Array) -> Array:
+        """The noise that :meth:`unwhiten` makes such deviations of, (..., M), by a
+        lower whitener."""
+        columns = deviation[..., None]
+        return linalg.solve_lower(self.whitener, columns, transpose=True)[..., 0]
+
+    def precision_root(self) -> Array:
+        """``R`` with precision ``R R'``, upper triangular, (..., M, M), of whatever
+        whitener; to the digits that this has, of which its square has half."""
+        triangle = linalg.one_by_one(partial(jnp.linalg.qr, mode="r"))(self.whitener)
+        return linalg.inverse_lower(triangle.mT).mT
+
+    def extended(self, prior: Any, places: np.ndarray) -> Moments:
+        """Return moments with new latents, at their prior, of one set of latents.
+
+        :param prior: of the latents wanted: standard normal.
+        :param places: of the latents wanted, -1 for new ones.
+        """
+        known = places >= 0
+        columns = jnp.where(known, self.whitener[..., places], 0)
+        fresh = np.flatnonzero(~known)
+        own = jax.nn.one_hot(fresh, len(places), dtype=self.mean.dtype)
+        whitener = jnp.concatenate([columns, own[None]], -2)
+        return Moments(jnp.where(known, self.mean[..., places], 0), whitener)
 
 
-class GaussianFactors(NamedTuple):
-    """Gaussian factors ``exp(h p - w p^2 / 2)`` on predictors, one per datum.
+class NaturalGaussian(NamedTuple):
+    """A Gaussian in natural parameters: ``exp(potential . v - v' precision v / 2)``.
 
-    :param potential: h, (latents, n).
-    :param precision: w, (latents, n).
+    :param potential: (..., M).
+    :param precision: (..., M, M), positive definite.
     """
 
     potential: Array
     precision: Array
 
+    @linalg.precise
+    def moments(self) -> Moments:
+        """Mean and covariance factor.
 
-class GaussianPrior(Protocol):
-    """The interface of a prior of Gaussian latents."""
+        The inverse factor is formed explicitly: a product with it costs less than a
+        triangular solve with many right-hand sides, and the log-determinant, the trace
+        of the covariance and the marginal variances all reuse it.
+        """
+        whitener = linalg.inverse_cholesky(self.precision)
+        white = jnp.matvec(whitener, self.potential)
+        return Moments(jnp.vecmat(white, whitener), whitener)
+
+    @linalg.precise
+    def moved(self, z: Array) -> NaturalGaussian:
+        """Natural parameters of latents, given those of their deviations from ``z``,
+        (..., M).
+
+        What factors say of a mean is known to the last digit of a large sum, and where
+        latents compensate each other (an intercept and the effects of all groups) they
+        have all of the error. Of deviations it is small, and ``precision z`` has the
+        same error as the matrix that is solved with.
+        """
+        shift = jnp.matvec(self.precision, z)
+        return self._replace(potential=self.potential + shift)
 
     @property
-    def loc(self) -> Array:
-        """Means, (latents, M)."""
+    def diagonal(self) -> Array:
+        """The diagonal of the precision, (..., M)."""
+        return linalg.diagonal(self.precision)
 
-    @property
-    def natural(self) -> Any:
-        """Potential and precision."""
-
-    def divergence(self, q: Any) -> Array:
-        """KL(q || prior), (latents,)."""
-
-    def pull(self, mean: Array) -> Array:
-        """Gradient of :meth:`divergence` in the means, (latents, M)."""
+    def stand_in(self) -> Moments:
+        """Numbers in the shapes of :meth:`moments`, of no meaning."""
+        return Moments(self.potential, self.precision)
 
 
 class Prior(NamedTuple):
@@ -89,7 +172,7 @@ class Prior(NamedTuple):
 
     def divergence(self, q: Moments) -> Array:
         """KL(q || prior), (latents,)."""
-        return linalg.kl_to_diagonal(q, self.loc, self.scale)
+        return kl_to_diagonal(q, self.loc, self.scale)
 
     def pull(self, mean: Array) -> Array:
         """Gradient of :meth:`divergence` in the means, (latents, M).
@@ -98,22 +181,11 @@ class Prior(NamedTuple):
         """
         return (mean - self.loc) * jnp.square(1 / self.scale)
 
-
-def gaussian_factors(
-    at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
-) -> GaussianFactors:
-    """The factors that make the conjugate update a natural-gradient step: with E the
-    expected log-likelihood of a datum, ``w = -2 dE/dv`` and ``h = dE/dm + w m``.
-
-    :param at: marginals of the predictors.
-    :param slopes: derivatives of the expected log-likelihood in mean and variance.
-    :param least_precision: factors of log-concave likelihoods have positive precisions;
-        those of others may not, and raising them to zero keeps every step positive
-        definite, but it moves the fixed point away from the maximum of the bound. A
-        caller that refuses steps by their bound needs no floor.
-    """
-    precision = jnp.maximum(-2 * slopes.variance, least_precision)
-    return GaussianFactors(slopes.mean + precision * at.mean, precision)
+    def log_density(self, z: Array) -> Array:
+        """Log-density at latents (latents, M), (latents,)."""
+        white = (z - self.loc) / self.scale
+        terms = jnp.square(white) + 2 * jnp.log(self.scale)
+        return -0.5 * (terms + float(np.log(2 * np.pi))).sum(-1)
 
 
 class AffineMap(NamedTuple):
@@ -178,13 +250,13 @@ class AffineMap(NamedTuple):
         :param left: one predictor of each pair, (P,).
         :param right: the other.
         """
-        _, parts = q.carried(self.projection)
+        _, parts = q.push_forward(self.projection)
         found: Any = sum((x[..., left] * x[..., right]).sum(-2) for x in parts)
         return found
 
     def covariance(self, q: Moments) -> Array:
         """The covariance of all predictors, (latents, n, n), without the residual."""
-        _, parts = q.carried(self.projection)
+        _, parts = q.push_forward(self.projection)
         found: Any = sum(x.mT @ x for x in parts)
         return found
 
@@ -208,7 +280,7 @@ class AffineMap(NamedTuple):
 
         :param factors: of the predictors.
         :param about: predictors (latents, n) at the latents that these are deviations
-            from, see :meth:`~numpyro_gpaug.math.linalg.NaturalGaussian.moved`; at
+            from, see :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`; at
             zero, ``offset``, by default.
         """
         weighted = self.projection * factors.precision[..., None, :]
@@ -236,7 +308,7 @@ class AffineMap(NamedTuple):
 
         :param q: the Gaussian, with its leading axis.
         """
-        shift, (rows,) = q.carried(self.projection)
+        shift, (rows,) = q.push_forward(self.projection)
         return AffineMap(self.offset + shift, rows, self.residual)
 
     def select(self, latents: Array | None) -> AffineMap:
@@ -244,8 +316,17 @@ class AffineMap(NamedTuple):
         return selected(self, latents)
 
     def keep(self) -> AffineMap:
-        """Itself; maps in blocks (:mod:`numpyro_gpaug.math.blocks`) are made lazily."""
+        """Itself; maps in blocks (:mod:`numpyro_gpaug.gaussians.blocks`) are made
+        lazily."""
         return self
+
+    def in_order(self) -> AffineMap:
+        """Itself: the order of rows makes no difference."""
+        return self
+
+    def certain(self) -> AffineMap:
+        """The same map without the residual."""
+        return self._replace(residual=jnp.zeros_like(self.residual))
 
     def afresh(self) -> AffineMap:
         """Itself, which has derivatives."""
@@ -311,9 +392,41 @@ class AffineMap(NamedTuple):
         return NaturalGaussian(potential, eye + precision)
 
 
+@dataclass(frozen=True)
+class Dense(Structure):
+    """One dense matrix."""
+
+    natural: ClassVar[Any] = NaturalGaussian
+    any_rows: ClassVar[bool] = True
+
+    @property
+    def largest_matrix(self) -> int:
+        return self.size
+
+    def cost(self, rows: int, width: int) -> float:
+        return float(rows) * self.size**2 + float(self.size) ** 3
+
+    def describe(self, names: str, block: int) -> str:
+        return "dense"
+
+    def standard(self, dtype: Any) -> NaturalGaussian:
+        # NumPy's: of JAX's each would be a program of its own.
+        zeros: Any = np.zeros((1, self.size), dtype)
+        eye: Any = np.eye(self.size, dtype=dtype)[None]
+        return NaturalGaussian(zeros, eye)
+
+    def prior(self, dtype: Any, links: Array | None = None) -> Prior:
+        zeros = jnp.zeros((1, self.size), dtype)
+        return Prior(zeros, zeros + 1)
+
+    def map(self, predictors: Any) -> AffineMap:
+        found: AffineMap = predictors.dense
+        return found
+
+
 def _carried_plainly(q: Any, projection: Array) -> tuple[Array, Array]:
     """Means, and variances, along an affine map."""
-    shift, parts = q.carried(projection)
+    shift, parts = q.push_forward(projection)
     variance: Any = sum(jnp.square(x).sum(-2) for x in parts)
     return shift, variance
 
@@ -338,6 +451,19 @@ def _carried_jvp(primals: Any, tangents: Any) -> Any:
     return _carried_plainly(q, projection), tangent
 
 
+def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
+    """KL(q || N(loc, diag(scale^2))), (...).
+
+    :param q: moments of q.
+    :param loc: (..., M), prior means.
+    :param scale: (..., M), prior standard deviations.
+    """
+    # A sum of squares alone is a library's; with more in it, a loop.
+    terms = (q.variances + jnp.square(q.mean - loc)) / jnp.square(scale)
+    roots = jnp.abs(linalg.diagonal(q.whitener)) / scale
+    return 0.5 * (terms - 1 - 2 * jnp.log(roots)).sum(-1)
+
+
 def unshared(shared: Array) -> Array:
     """Whether at most one latent explains part of a predictor.
 
@@ -350,23 +476,6 @@ def unstandardised(q: Moments, prior: Prior) -> Moments:
     """Return moments of latents, given the moments of ``(z - loc) / scale``."""
     whitener = q.whitener * prior.scale[..., None, :]
     return Moments(prior.loc + prior.scale * q.mean, whitener)
-
-
-def selected(tree: Any, latents: Array | None) -> Any:
-    """Some latents of arrays with a leading axis over latents (or of size 1, which is
-    one for all); everything for ``None``."""
-    if latents is None:
-        return tree
-    indices = jnp.asarray(latents)
-    return jax.tree.map(lambda x: x if x.shape[0] == 1 else x[indices], tree)
-
-
-def scatter(tree: Any, latents: Array | None, part: Any) -> Any:
-    """``tree`` with those latents replaced by ``part``."""
-    if latents is None:
-        return part
-    indices = jnp.asarray(latents)
-    return jax.tree.map(lambda x, new: x.at[indices].set(new), tree, part)
 
 
 def _instantiated(tangent: Any) -> Any:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.math.affine import GaussianFactors, gaussian_factors
-from numpyro_gpaug.math.affine import Marginals as _Marginals
+from numpyro_gpaug.gaussians.base import GaussianFactors, gaussian_factors
+from numpyro_gpaug.gaussians.base import Marginals as _Marginals
 
 
 class PairMarginals(NamedTuple):
@@ -48,8 +48,8 @@ class PairFactors(NamedTuple):
 class PairedMap(NamedTuple):
     """An affine map with pairs of predictors.
 
-    :param single: the map, an :class:`~numpyro_gpaug.math.affine.AffineMap` or an
-        :class:`~numpyro_gpaug.math.arrow_map.ArrowMap`.
+    :param single: the map, an :class:`~numpyro_gpaug.gaussians.dense.AffineMap` or an
+        :class:`~numpyro_gpaug.gaussians.rows.RowMap`.
     :param left: one predictor of each pair, (P,).
     :param right: the other.
     """
@@ -72,12 +72,16 @@ class PairedMap(NamedTuple):
         return self
 
     def keep(self) -> PairedMap:
-        """Itself; see :meth:`~numpyro_gpaug.math.affine.AffineMap.keep`."""
+        """Itself; see :meth:`~numpyro_gpaug.gaussians.dense.AffineMap.keep`."""
         return self
 
     def afresh(self) -> PairedMap:
         """Itself, which has derivatives."""
         return self
+
+    def certain(self) -> PairedMap:
+        """The same map without the residual."""
+        return self._replace(single=self.single.certain())
 
     def given(self, z: Array) -> Any:
         """Means and variances of the predictors given latents.
@@ -102,8 +106,8 @@ class PairedMap(NamedTuple):
         slopes: PairMarginals,
         least_precision: float = -jnp.inf,
     ) -> PairFactors:
-        """As :func:`~numpyro_gpaug.math.affine.gaussian_factors`; with E the expected
-        log-likelihood of a datum, ``c = -dE/dcovariance``."""
+        """As :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`; with E the
+        expected log-likelihood of a datum, ``c = -dE/dcovariance``."""
         means, spreads = (_Marginals(x.mean, x.variance) for x in (at, slopes))
         potential, precision = gaussian_factors(means, spreads, least_precision)
         cross = -slopes.covariance
@@ -114,7 +118,7 @@ class PairedMap(NamedTuple):
         """The information of factors about the latents, to be added to the prior's.
 
         :param factors: of predictors and pairs.
-        :param about: as in :meth:`numpyro_gpaug.math.affine.AffineMap.information`.
+        :param about: as in :meth:`numpyro_gpaug.gaussians.dense.AffineMap.information`.
         """
         about = self.single.offset if about is None else about
         lean = self.swapped(about, factors.cross)

@@ -11,7 +11,6 @@ say, or the predictor looks at several.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -20,10 +19,9 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.dense import AffineMap
+from numpyro_gpaug.gaussians.rows import Rows, shifts
 from numpyro_gpaug.math import linalg
-from numpyro_gpaug.math.affine import AffineMap
-from numpyro_gpaug.math.arrow_map import ArrowMap, Loadings
-from numpyro_gpaug.math.chain_map import ChainMap
 from numpyro_gpaug.model.latents import Grouping, JointStructure
 from numpyro_gpaug.model.program import Program
 
@@ -119,11 +117,11 @@ class Predictors(NamedTuple):
         return len(self.offset) * self.structure.size > _LARGE
 
     @property
-    def matrices(self) -> AffineMap | ArrowMap:
-        """Return a dense map for few predictors, and otherwise a row-sparse map, in
-        which each row depends on one group."""
-        grouped = self.structure.arrow is not None and (self.many or self.grouped)
-        return self.arrow if grouped else self.dense
+    def matrices(self) -> Any:
+        """Return a dense map for few predictors, and otherwise the map of the structure
+        of the Gaussian, which may need every row to depend on one group."""
+        whole = not (self.many or self.grouped)
+        return self.dense if whole else self.structure.form.map(self)
 
     @property
     def dense(self) -> AffineMap:
@@ -141,32 +139,29 @@ class Predictors(NamedTuple):
         return AffineMap(self.offset[None], projection[None], self.residual[None])
 
     @property
-    def arrow(self) -> ArrowMap:
-        """The map as rows that each depend on one group, or on one step of a chain; see
-        :meth:`misfit`."""
-        structure, arrow = self.structure, self.structure.arrow
-        assert arrow is not None
-        own, group = self.looked_at(arrow.groups)
+    def rows(self) -> Rows:
+        """The predictors as rows that each depend on one group, or on one step of a
+        chain; see :meth:`misfit`."""
+        structure = self.structure
+        groups, *others = structure.groupings
+        own, group = self.looked_at(groups)
         eye = jnp.eye(structure.width, dtype=structure.dtype)
         dense = jax.vmap(self._pushed(None), out_axes=1)(eye)
         values, places, begin = [own[:, :0]], [group[:, None][:, :0]], 0
-        for grouping in arrow.others:
+        for grouping in others:
             value, index = self.looked_at(grouping)
             each = value.shape[-1]
             values.append(value)
             places.append(begin + index[:, None] * each + jnp.arange(each))
             begin += each * structure.members(grouping)
         value, index = jnp.concatenate(values, -1), jnp.concatenate(places, -1)
-        rows = Loadings(own, group, dense, value, index)
-        sizes = structure.sizes
-        kind = ArrowMap if sizes.steps is None else ChainMap
-        return kind(self.offset[None], rows, self.residual[None], sizes)
+        return Rows(own, group, dense, value, index)
 
     def _pushed(self, grouping: Grouping | None) -> Callable[[Array], Array]:
         return lambda numbers: self.push(self.structure.placed(grouping, numbers))
 
     def looked_at(self, grouping: Grouping) -> tuple[Array, Array]:
-        """Loadings (n, R) on the member that each predictor looks at, and which it is,
+        """Rows (n, R) on the member that each predictor looks at, and which it is,
         (n,); of one that looks at none, zeros and the first.
 
         :param grouping: of which each looks at one member, or none.
@@ -194,21 +189,20 @@ class Predictors(NamedTuple):
         return loadings.T, jnp.clip(index, 0, members - 1)
 
     def misfit(self, pairs: tuple[Array, Array] | None = None) -> Array:
-        """How far :attr:`arrow` is, at random latents and relative to its terms, from
+        """How far :attr:`rows` is, at random latents and relative to its terms, from
         what it stands for; in units of rounding, so that a large number says that some
         predictor looks at several groups.
 
         :param pairs: predictors of one datum, which must look at the same.
         """
-        structure, map_ = self.structure, self.arrow
-        parts = map_.loadings
+        structure, parts = self.structure, self.rows
         terms = parts.own, parts.dense, parts.value
         scale = jnp.abs(jnp.concatenate(terms, -1)).sum(-1)
         rng, worst = np.random.default_rng(0), jnp.zeros((), self.offset.dtype)
         for _ in range(PROBES):
             probe = jnp.asarray(rng.normal(size=structure.size), structure.dtype)
             # Without the offset, which may be larger than all else.
-            moved = replace(map_, offset=jnp.zeros_like(map_.offset))(probe[None])[0]
+            moved = shifts(parts, structure.form.layout, probe)
             off = self.push(structure.split(probe)) - moved
             worst = jnp.maximum(worst, relative(off, scale))
         if pairs is not None:

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussians by the structure of their precision matrix, one structure to a file.
+
+:mod:`~numpyro_gpaug.gaussians.base` states what a structure offers. No module outside
+this folder asks which structure it has; :data:`STRUCTURES` has them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax import Array
+
+from numpyro_gpaug.gaussians.base import Layout, Structure
+from numpyro_gpaug.gaussians.chain import Chain
+from numpyro_gpaug.gaussians.dense import Dense
+from numpyro_gpaug.gaussians.groups import Groups
+
+__all__ = [
+    "Chain", "Dense", "Groups", "Layout", "STRUCTURES", "Structure", "natural_from",
+    "unstructured",
+]  # fmt: skip
+
+# By the name that saved files have.
+STRUCTURES: Mapping[str, type[Structure]] = {
+    "dense": Dense, "groups": Groups, "chain": Chain
+}  # fmt: skip
+
+
+def unstructured(size: int) -> Structure:
+    """Return the structure that any Gaussian has: one dense matrix."""
+    return Dense(Layout(0, 0, size))
+
+
+def natural_from(parts: Mapping[str, Array]) -> Any:
+    """Return natural parameters from their arrays by name, of whatever structure."""
+    for kind in STRUCTURES.values():
+        if set(kind.natural._fields) == parts.keys():
+            return kind.natural(**parts)
+    raise ValueError(f"no Gaussian has the natural parameters {sorted(parts)}")

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The contract of a structure of Gaussians, and the factors that all of them take.
+
+The likelihood depends on latents ``z`` through predictors that are affine in them. One
+Gaussian factor on each predictor stands for the likelihood,
+
+.. math:: \exp(h\, p - w\, p^2 / 2),
+
+and the closed-form update is: natural parameters = those of the prior + the information
+of the factors. Each structure of the precision matrix is one file, with these parts.
+Arrays have a leading axis over independent sets of latents; its length is 1, but for
+dense Gaussians.
+
+A :class:`Structure` is static: the layout of latents, costs, and how the rest is made.
+
+*Natural parameters* are a named tuple of arrays: ``potential`` (latents, M), and the
+precision, as the structure lays it out. They are added. They have
+
+- ``moments()``, which is NaN where the precision is not positive definite;
+- ``moved(z)``: natural parameters of latents, given those of deviations from ``z``;
+- ``diagonal``, of the precision, (latents, M);
+- ``stand_in()``: meaningless numbers in the shapes of ``moments()``.
+
+*Moments* are a named tuple of ``mean`` (latents, M) and factors of the covariance ``W'
+W``. They have
+
+- ``log_det`` of the covariance, (latents,), and ``variances``, (latents, M);
+- ``unwhiten(noise)``: deviations ``W' noise`` from the mean, for standard normal
+  ``noise`` (..., latents, rank), and ``rank``, which is M, or more if extended;
+- ``whiten(deviation)``, its inverse;
+- ``push_forward(projection)``: for A (latents, M, n), ``A' mean``, and rows in several
+  parts (latents, r, n), whose squares sum to the variances of ``A' z``;
+- ``extended(prior, places)``: moments of the latents of another prior, which are
+  ``places`` among the known ones, or new (-1), and then distributed as in the prior
+  given the known ones.
+
+A *prior* is a :class:`StructurePrior`. A *map* takes latents to predictors, see
+:class:`~numpyro_gpaug.gaussians.dense.AffineMap` and
+:class:`~numpyro_gpaug.gaussians.rows.RowMap`.
+:func:`numpyro_gpaug.testing.check_structure` compares all of it with dense matrices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class Marginals(NamedTuple):
+    """Means and variances of predictors, (latents, n)."""
+
+    mean: Array
+    variance: Array
+
+
+class GaussianFactors(NamedTuple):
+    """Gaussian factors ``exp(h p - w p^2 / 2)`` on predictors, one per datum.
+
+    :param potential: h, (latents, n).
+    :param precision: w, (latents, n).
+    """
+
+    potential: Array
+    precision: Array
+
+
+def gaussian_factors(
+    at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
+) -> GaussianFactors:
+    """The factors that make the conjugate update a natural-gradient step: with E the
+    expected log-likelihood of a datum, ``w = -2 dE/dv`` and ``h = dE/dm + w m``.
+
+    :param at: marginals of the predictors.
+    :param slopes: derivatives of the expected log-likelihood in mean and variance.
+    :param least_precision: factors of log-concave likelihoods have positive precisions;
+        those of others may not, and raising them to zero keeps every step positive
+        definite, but it moves the fixed point away from the maximum of the bound. A
+        caller that refuses steps by their bound needs no floor.
+    """
+    precision = jnp.maximum(-2 * slopes.variance, least_precision)
+    return GaussianFactors(slopes.mean + precision * at.mean, precision)
+
+
+class Layout(NamedTuple):
+    """How latents are arranged: groups of them first, all others after these.
+
+    :param groups: number of groups, G; where they are the steps of chains, of all
+        chains, one after the other.
+    :param each: latents of each group, R.
+    :param others: all other latents, K.
+    :param steps: of each chain.
+    """
+
+    groups: int
+    each: int
+    others: int
+    steps: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of latents."""
+        return self.groups * self.each + self.others
+
+    def split(self, flat: Any) -> tuple[Any, Any]:
+        """Split numbers (..., size) into those of groups, (..., G, R), and all
+        others."""
+        cut = self.groups * self.each
+        shape = *flat.shape[:-1], self.groups, self.each
+        return flat[..., :cut].reshape(shape), flat[..., cut:]
+
+    def joined(self, groups: Array, others: Array) -> Array:
+        """Join the two parts that :meth:`split` returns."""
+        flat = groups.reshape(*groups.shape[:-2], self.groups * self.each)
+        return jnp.concatenate([flat, others], -1)
+
+
+@dataclass(frozen=True)
+class Structure(ABC):
+    """The structure of a precision matrix: static and hashable.
+
+    :param layout: of the latents.
+    """
+
+    layout: Layout
+
+    #: Class of the natural parameters.
+    natural: ClassVar[Any]
+    #: Whether a predictor may depend on any latents: the map is then one matrix.
+    any_rows: ClassVar[bool] = False
+
+    @property
+    def size(self) -> int:
+        """Number of latents."""
+        return self.layout.size
+
+    @property
+    @abstractmethod
+    def largest_matrix(self) -> int:
+        """Rows of the largest dense matrix that is factorised."""
+
+    @property
+    def independent_groups(self) -> int:
+        """Number of groups of latents that are independent given all others: 0 if the
+        structure has none."""
+        return 0
+
+    @abstractmethod
+    def cost(self, rows: int, width: int) -> float:
+        """Return the operations of one update.
+
+        :param rows: number of predictors.
+        :param width: number of latents, outside groups, that each may depend on.
+        """
+
+    @abstractmethod
+    def describe(self, names: str, block: int) -> str:
+        """Return a line about the structure, for ``print``.
+
+        :param names: of the sites in its groups.
+        :param block: steps of a chain that are one group.
+        """
+
+    @abstractmethod
+    def standard(self, dtype: Any) -> Any:
+        """Return natural parameters of independent standard normal latents."""
+
+    @abstractmethod
+    def prior(self, dtype: Any, links: Array | None = None) -> StructurePrior:
+        """Return the prior: standard normal latents.
+
+        :param links: what ties them to each other, if the structure can express it;
+            ``None`` if they are independent.
+        """
+
+    @abstractmethod
+    def map(self, predictors: Any) -> Any:
+        """Return the map to predictors.
+
+        :param predictors: with ``offset`` and ``residual`` (n,), and the forms of map
+            to choose from: ``dense``, an
+            :class:`~numpyro_gpaug.gaussians.dense.AffineMap`, and ``rows``,
+            :class:`~numpyro_gpaug.gaussians.rows.Rows`.
+        """
+
+
+class GaussianPrior(Protocol):
+    """A prior of Gaussian latents."""
+
+    @property
+    def loc(self) -> Array:
+        """Means, (latents, M)."""
+
+    @property
+    def natural(self) -> Any:
+        """Potential and precision."""
+
+    def divergence(self, q: Any) -> Array:
+        """KL(q || prior), (latents,)."""
+
+    def pull(self, mean: Array) -> Array:
+        """Gradient of :meth:`divergence` in the means, (latents, M)."""
+
+
+class StructurePrior(GaussianPrior, Protocol):
+    """The prior of a :class:`Structure`."""
+
+    def log_density(self, z: Array) -> Array:
+        """Log-density at latents (latents, M), (latents,)."""
+
+
+def selected(tree: Any, latents: Array | None) -> Any:
+    """Some latents of arrays with a leading axis over latents (or of size 1, which is
+    one for all); everything for ``None``."""
+    if latents is None:
+        return tree
+    indices = jnp.asarray(latents)
+    return jax.tree.map(lambda x: x if x.shape[0] == 1 else x[indices], tree)
+
+
+def scatter(tree: Any, latents: Array | None, part: Any) -> Any:
+    """``tree`` with those latents replaced by ``part``."""
+    if latents is None:
+        return part
+    indices = jnp.asarray(latents)
+    return jax.tree.map(lambda x, new: x.at[indices].set(new), tree, part)

@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Gaussians of very many latents that come in groups: the precision matrix is block
+diagonal with a border.
+
+Latents are ``z = (z_1, ..., z_G, u)``: R numbers of each of G groups (a random
+intercept and slope of every subject), and K numbers that any datum may depend on (fixed
+effects, inducing values, the effects of other groupings). A predictor depends on one
+group and on ``u``. So the precision matrix has blocks ``D_g`` (R, R) along its
+diagonal, a border ``B_g`` (R, K) and a corner ``C`` (K, K). Groups are eliminated one
+by one, and the Schur complement of the corner is dense,
+
+.. math:: S = C - \sum_g B_g^\top D_g^{-1} B_g,
+
+so that all costs ``G R K^2 + K^3`` and no array has a side of G squared. With
+``D_g^{-1} = L_g^\top L_g``, ``S^{-1} = V^\top V`` and ``Y_g = D_g^{-1} B_g V^\top``,
+
+.. math:: u = m + V^\top \epsilon, \quad
+    z_g = m_g + L_g^\top \epsilon_g - Y_g \epsilon,
+
+and the variance of a predictor ``a' z_g + c' u`` is ``|L_g a|^2 + |V c - Y_g' a|^2``, a
+sum of squares.
+
+Reference: Bates, Maechler, Bolker and Walker (2015), Fitting linear mixed-effects
+models using lme4, section 3, whose factorisation this is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug.gaussians.base import Layout, Structure
+from numpyro_gpaug.gaussians.rows import RowMap, Rows
+from numpyro_gpaug.math import linalg, small
+from numpyro_gpaug.math.blocks import cut_rows, rows_of_blocks, summed_blocks
+
+
+def log_det_of(inverse: Array, whitener: Array) -> Array:
+    """Log-determinant of a covariance, (1,), from factors of groups and corner.
+
+    :param inverse: (1, G, R, R), triangular.
+    :param whitener: (1, E, K), triangular.
+    """
+    logs = [
+        jnp.log(jnp.abs(linalg.diagonal(x))).reshape(1, -1).sum(-1)
+        for x in (inverse, whitener)
+    ]
+    return 2 * (logs[0] + logs[1])
+
+
+class GroupMoments(NamedTuple):
+    """Moments of a Gaussian whose precision is block diagonal with a border; each with
+    a leading axis of 1, like other moments.
+
+    :param mean: (1, G R + K).
+    :param inverse: L, lower, (1, G, R, R).
+    :param shrunk: Y, (1, G, R, E).
+    :param whitener: V, (1, E, K); E = K but for members that came later.
+    """
+
+    mean: Array
+    inverse: Array
+    shrunk: Array
+    whitener: Array
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the latents."""
+        _, groups, each, _ = self.inverse.shape
+        return Layout(groups, each, self.whitener.shape[-1])
+
+    @property
+    def log_det(self) -> Array:
+        """Log-determinant of the covariance, (1,)."""
+        return log_det_of(self.inverse, self.whitener)
+
+    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
+        """Return the shift of the means, and the root of the covariance, under an
+        affine map.
+
+        :param projection: A, (1, G R + K, n).
+        :return: ``A' mean`` (1, n) and rows, (1, G R, n) and (1, E, n), whose squares
+            sum to the variances.
+        """
+        shift, (groups, each, *_) = jnp.vecmat(self.mean, projection), self.layout
+        own, corner = jnp.split(projection, [groups * each], 1)
+        shape = *self.inverse.shape[:3], own.shape[-1]
+        rows = small.product(self.inverse, own.reshape(shape)).reshape(own.shape)
+        drawn = self.shrunk.reshape(1, groups * each, -1).mT @ own
+        return shift, (rows, self.whitener @ corner - drawn)
+
+    @property
+    def variances(self) -> Array:
+        """Variances of the latents, (1, G R + K)."""
+        groups = jnp.square(self.inverse).sum(-2) + jnp.square(self.shrunk).sum(-1)
+        return self.layout.joined(groups, jnp.square(self.whitener).sum(-2))
+
+    @property
+    def rank(self) -> int:
+        """Standard normal numbers that :meth:`unwhiten` takes."""
+        return self.layout.size - self.layout.others + self.whitener.shape[1]
+
+    def half(self, rows: Rows) -> tuple[Array, Array]:
+        """Return ``L a`` (n, R) and ``V c - Y' a`` (n, E) of rows: their squares sum to
+        the variances of the predictors."""
+        return half_of(self.inverse, self.shrunk, self.whitener, rows)
+
+    def covariance(self, rows: Rows) -> Array:
+        """Return the covariances of predictors, (n, n)."""
+        (own, rest), group = self.half(rows), rows.group
+        same = group[:, None] == group
+        return rest @ rest.T + jnp.where(same, own @ own.T, 0)
+
+    def extended(self, prior: GroupPrior, places: np.ndarray) -> GroupMoments:
+        """Return moments with new groups, and new latents in the border, at a standard
+        normal prior.
+
+        :param prior: of the latents wanted.
+        :param places: where they are among these, -1 for new ones.
+        """
+        layout = prior.structure.layout
+        groups, corner = layout.split(places)
+        # A group is known as a whole or not at all.
+        group, old = groups[:, 0] // self.layout.each, groups[:, 0] >= 0
+        known = corner >= 0
+        column = np.where(known, corner - self.layout.groups * self.layout.each, 0)
+        means, rest = self.layout.split(self.mean)
+        means = jnp.where(old[:, None], means[:, group], 0)
+        rest = jnp.where(known, rest[:, column], 0)
+        eye = jnp.eye(layout.each, dtype=rest.dtype)
+        inverse = jnp.where(old[:, None, None], self.inverse[:, group], eye)
+        fresh = np.flatnonzero(~known)
+        own = jax.nn.one_hot(fresh, len(known), dtype=rest.dtype)
+        columns = jnp.where(known, self.whitener[..., column], 0)
+        shrunk = jnp.where(old[:, None, None], self.shrunk[:, group], 0)
+        return GroupMoments(
+            layout.joined(means, rest),
+            inverse,
+            jnp.pad(shrunk, [(0, 0)] * 3 + [(0, len(fresh))]),
+            jnp.concatenate([columns, own[None]], 1),
+        )
+
+    def unwhiten(self, noise: Array) -> Array:
+        """Deviations from the mean.
+
+        :param noise: standard normal, (..., rank).
+        """
+        rank = self.whitener.shape[1]
+        groups, corner = self.layout._replace(others=rank).split(noise)
+        own = jnp.einsum("gij,...gi->...gj", self.inverse[0], groups)
+        moved = jnp.einsum("gre,...e->...gr", self.shrunk[0], corner)
+        return self.layout.joined(own - moved, corner @ self.whitener[0])
+
+    def whiten(self, deviation: Array) -> Array:
+        """The noise that :meth:`unwhiten` makes such deviations of.
+
+        :param deviation: (..., G R + K).
+        """
+        groups, corner = self.layout.split(deviation)
+        root = linalg.inverse_lower(self.whitener[0]).mT
+        corner = jnp.einsum("ek,...k->...e", root, corner)
+        groups = groups + jnp.einsum("gre,...e->...gr", self.shrunk[0], corner)
+        inverse = small.inverse_lower(self.inverse[0])
+        own = jnp.einsum("gij,...gi->...gj", inverse, groups)
+        return self.layout.joined(own, corner)
+
+
+class GroupNatural(NamedTuple):
+    """Natural parameters.
+
+    :param potential: (1, G R + K).
+    :param groups: D, (1, G, R, R).
+    :param border: B, (1, G, R, K).
+    :param corner: C, (1, K, K).
+    """
+
+    potential: Array
+    groups: Array
+    border: Array
+    corner: Array
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the latents."""
+        groups, each, corner = self.border.shape[1:]
+        return Layout(groups, each, corner)
+
+    def moments(self) -> GroupMoments:
+        """Mean and factors of the covariance; NaN where the precision is not positive
+        definite.
+
+        ``S`` is a difference, but its eigenvalues are at least those of the prior's
+        precision: what rounding can take is the ratio of the groups' information to
+        the prior's, times that of a number's last digit.
+        """
+        groups, each, size = self.border.shape[1:]
+        inverse = small.inverse_cholesky(self.groups)
+        half = small.product(inverse, self.border)
+        flat = half.reshape(1, groups * each, size)
+        schur = self.corner - flat.mT @ flat
+        whitener = linalg.inverse_cholesky(schur)
+        own, corner = self.layout.split(self.potential)
+        white = (inverse * own[..., None, :]).sum(-1)
+        corner = corner - jnp.vecmat(white.reshape(1, -1), flat)
+        corner = jnp.vecmat(jnp.matvec(whitener, corner), whitener)
+        white = white - jnp.matvec(flat, corner).reshape(white.shape)
+        mean = (inverse * white[..., None]).sum(-2)
+        shrunk = small.product(inverse.mT, (flat @ whitener.mT).reshape(half.shape))
+        mean = self.layout.joined(mean, corner)
+        return GroupMoments(mean, inverse, shrunk, whitener)
+
+    def moved(self, z: Array) -> GroupNatural:
+        """Natural parameters of latents, given those of their deviations from ``z``,
+        (1, G R + K); see
+        :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
+        groups, corner = self.layout.split(z)
+        own = jnp.einsum("zgrs,zgs->zgr", self.groups, groups)
+        own = own + jnp.einsum("zgrk,zk->zgr", self.border, corner)
+        rest = jnp.einsum("zgrk,zgr->zk", self.border, groups)
+        rest = rest + jnp.matvec(self.corner, corner)
+        return self._replace(potential=self.potential + self.layout.joined(own, rest))
+
+    @property
+    def diagonal(self) -> Array:
+        """The diagonal of the precision, (1, G R + K)."""
+        groups, corner = linalg.diagonal(self.groups), linalg.diagonal(self.corner)
+        return self.layout.joined(groups, corner)
+
+    def stand_in(self) -> GroupMoments:
+        """Numbers in the shapes of :meth:`moments`, of no meaning."""
+        return GroupMoments(self.potential, self.groups, self.border, self.corner)
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("loc",), meta_fields=("structure",)
+)
+@dataclass(frozen=True)
+class GroupPrior:
+    """Independent standard normal latents.
+
+    :param loc: zeros (1, G R + K).
+    :param structure: of the latents.
+    """
+
+    loc: Array
+    structure: Groups
+
+    @property
+    def natural(self) -> GroupNatural:
+        """Potential and precision."""
+        return self.structure.standard(self.loc.dtype)
+
+    def divergence(self, q: GroupMoments) -> Array:
+        """KL(q || prior), (1,)."""
+        parts = q.mean, q.inverse, q.shrunk, q.whitener
+        squares = sum(jnp.square(x).reshape(1, -1).sum(-1) for x in parts)
+        return 0.5 * (squares - self.structure.size - q.log_det)
+
+    def pull(self, mean: Array) -> Array:
+        """Gradient of :meth:`divergence` in the means, (1, G R + K).
+
+        :param mean: where, (1, G R + K).
+        """
+        return mean
+
+    def log_density(self, z: Array) -> Array:
+        """Log-density at latents (..., G R + K)."""
+        return log_normal(z)
+
+
+def log_normal(z: Array) -> Array:
+    """Log-density of standard normal numbers (..., n), (...)."""
+    return -0.5 * (jnp.square(z) + float(np.log(2 * np.pi))).sum(-1)
+
+
+@dataclass(frozen=True)
+class Groups(Structure):
+    """Groups of latents, and latents that any predictor may depend on."""
+
+    natural: ClassVar[Any] = GroupNatural
+
+    @property
+    def largest_matrix(self) -> int:
+        return self.layout.others
+
+    @property
+    def independent_groups(self) -> int:
+        return self.layout.groups
+
+    def cost(self, rows: int, width: int) -> float:
+        groups, each, corner, _ = self.layout
+        border = float(groups) * each * (corner**2 + each**2) + 2 * float(corner) ** 3
+        seen = float(rows) * ((each + width) ** 2 + 10 * corner)
+        return border + seen
+
+    def describe(self, names: str, block: int) -> str:
+        groups, each, corner, _ = self.layout
+        return f"{groups} groups of {each} ({names}), {corner} others dense"
+
+    def standard(self, dtype: Any) -> Any:
+        groups, each, corner, _ = self.layout
+        blocks = jnp.broadcast_to(jnp.eye(each, dtype=dtype), (1, groups, each, each))
+        border = jnp.zeros((1, groups, each, corner), dtype)
+        loc, eye = jnp.zeros((1, self.size), dtype), jnp.eye(corner, dtype=dtype)[None]
+        return GroupNatural(loc, blocks, border, eye)
+
+    def prior(self, dtype: Any, links: Array | None = None) -> Any:
+        return GroupPrior(jnp.zeros((1, self.size), dtype), self)
+
+    def map(self, predictors: Any) -> RowMap:
+        offset, residual = predictors.offset[None], predictors.residual[None]
+        return RowMap(offset, predictors.rows, residual, self)
+
+    def information(self, rows: Rows, potential: Array, precision: Array) -> Any:
+        """Return the information of factors ``exp(h p - w p^2 / 2)`` on predictors.
+
+        :param potential: h, (n,).
+        :param precision: w, (n,).
+        """
+        own, group, dense, value, place = rows
+        layout = self.layout
+        groups = jnp.zeros((layout.groups, layout.each), own.dtype)
+        groups = groups.at[group].add(potential[:, None] * own)
+        others = jnp.zeros(layout.others - dense.shape[-1], own.dtype)
+        others = others.at[place].add(potential[:, None] * value)
+        corner = jnp.concatenate([potential @ dense, others])
+        products = self._products(rows, rows, precision)
+        return self._added(layout.joined(groups, corner)[None], *products)
+
+    def coupling(self, left: Rows, right: Rows, cross: Array) -> Any:
+        """Return the information of factors ``exp(-c p q)`` on pairs of predictors,
+        which depend on the same group, or of which one depends on none.
+
+        :param cross: c, (n,).
+        """
+        # A predictor of no group takes any for its own.
+        group = jnp.where((left.own != 0).any(-1), left.group, right.group)
+        left, right = (rows._replace(group=group) for rows in (left, right))
+        there = self._products(left, right, cross)
+        back = self._products(right, left, cross)
+        total = jax.tree.map(jnp.add, there, back)
+        return self._added(jnp.zeros((1, self.size), total[0].dtype), *total)
+
+    def _added(
+        self, potential: Array, groups: Array, border: Array, corner: Array
+    ) -> Any:
+        """Natural parameters to be added to the prior's."""
+        return GroupNatural(potential, groups, border, corner)
+
+    def rows_of_block(self, number: int, dtype: Any) -> int | None:
+        """Return how many rows a block has; ``None`` if all are one.
+
+        :param number: of rows.
+        """
+        # Of each row there are K numbers and more on the way to a sum.
+        each = (2 + self.layout.each) * (1 + self.layout.others)
+        return rows_of_blocks(number, each, dtype, least=64)
+
+    def _products(
+        self, left: Rows, right: Rows, weights: Array
+    ) -> tuple[Array, Array, Array]:
+        """Sums over rows of ``w l r'``, symmetric but for what ``w r l'`` adds to it:
+        blocks of groups, border and corner; in blocks of rows if they are many."""
+        number, width = left.dense.shape
+        size = self.rows_of_block(number, weights.dtype)
+        groups, each, corner, _ = self.layout
+        others, lead = corner - width, (groups, each)
+        shapes = _Sums(
+            (*lead, each), (*lead, corner),
+            (width, width), (others, width), (others, others),
+        )  # fmt: skip
+        sums = _Sums(*(jnp.zeros(shape, weights.dtype) for shape in shapes))
+        if size is None:
+            sums = _with_rows(sums, (left, right, weights))
+        else:
+            parts = jax.tree.map(lambda x: cut_rows(x, size), (left, right))
+            # Rows that fill the last block weigh nothing.
+            cut = cut_rows(weights, size, "constant")
+            sums = summed_blocks(_with_rows, sums, (*parts, cut))
+        blocks = [[sums.dense, sums.mixed.T], [sums.mixed, sums.single]]
+        return sums.groups[None], sums.border[None], jnp.block(blocks)[None]
+
+
+def half_of(
+    roots: Array, shrunk: Array, whitener: Array, rows: Rows
+) -> tuple[Array, Array]:
+    """See :meth:`GroupMoments.half`."""
+    own, group, dense, value, place = rows
+    columns, width = whitener[0].T, dense.shape[-1]
+    ahead = jnp.einsum("nij,nj->ni", roots[0][group], own)
+    rest = dense @ columns[:width]
+    for s in range(value.shape[-1]):
+        rest = rest + value[:, s, None] * columns[width:][place[:, s]]
+    for r in range(own.shape[-1]):
+        rest = rest - own[:, r, None] * shrunk[0, :, r][group]
+    return ahead, rest
+
+
+class _Sums(NamedTuple):
+    groups: Any
+    border: Any
+    dense: Any
+    mixed: Any
+    single: Any
+
+
+def _with_rows(sums: _Sums, part: tuple[Rows, Rows, Array]) -> _Sums:
+    left, right, weights = part
+    own, group = left.own * weights[:, None], left.group
+    value = left.value * weights[:, None]
+    width, outer = left.dense.shape[-1], own[:, :, None]
+    border = sums.border.at[group, :, :width].add(outer * right.dense[:, None])
+    mixed, single = sums.mixed, sums.single
+    for s in range(value.shape[-1]):
+        here = left.place[:, s]
+        mixed = mixed.at[here].add(value[:, s, None] * right.dense)
+        for t in range(value.shape[-1]):
+            entry = value[:, s] * right.value[:, t]
+            single = single.at[here, right.place[:, t]].add(entry)
+        for r in range(own.shape[-1]):
+            entry = own[:, r] * right.value[:, s]
+            border = border.at[group, r, width + right.place[:, s]].add(entry)
+    return _Sums(
+        sums.groups.at[group].add(outer * right.own[:, None]),
+        border,
+        sums.dense + (left.dense * weights[:, None]).T @ right.dense,
+        mixed,
+        single,
+    )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structures of Gaussians against dense matrices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_gpaug.gaussians import Chain, Dense, Groups, Layout, chain, groups
+from numpyro_gpaug.math.ordering import Order
+from numpyro_gpaug.math.recurrences import filtered
+from numpyro_gpaug.testing import check_structure
+
+# Links between the latents of a step and of the next: a walk and noise of every step, a
+# trend with a slope.
+WALK, TREND = np.diag([1.0, 0.0]), np.array([[1.0, 0.5], [0.0, -0.9]])
+
+
+def links_of(link, chains, steps, varying=0.2):
+    """Links (chains, steps, R, R) that differ from step to step."""
+    scales = 1 + varying * np.cos(np.add.outer(np.arange(chains), 3 * np.arange(steps)))
+    found = np.asarray(link) * scales[..., None, None]
+    found[:, 0] = 0
+    return found
+
+
+def precision_of(structure, links):
+    """The precision of numbers along chains, and of standard normal ones."""
+    groups, each, _, steps = structure.layout
+    noise = jnp.eye(structure.size)
+    if links is not None:
+        later = np.flatnonzero(np.arange(groups) % steps)[:, None, None]
+        here, before = np.arange(each)[:, None], np.arange(each) - each
+        along = links.reshape(groups, each, each)[later[:, 0, 0]]
+        noise = noise.at[later * each + here, later * each + before].set(-along)
+    return noise.T @ noise
+
+
+def places_of(old, new):
+    """Where latents are among those of another layout: steps of chains by their number,
+    groups and others in turn."""
+    shape = old.groups // old.steps, old.steps, old.each
+    numbers = np.arange(old.groups * old.each).reshape(shape)
+    found = np.full((new.groups // new.steps, new.steps, new.each), -1)
+    part = tuple(slice(min(x)) for x in zip(numbers.shape, found.shape, strict=True))
+    found[part] = numbers[part]
+    rest = numbers.size + np.arange(new.others)
+    return np.concatenate([found.ravel(), np.where(rest < old.size, rest, -1)])
+
+
+def cases():
+    for quick, kind, layout, other, link in CASES:
+        for dtype in ("float32", "float64"):
+            marks = () if quick and dtype == "float32" else pytest.mark.slow
+            name = f"{kind.__name__}{layout}-{dtype}"
+            yield pytest.param(dtype, kind, layout, other, link, marks=marks, id=name)
+
+
+# Whether it is quick, and: no others; groups of several and others, with and without
+# single ones; other latents.
+CASES = [
+    (True, Dense, (0, 1, 5), (0, 1, 7), None),
+    (False, Groups, (5, 1, 0), None, None),
+    (True, Groups, (5, 2, 4), (7, 2, 6), None),
+    (False, Groups, (4, 7, 3), (4, 7, 3), None),
+    (False, Groups, (5, 2, 1), None, None),
+    (True, Chain, (14, 2, 4, 7), (36, 2, 6, 12), TREND),
+    (False, Chain, (14, 2, 3, 7), (8, 2, 4, 4), WALK),
+    (False, Chain, (14, 2, 3, 7), (14, 2, 3, 7), TREND),
+    (False, Chain, (12, 1, 1, 12), None, [[-0.99]]),
+    (False, Chain, (5, 3, 0, 5), None, np.diag([1, 0.9, 0])),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "layout", "other", "link"), [*cases()], indirect=["dtype"]
+)
+def test_a_structure_is_a_dense_gaussian(dtype, monkeypatch, kind, layout, other, link):
+    for module in (groups, chain):
+        monkeypatch.setattr(module, "rows_of_blocks", lambda *args, **kwargs: 5)
+    made = [None if x is None else Layout(*x) for x in (layout, other)]
+    links = [
+        None if link is None or x is None
+        else links_of(link, x.groups // x.steps, x.steps)
+        for x in made
+    ]  # fmt: skip
+    if other is not None:
+        other = kind(made[1]), links[1], places_of(*made)
+    check_structure(
+        kind(made[0]), links[0], precision=precision_of, other=other, dtype=dtype
+    )
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (23, 5), (300, 2**31 - 1)])
+def test_rows_in_the_order_of_groups(rows, groups):
+    group = np.random.default_rng(0).integers(0, groups, rows)
+    order = Order.by_group(jnp.asarray(group), groups, 16)
+    assert len(order.rows) % 16 == 0
+    np.testing.assert_array_equal(np.sort(order.rows[:rows]), np.arange(rows))
+    ordered = np.asarray(order.taken(jnp.asarray(group)))
+    # Of very many groups near ones share the number that is sorted.
+    near = max(1, groups * rows // 2**31)
+    assert np.all(np.diff(ordered[:rows]) > -2 * near)
+    np.testing.assert_array_equal(order.back(jnp.asarray(ordered)), group)
+    assert order.weights(jnp.ones(rows)).sum() == rows
+
+
+def test_a_walk_that_is_hardly_seen_in_single_precision():
+    """One step in 5000 is looked at: the precision of a step is near 1e-4, the
+    difference of numbers that are 1 and 1.0001."""
+    steps = 20_000
+    own = np.zeros((1, steps, 1, 1))
+    own[0, 2500::5000] += 1e-4
+    links = links_of([[1.0]], 1, steps, 0)
+    exact, e = np.zeros(steps), np.inf
+    for t in range(steps):
+        e = own[0, t, 0, 0] + (e / (1 + e) if t else 1)
+        exact[t] = e
+    found = jax.jit(filtered)(*(jnp.asarray(x, jnp.float32) for x in (own, links)))
+    assert exact.min() < 4e-4
+    np.testing.assert_allclose(found[0, :, 0, 0], exact, rtol=2e-4)
+
+
+def test_derivatives_of_a_chain_that_is_not_seen_at_its_end():
+    """Of the last step's precision: each is known as well as by what is before it."""
+    own, links = jnp.zeros((1, 11, 1, 1)), links_of([[1.0]], 1, 11, 0)
+    slopes = jax.jit(jax.grad(lambda own: filtered(own, links)[0, -1].sum()))(own)
+    # 1 / E is the variance, 11 steps of one.
+    np.testing.assert_allclose(slopes[0, 0, 0, 0], 1 / 121, rtol=1e-5)
+    assert np.isfinite(slopes).all()
+
+
+def test_a_precision_that_is_not_positive_definite_is_none():
+    links = jnp.asarray(links_of([[1.0]], 1, 9))
+    natural = Chain(Layout(9, 1, 1, 9)).prior(links.dtype, links).natural
+    bad = natural._replace(groups=natural.groups.at[0, 4].set(-3.0))
+    log_det = jax.jit(lambda natural: natural.moments().log_det)
+    assert np.isfinite(log_det(natural)).all()
+    assert np.isnan(log_det(bad)).all()
