@@ -116,7 +116,7 @@ def test_observations_forgotten_beside_another_sampler_are_named(sampler) -> Non
 
 def test_what_is_not_pickled_says_what_to_do(fitted) -> None:
     svi, result = fitted
-    for unwritten, cure in ((svi, "make it again"), (svi.posterior(result), "save")):
+    for unwritten, cure in ((svi, "create it again"), (svi.posterior(result), "save")):
         with pytest.raises(TypeError, match=rf"which cannot be pickled: {cure}"):
             pickle.dumps(unwritten)
     again = pickle.loads(pickle.dumps(result))

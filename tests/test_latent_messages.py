@@ -119,7 +119,7 @@ def posterior(svi):
 
 def test_inputs_far_from_all_inducing_inputs_are_named(svi, posterior):
     far = T[::4, None] + 1e6
-    with pytest.warns(UserWarning, match=r'"f"\): of 100% .* different units') as seen:
+    with pytest.warns(UserWarning, match=r'"f"\): for 100% .* different units') as seen:
         svi.run(KEY, 3, T[:, None], REAL, inducing=far, progress_bar=False)
     assert len(seen) == 1
 
@@ -459,5 +459,5 @@ def test_laws_of_ones_own_are_told_what_they_lack():
         svi.run(KEY, 3, x, y, progress_bar=False)
     Own.arg_constraints = {"rate": dist.constraints.positive}
     fit = svi.run(KEY, 3, x, y, progress_bar=False)
-    with pytest.raises(NotImplementedError, match="define mean, or sample, there"):
+    with pytest.raises(NotImplementedError, match="define mean, or sample, in the class"):
         _ = svi.posterior(fit).predict_y(x).mean

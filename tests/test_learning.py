@@ -481,7 +481,7 @@ def test_inputs_far_from_all_inducing_inputs_are_named(learnt, fixed) -> None:
     assert len(seen) == 1
 
 
-UNITS = r'"f"\): its function values are all but {}, both at the start and at the end'
+UNITS = r'"f"\): its function values are almost {}, both at the start and at the end'
 
 
 def test_inputs_in_other_units_than_the_lengthscale_are_named(
@@ -489,14 +489,14 @@ def test_inputs_in_other_units_than_the_lengthscale_are_named(
 ) -> None:
     """All that learning sees there is that the labels are of one level."""
     svi, (X, y), _ = learnt
-    constant = UNITS.format("the same at all rows") + r".* is 0\.0016 \(0\.0016 length"
+    constant = UNITS.format("equal at all rows") + r".* is 0\.0016 \(0\.0016 length"
     with pytest.warns(UserWarning, match=constant) as seen:
         result = run(svi, np.float32(1e-3) * X, y)
     assert len(seen) == 1
     # A run that goes on from another did not begin there.
     run(svi, np.float32(1e-3) * X, y, steps=1, init_state=result.state)
     joint = gpaug.ConjugateSVI(classifier, gpaug.AutoLatentGaussian(classifier))
-    with pytest.warns(UserWarning, match=UNITS.format("the same at all rows")):
+    with pytest.warns(UserWarning, match=UNITS.format("equal at all rows")):
         run(joint, np.float32(1e-3) * X, y, steps=3)
     # A trend is what a long lengthscale with a large variance is to find.
     unlike = {"lengthscale": jnp.float32(1e3), "variance": jnp.float32(1e6)}

@@ -116,7 +116,7 @@ def test_what_rounding_loses_is_told(kind, law, width, monkeypatch):
         except CholeskyError as error:
             said = str(error)
     said += "".join(str(each.message) for each in caught)
-    assert "'w'] compensate each other, under priors" in said
+    assert "'w'] compensate for each other, under priors" in said
 
 
 def test_inflation_is_that_of_the_dense_precision(dtype):

@@ -119,13 +119,13 @@ class PredictorMixture(Distribution):
         except NotImplementedError as error:
             cls = type(self._component)
             if cls.sample is Distribution.sample:
-                draws = f"none can be drawn either; define {name}, or sample, there"
+                draws = f"define {name}, or sample, in the class"
             said = f"{cls.__name__} has no {name}: {draws}"
             raise NotImplementedError(str(error) or said) from None
 
     def _moment(self, name: str) -> Array:
-        draws = "take that of draws, predicted.sample(key, (1000,)), or define "
-        draws += f"{name} there"
+        draws = "compute it from draws, predicted.sample(key, (1000,)), or define "
+        draws += f"{name} in the class"
         return self._known(name, lambda d: getattr(d, name), draws)
 
     @property

@@ -109,7 +109,7 @@ class JointPredictor(Predictor):
     def of_other_sites(self) -> str:
         """Explain, for a message, how to predict a site that is not a Gaussian
         latent."""
-        return "deterministic sites are predicted, predict_f(..., site=...)"
+        return "predict_f(..., site=...) predicts deterministic sites"
 
     def block(self, site: str | None) -> Block:
         """Return the site to predict by name: a process, a deterministic or a Gaussian

@@ -44,7 +44,7 @@ class GaussianKernel(MCMCKernel):
 
     sample_field = "z"
     _kinds = "Gaussian processes and Gaussian weight vectors"
-    _otherwise = "; EllipticalSlice(model) takes Gaussian latents of any shape"
+    _otherwise = "; EllipticalSlice(model) accepts Gaussian latents of any shape"
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model

@@ -61,7 +61,7 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
     :raises ArchiveError: if the file is damaged, or does not contain such a state.
     """
     check_state(like, "like")
-    damaged = f"{path} is no file of a state, or damaged"
+    damaged = f"{path} is not the file of a state, or is damaged"
     with refusing(damaged):
         contents = read(path)
         saved = typed(contents.header.get("state"), tuple[str, ...] | None, "state")

@@ -153,8 +153,8 @@ def _nothing_gaussian(structure: Structure) -> str:
     held = "; ".join(f"{name!r} is not: {reason}" for name, reason in structure.held)
     return (
         "the model has no Gaussian latent for AutoLatentGaussian: a sample site of "
-        "dist.Normal, MultivariateNormal, GaussianRandomWalk, CAR or the like whose "
-        "values reach the observations affinely, or a GaussianProcess"
+        "dist.Normal, MultivariateNormal, GaussianRandomWalk, CAR or the like on which "
+        "the observations depend affinely, or a GaussianProcess"
         + (f" ({held})" if held else "")
         + "; numpyro.infer.MCMC(NUTS(model)) samples any model"
     )

@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 
 _UNPICKLED = (
-    "make it again from its model and guide; svi.posterior(result).save(path) keeps a "
-    "fit for predictions, numpyro_gpaug.infer.save_state a state to go on from, and "
-    "results are pickled as they are"
+    "create it again from its model and guide. svi.posterior(result).save(path) saves "
+    "a fit for predictions, numpyro_gpaug.infer.save_state saves a state to continue "
+    "from, and results can be pickled"
 )
 
 

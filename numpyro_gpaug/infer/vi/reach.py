@@ -43,8 +43,8 @@ ROWS, WIDER = 256, 10
 # constant, as far as derivatives tell. And of their variance, what that of the
 # posterior's mean has where data say something of them.
 FIRST_DIFFERENCES, LAST_DIFFERENCES, LEAST_KNOWN = 0.01, 0.03, 0.01
-ALIKE = "its function values are all but the same at all rows"
-APART = "its function values are all but independent, white noise, at any two rows"
+ALIKE = "its function values are almost equal at all rows"
+APART = "its function values are almost independent (white noise) at any two rows"
 
 
 @one_thread

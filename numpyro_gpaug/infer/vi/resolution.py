@@ -144,9 +144,10 @@ def _cause(figures: dict[str, Any], natural: Natural, structure: Structure) -> s
     """
     widest = max(float(natural[name].diagonal.max()) for name in figures)
     return (
-        f"values of {_named(figures, structure)} compensate each other, under priors "
-        f"{widest**0.5:.0e} times as wide as the data determine each. Narrow these "
-        f"priors, leave out a column that is a combination of others, or {_FLOAT64}"
+        f"values of {_named(figures, structure)} compensate for each other, under "
+        f"priors {widest**0.5:.0e} times as wide as their posteriors given the others. "
+        "Narrow these priors, leave out a column that is a combination of others, or "
+        f"{_FLOAT64}"
     )
 
 

@@ -102,10 +102,10 @@ class ConjugateResult(Displayed, SVIRunResult):
         if not found.converged:
             return f"{found.verdict}: {found.suggestion}"
         # Of minibatches the change is noise, and the bound of a few steps says little.
-        noise = f", give or take {found.error:.1g}" if found.error else ""
+        noise = f" (+- {found.error:.1g})" if found.error else ""
         moved = f"{found.change:.2g} nats over the last {found.window} steps"
         noisy = found.hidden > HIDDEN * abs(found.elbo)
-        rest = "converged as far as noise shows" if noisy else one
+        rest = "converged, up to noise" if noisy else one
         return f"{rest}: {moved}{noise}"
 
 
