@@ -144,7 +144,7 @@ def test_tables_leave_out_whitened_inducing_values(posterior, tmp_path):
     ],
 )
 def test_a_posterior_is_no_tree(posterior, function):
-    with pytest.raises(TypeError, match="got a Posterior: .*to_datatree"):
+    with pytest.raises(TypeError, match="got a Posterior. .*to_datatree"):
         function(posterior)
 
 
@@ -277,7 +277,7 @@ def test_a_density_that_is_not_finite_is_named():
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     time, event = jnp.array([1.0, 90.0, 1e6]), jnp.array([1, 0, 0])
-    said = "log-density of 'lik' is -inf in . of 3 entries.* as log1p"
+    said = "log-density of 'lik' is -inf in . of 3 entries.* as in log1p"
     with pytest.raises(gpaug.CholeskyError, match=said):
         svi.run(jax.random.key(0), 5, time, event, progress_bar=False)
 
@@ -459,5 +459,5 @@ def test_laws_of_ones_own_are_told_what_they_lack():
         svi.run(KEY, 3, x, y, progress_bar=False)
     Own.arg_constraints = {"rate": dist.constraints.positive}
     fit = svi.run(KEY, 3, x, y, progress_bar=False)
-    with pytest.raises(NotImplementedError, match="define mean, or sample, in the class"):
+    with pytest.raises(NotImplementedError, match="define mean, or sample"):
         _ = svi.posterior(fit).predict_y(x).mean
