@@ -40,6 +40,7 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint_reading import IN_DENSITY
 from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.structure import Structure
+from numpyro_gpaug.model.validation import check_arguments
 
 
 class Runs:
@@ -117,6 +118,7 @@ class Runs:
         :param given: the arguments of the run.
         :param begins: whether it begins with them, from no state.
         """
+        check_arguments(self._model, given.args, given.kwargs)
         first = Arguments.split(given.args, given.kwargs)
         noisy = self._guide.random_others or bool(self._settings.m_step)
         fills = given.batches is None and not noisy
