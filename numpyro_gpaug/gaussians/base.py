@@ -139,9 +139,9 @@ class Structure(ABC):
         return self.layout.size
 
     @property
-    @abstractmethod
     def largest_matrix(self) -> int:
         """Rows of the largest dense matrix that is factorised."""
+        return self.layout.others
 
     @property
     def independent_groups(self) -> int:

@@ -399,10 +399,6 @@ class Dense(Structure):
     natural: ClassVar[Any] = NaturalGaussian
     any_rows: ClassVar[bool] = True
 
-    @property
-    def largest_matrix(self) -> int:
-        return self.size
-
     def cost(self, rows: int, width: int) -> float:
         return float(rows) * self.size**2 + float(self.size) ** 3
 

@@ -286,10 +286,6 @@ class Groups(Structure):
     natural: ClassVar[Any] = GroupNatural
 
     @property
-    def largest_matrix(self) -> int:
-        return self.layout.others
-
-    @property
     def independent_groups(self) -> int:
         return self.layout.groups
 

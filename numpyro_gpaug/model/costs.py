@@ -13,15 +13,6 @@ from numpyro_gpaug.model.latents import JointStructure
 _OVERHEAD = 2e7
 
 
-def cost(structure: JointStructure, rows: int) -> float:
-    """The cost of the form of a joint Gaussian.
-
-    :param structure: with this form.
-    :param rows: how many predictors there are.
-    """
-    return structure.form.cost(rows, structure.width)
-
-
 class Purpose(NamedTuple):
     """The purpose for which a form is chosen.
 
@@ -49,7 +40,7 @@ class Purpose(NamedTuple):
         :param rows: how many predictors there are.
         """
         largest = max((prod(s.shape) for s in structure.sites), default=0)
-        cheap = cost(structure, rows) < _OVERHEAD
+        cheap = structure.cost(rows) < _OVERHEAD
         return cheap and largest < self.apart
 
 

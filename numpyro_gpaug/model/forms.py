@@ -19,7 +19,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians import Chain, Groups
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.affine import PROBES, ROUNDING, Predictors, relative
-from numpyro_gpaug.model.costs import Purpose, cost
+from numpyro_gpaug.model.costs import Purpose
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import GaussianSite, Grouping, JointStructure
 from numpyro_gpaug.model.loops import WIDEST, Loop
@@ -112,11 +112,11 @@ def find_form(
     forms = [_groups(structure, found, chains), _chain(structure, found, chains)]
     known = sorted(
         (form for form in forms if form is not None),
-        key=lambda form: (cost(form, rows), form.form.largest_matrix),
+        key=lambda form: (form.cost(rows), form.form.largest_matrix),
     )
     for form in known:
-        whole = cost(form, rows) + purpose.overhead(form)
-        if whole < cost(structure, rows) and asked.misfit(form) < ROUNDING:
+        whole = form.cost(rows) + purpose.overhead(form)
+        if whole < structure.cost(rows) and asked.misfit(form) < ROUNDING:
             return form
     return structure
 

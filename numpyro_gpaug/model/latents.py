@@ -260,12 +260,6 @@ class JointStructure(Structure):
             numbers |= self._ungrouped(steps, along.reshape(-1, link.shape[-1]))
         return self.joined(numbers)
 
-    @property
-    def no_links(self) -> tuple[Array, ...]:
-        """Transition matrices of steps that do not follow each other: zero."""
-        sizes = ((*self.along(x), *[self.each(x)] * 2) for x in self.recurrences)
-        return tuple(jnp.zeros(size, self.dtype) for size in sizes)
-
     def whole_links(self, links: tuple[Array, ...]) -> Array:
         """Transition matrices of all numbers of a step, (chains, steps, R, R); zero for
         numbers that are not in a chain.
@@ -292,6 +286,13 @@ class JointStructure(Structure):
         """
         whole = self.whole_links(links) if links else None
         return self.form.prior(self.dtype, whole)
+
+    def cost(self, rows: int) -> float:
+        """Return the operations of one update.
+
+        :param rows: how many predictors there are.
+        """
+        return self.form.cost(rows, self.width)
 
     @property
     def width(self) -> int:

@@ -239,7 +239,7 @@ def check_whole(
 
 def moments_of(structure: JointStructure) -> Any:
     """Return the shapes of the moments of the Gaussian of a structure."""
-    return jax.eval_shape(lambda: structure.prior(structure.no_links).natural.moments())
+    return jax.eval_shape(lambda: structure.form.standard(structure.dtype).moments())
 
 
 def _is_shape(leaf: Any) -> bool:

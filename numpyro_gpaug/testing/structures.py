@@ -166,6 +166,13 @@ class _Structured(NamedTuple):
         added = self.map(problem).information(factors)
         return jax.tree.map(jnp.add, prior.natural, added)
 
+    def pairs(self, problem: _Problem) -> tuple[Array, Array]:
+        """Return pairs of predictors whose covariances are known from their rows: of
+        any groups, if these are independent given all others."""
+        left, right = problem.places
+        free = self.structure.any_rows or self.structure.independent_groups
+        return left, right[::-1] if free else right
+
     def matrices(self, problem: _Problem) -> tuple[Array, Array]:
         """Return the projection, and the precision of the prior."""
         return problem.dense(self.structure).projection[0], self.known(problem)
@@ -238,7 +245,7 @@ class _Structured(NamedTuple):
             "the means of predictors": marginals.mean,
             "the variances of predictors": marginals.variance,
             "the residual of a certain map": map_.certain().residual,
-            "the covariances of pairs": map_.covariances(q, *problem.places),
+            "the covariances of pairs": map_.covariances(q, *self.pairs(problem)),
             "the covariances of predictors": map_.covariance(q),
         }
         if self.other is not None:
@@ -295,7 +302,7 @@ class _Structured(NamedTuple):
             "the means of predictors": exact.offset + mean @ projection,
             "the variances of predictors": residual + np.diag(predicted)[None],
             "the residual of a certain map": np.zeros_like(residual)[None],
-            "the covariances of pairs": predicted[left, right][None],
+            "the covariances of pairs": predicted[self.pairs(problem)][None],
             "the covariances of predictors": predicted[None],
         }
         if self.other is not None:
