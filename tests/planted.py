@@ -350,7 +350,7 @@ def planted() -> list[Planted]:
             "model/affine.py",
             "codes = [counted // _BASE**k % _BASE for k in range(digits)]",
             "codes = [counted // _BASE**k for k in range(digits)]",
-            ("test_arrow_models",),
+            ("test_group_models",),
         ),
         Planted(
             "Chains: what a block says of the step before it is left out",
@@ -378,7 +378,7 @@ def planted() -> list[Planted]:
             "gaussians/groups.py",
             "rest = rest + jnp.matvec(self.corner, corner)",
             "rest = 0 * rest + jnp.matvec(self.corner, corner)",
-            ("test_arrow_models",),
+            ("test_group_models",),
         ),
         Planted(
             "Nested: the determinant of a draw's Gaussian, whole",

@@ -50,7 +50,7 @@ def posterior_of(J, noise, y):
     return covariance @ given.T @ y, covariance, evidence
 
 
-@pytest.mark.parametrize("covariance", ["dense", "arrow"])
+@pytest.mark.parametrize("covariance", ["dense", "groups"])
 def test_several_outcomes_of_a_datum_against_linear_algebra(x64, covariance):
     seen = np.array([1, 1, 0, 1, 1, 0, 1], bool)
     data = np.where(seen[:, None], Y, np.nan)
@@ -60,7 +60,7 @@ def test_several_outcomes_of_a_datum_against_linear_algebra(x64, covariance):
     fit = svi.run(
         jax.random.key(0), 20, X, GROUP, seen, data, groups=groups, progress_bar=False
     )
-    assert ("groups of" in repr(svi.guide)) == (covariance == "arrow")
+    assert ("groups of" in repr(svi.guide)) == (covariance == "groups")
     kept = np.flatnonzero(seen)
     J = design(X, GROUP)[kept].reshape(-1, 4 + 2 * G)
     noise = np.kron(np.eye(len(kept)), NOISE)

@@ -227,7 +227,7 @@ def test_processes_read_as_many_rows_each():
         pytest.param(400, blocks.WHOLE, marks=pytest.mark.slow),
         pytest.param(400, 512, marks=pytest.mark.slow),
     ],
-    ids=["dense", "arrow", "arrow in blocks"],
+    ids=["dense", "groups", "groups in blocks"],
 )
 def test_joint_gaussians(groups, size):
     X, y, group = data(160 if size == blocks.WHOLE else 1280)

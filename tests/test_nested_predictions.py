@@ -195,7 +195,7 @@ def test_systematic_samples_have_the_moments():
 
 
 @pytest.mark.slow
-def test_arrows_predict_what_matrices_predict(monkeypatch):
+def test_groups_predict_what_matrices_predict(monkeypatch):
     rng = np.random.default_rng(3)
     group = np.repeat(np.arange(20), 4)
     y = rng.poisson(np.exp(rng.normal(0.5, 0.7, 20)[group]))
@@ -204,8 +204,10 @@ def test_arrows_predict_what_matrices_predict(monkeypatch):
     for overhead in (np.inf, -np.inf):
         monkeypatch.setattr(costs, "_OVERHEAD", overhead)
         runs.append(nested(poisson, group, y, data={"members": 20}))
-    arrows = [bool(run._run.programs.structure.form.independent_groups) for run in runs]
-    assert arrows == [False, True]
+    grouped = [
+        bool(run._run.programs.structure.form.independent_groups) for run in runs
+    ]
+    assert grouped == [False, True]
     dense, grouped = (run.posterior(num_points=512) for run in runs)
     a, b = (p.predict_f(new, site="eta", **size) for p in (dense, grouped))
     np.testing.assert_allclose(a.mean, b.mean, atol=0.05)

@@ -65,7 +65,7 @@ class ChainMoments(NamedTuple):
     :param inverse: L, lower, of steps given the next: ``L' L = M^-1``, (1, G, R, R).
     :param gain: how far a step follows the next, (1, chains, steps, R, R).
     :param roots: of every step's covariance given the corner, ``L' L``, (1, G, R, R).
-    :param shrunk: Y, (1, G, R, E): how steps follow the corner's noise.
+    :param cross: Y, (1, G, R, E): how steps follow the corner's noise.
     :param whitener: V, (1, E, K); E = K but for members that came later.
     """
 
@@ -73,7 +73,7 @@ class ChainMoments(NamedTuple):
     inverse: Array
     gain: Array
     roots: Array
-    shrunk: Array
+    cross: Array
     whitener: Array
 
     @property
@@ -90,7 +90,7 @@ class ChainMoments(NamedTuple):
     @property
     def variances(self) -> Array:
         """Variances of the latents, (1, G R + K)."""
-        return GroupMoments(self.mean, self.roots, self.shrunk, self.whitener).variances
+        return GroupMoments(self.mean, self.roots, self.cross, self.whitener).variances
 
     @property
     def rank(self) -> int:
@@ -114,7 +114,7 @@ class ChainMoments(NamedTuple):
     def half(self, rows: Rows) -> tuple[Array, Array]:
         """As :meth:`~numpyro_gpaug.gaussians.groups.GroupMoments.half`, for predictors
         of one step each."""
-        return half_of(self.roots, self.shrunk, self.whitener, rows)
+        return half_of(self.roots, self.cross, self.whitener, rows)
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
@@ -137,7 +137,7 @@ class ChainMoments(NamedTuple):
         drawn = self.whitener[0] @ corner - self._drawn(own)
         inverse = self.inverse[0]
         rows = small.product(inverse.mT, small.product(inverse, self._ahead(own)))
-        rows = self._back(rows) - jnp.einsum("gre,en->grn", self.shrunk[0], drawn)
+        rows = self._back(rows) - jnp.einsum("gre,en->grn", self.cross[0], drawn)
         rest = self.whitener[0].T @ drawn
         return jnp.concatenate([rows.reshape(-1, own.shape[-1]), rest])
 
@@ -150,7 +150,7 @@ class ChainMoments(NamedTuple):
         flat = noise.reshape(-1, self.rank).T
         own, corner = self._columns(flat)
         rows = self._back(small.product(self.inverse[0].mT, own))
-        rows -= jnp.einsum("gre,en->grn", self.shrunk[0], corner)
+        rows -= jnp.einsum("gre,en->grn", self.cross[0], corner)
         rest = self.whitener[0].T @ corner
         found = jnp.concatenate([rows.reshape(-1, flat.shape[-1]), rest])
         return found.T.reshape(*lead, layout.size)
@@ -164,7 +164,7 @@ class ChainMoments(NamedTuple):
         flat = deviation.reshape(-1, self.layout.size).T
         own, corner = self._columns(flat)
         corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
-        own = own + jnp.einsum("gre,en->grn", self.shrunk[0], corner)
+        own = own + jnp.einsum("gre,en->grn", self.cross[0], corner)
         along = own.reshape(*self.gain.shape[1:4], -1)
         apart = along - small.product(self.gain[0], step_after(along))
         apart = apart.reshape(own.shape)
@@ -179,7 +179,7 @@ class ChainMoments(NamedTuple):
         return flat[:cut].reshape(groups, each, -1), flat[cut:]
 
     def _drawn(self, own: Array) -> Array:
-        return jnp.einsum("gre,grn->en", self.shrunk[0], own)
+        return jnp.einsum("gre,grn->en", self.cross[0], own)
 
     def _ahead(self, numbers: Array) -> Array:
         along = numbers.reshape(*self.gain.shape[1:4], -1)
@@ -207,7 +207,7 @@ class ChainMoments(NamedTuple):
         parts = _Parts(*(x[0].reshape(chains, steps, *x.shape[2:]) for x in (
             self.layout.split(self.mean)[0],
             self.inverse, self.gain.reshape(self.inverse.shape),
-            self.roots, self.shrunk,
+            self.roots, self.cross,
         )))  # fmt: skip
         known = _continued(_Parts(*(x[chain] for x in parts)), links)
         fresh = _continued(_unseen(parts, len(links)), links)
@@ -215,7 +215,7 @@ class ChainMoments(NamedTuple):
             jnp.where(old.reshape(-1, *[1] * (x.ndim - 1)), x, y)
             for x, y in zip(known, fresh, strict=True)
         )
-        mean, inverse, gain, roots, shrunk = chosen
+        mean, inverse, gain, roots, cross = chosen
         seen = corner >= 0
         column = np.where(seen, corner - self.layout.groups * each, 0)
         rest = self.layout.split(self.mean)[1]
@@ -223,13 +223,13 @@ class ChainMoments(NamedTuple):
         columns = jnp.where(seen, self.whitener[..., column], 0)
         rest = jnp.where(seen, rest[:, column], 0)
         flat = 1, layout.groups
-        shrunk = shrunk.reshape(*flat, *shrunk.shape[2:])
+        cross = cross.reshape(*flat, *cross.shape[2:])
         return ChainMoments(
             layout.joined(mean.reshape(*flat, each), rest),
             inverse.reshape(*flat, each, each),
             gain[None],
             roots.reshape(*flat, each, each),
-            jnp.pad(shrunk, [(0, 0)] * 3 + [(0, len(own))]),
+            jnp.pad(cross, [(0, 0)] * 3 + [(0, len(own))]),
             jnp.concatenate([columns, own[None]], 1),
         )
 
@@ -241,7 +241,7 @@ class _Parts(NamedTuple):
     inverse: Array
     gain: Array
     roots: Array
-    shrunk: Array
+    cross: Array
 
 
 def _unseen(parts: _Parts, chains: int) -> _Parts:
@@ -268,7 +268,7 @@ def _continued(parts: _Parts, links: Array) -> _Parts:
     stiff, ahead = small.inverse(covariance), step_after(links)
     inverse = small.inverse_cholesky(stiff + small.product(ahead.mT, ahead))
     gain = small.product(small.product(inverse.mT, inverse), ahead.mT)
-    begun = jnp.concatenate([end.mean[..., None], end.shrunk], -1)
+    begun = jnp.concatenate([end.mean[..., None], end.cross], -1)
     none = [(0, 0), (0, links.shape[1] - 1), (0, 0), (0, 0)]
     follows = linear(small.product, links, jnp.pad(begun, none))
     roots = small.cholesky(covariance).mT
@@ -318,7 +318,7 @@ class ChainNatural(NamedTuple):
             stiff.reshape(self.groups.shape), ahead[..., 1:], self.corner,
         ).moments()  # fmt: skip
         own, corner = layout.split(q.mean)
-        back = jnp.concatenate([own[0][..., None], q.shrunk[0]], -1)
+        back = jnp.concatenate([own[0][..., None], q.cross[0]], -1)
         back = _back(gain, back.reshape(*along, -1))
         back = back.reshape(*self.groups.shape[:3], -1)
         covariance = linear(congruent, gain, covariance, reverse=True)
@@ -378,11 +378,11 @@ class ChainPrior:
         learnt of it."""
         links = self.links
         steps, corner = self.structure.layout.split(q.mean)
-        mean, inverse, roots, shrunk = (
+        mean, inverse, roots, cross = (
             x[0].reshape(*links.shape[:3], x.shape[-1])
-            for x in (steps[..., None], q.inverse, q.roots, q.shrunk)
+            for x in (steps[..., None], q.inverse, q.roots, q.cross)
         )
-        ahead, known = step_after(links), jnp.concatenate([mean, shrunk], -1)
+        ahead, known = step_after(links), jnp.concatenate([mean, cross], -1)
         # The noise of a step, which is what it is apart from its link: that of the
         # first is the step itself.
         apart = known - small.product(links, step_before(known))

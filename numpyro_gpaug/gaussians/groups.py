@@ -60,13 +60,13 @@ class GroupMoments(NamedTuple):
 
     :param mean: (1, G R + K).
     :param inverse: L, lower, (1, G, R, R).
-    :param shrunk: Y, (1, G, R, E).
+    :param cross: Y, how groups follow the noise of the border, (1, G, R, E).
     :param whitener: V, (1, E, K); E = K but for members that came later.
     """
 
     mean: Array
     inverse: Array
-    shrunk: Array
+    cross: Array
     whitener: Array
 
     @property
@@ -92,13 +92,13 @@ class GroupMoments(NamedTuple):
         own, corner = jnp.split(projection, [groups * each], 1)
         shape = *self.inverse.shape[:3], own.shape[-1]
         rows = small.product(self.inverse, own.reshape(shape)).reshape(own.shape)
-        drawn = self.shrunk.reshape(1, groups * each, -1).mT @ own
+        drawn = self.cross.reshape(1, groups * each, -1).mT @ own
         return shift, (rows, self.whitener @ corner - drawn)
 
     @property
     def variances(self) -> Array:
         """Variances of the latents, (1, G R + K)."""
-        groups = jnp.square(self.inverse).sum(-2) + jnp.square(self.shrunk).sum(-1)
+        groups = jnp.square(self.inverse).sum(-2) + jnp.square(self.cross).sum(-1)
         return self.layout.joined(groups, jnp.square(self.whitener).sum(-2))
 
     @property
@@ -109,7 +109,7 @@ class GroupMoments(NamedTuple):
     def half(self, rows: Rows) -> tuple[Array, Array]:
         """Return ``L a`` (n, R) and ``V c - Y' a`` (n, E) of rows: their squares sum to
         the variances of the predictors."""
-        return half_of(self.inverse, self.shrunk, self.whitener, rows)
+        return half_of(self.inverse, self.cross, self.whitener, rows)
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
@@ -138,11 +138,11 @@ class GroupMoments(NamedTuple):
         fresh = np.flatnonzero(~known)
         own = jax.nn.one_hot(fresh, len(known), dtype=rest.dtype)
         columns = jnp.where(known, self.whitener[..., column], 0)
-        shrunk = jnp.where(old[:, None, None], self.shrunk[:, group], 0)
+        cross = jnp.where(old[:, None, None], self.cross[:, group], 0)
         return GroupMoments(
             layout.joined(means, rest),
             inverse,
-            jnp.pad(shrunk, [(0, 0)] * 3 + [(0, len(fresh))]),
+            jnp.pad(cross, [(0, 0)] * 3 + [(0, len(fresh))]),
             jnp.concatenate([columns, own[None]], 1),
         )
 
@@ -154,7 +154,7 @@ class GroupMoments(NamedTuple):
         rank = self.whitener.shape[1]
         groups, corner = self.layout._replace(others=rank).split(noise)
         own = jnp.einsum("gij,...gi->...gj", self.inverse[0], groups)
-        moved = jnp.einsum("gre,...e->...gr", self.shrunk[0], corner)
+        moved = jnp.einsum("gre,...e->...gr", self.cross[0], corner)
         return self.layout.joined(own - moved, corner @ self.whitener[0])
 
     def whiten(self, deviation: Array) -> Array:
@@ -165,7 +165,7 @@ class GroupMoments(NamedTuple):
         groups, corner = self.layout.split(deviation)
         root = linalg.inverse_lower(self.whitener[0]).mT
         corner = jnp.einsum("ek,...k->...e", root, corner)
-        groups = groups + jnp.einsum("gre,...e->...gr", self.shrunk[0], corner)
+        groups = groups + jnp.einsum("gre,...e->...gr", self.cross[0], corner)
         inverse = small.inverse_lower(self.inverse[0])
         own = jnp.einsum("gij,...gi->...gj", inverse, groups)
         return self.layout.joined(own, corner)
@@ -211,9 +211,9 @@ class GroupNatural(NamedTuple):
         corner = jnp.vecmat(jnp.matvec(whitener, corner), whitener)
         white = white - jnp.matvec(flat, corner).reshape(white.shape)
         mean = (inverse * white[..., None]).sum(-2)
-        shrunk = small.product(inverse.mT, (flat @ whitener.mT).reshape(half.shape))
+        cross = small.product(inverse.mT, (flat @ whitener.mT).reshape(half.shape))
         mean = self.layout.joined(mean, corner)
-        return GroupMoments(mean, inverse, shrunk, whitener)
+        return GroupMoments(mean, inverse, cross, whitener)
 
     def moved(self, z: Array) -> GroupNatural:
         """Natural parameters of latents, given those of their deviations from ``z``,
@@ -258,7 +258,7 @@ class GroupPrior:
 
     def divergence(self, q: GroupMoments) -> Array:
         """KL(q || prior), (1,)."""
-        parts = q.mean, q.inverse, q.shrunk, q.whitener
+        parts = q.mean, q.inverse, q.cross, q.whitener
         squares = sum(jnp.square(x).reshape(1, -1).sum(-1) for x in parts)
         return 0.5 * (squares - self.structure.size - q.log_det)
 
@@ -384,7 +384,7 @@ class Groups(Structure):
 
 
 def half_of(
-    roots: Array, shrunk: Array, whitener: Array, rows: Rows
+    roots: Array, cross: Array, whitener: Array, rows: Rows
 ) -> tuple[Array, Array]:
     """See :meth:`GroupMoments.half`."""
     own, group, dense, value, place = rows
@@ -394,7 +394,7 @@ def half_of(
     for s in range(value.shape[-1]):
         rest = rest + value[:, s, None] * columns[width:][place[:, s]]
     for r in range(own.shape[-1]):
-        rest = rest - own[:, r, None] * shrunk[0, :, r][group]
+        rest = rest - own[:, r, None] * cross[0, :, r][group]
     return ahead, rest
 
 

@@ -69,7 +69,7 @@ def fitted(model, y, steps=60, **how):
 
 
 def of_both_forms(model, y, **how):
-    """Fits of a model as a dense Gaussian, and as an arrow whatever it costs."""
+    """Fits of a model as a dense Gaussian, and in groups, whatever these cost."""
     found = []
     for overhead in (np.inf, -np.inf):
         with pytest.MonkeyPatch.context() as patched:
@@ -78,9 +78,9 @@ def of_both_forms(model, y, **how):
     return found
 
 
-def check_alike(dense, arrow, form):
+def check_alike(dense, grouped, form):
     """Losses, params, tables and predictions of two fits."""
-    (dense, one, _), (posterior, other, guide) = dense, arrow
+    (dense, one, _), (posterior, other, guide) = dense, grouped
     assert re.search(f"{form} dense", repr(guide))
     np.testing.assert_allclose(other.losses[-1], one.losses[-1], rtol=1e-6)
     for name in [k for k in one.params if "latents" not in k]:
@@ -102,17 +102,17 @@ def of_groups():
         return of_both_forms(crossed, COUNTS)
 
 
-def test_an_arrow_fits_what_a_matrix_fits(x64, of_groups):
+def test_groups_fit_what_a_matrix_fits(x64, of_groups):
     check_alike(*of_groups, r"40 groups of 2 \(a, b\), 22 others")
 
 
 @pytest.mark.slow
 def test_two_predictors_of_a_group(x64):
     """Given hyperparameters; with these learnt: below."""
-    dense, arrow = of_both_forms(slopes, REAL, optim=None)
-    assert re.search(r"40 groups of 2 \(z\), 1 others", repr(arrow[2]))
-    np.testing.assert_allclose(arrow[1].losses[-1], dense[1].losses[-1], rtol=1e-8)
-    laws = [fit[0]["z"] for fit in (dense, arrow)]
+    dense, grouped = of_both_forms(slopes, REAL, optim=None)
+    assert re.search(r"40 groups of 2 \(z\), 1 others", repr(grouped[2]))
+    np.testing.assert_allclose(grouped[1].losses[-1], dense[1].losses[-1], rtol=1e-8)
+    laws = [fit[0]["z"] for fit in (dense, grouped)]
     np.testing.assert_allclose(*(q.mean for q in laws), atol=1e-5)
     np.testing.assert_allclose(*(q.variance for q in laws), rtol=1e-5)
 
@@ -125,7 +125,7 @@ def test_two_predictors_of_a_group(x64):
         (nested, r"800 groups of 1 \(e\), 400 others"),
     ],
 )
-def test_other_arrows_fit_what_a_matrix_fits(x64, model, form):
+def test_other_groups_fit_what_a_matrix_fits(x64, model, form):
     check_alike(*of_both_forms(model, REAL), form)
 
 
@@ -245,7 +245,7 @@ def test_what_a_datum_compares_is_not_a_group(monkeypatch):
     assert "40 Gaussian latents, dense" in repr(guide)
 
 
-def test_files_and_draws_of_an_arrow(x64, of_groups, tmp_path):
+def test_files_and_draws_of_groups(x64, of_groups, tmp_path):
     posterior, result, guide = of_groups[1]
     posterior.save(tmp_path / "fit.npz")
     loaded = predict.Posterior.load(tmp_path / "fit.npz", crossed)
