@@ -285,8 +285,8 @@ def planted() -> list[Planted]:
         Planted(
             "Hyperparameters: ascent taken for descent",
             "infer/vi/stepper.py",
-            "jax.tree.map(jnp.negative, ascent)",
-            "ascent",
+            "jax.tree.map(jnp.negative, floats_of(ascent))",
+            "floats_of(ascent)",
             ("test_conjugate",),
         ),
         Planted(
@@ -325,10 +325,10 @@ def planted() -> list[Planted]:
             ("test_learning",),
         ),
         Planted(
-            "Whitening: sign of the second-order correction",
+            "Whitening: sign of the jitter that is given back",
             "math/whitening.py",
-            "return 0.5 * first + 0.375 * second",
-            "return 0.5 * first - 0.375 * second",
+            "- lost + _DAMPING * (lost @ lost)",
+            "+ lost + _DAMPING * (lost @ lost)",
             ("test_whitening",),
         ),
         Planted(
@@ -410,9 +410,9 @@ def planted() -> list[Planted]:
         ),
         Planted(
             "Frontiers: sums over data may be squared",
-            "model/frontier.py",
-            'linear = {"add", "sub",',
-            'linear = {"add", "sub", "square", "integer_pow",',
+            "model/entries.py",
+            "return name in LINEAR or (name in LINEAR_IN",
+            'return name in LINEAR | {"square"} or (name in LINEAR_IN',
             ("test_frontier",),
         ),
         Planted(

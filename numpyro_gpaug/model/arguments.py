@@ -115,11 +115,11 @@ class Arguments(_Split):
         if added is None:
             return self
         *arrays, num = self.arrays
-        kept = tuple(
+        kept: list[Any] = [
             np.asarray(x)[: int(num)] if i in added.which else x
             for i, x in enumerate(arrays)
-        )
-        return Arguments(kept, (*self.static[:2], None))
+        ]
+        return Arguments(tuple(kept), (*self.static[:2], None))
 
     def counting_all(self) -> Arguments:
         """The same in which all rows count."""

@@ -207,12 +207,11 @@ def _with_rows(arguments: Arguments) -> set[int]:
 
 def _parts(site: dict[str, Any]) -> list[Any]:
     """The arrays of a site: its value, its distribution's, and its log-density."""
-    parts = [site["value"]]
-    fn = site.get("fn")
+    parts, fn = [site["value"]], site.get("fn")
     if site["type"] == "sample" or isinstance(fn, Conditional):
         parts.append(fn)
     if site["type"] == "sample" and site["is_observed"]:
-        parts.append(fn.log_prob(site["value"]))
+        parts.append(site["fn"].log_prob(site["value"]))
     leaves = jax.tree.leaves(parts)
     return [x for x in leaves if is_array(x) or isinstance(x, Array)]
 
