@@ -42,15 +42,16 @@ class Range(NamedTuple):
 class FitArguments(NamedTuple):
     """A posterior's description of the arguments of its fit.
 
-    :param kwargs: keyword arguments of the fit, observations left out.
+    :param kwargs: keyword arguments of the fit, without observations.
     :param observations: names of the arguments that hold observations.
-    :param shared: names of those that have no row per datum.
+    :param shared: names of arguments without a row per datum.
     :param data: positional arguments, and keyword arguments that hold observations,
-        every array by its shape.
-    :param fingerprints: of positional arguments, by name, where others that have a row
-        per datum are kept: what tells other rows from those of the fit.
-    :param ranges: of arguments of floats with a row per datum, by name, those of their
-        columns.
+        with shapes in place of arrays.
+    :param fingerprints: fingerprints of positional arguments, by name, if keyword
+        arguments with a row per datum are kept. They tell other rows from those of the
+        fit.
+    :param ranges: ranges of the columns of arguments of floats with a row per datum, by
+        name.
     """
 
     kwargs: dict[str, Any]

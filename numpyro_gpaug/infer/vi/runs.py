@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the runs of a fitter start, and what their steps see."""
+"""The start of a run, and the data of its steps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Runs:
         given: Given,
         num_steps: int,
     ) -> tuple[Any, Plan, Feed]:
-        """Where a run starts, its plan, and what its steps see.
+        """Return the state that a run starts from, its plan, and the data of its steps.
 
         :param key: random key.
         :param state: to continue from, if it does.
@@ -112,8 +112,8 @@ class Runs:
         return state, plan, feed
 
     def _padded(self, given: Given, *, begins: bool) -> tuple[Arguments, Arguments]:
-        """The arguments of a run, checked, and the same with rows that do not count,
-        perhaps.
+        """Check the arguments of a run. Return them, and the arguments to compile for,
+        which may have added rows of weight zero.
 
         :param given: the arguments of the run.
         :param begins: whether it begins with them, from no state.
@@ -124,23 +124,23 @@ class Runs:
         fills = given.batches is None and not noisy
         more = self.padding(first, self._mesh) if fills else first
         if more is not first:
-            # Whatever is compiled for checks, too, is for the padded size.
+            # Checks compile programs, too: for the padded size.
             args, kwargs = more.counting_all().merge()
             try:
                 self.check(given._replace(args=args, kwargs=kwargs), begins=begins)
             except (TypeError, ValueError):
-                # Of the arguments themselves the message has the right numbers.
+                # A message about the arguments themselves has the right numbers.
                 more = first
         if more is first:
             first = more = self.check(given, begins=begins)
         return first, more.on(self._mesh)
 
     def check(self, given: Given, *, begins: bool) -> Arguments:
-        """Raises for arguments that cannot be fitted.
+        """Raise for arguments that cannot be fitted.
 
         :param given: the arguments of a run.
         :param begins: whether it begins with them, from no state.
-        :return: they, on the device.
+        :return: the arguments, on the device.
         """
         found = check_fit(
             self._model, self._guide, self._settings.updates, given.args, given.kwargs,
@@ -158,12 +158,12 @@ class Runs:
         plan: Plan,
         data: np.uint32,
     ) -> Feed:
-        """What steps see.
+        """Return the data of steps.
 
         :param given: the arguments of the run.
         :param arguments: those of a step.
         :param plan: of the run.
-        :param data: fingerprint of its arguments, without rows that do not count.
+        :param data: fingerprint of its arguments, without added rows.
         """
         if given.batches is not None:
             reader = Reader(given, self._model, plan.structure, self._mesh)
@@ -193,7 +193,7 @@ class Runs:
         return InMemory(arguments, steps, bounds)
 
     def guard(self, num_steps: int, feed: Feed, plan: Plan) -> Guard:
-        """What looks after a run on minibatches that learns hyperparameters.
+        """Return the guard of a run on minibatches that learns hyperparameters.
 
         :param num_steps: of the run.
         :param feed: of its steps.
@@ -214,8 +214,8 @@ class Runs:
         arguments: Arguments,
         plan: Plan,
     ) -> tuple[ConjugateState, Array, Array, dict[str, Any]]:
-        """Steps on arguments in memory: the state, losses, how many they were, and
-        params.
+        """Take steps on arguments in memory. Return the state, the losses, their
+        number, and params.
 
         :param state: to start from, which is overwritten.
         :param number: of steps, at most.
@@ -254,9 +254,9 @@ def _unmarked(state: ConjugateState) -> ConjugateState:
 
 
 def _opposite(structure: Structure, values: dict[str, Any]) -> dict[str, Array]:
-    """Starts of the other sign, by param, of sites that multiply others: at zero
-    nothing depends on these, so that a search does not get from one sign to the
-    other."""
+    """Return starts of the other sign, by param, for sites that multiply others. A
+    search does not get from one sign to the other, because at zero nothing depends on
+    the others."""
     held = getattr(structure, "held", ())
     names = [f"{site}_auto_loc" for site, why in held if why.startswith(IN_DENSITY)]
     return {k: -values[k] for k in names if k in values}
