@@ -37,7 +37,7 @@ def check_structure(
     marginals and covariances of predictors, moments of other latents, and derivatives,
     under :func:`jax.vmap`, with respect to factors, predictors and ``links``.
 
-    :param structure: see :mod:`numpyro_gpaug.gaussians.base`.
+    :param structure: see ``numpyro_gpaug.gaussians.base``.
     :param links: what its prior takes.
     :param precision: the prior's precision matrix as a function of the structure and of
         ``links``; from the prior's ``pull`` by default.
