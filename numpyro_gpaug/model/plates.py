@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from numpyro import handlers
 
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
+from numpyro_gpaug.model.explained import explained
 from numpyro_gpaug.model.jaxpr import called_jaxpr
 from numpyro_gpaug.model.structure import Plate, Trace
 
@@ -48,37 +48,6 @@ def _check_int(name: str, value: Any) -> None:
     check_count(name, value)
     if isinstance(value, (bool, np.bool_, float, np.floating)):
         raise ValueError(f"{name} must be an int, got {value!r}")
-
-
-@contextmanager
-def explained(arguments: Arguments) -> Iterator[None]:
-    """Add an explanation to errors about plates that do not have the size of their
-    data.
-
-    :param arguments: the model's arguments.
-    """
-    try:
-        yield
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-        raise TypeError(
-            "the model computes a size (such as of a plate), or a NumPy array, from "
-            "its array arguments, which are traced. Pass sizes as plain numbers by "
-            "keyword, or compute them outside of the model, and index arrays of "
-            "jax.numpy. JAX says: " + str(error).split("\n", 1)[0]
-        ) from error
-    except IndexError as error:
-        shapes = [x.shape for x in arguments.arrays]
-        raise ValueError(
-            f"{error}: arguments of the model have shapes {shapes}"
-        ) from error
-    except ValueError as error:
-        if "Incompatible shapes for broadcasting" not in str(error):
-            raise
-        shapes = [x.shape for x in arguments.arrays]
-        raise ValueError(
-            f"{error}: does a plate have another size than its data? Arguments of the "
-            f"model have shapes {shapes}"
-        ) from error
 
 
 def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str, Plate]:

@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.explained import explained
 from numpyro_gpaug.model.jaxpr import (
     Dependence,
     Leaf,
@@ -89,7 +90,8 @@ def sources(
             [[f.X for f in processes], others],
         )
 
-    closed, treedef = jaxpr_and_tree(parts, inputs)
+    with explained(arguments):
+        closed, treedef = jaxpr_and_tree(parts, inputs)
     observed, inducing, terms, seen = dependences(closed, treedef, inputs)
     *_, pooled = jax.tree.unflatten(
         treedef, [Leaf(x) for x in pooled_inputs(closed, list(inputs), arguments)]

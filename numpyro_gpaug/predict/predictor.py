@@ -32,6 +32,7 @@ from numpyro_gpaug.likelihoods.expectations import (
 from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
+from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
@@ -164,11 +165,15 @@ class Predictor:
             shapes = like or self.shapes(what, arguments, fitted, site, **how)[1]
             # NumPy's: a zero of JAX's would be a program of its own for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        with on_mesh(arguments.mesh or mesh_of_latents(fitted)):
+        on_devices = on_mesh(arguments.mesh or mesh_of_latents(fitted))
+        with on_devices, threads_for(self.structure.largest):
             ordered, prepared = self._compiled(
                 arguments.arrays, fitted, prepared, known, what=what,
                 static=arguments.static, site=site, **how,
             )  # fmt: skip
+            if not is_traced(arguments):
+                # The limit on threads ends here, and so must the work.
+                jax.block_until_ready(ordered.tree)
         if not known and not is_traced(arguments):
             for name, factor in prepared.factors.items():
                 if not all(np.isfinite(x).all() for x in jax.tree.leaves(factor)):
