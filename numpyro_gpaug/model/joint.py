@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model at fixed params, seen from all of its Gaussian latents together."""
+"""The joint view of a model at fixed params: all of its Gaussian latents together."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class JointView:
     """A model at fixed params and other latents: the affine map from its joint Gaussian
     to the predictors of its likelihoods, and their expectation.
 
-    :param structure: what the model is made of, at these arguments.
+    :param structure: the structure of the model at these arguments.
     :param model: the model.
     :param arguments: its arguments.
     :param values: params, other latents and plate indices by name.
-    :param key: seed for whatever is not in ``values``.
+    :param key: the seed of all sites that are not in ``values``.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class JointView:
         return {s.name: jax.ShapeDtypeStruct(s.shape, dtype) for s in sites}
 
     def _at_zero(self, tree: Any) -> Any:
-        """A part of what the run left, at latents of zero."""
+        """Return a part of the outputs of the run, at latents of zero."""
         program = self._program
         leaves, treedef = jax.tree.flatten(tree)
         zeros = self._at(self._shapes | self.structure.functions)
@@ -92,15 +92,15 @@ class JointView:
 
     @property
     def loops(self) -> list[Loop]:
-        """Where the numbers of its sites may follow each other: of the same ones the
-        first."""
+        """The recurrences that the numbers of its sites may follow. If several loops
+        have the same steps, only the first is listed."""
         found: dict[Grouping, Loop] = {}
         for loop in loops(self._program, self.structure):
             found.setdefault(loop.steps, loop)
         return list(found.values())
 
     def chained(self, loop: Loop) -> Chained:
-        """A loop, at these hyperparameters."""
+        """Return the transitions of a loop at these hyperparameters."""
         zeros = self._at(self._shapes | self.structure.functions)
         return Chained(self._program, self.structure, loop, zeros)
 
@@ -125,13 +125,14 @@ class JointView:
 
     @property
     def links(self) -> tuple[Array, ...]:
-        """By chain of the structure, those of its steps."""
+        """The transition matrices of the steps, by chain of the structure."""
         return tuple(chain.links.values for chain in self._chains)
 
     @cached_property
     def frontiers(self) -> dict[str, Frontier]:
-        """By observed site that depends on latents, where its density is no longer
-        affine in them; of a registered likelihood, its parameter."""
+        """The frontier of the density of each observed site that depends on latents, by
+        site: the last affine functions of the latents. For a registered likelihood this
+        is its parameter."""
         found = {}
         parts = self._program.outputs
         for site in self.structure.observed:
@@ -145,8 +146,9 @@ class JointView:
 
     @cached_property
     def _indices(self) -> dict[str, Array]:
-        """By site whose data say so, the entry of its first predictor that goes with
-        each of its second."""
+        """The entry of the first predictor that is paired with each entry of the
+        second, by site. Only sites are listed in which indices in the data pair the
+        entries."""
         return {
             site.name: index_of(self._program, self.frontiers[site.name])
             for site in self.structure.observed
@@ -155,13 +157,13 @@ class JointView:
 
     @cached_property
     def _roots(self) -> list[Any]:
-        """Variables of all predictors: of registered likelihoods the parameter itself,
-        not what it was computed from."""
+        """The variables of all predictors. For a registered likelihood this is the
+        parameter itself, not the variables that it was computed from."""
         return [v for s in self.structure.observed for v in self._of_site(s)]
 
     def _of_site(self, site: Observed) -> list[Any]:
-        """Variables of its predictors; none where a model does without the site, as
-        under an ``if y is not None`` in a prediction."""
+        """Return the variables of the predictors of a site; none where the model skips
+        the site, as under an ``if y is not None`` in a prediction."""
         if site.name not in self.frontiers:
             return []
         if site.route in REGISTERED:
@@ -170,7 +172,7 @@ class JointView:
 
     @cached_property
     def predictors(self) -> Predictors:
-        """Predictors of all data, side by side."""
+        """The predictors of all data, concatenated."""
         found, structure = self._affine(self._roots), self.structure
         mixed = structure.functions or self._program.outputs.factors
         plain = structure.standard and structure.basis is None
@@ -198,12 +200,13 @@ class JointView:
         return Predictors(structure, offset, push, residual, self._grouped)
 
     def _flat(self, values: list[Array]) -> Array:
-        """Values side by side; of none, where no data look at latents, none."""
+        """Return the values concatenated; an empty array if no data depend on
+        latents."""
         none = jnp.zeros(0, self.structure.dtype)
         return jnp.concatenate([x.ravel() for x in values]) if values else none
 
     def _at(self, moved: dict[str, Any]) -> dict[int, Array]:
-        """Inputs of the program: zero, or what they are moved by."""
+        """Return the inputs of the program: zeros, or the given changes."""
         return {
             self._program.inputs[k]: x
             if isinstance(x, Array)
@@ -212,8 +215,9 @@ class JointView:
         }
 
     def _residuals(self, variables: list[Any]) -> list[Array]:
-        """Variances of predictors given the latents: those of the function values, at
-        one input, that each depends on, times their slopes squared."""
+        """Return the variances of predictors given the latents. Each is the sum over
+        function values, at one input, of their variances times the squared slopes of
+        the predictor."""
         program, functions = self._program, self.structure.functions
         if not functions:
             shapes = [program.avals[v].shape for v in variables]
@@ -237,8 +241,9 @@ class JointView:
         return total
 
     def _latents_apart(self, name: str, variables: list[Any]) -> list[Any]:
-        """Masks of a process's function values, of which each predictor depends on one
-        at most: of all, or of one latent after the other where they are mixed."""
+        """Return masks of a process's function values, such that each predictor depends
+        on at most one value under each mask. One mask covers everything if no predictor
+        mixes latents; otherwise each latent has its own mask."""
         states = [self._program.value(v).state for v in variables]
         if all(s[name].elementwise for s in states if name in s):
             return [1]
@@ -248,17 +253,19 @@ class JointView:
     # What a fit is made of.
 
     def maps(self) -> dict[str, Any]:
-        """The affine map from the joint Gaussian to all predictors, side by side."""
+        """Return the affine map from the joint Gaussian to all predictors,
+        concatenated."""
         single, pairs = self.structure.form.map(self.predictors), self.pairs
         if pairs is not None:
             return {JOINT: PairedMap(single, *pairs)}
         return {JOINT: single.in_order()}
 
     def unreached(self, maps: dict[str, Any]) -> dict[str, Array]:
-        """By process, of which function values no more than one of its inducing values
-        explains something.
+        """Return, by process, which function values are explained by at most one of its
+        inducing values.
 
-        :param maps: from :meth:`maps`, of predictors, in which processes are mixed.
+        :param maps: maps to predictors, from :meth:`maps`; a predictor may mix
+            processes.
         """
         return self._at_zero(self._program.outputs.unreached)
 
@@ -272,9 +279,9 @@ class JointView:
         return sum(v.size for v in self._root_shapes)
 
     def by_site(self, values: Array) -> dict[str, Array]:
-        """The parameters of registered likelihoods, by observed site.
+        """Return the parameters of registered likelihoods, by observed site.
 
-        :param values: of all predictors, (n,).
+        :param values: values of all predictors, (n,).
         """
         sites = [s for s in self.structure.observed if self._of_site(s)]
         shapes = [v.shape for v in self._root_shapes]
@@ -286,7 +293,7 @@ class JointView:
 
     @property
     def pairs(self) -> tuple[Array, Array] | None:
-        """Predictors that likelihoods look at in pairs."""
+        """The pairs of predictors that likelihoods depend on jointly."""
         left, right, begin = [], [], 0
         known = iter([v.shape for v in self._root_shapes])
         for site in self.structure.observed:
@@ -301,7 +308,8 @@ class JointView:
 
     @property
     def prior(self) -> StructurePrior:
-        """Standard normal, or steps that follow each other."""
+        """Return the prior: standard normal latents, or latents with transitions
+        between steps."""
         return self.structure.prior(self.links)
 
     def priors(self) -> dict[str, StructurePrior]:
@@ -309,15 +317,15 @@ class JointView:
         return {JOINT: self.prior}
 
     def block_scale(self, block: Block) -> Any:
-        """The factor of the KL: none is supported but one."""
+        """Return the factor of the KL divergence, which is always one."""
         return 1
 
     def selected(self) -> dict[str, None]:
-        """No process is called for some of its latents."""
+        """Return no selection: every process is called for all of its latents."""
         return {}
 
     def coupled(self) -> tuple[str, ...]:
-        """Nothing is moved in parts."""
+        """Return no processes: the joint Gaussian is never updated in parts."""
         return ()
 
     def other_sites(self) -> Trace:
@@ -357,8 +365,8 @@ class JointView:
 
     @cached_property
     def density(self) -> tuple[Predictors, Callable[[Array], Array]]:
-        """The predictors of all data, flat, and the sum of the log-densities as a
-        function of their values."""
+        """Return the predictors of all data, flat, and the sum of the log-densities as
+        a function of their values."""
         program, densities = self._program, self._program.outputs.densities
         sites = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
         found = frontier(program, [densities[s.name].variable for s in sites])
@@ -373,7 +381,8 @@ class JointView:
 
     @property
     def unobserved(self) -> list[str]:
-        """Observed sites that are not so at these arguments."""
+        """Names of the sites that were observed in the fit and are not observed at
+        these arguments."""
         names = [site.name for site in self.structure.observed]
         _ = self._program
         return [name for name in names if name not in self._shown]
@@ -387,8 +396,8 @@ class JointView:
         return self.predictors.misfit(self.pairs)
 
     def gathers(self) -> list[tuple[Gather, tuple[Array, Array, Array]]]:
-        """Latents that are indexed, hyperparameters too, and how far their indices
-        go."""
+        """Return the indexed latents and hyperparameters, with the range of the
+        indices."""
         found = list(self._program.reached())
         known = dict(self.structure.shapes)
         known |= {k: jnp.shape(x) for k, x in self.values.items() if k in known}

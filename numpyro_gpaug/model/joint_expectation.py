@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expected log-likelihood of jointly Gaussian latents, and the halves of densities
-that it is made of."""
+"""The expected log-likelihood of jointly Gaussian latents, and the two parts into which
+a frontier divides densities."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ from numpyro_gpaug.model.structure import Observed
 
 
 class Split:
-    """A frontier, compared by identity."""
+    """A frontier that is compared by identity."""
 
     def __init__(self, program: Program, found: Frontier) -> None:
         self.frontier = found
         self.shapes = tuple(program.avals[r].shape for r in found.roots)
 
     def outputs(self, numbers: Any, predictors: tuple[Array, ...]) -> list[Array]:
-        """What is computed from the roots.
+        """Return the outputs that are computed from the roots.
 
-        :param numbers: values of what depends on no latent.
-        :param predictors: flat, the smaller first.
+        :param numbers: values of the variables that depend on no latent.
+        :param predictors: the predictors, flat, the smaller first.
         """
         pairs = zip(predictors, self.shapes, strict=True)
         roots = [x.reshape(shape) for x, shape in pairs]
         return self.frontier.density(numbers, roots)
 
     def total(self, numbers: Any, predictors: tuple[Array, ...]) -> Array:
-        """The sum of the densities.
+        """Return the sum of the densities.
 
-        :param numbers: values of what depends on no latent.
-        :param predictors: flat, the smaller first.
+        :param numbers: values of the variables that depend on no latent.
+        :param predictors: the predictors, flat, the smaller first.
         """
         found = self.outputs(numbers, predictors)
         return sum((jnp.sum(x) for x in found), start=jnp.zeros((), found[0].dtype))
 
     def expectation(self, route: Route, numbers: Any, at: PredictorMoments) -> Array:
-        """That of the sum of the densities.
+        """Return the expectation of the sum of the densities.
 
-        :param route: of the site.
-        :param numbers: values of what depends on no latent.
-        :param at: Gaussians on the predictors, flat.
+        :param route: the route of the site.
+        :param numbers: values of the variables that depend on no latent.
+        :param at: Gaussian distributions of the predictors, flat.
         """
         if route is not Route.EXPONENTIAL:
             return expected_sum(self.total, numbers, at)
@@ -79,9 +79,9 @@ class Split:
 
 
 def places_within(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of entries of each datum, as :func:`pair_places`.
+    """Return the pairs of entries of each datum, as :func:`pair_places` does.
 
-    :param shape: of all data, entries last.
+    :param shape: the shape of all data, with entries last.
     """
     rows = np.arange(prod(shape[:-1]))[:, None] * shape[-1]
     left, right = correlated_softmax.pair_places(shape[-1])
@@ -91,13 +91,13 @@ def places_within(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 def pair_places(
     site: Observed, shapes: Sequence[tuple[int, ...]], index: Array | None = None
 ) -> tuple[Any, Any]:
-    """Pairs of predictors of a site whose covariances count: places among all of its
-    predictors, flat, one after the other.
+    """Return the pairs of predictors of a site whose covariances matter, as places
+    among all of its predictors, flattened and concatenated.
 
     :param site: the site.
-    :param shapes: of its predictors.
-    :param index: the entry of the first that goes with each of the second, if data say
-        so.
+    :param shapes: shapes of its predictors.
+    :param index: the entry of the first predictor that is paired with each entry of the
+        second, if the data contain indices.
     """
     if site.route is Route.CORRELATED:
         return places_within(*shapes)
@@ -118,14 +118,15 @@ def correlated(
     covariance: Array,
     num: int = correlated_softmax.NODES,
 ) -> Array:
-    """The expected log-density of each datum of a site with correlated predictors.
+    """Return the expected log-density of each datum of a site with correlated
+    predictors.
 
     :param fn: the likelihood.
     :param value: the data.
-    :param mean: of predictors, (..., C).
-    :param variance: likewise.
-    :param covariance: of pairs, flat.
-    :param num: of nodes.
+    :param mean: means of predictors, (..., C).
+    :param variance: their variances, (..., C).
+    :param covariance: covariances of pairs, flat.
+    :param num: the number of nodes.
     """
     entry, y = lookup_correlated(type(base_distribution(fn))), feasible(fn, value)
     assert entry is not None
@@ -143,13 +144,14 @@ def correlated(
 class JointExpectation:
     """The expected log-likelihood as a function of the predictors' marginals.
 
-    :param likelihoods: of sites in closed form, and of those without latents.
-    :param fixed: numbers that the others' densities are made of.
-    :param indices: of sites whose data say which entries of two predictors go
-        together.
+    :param likelihoods: likelihoods of sites in closed form, and of sites without
+        latents.
+    :param fixed: constants in the densities of the other sites.
+    :param indices: indices by site, for sites whose data pair the entries of two
+        predictors.
     :param sites: observed sites.
-    :param shapes: of the predictors.
-    :param frontiers: of sites that depend on latents.
+    :param shapes: shapes of the predictors.
+    :param frontiers: frontiers of sites that depend on latents.
     :param bound: ``"exact"`` or ``"augmented"``.
     """
 
@@ -167,10 +169,10 @@ class JointExpectation:
         return are_normal(self.sites, self.likelihoods)
 
     def __call__(self, at: dict[str, Any], bound: str | None = None) -> Array:
-        """The sum over sites of their expectations.
+        """Return the sum over sites of their expectations.
 
         :param at: marginals by block.
-        :param bound: another one.
+        :param bound: a bound to use in place of :attr:`bound`.
         """
         joint, carried = at[JOINT], self.carried(at)
         frontiers = dict(self.frontiers)
@@ -209,7 +211,7 @@ class JointExpectation:
         return total
 
     def carried(self, at: dict[str, Any]) -> dict[str, Marginals]:
-        """Means and variances of every predictor, in its shape.
+        """Return means and variances of every predictor, in its shape.
 
         :param at: marginals by block.
         """

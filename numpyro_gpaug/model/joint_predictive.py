@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions of a model at fixed params, from all of its Gaussian latents together."""
+"""Predictions of a model at fixed params, given a Gaussian on all of its latents."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from numpyro_gpaug.model.structure import Observed, run_model
 from numpyro_gpaug.model.whitened import whitened
 
 _ANOTHER = (
-    "all data of {0!r} are correlated with one another: what is predicted is another "
-    "set of them, independent of that of the fit given the latents. For other values "
-    "of the same one make what is correlated a latent (a GaussianProcess f), and "
-    "observe dist.Normal(f(X), noise)"
+    "all data of {0!r} are correlated with one another. The prediction is another set "
+    "of them, independent of the fitted set given the latents. For other values of the "
+    "same set make the correlated part a latent (a GaussianProcess f), and observe "
+    "dist.Normal(f(X), noise)"
 )
 
 
@@ -63,9 +63,9 @@ class JointPredictiveView(JointView):
     Gaussians on its latents."""
 
     def marks(self) -> dict[str, Array]:
-        """Numbers that tell the factors of sites whose values are mixed by them, and
-        the arguments that these are computed from: a covariance of places may be that
-        of other places."""
+        """Return checksums, by site, of the factors by which sites mix their values,
+        and of the arguments that determine the factors. They show whether two
+        covariances belong to the same places."""
         found = self._at_zero(self._program.outputs.factors)
         if not found:
             return {}
@@ -90,16 +90,16 @@ class JointPredictiveView(JointView):
         return {name: mark(name) for name in found}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a Gaussian or deterministic site's values.
+        """Return the shape of the values of a Gaussian or deterministic site.
 
-        :param name: of the site.
+        :param name: the name of the site.
         """
         return tuple(self._program.avals[self._variable(name)].shape)
 
     def affine(self, name: str) -> Predictors:
-        """The values of a Gaussian or deterministic site.
+        """Return the values of a Gaussian or deterministic site as predictors.
 
-        :param name: of the site.
+        :param name: the name of the site.
         :raises NotConjugateError: if it is not affine in the latents.
         """
         variable = self._variable(name)
@@ -115,10 +115,11 @@ class JointPredictiveView(JointView):
         return self._affine([variable])
 
     def residual_covariance(self, name: str) -> Array:
-        """Covariance of a site's values given the latents, (n, n): of what inducing
-        values leave over of the processes that the values are made of.
+        """Return the covariance of a site's values given the latents, (n, n). It comes
+        from the processes in these values: the variation that the inducing values do
+        not explain.
 
-        :param name: of the site.
+        :param name: the name of the site.
         """
         return self._residual_covariance(self._variable(name))
 
@@ -144,13 +145,13 @@ class JointPredictiveView(JointView):
         return total
 
     def _reached(self, variable: Any) -> list[str]:
-        """Names of the processes that reach it."""
+        """Return the names of the processes that a variable depends on."""
         state = self._program.value(variable).state
         return [name for name in self.structure.functions if name in state]
 
     @cached_property
     def _conditionals(self) -> dict[str, Any]:
-        """What the processes were called to, by name."""
+        """The conditional distributions of the processes at their inputs, by name."""
         shapes = self._shapes | self.structure.functions
         zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()}
         model = whitened(self._model, zeros)
@@ -158,11 +159,11 @@ class JointPredictiveView(JointView):
         return {name: trace[name]["fn"] for name in self.structure.functions}
 
     def given_rows(self, q: Any, predicted: str) -> Any:
-        """The Gaussian on the latents given what else is observed of new rows and looks
-        at latents of theirs that the predicted site looks at too.
+        """Return the Gaussian on the latents given other observations at the new rows,
+        if these depend on the same new latents as the predicted site.
 
-        :param q: with those of new rows at their prior.
-        :param predicted: name of the site.
+        :param q: a Gaussian in which the latents of new rows have their prior.
+        :param predicted: the name of the predicted site.
         """
         program, structure = self._program, self.structure
         values, densities = program.outputs.values, program.outputs.densities
@@ -186,14 +187,14 @@ class JointPredictiveView(JointView):
         if any(each.many for each in found):
             raise ValueError(
                 f"{len(found[0].offset)} rows at which {known[0].name!r} is "
-                "observed are too many for one matrix. Predict some thousand at a "
-                "time"
+                "observed are too many for one matrix. Predict a few thousand rows "
+                "at a time"
             )
         return conditioned(q, structure, found, laws)
 
     def _residuals(self, variables: list[Any]) -> list[Array]:
-        """Where several function values of a process are mixed, from their
-        covariances."""
+        """Return the residual variances. Where a variable mixes several function values
+        of a process, they follow from the covariances of these."""
         found = super()._residuals(variables)
         for place, variable in enumerate(variables):
             state = self._program.value(variable).state
@@ -203,22 +204,24 @@ class JointPredictiveView(JointView):
         return found
 
     def _has_single_inputs(self, process: str, variable: int) -> bool:
-        """Whether its variance is that of independent latents at each input."""
+        """Whether the residual variance is a sum over independent latents at one
+        input."""
         loadings = self._conditionals[process].outputs.loadings
         return loadings is None and single_inputs(self._program, process, [variable])
 
     def of_groups(self) -> JointPredictiveView:
-        """Where what is predicted was found to look at one group each; see
-        :meth:`misfits_of`."""
+        """Return this view, with the assumption that every predictor depends on one
+        group. :meth:`misfits_of` must have confirmed it."""
         self._grouped = True
         return self
 
     def misfits_of(self, name: str) -> tuple[Array, Array]:
-        """How far what is predicted is from looking at one group each: what has to,
-        zero where a matrix takes it whatever it looks at; and all of it, infinite where
-        a matrix is as fast.
+        """Return how far a site's predictors are from depending on one group each, as
+        two numbers. The first is for predictors that must: it is zero if a dense matrix
+        is used. The second is for all predictors: it is infinite if a dense matrix is
+        as fast.
 
-        :param name: of the site.
+        :param name: the name of the site.
         """
         zero = jnp.zeros((), self.structure.dtype)
         if self.structure.form.any_rows:
@@ -235,8 +238,9 @@ class JointPredictiveView(JointView):
         return jnp.max(jnp.stack([zero, *has_to])), jnp.max(jnp.stack(worst))
 
     def _variable(self, name: str) -> Any:
-        """What holds a site's values; of an observed site its predictor: in closed form
-        the parameter of its likelihood, otherwise the one root of its density."""
+        """Return the variable of a site's values. For an observed site it is the
+        predictor: the parameter of a likelihood in closed form, otherwise the one root
+        of the density."""
         values = self._program.outputs.values
         if name in values:
             return values[name].variable
@@ -258,7 +262,8 @@ class JointPredictiveView(JointView):
         return known[name][0]
 
     def _demand(self, name: str) -> None:
-        """Raises for an observed site that the model does not come to here."""
+        """Raise for an observed site that the model does not reach with these
+        arguments."""
         if name not in self._program.outputs.densities:
             raise ValueError(
                 f"the model has no site {name!r} without observations (is it under "
@@ -267,8 +272,8 @@ class JointPredictiveView(JointView):
             )
 
     def _has_root_of_its_own(self, name: str) -> bool:
-        """Whether the one root of a site's density has an entry for each datum, which
-        no data scale before they are looked at."""
+        """Whether the one root of a site's density has an entry for each datum, and the
+        data do not scale it first."""
         found, program = self.frontiers[name], self._program
         density = program.avals[program.outputs.densities[name].variable]
         closed = name in {
@@ -280,10 +285,10 @@ class JointPredictiveView(JointView):
     def _marginals(
         self, variables: list[Any], q: Any, index: Array | None = None
     ) -> PredictorMoments:
-        """Moments of one or two predictors of each datum, flat.
+        """Return the moments of one or two predictors of each datum, flat.
 
-        :param index: the entry of the first that goes with each of the second, if data
-            say so.
+        :param index: the entry of the first predictor that is paired with each entry of
+            the second, if the data contain indices.
         """
         sizes = [self._program.avals[v].size for v in variables]
         ends = np.cumsum(sizes)
@@ -298,7 +303,7 @@ class JointPredictiveView(JointView):
         return PredictorMoments(tuple(means), tuple(variances), covariance, index)
 
     def predictive(self, site: Observed, q: Any) -> Distribution:
-        """The distribution of new observations, the latents integrated out.
+        """Return the distribution of new observations, with the latents integrated out.
 
         :param site: the observed site.
         :param q: moments of the latents.
@@ -358,8 +363,9 @@ class JointPredictiveView(JointView):
         return mixture.of_labels()
 
     def _of_correlated_data(self, site: Observed, q: Any) -> Distribution:
-        """See :meth:`predictive`; of observations that are given, of those that they
-        were written as, which have the same density."""
+        """Return the distribution of correlated observations; see :meth:`predictive`.
+        For observations that are given it is the distribution of the independent data
+        that they were rewritten as, which have the same density."""
         variable = self._program.outputs.parameters[site.name].variable
         (law,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
         shape = self._program.avals[variable].shape
@@ -376,8 +382,9 @@ class JointPredictiveView(JointView):
         return dist.MultivariateNormal(mean, scale_tril=factor)
 
     def rule_errors(self, q: Any) -> dict[str, Array]:
-        """How far quadrature is off, as a finer rule says, in nats per datum (a mean of
-        absolute differences), by site; nothing where that takes too large a matrix.
+        """Return the estimated error of quadrature by site, from a finer rule: the mean
+        absolute difference in nats per datum. Sites that would need too large a matrix
+        are left out.
 
         :param q: moments of the latents.
         """
@@ -400,14 +407,15 @@ class JointPredictiveView(JointView):
         return found
 
     def _node_error(self, site: Observed, q: Any) -> Array:
-        """See :meth:`rule_errors`; of an average over quasi-random nodes."""
+        """Return the error of an average over quasi-random nodes; see
+        :meth:`rule_errors`."""
         (law,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
         at = self._correlated(site, q)
         rough, fine = (correlated(law.fn, law.value, *at, n) for n in (NODES, FINER))
         return jnp.abs(rough - fine).mean()
 
     def _correlated(self, site: Observed, q: Any) -> tuple[Array, Array, Array]:
-        """Moments of the correlated predictors of each datum of a site."""
+        """Return the moments of the correlated predictors of each datum of a site."""
         (root,) = self._of_site(site)
         shape = self._program.avals[root].shape
         map_ = self._affine([root]).matrices

@@ -48,9 +48,9 @@ class Reading:
     :param model: a NumPyro model.
     :param arguments: its arguments.
     :param sites: the Gaussian sites.
-    :param survey: of the model.
-    :param held: numbers of a site, at most, that may be held apart though no other
-        would have to be.
+    :param survey: the survey of the model.
+    :param held: the largest size of a site that may be fixed at a point estimate
+        although no other site requires it.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Reading:
         return found - self._processes
 
     def blamed(self) -> dict[str, str]:
-        """Sites that cannot all be part of a joint Gaussian, and what each does."""
+        """Return the sites that cannot all be part of a joint Gaussian, with the reason
+        for each."""
         for name, spread in self.parts.spreads.items():
             if sources := self._sources(spread):
                 return {s: f"it is in the scale of {name!r}" for s in sources}
@@ -122,15 +123,16 @@ class Reading:
         return self._mixed_residual(found.roots)
 
     def _separation(self, variable: int) -> Separation:
-        """How a density is a sum over data; found once."""
+        """Return how a density separates into a sum over data; the result is cached."""
         if variable not in self._separations:
             self._separations[variable] = separation(self.program, [variable])
         return self._separations[variable]
 
     def _mixed_residual(self, roots: tuple[int, ...]) -> str | None:
-        """Function values of a sparse process at one input have variances of their own
-        given the inducing values; those at several inputs are correlated, and so are
-        two predictors of one process, which is not counted."""
+        """Return why the residual variances cannot be computed, or ``None``. Given the
+        inducing values, a sparse process has a variance of its own at each input. Its
+        values at several inputs are correlated, and so are two predictors of one
+        process; these correlations are not computed."""
         for process in self._processes:
             states = [self.program.value(r).state for r in roots]
             pairs = zip(roots, states, strict=True)
@@ -148,8 +150,8 @@ class Reading:
         return None
 
     def _closed(self, name: str) -> bool:
-        """Whether all that depends on latents is the parameter of a registered
-        likelihood, and it affinely."""
+        """Whether the only dependence on latents is through the parameter of a
+        registered likelihood, and that is affine."""
         if name not in self.parts.parameters:
             return False
         parameter = self.parts.parameters[name].variable
@@ -159,10 +161,11 @@ class Reading:
         return not any(self.program.value(leaf.variable).state for leaf in leaves)
 
     def kept(self, site: GaussianSite) -> GaussianSite:
-        """A site, with members that predictions go on knowing where data outside of its
-        plates look at it, by codes that is, though other data have a row for each.
+        """Return a site with the members that a prediction keeps from the fit. Members
+        are kept where data outside the plates of the site depend on it, by codes, even
+        if other data have a row for each member.
 
-        :param site: one of the Gaussian ones.
+        :param site: one of the Gaussian sites.
         """
         inside = self._survey.inside
         for name in self._survey.observed:
@@ -172,7 +175,7 @@ class Reading:
         return site
 
     def observed(self, name: str) -> Observed:
-        """The route of an observed site."""
+        """Return an observed site with its route."""
         cls = self.classes[name]
         augmented = lookup_augmentation(cls) is not None
         variable = self.parts.densities[name].variable
@@ -206,20 +209,20 @@ class Reading:
 
 
 def _instead(reason: str) -> str:
-    """What to write where a likelihood is refused for this reason."""
+    """Return the advice for a likelihood that is refused for this reason."""
     if reason.startswith("scan "):
         return (
-            "What a scan carries from step to step has to be affine in Gaussian "
-            "latents; what is not, such as exp(level), its steps may return, or observe"
+            "The state of a scan has to be affine in Gaussian latents. Let its steps "
+            "return, or observe, functions that are not, such as exp(level)"
         )
     if reason.endswith(_OTHER_DERIVATIVE):
-        return "Leave its derivative to JAX, or give it that of its values"
+        return "Leave its derivative to JAX, or define the derivative of its values"
     if reason.startswith(_SEVERAL):
         return (
             "Write the process without inducing inputs, "
             'numpyro.sample("f", dist.MultivariateNormal(mean, kernel(X, X)))'
         )
     return (
-        "Apply what combines data to the affine predictor, before its link; write a "
+        "Combine data by operations on the affine predictor, before its link. Write a "
         "softmax as Categorical(logits=eta) or Multinomial(total, logits=eta)"
     )

@@ -30,17 +30,19 @@ SCALED = "its density is scaled, by handlers.scale or a plate that is subsampled
 
 
 class Survey:
-    """The sites of a model, from a trace without arithmetic: names of its ``latent``
-    and ``observed`` sites, ``candidates`` for a joint Gaussian and those among them
-    that are ``scanned``, those observed that are ``correlated``, latents that are
-    ``held`` apart and why, ``plates``, ``constraints`` of params, ``shapes`` of values
-    and of ``functions``, those ``loaded`` whose outputs share latents, the plates that
-    sites are ``inside`` of, and the ``dtype`` of the Gaussian.
+    """The sites of a model, from a trace without arithmetic.
+
+    It lists names of ``latent`` and ``observed`` sites, ``candidates`` for a joint
+    Gaussian and those candidates that are ``scanned``, observed sites that are
+    ``correlated``, latents that are ``held`` (fixed at a point estimate) and why,
+    ``plates``, ``constraints`` of params, ``shapes`` of values and of ``functions``,
+    ``loaded`` processes, whose outputs share latents, the plates that sites are
+    ``inside`` of, and the ``dtype`` of the Gaussian.
 
     :param model: a NumPyro model.
     :param arguments: its arguments.
     :param data: names of observed sites, where they are not observed.
-    :raises NotConjugateError: for latents that no guide takes.
+    :raises NotConjugateError: for latents that no guide supports.
     """
 
     def __init__(
@@ -78,10 +80,10 @@ class Survey:
         return site.get("is_observed", False) or site["name"] in self._data
 
     def _row_plates(self, trace: Trace, arrays: tuple[Array, ...]) -> set[str]:
-        """The plates of data whose members are others where the model is predicted. Of
-        data in one plate it is that; of a table, in several, the one that the first
-        input has a row for each member of, if any: members of the others are known by
-        their places."""
+        """Return the plates of data that have new members in a prediction. If the data
+        are in one plate, it is this plate. If they form a table, in several plates, it
+        is the plate in which the first input has a row for each member, if there is
+        one; members of the other plates are matched with the fit by index."""
         data = [s for s in trace.values() if s["type"] == "sample" and self._is_data(s)]
         inputs = [
             x for x in arrays if x.ndim and all(x is not s["value"] for s in data)
@@ -120,7 +122,7 @@ class Survey:
                     self.loaded.add(name)
 
     def _visit_latent(self, name: str, site: dict[str, Any], rows: set[str]) -> None:
-        """Whether it is Gaussian.
+        """Classify a latent site: Gaussian, fixed at a point estimate, or other.
 
         :param rows: plates of data.
         """
@@ -142,7 +144,7 @@ class Survey:
 
 
 def _refuse(site: dict[str, Any], observes: bool) -> None:
-    """Raises for a latent that no guide takes.
+    """Raise for a latent that no guide supports.
 
     :param site: its message.
     :param observes: whether the model observes anything.
@@ -158,6 +160,6 @@ def _refuse(site: dict[str, Any], observes: bool) -> None:
             raise unobserved_error([name])
         raise NotConjugateError(
             f"the latent site {name!r} is discrete. If it is data, pass the model "
-            "its values (obs=...); otherwise sum it out (a mixture likelihood), or "
+            "its values (obs=...). Otherwise sum it out (a mixture likelihood), or "
             "sample the model by MCMC"
         )

@@ -23,11 +23,11 @@ from numpyro_gpaug.model.structure import Block, Structure
 class GaussianSite(NamedTuple):
     """A sample site that is part of the joint Gaussian.
 
-    :param name: of the site.
-    :param shape: of the standard normal numbers that it is made of.
-    :param value_shape: of its values.
-    :param local: whether it has members for every datum, and no other data look at
-        them by codes: in a prediction these are others.
+    :param name: the name of the site.
+    :param shape: the shape of its standard normal numbers.
+    :param value_shape: the shape of its values.
+    :param local: whether it has a member for every datum, and no other data depend on
+        its members by codes. In a prediction the members are then new.
     """
 
     name: str
@@ -40,9 +40,11 @@ class Grouping(NamedTuple):
     """Sites with the same members, such that every datum depends on one member.
 
     :param sites: names, and the axes of their numbers that are over members.
-    :param size: of so many steps, the last of the axes, a member is a block.
-    :param before: numbers of the first block that there are no steps for; so there may
-        be behind the last. They are standard normal, and nothing looks at them.
+    :param size: the number of steps (along the last of the axes) in a block; each block
+        is a member.
+    :param before: the number of entries of the first block that precede the first step;
+        entries may also follow the last step. These entries are standard normal, and no
+        datum depends on them.
     """
 
     sites: tuple[tuple[str, tuple[int, ...]], ...]
@@ -55,19 +57,21 @@ class JointStructure(Structure):
     """The structure of a model with one joint Gaussian on its latents.
 
     :param sites: Gaussian sample sites, in the order of the model.
-    :param dtype: of the joint Gaussian.
-    :param held: Gaussian sites that are not among them, and why.
-    :param shapes: of the values of all sites.
+    :param dtype: the dtype of the joint Gaussian.
+    :param held: Gaussian sites outside the joint Gaussian, fixed at a point estimate,
+        and why.
+    :param shapes: shapes of the values of all sites.
     :param form: the structure of its precision matrix.
-    :param groupings: sites of which every datum depends on one member: first those of
-        the groups that the form eliminates.
-    :param recurrences: sites whose numbers are not standard normal, but follow each
-        other from step to step by links (:mod:`numpyro_gpaug.model.links`), which are
-        no part of the structure: the last of the axes over members is over steps.
+    :param groupings: sites such that every datum depends on one of their members. The
+        first are the groups that the form eliminates.
+    :param recurrences: sites whose numbers are not independent standard normal:
+        transition matrices connect them from step to step
+        (:mod:`numpyro_gpaug.model.links`), and these are not part of the structure. The
+        last of the axes over members is over steps.
     :param basis: an orthogonal matrix as bytes of float64, if the numbers of a dense
         Gaussian are coordinates in its columns; see :meth:`turned`.
-    :param process_names: of the Gaussian processes at inducing inputs, which are no
-        blocks of their own.
+    :param process_names: names of the Gaussian processes at inducing inputs, which are
+        not blocks of their own.
     """
 
     sites: tuple[GaussianSite, ...] = ()
@@ -93,10 +97,10 @@ class JointStructure(Structure):
         return replace(self, plates={}, constraints={}, shapes=(), basis=None)
 
     def places(self, here: JointStructure) -> np.ndarray:
-        """Where the numbers of another structure of the same model are among those of
-        this one; -1 for new members.
+        """Return the places of another structure's numbers among the numbers of this
+        one; -1 for new members. Both are structures of the same model.
 
-        :param here: the model at other arguments.
+        :param here: the structure at other arguments.
         """
         own = self.split(np.arange(self.size))
         theirs = here.split(np.arange(here.size))
@@ -130,12 +134,14 @@ class JointStructure(Structure):
     # In another basis.
 
     def turned(self, projection: np.ndarray) -> JointStructure:
-        """The dense structure whose numbers are coordinates in principal directions of
-        the predictors. Standard normal numbers stay standard normal, and what data say
-        of one coordinate is told apart from what they say of others by all digits,
-        however much more they say of those.
+        """Return the dense structure whose numbers are coordinates in principal
+        directions of the predictors. Standard normal numbers remain standard normal.
+        The information of the data about one coordinate is then separate from the
+        information about the others, and keeps all its digits even where the others
+        have much more.
 
-        :param projection: predictors are linear in latents by it, (size, n).
+        :param projection: the matrix (size, n) of the predictors, which are linear in
+            the latents.
         """
         wide = np.asarray(projection, float)
         basis = np.linalg.eigh(wide @ wide.T)[1]
@@ -156,10 +162,10 @@ class JointStructure(Structure):
         return jnp.asarray(flat, self.dtype)
 
     def split(self, flat: Any) -> dict[str, Any]:
-        """Numbers (..., size) by site, in the shapes of :class:`GaussianSite`: those of
-        the first grouping first, those of the others last.
+        """Return numbers (..., size) by site, in the shapes of :class:`GaussianSite`.
+        The sites of the first grouping come first, and sites without a grouping last.
 
-        :param flat: of all sites.
+        :param flat: the numbers of all sites.
         """
         found: dict[str, Any] = {}
         begin, lead = 0, flat.shape[:-1]
@@ -189,7 +195,7 @@ class JointStructure(Structure):
     def in_form(
         self, kind: type[Form], groupings: tuple[Grouping, ...]
     ) -> JointStructure:
-        """This structure in another form, with its numbers in another order.
+        """Return this structure in another form, with its numbers in another order.
 
         :param groupings: see :class:`JointStructure`.
         """
@@ -197,13 +203,14 @@ class JointStructure(Structure):
         return replace(self, form=form, groupings=groupings)._of_its_size()
 
     def in_steps(self, recurrences: tuple[Grouping, ...]) -> JointStructure:
-        """This structure with the numbers of some sites, and of no others, following
-        each other."""
+        """Return this structure with transitions between the steps of these sites, and
+        of no others."""
         return replace(self, recurrences=recurrences)
 
     @property
     def unstructured(self) -> JointStructure:
-        """This structure with standard normal numbers, in the form of any Gaussian."""
+        """Return this structure with independent standard normal numbers and a dense
+        precision."""
         return self.in_steps(()).in_form(type(unstructured(0)), ())
 
     @property
@@ -212,7 +219,8 @@ class JointStructure(Structure):
         return not self.recurrences
 
     def along(self, steps: Grouping) -> tuple[int, int]:
-        """The number of chains, and of the steps of each, or of blocks of steps."""
+        """Return the number of chains, and the number of steps (or of blocks of steps)
+        of each."""
         name, axes = steps.sites[0]
         chains = prod(self.site(name).shape[a] for a in axes[:-1])
         return chains, self.members(steps) // chains
@@ -220,9 +228,9 @@ class JointStructure(Structure):
     def unlinked(
         self, numbers: dict[str, Array], links: tuple[Array, ...]
     ) -> dict[str, Array]:
-        """The standard normal numbers that numbers by site are made of.
+        """Return the standard normal numbers behind the numbers by site.
 
-        :param links: by chain, (chains, steps, R, R).
+        :param links: transition matrices by chain, (chains, steps, R, R).
         """
         found = dict(numbers)
         if self.basis is not None:
@@ -234,20 +242,20 @@ class JointStructure(Structure):
         return found
 
     def white(self, flat: Array, links: tuple[Array, ...]) -> Array:
-        """The standard normal numbers that latents (size,) are made of.
+        """Return the standard normal numbers behind the latents (size,).
 
-        :param links: by chain, (chains, steps, R, R).
+        :param links: transition matrices by chain, (chains, steps, R, R).
         """
         if self.standard and self.basis is None:
             return flat
         return self.joined(self.unlinked(self.split(flat), links))
 
     def linked(self, white: Array, links: tuple[Array, ...]) -> Array:
-        """The latents (size,) that standard normal numbers make: what :meth:`white`
-        takes apart.
+        """Return the latents (size,) of standard normal numbers; the inverse of
+        :meth:`white`.
 
-        :param white: by latent.
-        :param links: by chain, (chains, steps, R, R).
+        :param white: standard normal numbers, one per latent.
+        :param links: transition matrices by chain, (chains, steps, R, R).
         """
         if self.basis is not None:
             return white @ self.matrix
@@ -261,10 +269,10 @@ class JointStructure(Structure):
         return self.joined(numbers)
 
     def whole_links(self, links: tuple[Array, ...]) -> Array:
-        """Transition matrices of all numbers of a step, (chains, steps, R, R); zero for
-        numbers that are not in a chain.
+        """Return the transition matrices of all numbers of a step, (chains, steps, R,
+        R); zero for numbers that are not in a chain.
 
-        :param links: by chain.
+        :param links: transition matrices by chain.
         """
         begins, begin, groups = {}, 0, self.groupings[0]
         for site in groups.sites:
@@ -280,39 +288,40 @@ class JointStructure(Structure):
         return found
 
     def prior(self, links: tuple[Array, ...]) -> StructurePrior:
-        """The prior of its numbers.
+        """Return the prior of its numbers.
 
-        :param links: by chain.
+        :param links: transition matrices by chain.
         """
         whole = self.whole_links(links) if links else None
         return self.form.prior(self.dtype, whole)
 
     def cost(self, rows: int) -> float:
-        """Return the operations of one update.
+        """Return the number of operations of one update.
 
-        :param rows: how many predictors there are.
+        :param rows: the number of predictors.
         """
         return self.form.cost(rows, self.width)
 
     @property
     def width(self) -> int:
-        """Numbers outside groups that any datum may depend on."""
+        """The number of latents outside groups, which any datum may depend on."""
         return sum(prod(p.shape) for p in self._parts if isinstance(p, GaussianSite))
 
     def members(self, grouping: Grouping) -> int:
-        """How many there are."""
+        """Return the number of members of a grouping."""
         name, axes = grouping.sites[0]
         *over, last = (self.site(name).shape[a] for a in axes)
         return prod(over) * -(-(last + grouping.before) // grouping.size)
 
     def each(self, grouping: Grouping) -> int:
-        """Numbers of a member, of all sites."""
+        """Return the number of latents of one member, over all sites."""
         total = sum(prod(self.site(name).shape) for name, _ in grouping.sites)
         return total // self.members(Grouping(grouping.sites)) * grouping.size
 
     def placed(self, grouping: Grouping | None, numbers: Array) -> dict[str, Array]:
-        """Numbers by site, zero for all sites but those of a grouping, (members, each),
-        or, for ``None``, but those that any datum may look at, (width,)."""
+        """Return numbers by site, zero for all sites outside a grouping. The numbers
+        have the shape (members, each). For ``None`` they have the shape (width,), and
+        belong to the sites that any datum may depend on."""
         found = {s.name: jnp.zeros(s.shape, self.dtype) for s in self.sites}
         if grouping is not None:
             return found | self._ungrouped(grouping, numbers)
@@ -325,7 +334,7 @@ class JointStructure(Structure):
         return found
 
     def grouped(self, grouping: Grouping, numbers: dict[str, Any]) -> Any:
-        """Numbers of a grouping's sites, (members, each)."""
+        """Return the numbers of a grouping's sites, (members, each)."""
         members, parts = self.members(grouping), []
         for name, axes in grouping.sites:
             part = jnp.moveaxis(numbers[name], axes, range(len(axes)))
@@ -337,7 +346,7 @@ class JointStructure(Structure):
         return jnp.concatenate(parts, -1)
 
     def _missing(self, grouping: Grouping) -> tuple[int, int]:
-        """Steps of the first and of the last block that there are not."""
+        """Return the numbers of missing steps in the first and in the last block."""
         single, (_, blocks) = Grouping(grouping.sites), self.along(grouping)
         there = grouping.before + self.along(single)[1]
         return grouping.before, blocks * grouping.size - there
@@ -371,7 +380,7 @@ class JointStructure(Structure):
 
     @property
     def _parts(self) -> tuple[Grouping | GaussianSite, ...]:
-        """In the order of the numbers."""
+        """Groupings and single sites, in the order of the numbers."""
         names = {name for g in self.groupings for name, _ in g.sites}
         rest = [s for s in self.sites if s.name not in names]
         return (*self.groupings[:1], *rest, *self.groupings[1:])

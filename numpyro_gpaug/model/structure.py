@@ -51,10 +51,10 @@ class Observed(NamedTuple):
     """An observed site and how its expected log-density is computed.
 
     :param name: the site.
-    :param latents: parameters that carry a latent affinely, in a registered
-        likelihood; empty otherwise. Each is a predictor, ``"site/parameter"``.
+    :param latents: parameters of a registered likelihood that are affine in a latent;
+        empty for other sites. Each is a predictor, ``"site/parameter"``.
     :param sources: names of the blocks that each of them depends on.
-    :param route: of the exact expectation.
+    :param route: how the exact expectation is computed.
     :param processes: Gaussian processes the site depends on.
     :param augmented: whether its likelihood has an augmentation.
     :param log_concave: whether it is known to be log-concave in its latents.
@@ -63,9 +63,8 @@ class Observed(NamedTuple):
         observes nothing.
     :param correlated: whether it is Gaussian with a covariance; see
         :mod:`~numpyro_gpaug.model.correlated_data`.
-    :param columns: the axis along which one array holds both predictors of a datum.
-    :param indexed: whether data say by indices which entries of two predictors go
-        together.
+    :param columns: the axis along which one array contains both predictors of a datum.
+    :param indexed: whether indices in the data pair the entries of two predictors.
     """
 
     name: str
@@ -101,10 +100,10 @@ class Structure:
     :param blocks: Gaussian processes and plain Gaussian weight vectors.
     :param others: names of all other latent sites.
     :param observed: observed sites.
-    :param plates: plates by name, at the arguments it was found at.
-    :param functions: shapes of the function values of processes, likewise.
-    :param constraints: of the model's params, by name.
-    :param gaussian_others: those among the others whose law is Gaussian.
+    :param plates: plates by name, at the arguments of the analysis.
+    :param functions: shapes of the function values of processes, at the same arguments.
+    :param constraints: constraints of the model's params, by name.
+    :param gaussian_others: other latent sites that have a Gaussian distribution.
     """
 
     blocks: tuple[Block, ...]
@@ -132,7 +131,7 @@ class Structure:
 
     @property
     def largest(self) -> int:
-        """Rows of the largest matrix that a step factorises, if it is dense."""
+        """The number of rows of the largest dense matrix that a step factorises."""
         return max((b.shape[-1] for b in self.blocks), default=0)
 
     def sources(self) -> dict[str, tuple[str, ...]]:
@@ -150,7 +149,7 @@ class Structure:
 
     @property
     def basis_mark(self) -> int:
-        """A fingerprint of the basis of the latents, 0 for their own."""
+        """A fingerprint of the basis of the latents; 0 for the standard basis."""
         return 0
 
     @property
@@ -176,8 +175,8 @@ MAX_SHAPES = 64
 def remembered(
     cache: dict[Any, Any], key: Any, made: Callable[[], Any], most: int = MAX_SHAPES
 ) -> Any:
-    """Return the cached value of a key, made if necessary; of more than ``most`` the
-    oldest is dropped."""
+    """Return the cached value of a key, which is made if necessary. A cache of more
+    than ``most`` values drops the oldest."""
     if key not in cache:
         if len(cache) >= most:
             cache.pop(next(iter(cache)))
@@ -192,9 +191,9 @@ class Leaves(NamedTuple):
 
 
 def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
-    """``fn`` with sites and params filled in by name, :class:`Leaves` put together.
-    They are JAX's arrays, as those that NumPyro draws: a model indexes them by codes
-    that may be traced, which NumPy's do not take."""
+    """Return ``fn`` with sites and params filled in by name, and :class:`Leaves` put
+    together. Values become JAX arrays, like those that NumPyro draws: NumPy arrays
+    cannot be indexed by traced codes."""
 
     def filled(message: dict[str, Any]) -> Any:
         value = values.get(message["name"])
@@ -207,7 +206,7 @@ def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
         if declared != len(value.leaves):
             raise ValueError(
                 f"param {message['name']!r} was saved with {len(value.leaves)} arrays, "
-                f"but the code declares {declared}: load it with the model "
+                f"but the code declares {declared}. Load it with the model "
                 "and the guide of the fit"
             )
         return jax.tree.unflatten(jax.tree.structure(initial), value.leaves)
@@ -216,7 +215,8 @@ def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
 
 
 def any_key() -> Array:
-    """A random key for what does not look at it; ``jax.random.key`` is a program."""
+    """A random key for callers whose result does not depend on it: ``jax.random.key``
+    would compile a program."""
     zeros: Any = np.zeros(2, np.uint32)
     return jax.random.wrap_key_data(zeros, impl="threefry2x32")
 
@@ -228,15 +228,15 @@ def run_model(
     values: dict[str, Any],
     expose_types: list[str] | None = None,
 ) -> Trace:
-    """The trace of ``model`` with sites, params and function values filled in.
+    """Return the trace of ``model`` with sites, params and function values filled in.
 
     :param model: a NumPyro model.
     :param arguments: its arguments.
-    :param key: seed for whatever is not in ``values``.
-    :param values: by site name; a Gaussian process whose function values are given
+    :param key: the seed of all sites that are not in ``values``.
+    :param values: values by site name; a Gaussian process with given function values
         computes nothing else.
-    :param expose_types: types of sites that handlers outside may see; none by default,
-        for whoever calls may be inside handlers of its own (a guide being traced).
+    :param expose_types: types of sites that outer handlers may see. The default is
+        none, because a caller may be inside handlers of its own (a guide being traced).
     """
     count_run()
     args, kwargs = arguments.merge()
@@ -259,7 +259,7 @@ def run_model(
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
-    """What a model was given, for whoever reads that it failed."""
+    """Describe the arguments of a model, for the message of an error inside it."""
     named = [*((str(i), x) for i, x in enumerate(args)), *kwargs.items()]
     arrays = {k: x for k, x in named if is_array(x)}
     shapes = [f"{k}: {x.dtype}{list(x.shape)}" for k, x in arrays.items()]
@@ -282,14 +282,14 @@ def is_improper(site: dict[str, Any]) -> bool:
 
 
 def _somewhere(site: dict[str, Any]) -> Array | None:
-    """A value for a site that has none and cannot be drawn."""
+    """Return a value for a site that has none and cannot be drawn."""
     if site["type"] == "sample" and site["value"] is None and is_improper(site):
         return init_to_feasible(site)
     return None
 
 
 def flat_functions(model: Callable[..., Any]) -> Callable[..., Any]:
-    """``model`` with every Gaussian process at function values of zero."""
+    """Return ``model`` with every Gaussian process at function values of zero."""
 
     def zeros(message: dict[str, Any]) -> Array | None:
         fn: Any = message.get("fn")
@@ -303,11 +303,11 @@ def flat_functions(model: Callable[..., Any]) -> Callable[..., Any]:
 def without_gaussians(
     model: Callable[..., Any], structure: Structure
 ) -> Callable[..., Any]:
-    """``model`` with function values of zero, and zeros for all Gaussian latents, for
-    whoever asks for its hyperparameters alone.
+    """Return ``model`` with function values of zero, and zeros for all Gaussian
+    latents. Its traces show the hyperparameters alone.
 
     :param model: the model.
-    :param structure: what it is made of.
+    :param structure: the structure of the model.
     """
 
     def filled(message: dict[str, Any]) -> Array | None:
