@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entries of predictors that each entry of an array depends on.
 
-A density is a sum over data of functions of their own predictors if nothing nonlinear
-happens to a number that depends on several entries of one predictor. The operations of
-a program say which entries those are: an operation that moves entries is applied to
-their places, and all others combine the places of their operands.
+A density is a sum over data of functions of their own predictors if no nonlinear
+operation is applied to a number that depends on several entries of one predictor. The
+operations of a program determine which entries these are: an operation that reorders
+entries is applied to their places, and all others combine the places of their operands.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _MOVES = _RESHAPES | {"broadcast_in_dim", "transpose", "slice", "rev", "tile"}
 class Term(NamedTuple):
     """A variable of a program.
 
-    :param places: for each predictor, of the entry that each of its own depends on;
-        ``None`` for a variable that depends on none.
-    :param value: computes it, if it depends on none; ``None`` if it is not known,
-        either, as in each step of a scan.
+    :param places: for each predictor, the place of the entry that each entry of the
+        variable depends on; ``None`` for a variable that depends on no predictor.
+    :param value: a function that computes the variable, if it depends on no predictor;
+        ``None`` if the value is unknown as well, as in each step of a scan.
     """
 
     places: Places | None
@@ -64,9 +64,9 @@ class Term(NamedTuple):
 
 
 class Entries:
-    """Places of the predictors' entries, carried through operations.
+    """The places of the predictors' entries, propagated through operations.
 
-    :param program: of a model's densities.
+    :param program: the program of a model's densities.
     :param starts: places that are known, by variable.
     """
 
@@ -86,18 +86,18 @@ class Entries:
         self.pairs: list[Places] = []
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Carries places through operations, in order."""
+        """Propagate places through operations, in order."""
         for eqn, operands, results in operations:
             found = self._equation(eqn, [self._term(x) for x in operands])
             self._known |= dict(zip(results, found, strict=True))
 
     def places(self, variable: int | Literal) -> Places | None:
-        """Places of a variable; ``None`` if it depends on no predictor."""
+        """Return the places of a variable; ``None`` if it depends on no predictor."""
         return self._term(variable).places
 
     def close(self, variable: int | Literal) -> bool:
-        """Whether a density is a sum of functions of single entries; what occurs
-        together in one of them joins :attr:`pairs`."""
+        """Whether a density is a sum of functions of single entries. The entries that
+        occur together in one of them join :attr:`pairs`."""
         places = self.places(variable)
         if places is None:
             return True
@@ -112,7 +112,7 @@ class Entries:
         return self._known[variable]
 
     def _computed(self, variable: int) -> Any:
-        """The value of a variable that depends on no predictor."""
+        """Return the value of a variable that depends on no predictor."""
         program = self._program
         used = program.read_for([variable], ())
         known = [x for k, x in program.constants.items() if k in used]
@@ -178,7 +178,8 @@ class Entries:
         return [read(v) for v in jaxpr.outvars]
 
     def _conditional(self, eqn: Any, operands: list[Term]) -> list[Term]:
-        """Each result is that of one branch: it depends on what it does in any."""
+        """Return the results of a conditional: each depends on the entries of all
+        branches."""
         index, *given = operands
         branches = [self._inside(b, given) for b in eqn.params["branches"]]
         found = []
@@ -190,7 +191,8 @@ class Entries:
         return found
 
     def _scanned(self, eqn: Any, operands: list[Term]) -> list[Term]:
-        """All steps have to depend on the same entries, as within one datum."""
+        """Return the results of a scan: each depends on the same entries in all steps,
+        as within one datum."""
         closed = eqn.params["jaxpr"]
         begin, count = carried_by(eqn, closed.jaxpr)
         split = begin + count
@@ -231,7 +233,8 @@ class Entries:
         return range(len(places))
 
     def _results(self, eqn: Any, operands: list[Term]) -> list[Places]:
-        """Places of the results of a primitive that depends on predictors."""
+        """Return the places of the results of a primitive that depends on
+        predictors."""
         name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
         shape = shapes[0]
         moving = [x.places for x in operands if x.places is not None]
@@ -255,7 +258,8 @@ class Entries:
 
     @staticmethod
     def _is_linear(eqn: Any, operands: list[Term]) -> bool:
-        """Whether it is linear in all operands together that depend on predictors."""
+        """Whether a primitive is jointly linear in all operands that depend on
+        predictors."""
         name = eqn.primitive.name
         moving = {i for i, x in enumerate(operands) if x.places is not None}
         if name == "select_n":
@@ -273,10 +277,10 @@ class Entries:
     def _combined(
         self, moving: list[Places], shape: tuple[int, ...], linear: bool
     ) -> Places:
-        """Places of an elementwise function.
+        """Return the places of an elementwise function.
 
-        :param moving: of its operands.
-        :param shape: of the result.
+        :param moving: places of the operands that depend on predictors.
+        :param shape: the shape of the result.
         :param linear: whether it is linear in all of them.
         """
         found = tuple(_broadcast(p, shape) for p in moving[0])
@@ -309,7 +313,8 @@ class Entries:
         )
 
     def _along(self, places: Places, axes: Sequence[int], linear: bool) -> Places:
-        """Places of a function of all entries along axes, which are dropped."""
+        """Return the places of a function of all entries along axes, which are
+        dropped."""
         axes = tuple(axes)
         if not prod(np.shape(places[0])[a] for a in axes):
             return tuple(np.full(p.sum(axes).shape, NONE, np.int32) for p in places)
@@ -328,7 +333,7 @@ class Entries:
         )
 
     def _whole(self, places: Places, linear: bool) -> Places:
-        """Places of a function of all entries."""
+        """Return the places of a function of all entries."""
         return self._along(places, range(np.ndim(places[0])), linear)
 
     def _reduced(self, eqn: Any, moving: list[Places], linear: bool) -> list[Places]:
@@ -346,7 +351,7 @@ class Entries:
         return [tuple(_broadcast(p, shape) for p in found) for shape in shapes]
 
     def _moved(self, eqn: Any, places: Places, *others: Any) -> Places:
-        """Places moved as an operation moves entries.
+        """Return places after an operation that reorders entries.
 
         :param others: values of its other operands.
         """
@@ -367,7 +372,8 @@ class Entries:
         return tuple(np.full(shape, NONE, np.int32) for _ in like)
 
     def _whole_terms(self, eqn: Any, operands: list[Term]) -> list[Places]:
-        """Places of all operands, those that depend on none included."""
+        """Return the places of all operands, including operands that depend on no
+        predictor."""
         (like, *_) = (x.places for x in operands if x.places is not None)
         return [
             self._none(like, v.aval.shape) if x.places is None else x.places
@@ -506,17 +512,18 @@ _RULES: dict[str, Callable[[Entries, Any, list[Term]], list[Places]]] = {
 
 
 def places_of(shape: tuple[int, ...]) -> np.ndarray:
-    """The place of every entry of an array."""
+    """Return the place of every entry of an array."""
     return np.arange(prod(shape), dtype=np.int32).reshape(shape)
 
 
 def partners(pairs: list[Places], size: int) -> tuple[Any, bool]:
-    """The entry of the first of two predictors that goes with each of the second.
+    """Return the entry of the first of two predictors that is paired with each entry of
+    the second.
 
     :param pairs: places of both that occur together.
-    :param size: of the second predictor.
-    :return: places (size,), 0 where there is none; and whether there is at most one
-        for each, which is not known of traced ones.
+    :param size: the size of the second predictor.
+    :return: places (size,), 0 where there is none; and whether there is at most one for
+        each entry, which is unknown for traced places.
     """
     traced = any(isinstance(p, Tracer) for each in pairs for p in each)
     found: Any = jnp.full(size, NONE) if traced else np.full(size, NONE, np.int32)
@@ -541,7 +548,8 @@ def _literal(var: Any) -> Term:
 
 
 def _at_once(*operands: Any) -> AbstractContextManager[None]:
-    """In a trace, too, computes with numbers that are known, not with tracers."""
+    """Return a context in which known numbers are computed at once, even inside a
+    trace."""
     if any(isinstance(x, Tracer) for x in operands):
         return nullcontext()
     return jax.ensure_compile_time_eval()
@@ -556,12 +564,12 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def _any(flags: Any) -> bool:
-    """Whether any holds, as far as is known."""
+    """Whether any flag is true, as far as is known."""
     return not isinstance(flags, Tracer) and bool(np.any(flags))
 
 
 def _perhaps(flags: Any) -> bool:
-    """Whether any may hold."""
+    """Whether any flag may be true."""
     return isinstance(flags, Tracer) or bool(np.any(flags))
 
 
@@ -581,8 +589,8 @@ def _host(x: Any) -> Any:
 
 
 def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether an operand of an elementwise function has a shape that goes with that of
-    the result: an axis of size 1 does with any."""
+    """Whether the shape of an operand fits that of the result of an elementwise
+    function: an axis of size 1 fits any."""
     same_rank = len(shape) == len(whole)
     return shape == () or (
         same_rank and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
@@ -598,7 +606,8 @@ def _expanded(p: Any, axis: int) -> Any:
 
 
 def _spread(p: Any, axes: Sequence[int], shape: tuple[int, ...]) -> Any:
-    """An array broadcast to a shape, of which its own axes are these, in order."""
+    """Return an array broadcast to a shape, in which its own axes are ``axes``, in
+    order."""
     sizes = [1] * len(shape)
     for size, axis in zip(np.shape(p), axes, strict=True):
         sizes[axis] = size
@@ -606,7 +615,7 @@ def _spread(p: Any, axes: Sequence[int], shape: tuple[int, ...]) -> Any:
 
 
 def _is_constant(places: Places, axes: Sequence[int]) -> bool:
-    """Whether places are the same along axes, whatever index is taken there."""
+    """Whether places are constant along axes, so that any index selects the same."""
     for p in places:
         first = p
         for axis in axes:
@@ -629,7 +638,7 @@ def _move(eqn: Any, p: Any, others: Sequence[Any]) -> Any:
 
 
 def _bound(eqn: Any, *operands: Any) -> Any:
-    """The operation applied to places."""
+    """Return the places after applying the operation to them."""
     params = dict(eqn.params)
     if "fill_value" in params:
         params["fill_value"] = NONE

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the form of a model's joint Gaussian by its cost: groups of latents, steps of
-chains that follow each other, or one dense matrix."""
+"""Choose the form of a model's joint Gaussian by its cost: groups of latents, chains of
+steps with transitions between them, or one dense matrix."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ _FEWEST, _WIDEST = 16, 8
 class Asked(NamedTuple):
     """A model's predictors, with queries of their dependence on latents.
 
-    :param view: the model seen, from a structure and arrays.
+    :param view: a function that returns the view of the model, given a structure and
+        arrays.
     :param arrays: the arguments' arrays.
-    :param pairs: predictors that likelihoods look at in pairs.
-    :param rows: how many predictors there are.
+    :param pairs: pairs of predictors that likelihoods depend on jointly.
+    :param rows: the number of predictors.
     """
 
     view: Callable[[JointStructure, tuple[Array, ...]], JointView]
@@ -45,7 +46,7 @@ class Asked(NamedTuple):
     rows: int
 
     def misfit(self, structure: JointStructure) -> float:
-        """See :meth:`~numpyro_gpaug.model.affine.Predictors.misfit`."""
+        """Return :meth:`~numpyro_gpaug.model.affine.Predictors.misfit` as a number."""
 
         def misfit(arrays: tuple[Array, ...], pairs: Any) -> Array:
             return self.view(structure, arrays).predictors.misfit(pairs)
@@ -53,9 +54,9 @@ class Asked(NamedTuple):
         return float(once(misfit, self.arrays, self.pairs))
 
     def recurrences(self, structure: JointStructure) -> tuple[Grouping, ...]:
-        """Sites of which steps follow each other, whatever looks at them: as numbers of
-        one chain and of several, where they may be both. None where the arguments are
-        traced."""
+        """Return the sites with transitions between steps, whatever predictors depend
+        on them. Sites that can be read as one chain or as several are listed both ways.
+        The result is empty if the arguments are traced."""
         loops: list[Loop] = []
 
         def misfits(arrays: tuple[Array, ...]) -> list[Array]:
@@ -73,9 +74,10 @@ class Asked(NamedTuple):
     def looked_at(
         self, structure: JointStructure, singles: list[Grouping]
     ) -> list[tuple[Any, Any, Any]]:
-        """By grouping: whether each predictor looks at any of its members, at which,
-        and how far random numbers are from what these two say, relative to their terms.
-        One program says it all."""
+        """Return, by grouping, whether each predictor depends on any of the grouping's
+        members, on which member, and how far the response to random numbers differs
+        from this dependence, relative to the size of the terms. One program computes
+        everything."""
 
         def looked_at(arrays: tuple[Array, ...]) -> list[tuple[Array, Array, Array]]:
             predictors = self.view(structure, arrays).predictors
@@ -87,12 +89,12 @@ class Asked(NamedTuple):
 def find_form(
     structure: JointStructure, asked: Asked, purpose: Purpose
 ) -> JointStructure:
-    """A structure in the form that costs least: of groups, of steps of chains, or as it
-    is, one dense matrix, which it is too where the arguments are traced.
+    """Return a structure in the form that costs least: groups, steps of chains, or one
+    dense matrix. The dense structure is returned unchanged if the arguments are traced.
 
-    :param structure: of a model, dense.
+    :param structure: the dense structure of a model.
     :param asked: its predictors.
-    :param purpose: of the form.
+    :param purpose: the purpose of the form.
     """
     rows = asked.rows
     if purpose.contents(structure, rows):
@@ -122,7 +124,7 @@ def find_form(
 
 
 def _once(chains: tuple[Grouping, ...]) -> tuple[Grouping, ...]:
-    """The first of those that have sites in common."""
+    """Return the first of any groupings that have sites in common."""
     found: dict[str, Grouping] = {}
     for steps in chains:
         names = [name for name, _ in steps.sites]
@@ -136,9 +138,9 @@ def _groups(
 ) -> JointStructure | None:
     """Take the largest grouping, except steps, as groups.
 
-    :param structure: of a model, dense.
+    :param structure: the dense structure of a model.
     :param found: groupings, which may have sites in common.
-    :param chains: sites whose numbers were steps that follow each other.
+    :param chains: sites whose steps have transitions between them.
     """
     chosen = _disjoint(structure, _apart(found, chains))
     if not chosen:
@@ -149,8 +151,8 @@ def _groups(
 def _chain(
     structure: JointStructure, found: list[Grouping], chains: tuple[Grouping, ...]
 ) -> JointStructure | None:
-    """With the steps of the largest chains, and what else steps have, for groups;
-    arguments as for :func:`_groups`."""
+    """Take the steps of the largest chains as groups, together with other sites that
+    have a member per step. The arguments are those of :func:`_groups`."""
     along = [g for g in (_of_steps(structure, g, chains) for g in found) if g.sites]
     if not along:
         return None
@@ -166,7 +168,7 @@ def _chain(
 
 
 def _disjoint(structure: JointStructure, found: list[Grouping]) -> list[Grouping]:
-    """Groupings of different sites, the largest first."""
+    """Return groupings of different sites, the largest first."""
     chosen: list[Grouping] = []
     while found := [g for g in found if g.sites]:
         best = max(found, key=lambda g: structure.members(g) * structure.each(g))
@@ -180,7 +182,7 @@ def _disjoint(structure: JointStructure, found: list[Grouping]) -> list[Grouping
 
 
 def _is_steps(site: tuple[str, tuple[int, ...]], chains: tuple[Grouping, ...]) -> bool:
-    """Whether members of a site are steps of chains, not whole ones."""
+    """Whether members of a site are steps of chains, rather than whole chains."""
     name, axes = site
     return any(dict(x.sites).get(name, (None,))[-1] in axes for x in chains)
 
@@ -190,7 +192,8 @@ def _within(steps: Grouping, grouping: Grouping) -> bool:
 
 
 def _apart(found: list[Grouping], chains: tuple[Grouping, ...]) -> list[Grouping]:
-    """Groupings without steps of chains, and none of blocks of them."""
+    """Return the groupings without the sites that are steps of chains, and without
+    groupings of blocks of steps."""
     return [
         Grouping(tuple(s for s in g.sites if not _is_steps(s, chains)))
         for g in found
@@ -201,8 +204,8 @@ def _apart(found: list[Grouping], chains: tuple[Grouping, ...]) -> list[Grouping
 def _of_steps(
     structure: JointStructure, grouping: Grouping, chains: tuple[Grouping, ...]
 ) -> Grouping:
-    """The sites of a grouping whose members are steps of chains of one length; none
-    where there are none."""
+    """Return the sites of a grouping whose members are steps of chains of one length;
+    an empty grouping if there are none."""
     along = [x for x in chains if _within(x, grouping)]
     if not along:
         return Grouping(())
@@ -217,11 +220,12 @@ def _of_steps(
 def _groupings(
     structure: JointStructure, members: Iterable[tuple[Grouping, np.ndarray | None]]
 ) -> list[Grouping]:
-    """Sites of which every datum looks at one member, together where it is the same.
+    """Return groupings of sites such that every datum depends on one member. Sites are
+    in one grouping if this member is the same.
 
-    :param structure: of the model.
+    :param structure: the structure of the model.
     :param members: groupings of one site, or of one chain, with the member of each
-        predictor, -1 for none; ``None`` where some look at several.
+        predictor, -1 for none; ``None`` if some predictor depends on several members.
     """
     known: list[tuple[Grouping, np.ndarray]] = []
     for single, group in members:
@@ -260,8 +264,9 @@ def _alone(
     axes: tuple[int, ...],
     chains: tuple[Grouping, ...],
 ) -> list[Grouping]:
-    """A site with its members in the order that they have in a chain of as many (of
-    sites in plates that are scanned the first is over steps), and in its blocks."""
+    """Return the groupings of a site by itself. If chains have as many members, its
+    members are in the order of the chain's (for sites in plates that are scanned, the
+    first axis is over steps), and also in the chain's blocks."""
     members = {a: site.shape[a] for a in axes}
     found: dict[Grouping, None] = {}
     for steps in chains:
@@ -276,7 +281,8 @@ def _alone(
 def _looked_at(
     predictors: Predictors, grouping: Grouping
 ) -> tuple[Array, Array, Array]:
-    """See :meth:`Asked.looked_at`."""
+    """Return the dependence of predictors on one grouping; see
+    :meth:`Asked.looked_at`."""
     structure = predictors.structure
     loadings, group = predictors.looked_at(grouping)
     rng, worst = np.random.default_rng(0), []
@@ -292,11 +298,11 @@ def _looked_at(
 def _group_of_data(
     told: tuple[Any, Any, Any], pairs: tuple[Array, Array] | None
 ) -> np.ndarray | None:
-    """By predictor, which member it looks at, those of one datum the same; -1 for none;
-    ``None`` if some look at several.
+    """Return the member that each predictor depends on, the same for all predictors of
+    a datum; -1 for none. Return ``None`` if a predictor depends on several members.
 
-    :param told: see :meth:`Asked.looked_at`.
-    :param pairs: those of one datum.
+    :param told: an answer of :meth:`Asked.looked_at`.
+    :param pairs: the pairs of predictors of one datum.
     """
     looks, group, off = map(np.asarray, told)
     if not off < ROUNDING:
@@ -317,10 +323,10 @@ def _group_of_data(
 
 
 def refuse_large(structure: JointStructure, chains: tuple[Grouping, ...] = ()) -> None:
-    """Raises for a joint Gaussian that needs too large a matrix.
+    """Raise for a joint Gaussian that needs too large a matrix.
 
-    :param structure: of a model.
-    :param chains: that might have been held as such.
+    :param structure: the structure of a model.
+    :param chains: chains that could have been represented as such.
     :raises NotConjugateError: naming the largest site.
     """
     size = structure.form.largest_matrix

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The frontier of a log-density: the last affine functions of the Gaussian latents
-before anything that is not.
+r"""The frontier of a log-density: the last affine functions of the Gaussian latents,
+before any nonlinear operation.
 
 A density ``log p(y | z)`` that depends on latents through a few affine arrays ("roots",
 each with an entry per datum, or one for all data) is a sum over data of functions of as
-many numbers, whatever else is in it. The program of the density is read, not probed:
-what is affine, what the roots are, and that nothing after them mixes data.
+many numbers, whatever other operations it contains. This is proved from the program of
+the density, not by probing: which parts are affine, which variables are the roots, and
+that no operation after them mixes data.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class Frontier(NamedTuple):
 
     :param roots: variables that the rest depends on, the smallest first.
     :param rest: operations from the roots to the densities.
-    :param alike: every variable that is one of the roots, with its place among them.
+    :param alike: the root that each variable equals, as a place among the roots.
     :param fixed: variables that the rest reads and that depend on no latent.
     :param outputs: the densities.
-    :param scaled: of each root, whether all that is computed from it scales it by an
-        array first: it then is a coefficient, perhaps, of a predictor.
-    :param columns: the axis along which one variable is cut into two roots; ``None``
-        if each root is a variable of its own.
+    :param scaled: for each root, whether every operation on it first scales it by an
+        array. The root may then be a coefficient of a predictor.
+    :param columns: the axis along which one variable is cut into two roots; ``None`` if
+        each root is a variable of its own.
     """
 
     roots: tuple[int, ...]
@@ -54,10 +55,10 @@ class Frontier(NamedTuple):
     columns: int | None = None
 
     def density(self, fixed: Sequence[Any], roots: Sequence[Any]) -> list[Any]:
-        """The densities at values of the roots.
+        """Return the densities at values of the roots.
 
-        :param fixed: values of what depends on no latent.
-        :param roots: in the shapes that the program gives them.
+        :param fixed: values of the variables that depend on no latent.
+        :param roots: values of the roots, in the shapes that the program gives them.
         """
         if self.columns is not None:
             roots = [jnp.stack(roots, self.columns)]
@@ -69,9 +70,9 @@ class Frontier(NamedTuple):
 def frontier(
     program: Program, outputs: list[int | Literal], columns: int | None = None
 ) -> Frontier:
-    """The frontier of the sum of some outputs of a program.
+    """Return the frontier of the sum of some outputs of a program.
 
-    :param program: of a model's densities, as functions of its latents.
+    :param program: the program of a model's densities, as functions of its latents.
     :param outputs: variables, arrays of log-densities.
     :param columns: the axis, of size two, along which the one root is cut into two.
     """
@@ -114,7 +115,7 @@ def frontier(
 
 
 def _cut(program: Program, roots: tuple[int, ...], axis: int) -> tuple[int, int]:
-    """Variables that are the two halves of the one root."""
+    """Add variables for the two halves of the one root, and return them."""
     (root,) = roots
     index = (slice(None),) * axis
 
@@ -129,10 +130,9 @@ def _cut(program: Program, roots: tuple[int, ...], axis: int) -> tuple[int, int]
 class Separation(NamedTuple):
     """The separation of a sum of densities into functions of one entry of each root.
 
-    :param reason: why it does not, ``None`` if it does.
+    :param reason: why the sum does not separate, ``None`` if it does.
     :param columns: the axis along which the one root is cut into two, if it is.
-    :param indexed: whether the entries of two roots that go together are known by
-        indices, which are data.
+    :param indexed: whether indices in the data pair the entries of two roots.
     """
 
     reason: str | None
@@ -143,13 +143,13 @@ class Separation(NamedTuple):
 def separation(
     program: Program, outputs: list[int | Literal], *, traced: bool = False
 ) -> Separation:
-    """Whether a sum of densities is a sum over data of functions of one or two affine
-    predictors of each datum, and of which.
+    """Return whether, and how, a sum of densities is a sum over data of functions of
+    one or two affine predictors of each datum.
 
-    :param program: of a model's densities, as functions of its latents.
+    :param program: the program of a model's densities, as functions of its latents.
     :param outputs: variables, arrays of log-densities.
-    :param traced: whether what depends on traced indices is taken to be a sum over
-        data, as it was where these were known.
+    :param traced: whether a term that depends on traced indices is assumed to be a sum
+        over data, as was proved when these were known.
     """
     found = frontier(program, outputs)
     whole = _separated(program, found, traced)
@@ -187,10 +187,11 @@ def _separated(program: Program, found: Frontier, traced: bool) -> Separation:
 
 
 def index_of(program: Program, found: Frontier) -> Any:
-    """The entry of the first of two roots that goes with each of the second.
+    """Return the entry of the first of two roots that is paired with each entry of the
+    second.
 
-    :param program: of a model's densities.
-    :param found: of a sum that :func:`separation` says to be indexed.
+    :param program: the program of a model's densities.
+    :param found: the frontier of a sum that :func:`separation` found to be indexed.
     :return: places (size of the second,).
     """
     entries, _ = _carried(program, found)
@@ -201,9 +202,9 @@ def index_of(program: Program, found: Frontier) -> Any:
 def single_inputs(program: Program, process: str, variables: Sequence[int]) -> bool:
     """Whether each entry of some variables depends on a process at one input only.
 
-    :param program: of a model.
+    :param program: the program of a model.
     :param process: its name; its function values have a row for each input.
-    :param variables: that are affine in it.
+    :param variables: variables that are affine in it.
     """
     values = program.inputs[process]
     shape = program.avals[values].shape
@@ -217,15 +218,15 @@ def single_inputs(program: Program, process: str, variables: Sequence[int]) -> b
 
 
 def _carried(program: Program, found: Frontier) -> tuple[Entries, bool]:
-    """Places of the roots' entries, carried to the densities; and whether none of these
-    mixes several."""
+    """Propagate the places of the roots' entries to the densities. Return them, and
+    whether no density mixes several entries."""
     entries = Entries(program, {k: _starts(program, found, k) for k in found.alike})
     entries.run(found.rest)
     return entries, all([entries.close(x) for x in found.outputs])
 
 
 def _starts(program: Program, found: Frontier, variable: int) -> Places:
-    """Places of the entries of a variable that is a root, by root."""
+    """Return the places of the entries of a variable that is a root, by root."""
     shape = program.avals[variable].shape
     if found.columns is None:
         own = found.alike[variable]
@@ -243,8 +244,9 @@ def _starts(program: Program, found: Frontier, variable: int) -> Places:
 
 
 def _root(program: Program, variable: Any) -> tuple[int, bool]:
-    """Walk back through operations that only move, scale or shift one operand. Return
-    also whether one scaled it by an array."""
+    """Walk back through operations that only reorder, scale or shift one operand.
+    Return the variable where they start, and whether one of them scales it by an
+    array."""
     scaled = False
     while variable in program.makers:
         eqn, operands, _ = program.makers[variable]

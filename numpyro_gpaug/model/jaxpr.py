@@ -2,8 +2,8 @@
 """Proof, from the jaxpr, of how a function depends on its inputs.
 
 A closed-form update needs the likelihood's parameters to be *elementwise affine* in the
-latent function values (``-f``, ``f + offset``, ``2 f + X b``). Numeric probes cannot
-prove that (a ``clip`` looks affine between its bounds), so the traced program is read.
+latent function values (``-f``, ``f + offset``, ``2 f + X b``). Numerical probes cannot
+prove this (a ``clip`` seems affine between its bounds), so the traced program is read.
 """
 
 from __future__ import annotations
@@ -88,32 +88,31 @@ State = dict[str, Dependence]
 
 
 class Leaf:
-    """Keeps a state (a dict) whole as one leaf of a tree."""
+    """A leaf of a tree that contains a state (a dict) as a whole."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
 
 def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Any:
-    """Return the dependence of every output of ``fn`` on every named input; ``fn`` is
-    called once.
+    """Return the dependence of every output of ``fn`` on every named input. The
+    function is called once.
 
     :param fn: function of one dict of arrays.
     :param inputs: example arrays or ``jax.ShapeDtypeStruct`` per name.
-    :return: what ``fn`` returns, with a :class:`Leaf` for every array: its state has a
-        :class:`Dependence` per input; an input absent from it does not reach that
-        output.
+    :return: the tree that ``fn`` returns, with a :class:`Leaf` for every array. Its
+        state has a :class:`Dependence` for each input that reaches the output.
     """
     inputs = dict(sorted(inputs.items()))
     return dependences(*jaxpr_and_tree(fn, inputs), inputs)
 
 
 def dependences(closed: Any, treedef: Any, inputs: Iterable[str]) -> Any:
-    """Return what :func:`dependence_tree` does.
+    """Return the same dependences as :func:`dependence_tree`.
 
-    :param closed: from :func:`jaxpr_and_tree`.
-    :param treedef: likewise.
-    :param inputs: their names.
+    :param closed: the jaxpr from :func:`jaxpr_and_tree`.
+    :param treedef: the tree from the same call.
+    :param inputs: the names of the inputs.
     """
     reader = Reader(differentiated=True)
     starts = [reader.input(name) for name in inputs]
@@ -126,8 +125,8 @@ def jaxpr_and_tree(
     fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Return the closed jaxpr of a function of named arrays, and the tree that the
-    function returns. JAX does not get the tree: it would compare the trees of several
-    traces, which fails for arrays outside of its types.
+    function returns. JAX does not see the tree: it would compare the trees of several
+    traces, which fails for arrays that are not JAX types.
 
     :param fn: function of one dict of arrays; it is called once.
     :param inputs: arrays, or their shapes, by name.
@@ -144,19 +143,21 @@ def jaxpr_and_tree(
 
 
 class Value(NamedTuple):
-    """What is known of a variable: how it depends on the inputs, and a token that two
-    variables share only if they are computed alike from the same things."""
+    """The known facts about a variable: how it depends on the inputs, and a token. Two
+    variables share a token only if the same operations on the same operands produce
+    them."""
 
     state: State
     token: int
 
 
 class Reader:
-    """Interprets a jaxpr; tokens are interned, so that they stay small and comparable
-    across calls of one inner jaxpr (jit caches them) with different operands.
+    """An interpreter of a jaxpr. Tokens are interned: they remain small, and they are
+    comparable across calls of one inner jaxpr (jit caches these) with different
+    operands.
 
     :param differentiated: whether the function itself is differentiated, as the user
-        wrote it: what has a derivative of its own is then not known to be affine.
+        wrote it. A function with a custom derivative is then not known to be affine.
     """
 
     def __init__(self, *, differentiated: bool = False) -> None:
@@ -164,23 +165,23 @@ class Reader:
         self._differentiated = differentiated
 
     def token(self, *key: Hashable) -> int:
-        """The token of a structural key."""
+        """Return the token of a structural key."""
         return self._tokens.setdefault(key, len(self._tokens))
 
     def input(self, name: str) -> Value:
-        """An input."""
+        """Return the value of an input."""
         return Value({name: Dependence(self.token("input"), None)}, self.token(name))
 
     def constant(self, var: Any) -> Value:
-        """A constant, the same as no other."""
+        """Return the value of a constant, which differs from all other values."""
         return Value({}, self.token("constant", id(var)))
 
     def literal(self, var: Any) -> Value:
-        """A number written into the program."""
+        """Return the value of a number in the program."""
         return Value({}, self.token("literal", str(var.val), str(var.aval)))
 
     def interpret(self, jaxpr: Any, starts: list[Value]) -> list[Value]:
-        """Values of the outputs of ``jaxpr`` from those of its inputs."""
+        """Return the values of the outputs of ``jaxpr``, given those of its inputs."""
         env: dict[Any, Value] = dict(zip(jaxpr.invars, starts, strict=True))
         for var in jaxpr.constvars:
             env[var] = self.constant(var)
@@ -196,7 +197,7 @@ class Reader:
         return [read(var) for var in jaxpr.outvars]
 
     def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        """Values of the results of one equation."""
+        """Return the values of the results of one equation."""
         if eqn.primitive.name == "scan":
             return self._scanned(eqn, operands)
         if eqn.primitive.name == "cond":
@@ -231,9 +232,9 @@ class Reader:
         ]  # fmt: skip
 
     def step(self, eqn: Any, operands: list[Value]) -> tuple[list[Value], list[State]]:
-        """Values of what a step of a scan begins with, and how what it leaves depends
-        on the inputs: the step is read until what it carries depends on nothing more.
-        Entries count as mixed."""
+        """Return the values at the start of a step of a scan, and how its outputs
+        depend on the inputs. The step is read repeatedly until the dependences of the
+        carry stop growing. Entries count as mixed."""
         body = eqn.params["jaxpr"].jaxpr
         begin, count = carried_by(eqn, body)
         key = "scan", _static(eqn), tuple(value.token for value in operands)
@@ -256,7 +257,8 @@ class Reader:
         return [Value(state, self.token(*key, k)) for k, state in enumerate(found)]
 
     def _conditional(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        """Whatever branch is taken: affine if all are, and the condition is known."""
+        """Return the results of a conditional: affine if all branches are, and the
+        condition does not depend on the inputs."""
         index, *given = operands
         branches = eqn.params["branches"]
         found = [self.interpret(branch.jaxpr, given) for branch in branches]
@@ -311,7 +313,8 @@ class Reader:
         }
 
     def _side_by_side(self, eqn: Any, operands: list[Value]) -> State:
-        """Pieces side by side keep each output element on one input element."""
+        """Return the state of a concatenation, in which each output element still
+        depends on one input element."""
         joined = _join([value.state for value in operands])
         for key, d in joined.items():
             pieces = [
@@ -328,7 +331,7 @@ class Reader:
 
 
 def called_jaxpr(eqn: Any) -> ClosedJaxpr | None:
-    """The program that an equation calls with its own operands, or ``None``."""
+    """Return the jaxpr that an equation calls with its own operands, or ``None``."""
     if eqn.primitive.name not in _PLAIN | OWN_DERIVATIVE:
         return None
     params = eqn.params
@@ -337,7 +340,7 @@ def called_jaxpr(eqn: Any) -> ClosedJaxpr | None:
 
 
 def called_name(eqn: Any) -> str:
-    """The name of the function that a call calls."""
+    """Return the name of the function that a call equation calls."""
     found = getattr(_debug_info(eqn), "func_name", None)
     return found or eqn.params.get("name", eqn.primitive.name)
 
@@ -349,20 +352,20 @@ def _debug_info(eqn: Any) -> Any:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Folders of code that is not the user's."""
+    """Return the folders of code that does not belong to the user."""
     modules = jax, numpyro, import_module(__name__.partition(".")[0]), os
     return tuple(os.path.dirname(str(module.__file__)) for module in modules)
 
 
 def is_library(eqn: Any) -> bool:
-    """Whether a call is of a function of JAX, NumPyro or this package."""
+    """Whether an equation calls a function of JAX, NumPyro or this package."""
     path = getattr(_debug_info(eqn), "func_filename", None)
     return str(path).startswith(_libraries())
 
 
 def has_other_derivative(eqn: Any) -> bool:
-    """Whether an equation calls a function of the user's with a derivative of its own
-    that is not that of its values."""
+    """Whether an equation calls a user's function with a custom derivative that differs
+    from the derivative of its values."""
     own = eqn.primitive.name in OWN_DERIVATIVE
     return own and not is_library(eqn) and differs(eqn)
 
@@ -378,7 +381,8 @@ def source_of(eqn: Any) -> str:
 
 
 def _renamed(state: State, operands: list[State], name: str | None) -> State:
-    """Names the user's function (``clip``), not its first primitive (``max``)."""
+    """Return a state that names the user's function (``clip``), not its first primitive
+    (``max``)."""
     if name is None or name.startswith(("<", "_")):
         return state
     before = _join(operands)

@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Transitions between the steps of a model: autoregressions, random walks, trends.
 
-A scan carries a state from step to step, and numbers of Gaussian sites are added to it,
-:math:`c_t = F_t c_{t-1} + B_t z_t + ...`, affine as the program was proved to be. With
+A scan carries a state from step to step and adds numbers of Gaussian sites to it,
+:math:`c_t = F_t c_{t-1} + B_t z_t + ...`; the program was proved to be affine. With
 numbers :math:`x_t = B_t^{-1} F_t B_{t-1} x_{t-1} + z_t` in place of the standard normal
-ones, the state is :math:`B_t x_t`, apart from what it started at: who looks at a state
-looks at one step. The Jacobians F and B, and so the links between steps, are functions
-of the hyperparameters and have derivatives. However links are rounded, numbers that
-follow each other by them have the law they say: they only choose what is looked at.
+ones, the state is :math:`B_t x_t`, apart from its initial value: whatever depends on a
+state depends on one step. The Jacobians F and B, and so the transition matrices (links)
+between steps, are functions of the hyperparameters and have derivatives. Rounding of
+the links does no harm: numbers that follow these links have exactly the distribution
+that the links define, since the links only choose the coordinates.
 
-A state may be of more numbers than are added to it: those of an autoregression of order
-p are its last p levels, those of a seasonal component its last season. What is new in
-it, :math:`f_t = B_t^+ c_t`, with a left inverse of B, has standard normal noise, too,
-and what is not, :math:`(I - B_t B_t^+) F_t c_{t-1}`, is older: where products of m of
-the matrices :math:`M_t = (I - B_t B_t^+) F_t` are zero, a state is of the last m new
-numbers, and these are an autoregression of order m,
+A state may contain more numbers than are added to it: the state of an autoregression of
+order p is its last p levels, and that of a seasonal component is its last season. The
+new part of it, :math:`f_t = B_t^+ c_t`, with a left inverse of B, has standard normal
+noise, too. The remainder, :math:`(I - B_t B_t^+) F_t c_{t-1}`, is older. If products of
+m of the matrices :math:`M_t = (I - B_t B_t^+) F_t` are zero, a state consists of the
+last m new numbers, and these are an autoregression of order m,
 
 .. math:: c_t = \sum_{i=0}^{m-1} W_{t,i} f_{t-i}, \quad
     f_t = z_t + B_t^+ F_t \sum_{i=1}^m W_{t-1,i-1} f_{t-i}, \quad
     W_{t,i} = M_t W_{t-1,i-1}, \quad W_{t,0} = B_t.
 
-Of m steps together, :math:`f = L f + U f_{\mathrm{before}} + z` with L strictly lower
-triangular, so that blocks :math:`x = (I - L) f` follow each other by links
-:math:`U (I - L_{\mathrm{before}})^{-1}`. For states of as many numbers as are added m
-is one.
+In a block of m steps, :math:`f = L f + U f_{\mathrm{before}} + z` with L strictly lower
+triangular, so that the links between blocks :math:`x = (I - L) f` are :math:`U (I -
+L_{\mathrm{before}})^{-1}`. If a step adds as many numbers as the state has, m is one.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ from numpyro_gpaug.model.program import Program
 
 
 class Links(NamedTuple):
-    """Of the steps of a loop, in blocks of m, of R numbers each.
+    """The transitions between the steps of a loop, in blocks of m steps with R numbers
+    each.
 
-    :param values: how each block follows the one before it, (chains, blocks, R, R);
-        zero at the start of a chain.
-    :param loadings: W, how states depend on what was new at their step and before it,
-        (m, chains, steps, D, R / m).
-    :param inverse: of ``I - L``, (chains, blocks, R, R).
-    :param misfit: how far steps are, relative to their terms, from following each other
-        alone, and numbers from being added to one step each.
+    :param values: transition matrices from each block to the next, (chains, blocks, R,
+        R); zero at the start of a chain.
+    :param loadings: W, the dependence of states on the new numbers of their step and of
+        earlier ones, (m, chains, steps, D, R / m).
+    :param inverse: the inverse of ``I - L``, (chains, blocks, R, R).
+    :param misfit: the error, relative to the size of the terms, of two assumptions:
+        each step depends on the previous step alone, and each number is added to one
+        step.
     """
 
     values: Array
@@ -63,12 +65,12 @@ class Links(NamedTuple):
 
 
 class Chained:
-    """A loop of a model's program, at some values of what its steps are made of.
+    """A loop of a model's program, at given values of the inputs of its steps.
 
-    :param program: of a model, from standard normal numbers.
-    :param structure: of the model.
-    :param loop: of :func:`~numpyro_gpaug.model.loops.loops`.
-    :param known: the inputs of the program, at which it is looked at.
+    :param program: the program of a model, from standard normal numbers.
+    :param structure: the structure of the model.
+    :param loop: a loop from :func:`~numpyro_gpaug.model.loops.loops`.
+    :param known: the inputs of the program, at which the loop is linearised.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class Chained:
         self.links = self._links()
 
     def _linearised(self) -> Callable[..., Any]:
-        """How states, (steps, ...), and what steps leave move with the states before
-        them and with numbers by site."""
+        """Return the derivative of the states, (steps, ...), and of the outputs of the
+        steps, in the previous states and the numbers by site."""
         loop, dtype = self._loop, self._structure.dtype
         same, start, own = self._operands({})
         start = start or [jnp.zeros(shape, dtype) for _, shape in loop.states]
@@ -124,7 +126,8 @@ class Chained:
         return jax.linearize(after, none, self._numbers(zeros))[1]
 
     def _operands(self, z: dict[str, Array]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Of the loop; what steps have, with the axis over them first."""
+        """Return the operands of the loop. The inputs of steps have the axis over steps
+        first."""
         known = self._known | {self._program.inputs[k]: x for k, x in z.items()}
         found: list[list[Any]] = []
         for variables in self._loop.operands:
@@ -133,7 +136,7 @@ class Chained:
         return same, start, [jnp.moveaxis(x, self._loop.axis, 0) for x in own]
 
     def _states(self, flat: Array) -> list[Array]:
-        """Numbers (chains, steps, D) in the shapes of states."""
+        """Return numbers (chains, steps, D) in the shapes of states."""
         chains, length, _ = self._shape
         shapes = [shape for _, shape in self._loop.states]
         ends = np.cumsum([np.prod(shape, dtype=int) // chains for shape in shapes])
@@ -142,13 +145,13 @@ class Chained:
         return [x.reshape(length, *shape) for x, shape in pairs]
 
     def _flat(self, states: list[Array]) -> Array:
-        """What :meth:`_states` took apart."""
+        """Return the inverse of :meth:`_states`."""
         chains, length, _ = self._shape
         parts = [x.reshape(length, chains, -1) for x in states]
         return jnp.moveaxis(jnp.concatenate(parts, -1), 0, 1)
 
     def _numbers(self, flat: Array) -> dict[str, Array]:
-        """Numbers (chains, steps, R / m) by site."""
+        """Return numbers (chains, steps, R / m) by site."""
         each = flat.reshape(-1, flat.shape[-1])
         placed = self._structure.placed(self._single, each)
         return {name: placed[name] for name in self._sites}
@@ -176,8 +179,8 @@ class Chained:
         return Links(values, loadings, inverse, misfit + 0 * values.sum())
 
     def _jacobians(self) -> tuple[Array, Array, Array]:
-        """F, (chains, steps, D, D), B, (chains, steps, D, R / m), and how far states
-        are from depending on these alone."""
+        """Return F, (chains, steps, D, D), B, (chains, steps, D, R / m), and the error
+        of assuming that states depend on these alone."""
         (chains, length, each), rng = self._shape, np.random.default_rng(0)
         sizes = [np.prod(shape, dtype=int) for _, shape in self._loop.states]
         carried, dtype = sum(sizes) // chains, self._structure.dtype
@@ -198,9 +201,10 @@ class Chained:
         return columns[..., :carried], columns[..., carried:], misfit
 
     def _blocks(self, lags: Array) -> tuple[Array, Array]:
-        """L and U, (chains, blocks, R, R), step after step.
+        """Return L and U, (chains, blocks, R, R), in the order of steps.
 
-        :param lags: how what is new follows what was, (m, chains, steps, r, r).
+        :param lags: the coefficients of new numbers on earlier ones, (m, chains, steps,
+            r, r).
         """
         size, each = len(lags), lags.shape[-1]
         lags = self._whole(jnp.moveaxis(lags, 0, 2))
@@ -216,26 +220,28 @@ class Chained:
 
     @property
     def _missing(self) -> tuple[int, int]:
-        """Steps of the first and of the last block that there are not."""
+        """Return the numbers of missing steps in the first and in the last block."""
         _, size, before = self._loop.steps
         return before, -(self._shape[1] + before) % size
 
     def _whole(self, along: Array) -> Array:
-        """Of steps, (chains, steps, ...), in blocks, (chains, blocks, m, ...)."""
+        """Return arrays of steps, (chains, steps, ...), in blocks, (chains, blocks, m,
+        ...)."""
         none = [(0, 0)] * along.ndim
         none[1] = self._missing
         padded, size = jnp.pad(along, none), self._loop.steps.size
         return padded.reshape(len(along), -1, size, *along.shape[2:])
 
     def _steps(self, blocks: Array) -> Array:
-        """What :meth:`_whole` put together."""
+        """Return the inverse of :meth:`_whole`."""
         before, _ = self._missing
         flat = blocks.reshape(len(blocks), -1, *blocks.shape[3:])
         return flat[:, before : before + self._shape[1]]
 
     @property
     def _order(self) -> np.ndarray:
-        """Where the numbers of a block, site after site, are step after step."""
+        """Return the permutation from the order of sites to the order of steps within a
+        block."""
         size, each = self._loop.steps.size, self._shape[-1]
         parts, begin = [], 0
         for site in self._single.sites:
@@ -248,11 +254,12 @@ class Chained:
     def results(
         self, numbers: dict[str, Array], known: dict[int, Array]
     ) -> dict[int, Array]:
-        """What the loop leaves, by variable, at numbers that follow each other: every
-        state is that of its own number, and not of all before it but for rounding.
+        """Return the outputs of the loop, by variable, at numbers that follow the
+        links. Every state is computed from its own number, and not from all earlier
+        ones, except for rounding.
 
-        :param numbers: by site.
-        :param known: inputs of the program, and what other loops leave.
+        :param numbers: the numbers by site.
+        :param known: inputs of the program, and the outputs of other loops.
         """
         program, loop, links = self._program, self._loop, self.links
         none = {program.inputs[k]: jnp.zeros_like(numbers[k]) for k in self._sites}

@@ -24,17 +24,17 @@ _Step = Callable[..., tuple[list[Array], list[Array]]]
 
 
 class Loop(NamedTuple):
-    """A scan, or a running sum.
+    """A scan, or a cumulative sum.
 
-    :param steps: sites whose numbers are added to the state; members are the steps of
-        all chains, which are the last of the axes.
-    :param states: what of all that is carried is the state, and its shapes.
-    :param operands: variables: what is the same at all steps, what is carried into the
-        first (zero if there are none) and what each step has of its own.
-    :param carried: variables: what is carried out of the last step.
-    :param stacked: variables: what each step leaves.
-    :param axis: over steps, of what they have and leave.
-    :param step: what a step does.
+    :param steps: sites whose numbers are added to the state. Members are the steps of
+        all chains; steps are the last of the axes.
+    :param states: places of the state in the carry, and its shapes.
+    :param operands: variables, in three groups: those that are the same at all steps,
+        the initial carry (empty if it is zero), and the inputs of each step.
+    :param carried: variables of the final carry.
+    :param stacked: variables of the stacked outputs of the steps.
+    :param axis: the axis over steps, of inputs and stacked outputs.
+    :param step: the function that computes one step.
     """
 
     steps: Grouping
@@ -47,10 +47,10 @@ class Loop(NamedTuple):
 
 
 def loops(program: Program, structure: JointStructure) -> Iterator[Loop]:
-    """Those along which numbers of Gaussian sites may follow each other.
+    """Iterate over loops that may be recurrences of the numbers of Gaussian sites.
 
-    :param program: of a model, from standard normal numbers.
-    :param structure: of the model.
+    :param program: the program of a model, from standard normal numbers.
+    :param structure: the structure of the model.
     """
     shapes = {s.name: s.shape for s in structure.sites}
     for operation in program.operations:
@@ -109,20 +109,20 @@ _KINDS = {"scan": _scanned, "cumsum": _summed}
 
 
 def names(program: Program, variables: Any) -> set[str]:
-    """Inputs that variables depend on.
+    """Return the names of the inputs that variables depend on.
 
-    :param program: that has them.
+    :param program: the program that contains them.
     :param variables: their numbers, or literals.
     """
     return {k for x in variables for k in program.value(x).state}
 
 
 def affine(program: Program, variable: Any, inputs: Collection[str]) -> bool:
-    """Whether a variable depends on some inputs affinely, if it does at all.
+    """Whether a variable is affine in some inputs, or does not depend on them.
 
-    :param program: that has them.
+    :param program: the program that contains the variable.
     :param variable: its number, or a literal.
-    :param inputs: their names.
+    :param inputs: names of the inputs.
     """
     state = program.value(variable).state
     return all(state[k].affine for k in inputs if k in state)
@@ -131,15 +131,15 @@ def affine(program: Program, variable: Any, inputs: Collection[str]) -> bool:
 def _groupings(
     sites: dict[str, tuple[int, ...]], length: int, states: list[tuple[int, ...]]
 ) -> Iterator[Grouping]:
-    """How numbers may be those of steps, for every choice of leading axes of the state
-    that are over chains, most of them first. Where steps have as many numbers as the
-    state, they follow each other one by one, otherwise in blocks of as many as it
-    takes until nothing is left of an earlier state
-    (:mod:`~numpyro_gpaug.model.links`).
+    """Iterate over the ways in which numbers may belong to steps, one for every choice
+    of leading axes of the state that are over chains, most axes first. If a step has as
+    many numbers as the state, the transitions are between single steps. Otherwise they
+    are between blocks, which contain as many steps as the state needs to forget its
+    earlier value (:mod:`~numpyro_gpaug.model.links`).
 
     :param sites: shapes by name.
-    :param length: steps of a chain.
-    :param states: shapes of what is carried.
+    :param length: the number of steps of a chain.
+    :param states: shapes of the states.
     """
     for axis in range(max(map(len, sites.values()), default=0)):
         over = {k: x for k, x in sites.items() if x[axis : axis + 1] == (length,)}
@@ -158,11 +158,11 @@ def _groupings(
 
 
 def refuse_reversed(program: Program, scanned: Collection[str]) -> None:
-    """Raises for Gaussian sites in a scan from the last step to the first.
+    """Raise for Gaussian sites in a scan from the last step to the first.
 
-    :param program: of a model.
+    :param program: the program of a model.
     :param scanned: sites that are sampled in a scan.
-    :raises NotConjugateError: naming them.
+    :raises NotConjugateError: naming the sites.
     """
     for eqn, operands, _ in program.operations:
         if eqn.primitive.name == "scan" and eqn.params["reverse"]:
