@@ -2,7 +2,7 @@
 """Gaussians by the structure of their precision matrix, one structure to a file.
 
 :mod:`~numpyro_gpaug.gaussians.base` states what a structure offers. No module outside
-this folder asks which structure it has; :data:`STRUCTURES` has them by name.
+this folder asks which structure it has; :data:`STRUCTURES` lists them by name.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ STRUCTURES: Mapping[str, type[Structure]] = {
 
 
 def unstructured(size: int) -> Structure:
-    """Return the structure that any Gaussian has: one dense matrix."""
+    """Return the structure of a general Gaussian: one dense matrix."""
     return Dense(Layout(0, 0, size))
 
 
 def natural_from(parts: Mapping[str, Array]) -> Any:
-    """Return natural parameters from their arrays by name, of whatever structure."""
+    """Return natural parameters of any structure, from their arrays by name."""
     for kind in STRUCTURES.values():
         if set(kind.natural._fields) == parts.keys():
             return kind.natural(**parts)

@@ -72,28 +72,30 @@ class GaussianFactors(NamedTuple):
 def gaussian_factors(
     at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
 ) -> GaussianFactors:
-    """The factors that make the conjugate update a natural-gradient step: with E the
-    expected log-likelihood of a datum, ``w = -2 dE/dv`` and ``h = dE/dm + w m``.
+    """Return the factors that make the conjugate update a natural-gradient step. With E
+    the expected log-likelihood of a datum they are ``w = -2 dE/dv`` and ``h = dE/dm + w
+    m``.
 
     :param at: marginals of the predictors.
     :param slopes: derivatives of the expected log-likelihood in mean and variance.
-    :param least_precision: factors of log-concave likelihoods have positive precisions;
-        those of others may not, and raising them to zero keeps every step positive
-        definite, but it moves the fixed point away from the maximum of the bound. A
-        caller that refuses steps by their bound needs no floor.
+    :param least_precision: the lower bound of the precisions. Factors of log-concave
+        likelihoods have positive precisions; factors of others may not. Raising these
+        to zero keeps every step positive definite, but moves the fixed point away from
+        the maximum of the bound. A caller that rejects steps that lower the bound needs
+        no floor.
     """
     precision = jnp.maximum(-2 * slopes.variance, least_precision)
     return GaussianFactors(slopes.mean + precision * at.mean, precision)
 
 
 class Layout(NamedTuple):
-    """How latents are arranged: groups of them first, all others after these.
+    """The arrangement of latents: groups of them first, all others after these.
 
-    :param groups: number of groups, G; where they are the steps of chains, of all
-        chains, one after the other.
+    :param groups: number of groups, G. If they are the steps of chains, it counts the
+        steps of all chains, which follow one another.
     :param each: latents of each group, R.
     :param others: all other latents, K.
-    :param steps: of each chain.
+    :param steps: number of steps of each chain.
     """
 
     groups: int
@@ -123,7 +125,7 @@ class Layout(NamedTuple):
 class Structure(ABC):
     """The structure of a precision matrix: static and hashable.
 
-    :param layout: of the latents.
+    :param layout: the layout of the latents.
     """
 
     layout: Layout
@@ -161,8 +163,8 @@ class Structure(ABC):
     def describe(self, names: str, block: int) -> str:
         """Return a line about the structure, for ``print``.
 
-        :param names: of the sites in its groups.
-        :param block: steps of a chain that are one group.
+        :param names: names of the sites in its groups.
+        :param block: number of steps of a chain in one group.
         """
 
     @abstractmethod
@@ -173,8 +175,8 @@ class Structure(ABC):
     def prior(self, dtype: Any, links: Array | None = None) -> StructurePrior:
         """Return the prior: standard normal latents.
 
-        :param links: what ties them to each other, if the structure can express it;
-            ``None`` if they are independent.
+        :param links: transition matrices between latents, if the structure can express
+            them; ``None`` if the latents are independent.
         """
 
     @abstractmethod
@@ -214,8 +216,8 @@ class StructurePrior(GaussianPrior, Protocol):
 
 
 def selected(tree: Any, latents: Array | None) -> Any:
-    """Some latents of arrays with a leading axis over latents (or of size 1, which is
-    one for all); everything for ``None``."""
+    """Return some latents of arrays with a leading axis over latents (or of size 1, for
+    an array that all latents share); everything for ``None``."""
     if latents is None:
         return tree
     indices = jnp.asarray(latents)
@@ -223,7 +225,7 @@ def selected(tree: Any, latents: Array | None) -> Any:
 
 
 def scatter(tree: Any, latents: Array | None, part: Any) -> Any:
-    """``tree`` with those latents replaced by ``part``."""
+    """Return ``tree`` with these latents replaced by ``part``."""
     if latents is None:
         return part
     indices = jnp.asarray(latents)

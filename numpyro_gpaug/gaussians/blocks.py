@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Affine maps of very many rows, in blocks of rows.
 
-For a million rows and 100 inducing inputs the projection ``A`` takes 400 MB, and so
-does everything on the way to it, to marginals, to factors and to derivatives: kernel
-matrices, whitened products, the spread of every row. Here all that is of one block of
-rows at a time; only ``A`` itself is whole, where sweeps read it again and again.
+For a million rows and 100 inducing inputs the projection ``A`` takes 400 MB. Every
+intermediate array takes as much, from the kernel matrix to marginals, factors and
+derivatives: whitened products, the standard deviation of every row. Here these exist
+for one block of rows at a time. Only ``A`` itself is complete, where repeated updates
+read it.
 """
 
 from __future__ import annotations
@@ -39,16 +40,15 @@ from numpyro_gpaug.math.sharding import latents_apart
 )
 @dataclass(frozen=True)
 class AffineBlocks:
-    """An :class:`~numpyro_gpaug.gaussians.dense.AffineMap` in blocks of rows: made
-    again whenever it is looked at, and for its derivatives, unless :meth:`keep` kept
-    it.
+    """An :class:`~numpyro_gpaug.gaussians.dense.AffineMap` in blocks of rows. Each use,
+    and each derivative, computes the blocks again, unless :meth:`keep` stored them.
 
-    :param rows: what blocks are made of, with leading axes over them and over devices.
-    :param constants: what all are made of.
-    :param kept: blocks made before, which have no derivatives.
-    :param latents: indices of those that are looked at; ``None`` for all.
+    :param rows: the inputs of the blocks, with leading axes over blocks and devices.
+    :param constants: inputs that all blocks share.
+    :param kept: stored blocks, which have no derivatives.
+    :param latents: indices of the selected latents; ``None`` for all.
     :param program: the jaxpr of the map of a block's rows on one device.
-    :param number: of rows, without those that fill the last block.
+    :param number: the number of rows, without padding of the last block.
     """
 
     rows: tuple[Array, ...]
@@ -59,50 +59,50 @@ class AffineBlocks:
     number: int
 
     def keep(self) -> AffineBlocks:
-        """The same map, made once."""
+        """Return the same map, computed once."""
         still = jax.tree.map(lax.stop_gradient, replace(self, latents=None))
         return replace(self, kept=kept_blocks(still._block, self.rows))
 
     def afresh(self) -> AffineBlocks:
-        """The same map, made whenever it is looked at: it has derivatives."""
+        """Return the same map, computed at each use; it has derivatives."""
         return replace(self, kept=None)
 
     def select(self, latents: Array | None) -> AffineBlocks:
-        """The map of some of all latents, or of all for ``None``."""
+        """Return the map of some latents, or of all for ``None``."""
         return replace(self, latents=latents)
 
     def marginals(self, q: Moments) -> Marginals:
-        """Marginals of the predictors under a Gaussian on the latents.
+        """Return marginals of the predictors under a Gaussian on the latents.
 
         :param q: moments of the latents, with their leading axis.
         """
         return self._of_rows(lambda map_: map_.marginals(q))
 
     def prior_variance(self) -> Array:
-        """As :meth:`numpyro_gpaug.gaussians.dense.AffineMap.prior_variance`."""
+        """Return :meth:`numpyro_gpaug.gaussians.dense.AffineMap.prior_variance`."""
         return self._of_rows(AffineMap.prior_variance)
 
     def shared(self) -> Array:
-        """As :meth:`numpyro_gpaug.gaussians.dense.AffineMap.shared`."""
+        """Return :meth:`numpyro_gpaug.gaussians.dense.AffineMap.shared`."""
         return self._of_rows(AffineMap.shared)
 
     def given(self, z: Array) -> Marginals:
-        """Marginals of the predictors given latents (latents, M)."""
+        """Return marginals of the predictors given latents (latents, M)."""
         return self._of_rows(lambda map_: map_.given(z))
 
     def factors(
         self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
     ) -> GaussianFactors:
-        """:func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
+        """Return :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
         return gaussian_factors(at, slopes, least_precision)
 
     def information(
         self, factors: GaussianFactors, about: Array | None = None
     ) -> NaturalGaussian:
-        """The information of factors on the predictors about the latents: a sum over
-        blocks.
+        """Return the information of factors on the predictors about the latents: a sum
+        over blocks.
 
-        :param factors: of the predictors.
+        :param factors: factors of the predictors.
         :param about: as in :meth:`numpyro_gpaug.gaussians.dense.AffineMap.information`.
         """
         # Rows that fill the last block have factors of zero.
@@ -148,11 +148,11 @@ class AffineBlocks:
 def affine_blocks(
     make: Callable[[tuple[Array, ...]], AffineMap], rows: tuple[Array, ...], size: int
 ) -> AffineBlocks:
-    """An affine map in blocks.
+    """Return an affine map in blocks.
 
-    :param make: gives the map of some rows.
-    :param rows: arrays that it is made of, rows first.
-    :param size: rows of a block.
+    :param make: a function that returns the map of some rows.
+    :param rows: its input arrays, rows first.
+    :param size: number of rows of a block.
     """
     cut = tuple(cut_rows(x, size) for x in rows)
     # What it closes over has to be a leaf, to be differentiated.

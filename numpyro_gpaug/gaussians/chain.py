@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gaussians of very many latents along chains: random walks, autoregressions
-and other linear states.
+r"""Gaussians of very many latents along chains: random walks, autoregressions and other
+linear states.
 
-Latents ``z = (x_1, ..., x_T, u)``: R numbers of each of T steps, and K numbers that any
-datum may depend on. The prior ties each step to the one before it by a link, a matrix
-that may depend on hyperparameters,
+The latents are ``z = (x_1, ..., x_T, u)``: R numbers of each of T steps, and K numbers
+that any datum may depend on. In the prior each step depends on the one before it by a
+transition matrix (link), which may depend on hyperparameters,
 
-.. math:: x_t = A_t x_{t-1} + \epsilon_t, \quad \epsilon_t \sim N(0, I),
+.. math:: x_t = A_t x_{t-1} + \epsilon_t, \quad \epsilon_t \sim N(0, I).
 
-with links of one for a random walk, of its coefficient for an autoregression, of zero
-for noise of every step and at a chain's start. A datum depends on one step and on ``u``
+The link is one for a random walk, the coefficient for an autoregression, and zero for
+independent noise and at the start of a chain. A datum depends on one step and on ``u``,
 and adds W (R, R) to the precision of its step, and to the border B (R, K) and the
-corner. The precision is kept in these parts and is positive definite by construction.
-With the precision ``E_t`` of a step given all before it
-(:func:`~numpyro_gpaug.math.recurrences.filtered`), ``M_t = E_t + A_{t+1}' A_{t+1}`` and
-``G_t = M_t^{-1} A_{t+1}'`` the numbers ``y_t = x_t - G_t x_{t+1}`` and ``u`` are
-Gaussian with a bordered block-diagonal precision of blocks M:
+corner. The precision is stored in these parts and is positive definite by construction.
+Let ``E_t`` be the precision of a step given all earlier ones
+(:func:`~numpyro_gpaug.math.recurrences.filtered`). With ``M_t = E_t + A_{t+1}'
+A_{t+1}`` and ``G_t = M_t^{-1} A_{t+1}'`` the numbers ``y_t = x_t - G_t x_{t+1}`` and
+``u`` are Gaussian with a bordered block-diagonal precision of blocks M.
 :mod:`~numpyro_gpaug.gaussians.groups` does the rest, between two recurrences. Work and
 memory are linear in T.
 
@@ -58,15 +58,16 @@ from numpyro_gpaug.math.recurrences import (
 
 
 class ChainMoments(NamedTuple):
-    """Moments of a Gaussian along chains; each with a leading axis of 1. The groups of
+    """Moments of a Gaussian along chains; each has a leading axis of 1. The groups of
     :class:`~numpyro_gpaug.gaussians.base.Layout` are the ``G = chains steps`` steps.
 
     :param mean: (1, G R + K).
     :param inverse: L, lower, of steps given the next: ``L' L = M^-1``, (1, G, R, R).
-    :param gain: how far a step follows the next, (1, chains, steps, R, R).
-    :param roots: of every step's covariance given the corner, ``L' L``, (1, G, R, R).
-    :param cross: Y, (1, G, R, E): how steps follow the corner's noise.
-    :param whitener: V, (1, E, K); E = K but for members that came later.
+    :param gain: the coefficients of a step on the next, (1, chains, steps, R, R).
+    :param roots: roots of every step's covariance given the corner, ``L' L``, (1, G, R,
+        R).
+    :param cross: Y, (1, G, R, E): the cross gain from the corner's noise to the steps.
+    :param whitener: V, (1, E, K); E is K, or more after members were added.
     """
 
     mean: Array
@@ -94,7 +95,7 @@ class ChainMoments(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Standard normal numbers that :meth:`unwhiten` takes."""
+        """The number of standard normal numbers that :meth:`unwhiten` takes."""
         return self.layout.size - self.layout.others + self.whitener.shape[1]
 
     def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -112,8 +113,9 @@ class ChainMoments(NamedTuple):
         return shift, (rows.reshape(1, -1, own.shape[-1]), rest[None])
 
     def half(self, rows: Rows) -> tuple[Array, Array]:
-        """As :meth:`~numpyro_gpaug.gaussians.groups.GroupMoments.half`, for predictors
-        of one step each."""
+        """Return the two factors of
+        :meth:`~numpyro_gpaug.gaussians.groups.GroupMoments.half`, for predictors of one
+        step each."""
         return half_of(self.roots, self.cross, self.whitener, rows)
 
     def covariance(self, rows: Rows) -> Array:
@@ -129,7 +131,8 @@ class ChainMoments(NamedTuple):
         return over_blocks(of_block, cut, number)
 
     def covarying(self, projection: Array) -> Array:
-        """Covariances of all latents with affine functions of them, (G R + K, n).
+        """Return the covariances of all latents with affine functions of them, (G R +
+        K, n).
 
         :param projection: A, (G R + K, n).
         """
@@ -142,7 +145,7 @@ class ChainMoments(NamedTuple):
         return jnp.concatenate([rows.reshape(-1, own.shape[-1]), rest])
 
     def unwhiten(self, noise: Array) -> Array:
-        """Deviations from the mean.
+        """Return deviations from the mean.
 
         :param noise: standard normal, (..., rank).
         """
@@ -156,7 +159,7 @@ class ChainMoments(NamedTuple):
         return found.T.reshape(*lead, layout.size)
 
     def whiten(self, deviation: Array) -> Array:
-        """The noise that :meth:`unwhiten` makes such deviations of.
+        """Return the noise of deviations; the inverse of :meth:`unwhiten`.
 
         :param deviation: (..., G R + K).
         """
@@ -173,7 +176,8 @@ class ChainMoments(NamedTuple):
         return found.T.reshape(*lead, self.rank)
 
     def _columns(self, flat: Array) -> tuple[Array, Array]:
-        """Columns (G R + ..., n) of steps, (G, R, n), and of the corner."""
+        """Return columns (G R + ..., n) as those of steps, (G, R, n), and those of the
+        corner."""
         groups, each = self.inverse.shape[1:3]
         cut = groups * each
         return flat[:cut].reshape(groups, each, -1), flat[cut:]
@@ -190,11 +194,12 @@ class ChainMoments(NamedTuple):
         return _back(self.gain[0], along).reshape(numbers.shape)
 
     def extended(self, prior: ChainPrior, places: np.ndarray) -> ChainMoments:
-        """Return moments with longer or shorter chains, and new chains and latents of
-        the border, all at their prior given the rest.
+        """Return moments with longer or shorter chains, and with new chains and border
+        latents, all of which are at their prior given the rest.
 
-        :param prior: of the latents wanted.
-        :param places: where they are among these, -1 for new ones.
+        :param prior: the prior of the requested latents.
+        :param places: places of the requested latents among the known ones, -1 for
+            new ones.
         """
         layout, links = prior.structure.layout, prior.links
         groups, corner = layout.split(places)
@@ -245,7 +250,7 @@ class _Parts(NamedTuple):
 
 
 def _unseen(parts: _Parts, chains: int) -> _Parts:
-    """The first steps of chains of which nothing is known."""
+    """Return the first steps of chains without any data."""
     none = (jnp.zeros((chains, 1, *x.shape[2:]), x.dtype) for x in parts)
     one = _Parts(*none)
     eye = jnp.eye(one.roots.shape[-1], dtype=one.roots.dtype)
@@ -253,10 +258,10 @@ def _unseen(parts: _Parts, chains: int) -> _Parts:
 
 
 def _continued(parts: _Parts, links: Array) -> _Parts:
-    """Chains that end where others are wanted to: cut short, or gone on with.
+    """Return chains of the requested length: cut short, or continued.
 
-    :param parts: of the chains.
-    :param links: as wanted.
+    :param parts: the parts of the chains.
+    :param links: the requested transition matrices.
     """
     last = min(parts.mean.shape[1], links.shape[1]) - 1
     end = jax.tree.map(lambda x: x[:, last:][:, :1], parts)
@@ -277,14 +282,14 @@ def _continued(parts: _Parts, links: Array) -> _Parts:
 
 
 class ChainNatural(NamedTuple):
-    """A Gaussian along chains in natural parameters; what is added to one has links of
-    zero.
+    """A Gaussian along chains in natural parameters. Information that is added to it
+    has links of zero.
 
     :param potential: (1, G R + K).
-    :param groups: W, what is added to the precision of each step, (1, G, R, R).
+    :param groups: W, the additional precision of each step, (1, G, R, R).
     :param border: B, (1, G, R, K).
-    :param corner: of the precision, (1, K, K).
-    :param links: A, how a step follows the one before it, (1, chains, steps, R, R);
+    :param corner: the corner of the precision, (1, K, K).
+    :param links: A, the transition matrices to each step, (1, chains, steps, R, R);
         zero at a chain's start.
     """
 
@@ -301,8 +306,8 @@ class ChainNatural(NamedTuple):
         return Layout(groups, each, corner)
 
     def moments(self) -> ChainMoments:
-        """Mean and factors of the covariance; NaN where the precision is not positive
-        definite."""
+        """Return mean and factors of the covariance; NaN where the precision is not
+        positive definite."""
         layout, links = self.layout, self.links[0]
         ahead, along = step_after(links), links.shape[:3]
         stiff = filtered(self.groups[0].reshape(links.shape), links)
@@ -329,8 +334,8 @@ class ChainNatural(NamedTuple):
         )
 
     def moved(self, z: Array) -> ChainNatural:
-        """Natural parameters of latents, given those of their deviations from ``z``,
-        (1, G R + K); see
+        """Return the natural parameters of latents, given those of their deviations
+        from ``z``, (1, G R + K); see
         :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
         return self._replace(potential=GroupNatural(*self[:4]).moved(z).potential)
 
@@ -342,7 +347,7 @@ class ChainNatural(NamedTuple):
         return self.layout.joined(steps, linalg.diagonal(self.corner))
 
     def stand_in(self) -> ChainMoments:
-        """Numbers in the shapes of :meth:`moments`, of no meaning."""
+        """Return meaningless numbers in the shapes of :meth:`moments`."""
         return ChainMoments(
             self.potential, self.groups, self.links, self.groups, self.border,
             self.corner,
@@ -355,12 +360,12 @@ class ChainNatural(NamedTuple):
 )  # fmt: skip
 @dataclass(frozen=True)
 class ChainPrior:
-    """Numbers along chains, each a link times the one before it and a standard normal
-    number, and such numbers alone.
+    """Numbers along chains: each is a link times the number before it plus a standard
+    normal number. The other latents are standard normal.
 
     :param loc: zeros (1, G R + K).
-    :param links: (chains, steps, R, R); zero at a chain's start.
-    :param structure: of the latents.
+    :param links: transition matrices (chains, steps, R, R); zero at a chain's start.
+    :param structure: the structure of the latents.
     """
 
     loc: Array
@@ -374,8 +379,8 @@ class ChainPrior:
         return standard._replace(links=self.links[None])
 
     def divergence(self, q: ChainMoments) -> Array:
-        """KL(q || prior), (1,), as a sum over steps: each is as small as what is
-        learnt of it."""
+        """Return KL(q || prior), (1,), as a sum over steps. Each term is as small as
+        the information about its step."""
         links = self.links
         steps, corner = self.structure.layout.split(q.mean)
         mean, inverse, roots, cross = (
@@ -399,9 +404,9 @@ class ChainPrior:
         return 0.5 * (total + jnp.square(roots[:, 0]).sum())[None]
 
     def pull(self, mean: Array) -> Array:
-        """Gradient of :meth:`divergence` in the means, (1, G R + K).
+        """Return the gradient of :meth:`divergence` in the means, (1, G R + K).
 
-        :param mean: where, (1, G R + K).
+        :param mean: the means, (1, G R + K).
         """
         apart, corner = self._noise(mean)
         ahead = step_after(self.links).mT
@@ -411,13 +416,13 @@ class ChainPrior:
         return layout.joined(steps, corner)
 
     def log_density(self, z: Array) -> Array:
-        """Log-density at latents (1, G R + K), (1,)."""
+        """Return the log-density at latents (1, G R + K), (1,)."""
         apart, corner = self._noise(z)
         return log_normal(apart.reshape(1, -1)) + log_normal(corner)
 
     def _noise(self, z: Array) -> tuple[Array, Array]:
-        """The standard normal numbers that latents are made of: of steps, (chains,
-        steps, R, 1), and the others."""
+        """Return the standard normal numbers behind the latents: those of steps,
+        (chains, steps, R, 1), and the others."""
         steps, corner = self.structure.layout.split(z)
         along = steps[0].reshape(*self.links.shape[:3], 1)
         return along - small.product(self.links, step_before(along)), corner
@@ -425,7 +430,7 @@ class ChainPrior:
 
 @dataclass(frozen=True)
 class Chain(Groups):
-    """Groups that are the steps of chains, each tied to the one before it."""
+    """Groups that are the steps of chains, with transitions between them."""
 
     natural: ClassVar[Any] = ChainNatural
     independent_groups = 0
@@ -455,7 +460,7 @@ class Chain(Groups):
 
 
 def _projection(rows: Rows, layout: Layout) -> Array:
-    """How some predictors depend on latents, (G R + K, n)."""
+    """Return the dependence of predictors on latents as a matrix, (G R + K, n)."""
     groups, each, corner, _ = layout
     own, group, dense, value, place = rows
     row = jnp.arange(len(own))
@@ -471,7 +476,7 @@ def _eye(matrices: Array) -> Array:
 
 
 def _ahead(gain: Array, numbers: Array) -> Array:
-    """``x_t = b_t + G_{t-1}' x_{t-1}``.
+    """Compute ``x_t = b_t + G_{t-1}' x_{t-1}``.
 
     :param gain: (chains, steps, R, R).
     :param numbers: b, (chains, steps, R, n).
@@ -480,5 +485,6 @@ def _ahead(gain: Array, numbers: Array) -> Array:
 
 
 def _back(gain: Array, numbers: Array) -> Array:
-    """``x_t = b_t + G_t x_{t+1}``; arguments as for :func:`_ahead`."""
+    """Compute ``x_t = b_t + G_t x_{t+1}``; the arguments are those of
+    :func:`_ahead`."""
     return linear(small.product, gain, numbers, reverse=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Gaussians with one dense precision matrix for each independent set of latents.
 
-Predictors are ``p = offset + A' z``, plus independent noise of variance ``residual``
-where a sparse process leaves some over. Marginals of the predictors, the posterior
+Predictors are ``p = offset + A' z``, plus independent noise of variance ``residual`` if
+a sparse process leaves some unexplained. Marginals of the predictors, the posterior
 given Gaussian factors, draws from it, and its evidence have leading axes over sets of
-latents. Nothing has to be positive definite but by construction: ``P + A diag(w) A'``
-or ``I + sqrt(w) A' A sqrt(w)``.
+latents. Every factorised matrix is positive definite by construction: ``P + A diag(w)
+A'`` or ``I + sqrt(w) A' A sqrt(w)``.
 """
 
 from __future__ import annotations
@@ -71,34 +71,36 @@ class Moments(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Standard normal numbers that :meth:`unwhiten` takes."""
+        """The number of standard normal numbers that :meth:`unwhiten` takes."""
         return self.whitener.shape[-2]
 
     @linalg.precise
     def unwhiten(self, noise: Array) -> Array:
-        """Deviations from the mean.
+        """Return deviations from the mean.
 
         :param noise: standard normal, (..., rank).
         """
         return jnp.vecmat(noise, self.whitener)
 
     def whiten(self, deviation: Array) -> Array:
-        """The noise that :meth:`unwhiten` makes such deviations of, (..., M), by a
-        lower whitener."""
+        """Return the noise of deviations, (..., M), for a lower whitener; the inverse
+        of :meth:`unwhiten`."""
         columns = deviation[..., None]
         return linalg.solve_lower(self.whitener, columns, transpose=True)[..., 0]
 
     def precision_root(self) -> Array:
-        """``R`` with precision ``R R'``, upper triangular, (..., M, M), of whatever
-        whitener; to the digits that this has, of which its square has half."""
+        """``R`` with precision ``R R'``, upper triangular, (..., M, M), for any
+        whitener. It has all digits of the whitener, of which the square ``W' W`` has
+        half."""
         triangle = linalg.one_by_one(partial(jnp.linalg.qr, mode="r"))(self.whitener)
         return linalg.inverse_lower(triangle.mT).mT
 
     def extended(self, prior: Any, places: np.ndarray) -> Moments:
-        """Return moments with new latents, at their prior, of one set of latents.
+        """Return moments with new latents at their prior, for one set of latents.
 
-        :param prior: of the latents wanted: standard normal.
-        :param places: of the latents wanted, -1 for new ones.
+        :param prior: the prior of the requested latents: standard normal.
+        :param places: places of the requested latents among the known ones, -1 for
+            new ones.
         """
         known = places >= 0
         columns = jnp.where(known, self.whitener[..., places], 0)
@@ -120,7 +122,7 @@ class NaturalGaussian(NamedTuple):
 
     @linalg.precise
     def moments(self) -> Moments:
-        """Mean and covariance factor.
+        """Return mean and covariance factor.
 
         The inverse factor is formed explicitly: a product with it costs less than a
         triangular solve with many right-hand sides, and the log-determinant, the trace
@@ -132,13 +134,13 @@ class NaturalGaussian(NamedTuple):
 
     @linalg.precise
     def moved(self, z: Array) -> NaturalGaussian:
-        """Natural parameters of latents, given those of their deviations from ``z``,
-        (..., M).
+        """Return the natural parameters of latents, given those of their deviations
+        from ``z``, (..., M).
 
-        What factors say of a mean is known to the last digit of a large sum, and where
-        latents compensate each other (an intercept and the effects of all groups) they
-        have all of the error. Of deviations it is small, and ``precision z`` has the
-        same error as the matrix that is solved with.
+        The potential of a mean is a large sum, and is accurate only to its last digit.
+        Where latents compensate each other (an intercept and the effects of all
+        groups), this error goes into the latents. The potential of deviations is small,
+        and ``precision z`` has the same error as the matrix of the linear system.
         """
         shift = jnp.matvec(self.precision, z)
         return self._replace(potential=self.potential + shift)
@@ -149,7 +151,7 @@ class NaturalGaussian(NamedTuple):
         return linalg.diagonal(self.precision)
 
     def stand_in(self) -> Moments:
-        """Numbers in the shapes of :meth:`moments`, of no meaning."""
+        """Return meaningless numbers in the shapes of :meth:`moments`."""
         return Moments(self.potential, self.precision)
 
 
@@ -175,9 +177,9 @@ class Prior(NamedTuple):
         return kl_to_diagonal(q, self.loc, self.scale)
 
     def pull(self, mean: Array) -> Array:
-        """Gradient of :meth:`divergence` in the means, (latents, M).
+        """Return the gradient of :meth:`divergence` in the means, (latents, M).
 
-        :param mean: where, (latents, M).
+        :param mean: the means, (latents, M).
         """
         return (mean - self.loc) * jnp.square(1 / self.scale)
 
@@ -194,7 +196,7 @@ class AffineMap(NamedTuple):
     :param offset: predictors at latents of zero, (latents, n).
     :param projection: A, (1 or latents, M, n).
     :param residual: variance of the predictors given the latents, (1 or latents, n).
-    :param gram: ``A' A``, (1 or latents, n, n), kept by :meth:`with_gram`.
+    :param gram: ``A' A``, (1 or latents, n, n), stored by :meth:`with_gram`.
     """
 
     offset: Array
@@ -203,15 +205,16 @@ class AffineMap(NamedTuple):
     gram: Array | None = None
 
     def __call__(self, z: Array) -> Array:
-        """Means of the predictors given latents (latents, M): (latents, n)."""
+        """Return means of the predictors given latents (latents, M): (latents, n)."""
         return self.offset + self.shifts(z)
 
     def shifts(self, z: Array) -> Array:
-        """``A' z``: how predictors move as latents move by ``z``, (latents, n)."""
+        """Return ``A' z``, the change of the predictors for a change ``z`` of the
+        latents, (latents, n)."""
         return jnp.vecmat(z, self.projection)
 
     def marginals(self, q: Moments) -> Marginals:
-        """Marginals of the predictors under a Gaussian on the latents.
+        """Return marginals of the predictors under a Gaussian on the latents.
 
         The variance is a sum of squares plus the residual: positive by construction.
 
@@ -221,7 +224,8 @@ class AffineMap(NamedTuple):
         return Marginals(self.offset + shift, self.residual + spread)
 
     def prior_variance(self) -> Array:
-        """Variances of the predictors under standard normal latents, (latents, n)."""
+        """Return variances of the predictors under standard normal latents, (latents,
+        n)."""
         return self._explained() + self.residual
 
     def _explained(self) -> Array:
@@ -230,8 +234,8 @@ class AffineMap(NamedTuple):
         return jnp.square(self.projection[..., 0, :]) + rest
 
     def explained(self) -> Array:
-        """Share of :meth:`prior_variance` that the latents explain, (latents, n); 1
-        where there is none."""
+        """The share of :meth:`prior_variance` that the latents explain, (latents, n); 1
+        where the variance is zero."""
         return self._share(self._explained())
 
     def shared(self) -> Array:
@@ -244,7 +248,7 @@ class AffineMap(NamedTuple):
         return jnp.where(some, part / jnp.where(some, total, 1), 1)
 
     def covariances(self, q: Moments, left: Array, right: Array) -> Array:
-        """Covariances of pairs of predictors, (latents, P).
+        """Return covariances of pairs of predictors, (latents, P).
 
         :param q: moments of the latents, with their leading axis.
         :param left: one predictor of each pair, (P,).
@@ -255,33 +259,35 @@ class AffineMap(NamedTuple):
         return found
 
     def covariance(self, q: Moments) -> Array:
-        """The covariance of all predictors, (latents, n, n), without the residual."""
+        """Return the covariance of all predictors, (latents, n, n), without the
+        residual."""
         _, parts = q.push_forward(self.projection)
         found: Any = sum(x.mT @ x for x in parts)
         return found
 
     def given(self, z: Array) -> Marginals:
-        """Marginals of the predictors given latents (latents, M)."""
+        """Return marginals of the predictors given latents (latents, M)."""
         mean = self(z)
         return Marginals(mean, jnp.broadcast_to(self.residual, mean.shape))
 
     def factors(
         self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
     ) -> GaussianFactors:
-        """:func:`gaussian_factors`; of predictors that are looked at in pairs there are
-        others."""
+        """Return :func:`gaussian_factors`; a map with pairs of predictors has other
+        factors."""
         return gaussian_factors(at, slopes, least_precision)
 
     def information(
         self, factors: GaussianFactors, about: Array | None = None
     ) -> NaturalGaussian:
-        """The information of factors on the predictors about the latents: potential ``A
-        (h - w about)`` and precision ``A diag(w) A'``, to be added to the prior's.
+        """Return the information of factors on the predictors about the latents:
+        potential ``A (h - w about)`` and precision ``A diag(w) A'``, to be added to the
+        prior's.
 
-        :param factors: of the predictors.
-        :param about: predictors (latents, n) at the latents that these are deviations
-            from, see :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`; at
-            zero, ``offset``, by default.
+        :param factors: factors of the predictors.
+        :param about: predictors (latents, n) at the origin of the deviations, see
+            :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`. The default is
+            ``offset``, the predictors at latents of zero.
         """
         weighted = self.projection * factors.precision[..., None, :]
         about = self.offset if about is None else about
@@ -291,8 +297,8 @@ class AffineMap(NamedTuple):
         return NaturalGaussian(rows[..., -1, :], rows[..., :-1, :])
 
     def coupling(self, cross: Array, left: Array, right: Array) -> NaturalGaussian:
-        """The information of factors ``exp(-c p q)`` on pairs of predictors about the
-        latents.
+        """Return the information of factors ``exp(-c p q)`` on pairs of predictors
+        about the latents.
 
         :param cross: c, (latents, P).
         :param left: one predictor of each pair, (P,).
@@ -303,8 +309,8 @@ class AffineMap(NamedTuple):
         return NaturalGaussian(jnp.zeros_like(matrix[..., 0]), matrix + matrix.mT)
 
     def about(self, q: Moments) -> AffineMap:
-        """The map of standard normal latents z' in place of z, which is ``mean + W'
-        z'`` under a Gaussian.
+        """Return the map of standard normal latents z', where z is ``mean + W' z'``
+        under a Gaussian.
 
         :param q: the Gaussian, with its leading axis.
         """
@@ -312,44 +318,45 @@ class AffineMap(NamedTuple):
         return AffineMap(self.offset + shift, rows, self.residual)
 
     def select(self, latents: Array | None) -> AffineMap:
-        """The map of some latents, all for ``None``."""
+        """Return the map of some latents, or of all for ``None``."""
         return selected(self, latents)
 
     def keep(self) -> AffineMap:
-        """Itself; maps in blocks (:mod:`numpyro_gpaug.gaussians.blocks`) are made
-        lazily."""
+        """Return this map; maps in blocks (:mod:`numpyro_gpaug.gaussians.blocks`) are
+        computed lazily."""
         return self
 
     def in_order(self) -> AffineMap:
-        """Itself: the order of rows makes no difference."""
+        """Return this map: the order of its rows makes no difference."""
         return self
 
     def certain(self) -> AffineMap:
-        """The same map without the residual."""
+        """Return the same map without the residual."""
         return self._replace(residual=jnp.zeros_like(self.residual))
 
     def afresh(self) -> AffineMap:
-        """Itself, which has derivatives."""
+        """Return this map, which has derivatives."""
         return self
 
     def posterior(self, factors: GaussianFactors) -> Moments:
-        """Standard normal latents given factors on their predictors."""
+        """Return the posterior of standard normal latents, given factors on their
+        predictors."""
         return self._posterior(factors).moments()
 
     def with_gram(self) -> AffineMap:
-        """The same map that keeps ``A' A`` where it is no larger than ``A A'``: with it
-        a draw takes one factorisation and no product of matrices."""
+        """Return the same map, with ``A' A`` stored if it is no larger than ``A A'``. A
+        draw then takes one factorisation and no product of matrices."""
         size, num = self.projection.shape[-2:]
         if num > size:
             return self
         return self._replace(gram=self.projection.mT @ self.projection)
 
     def draw(self, key: Array, factors: GaussianFactors) -> Array:
-        """Draws standard normal latents given factors on their predictors, (latents,
-        M); the residual is left out.
+        """Draw standard normal latents given factors on their predictors, (latents, M).
+        The residual is left out.
 
         :param key: random key.
-        :param factors: of precisions >= 0.
+        :param factors: factors of precisions >= 0.
         """
         shape = (*self.offset.shape[:-1], self.projection.shape[-2])
         key, error_key = random.split(key)
@@ -374,10 +381,10 @@ class AffineMap(NamedTuple):
         return noise + jnp.matvec(self.projection, root * weights)
 
     def log_evidence(self, factors: GaussianFactors) -> Array:
-        """``log E exp(sum(h p - w p^2 / 2))`` over standard normal latents, summed over
-        their leading axis; the residual is left out.
+        """Return ``log E exp(sum(h p - w p^2 / 2))`` over standard normal latents,
+        summed over their leading axis. The residual is left out.
 
-        :param factors: of precisions >= 0.
+        :param factors: factors of precisions >= 0.
         """
         h, w = factors
         fixed = h * self.offset - 0.5 * w * jnp.square(self.offset)
@@ -394,7 +401,7 @@ class AffineMap(NamedTuple):
 
 @dataclass(frozen=True)
 class Dense(Structure):
-    """One dense matrix."""
+    """The structure of one dense matrix."""
 
     natural: ClassVar[Any] = NaturalGaussian
     any_rows: ClassVar[bool] = True
@@ -421,7 +428,7 @@ class Dense(Structure):
 
 
 def _carried_plainly(q: Any, projection: Array) -> tuple[Array, Array]:
-    """Means, and variances, along an affine map."""
+    """Return means and variances of an affine map."""
     shift, parts = q.push_forward(projection)
     variance: Any = sum(jnp.square(x).sum(-2) for x in parts)
     return shift, variance
@@ -433,8 +440,9 @@ _carried = jax.custom_jvp(_carried_plainly)
 @partial(_carried.defjvp, symbolic_zeros=True)
 @linalg.precise
 def _carried_jvp(primals: Any, tangents: Any) -> Any:
-    """Where the Gaussian rests, the slope of ``|W a|^2`` in ``a`` is ``2 W' W a``: one
-    product with all columns, for which the chain rule takes two."""
+    """Return the values, and the derivative in ``a``. If the Gaussian is constant, the
+    slope of ``|W a|^2`` is ``2 W' W a``: one product with all columns, where the chain
+    rule takes two."""
     (q, projection), (*of_q, moved) = primals, jax.tree.leaves(tangents)
     rests = all(isinstance(x, SymbolicZero) for x in of_q)
     # W' W itself takes a product of as many columns as there are latents.
@@ -448,7 +456,7 @@ def _carried_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
-    """KL(q || N(loc, diag(scale^2))), (...).
+    """Return KL(q || N(loc, diag(scale^2))), (...).
 
     :param q: moments of q.
     :param loc: (..., M), prior means.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gaussians of very many latents that come in groups: the precision matrix is block
-diagonal with a border.
+r"""Gaussians of very many latents in groups: the precision matrix is block diagonal
+with a border.
 
-Latents are ``z = (z_1, ..., z_G, u)``: R numbers of each of G groups (a random
+The latents are ``z = (z_1, ..., z_G, u)``: R numbers of each of G groups (a random
 intercept and slope of every subject), and K numbers that any datum may depend on (fixed
 effects, inducing values, the effects of other groupings). A predictor depends on one
 group and on ``u``. So the precision matrix has blocks ``D_g`` (R, R) along its
@@ -11,7 +11,7 @@ by one, and the Schur complement of the corner is dense,
 
 .. math:: S = C - \sum_g B_g^\top D_g^{-1} B_g,
 
-so that all costs ``G R K^2 + K^3`` and no array has a side of G squared. With
+so that the total cost is ``G R K^2 + K^3``, and no array has a side of G squared. With
 ``D_g^{-1} = L_g^\top L_g``, ``S^{-1} = V^\top V`` and ``Y_g = D_g^{-1} B_g V^\top``,
 
 .. math:: u = m + V^\top \epsilon, \quad
@@ -21,7 +21,7 @@ and the variance of a predictor ``a' z_g + c' u`` is ``|L_g a|^2 + |V c - Y_g' a
 sum of squares.
 
 Reference: Bates, Maechler, Bolker and Walker (2015), Fitting linear mixed-effects
-models using lme4, section 3, whose factorisation this is.
+models using lme4, section 3, which describes this factorisation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from numpyro_gpaug.math.blocks import cut_rows, rows_of_blocks, summed_blocks
 
 
 def log_det_of(inverse: Array, whitener: Array) -> Array:
-    """Log-determinant of a covariance, (1,), from factors of groups and corner.
+    """Return the log-determinant of a covariance, (1,), from factors of groups and
+    corner.
 
     :param inverse: (1, G, R, R), triangular.
     :param whitener: (1, E, K), triangular.
@@ -55,13 +56,14 @@ def log_det_of(inverse: Array, whitener: Array) -> Array:
 
 
 class GroupMoments(NamedTuple):
-    """Moments of a Gaussian whose precision is block diagonal with a border; each with
-    a leading axis of 1, like other moments.
+    """Moments of a Gaussian whose precision is block diagonal with a border. Like other
+    moments, each has a leading axis of 1.
 
     :param mean: (1, G R + K).
     :param inverse: L, lower, (1, G, R, R).
-    :param cross: Y, how groups follow the noise of the border, (1, G, R, E).
-    :param whitener: V, (1, E, K); E = K but for members that came later.
+    :param cross: Y, the cross gain from the noise of the border to the groups, (1, G,
+        R, E).
+    :param whitener: V, (1, E, K); E is K, or more after members were added.
     """
 
     mean: Array
@@ -103,7 +105,7 @@ class GroupMoments(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Standard normal numbers that :meth:`unwhiten` takes."""
+        """The number of standard normal numbers that :meth:`unwhiten` takes."""
         return self.layout.size - self.layout.others + self.whitener.shape[1]
 
     def half(self, rows: Rows) -> tuple[Array, Array]:
@@ -121,8 +123,9 @@ class GroupMoments(NamedTuple):
         """Return moments with new groups, and new latents in the border, at a standard
         normal prior.
 
-        :param prior: of the latents wanted.
-        :param places: where they are among these, -1 for new ones.
+        :param prior: the prior of the requested latents.
+        :param places: places of the requested latents among the known ones, -1 for
+            new ones.
         """
         layout = prior.structure.layout
         groups, corner = layout.split(places)
@@ -147,7 +150,7 @@ class GroupMoments(NamedTuple):
         )
 
     def unwhiten(self, noise: Array) -> Array:
-        """Deviations from the mean.
+        """Return deviations from the mean.
 
         :param noise: standard normal, (..., rank).
         """
@@ -158,7 +161,7 @@ class GroupMoments(NamedTuple):
         return self.layout.joined(own - moved, corner @ self.whitener[0])
 
     def whiten(self, deviation: Array) -> Array:
-        """The noise that :meth:`unwhiten` makes such deviations of.
+        """Return the noise of deviations; the inverse of :meth:`unwhiten`.
 
         :param deviation: (..., G R + K).
         """
@@ -192,12 +195,12 @@ class GroupNatural(NamedTuple):
         return Layout(groups, each, corner)
 
     def moments(self) -> GroupMoments:
-        """Mean and factors of the covariance; NaN where the precision is not positive
-        definite.
+        """Return mean and factors of the covariance; NaN where the precision is not
+        positive definite.
 
         ``S`` is a difference, but its eigenvalues are at least those of the prior's
-        precision: what rounding can take is the ratio of the groups' information to
-        the prior's, times that of a number's last digit.
+        precision. The relative loss to rounding is at most the ratio of the groups'
+        information to the prior's, times the precision of the dtype.
         """
         groups, each, size = self.border.shape[1:]
         inverse = small.inverse_cholesky(self.groups)
@@ -216,8 +219,8 @@ class GroupNatural(NamedTuple):
         return GroupMoments(mean, inverse, cross, whitener)
 
     def moved(self, z: Array) -> GroupNatural:
-        """Natural parameters of latents, given those of their deviations from ``z``,
-        (1, G R + K); see
+        """Return the natural parameters of latents, given those of their deviations
+        from ``z``, (1, G R + K); see
         :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
         groups, corner = self.layout.split(z)
         own = jnp.einsum("zgrs,zgs->zgr", self.groups, groups)
@@ -233,7 +236,7 @@ class GroupNatural(NamedTuple):
         return self.layout.joined(groups, corner)
 
     def stand_in(self) -> GroupMoments:
-        """Numbers in the shapes of :meth:`moments`, of no meaning."""
+        """Return meaningless numbers in the shapes of :meth:`moments`."""
         return GroupMoments(self.potential, self.groups, self.border, self.corner)
 
 
@@ -242,10 +245,10 @@ class GroupNatural(NamedTuple):
 )
 @dataclass(frozen=True)
 class GroupPrior:
-    """Independent standard normal latents.
+    """The prior of independent standard normal latents.
 
     :param loc: zeros (1, G R + K).
-    :param structure: of the latents.
+    :param structure: the structure of the latents.
     """
 
     loc: Array
@@ -263,9 +266,9 @@ class GroupPrior:
         return 0.5 * (squares - self.structure.size - q.log_det)
 
     def pull(self, mean: Array) -> Array:
-        """Gradient of :meth:`divergence` in the means, (1, G R + K).
+        """Return the gradient of :meth:`divergence` in the means, (1, G R + K).
 
-        :param mean: where, (1, G R + K).
+        :param mean: the means, (1, G R + K).
         """
         return mean
 
@@ -330,8 +333,9 @@ class Groups(Structure):
         return self._added(layout.joined(groups, corner)[None], *products)
 
     def coupling(self, left: Rows, right: Rows, cross: Array) -> Any:
-        """Return the information of factors ``exp(-c p q)`` on pairs of predictors,
-        which depend on the same group, or of which one depends on none.
+        """Return the information of factors ``exp(-c p q)`` on pairs of predictors.
+        Both predictors of a pair depend on the same group, or one of them depends on
+        none.
 
         :param cross: c, (n,).
         """
@@ -346,13 +350,13 @@ class Groups(Structure):
     def _added(
         self, potential: Array, groups: Array, border: Array, corner: Array
     ) -> Any:
-        """Natural parameters to be added to the prior's."""
+        """Return natural parameters to be added to the prior's."""
         return GroupNatural(potential, groups, border, corner)
 
     def rows_of_block(self, number: int, dtype: Any) -> int | None:
-        """Return how many rows a block has; ``None`` if all are one.
+        """Return the number of rows in a block; ``None`` if one block takes all rows.
 
-        :param number: of rows.
+        :param number: the total number of rows.
         """
         # Of each row there are K numbers and more on the way to a sum.
         each = (2 + self.layout.each) * (1 + self.layout.others)
@@ -361,8 +365,9 @@ class Groups(Structure):
     def _products(
         self, left: Rows, right: Rows, weights: Array
     ) -> tuple[Array, Array, Array]:
-        """Sums over rows of ``w l r'``, symmetric but for what ``w r l'`` adds to it:
-        blocks of groups, border and corner; in blocks of rows if they are many."""
+        """Return sums over rows of ``w l r'``: blocks of groups, border and corner.
+        They are symmetric once the sums of ``w r l'`` are added. Rows are taken in
+        blocks if they are many."""
         number, width = left.dense.shape
         size = self.rows_of_block(number, weights.dtype)
         groups, each, corner, _ = self.layout
@@ -386,7 +391,7 @@ class Groups(Structure):
 def half_of(
     roots: Array, cross: Array, whitener: Array, rows: Rows
 ) -> tuple[Array, Array]:
-    """See :meth:`GroupMoments.half`."""
+    """Return the two factors of :meth:`GroupMoments.half`."""
     own, group, dense, value, place = rows
     columns, width = whitener[0].T, dense.shape[-1]
     ahead = jnp.einsum("nij,nj->ni", roots[0][group], own)

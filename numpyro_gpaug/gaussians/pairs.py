@@ -2,7 +2,7 @@
 r"""Pairs of predictors that likelihoods depend on, affine in one Gaussian.
 
 A datum whose likelihood depends on two predictors (a location and a logarithm of a
-scale) needs their covariance, and its Gaussian factor is of both:
+scale) needs their covariance, and its Gaussian factor is a function of both:
 
 .. math:: \exp(h_1 p_1 + h_2 p_2 - w_1 p_1^2 / 2 - w_2 p_2^2 / 2 - c\, p_1 p_2).
 """
@@ -59,7 +59,7 @@ class PairedMap(NamedTuple):
     right: Array
 
     def marginals(self, q: Any) -> PairMarginals:
-        """Marginals of the predictors, and covariances of the pairs.
+        """Return marginals of the predictors, and covariances of the pairs.
 
         :param q: moments of the latents, with a leading axis of 1.
         """
@@ -68,33 +68,34 @@ class PairedMap(NamedTuple):
         return PairMarginals(mean, variance, pairs)
 
     def select(self, latents: Array | None) -> PairedMap:
-        """Itself: there is one set of latents."""
+        """Return this map: there is one set of latents."""
         return self
 
     def keep(self) -> PairedMap:
-        """Itself; see :meth:`~numpyro_gpaug.gaussians.dense.AffineMap.keep`."""
+        """Return this map; see
+        :meth:`~numpyro_gpaug.gaussians.dense.AffineMap.keep`."""
         return self
 
     def afresh(self) -> PairedMap:
-        """Itself, which has derivatives."""
+        """Return this map, which has derivatives."""
         return self
 
     def certain(self) -> PairedMap:
-        """The same map without the residual."""
+        """Return the same map without the residual."""
         return self._replace(single=self.single.certain())
 
     def given(self, z: Array) -> Any:
-        """Means and variances of the predictors given latents.
+        """Return means and variances of the predictors given latents.
 
         :param z: the latents, with a leading axis of 1.
         """
         return self.single.given(z)
 
     def swapped(self, x: Array, pairs: Array) -> Array:
-        """``C x`` of the symmetric matrix C with the pairs for entries.
+        """Return ``C x``, where the symmetric matrix C has the pairs as entries.
 
         :param x: numbers of the predictors, (1, n).
-        :param pairs: of the pairs, (1, P).
+        :param pairs: numbers of the pairs, (1, P).
         """
         left, right = self.left, self.right
         moved = jnp.zeros_like(x).at[..., left].add(pairs * x[..., right])
@@ -106,8 +107,9 @@ class PairedMap(NamedTuple):
         slopes: PairMarginals,
         least_precision: float = -jnp.inf,
     ) -> PairFactors:
-        """As :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`; with E the
-        expected log-likelihood of a datum, ``c = -dE/dcovariance``."""
+        """Return the factors of predictors, as
+        :func:`~numpyro_gpaug.gaussians.base.gaussian_factors` does, and those of pairs:
+        with E the expected log-likelihood of a datum, ``c = -dE/dcovariance``."""
         means, spreads = (_Marginals(x.mean, x.variance) for x in (at, slopes))
         potential, precision = gaussian_factors(means, spreads, least_precision)
         cross = -slopes.covariance
@@ -115,9 +117,10 @@ class PairedMap(NamedTuple):
         return PairFactors(potential + lean, precision, cross)
 
     def information(self, factors: PairFactors, about: Array | None = None) -> Any:
-        """The information of factors about the latents, to be added to the prior's.
+        """Return the information of factors about the latents, to be added to the
+        prior's.
 
-        :param factors: of predictors and pairs.
+        :param factors: factors of predictors and pairs.
         :param about: as in :meth:`numpyro_gpaug.gaussians.dense.AffineMap.information`.
         """
         about = self.single.offset if about is None else about

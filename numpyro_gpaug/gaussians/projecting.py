@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Projection of the information about whitened function values onto others.
 
-Values ``a = A' b + r`` of a process are known as ``q(a) = N(m, S)``, where ``p(a)`` and
-``p(b)`` are standard normal and ``r`` is independent of ``b`` with covariance ``I - A'
-A``. Of all processes that know of ``b`` alone, ``p(f | b) q(b)``, the nearest one to
-``p(f | a) q(a)`` in Kullback-Leibler divergence is
+Values ``a = A' b + r`` of a process have the distribution ``q(a) = N(m, S)``, where
+``p(a)`` and ``p(b)`` are standard normal and ``r`` is independent of ``b`` with
+covariance ``I - A' A``. Among all processes that have information about ``b`` alone,
+``p(f | b) q(b)``, the nearest one to ``p(f | a) q(a)`` in Kullback-Leibler divergence
+is
 
 .. math::
 
@@ -14,7 +15,7 @@ A``. Of all processes that know of ``b`` alone, ``p(f | b) q(b)``, the nearest o
 
 This is the variational optimum without new data of Bui, Nguyen and Turner (2017,
 section 3.1): old data enter with the noise :math:`D = (S^{-1} - I)^{-1}`, without the
-:math:`I - A^\top A` that power EP adds to it, and what the move loses is the bound's
+:math:`I - A^\top A` that power EP adds to it. The loss of the projection is the bound's
 trace term and more. :math:`\Lambda` is a sum of positive semi-definite matrices with no
 common null space, whether the likelihood is log-concave (:math:`S \le I`) or not.
 """
@@ -30,12 +31,12 @@ from numpyro_gpaug.math.linalg import diagonal, precise
 
 @precise
 def projected(q: Moments, projection: Array) -> tuple[Moments, Array]:
-    """Return the Gaussian of ``b``, given that of ``a``.
+    """Return the Gaussian of ``b``, given the Gaussian of ``a``.
 
     :param q: moments of a, (latents, K).
     :param projection: A, (1 or latents, M, K).
-    :return: moments of b, (latents, M), and the divergence of its process from that of
-        ``q``, (latents,): 0 where ``b`` determines ``a``, but for rounding.
+    :return: moments of b, (latents, M), and the divergence of its process from the
+        process of ``q``, (latents,): 0 up to rounding where ``b`` determines ``a``.
     """
     root = q.precision_root()
     known = projection @ root

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The information of old data, as a Gaussian pseudo-likelihood that contains no prior.
 
-A posterior :math:`q(a)` that was found under a prior :math:`p(a)` is that prior times
-:math:`t(a) = q(a) / p(a)`, which is kept as :math:`\exp(-|y - R a|^2 / 2)`: as
-observations y of R a with unit noise. Under another prior, of other hyperparameters,
-the posterior given them is proper whatever R is.
+A posterior :math:`q(a)` under a prior :math:`p(a)` is that prior times :math:`t(a) =
+q(a) / p(a)`. This factor is stored as :math:`\exp(-|y - R a|^2 / 2)`: as observations y
+of R a with unit noise. Under another prior, with other hyperparameters, the posterior
+given these observations is proper for any R.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class PseudoData(NamedTuple):
     def of(cls, q: Moments, prior: Prior) -> PseudoData:
         """Return the pseudo-data that turn a prior into a posterior.
 
-        The precisions of both are subtracted from each other, and what remains of
-        directions of which data say nothing is rounding. Seen from another prior, in
-        which these directions have more variance, it could seem to be a lot: nothing is
-        kept of what is not resolved, nor of what would be a negative precision.
+        The precision of the prior is subtracted from that of the posterior. In
+        directions about which the data have no information, the difference is rounding
+        error. Under another prior, with more variance in these directions, it could
+        seem to be much information. Therefore unresolved directions, and directions of
+        negative precision, are dropped.
 
         :param q: the posterior.
         :param prior: the prior.
@@ -71,7 +72,7 @@ class SeenPrior(NamedTuple):
     them.
 
     :param prior: the prior.
-    :param data: what they say.
+    :param data: the information of the old data.
     """
 
     prior: Prior
@@ -93,8 +94,8 @@ class SeenPrior(NamedTuple):
 
     @precise
     def divergence(self, q: Moments) -> Array:
-        """KL(q || prior) minus the expected log of the pseudo-likelihood, (latents,):
-        at most minus the log of their evidence."""
+        """Return KL(q || prior) minus the expected log of the pseudo-likelihood,
+        (latents,). It is at least minus the log of their evidence."""
         targets, root = self.data
         missed = targets - jnp.matvec(root, q.mean)
         spread = jnp.square(root @ q.whitener.mT).sum((-2, -1))
@@ -103,9 +104,9 @@ class SeenPrior(NamedTuple):
 
     @precise
     def pull(self, mean: Array) -> Array:
-        """Gradient of :meth:`divergence` in the means, (latents, M).
+        """Return the gradient of :meth:`divergence` in the means, (latents, M).
 
-        :param mean: where, (latents, M).
+        :param mean: the means, (latents, M).
         """
         targets, root = self.data
         missed = targets - jnp.matvec(root, mean)

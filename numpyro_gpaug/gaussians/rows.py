@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictors each of which depends on the latents of one group, and on latents that all
-of them may depend on."""
+"""Predictors that depend on the latents of one group each, and on latents that all of
+them may depend on."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from numpyro_gpaug.math.sharding import shards
 class Rows(NamedTuple):
     """The dependence of predictors on latents, one row each.
 
-    :param own: on the latents of their group, (n, R).
-    :param group: which, (n,).
-    :param dense: on the first F latents outside groups, (n, F).
-    :param value: on single others of these, (n, s).
-    :param place: which, (n, s), counted from F.
+    :param own: coefficients of the latents of their group, (n, R).
+    :param group: the group, (n,).
+    :param dense: coefficients of the first F latents outside groups, (n, F).
+    :param value: coefficients of single further latents outside groups, (n, s).
+    :param place: places of these, (n, s), counted from F.
     """
 
     own: Array
@@ -41,12 +41,12 @@ class Rows(NamedTuple):
     place: Array
 
     def at(self, rows: Array) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Rows(*(x[rows] for x in self))
 
 
 def shifts(rows: Rows, layout: Layout, z: Array) -> Array:
-    """Return how predictors move with latents (size,), (n,)."""
+    """Return the change of predictors for latents (size,), (n,)."""
     groups, others = layout.split(z)
     own, group, dense, value, place = rows
     width = dense.shape[-1]
@@ -63,17 +63,17 @@ class RowMap:
     """Predictors ``offset + A' z`` (plus a residual), A' of :class:`Rows`.
 
     The structure has ``information(rows, potential, precision)`` and ``coupling(left,
-    right, cross)``, what factors say of the latents, and ``rows_of_block(number,
-    dtype)``. Its moments have ``half(rows)``: two arrays (n, r), through both of which
-    rows of one group vary together, and through the second alone others; and
-    ``covariance(rows)``.
+    right, cross)``, the information of factors about the latents, and
+    ``rows_of_block(number, dtype)``. Its moments have ``covariance(rows)``, and
+    ``half(rows)``, which returns two arrays (n, r): rows of one group covary through
+    both, and rows of different groups through the second alone.
 
     :param offset: predictors at latents of zero, (1, n).
-    :param rows: of A'.
+    :param rows: the rows of A'.
     :param residual: variance of the predictors given the latents, (1, n).
-    :param structure: of the latents.
-    :param order: of the rows; ``None`` where it is the predictors'. See
-        :meth:`in_order`.
+    :param structure: the structure of the latents.
+    :param order: the order of the rows; ``None`` where it is that of the predictors.
+        See :meth:`in_order`.
     """
 
     offset: Array
@@ -83,8 +83,8 @@ class RowMap:
     order: Order | None = None
 
     def in_order(self) -> Self:
-        """The same map, with rows in the order of groups that fill whole blocks if they
-        are many: these are then read without a copy."""
+        """Return the same map with its rows in the order of groups, in complete blocks
+        if they are many. Blocks are then read without a copy."""
         structure, dtype = self.structure, self.offset.dtype
         size = structure.rows_of_block(self.offset.shape[-1], dtype)
         # Of rows on several devices none has to move.
@@ -97,7 +97,7 @@ class RowMap:
 
     @property
     def _in_place(self) -> Rows:
-        """The rows in the order of the predictors."""
+        """The rows, in the order of the predictors."""
         return jax.tree.map(self._put_back, self.rows)
 
     def _weights(self, rows: Array) -> Array:
@@ -107,16 +107,16 @@ class RowMap:
         return rows if self.order is None else self.order.back(rows)
 
     def __call__(self, z: Array) -> Array:
-        """Means of the predictors given latents (1, size), (1, n)."""
+        """Return means of the predictors given latents (1, size), (1, n)."""
         moved = shifts(self.rows, self.structure.layout, z[0])
         return self.offset + self._put_back(moved)
 
     def given(self, z: Array) -> Marginals:
-        """Marginals of the predictors given latents (1, size)."""
+        """Return marginals of the predictors given latents (1, size)."""
         return Marginals(self(z), self.residual)
 
     def marginals(self, q: Any) -> Marginals:
-        """Marginals of the predictors: variances are sums of squares."""
+        """Return marginals of the predictors; variances are sums of squares."""
 
         def squares(rows: Rows) -> Array:
             own, rest = q.half(rows)
@@ -126,7 +126,8 @@ class RowMap:
         return Marginals(self(q.mean), self.residual + variance)
 
     def covariances(self, q: Any, left: Array, right: Array) -> Array:
-        """Covariances of pairs of predictors, of the same group or one of them of none.
+        """Return covariances of pairs of predictors, which depend on the same group, or
+        one of which depends on none.
 
         :param q: moments of the latents.
         :param left: one predictor of each pair, (P,).
@@ -144,22 +145,21 @@ class RowMap:
         return self._over_rows(products, (given.at(left), given.at(right)))[None]
 
     def covariance(self, q: Any) -> Array:
-        """The covariance of all predictors, (1, n, n), without the residual."""
+        """Return the covariance of all predictors, (1, n, n), without the residual."""
         return q.covariance(self._in_place)[None]
 
     def factors(
         self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
     ) -> GaussianFactors:
-        """:func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
+        """Return :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
         return gaussian_factors(at, slopes, least_precision)
 
     def information(self, factors: GaussianFactors, about: Array | None = None) -> Any:
-        """The information of factors on the predictors about the latents, to be added
-        to the prior's.
+        """Return the information of factors on the predictors about the latents, to be
+        added to the prior's.
 
-        :param factors: of the predictors.
-        :param about: as in
-            :meth:`numpyro_gpaug.gaussians.dense.AffineMap.information`.
+        :param factors: factors of the predictors.
+        :param about: as in :meth:`numpyro_gpaug.gaussians.dense.AffineMap.information`.
         """
         about = self.offset if about is None else about
         centred = self._weights((factors.potential - factors.precision * about)[0])
@@ -167,34 +167,35 @@ class RowMap:
         return self.structure.information(self.rows, centred, precision)
 
     def coupling(self, cross: Array, left: Array, right: Array) -> Any:
-        """The information about the latents of factors on products of two predictors,
-        which depend on the same group, or of which one depends on none.
+        """Return the information about the latents of factors on products of two
+        predictors, which depend on the same group, or one of which depends on none.
 
-        :param cross: of the pairs, (1, P).
-        :param left: one predictor of each, (P,).
+        :param cross: cross precisions of the pairs, (1, P).
+        :param left: one predictor of each pair, (P,).
         :param right: the other.
         """
         given = self._in_place
         return self.structure.coupling(given.at(left), given.at(right), cross[0])
 
     def select(self, latents: Array | None) -> RowMap:
-        """Itself: there is one set of latents."""
+        """Return this map: there is one set of latents."""
         return self
 
     def keep(self) -> RowMap:
-        """Itself; see :meth:`~numpyro_gpaug.gaussians.dense.AffineMap.keep`."""
+        """Return this map; see
+        :meth:`~numpyro_gpaug.gaussians.dense.AffineMap.keep`."""
         return self
 
     def afresh(self) -> RowMap:
-        """Itself, which has derivatives."""
+        """Return this map, which has derivatives."""
         return self
 
     def certain(self) -> RowMap:
-        """The same map without the residual."""
+        """Return the same map without the residual."""
         return replace(self, residual=jnp.zeros_like(self.residual))
 
     def _over_rows(self, function: Callable[[Any], Array], rows: Any) -> Array:
-        """A function of rows, in blocks if they are many."""
+        """Apply a function to the rows, in blocks if they are many."""
         number = len(jax.tree.leaves(rows)[0])
         size = self.structure.rows_of_block(number, self.offset.dtype)
         if size is None:

@@ -225,8 +225,7 @@ class Chained:
         return before, -(self._shape[1] + before) % size
 
     def _whole(self, along: Array) -> Array:
-        """Return arrays of steps, (chains, steps, ...), in blocks, (chains, blocks, m,
-        ...)."""
+        """Return arrays of steps, (chains, steps, ...), in blocks of m steps."""
         none = [(0, 0)] * along.ndim
         none[1] = self._missing
         padded, size = jnp.pad(along, none), self._loop.steps.size
