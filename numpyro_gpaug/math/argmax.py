@@ -3,15 +3,16 @@ r"""The probability that one of several independent normals is the largest.
 
 With ``F(t) = prod_l Phi((t - m_l) / s_l)``, the distribution function of the maximum,
 normal k is the largest with probability ``int (log F_k)' F dt``: its share of the slope
-of ``log F``. Gauss-Hermite nodes lie at the scale of one normal and miss what narrower
-ones do. Here all normals share one set of nodes, which resolves every one of them:
+of ``log F``. Gauss-Hermite nodes lie at the scale of one normal and miss the variation
+of narrower ones. Here all normals share one set of nodes, which resolves every one of
+them:
 
-Every factor of F is at least F. So where F stops to be negligible, at ``bottom``, the
-mean of no normal is more than r of its own standard deviations further up, and from
-there on all that varies on a scale ``s`` does so within ``2 r s`` of ``bottom``. At a
-distance d nothing is narrower than ``d / 2 r``, and the trapezoid rule in ``log d``
-(Trefethen and Weideman, 2014, The exponentially convergent trapezoidal rule) resolves
-all scales with a number of nodes that grows with the logarithm of their ratio only.
+Every factor of F is at least F. So where F is no longer negligible, at ``bottom``, no
+normal has its mean more than r of its own standard deviations further up. From there
+on, every variation on a scale ``s`` is within ``2 r s`` of ``bottom``. At a distance d
+nothing is narrower than ``d / 2 r``, and the trapezoid rule in ``log d`` (Trefethen and
+Weideman, 2014, The exponentially convergent trapezoidal rule) resolves all scales with
+a number of nodes that grows only with the logarithm of their ratio.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Rule(NamedTuple):
     """A rule for one dtype.
 
     :param num: number of nodes.
-    :param log_tail: logarithm of the F that is negligible.
+    :param log_tail: logarithm of the largest negligible F.
     :param below: the point of a standard normal with this log-probability below it.
     :param above: the point above which a standard normal is negligible.
     """
@@ -59,7 +60,7 @@ class _Mesh(NamedTuple):
     """Nodes ``bottom + distance`` of (N, C) normals, in order along the leading axis.
 
     :param distance: (Q, N, 1).
-    :param weights: of the same shape.
+    :param weights: weights of the nodes, of the same shape.
     :param offset: ``bottom`` minus the means, (N, C).
     """
 
@@ -69,15 +70,17 @@ class _Mesh(NamedTuple):
 
 
 def argmax_probability(mean: Array, variance: Array, index: Array) -> Array:
-    """``P(f_index > all others)`` for independent ``f_k ~ N(mean_k, variance_k)``.
+    """The probability that ``f_index`` is the largest of independent normals.
+
+    They are ``f_k ~ N(mean_k, variance_k)``.
 
     The absolute error is below 1e-8 in float64 and 1e-5 in float32, rounding of the
     means apart, for any means and for variances that differ by up to 1e12 within a
     datum. The derivatives come from the same nodes in the same pass, in O(C) memory.
 
     :param mean: (..., C).
-    :param variance: of the same shape, >= 0; a normal without any is as wide as 2e-7
-        of the widest.
+    :param variance: of the same shape, >= 0; a normal without variance gets 2e-7 of the
+        largest standard deviation.
     :param index: integers of the batch shape.
     :return: probabilities, of the batch shape.
 
@@ -97,7 +100,7 @@ def argmax_probability(mean: Array, variance: Array, index: Array) -> Array:
 
 
 def argmax_probabilities(mean: Array, variance: Array) -> Array:
-    """The probability that each of several normals is the largest, all by one rule.
+    """Return the probability that each of several normals is the largest, by one rule.
 
     :param mean: (..., C).
     :param variance: of the same shape, >= 0; see :func:`argmax_probability`.
@@ -117,7 +120,7 @@ def argmax_probabilities(mean: Array, variance: Array) -> Array:
 
 
 def _raised(variance: Array) -> Array:
-    """Variances that are positive, and not too far below the largest."""
+    """Return variances that are positive, and not too far below the largest."""
     tiny = jnp.finfo(variance.dtype).eps ** 4
     largest = lax.stop_gradient(variance).max(-1, keepdims=True)
     return jnp.maximum(variance, _LEAST_RATIO**2 * largest + tiny)
@@ -125,7 +128,7 @@ def _raised(variance: Array) -> Array:
 
 @jax.custom_jvp
 def _chosen_probability(mean: Array, variance: Array, chosen: Array) -> Array:
-    """Probabilities of the normals that the (N, C) one-hot rows choose, (N,)."""
+    """Return probabilities of the normals that the (N, C) one-hot rows choose, (N,)."""
     shares, _ = _shares(mean, variance, chosen)
     return (shares * chosen).sum(-1)
 
@@ -140,11 +143,11 @@ def _chosen_probability_jvp(primals, tangents):
 def _shares(
     mean: Array, variance: Array, chosen: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Probabilities of all normals, (N, C), and the derivatives of ``(chosen *
+    """Return probabilities of all normals, (N, C), and the derivatives of ``(chosen *
     probabilities).sum(-1)`` in the means and variances.
 
-    The sum of the probabilities is one up to the error of the rule. That error is much
-    the same fraction of each, so the probabilities are divided by their sum.
+    The sum of the probabilities is one up to the error of the rule. That error is
+    nearly the same fraction of each, so the probabilities are divided by their sum.
     """
     scale_inv = lax.rsqrt(variance)
     # The rule holds for any nodes: derivatives go through the integrand alone.
@@ -177,7 +180,8 @@ def _shares(
 
 
 def _num_steps(num_nodes: int, size: int) -> int:
-    """The smallest divisor of the number of nodes whose chunks are small enough."""
+    """Return the smallest divisor of the number of nodes whose chunks are small
+    enough."""
     divisors = (k for k in range(1, num_nodes) if num_nodes % k == 0)
     return next((k for k in divisors if num_nodes // k * size <= CHUNK), num_nodes)
 
@@ -222,6 +226,6 @@ def _mesh(mean: Array, scale: Array) -> _Mesh:
 
 
 def _standard(distance: Array, rate: Array) -> Array:
-    """Standardised distances, within what has a cdf above and a square below infinity
-    (rounding may leave a mean of hardly any variance too far above a node)."""
+    """Return standardised distances, clipped so that the cdf is positive and the square
+    finite. Rounding may put a mean with hardly any variance too far above a node."""
     return jnp.clip(distance * rate, -8.0, 30.0)

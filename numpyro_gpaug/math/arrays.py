@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of callers as JAX's."""
+"""Conversion of callers' arrays into JAX arrays."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NARROW: dict[Any, Any] = {
 
 @contextmanager
 def in_dtype_of(fitted: Any) -> Iterator[None]:
-    """JAX with the dtypes that a fit was made in, whatever ``jax_enable_x64`` is since.
+    """Run JAX inside with the dtypes of a fit, whatever ``jax_enable_x64`` is now.
 
-    :param fitted: whether numbers were of 64 bits; or what was fitted: they were, if
-        any array of JAX's in it is float64. NumPy's say nothing.
+    :param fitted: whether the fit used 64-bit numbers, or an object from the fit: it
+        did if any JAX array in the object is float64. NumPy arrays are not considered.
     """
     leaves = [x for x in jax.tree.leaves(fitted) if isinstance(x, bool | Array)]
     double = any(x is True or getattr(x, "dtype", 0) == np.float64 for x in leaves)
@@ -43,16 +43,17 @@ def in_dtype_of(fitted: Any) -> Iterator[None]:
 
 
 def has_doubles() -> bool:
-    """Whether JAX's numbers are of 64 bits here."""
+    """Whether JAX uses 64-bit numbers here."""
     config: Any = jax.config  # what a context manager has set included
     return bool(config.jax_enable_x64)
 
 
 def held(leaves: list[Any]) -> tuple[Any, ...]:
-    """Array arguments as programs take them: small ones of NumPy's as copies of the
-    dtypes that JAX has, which no caller can change; all others as JAX's.
+    """Return array arguments in the form that programs take. Small NumPy arrays are
+    copied, in JAX's dtypes, so that no caller can change them. All others become JAX
+    arrays.
 
-    :param leaves: arrays of JAX's or NumPy's.
+    :param leaves: JAX or NumPy arrays.
     """
     if not has_doubles():
         leaves = [_single(x) if isinstance(x, Array) else x for x in leaves]
@@ -64,7 +65,7 @@ def held(leaves: list[Any]) -> tuple[Any, ...]:
 
 
 def _single(array: Array) -> Array:
-    """An array made where numbers are of 64 bits, as it would be where they are not."""
+    """Return an array that was made with 64-bit numbers as it would be without them."""
     narrow = _NARROW.get(array.dtype)
     return array if narrow is None else array.astype(narrow)
 
@@ -81,8 +82,8 @@ def _copied(array: np.ndarray) -> np.ndarray:
 
 
 def as_arrays(leaves: list[Any]) -> tuple[Array, ...]:
-    """Array arguments as JAX's, NumPy's by one transfer: ``jnp.asarray`` compiles a
-    program for each shape."""
+    """Return array arguments as JAX arrays, NumPy arrays by one transfer.
+    ``jnp.asarray`` would compile a program for each shape."""
     given = [_own(x) for x in leaves if not isinstance(x, Array)]
     if not given:
         return tuple(leaves)
@@ -93,7 +94,7 @@ def as_arrays(leaves: list[Any]) -> tuple[Array, ...]:
 
 
 def _own(array: Any) -> Any:
-    """An array that its caller may change: JAX copies it unless it is aligned, when its
-    memory becomes that of the answer, whatever ``may_alias`` says."""
+    """Return a copy of an array that its caller may change. JAX copies an array unless
+    it is aligned; then both share memory, whatever ``may_alias`` is."""
     aligned = isinstance(array, np.ndarray) and array.ctypes.data % _ALIGNED == 0
     return array.copy() if aligned else array

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Logarithm of the modified Bessel function of the second kind, and the averages
-that a generalised inverse Gaussian asks of it.
+that a generalised inverse Gaussian needs.
 
 From :math:`K_\nu(x) = \tfrac12\int e^{\nu t - x\cosh t}\,dt` [1, eq. 10.32.9], with
 :math:`S=\sqrt{\nu^2+x^2}`, :math:`P=S+|\nu|`, :math:`Q=S-|\nu|=x^2/P` and the peak
@@ -42,7 +42,8 @@ _BLOCK = 4
 
 
 class _Layout(NamedTuple):
-    """Equal steps ``h`` in ``s`` from ``low``; ``t = s + tau tanh(s)``."""
+    """The node layout: equal steps ``h`` in ``s`` from ``low``; ``t = s + tau
+    tanh(s)``."""
 
     peak: Array
     tau: Array
@@ -51,7 +52,7 @@ class _Layout(NamedTuple):
 
 
 def e2(u: Array) -> Array:
-    """``exp(u) - 1 - u`` to a few units of rounding, for any ``u``."""
+    """Return ``exp(u) - 1 - u`` to a few units of rounding, for any ``u``."""
     small = jnp.abs(u) < 0.5
     x = jnp.where(small, u, 0.0)
     terms = 10 if jnp.finfo(u.dtype).bits <= 32 else 16
@@ -72,14 +73,14 @@ def _unstretch(t: Array, tau: Array) -> Array:
 
 
 def log_edge(log_rate: Array, drop: float) -> Array:
-    """An upper bound of the ``u > 0`` where ``exp(log_rate)/2 e2(u) = drop``."""
+    """Return an upper bound of the ``u > 0`` where ``exp(log_rate)/2 e2(u) = drop``."""
     floor = -60.0
     q = 2 * drop * jnp.exp(-jnp.maximum(log_rate, floor))
     return jnp.log1p(q + jnp.sqrt(2 * q)) + jnp.maximum(floor - log_rate, 0.0)
 
 
 def _layout(big: Array, log_q: Array, n: int) -> _Layout:
-    """Where the nodes of ``P = big`` and ``log Q = log_q`` are."""
+    """Return the layout of the nodes for ``P = big`` and ``log Q = log_q``."""
     drop = 18.0 if jnp.finfo(big.dtype).bits <= 32 else 38.0
     log_p = jnp.log(big)
     peak = (log_p - log_q) / 2
@@ -103,7 +104,7 @@ def _layout(big: Array, log_q: Array, n: int) -> _Layout:
 
 
 def _place(index: Array, at: _Layout) -> tuple[Array, Array]:
-    """The nodes ``u`` of the given numbers, and their steps."""
+    """Return the nodes ``u`` of the given indices, and their steps."""
     s = at.low + at.h * index
     sign = jnp.where(s < 0, -1.0, 1.0).astype(s.dtype)
     rest = 1 / (1 + jnp.exp(2 * jnp.abs(s)))
@@ -112,7 +113,8 @@ def _place(index: Array, at: _Layout) -> tuple[Array, Array]:
 
 
 def energies(u: Array, big: Array, log_q: Array) -> tuple[Array, Array]:
-    """``P/2 e2(u)`` and ``Q/2 e2(-u)``; their sum is minus the log of the integrand."""
+    """Return ``P/2 e2(u)`` and ``Q/2 e2(-u)``; their sum is minus the log of the
+    integrand."""
     near = jnp.abs(u) < 0.5
     close = jnp.where(near, u, 0.0)
     far = jnp.where(near, 1.0, u)
@@ -134,15 +136,16 @@ def averages(
     *others: Array,
     num: int | None = None,
 ) -> tuple[Array, ...]:
-    """Log of the integral, and averages over the normalised integrand.
+    """Return the log of the integral, and averages over the normalised integrand.
 
-    All of it can be differentiated, to any order.
+    All results are differentiable, to any order.
 
-    :param terms: What to average: a function of ``u``, ``P/2 e2(u)``, ``Q/2 e2(-u)``,
-        ``big``, ``log_q`` and ``others`` which returns a tuple of arrays, each already
-        times the integrand: one factor may overflow where the product does not.
+    :param terms: The integrands of the averages: a function of ``u``, ``P/2 e2(u)``,
+        ``Q/2 e2(-u)``, ``big``, ``log_q`` and ``others`` that returns a tuple of
+        arrays. Each is already multiplied by the integrand, since one factor may
+        overflow where the product does not.
     :param others: Arrays of the shape and dtype of ``big`` and ``log_q``.
-    :param num: Nodes; enough for rounding in the dtype of ``big`` if not given.
+    :param num: Number of nodes; by default enough for rounding in the dtype of ``big``.
     """
     fixed_big, fixed_log_q = lax.stop_gradient((big, log_q))
     n = num or (48 if jnp.finfo(big.dtype).bits <= 32 else 96)
@@ -216,7 +219,8 @@ def _hypot_jvp(primals, tangents):
 def peak(
     lam: Array, omega: Array, log_omega: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """``S``, ``P`` and ``log Q`` for the order ``lam >= 0`` and argument ``omega``."""
+    """Return ``S``, ``P`` and ``log Q`` for the order ``lam >= 0`` and argument
+    ``omega``."""
     size = _hypot(lam, omega)
     big = size + lam
     log_omega = jnp.log(omega) if log_omega is None else log_omega
@@ -269,18 +273,18 @@ def log_bessel_k(nu: ArrayLike, x: ArrayLike) -> Array:
 
     Against 30-digit arithmetic, over :math:`|\nu|\le 50` and :math:`10^{-8}\le x\le
     10^4`, the error relative to :math:`\max(1, |\log K|)` was at most 1e-14 in double
-    and 1e-6 in single precision; where :math:`|\nu|\operatorname{asinh}(|\nu|/x)`
-    and :math:`\sqrt{\nu^2+x^2}` nearly cancel it is the rounding of these that is
-    left.  Smaller arguments cost accuracy only slowly: 1e-10 in double precision at
+    and 1e-6 in single precision. Where :math:`|\nu|\operatorname{asinh}(|\nu|/x)`
+    and :math:`\sqrt{\nu^2+x^2}` nearly cancel, the remaining error is their
+    rounding.  Smaller arguments cost accuracy only slowly: 1e-10 in double precision at
     :math:`x=10^{-200}`.
 
     Derivatives with respect to both arguments are sums of positive terms over the
-    quadrature nodes, of the relative accuracy of the value.  Second and higher ones
+    quadrature nodes, with the relative accuracy of the value.  Second and higher ones
     are right as well, and keep the nodes (96 in double, 48 in single precision, per
     element) in memory.
 
     :param nu: Order, real; the function is even in it.
-    :param x: Argument, positive.  ``nu`` and ``x`` broadcast.  An argument which is
+    :param x: Argument, positive.  ``nu`` and ``x`` broadcast.  An argument that is
         not positive, or not a number, gives not-a-number.
     :return: An array of the broadcast shape and of the common floating dtype.
 

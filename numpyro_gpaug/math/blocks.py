@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Very many rows in blocks, one after the other, so that what is made of them on the
-way to a result, and is many times as large, is of one block at a time."""
+"""Loops over blocks of very many rows. Intermediate arrays, which are many times as
+large as the rows, then exist for one block at a time."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ _AT_ONCE = 16
 
 
 def rows_of_blocks(rows: int, each: int, dtype: Any, least: int = 1) -> int | None:
-    """Return the number of rows in a block; ``None`` if all rows are better taken at
-    once.
+    """Return the number of rows in a block; ``None`` if one block should take all rows.
 
-    :param rows: in all.
-    :param each: numbers that are made of each row.
-    :param dtype: of these numbers.
-    :param least: that a block has, rather than be small.
+    :param rows: the total number of rows.
+    :param each: how many numbers are computed from each row.
+    :param dtype: the dtype of these numbers.
+    :param least: the smallest number of rows of a block.
     """
     size = each * jnp.dtype(dtype).itemsize
     on_cpu = jax.default_backend() == "cpu"
@@ -48,12 +47,13 @@ def rows_of_blocks(rows: int, each: int, dtype: Any, least: int = 1) -> int | No
 
 
 def cut_rows(values: Array, size: int, filled: str = "edge") -> Array:
-    """Rows in blocks, (blocks, devices, rows, ...): of rows on several devices a block
-    has as many of each, so that none has to move.
+    """Return rows in blocks, (blocks, devices, rows, ...). If the rows are on several
+    devices, a block has equally many of each device, so that no row moves.
 
-    :param values: rows first.
-    :param size: of a block, of all devices.
-    :param filled: how the last one is: by its last row (``"edge"``), or by zeros.
+    :param values: an array, rows first.
+    :param size: number of rows of a block, over all devices.
+    :param filled: how the last block is padded: by its last row (``"edge"``), or by
+        zeros.
     """
     parts, shape = _parts(len(values)), values.shape[1:]
     of_one, each = len(values) // parts, size // parts
@@ -67,11 +67,12 @@ def cut_rows(values: Array, size: int, filled: str = "edge") -> Array:
 
 
 def over_blocks(function: Callable[[Any], Any], blocks: Any, rows: int) -> Any:
-    """A function of rows, one block after the other.
+    """Apply a function to rows, one block after the other.
 
-    :param function: from rows of a block on one device to arrays, rows first.
-    :param blocks: a pytree of arrays as :func:`cut_rows` cuts them.
-    :param rows: their number, without those that fill the last block.
+    :param function: a function from rows of a block on one device to arrays, rows
+        first.
+    :param blocks: a pytree of arrays from :func:`cut_rows`.
+    :param rows: the number of rows, without padding of the last block.
     """
     return _joined(lax.map(remade(_on_devices(function, blocks)), blocks), rows)
 
@@ -79,19 +80,20 @@ def over_blocks(function: Callable[[Any], Any], blocks: Any, rows: int) -> Any:
 def kept_blocks(function: Callable[[Any], Any], blocks: Any) -> Any:
     """Apply a function to every block, for loops over the same blocks.
 
-    :param function: of rows of a block on one device.
-    :param blocks: as :func:`cut_rows` cuts them.
+    :param function: a function of rows of a block on one device.
+    :param blocks: a pytree of arrays from :func:`cut_rows`.
     """
     return lax.map(_on_devices(function, blocks), blocks)
 
 
 def summed_blocks(add: Callable[[Any, Any], Any], none: Any, blocks: Any) -> Any:
-    """A sum over rows, one block after the other: each device has its own until the
-    last, or it would go between devices with every block.
+    """Return a sum over rows, one block after the other. Each device has its own sum
+    until the last block; a common sum would move between devices with every block.
 
-    :param add: from a sum, and rows of a block on one device, to the sum with these.
+    :param add: a function from a sum, and rows of a block on one device, to the sum
+        with these rows.
     :param none: the sum of no rows.
-    :param blocks: as :func:`cut_rows` cuts them.
+    :param blocks: a pytree of arrays from :func:`cut_rows`.
     """
     parts = _devices(blocks)
     none = jax.tree.map(
@@ -108,12 +110,13 @@ def summed_blocks(add: Callable[[Any, Any], Any], none: Any, blocks: Any) -> Any
 
 
 def _on_devices(function: Callable[[Any], Any], blocks: Any) -> Callable[[Any], Any]:
-    """A function of a block, whose arrays have a leading axis over devices, from one of
-    what one device holds of it.
+    """Return a function of a block, whose arrays have a leading axis over devices, from
+    a function of one device's part of it.
 
-    On several devices each has a copy of its own of all that the function closes over,
-    so that its derivative, which is a sum over rows, is added up in a loop over blocks
-    on each device: that of a common one would go between devices with every block.
+    With several devices each has its own copy of all arrays that the function closes
+    over. The derivative, which is a sum over rows, is then added up in a loop over
+    blocks on each device. The derivative of a common copy would move between devices
+    with every block.
     """
     parts = _devices(blocks)
     if parts == 1:
@@ -136,7 +139,7 @@ def _on_devices(function: Callable[[Any], Any], blocks: Any) -> Callable[[Any], 
 
 
 def _joined(blocks: Any, rows: int) -> Any:
-    """Rows of blocks one after the other again: undoes :func:`cut_rows`."""
+    """Return rows of blocks one after the other; the inverse of :func:`cut_rows`."""
 
     def whole(x: Array) -> Array:
         parts, shape = x.shape[1], x.shape[3:]
@@ -153,18 +156,18 @@ def _devices(blocks: Any) -> int:
 def by_elements(
     function: Callable[..., Any], *arrays: Array, each: int, dtype: Any
 ) -> Any:
-    """An elementwise function of arrays of one axis, in blocks of elements if they are
-    very many.
+    """Apply an elementwise function to arrays of one axis, in blocks of elements if
+    they are very many.
 
-    Of one axis, because XLA's CPU compiler makes slow loops of sums over the nodes of a
-    rule if there are others, one of a single latent among them: with it a step took
-    twice as long (``examples/benchmarks/elements.py``).
+    The arrays have one axis, because XLA's CPU compiler makes slow loops of sums over
+    the nodes of a rule if there are further axes, even an axis over a single latent:
+    with it a step took twice as long (``examples/benchmarks/elements.py``).
 
-    :param function: of arrays of one shape, to a pytree of such; what it closes over is
-        constant.
-    :param arrays: broadcast against each other.
-    :param each: numbers that it makes of an element at once.
-    :param dtype: of these numbers.
+    :param function: a function of arrays of one shape, to a pytree of such arrays.
+        Everything that it closes over is constant.
+    :param arrays: arrays that are broadcast against each other.
+    :param each: how many numbers it computes from an element at once.
+    :param dtype: the dtype of these numbers.
     """
     # Which axis is over latents is not known here: cut across it, all would move.
     if latent_parts(0) > 1:
@@ -191,13 +194,14 @@ def by_elements(
 
 
 def _parts(rows: int) -> int:
-    """Devices that rows are shared out among; 1 if they cannot have as many each."""
+    """Return the number of devices that share the rows; 1 if they cannot have equally
+    many."""
     parts = shards()
     return 1 if rows % parts else parts
 
 
 def remade(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A loop's body that is run again for its derivative, instead of keeping what is
-    in between of all blocks."""
+    """Return a loop's body that is run again for its derivative. Intermediate arrays of
+    all blocks are then not stored."""
     # In a loop nothing can be taken for the same as in another.
     return jax.checkpoint(function, prevent_cse=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``jax.jit`` with options by which programs compile in less time on a CPU."""
+"""``jax.jit`` with options that shorten the compilation of programs on a CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compiler_options(*, quick: bool) -> dict[str, Any]:
 
 @cache
 def _known(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """Return those of the options that this jaxlib has."""
+    """Return the options that this jaxlib supports."""
     try:
         jax.jit(_nothing, compiler_options=dict(options)).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
@@ -55,13 +55,13 @@ def _nothing(x: Any) -> Any:
 
 
 class jit:
-    """``jax.jit`` with :func:`compiler_options`, quick ones where arguments are small;
-    inside another program, which has options of its own, without.
+    """``jax.jit`` with :func:`compiler_options`, and with quick options if arguments
+    are small. Inside another program, which has options of its own, it uses none.
 
-    :param function: what is compiled.
-    :param small: numbers in small arguments, at most.
-    :param options: of ``jax.jit``.
-    :ivar plain: what ``jax.jit`` returns.
+    :param function: the function to compile.
+    :param small: the largest total size of arguments that count as small.
+    :param options: options of ``jax.jit``.
+    :ivar plain: the result of ``jax.jit``.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class jit:
         return self._programs[quick]
 
     def clear_cache(self) -> None:
-        """Forget what was compiled."""
+        """Drop all compiled programs."""
         for program in (self.plain, *self._programs.values()):
             program.clear_cache()
 
@@ -109,11 +109,12 @@ few = partial(jit, small=SMALL_OF_FEW)
 
 
 def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Return a function compiled for arguments of such shapes, quickly. Of numbers it
-    makes numbers, in whatever program it is called, unless it closes over traced ones.
+    """Return a function compiled for arguments of these shapes, with quick options. It
+    computes numbers from numbers even inside another program, unless it closes over
+    traced values.
 
-    :param function: of arrays.
-    :param args: of the shapes that it will be given.
+    :param function: a function of arrays.
+    :param args: arguments of the shapes that it will be called with.
     """
     program, leaves = jax.jit(function), jax.tree.leaves(args)
     if _are_traced(leaves):
@@ -134,8 +135,8 @@ def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 def once(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function once, in a program of its own; see :func:`ahead`.
 
-    :param function: of arrays.
-    :param args: of it.
+    :param function: a function of arrays.
+    :param args: its arguments.
     """
     return ahead(function, *args)(*args)
 

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 
 def known_to(condition: Callable[[Array], Any], values: Array) -> bool:
-    """Whether all values satisfy a condition; taken to where either is traced."""
+    """Whether all values satisfy a condition. The answer is yes if either is traced."""
     if isinstance(values, jax.core.Tracer):
         return True
     with jax.ensure_compile_time_eval():
@@ -22,6 +22,6 @@ def known_to(condition: Callable[[Array], Any], values: Array) -> bool:
 
 
 def floating(*values: ArrayLike) -> tuple[Array, ...]:
-    """Values as floating arrays of one shape and dtype."""
+    """Return the values as floating arrays of one shape and dtype."""
     dtype = jnp.result_type(*values, 0.0)
     return tuple(jnp.broadcast_arrays(*(jnp.asarray(x, dtype) for x in values)))

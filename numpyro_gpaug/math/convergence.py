@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a trace of losses has settled."""
+"""A test of whether a trace of losses has converged."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jax.typing import ArrayLike
 class Convergence:
     """The verdict on a trace of losses.
 
-    :param verdict: ``"converged"``, ``"still improving"``, ``"getting worse"``,
-        ``"not finite"`` or ``"too short"``.
+    :param verdict: ``"converged"``, ``"still improving"``, ``"getting worse"``, ``"not
+        finite"`` or ``"too short"``.
     :param suggestion: what to do about it, a sentence.
     :param elbo: mean of the evidence lower bound over the last window, in nats.
-    :param change: by how much that exceeds the mean over the window before, in nats.
-    :param relative_change: the same over ``max(1, |elbo|)``.
-    :param error: standard error of ``change`` from the noise between steps, in nats; it
-        is that of minibatches or of random draws, and about zero on full data.
+    :param change: the difference to the mean over the window before, in nats.
+    :param relative_change: ``change / max(1, |elbo|)``.
+    :param error: standard error of ``change`` from the noise between steps, in nats:
+        the noise of minibatches or of random draws, which is about zero on full data.
     :param window: steps in a window, a tenth of the trace.
     :param first_bad: the first step (from 0) whose loss is NaN or infinite, or
         ``None``.
@@ -39,12 +39,13 @@ class Convergence:
 
     @property
     def hidden(self) -> float:
-        """Changes that noise between steps hides, in nats: three standard errors."""
+        """The largest change that noise between steps may hide, in nats: three standard
+        errors."""
         return 3 * self.error
 
     @property
     def converged(self) -> bool:
-        """Whether the bound no longer moves."""
+        """Whether the bound has stopped changing."""
         return self.verdict == "converged"
 
 
@@ -54,7 +55,7 @@ def convergence(
     *,
     step_sizes: ArrayLike | Callable[[int], Any] | None = None,
 ) -> Convergence:
-    """Whether a fit has converged, from its losses.
+    """Return whether a fit has converged, from its losses.
 
     The mean bound over the last tenth of the steps is compared with the mean over the
     tenth before. A change counts as one if it exceeds ``tol`` relative to the bound and
@@ -63,14 +64,15 @@ def convergence(
     in which it is flat, and a converged fit may be a bad one
     (:func:`~numpyro_gpaug.diagnostics.psis_khat`).
 
-    A schedule that shrinks the steps stops the bound, too, wherever it is. With
-    ``step_sizes``, the trace is read once per length of the largest step, and what
-    is compared is what steps of that size would have seen.
+    A schedule that shrinks the steps also stops the bound, wherever it is. With
+    ``step_sizes``, the trace is read once per length of the largest step. The
+    comparison is then between losses that steps of that size would have reached.
 
     :param losses: (steps,), as in ``result.losses``; minus the bound, on full data or
         noisy.
     :param tol: relative change below which the bound counts as still.
-    :param step_sizes: of every step, (steps,), or the optax schedule, if they change.
+    :param step_sizes: sizes of the steps, (steps,), or the optax schedule, if they
+        vary.
     :return: a :class:`Convergence`; with ``step_sizes``, its windows are in steps of
         the largest size.
     :raises ValueError: for losses that are not a vector, or none, or step sizes that
@@ -144,7 +146,7 @@ def _by_distance(
 
 
 def _judged(found: Convergence, steps: int, tol: float) -> tuple[str, str]:
-    """The verdict on a finite trace, and what to do about it."""
+    """Return the verdict on a finite trace, and what to do about it."""
     change, hidden, window = found.change, found.hidden, found.window
     if steps < 5:
         return "too short", f"{steps} steps tell nothing: run at least 5"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Expectations of the softmax and of its normaliser under correlated Gaussians.
 
-Of independent latents ``E log sum_c exp(f_c)`` is a one-dimensional integral
-(:mod:`~numpyro_gpaug.math.log_sum`); of correlated ones it is an average over
+For independent latents ``E log sum_c exp(f_c)`` is a one-dimensional integral
+(:mod:`~numpyro_gpaug.math.log_sum`). For correlated ones it is an average over
 quasi-random nodes, in pairs ``x, -x`` and with the identity for second moments, so that
-quadratic functions are averaged exactly. The derivatives that are Gaussian factors are
-averages too, of the softmax s and of ``diag(s) - s s'`` (Bonnet's and Price's
-theorems), which is positive semi-definite at every node: so are the factors'
+quadratic functions are averaged exactly. The derivatives that define Gaussian factors
+are averages too, of the softmax s and of ``diag(s) - s s'`` (Bonnet's and Price's
+theorems). The latter is positive semi-definite at every node, and so are the factors'
 precisions, whatever the number of nodes.
 
 Reference: Opper and Archambeau (2009), The variational Gaussian approximation
@@ -30,16 +30,16 @@ NODES, FINER = 256, 2048
 
 
 def pair_places(classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs of classes, in the order in which covariances are given.
+    """Return the pairs of classes, in the order in which covariances are given.
 
-    :param classes: how many.
+    :param classes: the number of classes.
     """
     return np.triu_indices(classes, 1)
 
 
 @cache
 def _nodes(classes: int, num: int) -> np.ndarray:
-    """Standard normal nodes (num, classes) of equal weight."""
+    """Return standard normal nodes (num, classes) of equal weight."""
     from scipy.stats import qmc  # half a second to import
 
     sobol = qmc.Sobol(classes, scramble=True, seed=np.random.default_rng(0))
@@ -49,10 +49,10 @@ def _nodes(classes: int, num: int) -> np.ndarray:
 
 
 def matrix_of_pairs(variance: Array, covariance: Array) -> Array:
-    """Covariance matrices, (..., C, C).
+    """Return covariance matrices, (..., C, C).
 
     :param variance: their diagonals, (..., C).
-    :param covariance: of pairs, in the order of :func:`pair_places`.
+    :param covariance: covariances of pairs, in the order of :func:`pair_places`.
     """
     classes = variance.shape[-1]
     left, right = pair_places(classes)
@@ -80,7 +80,7 @@ def _factor(variance: Array, covariance: Array) -> Array:
 
 
 def nodes_of(mean: Array, variance: Array, covariance: Array) -> Array:
-    """Nodes (num, ..., C) of equal weight; arguments as for
+    """Return nodes (num, ..., C) of equal weight; the arguments are those of
     :func:`expected_log_sum_exp`."""
     factor = _factor(variance, covariance)
     nodes = jnp.asarray(_nodes(mean.shape[-1], NODES), mean.dtype)
@@ -90,7 +90,7 @@ def nodes_of(mean: Array, variance: Array, covariance: Array) -> Array:
 def _averages(
     value: Any, mean: Array, variance: Array, covariance: Array, num: int
 ) -> Any:
-    """Averages of a tree of arrays over nodes, one after the other."""
+    """Return averages of a tree of arrays over nodes, one after the other."""
     factor = _factor(variance, covariance)
     nodes = jnp.asarray(_nodes(mean.shape[-1], num), mean.dtype)
 
@@ -107,13 +107,13 @@ def _averages(
 def expected_log_sum_exp(
     mean: Array, variance: Array, covariance: Array, num: int = NODES
 ) -> Array:
-    """``E log sum_c exp(f_c)``.
+    """Return ``E log sum_c exp(f_c)``.
 
-    :param mean: of f, (..., C).
-    :param variance: likewise.
-    :param covariance: of pairs of classes, (..., C (C - 1) / 2), in the order of
-        :func:`pair_places`.
-    :param num: of nodes, even.
+    :param mean: means of f, (..., C).
+    :param variance: variances of f, (..., C).
+    :param covariance: covariances of pairs of classes, (..., C (C - 1) / 2), in the
+        order of :func:`pair_places`.
+    :param num: the number of nodes, even.
     :return: (...).
     """
     return _averages(partial(logsumexp, axis=-1), mean, variance, covariance, num)
@@ -144,5 +144,6 @@ expected_log_sum_exp.defvjp(_forward, _backward)
 def expected_softmax(
     mean: Array, variance: Array, covariance: Array, num: int = NODES
 ) -> Array:
-    """``E softmax(f)``, (..., C); arguments as for :func:`expected_log_sum_exp`."""
+    """Return ``E softmax(f)``, (..., C); see :func:`expected_log_sum_exp` for the
+    arguments."""
     return _averages(jax.nn.softmax, mean, variance, covariance, num)

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def carried_by(eqn: Any, body: Any) -> tuple[int, int]:
-    """Where what a scan carries begins among its operands, and how many there are. What
-    is stacked has an axis more outside than inside. Its parameters say so too, under
-    names that differ between versions of JAX."""
+    """Return where the carry of a scan begins among its operands, and its length.
+    Stacked operands have one axis more outside the scan than inside. The parameters of
+    the scan state this too, under names that differ between versions of JAX."""
 
     def stacked(outer: list[Any], inner: list[Any]) -> int:
         pairs = zip(outer, inner, strict=True)
@@ -23,7 +23,7 @@ def carried_by(eqn: Any, body: Any) -> tuple[int, int]:
 def applied(eqn: Any, operands: list[Any]) -> list[Any]:
     """Apply an equation to values of its operands.
 
-    :param eqn: of a jaxpr.
+    :param eqn: an equation of a jaxpr.
     :param operands: arrays.
     """
     primitive = eqn.primitive

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Expectations of sums over data under Gaussians on one or two predictors each.
 
-Gauss-Hermite rules, a product of two for pairs. What is averaged is the *logarithm* of
-a density: it grows slowly where a density falls fast, so that the rule needs no search
-for a peak. With 32 nodes expectations of ``exp(f)`` are right to 1e-6 for standard
-deviations to 4, those of the logarithm of a logistic function to 1e-6 for 2, and to
-1e-4 for 4 (``tests/test_expectation.py``)."""
+The rules are Gauss-Hermite, or a product of two for pairs. They average the *logarithm*
+of a density: it grows slowly where the density falls fast, so that the rule needs no
+search for a peak. With 32 nodes, expectations of ``exp(f)`` are right to 1e-6 for
+standard deviations to 4, and those of the logarithm of a logistic function to 1e-6 for
+2, and to 1e-4 for 4 (``tests/test_expectation.py``).
+"""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ Sum = Callable[[Any, tuple[Array, ...]], Array]
 
 
 class PredictorMoments(NamedTuple):
-    """Gaussians on the predictors of one site's data.
+    """Gaussian distributions of the predictors of one site's data.
 
-    :param means: of each predictor, (N,), or (1,) for one that all data share; if only
-        one of two is shared, it is the first.
-    :param variances: likewise.
-    :param covariance: of two predictors, (N,); ``None`` for one.
-    :param partner: the entry of the first predictor that goes with each of the second,
-        (N,); ``None`` if entry by entry, or the first is shared.
+    :param means: means of each predictor, (N,), or (1,) for a predictor that all data
+        share. If only one of two is shared, it is the first.
+    :param variances: variances of each predictor, in the same shapes.
+    :param covariance: covariances of two predictors, (N,); ``None`` for one.
+    :param partner: the entry of the first predictor that is paired with each entry of
+        the second, (N,). It is ``None`` if they are paired entry by entry, or the first
+        is shared.
     """
 
     means: tuple[Array, ...]
@@ -48,11 +50,11 @@ class PredictorMoments(NamedTuple):
 def nodes(
     dimensions: int, dtype: Any, numbers: dict[int, int] = NODES
 ) -> tuple[Array, Array]:
-    """Standard normal nodes (nodes, dimensions) and their weights.
+    """Return standard normal nodes (nodes, dimensions) and their weights.
 
-    :param dimensions: of the rule.
-    :param dtype: of both.
-    :param numbers: of nodes of one dimension, by dimensions.
+    :param dimensions: the dimension of the rule.
+    :param dtype: the dtype of both.
+    :param numbers: the number of nodes in one dimension, by number of dimensions.
     """
     x, weights = np.polynomial.hermite_e.hermegauss(numbers[dimensions])
     weights = weights / weights.sum()
@@ -63,7 +65,7 @@ def nodes(
 
 
 def placed(at: PredictorMoments, x: Array) -> tuple[Array, ...]:
-    """Values of the predictors at a standard normal node.
+    """Return values of the predictors at a standard normal node.
 
     :param at: their Gaussians.
     :param x: the node, (dimensions,).
@@ -76,7 +78,7 @@ def placed(at: PredictorMoments, x: Array) -> tuple[Array, ...]:
 
 
 def _factor(at: PredictorMoments) -> list[tuple[Array, ...]]:
-    """Rows of the Cholesky factor of each datum's covariance."""
+    """Return rows of the Cholesky factor of each datum's covariance."""
     first = safe_sqrt(at.variances[0])
     if at.covariance is None:
         return [(first,)]
@@ -90,10 +92,10 @@ def _factor(at: PredictorMoments) -> list[tuple[Array, ...]]:
 def rule_differences(
     values: Callable[[tuple[Array, ...]], list[Array]], at: PredictorMoments
 ) -> list[Array]:
-    """Return the differences between expectations and those of a rule with half as many
-    nodes more in every dimension.
+    """Return the differences between expectations and those of a finer rule, which has
+    half as many more nodes in every dimension.
 
-    :param values: arrays, from values of the predictors.
+    :param values: a function from values of the predictors to arrays.
     :param at: Gaussians on the predictors.
     """
     dtype = at.means[0].dtype
@@ -113,11 +115,11 @@ def rule_differences(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def expected_sum(total: Sum, numbers: Any, at: PredictorMoments) -> Array:
-    """``E total(numbers, predictors)``, a sum over data of functions of their own
-    predictors alone.
+    """Return ``E total(numbers, predictors)``, for a sum over data of functions of
+    their own predictors alone.
 
-    :param total: the sum; no arrays are hidden in it.
-    :param numbers: what else it is made of.
+    :param total: the sum; it closes over no arrays.
+    :param numbers: its other arguments.
     :param at: Gaussians on the predictors.
     :return: scalar.
     """
@@ -131,7 +133,8 @@ def expected_sum(total: Sum, numbers: Any, at: PredictorMoments) -> Array:
 
 
 def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any]:
-    """The value, and its derivatives, in one pass that keeps no node's arrays."""
+    """Return the value and its derivatives, in one pass that stores no array per
+    node."""
     x, weights = nodes(len(at.means), at.means[0].dtype)
     floats = [_is_float(leaf) for leaf in jax.tree.leaves(numbers)]
 
@@ -166,10 +169,10 @@ def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any
 
 
 def _share(weight: Array, y: Array) -> Array:
-    """What a node adds: its weight times ``y``. Ten standard deviations out densities
-    overflow that are right where anything happens (a logarithm of a distribution
-    function is); what is not finite there is left out, if by its weight it is less than
-    rounding."""
+    """Return the contribution of a node: its weight times ``y``. At ten standard
+    deviations a correct density may overflow (such as a logarithm of a distribution
+    function). Values that are not finite are dropped there, if the weight of the node
+    is smaller than rounding."""
     rounded = jnp.abs(weight) < jnp.finfo(weight.dtype).eps
     return jnp.where(rounded & ~jnp.isfinite(y), 0, y * weight.astype(y.dtype))
 
@@ -181,8 +184,8 @@ def _each(items: Any) -> list[tuple[int, Any]]:
 def _moment_slopes(
     at: PredictorMoments, slopes: Any, turned: list[list[Array]]
 ) -> PredictorMoments:
-    """Derivatives in means, variances and covariance: with ``f = m + L x``, that in the
-    covariance matrix is half of ``E (slope x') L^-1`` (Stein)."""
+    """Return derivatives in means, variances and covariance. With ``f = m + L x``, the
+    derivative in the covariance matrix is half of ``E (slope x') L^-1`` (Stein)."""
     factor = _factor(at)
 
     def over(x: Array, scale: Array) -> Array:

@@ -32,12 +32,12 @@ _TEMPORARY = ".numpyro_gpaug-{}.tmp"
 def write(
     path: str | PathLike[str], arrays: dict[str, np.ndarray], header: dict[str, Any]
 ) -> None:
-    """Write arrays and a header. Whoever reads ``path`` meanwhile, or after a failure,
-    finds what was there before.
+    """Write arrays and a header. A reader of ``path`` finds the previous file until the
+    write is complete, and also if it fails.
 
     :param path: the file.
     :param arrays: plain arrays by name, other than ``meta`` and ``checksum``.
-    :param header: what JSON can write.
+    :param header: an object that JSON can write.
     """
     # The file a link leads to is replaced, not the link.
     target = Path(path).resolve()
@@ -63,8 +63,8 @@ def write(
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what saves that were killed have left. A save that is running holds a
-    lock on its file, which ends with its process, however that ends."""
+    """Remove the files of saves that were killed. A save that is running has a lock on
+    its file, which ends with its process, however that ends."""
     for path in folder.glob(_TEMPORARY.format("[0-9a-f]" * 32)):
         with suppress(OSError), open(path, "rb") as file:
             _lock(file, raises=True)
@@ -91,7 +91,7 @@ class Contents(NamedTuple):
 
     :param header: read from JSON.
     :param arrays: plain arrays by name.
-    :param unedited: whether both are as they were written.
+    :param unedited: whether both are unchanged since they were written.
     """
 
     header: dict[str, Any]
@@ -99,13 +99,14 @@ class Contents(NamedTuple):
     unedited: bool
 
     def check(self) -> None:
-        """Raise for a file that was edited: last, as other checks say where."""
+        """Raise for a file that was edited. This check is last, since other checks name
+        the place."""
         if not self.unedited:
             raise ValueError("it was edited")
 
 
 def read(path: str | PathLike[str]) -> Contents:
-    """Return what :func:`write` wrote.
+    """Return the contents that :func:`write` wrote.
 
     :param path: the file.
     :raises ValueError: for a file in another form.
@@ -144,9 +145,9 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Make an :class:`~numpyro_gpaug.ArchiveError` of whatever goes wrong inside.
+    """Turn any error inside into an :class:`~numpyro_gpaug.ArchiveError`.
 
-    :param what: what it then says, before the cause.
+    :param what: its message, before the cause.
     """
     try:
         yield
@@ -161,10 +162,10 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """Return what :func:`typed` reads: named tuples as dicts, members of enumerations
-    by value, dtypes by name.
+    """Return a value in the form that :func:`typed` reads: named tuples as dicts,
+    members of enumerations by value, dtypes by name.
 
-    :param value: made of these, and of what JSON can write.
+    :param value: made of these, and of objects that JSON can write.
     """
     value = value._asdict() if hasattr(value, "_asdict") else value
     if isinstance(value, dict):
@@ -177,12 +178,12 @@ def plain(value: Any) -> Any:
 
 
 def typed(value: Any, hint: Any, where: str) -> Any:
-    """Return a value that was read from a header as what a type hint says.
+    """Return a value from a header in the type of a hint.
 
     :param value: made of dicts, lists, texts, numbers and arrays.
     :param hint: ``Any``; a dict, a tuple, a union; a named tuple of such; an
-        enumeration; an array, a text, a truth value, a number, which is no negative one
-        if it is whole.
+        enumeration; an array, a text, a truth value, or a number, which must not be
+        negative if it is an integer.
     :param where: the place of the value, for the message.
     :raises ValueError: for a value of another type, naming the place.
     """

@@ -17,8 +17,8 @@ def fingerprint(arrays: Iterable[Any]) -> np.uint32:
     """Return a checksum of the bits of arrays, to compare sets of arrays. Bounds are
     compared only on the same data.
 
-    :param arrays: of JAX's or NumPy's. Traced ones, of a caller that compiles steps
-        itself, are taken to stay the same.
+    :param arrays: JAX or NumPy arrays. Traced ones, from a caller that compiles steps
+        itself, are assumed to be the same.
     """
     arrays = list(arrays)
     total = len(arrays)

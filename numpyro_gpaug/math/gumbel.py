@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Sums of exponentials of normals, at every mean and variance.
 
-``log sum_c exp(f_c)`` is the mean over independent standard Gumbel ``g_c`` of
-``max_c (f_c + g_c)``, less Euler's constant. Over normal ``f_c`` as well, the largest
-has the cdf ``prod_c F_c``, where ``F_c`` is that of a normal plus a Gumbel. A mixture
-of normals of different centres and widths *is* the Gumbel to rounding, so ``F_c`` is
-one of normals, too, at every variance. What remains is one integral over the real line,
-with nodes of its own for each datum: they are dense at the lower end, where narrow
-latents cut the product off, and spread with the distance from it, where only wide ones
-still move.
+``log sum_c exp(f_c)`` is the mean over independent standard Gumbel ``g_c`` of ``max_c
+(f_c + g_c)``, less Euler's constant. For normal ``f_c`` the maximum has the cdf
+``prod_c F_c``, where ``F_c`` is the cdf of a normal plus a Gumbel. A mixture of normals
+of different centres and widths *is* the Gumbel to rounding, so ``F_c`` is a mixture of
+normal cdfs, too, at every variance. What remains is one integral over the real line.
+Each datum has nodes of its own: they are dense at the lower end, where narrow latents
+cut the product off, and their spacing grows with the distance from it, where only wide
+latents contribute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Rule(NamedTuple):
     """Nodes of the integral, its ends, and the mixture.
 
     The ends are ``reach`` standard deviations out, or ``low`` below and ``high`` above
-    the mean where those are longer: both ends of the Gumbel.
+    the mean if these are longer: both ends of the Gumbel.
     """
 
     nodes: int
@@ -51,7 +51,7 @@ _RULES = {
 
 @cache
 def gumbel_mixture(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Normals whose mixture is the standard Gumbel distribution.
+    """Return normals whose mixture is the standard Gumbel distribution.
 
     :param dtype: float32 (error of the cdf 5e-7) or float64 (6e-10).
     :return: centres, widths and weights, which may be negative.
@@ -72,7 +72,8 @@ def gumbel_mixture(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _above(x: Array, variance: Array, slopes: bool) -> tuple[Array, ...]:
-    """``P(f + g > x)`` for ``f ~ N(0, variance)``, and with the density and its slope.
+    """Return ``P(f + g > x)`` for ``f ~ N(0, variance)``; with ``slopes`` also the
+    density and its slope.
 
     :param x: (..., J).
     :param variance: (..., 1).
@@ -96,8 +97,8 @@ def _above(x: Array, variance: Array, slopes: bool) -> tuple[Array, ...]:
 
 
 def _nodes(mean: Array, variance: Array, cut: float | None) -> tuple[Array, ...]:
-    """Where the integral starts, the narrowest scale there, nodes as distances from the
-    start and their weights, each with a trailing axis."""
+    """Return where the integral starts, the narrowest scale there, nodes as distances
+    from the start and their weights, each with a trailing axis."""
     rule = _RULES[str(mean.dtype)]
     spread = rule.reach**2 * variance
     start = (mean - jnp.sqrt(spread + rule.low**2)).max(-1, keepdims=True)
@@ -125,15 +126,15 @@ def _nodes(mean: Array, variance: Array, cut: float | None) -> tuple[Array, ...]
 def expected_log_sum_exp(
     mean: Array, variance: Array, cut: float | None = None, *, slopes: bool = False
 ) -> tuple[Array, ...]:
-    """``E log sum_c exp(f_c)`` for independent ``f_c ~ N(mean_c, variance_c)``.
+    """Return ``E log sum_c exp(f_c)`` for independent ``f_c ~ N(mean_c, variance_c)``.
 
-    Rounding apart, the error is below 2e-6 (float32) or 1e-8 (float64) of the largest
-    standard deviation, for standard deviations up to 100 in any proportion.
+    Apart from rounding, the error is below 2e-6 (float32) or 1e-8 (float64) of the
+    largest standard deviation, for standard deviations up to 100 in any proportion.
 
     :param mean: (..., C).
     :param variance: of the same shape, >= 0.
-    :param cut: instead of the expectation, minus the integral over t of
-        ``Phi(cut - t) E exp(-exp(-t) sum_c exp(f_c))``.
+    :param cut: if given, the result is minus the integral over t of ``Phi(cut - t) E
+        exp(-exp(-t) sum_c exp(f_c))`` instead.
     :param slopes: whether to return derivatives, too.
     :return: the value, of the batch shape; then its slopes by mean and by variance.
     """

@@ -14,7 +14,9 @@ from numpyro_gpaug.math import normal
 
 @jax.custom_jvp
 def expected_ramp(mean: Array, variance: Array) -> Array:
-    r"""``E max(x, 0)`` for ``x ~ N(mean, variance)``: ``m Phi(m / s) + s phi(m / s)``.
+    r"""Return ``E max(x, 0)`` for ``x ~ N(mean, variance)``.
+
+    The value is ``m Phi(m / s) + s phi(m / s)``.
 
     :param mean: any shape.
     :param variance: of that shape, >= 0.
@@ -39,7 +41,7 @@ def _expected_ramp_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def expected_absolute(mean: Array, variance: Array) -> Array:
-    """``E |x|`` for ``x ~ N(mean, variance)``, the mean of a folded normal.
+    """Return ``E |x|`` for ``x ~ N(mean, variance)``, the mean of a folded normal.
 
     :param mean: any shape.
     :param variance: of that shape, >= 0.
@@ -55,7 +57,7 @@ def expected_absolute(mean: Array, variance: Array) -> Array:
 
 
 def _terms(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
-    """The expectation, the probability of x > 0, and the density of x at 0."""
+    """Return the expectation, the probability of x > 0, and the density of x at 0."""
     dtype = jnp.result_type(mean, variance)
     # Far below rounding, and its third power still a number.
     floor = jnp.asarray(jnp.finfo(dtype).eps ** 3, dtype)

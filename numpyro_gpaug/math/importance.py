@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importance weights: their smoothed tail, and what weighted draws are worth."""
+"""Importance weights, with smoothed tails, and the effective number of weighted
+draws."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ class Psis(NamedTuple):
     """Pareto-smoothed importance sampling of the posterior with the guide as proposal.
 
     :param khat: shape of the tail of the importance ratios. Below 0.5 the guide is a
-        very good proposal, below 0.7 a usable one; above, expectations under it cannot
-        be trusted to be near those of the posterior, nor repaired by reweighting.
+        very good proposal, below 0.7 a usable one. Above, expectations under it may be
+        far from those of the posterior, and reweighting cannot repair them.
     :param log_weights: smoothed and normalised log-weights, one per draw.
     """
 
@@ -36,19 +37,20 @@ class Psis(NamedTuple):
 
     @property
     def effective_draws(self) -> float:
-        """How many draws of the posterior the weighted draws are worth."""
+        """The number of posterior draws that give the same accuracy as the weighted
+        draws."""
         return float(1 / np.exp(2 * self.log_weights).sum())
 
 
 def smoothed(log_ratios: np.ndarray, scale: float = 1.0) -> Psis:
-    """Log-weights from log importance ratios, their largest replaced by quantiles of a
-    generalised Pareto distribution.
+    """Return log-weights from log importance ratios, the largest of which are replaced
+    by quantiles of a generalised Pareto distribution.
 
     :param log_ratios: finite, flat.
-    :param scale: size of the numbers that the ratios are differences of: if they differ
-        by no more than its rounding, they are equal.
+    :param scale: size of the numbers whose differences are the ratios. Ratios that
+        differ by no more than its rounding count as equal.
 
-    As ArviZ has it, which takes longer to import than a short run takes.
+    The method is that of ArviZ, whose import takes longer than a short run.
 
     Reference: Vehtari, Simpson, Gelman, Yao and Gabry (2024), Pareto smoothed
     importance sampling.
@@ -101,7 +103,7 @@ def _generalised_pareto(x: np.ndarray) -> tuple[float, float]:
 
 
 def log_mean_exp(x: np.ndarray, axis: int | None = None) -> Any:
-    """Logarithm of the mean of exponentials."""
+    """Return the logarithm of the mean of exponentials."""
     largest = np.max(x, axis=axis, keepdims=True)
     largest = np.where(np.isfinite(largest), largest, 0)
     with np.errstate(divide="ignore"):  # of nothing but zeros
@@ -111,10 +113,10 @@ def log_mean_exp(x: np.ndarray, axis: int | None = None) -> Any:
 
 
 def varying(values: np.ndarray) -> np.ndarray:
-    """Of each column, whether it differs by more than rounding: the diagonal of a
-    correlation matrix, or the zeros of its factor, do not.
+    """Return, for each column, whether it varies by more than rounding. The diagonal of
+    a correlation matrix, or the zeros of its factor, do not.
 
-    :param values: (n, columns), in the precision that they were computed in.
+    :param values: (n, columns), in the precision in which they were computed.
     """
     floats = np.issubdtype(values.dtype, np.floating)
     rounding = 8 * np.finfo(values.dtype).eps if floats else 0.0
@@ -138,11 +140,11 @@ def weighted_quantiles(
 
 
 def compensated_sum(x: Array) -> tuple[Array, Array]:
-    """A sum over the last axis, and what its rounding lost.
+    """Return a sum over the last axis, and its rounding error.
 
-    Log-weights are small differences of large sums: of 1e5 terms in float32, summed one
-    after the other, those would be noise. Both parts are added in double precision, on
-    the host. What sums in double precision lose is nothing to weights.
+    Log-weights are small differences of large sums. A sequential sum of 1e5 terms in
+    float32 would turn them into noise. Both results are added in double precision, on
+    the host; the rounding error of that sum is negligible for weights.
 
     :param x: (..., n).
 

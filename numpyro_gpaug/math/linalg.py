@@ -20,13 +20,14 @@ T = TypeVar("T")
 
 
 def precise(function: Callable[P, T]) -> Callable[P, T]:
-    """``function`` with all products of matrices in full precision.
+    """Return ``function`` with all products of matrices in full precision.
 
-    Accelerators round the factors of float32 products to ten bits (TF32) or eight
-    unless they are asked not to: enough for a network, not for a matrix that is to be
-    factorised, nor for what is whitened by its inverse.
+    By default accelerators round the factors of float32 products to ten bits (TF32) or
+    eight. This is enough for a network, but not for a matrix that will be factorised,
+    nor for numbers that its inverse whitens.
 
-    :param function: whatever is computed, or traced, in a call of it.
+    :param function: the function; the precision applies to all that a call computes or
+        traces.
     """
 
     @wraps(function)
@@ -38,9 +39,9 @@ def precise(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def default_jitter(size: int, dtype: np.dtype | type) -> float:
-    """The default jitter, relative to the mean of the diagonal.
+    """Return the default jitter, relative to the mean of the diagonal.
 
-    Of factors that are not corrected for it; inducing matrices take a smaller one
+    It is for factors that are not corrected for it; inducing matrices use a smaller one
     (:mod:`numpyro_gpaug.math.whitening`).
 
     :param size: number of rows M.
@@ -53,7 +54,7 @@ def default_jitter(size: int, dtype: np.dtype | type) -> float:
 
 
 def with_jitter(matrix: Array, jitter: float) -> Array:
-    """``matrix + jitter * mean(diag) * I``.
+    """Return ``matrix + jitter * mean(diag) * I``.
 
     :param matrix: (..., M, M).
     :param jitter: relative to the mean of the diagonal; 0 adds nothing.
@@ -65,8 +66,8 @@ def with_jitter(matrix: Array, jitter: float) -> Array:
 
 @jax.custom_jvp
 def cholesky(matrix: Array) -> Array:
-    """Lower Cholesky factor of a matrix that is symmetric to rounding: its upper
-    triangle is what is read.
+    """Return the lower Cholesky factor of a matrix that is symmetric to rounding. Only
+    its upper triangle is read.
 
     :param matrix: (..., M, M).
     :return: (..., M, M); NaN where the matrix is not positive definite.
@@ -84,13 +85,15 @@ def _cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of matrices that calls LAPACK, for stacks of them (..., M, N).
+    """Return a function of stacks of matrices (..., M, N), from a function that calls
+    LAPACK.
 
-    On a CPU they are taken one after the other, under ``vmap`` too: jaxlib makes tasks
-    of its thread pool of the matrices of one call, and two programs at once that wait
-    for theirs (chains in parallel, threads of a server) wait for ever.
+    On a CPU the matrices are taken one after the other, also under ``vmap``. jaxlib
+    splits the matrices of one call into tasks of its thread pool, and two concurrent
+    programs that wait for such tasks (chains in parallel, threads of a server) would
+    deadlock.
 
-    :param function: of one matrix or several; not differentiated.
+    :param function: a function of one matrix or several; it is not differentiated.
     """
     if jax.default_backend() != "cpu":
         return function
@@ -113,8 +116,8 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @jax.custom_jvp
 def inverse_cholesky(matrix: Array) -> Array:
-    """``L^-1`` of the lower Cholesky factor L of ``matrix``, (..., M, M); NaN where it
-    is not positive definite.
+    """Return ``L^-1`` of the lower Cholesky factor L of ``matrix``, (..., M, M); NaN
+    where it is not positive definite.
 
     With ``W = L^-1`` its derivative is ``-half(W dK W') W``: products only, no
     triangular solves.
@@ -132,8 +135,8 @@ def _inverse_cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 @precise
 def lower_half(inverse: Array, tangent: Array) -> Array:
-    """``half(W dK W')``: how, in its own coordinates, a factor moves with its matrix;
-    ``half`` keeps the lower triangle and half the diagonal."""
+    """Return ``half(W dK W')``, the change of a factor with its matrix in the factor's
+    own coordinates; ``half`` keeps the lower triangle and half the diagonal."""
     size, dtype = inverse.shape[-1], inverse.dtype
     half = jnp.asarray(np.tri(size) - 0.5 * np.eye(size), dtype)
     return half * jnp.einsum("...ij,...kj->...ik", inverse @ tangent, inverse)
@@ -141,7 +144,8 @@ def lower_half(inverse: Array, tangent: Array) -> Array:
 
 @jax.custom_jvp
 def valued(formula: Array, value: Array) -> Array:
-    """``value``, computed with more care than ``formula`` is, with its derivative."""
+    """Return ``value`` with the derivative of ``formula``, a less accurate form of
+    it."""
     del formula
     return value
 
@@ -152,13 +156,13 @@ def _valued_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def safe_sqrt(x: Array) -> Array:
-    """Square root with a gradient of 0, not infinity, at 0."""
+    """Return the square root, with a gradient of 0, not infinity, at 0."""
     positive = x > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
 def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
-    """``factor^-1 rhs``, or ``factor'^-1 rhs``, for a lower factor.
+    """Return ``factor^-1 rhs``, or ``factor'^-1 rhs``, for a lower factor.
 
     :param factor: (..., M, M).
     :param rhs: (..., M, n); leading axes broadcast.
@@ -191,7 +195,7 @@ def _solved_jvp(transpose: bool, primals: Any, tangents: Any) -> tuple[Array, Ar
 
 @jax.custom_jvp
 def inverse_lower(factor: Array) -> Array:
-    """Inverse of a lower triangular factor (..., M, M)."""
+    """Return the inverse of a lower triangular factor (..., M, M)."""
     eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
     # LAPACK writes columns, which are the rows of the transpose.
     return solve_lower(factor, eye, transpose=True).mT
@@ -205,7 +209,7 @@ def _inverse_lower_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def diagonal(matrix: Array) -> Array:
-    """The diagonal of (..., M, M), as every (M + 1)-th number: the derivative of
-    ``jnp.diagonal`` is a scatter."""
+    """Return the diagonal of (..., M, M), as every (M + 1)-th number. The derivative of
+    ``jnp.diagonal`` would be a scatter."""
     size = matrix.shape[-1]
     return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]

@@ -15,12 +15,13 @@ lattice of spacing h it equals a combination of normal densities and one normal 
 to ``exp(-pi^2 / h)``-small errors. The Gaussian expectation of such a combination is
 closed at every variance, and its coefficients depend on ``s`` only: they are
 constants, and all inner expectations are one matrix product. The derivatives that
-define Gaussian factors, and the predictive probabilities ``E g(f_k) / S``, are those of
-the same sums.
+define Gaussian factors, and the predictive probabilities ``E g(f_k) / S``, use the
+same sums.
 
-The range of s is fixed, and with it how wide the latents may be. Where one is wider, a
+The range of s is fixed, which limits the variance of the latents. For wider latents a
 rule with nodes of its own for each datum takes over (``numpyro_gpaug.math.gumbel``):
-for the exponential everywhere, for the logistic below its lattice, where it is one.
+everywhere for the exponential, and below its lattice for the logistic, which is an
+exponential there.
 """
 
 from __future__ import annotations
@@ -97,11 +98,11 @@ class _Lattice(NamedTuple):
     :param width: their standard deviation.
     :param step: centre and width of the normal cdf.
     :param s: outer nodes, (J,).
-    :param spacing: of the outer nodes.
+    :param spacing: spacing of the outer nodes.
     :param reference: ``exp(-exp(s))``, (J,).
     :param complement: coefficients of ``1 - exp(-x)`` with ``x = e^s g(f)``: of the
         densities, (I, J), and of the cdf, (J,).
-    :param slope: those of its derivative in s, ``x exp(-x)``.
+    :param slope: coefficients of its derivative in s, ``x exp(-x)``.
     """
 
     points: np.ndarray
@@ -148,7 +149,8 @@ def _lattice(link: Link, dtype: str, num_classes: int) -> _Lattice:
 
 
 def _basis(lattice: _Lattice, mean: Array, variance: Array) -> tuple[Array, Array]:
-    """Gaussian expectations of the densities, (..., I), and of the cdf, (...)."""
+    """Return Gaussian expectations of the densities, (..., I), and of the cdf,
+    (...)."""
     dtype = mean.dtype
     points = jnp.asarray(lattice.points, dtype)
     scale = lax.rsqrt(variance + np.asarray(lattice.width**2, dtype))
@@ -162,7 +164,8 @@ def _basis(lattice: _Lattice, mean: Array, variance: Array) -> tuple[Array, Arra
 def _expectation(
     basis: tuple[Array, Array], coefficients: tuple[np.ndarray, np.ndarray]
 ) -> Array:
-    """Of a function given by its coefficients, at every outer node, (..., J)."""
+    """Return the expectation of a function, given its coefficients, at every outer
+    node, (..., J)."""
     densities, cdf = basis
     inner, plateau = (jnp.asarray(x, cdf.dtype) for x in coefficients)
     # TPUs and GPUs would round the factors otherwise.
@@ -171,13 +174,13 @@ def _expectation(
 
 
 def _log_survival(lattice: _Lattice, basis: tuple[Array, Array]) -> Array:
-    """``log E exp(-e^s g(f))`` at every outer node, (..., J)."""
+    """Return ``log E exp(-e^s g(f))`` at every outer node, (..., J)."""
     complement = _expectation(basis, lattice.complement)
     return jnp.log1p(-jnp.clip(complement, 0, 1 - jnp.finfo(complement.dtype).eps))
 
 
 def _centred(link: Link, mean: Array) -> tuple[Array, Array]:
-    """Where the outer sum is centred, and the means relative to it."""
+    """Return the centre of the outer sum, and the means relative to it."""
     if link == LOGISTIC:
         return jnp.zeros(mean.shape[:-1], mean.dtype), mean
     centre = lax.stop_gradient(logsumexp(mean, -1))
@@ -190,7 +193,7 @@ def _by_blocks(
     mean: Array,
     variance: Array,
 ) -> tuple[Array, ...]:
-    """Applies a function of (n, C) arrays block by block along the leading axes."""
+    """Apply a function of (n, C) arrays block by block along the leading axes."""
     shape, num_classes = mean.shape[:-1], mean.shape[-1]
     points = _lattice(link, str(mean.dtype), num_classes).points
     size = math.prod(shape)
@@ -205,7 +208,7 @@ def _by_blocks(
 def _lattice_sum(
     lattice: _Lattice, window: np.ndarray, mean: Array, variance: Array
 ) -> Array:
-    """The outer sum, its nodes weighted by a window."""
+    """Return the outer sum, with its nodes weighted by a window."""
     reference = jnp.asarray(lattice.reference, mean.dtype)
     survival = _log_survival(lattice, _basis(lattice, mean, variance))
     terms = (reference - jnp.exp(survival.sum(-2))) * window.astype(mean.dtype)
@@ -213,7 +216,7 @@ def _lattice_sum(
 
 
 def _lattice_slopes(*args: Any) -> tuple[Array, ...]:
-    """:func:`_lattice_sum`, and its slopes by mean and by variance."""
+    """Return :func:`_lattice_sum`, and its slopes by mean and by variance."""
     value, pull = jax.vjp(partial(_lattice_sum, *args[:2]), *args[2:])
     return (value, *pull(jnp.ones_like(value)))
 
@@ -221,7 +224,7 @@ def _lattice_slopes(*args: Any) -> tuple[Array, ...]:
 def _lattice_shares(
     lattice: _Lattice, window: np.ndarray, mean: Array, variance: Array
 ) -> Array:
-    """The slopes by mean up to a factor, which are the shares."""
+    """Return the slopes by mean up to a factor, which are the shares."""
     basis = _basis(lattice, mean, variance)
     own = _log_survival(lattice, basis)
     others = jnp.exp(own.sum(-2, keepdims=True) - own) * window.astype(mean.dtype)
@@ -230,7 +233,7 @@ def _lattice_shares(
 
 
 def _outside(link: Link, mean: Array, variance: Array) -> Array:
-    """Whether some row has a log S outside of the range of the lattice."""
+    """Whether the range of the lattice does not cover log S in some row."""
     if link == EXPONENTIAL:
         return (variance > _WIDE**2).any()
     # What a logistic is at most is in range.
@@ -241,10 +244,10 @@ def _by_width(
     link: Link, narrow: Callable[..., Any], wide: Callable[..., Any],
     mean: Array, variance: Array,
 ) -> Any:  # fmt: skip
-    """Rows by the lattice, unless one of them is outside of its range.
+    """Compute rows by the lattice, unless some row is outside of its range.
 
-    :param narrow: by the lattice, of ``(lattice, window, mean, variance)``.
-    :param wide: the same of exponentials, of ``(mean, variance, cut)``.
+    :param narrow: computes by the lattice, from ``(lattice, window, mean, variance)``.
+    :param wide: computes the same for exponentials, from ``(mean, variance, cut)``.
     """
     dtype = str(mean.dtype)
     lattice, cut = _lattice(link, dtype, mean.shape[-1]), _CUTS[dtype]
@@ -281,10 +284,10 @@ def _expected_jvp(link, primals, tangents):
 
 
 def expected_log_sum(link: Link, mean: Array, variance: Array) -> Array:
-    """``E log sum_c g(f_c)`` for independent ``f_c ~ N(mean_c, variance_c)``.
+    """Return ``E log sum_c g(f_c)`` for independent ``f_c ~ N(mean_c, variance_c)``.
 
     The absolute error is below 1e-9 in float64 and 5e-6 in float32 while all standard
-    deviations of a call are below 4; beyond, up to 100, it is below 2e-8 and 5e-6 of
+    deviations of a call are below 4. Beyond, up to 100, it is below 2e-8 and 5e-6 of
     the largest standard deviation.
 
     :param link: the function g, :data:`EXPONENTIAL` or :data:`LOGISTIC`.
@@ -305,7 +308,7 @@ def expected_log_sum(link: Link, mean: Array, variance: Array) -> Array:
 
 
 def expected_shares(link: Link, mean: Array, variance: Array) -> Array:
-    """``E g(f_k) / sum_c g(f_c)``: the predictive probability of every class.
+    """Return ``E g(f_k) / sum_c g(f_c)``, the predictive probability of every class.
 
     :param link: the function g.
     :param mean: (..., C).

@@ -29,7 +29,8 @@ from numpyro_gpaug.math.blocks import by_elements
 
 @cache
 def _mixture(spacing: float) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and weights of the normals, from the trapezoid rule in the log-scale."""
+    """Return scales and weights of the normals, from the trapezoid rule in the
+    log-scale."""
     log_k = np.arange(-2.1, 1.5, spacing)
     k = np.exp(log_k)
     n = np.arange(1, 60)[:, None]
@@ -45,7 +46,7 @@ def _mixture(spacing: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def logistic_mixture(dtype: np.dtype | type) -> tuple[Array, Array]:
-    """The normals whose mixture is the logistic distribution.
+    """Return the normals whose mixture is the logistic distribution.
 
     :param dtype: float32 (error 2e-8 in log-sigmoid) or float64 (3e-15).
     :return: scales ``tau`` (K,) and weights (K,) summing to one.
@@ -65,7 +66,7 @@ def logistic_mixture(dtype: np.dtype | type) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def expected_log_sigmoid(mean: Array, variance: Array) -> Array:
-    r"""``E log sigmoid(f)`` for ``f ~ N(mean, variance)``, at every variance.
+    r"""Return ``E log sigmoid(f)`` for ``f ~ N(mean, variance)``, at every variance.
 
     Absolute error below 3e-15 (float64) or 2e-8 (float32) relative to
     ``max(1, |value|)``, rounding apart, uniformly in both arguments.
@@ -92,7 +93,7 @@ def _expected_log_sigmoid_jvp(primals, tangents):
 
 
 def _terms(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
-    """E log sigmoid(f), E sigmoid(-f) and E sigmoid'(f)."""
+    """Return E log sigmoid(f), E sigmoid(-f) and E sigmoid'(f)."""
     dtype = jnp.result_type(mean, variance)
     tau, weights = logistic_mixture(dtype)
     terms = partial(_terms_of, tau, weights)
@@ -113,7 +114,7 @@ def _terms_of(
 
 
 def expected_sigmoid(mean: Array, variance: Array) -> Array:
-    """``E sigmoid(f)`` for ``f ~ N(mean, variance)``: the predictive probability.
+    """Return the predictive probability ``E sigmoid(f)``, ``f ~ N(mean, variance)``.
 
     :param mean: any shape.
     :param variance: broadcastable to it, >= 0.

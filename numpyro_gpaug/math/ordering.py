@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows in the order of the groups they depend on.
 
-Of a million rows in any order each looks for its group in memory: for its mean, for its
-spread, and to add to the group's sums. In the order of groups, rows that follow each
-other look at the same, which stay in a processor's cache: a row then takes as long as
-where there are few.
+If a million rows are in random order, each reads its group from a different place in
+memory: for its mean, for its variance, and to add to the group's sums. In the order of
+groups, consecutive rows use the same memory, which stays in the processor's cache. A
+row then takes as long as in small data.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class Order(NamedTuple):
 
     @classmethod
     def by_group(cls, group: Array, groups: int, size: int) -> Order:
-        """One in which rows of the same group, or of near ones, follow each other.
+        """Return an order in which rows of the same group, or of near ones, follow each
+        other.
 
-        One number is sorted, the row in its low bits and what they leave of the group
-        in the others: that takes a fifth of the time of sorting pairs.
+        One integer per row is sorted. It has the row in its low bits, and the leading
+        bits of the group in the others, which takes a fifth of the time of sorting
+        pairs.
 
-        :param group: of every row, (n,).
-        :param groups: their number.
-        :param size: of the blocks that are filled.
+        :param group: the group of every row, (n,).
+        :param groups: the number of groups.
+        :param size: the size of the blocks that are filled.
         """
         number = len(group)
         low = (number - 1).bit_length()
@@ -47,14 +49,14 @@ class Order(NamedTuple):
         return cls(jnp.pad(rows, (0, -number % size), "edge"), places)
 
     def taken(self, values: Array) -> Array:
-        """Rows (n, ...) in this order, (m, ...)."""
+        """Return rows (n, ...) in this order, (m, ...)."""
         return values.at[self.rows].get(mode="promise_in_bounds")
 
     def weights(self, values: Array) -> Array:
-        """Weights (n,) in this order, (m,): copies have none."""
+        """Return weights (n,) in this order, (m,); copies have weight zero."""
         own = jnp.arange(len(self.rows)) < len(self.places)
         return jnp.where(own, self.taken(values), 0)
 
     def back(self, values: Array) -> Array:
-        """Rows (m, ...) where they came from, (n, ...)."""
+        """Return rows (m, ...) in their original order, (n, ...)."""
         return values.at[self.places].get(mode="promise_in_bounds")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes that run the same lines, and have to come to the same conclusions:
-one that does something else is waited for by the others for ever."""
+"""Agreement of several processes that run the same program. If one of them took another
+branch, the others would wait for it for ever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spans_processes(mesh: Mesh | None) -> bool:
 def told_by_all(held: Any) -> list[str]:
     """Gather the state of every process, by process.
 
-    :param held: what prints alike where it is alike.
+    :param held: the state, which prints alike exactly if it is alike.
     """
     text = str(held).encode()[:_LONGEST].ljust(_LONGEST)
     everywhere = multihost_utils.process_allgather(np.frombuffer(text, np.uint8))
@@ -40,15 +40,15 @@ def least_of_all(numbers: Sequence[int]) -> list[int]:
 
 @contextmanager
 def all_or_none(mesh: Mesh | None) -> Iterator[None]:
-    """Around what each process does for itself before a fit, such as to open its files:
-    where it fails in one of them, all raise. Without it, the others wait for a process
-    that is not there any more. Runs have it around their own reading, and callbacks.
+    """Raise in all processes if any process fails inside, in work that each does for
+    itself before a fit, such as opening its files. Otherwise the others would wait for
+    a process that has ended. Runs use it around their own reading, and callbacks.
 
-    All processes have to come here, and wait for the last at its end.
+    All processes have to enter, and wait for the last one at the end.
 
-    :param mesh: of the devices that they share; of those of one process, or ``None``,
-        nothing is waited for.
-    :raises RuntimeError: in those where it did not fail, with the errors of the others.
+    :param mesh: the mesh of the devices that they share. Nothing is waited for if its
+        devices are in one process, or it is ``None``.
+    :raises RuntimeError: in processes that did not fail, with the errors of the others.
 
     **Example** Each process reads a file of its own:
 

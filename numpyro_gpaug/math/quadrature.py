@@ -29,18 +29,18 @@ _NEAR, _FAR = 2.5, 64.0
 def gaussian_nodes(
     mean: Array, variance: Array, centre: ArrayLike = 0.0, width: ArrayLike = 1.0
 ) -> tuple[Array, Array]:
-    r"""Nodes and log-weights for ``E g(f)``, ``f ~ N(mean, variance)``, where ``g``
-    turns near one point and saturates, or decays, away from it.
+    r"""Return nodes and log-weights for ``E g(f)``, ``f ~ N(mean, variance)``, where
+    ``g`` turns near one point and saturates, or decays, away from it.
 
-    Gauss-Hermite nodes spread with the standard deviation, and straddle the turn of
-    ``g`` where that is large. These keep a spacing within the turn that grows with the
-    logarithm of the variance only: for the logistic function the error is below 1e-9
-    (float64) for standard deviations to 1e4.
+    The spacing of Gauss-Hermite nodes grows with the standard deviation, and steps over
+    the turn of ``g`` if that is large. These nodes keep a spacing within the turn that
+    grows only with the logarithm of the variance: for the logistic function the error
+    is below 1e-9 (float64) for standard deviations to 1e4.
 
     :param mean: any shape.
     :param variance: of that shape, >= 0.
     :param centre: where ``g`` turns.
-    :param width: over which distance, > 0; 1 for the logistic function.
+    :param width: the width of the turn, > 0; 1 for the logistic function.
     :return: nodes and log-weights, each with a trailing axis over nodes.
 
     **Example**
@@ -67,15 +67,15 @@ def peaked_nodes(
     centre: ArrayLike = 0.0,
     width: ArrayLike = 1.0,
 ) -> tuple[Array, Array]:
-    r"""Nodes and log-weights of :func:`gaussian_nodes`, moved to where ``g(f)`` times
-    the density of ``f ~ N(mean, variance)`` peaks, if that is so many standard
-    deviations from the mean that its nodes would miss it.
+    r"""Return nodes and log-weights of :func:`gaussian_nodes`, shifted to the peak of
+    ``g(f)`` times the density of ``f ~ N(mean, variance)``, if the peak is so many
+    standard deviations from the mean that the unshifted nodes would miss it.
 
     :param log_g: elementwise, of the broadcast shape; with the density, unimodal.
     :param mean: any shape.
     :param variance: of that shape, >= 0.
     :param centre: where ``g`` turns, for means near the peak.
-    :param width: over which distance.
+    :param width: the width of the turn.
     :return: nodes and log-weights, each with a trailing axis over nodes.
 
     **Example**
@@ -104,8 +104,8 @@ def peaked_nodes(
 def _standard_nodes(
     mean: Array, scale: Array, centre: ArrayLike, width: ArrayLike
 ) -> tuple[Array, Array]:
-    """Nodes of :func:`gaussian_nodes` in standard deviations from the mean, and their
-    log-weights."""
+    """Return nodes of :func:`gaussian_nodes` in standard deviations from the mean, and
+    their log-weights."""
     dtype = jnp.result_type(mean, scale)
     num, reach = (96, 7.5) if dtype == jnp.float64 else (64, 5.5)
     mean, scale, centre, width = jnp.broadcast_arrays(
@@ -155,8 +155,8 @@ def _peak(log_g: Callable[[Array], Array], mean: Array, scale: Array) -> Array:
 
 
 def _unstretch(t: Array, s: Array) -> Array:
-    """Solves ``BUNCHING u + TURN sinh(u) / s = t >= 0``: from above, where Newton's
-    method for a convex function never overshoots."""
+    """Solve ``BUNCHING u + TURN sinh(u) / s = t >= 0`` by Newton's method, from above,
+    where it never overshoots because the function is convex."""
     u: Array = jnp.minimum(t / _BUNCHING, jnp.arcsinh(s * t / _TURN))
     for _ in range(6):
         value = _BUNCHING * u + _TURN * jnp.sinh(u) / s - t
@@ -165,7 +165,7 @@ def _unstretch(t: Array, s: Array) -> Array:
 
 
 def log_gamma_nodes(shape: Array) -> tuple[Array, Array]:
-    r"""Nodes ``x`` and log-weights for ``E g(x)`` where ``exp(x) ~ Gamma(a, a)``.
+    r"""Return nodes ``x`` and log-weights for ``E g(x)``, ``exp(x) ~ Gamma(a, a)``.
 
     The log-density ``a (x - exp(x))`` is analytic for ``|Im x| < pi / 2`` and decays on
     both sides, so the trapezoid rule is spectrally accurate: to 1e-8 (float64) for
@@ -195,10 +195,12 @@ def log_gamma_nodes(shape: Array) -> tuple[Array, Array]:
 
 
 def gauss_hermite(num_points: int, dtype: Any) -> tuple[Array, Array]:
-    """Nodes and weights for ``E g(z)``, ``z ~ N(0, 1)``: ``sum(weights * g(nodes))``.
+    """Return nodes and weights for ``E g(z)``, ``z ~ N(0, 1)``.
+
+    The expectation is ``sum(weights * g(nodes))``.
 
     :param num_points: number of nodes.
-    :param dtype: float dtype of the answer.
+    :param dtype: float dtype of the result.
 
     **Example**
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Recurrences along chains of very many steps, in work linear in these.
+r"""Recurrences along chains of very many steps, in work linear in their number.
 
 A chain is cut into about as many blocks as a block has steps. All blocks are run at
-once, each as if nothing had entered it; what does enter follows from block to block;
-and what it changes is added. So a chain of T steps takes a few times ``sqrt(T)``
-operations one after the other.
+once, each with nothing entering it. The values that do enter are then computed from
+block to block, and their effect is added. A chain of T steps thus takes a few times
+``sqrt(T)`` sequential operations.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ def linear(
     *,
     reverse: bool = False,
 ) -> Array:
-    """``x_t = act(A_t, x_{t-1}) + b_t``, of ``x_{t+1}`` in reverse; zero at the start.
+    """Compute ``x_t = act(A_t, x_{t-1}) + b_t``, or with ``x_{t+1}`` in reverse. The
+    recurrence starts at zero.
 
-    :param act: how a matrix acts: linear in x, and of products one after the other.
+    :param act: the action of a matrix: linear in x, and the action of a product is the
+        composition of the actions.
     :param transitions: A, (chains, steps, R, R).
     :param inputs: b, (chains, steps, ...).
     :param reverse: whether chains are run from their ends.
@@ -58,15 +60,15 @@ def linear(
 
 
 def filtered(own: Array, links: Array) -> Array:
-    r"""Precisions of each step given all before it.
+    r"""Return the precision of each step given all earlier ones.
 
-    Of steps :math:`x_t = A_t x_{t-1} + \epsilon_t` with standard normal noise, seen by
-    factors of precisions W, that of a step given all factors up to its own is
+    With steps :math:`x_t = A_t x_{t-1} + \epsilon_t`, standard normal noise, and
+    factors of precisions W, the precision of a step given all factors up to its own is
 
     .. math:: E_t = W_t + (I + A_t E_{t-1}^{-1} A_t')^{-1},
 
-    a sum of positive terms however it is computed here: of a walk that is hardly seen
-    it is the small difference of numbers near one otherwise.
+    a sum of positive terms in this computation. Otherwise, for a walk with little data,
+    it would be the small difference of numbers near one.
 
     :param own: W, (chains, steps, R, R).
     :param links: A, (chains, steps, R, R); zero at the starts of chains.
@@ -75,8 +77,9 @@ def filtered(own: Array, links: Array) -> Array:
     cut = _cut(own), _cut(links)
 
     def alone(carry: Any, here: Any) -> Any:
-        """What a block makes of the step before it, y: its last step has the mean
-        ``gain y`` and covariance ``spread``, and it knows y with precision ``seen``."""
+        """Return a block as a function of the step before it, y. Its last step has the
+        mean ``gain y`` and covariance ``spread``, and the precision of its information
+        about y is ``seen``."""
         spread, gain, seen = carry
         weights, link = here
         spread, gain = _followed(link, spread), small.product(link, gain)
@@ -116,12 +119,12 @@ def filtered(own: Array, links: Array) -> Array:
 
 
 def _followed(link: Array, covariance: Array) -> Array:
-    """The covariance of the next step."""
+    """Return the covariance of the next step."""
     return _eye(link) + congruent(link, covariance)
 
 
 def congruent(matrix: Array, covariance: Array) -> Array:
-    """``A P A'``, of matrices (..., R, R)."""
+    """Return ``A P A'``, for matrices (..., R, R)."""
     return small.product(small.product(matrix, covariance), matrix.mT)
 
 
@@ -142,12 +145,12 @@ def _eye(matrices: Array) -> Array:
 
 
 def _size(steps: int) -> int:
-    """Steps of a block."""
+    """Return the number of steps of a block."""
     return math.isqrt(steps - 1) + 1
 
 
 def _cut(x: Array) -> Array:
-    """(chains, steps, ...) as (steps of a block, chains, blocks, ...)."""
+    """Return (chains, steps, ...) as (steps of a block, chains, blocks, ...)."""
     chains, steps = x.shape[:2]
     size = _size(steps)
     blocks = -(-steps // size)

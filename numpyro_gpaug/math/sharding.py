@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows, and latents, on several devices.
 
-Everything here is a sum over data: arrays whose rows are shared out among devices need
-sums of what is of the size of the latents, and nothing else has to move. JAX's
-partitioner finds that by itself, if it is told where the rows are and if nothing is
-done to rows that mixes those of one device with another's.
+Every computation here is a sum over data. If the rows of arrays are divided among
+devices, only sums of the size of the latents have to move between these. JAX's
+partitioner finds this plan by itself, given the placement of the rows and no operation
+that mixes rows of different devices.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ ROWS, LATENTS = "rows", "latents"
 
 
 def shards() -> int:
-    """Parts that rows come in, inside of :func:`on_mesh`; 1 elsewhere."""
+    """Return the number of parts of the rows inside of :func:`on_mesh`; 1 elsewhere."""
     return dict(jax.sharding.get_abstract_mesh().shape).get(ROWS, 1)
 
 
 def kept_apart(parts: Array) -> Array:
-    """An array whose first axis is over the parts of :func:`shards`, said to stay on
-    the devices that hold them, and so its derivative."""
+    """Return an array whose first axis is over the parts of :func:`shards`, constrained
+    to stay on its devices, as is its derivative."""
     if parts.shape[0] == 1:
         return parts
     return _constrained(parts, ROWS, 0)
 
 
 def rows_apart(rows: Array) -> Array:
-    """An array whose first axis is over rows, each part of :func:`shards` of them on
-    the device that holds it, if they are as many."""
+    """Return an array whose first axis is over rows, with each part of :func:`shards`
+    on its device, if the parts have equally many rows."""
     parts = shards()
     return rows if parts == 1 or len(rows) % parts else _constrained(rows, ROWS, 0)
 
 
 def latent_parts(count: int) -> int:
-    """Parts that a stack over latents comes in, inside of :func:`on_mesh`; 1 where it
-    is whole on every device, and inside of :func:`by_latents`.
+    """Return the number of parts of a stack over latents inside of :func:`on_mesh`. It
+    is 1 if every device has the whole stack, and inside of :func:`by_latents`.
 
     :param count: the number of latents.
     """
@@ -58,10 +58,11 @@ def latent_parts(count: int) -> int:
 
 
 def by_latents(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """A function of stacks over latents that treats one like the other, each device its
-    own part; the partitioner would bring them together for a loop over them.
+    """Return a function of stacks over latents, which treats all latents alike, such
+    that each device computes its own part. For a loop over latents the partitioner
+    would gather them.
 
-    :param function: of arrays whose first axis is over the latents.
+    :param function: a function of arrays whose first axis is over the latents.
     :param count: the number of latents.
     """
     if latent_parts(count) == 1:
@@ -71,9 +72,9 @@ def by_latents(function: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 def mesh_of_latents(tree: Any) -> Mesh | None:
-    """The mesh that some array's first axis, over latents, is shared out along.
+    """Return the mesh that divides some array's first axis, over latents.
 
-    :param tree: of arrays.
+    :param tree: a pytree of arrays.
     """
     for leaf in jax.tree.leaves(tree):
         sharding = None if _traced(leaf) else getattr(leaf, "sharding", None)
@@ -84,11 +85,10 @@ def mesh_of_latents(tree: Any) -> Mesh | None:
 
 
 def latents_apart(tree: Any, axis: int = 0) -> Any:
-    """Arrays with an axis over latents, said to stay on the devices that hold their
-    part of them.
+    """Return arrays with an axis over latents, constrained to stay on their devices.
 
-    :param tree: of such arrays.
-    :param axis: over latents.
+    :param tree: a pytree of such arrays.
+    :param axis: the axis over latents.
     """
 
     def apart(array: Array) -> Array:
@@ -105,16 +105,16 @@ def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def rows_mesh(mesh: Mesh | None, arrays: Iterable[Any]) -> Mesh | None:
-    """The devices of a mesh, or of the first array that is on several, by what is
-    shared out along them.
+    """Return a mesh, or that of the first array on several devices, with its axes named
+    by their purpose.
 
-    :param mesh: latents are to be shared out along its axis ``"latents"``, rows along
-        the first other one; ``None`` to ask the arrays.
-    :param arrays: of which the first with sharded rows counts, or else one on a mesh
+    :param mesh: a mesh, whose axis ``"latents"`` divides latents, and whose first other
+        axis divides rows; ``None`` to use the arrays' mesh.
+    :param arrays: arrays. The first one with sharded rows counts, or else one on a mesh
         that has latents.
     :return: a mesh of axes ``"rows"``, ``"latents"`` and ``"copies"``, the last free
-        for the partitioner to use; ``None`` if all is on one device.
-    :raises ValueError: for an array whose rows are whole but whose columns are not.
+        for the partitioner to use; ``None`` if everything is on one device.
+    :raises ValueError: for an array that is sharded along its columns but not its rows.
     """
     if mesh is not None:
         others = [name for name in mesh.axis_names if name != LATENTS]
@@ -132,7 +132,7 @@ def rows_mesh(mesh: Mesh | None, arrays: Iterable[Any]) -> Mesh | None:
         if first is None or any(others):
             raise ValueError(
                 f"an array of shape {array.shape} is sharded as {sharding.spec}. "
-                "Rows can be sharded, columns cannot: use PartitionSpec(axis) with "
+                "Rows can be sharded, columns cannot. Use PartitionSpec(axis) with "
                 "the name of a mesh axis"
             )
         devices: Any = sharding.mesh
@@ -141,11 +141,11 @@ def rows_mesh(mesh: Mesh | None, arrays: Iterable[Any]) -> Mesh | None:
 
 
 def partitioned(tree: Any) -> Any:
-    """The same arrays, with shardings that JAX's partitioner carries on: those of
-    meshes with explicit axes, ``jax.make_mesh``'s default, are types, which would have
-    to be stated at every product in a model.
+    """Return the same arrays, with shardings that JAX's partitioner propagates.
+    Shardings of meshes with explicit axes, the default of ``jax.make_mesh``, are types,
+    which a model would have to state at every product.
 
-    :param tree: arrays, and others, which stay.
+    :param tree: arrays, and other leaves, which are unchanged.
     """
     explicit = AxisType.Explicit
 
@@ -165,10 +165,10 @@ def partitioned(tree: Any) -> Any:
 
 
 def check_shards(tree: Any) -> None:
-    """Raises, in all processes alike, where they hold parts that do not fit together:
-    each would go on with a program of its own, and wait for the others for ever.
+    """Raise in all processes if their parts do not match. Otherwise each would run a
+    program of its own, and wait for the others for ever.
 
-    :param tree: arrays of which some may be shared among processes, and others.
+    :param tree: arrays, some of which may be shared among processes.
     :raises ValueError: naming the shapes and dtypes of all processes.
     """
     shared = [
@@ -189,8 +189,8 @@ def check_shards(tree: Any) -> None:
 
 
 def row_processes(mesh: Mesh) -> int:
-    """Return the number of processes that rows are divided among, each of which reads
-    its own.
+    """Return the number of processes that rows are divided among; each reads its own
+    rows.
 
     :param mesh: from :func:`rows_mesh`.
     :raises ValueError: for a mesh that has more devices of one process than of another,
@@ -209,7 +209,8 @@ def row_processes(mesh: Mesh) -> int:
 
 
 def placed(array: Any, mesh: Mesh, rows: int) -> Array:
-    """An array on a mesh: shared out if it has as many rows, else copied.
+    """Return an array on a mesh: divided if it has this number of rows, otherwise
+    copied.
 
     :param array: the array.
     :param mesh: from :func:`rows_mesh`.
@@ -234,12 +235,12 @@ def placed(array: Any, mesh: Mesh, rows: int) -> Array:
 
 
 def rows_placed(array: np.ndarray, mesh: Mesh | None, axis: int) -> Any:
-    """An array whose rows are along some axis, these shared out among the devices of a
+    """Return an array whose rows, along some axis, are divided among the devices of a
     mesh.
 
-    :param array: the rows that this process has read, of as many in every other.
-    :param mesh: from :func:`rows_mesh`; ``None`` leaves the array as it is.
-    :param axis: of the rows.
+    :param array: the rows that this process has read; every other has read as many.
+    :param mesh: from :func:`rows_mesh`; ``None`` leaves the array unchanged.
+    :param axis: the axis of the rows.
     """
     if mesh is None:
         return array
@@ -259,13 +260,14 @@ def of_this_process(array: Any) -> np.ndarray:
 
 
 def total(holds: Callable[..., Any], array: Any, *how: Any) -> int:
-    """How many entries of an array something holds for: of all processes, which then
-    come to the same conclusion.
+    """Return the number of entries of an array that satisfy a condition, over all
+    processes, which then come to the same conclusion.
 
-    :param holds: from an array, and what else, to as many booleans; the same function
-        in every call, for which a program is compiled.
+    :param holds: the condition, from an array and the other arguments to as many
+        booleans. It must be the same function in every call, since a program is
+        compiled for it.
     :param array: the array.
-    :param how: what else.
+    :param how: the other arguments.
     """
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return int(np.sum(holds(np.asarray(array), *how)))
@@ -278,11 +280,12 @@ def _total(holds: Callable[..., Any], array: Array, *how: Any) -> Array:
 
 
 def some_of_all(array: Any, most: int, seed: int) -> np.ndarray:
-    """Rows of an array that has others in other processes, the same in all of them.
+    """Return rows of an array that is divided among processes; every process returns
+    the same rows.
 
-    :param array: the array; one that this process holds whole is returned so.
-    :param most: rows that are drawn, if there are more.
-    :param seed: of the draw.
+    :param array: the array. If this process has all of it, it is returned unchanged.
+    :param most: the number of rows that are drawn, if there are more.
+    :param seed: the seed of the draw.
     """
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return np.asarray(array)
@@ -298,7 +301,7 @@ def some_of_all(array: Any, most: int, seed: int) -> np.ndarray:
 
 
 def _renamed(array: jax.Array, target: Sharding) -> Array:
-    """A global array under another name of the same places; no number moves."""
+    """Return a global array under an equivalent sharding; no number moves."""
     held = {s.device: s.data for s in array.addressable_shards}
     try:
         wanted = target.addressable_devices_indices_map(array.shape)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Very many small matrices (..., R, R), number by number and over all at once: LAPACK
-would be called for one after the other. Of larger ones that is the faster way, and the
-one that is sooner compiled."""
+"""Very many small matrices (..., R, R), computed number by number for all at once.
+LAPACK would be called for one after the other, which is faster, and compiles sooner,
+for larger matrices."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _Entries = list[list[Any]]
 
 
 def product(left: Array, right: Array) -> Array:
-    """``left @ right`` of matrices (..., R, S) and (..., S, n), as sums that are
-    compiled together with what is around them."""
+    """Return ``left @ right`` of matrices (..., R, S) and (..., S, n), as sums that
+    compile together with the surrounding operations."""
     if left.shape[-1] > SMALL:
         return linalg.precise(jnp.matmul)(left, right)
     return (left[..., None] * right[..., None, :, :]).sum(-2)
 
 
 def inverse(matrix: Array) -> Array:
-    """The inverse of each symmetric matrix, by ``L D L'``: there are no square roots,
-    so that one that is not positive definite has an inverse too."""
+    """Return the inverse of each symmetric matrix, by ``L D L'``. It takes no square
+    roots, and so inverts matrices that are not positive definite too."""
     size = matrix.shape[-1]
     if size > SMALL:
         return _swept(matrix)
@@ -40,7 +40,8 @@ def inverse(matrix: Array) -> Array:
 
 
 def cholesky(matrix: Array) -> Array:
-    """The lower Cholesky factor of each; NaN where it is not positive definite."""
+    """Return the lower Cholesky factor of each; NaN where it is not positive
+    definite."""
     if matrix.shape[-1] > SMALL:
         return linalg.cholesky(matrix)
     factor, pivots = _factored(matrix)
@@ -48,8 +49,8 @@ def cholesky(matrix: Array) -> Array:
 
 
 def inverse_cholesky(matrix: Array) -> Array:
-    """``L^-1`` of the lower Cholesky factor of each; NaN where it is not positive
-    definite."""
+    """Return ``L^-1`` of the lower Cholesky factor of each; NaN where it is not
+    positive definite."""
     if matrix.shape[-1] > SMALL:
         return linalg.inverse_cholesky(matrix)
     factor, pivots = _factored(matrix)
@@ -58,7 +59,7 @@ def inverse_cholesky(matrix: Array) -> Array:
 
 
 def inverse_lower(factor: Array) -> Array:
-    """The inverse of each lower triangular factor."""
+    """Return the inverse of each lower triangular factor."""
     size = factor.shape[-1]
     if size > SMALL:
         return linalg.inverse_lower(factor)
@@ -68,8 +69,8 @@ def inverse_lower(factor: Array) -> Array:
 
 @jax.custom_jvp
 def _swept(matrix: Array) -> Array:
-    """The inverse of each symmetric matrix, by sweeps of one row and column after the
-    other: without square roots."""
+    """Return the inverse of each symmetric matrix, by the sweep operator on one row and
+    column after the other, without square roots."""
     places = jnp.arange(matrix.shape[-1])
 
     def sweep(matrix: Array, k: Array) -> tuple[Array, None]:
@@ -92,7 +93,7 @@ def _swept_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _factored(matrix: Array) -> tuple[_Entries, list[Any]]:
-    """``L``, of ones along its diagonal, and ``D``."""
+    """Return ``L``, with ones along its diagonal, and ``D``."""
     size = matrix.shape[-1]
     none = jnp.zeros_like(matrix[..., 0, 0])
     factor: _Entries = [[none] * size for _ in range(size)]

@@ -10,7 +10,7 @@ from scipy import sparse
 
 
 def canonical(X: Any) -> Any:
-    """A CSR matrix with sorted indices and no repeated ones; ``X`` itself if it is."""
+    """Return a CSR matrix with sorted, unique indices; ``X`` itself if it is one."""
     if X.has_canonical_format:
         return X
     X = X.copy()
@@ -19,10 +19,10 @@ def canonical(X: Any) -> Any:
 
 
 def label_matrix(Y: Any, name: str) -> Any:
-    """A sparse matrix of 0/1 as canonical CSR without stored zeros.
+    """Return a sparse matrix of 0/1 as canonical CSR without stored zeros.
 
     :param Y: any sparse matrix, (N, K).
-    :param name: what an error calls it.
+    :param name: its name in error messages.
     :raises TypeError: unless it is sparse.
     :raises ValueError: if an entry is neither 0 nor 1.
     """

@@ -30,7 +30,7 @@ def tanh_taylor(num_terms: int) -> np.ndarray:
 
 
 def horner(coef: Sequence[float] | np.ndarray, x: Array) -> Array:
-    """The polynomial with these coefficients, the constant first."""
+    """Return the polynomial with these coefficients, the constant first."""
     out = jnp.full_like(x, float(coef[-1]))
     for a in coef[-2::-1]:
         out = out * x + float(a)
@@ -44,8 +44,8 @@ def series_terms(dtype: jnp.dtype) -> int:
 
 
 def _split(q: ArrayLike) -> tuple[Array, Array, Array]:
-    """Return ``near``, ``x = q/4`` near zero, ``r = sqrt(q)/2`` elsewhere, dtype
-    preserved; each is replaced by a harmless value where it is not used."""
+    """Return ``near``, ``x = q/4`` near zero, and ``r = sqrt(q)/2`` elsewhere, in the
+    dtype of ``q``. Unused values are replaced by harmless ones."""
     x = jnp.asarray(q, dtype=jnp.result_type(q, 0.0)) / 4
     near = x < 0.25
     return near, jnp.where(near, x, 0.0), jnp.sqrt(jnp.where(near, 1.0, x))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of BLAS."""
+"""The number of threads of BLAS."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LARGE = 400
 
 
 class _OneThread:
-    """BLAS with one thread while anybody is inside: the limit is of the whole process,
-    and whoever leaves last lifts it."""
+    """A context in which BLAS has one thread. The limit applies to the whole process,
+    and ends when the last user leaves."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0

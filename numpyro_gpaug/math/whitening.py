@@ -2,24 +2,24 @@
 r"""Inverse roots of kernel matrices that are singular to rounding.
 
 Elements of a kernel matrix K, or of its deviation D from a constant, are known to a
-share of themselves. Values at near inputs are nearly equal, and what tells them apart
-drowns in sums: so K is factorised as that of differences, of each value from the
-earlier one that is most like it,
+relative error. Values at near inputs are nearly equal, and sums lose the digits in
+which they differ. So K is factorised as the covariance of differences, of each value
+from the most similar earlier one,
 
 .. math:: B (K + j I) B^\top = L L^\top, \qquad W = L^{-1} B,
 
-with B unit lower triangular, so that W is what the factor of K gives. Between near
-inputs differences have small variances, of as many digits.
+with B unit lower triangular, so that W has the purpose of the inverse factor of K.
+Differences between near inputs have small variances, which keep all their digits.
 
-The jitter j is of the size of what rounding of the elements makes of eigenvalues, and
-doubled until no pivot is noise. What it takes of a variance of 1 is known without the
-cancellation there is in K, :math:`R = j W W^\top`, so that it is given back by
+The jitter j has the size of the error of eigenvalues from rounding of the elements, and
+is doubled until no pivot is noise. Its effect on a variance of 1 is known without the
+cancellation in K, :math:`R = j W W^\top`, and is corrected by
 
 .. math:: V = C^{-1} W, \qquad C C^\top = I - R + \tfrac{2}{5} R^2.
 
-Far above the jitter that is the whitener of K, but for :math:`r^2 2/5` of an
+Far above the jitter this is the whitener of K, except for :math:`r^2 2/5` of an
 eigenvalue r of R. Below, where :math:`r \approx 1` or, by rounding, more, no variance
-grows by more than 8/3: what is noise stays unexplained.
+grows by more than 8/3: noise stays unexplained.
 """
 
 from __future__ import annotations
@@ -53,23 +53,25 @@ _DAMPING = 0.4
 
 
 def least_jitter(size: int, dtype: np.dtype | type) -> float:
-    """The smallest jitter of sums of covariances, relative to their diagonal.
+    """Return the smallest jitter of sums of covariances, relative to their diagonal.
 
     :param size: number of rows M.
     :param dtype: float dtype of the matrix.
     :return: 1e-10 in float64; in float32 ``2.4e-7 sqrt(M)``, about twice the norm of
-        what rounding its elements adds to a matrix.
+        the error from rounding the elements of a matrix.
     """
     rounding = 2 * float(jnp.finfo(dtype).eps) * math.sqrt(size)
     return max(rounding, 1e-10) if jnp.dtype(dtype) == jnp.float64 else rounding
 
 
 def inverse_root(matrix: Array) -> Array:
-    """``V`` with ``V K V' = I`` as far as the dtype resolves K, and no more elsewhere.
+    """Return ``V`` with ``V K V' = I`` as far as the dtype resolves K, and no more
+    elsewhere.
 
-    Its derivative is that of an inverse factor, ``-half(W dK W') W``: of the root of K,
-    not of what jitter and rounding make of it. Where noise is near the jitter the two
-    differ by half, and searches that go by this one end nearer to float64's optimum.
+    Its derivative is that of an inverse factor, ``-half(W dK W') W``: the derivative of
+    the root of K, not of its approximation with jitter and rounding. Where noise is
+    near the jitter the two differ by half, and a search with this derivative ends
+    nearer to float64's optimum.
 
     :param matrix: K, (..., M, M), symmetric to rounding and positive semi-definite.
     :return: (..., M, M), lower triangular; NaN where no jitter makes K positive
@@ -81,12 +83,12 @@ def inverse_root(matrix: Array) -> Array:
 
 
 class Differenced(NamedTuple):
-    """An inverse root ``V = F B`` of the covariances of values, a constant and
-    deviations from it.
+    """An inverse root ``V = F B`` of the covariances of values, which are the sum of a
+    constant and deviations.
 
     :param factor: F, (..., M, M), lower triangular.
-    :param near: places of what each value but the first is the difference from, as B
-        has them, (..., M).
+    :param near: the place of the value that each value but the first is differenced
+        from, as in B, (..., M).
     :param first: the variance of the first value's deviation, (..., 1).
     :param constant: (..., 1, 1).
     """
@@ -103,11 +105,11 @@ class Differenced(NamedTuple):
 
     @precise
     def project(self, across: Array, own: Array) -> tuple[Array, Array]:
-        """``V k`` of other values, (..., M, N), and what is left of their variances,
+        """Return ``V k`` of other values, (..., M, N), and their remaining variances,
         (..., N), which rounding may make negative.
 
         :param across: deviations of their covariances with these, (..., N, M).
-        :param own: of their variances, (..., N).
+        :param own: deviations of their variances, (..., N).
         """
         first = np.arange(self.near.shape[-1]) == 0
         known = _apart(self.near, across) + self.constant * first
@@ -121,8 +123,8 @@ class Differenced(NamedTuple):
 
 
 def _apart(near: Array, values: Array) -> Array:
-    """Differences of columns (..., n, M), but for the first one: sums of two terms,
-    which products with B are not."""
+    """Return differences of columns (..., n, M), except for the first one. They are
+    sums of two terms, which products with B are not."""
 
     def columns_of(x: Array, places: Array) -> Array:
         return x.at[:, places].get(
@@ -135,13 +137,13 @@ def _apart(near: Array, values: Array) -> Array:
 
 
 def _steps(near: Array, dtype: Any) -> Array:
-    """The transpose of B."""
+    """Return the transpose of B."""
     return _apart(near, jnp.eye(near.shape[-1], dtype=dtype))
 
 
 @precise
 def differenced(deviation: Array, own: Array, constant: Array) -> Differenced:
-    """The :func:`inverse_root` of a constant and deviations from it, without
+    """Return the :func:`inverse_root` of a constant and deviations from it, without
     derivatives.
 
     :param deviation: (..., M, M).
@@ -170,7 +172,7 @@ def differenced(deviation: Array, own: Array, constant: Array) -> Differenced:
 
 @jax.custom_jvp
 def as_inverse_root(matrix: Array, inverse: Array) -> Array:
-    """An inverse root of a matrix (..., M, M) that was found in some other way, with
+    """Return an inverse root of a matrix (..., M, M), from another computation, with
     the derivative of :func:`inverse_root`."""
     del matrix
     return inverse
@@ -185,11 +187,12 @@ def _as_inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
-    """Lower factor of a covariance that was made of larger ones by sums and
-    differences, with the smallest jitter at which it is not spoilt by rounding.
+    """Return the lower factor of a covariance that is computed from larger ones by sums
+    and differences, with the smallest jitter at which rounding does not spoil it.
 
     :param matrix: (..., M, M), symmetric to rounding.
-    :param scale: (...), of what it was made of: rounding errors are relative to it.
+    :param scale: size of the original covariances, (...), to which rounding errors are
+        relative.
     :return: (..., M, M); NaN where no jitter makes it positive definite.
     """
     matrix_, scale = map(lax.stop_gradient, (matrix, scale[..., None, None]))
@@ -200,8 +203,8 @@ def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
 
 
 def _factorised(matrix: Array, least: Array, spread: Array) -> tuple[Array, Array]:
-    """The lower factor of ``K + j E`` and j, (..., 1, 1), the first that will do of
-    ``least``, (..., 1, 1), and its doubles.
+    """Return the lower factor of ``K + j E`` and j, (..., 1, 1), the first sufficient
+    one of ``least``, (..., 1, 1), and its doubles.
 
     :param spread: E, (..., M, M).
     """
