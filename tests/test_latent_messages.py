@@ -455,7 +455,7 @@ def test_laws_of_ones_own_are_told_what_they_lack():
     with pytest.raises(TypeError, match=r"Own has no support. Set Own\.support"):
         svi.run(KEY, 3, x, y, progress_bar=False)
     Own.support = dist.constraints.nonnegative_integer
-    with pytest.raises(TypeError, match=r"set Own\.arg_constraints = \{'rate': "):
+    with pytest.raises(TypeError, match=r"Set Own\.arg_constraints = \{'rate': "):
         svi.run(KEY, 3, x, y, progress_bar=False)
     Own.arg_constraints = {"rate": dist.constraints.positive}
     fit = svi.run(KEY, 3, x, y, progress_bar=False)

@@ -214,7 +214,9 @@ def test_what_is_carried_is_affine():
         with numpyro.plate("data", STEPS):
             numpyro.sample("y", dist.Normal(x, NOISE), obs=y)
 
-    with pytest.raises(gpaug.NotConjugateError, match="scan .*mixes .* carries from"):
+    with pytest.raises(
+        gpaug.NotConjugateError, match="scan .*mixes .* state of a scan"
+    ):
         gpaug.AutoLatentGaussian(growing).setup(REAL)
 
 

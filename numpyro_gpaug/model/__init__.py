@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Analysis of a user's model: its structure, predictors, and arguments.
 
-Its structure, found by tracing it and reading its jaxpr; views of it at given params;
-and whether what was passed in is what it may be.
+The structure comes from tracing the model and reading its jaxpr. Views show the model
+at given params. Checks validate the arguments.
 """

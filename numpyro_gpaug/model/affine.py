@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dependence of predictors on latents in groups, each on one group.
 
-Random effects ``b[group]`` are looked at so, written in whatever way, and the steps of
-a walk: the affine map from latents to predictors, which the model's program was proved
-to be, is asked. Ones in all members give the loading of a predictor, numbers of the
-members in their place give which one it is; and random numbers must give what the two
-say, or the predictor looks at several.
+Random effects ``b[group]`` are found in this way, however they are written, and so are
+the steps of a walk. The method probes the affine map from latents to predictors (the
+model's program was proved to be affine). Ones in all members give the loading of a
+predictor, and the numbers of the members in their place give which member it is. Random
+numbers must then give the same predictors; otherwise a predictor depends on several
+members.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class BySites(NamedTuple):
     """The derivative of predictors with respect to standard normal numbers, by way of
     the values of sites.
 
-    What they make of these values (an index, a product with a column of the data) is
-    the same at all scales: a fit that learns scales has it from one loop for all steps,
-    and differentiates none of it.
+    The map from these values to predictors (an index, a product with a column of the
+    data) does not depend on scales. A fit that learns scales computes it once for all
+    steps, and does not differentiate it.
 
-    :param values: how values, flat, move with numbers by site.
-    :param predictors: how predictors move with values.
+    :param values: the derivative of the values, flat, in the numbers by site.
+    :param predictors: the derivative of the predictors in the values.
     :param size: number of values.
     """
 
@@ -55,10 +56,11 @@ class BySites(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, shapes: Shapes, wanted: list[Any]) -> Self | None:
-        """How variables of a program move, if they look at its latents in no other way.
+        """Return the derivative of variables of a program, or ``None`` if they depend
+        on its latents in some other way than through values of sites.
 
-        :param program: of a model, from standard normal numbers by site.
-        :param shapes: of these.
+        :param program: the program of a model, from standard normal numbers by site.
+        :param shapes: shapes of these numbers.
         :param wanted: variables that are affine in them.
         """
         made = program.outputs.values
@@ -87,13 +89,13 @@ class BySites(NamedTuple):
 
 
 class Predictors(NamedTuple):
-    """Affine functions of a model's Gaussian latents, side by side.
+    """Affine functions of a model's Gaussian latents, concatenated.
 
-    :param structure: of the model.
+    :param structure: the structure of the model.
     :param offset: their values at latents of zero, (n,).
-    :param push: how they move with numbers by site.
+    :param push: their derivative in the numbers by site.
     :param residual: their variances given the latents, (n,).
-    :param grouped: whether they were found to look at one group each.
+    :param grouped: whether each is known to depend on one group.
     """
 
     structure: JointStructure
@@ -103,7 +105,7 @@ class Predictors(NamedTuple):
     grouped: bool = False
 
     def __call__(self, flat: Array) -> Array:
-        """Values (n,) at latents (size,), without the residual."""
+        """Return the values (n,) at latents (size,), without the residual."""
         return self.offset + self.push(self.structure.split(flat))
 
     @property
@@ -113,7 +115,7 @@ class Predictors(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Whether one matrix is slow."""
+        """Whether one dense matrix would be slow."""
         return len(self.offset) * self.structure.size > _LARGE
 
     @property
@@ -161,10 +163,12 @@ class Predictors(NamedTuple):
         return lambda numbers: self.push(self.structure.placed(grouping, numbers))
 
     def looked_at(self, grouping: Grouping) -> tuple[Array, Array]:
-        """Rows (n, R) on the member that each predictor looks at, and which it is,
-        (n,); of one that looks at none, zeros and the first.
+        """Return the coefficients (n, R) of the member that each predictor depends on,
+        and which member it is, (n,). For a predictor that depends on none, these are
+        zeros and the first member.
 
-        :param grouping: of which each looks at one member, or none.
+        :param grouping: a grouping such that each predictor depends on at most one
+            member.
         """
         structure = self.structure
         members, each = structure.members(grouping), structure.each(grouping)
@@ -189,11 +193,12 @@ class Predictors(NamedTuple):
         return loadings.T, jnp.clip(index, 0, members - 1)
 
     def misfit(self, pairs: tuple[Array, Array] | None = None) -> Array:
-        """How far :attr:`rows` is, at random latents and relative to its terms, from
-        what it stands for; in units of rounding, so that a large number says that some
-        predictor looks at several groups.
+        """Return the error of :attr:`rows` at random latents, relative to its terms and
+        in units of rounding. A large number shows that some predictor depends on
+        several groups.
 
-        :param pairs: predictors of one datum, which must look at the same.
+        :param pairs: pairs of predictors of one datum, which must depend on the same
+            group.
         """
         structure, parts = self.structure, self.rows
         terms = parts.own, parts.dense, parts.value
@@ -222,11 +227,11 @@ def _zeros(like: jax.ShapeDtypeStruct) -> Array:
 
 
 def _matrix(linear: Callable[[Array], Array], like: Array, number: int) -> Array:
-    """The matrix of a linear map, transposed.
+    """Return the matrix of a linear map, transposed.
 
     :param linear: the map, of a vector.
     :param like: such a vector.
-    :param number: the length of what it is mapped to.
+    :param number: the length of its result.
     """
     if number < like.size:
         # By rows, where there are fewer of them.
@@ -237,7 +242,8 @@ def _matrix(linear: Callable[[Array], Array], like: Array, number: int) -> Array
 
 
 def _resolved(projection: Array) -> Array:
-    """A projection without rows that are as small as what rounding leaves of zero.
+    """Return a projection in which rows are zero if they are as small as rounding
+    errors of zero.
 
     :param projection: (size, n).
     """
@@ -248,18 +254,18 @@ def _resolved(projection: Array) -> Array:
 
 
 def relative(off: Array, terms: Array) -> Array:
-    """The largest deviation, in units of the rounding of terms: where there are none,
-    none is right."""
+    """Return the largest deviation, in units of the rounding of terms. Where there are
+    no terms, the deviation must be zero."""
     info = jnp.finfo(off.dtype)
     return (jnp.abs(off) / jnp.maximum(terms, info.tiny)).max(initial=0) / info.eps
 
 
 def check_groups(misfit: Array, what: str) -> None:
-    """Raise if some datum depends on several groups, or on one of each of two sites, on
-    whose same member it depended before.
+    """Raise if some datum depends on several groups, or on different members of two
+    sites that were found to share their members.
 
-    :param misfit: of :meth:`Predictors.misfit`.
-    :param what: what the data are.
+    :param misfit: the error from :meth:`Predictors.misfit`.
+    :param what: the name of the data in the message.
     """
     # No program for a comparison.
     if not float(misfit) < ROUNDING:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of models, parted into arrays and all else."""
+"""The arguments of models, divided into arrays and static values."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def is_array(leaf: Any) -> bool:
 
 
 class Added(NamedTuple):
-    """Rows added to arguments, of no weight in the likelihood.
+    """Rows added to arguments, with weight zero in the likelihood.
 
-    :param size: how many rows there are with them.
+    :param size: the number of rows with them.
     :param which: arrays that have a row per datum.
     :param axes: by name, the axis over rows of deterministic sites that have one.
     """
@@ -43,16 +43,16 @@ class _Split(NamedTuple):
 class Arguments(_Split):
     """Model arguments split for ``jax.jit``: arrays traced, the rest static.
 
-    :param arrays: the arrays; the last is the number of rows that count if there are
-        more (:meth:`with_rows`).
-    :param static: their tree, its other leaves, and what was added if not all rows
-        count.
+    :param arrays: the arrays. If some rows do not count, the last one is the number of
+        rows that do (:meth:`with_rows`).
+    :param static: the tree of the arguments, its other leaves, and the added rows if
+        not all rows count.
     """
 
     @classmethod
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Split positional and keyword arguments. If the rows of one are sharded over
-        devices, those of all are."""
+        """Split positional and keyword arguments. If the rows of one array are sharded
+        over devices, the rows of all are."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = held([x for x in leaves if is_array(x)])
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
@@ -60,11 +60,12 @@ class Arguments(_Split):
         return given.on(given.mesh)
 
     def on(self, mesh: Mesh | None) -> Arguments:
-        """The arguments, rows shared out and all else copied.
+        """Return the arguments with rows divided among devices and everything else
+        copied.
 
         :param mesh: from :func:`~numpyro_gpaug.math.sharding.rows_mesh`; ``None``
             changes nothing.
-        :raises ValueError: for rows that cannot be shared out evenly.
+        :raises ValueError: for rows that cannot be divided evenly.
         """
         if mesh is None:
             return self
@@ -73,8 +74,8 @@ class Arguments(_Split):
             raise ValueError(
                 f"{num} rows cannot be divided evenly among {parts} devices. A run "
                 "on full data adds rows of weight zero only if this provably "
-                "changes no fit, which is not so here. Leave out some rows, or add "
-                "some under numpyro.handlers.mask"
+                "changes no fit, and here there is no proof. Leave out some rows, or "
+                "add some under numpyro.handlers.mask"
             )
         return self._replace(arrays=tuple(placed(x, mesh, num) for x in self.arrays))
 
@@ -90,14 +91,14 @@ class Arguments(_Split):
 
     @property
     def num_rows(self) -> int:
-        """The length of the first array, which has a row per datum, as all of its
-        length have."""
+        """The number of rows: the length of the first array. Arrays of this length have
+        a row per datum."""
         return next((len(x) for x in self.arrays if x.ndim), 0)
 
     def with_rows(self, added: Added) -> Arguments:
-        """The arguments with repeated rows, which do not count.
+        """Return the arguments with repeated rows, which do not count.
 
-        :param added: what is added.
+        :param added: the rows to add.
         """
         num = self.num_rows
         # In turn: shares of rows with some property stay as they are.
@@ -110,7 +111,7 @@ class Arguments(_Split):
         return Arguments(tuple(arrays), (*self.static[:2], added))
 
     def counted(self) -> Arguments:
-        """The arguments without the rows that do not count."""
+        """Return the arguments without the rows that do not count."""
         added = self.static[-1]
         if added is None:
             return self
@@ -122,7 +123,7 @@ class Arguments(_Split):
         return Arguments(tuple(kept), (*self.static[:2], None))
 
     def counting_all(self) -> Arguments:
-        """The same in which all rows count."""
+        """Return the same arguments, with all rows counting."""
         if self.static[-1] is None:
             return self
         return Arguments(self.arrays[:-1], (*self.static[:2], None))
@@ -134,14 +135,14 @@ class Arguments(_Split):
 
     @staticmethod
     def select_arrays(tree: Any, items: list[Any]) -> list[Any]:
-        """Select from ``items``, one per leaf of ``tree``, those of the array
-        leaves."""
+        """Select from ``items``, which has one item per leaf of ``tree``, the items of
+        array leaves."""
         leaves = jax.tree.leaves(tree)
         return [item for x, item in zip(leaves, items, strict=True) if is_array(x)]
 
     def merge(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments again, arrays as JAX's: NumPy's cannot
-        be indexed by the traced indices of a plate."""
+        """Return the positional and keyword arguments. Arrays are JAX arrays, since
+        NumPy arrays cannot be indexed by the traced indices of a plate."""
         treedef, static, _ = self.static
         leaves, arrays = dict(static), iter(as_arrays(list(self.arrays)))
         ordered = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of how fits and predictions are called: keys, counts, values to start from."""
+"""Checks of the calls of fits and predictions: keys, counts, initial values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from numpyro_gpaug.model.structure import Structure
 
 
 def check_key(key: Any) -> None:
-    """Raises for what is not a random key.
+    """Raise unless the argument is a random key.
 
-    :param key: the first argument of whatever draws.
-    :raises TypeError: saying what it is.
+    :param key: the first argument of a function that draws.
+    :raises TypeError: with a description of the argument.
     """
     dtype = getattr(key, "dtype", None)
     ndim = key.ndim if isinstance(key, jax.Array) else np.ndim(key)
@@ -32,11 +32,11 @@ def check_key(key: Any) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raises unless a value is a whole number, at least 1.
+    """Raise unless a value is a whole number, at least 1.
 
-    :param name: what it is called.
+    :param name: the name of the argument.
     :param value: the value.
-    :raises ValueError: naming it.
+    :raises ValueError: naming the argument.
     """
     if np.ndim(value):
         raise ValueError(
@@ -54,8 +54,8 @@ def check_count(name: str, value: Any) -> None:
 def check_by_name(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raises for inducing inputs passed by position, which no prediction could leave
-    out.
+    """Raise for inducing inputs that are passed by position, which predictions could
+    not keep.
 
     :param model: the model.
     :param args: its arguments.
@@ -78,12 +78,12 @@ def check_by_name(
 def check_given(
     given: dict[str, Any], declared: dict[str, Any], structure: Structure
 ) -> None:
-    """Raises for values to start from that have another shape than what they replace,
-    and for precisions that are not positive definite.
+    """Raise for initial values that have another shape than their params, and for
+    precisions that are not positive definite.
 
     :param given: values by name of a param.
     :param declared: shapes of the model's and guide's params.
-    :param structure: what the model is made of.
+    :param structure: the structure of the model.
     :raises ValueError: naming the param.
     """
     expected = {k: [x.shape for x in jax.tree.leaves(v)] for k, v in declared.items()}
@@ -110,10 +110,10 @@ def check_given(
 
 
 def check_processes(structure: Structure) -> None:
-    """Raises for inputs of more digits than the inducing inputs, in which the state of
-    a fit is.
+    """Raise for inputs of a wider dtype than the inducing inputs, whose dtype is that
+    of the fit's state.
 
-    :param structure: of the model at its arguments.
+    :param structure: the structure of the model at its arguments.
     :raises ValueError: naming the process and both dtypes.
     """
     for block in structure.processes:

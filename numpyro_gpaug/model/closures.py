@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model reads besides its arguments: globals, closures, attributes, and the
-functions it calls. Programs are compiled for what these hold; once they hold something
-else, the programs are of another model."""
+"""The values that a model reads besides its arguments: globals, closures, attributes,
+and the functions it calls. Programs are compiled for these values. Once a value
+changes, the programs belong to another model."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _BY_NAME = {"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "tree"
 class Version:
     """The values that a model read at some time.
 
-    :param watch: of the model, which lives as long as it has versions.
-    :param content: digest of it.
-    :param parts: digests by what the model itself names.
-    :ivar contents: all digests that it goes by.
-    :ivar doubles: whether numbers were of 64 bits.
+    :param watch: the watched model, which lives as long as it has versions.
+    :param content: the digest of the values.
+    :param parts: digests by the names that the model itself reads.
+    :ivar contents: all digests that identify the version.
+    :ivar doubles: whether numbers had 64 bits.
     """
 
     def __init__(self, watch: Watched, content: bytes, parts: dict[str, bytes]) -> None:
@@ -55,7 +55,8 @@ class Version:
         self.doubles = has_doubles()
 
     def same(self, other: Version) -> bool:
-        """Whether it may be one of another model function that reads the same."""
+        """Whether the versions may belong to two model functions that read the same
+        values."""
         return self is other or not self.contents.isdisjoint(other.contents)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,7 +84,7 @@ class Watched:
         self.ignored: set[str] = set()
 
     def version(self) -> Version:
-        """What the model reads now."""
+        """The values that the model reads now."""
         content = self._read(self.model)
         if content not in self._versions:
             # As if it had never read anything else, so that it is known again.
@@ -100,11 +101,11 @@ class Watched:
     def running(
         self, version: Version | None = None, *, settles: bool = True
     ) -> Iterator[Version]:
-        """The model may run inside; see :meth:`settle`.
+        """Allow the model to run inside; see :meth:`settle`.
 
-        :param version: it has to have; any by default.
-        :param settles: whether what changes inside is the model's own doing.
-        :raises ModelChangedError: if it has another version.
+        :param version: the required version; any by default.
+        :param settles: whether changes inside are made by the model itself.
+        :raises ModelChangedError: if the model has another version.
         """
         found = self.version()
         self._counted = _RUNS[0]
@@ -117,8 +118,8 @@ class Watched:
                 self.settle()
 
     def settle(self) -> None:
-        """If models have run, what has changed is their own doing: a counter of its
-        runs makes a model no other one, and is not read any more."""
+        """Ignore the changes that models made while they ran. A counter of its runs
+        does not make a model another one, and is not read any more."""
         if self._counted == _RUNS[0]:
             return
         self._counted = _RUNS[0]
@@ -166,7 +167,7 @@ class Watched:
         return found
 
     def _named(self) -> dict[str, Any]:
-        """What the model itself reads, by name."""
+        """Return the values that the model itself reads, by name."""
         fn: Any = self.model
         owner: Any = None
         while not isinstance(fn, FunctionType):
@@ -205,16 +206,16 @@ _WATCHED: WeakValueDictionary[int, Watched] = WeakValueDictionary()
 
 
 def watched(model: Callable[..., Any]) -> Watched:
-    """The model, watched: one for all that fit it or predict with it.
+    """Return the watched model, one for all that fit it or predict with it.
 
-    Read are closure cells, the globals that code names, defaults, attributes of
-    functions, and all that these hold: numbers, strings, containers, arrays,
+    The values are closure cells, the globals that code names, defaults, attributes of
+    functions, and everything that these contain: numbers, strings, containers, arrays,
     distributions, pytrees, objects by their state, and functions and classes, which are
-    read in the same way. Of objects of classes without bases of a library the
-    attributes that code names are. Modules of libraries are not, and their functions
-    and classes have the same name or are others. NumPy's arrays are compared by their
-    contents, JAX's are looked at once. What cannot be pickled (locks, open files, what
-    holds compiled programs) is told by its identity.
+    read in the same way. If the class of an object has no base from a library, only the
+    attributes that code names are read. Modules of libraries are not read, and their
+    functions and classes are compared by name. NumPy arrays are compared by their
+    contents, and each JAX array is read once. Objects that cannot be pickled (locks,
+    open files, owners of compiled programs) are compared by identity.
 
     :param model: the model.
     """
@@ -225,12 +226,13 @@ def watched(model: Callable[..., Any]) -> Watched:
 
 
 class _Reader(pickle.Pickler):
-    """Writes what an object holds. Nobody will read it again, but two that are equal
-    are of equal objects: the pickler goes through containers, cycles and the state of
-    objects, and asks this class about all that it would write by name.
+    """A pickler that writes the contents of an object. The result is never loaded, but
+    equal results come from equal objects. The pickler goes through containers, cycles
+    and the state of objects, and this class handles everything that it would write by
+    name.
 
-    :param file: to write to.
-    :param watch: whose names and arrays are known.
+    :param file: the file to write to.
+    :param watch: the watched model, whose names and arrays are known.
     """
 
     def __init__(self, file: Any, watch: Watched) -> None:
@@ -324,17 +326,17 @@ class _Reader(pickle.Pickler):
         return _told(type(obj).__qualname__, id(obj))
 
     def _named(self, held: dict[str, Any]) -> dict[str, Any]:
-        """What code reads of an object's attributes."""
+        """Return the attributes of an object that code reads."""
         return {k: x for k, x in held.items() if k in self.names}
 
     def _is_plain(self, cls: type) -> bool:
-        """Whether the attributes of a class's objects are read by those who name them:
-        those of a pytree or a distribution are by libraries, too."""
+        """Whether the attributes of a class's objects are read only by code that names
+        them. Libraries also read the attributes of a pytree or a distribution."""
         mine = all(base is object or self._own(base) for base in cls.__mro__)
         return mine and self.names.isdisjoint(_BY_NAME)
 
     def _own(self, obj: Any) -> bool:
-        """Whether a function, class or module is the user's."""
+        """Whether a function, class or module belongs to the user."""
         if isinstance(obj, ModuleType):
             module = obj.__name__
         else:
@@ -345,16 +347,17 @@ class _Reader(pickle.Pickler):
 
 
 def _told(kind: Any, state: Any) -> tuple[Any, ...]:
-    """What an object is, for the pickler.
+    """Return the form in which the pickler writes an object.
 
     :param kind: a name, or code.
-    :param state: what it holds.
+    :param state: the contents of the object.
     """
     return _nothing, (), (kind, state)
 
 
 def _is_hook(name: str) -> bool:
-    """Whether a method is called by what the model does with an object."""
+    """Whether Python calls a method implicitly, for an operation of the model on an
+    object."""
     return name.startswith("__") and name not in _SHOWN
 
 
@@ -362,16 +365,16 @@ _SHOWN = {"__repr__", "__str__", "__eq__", "__hash__", "__getstate__", "__setsta
 
 
 def _nothing() -> None:
-    """What is written is not read."""
+    """A placeholder for loading: the written object is never loaded."""
 
 
 class _Facts(NamedTuple):
     """The names that code reads, including those of nested code.
 
-    :param code: what it does, wherever it is written.
-    :param globals: names of globals, but for those that it assigns.
-    :param assigned: names of variables outside that it assigns.
-    :param names: all names, of attributes too.
+    :param code: the instructions, without their location.
+    :param globals: names of globals, except for globals that it assigns.
+    :param assigned: names of outer variables that it assigns.
+    :param names: all names, including attributes.
     :param imports: modules.
     """
 
@@ -415,7 +418,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _placeless(code: CodeType) -> CodeType:
-    """Code without where it is written: a cell that is run again is the same."""
+    """Return code without its location: a notebook cell that is run again is the
+    same."""
     constants = tuple(
         _placeless(x) if isinstance(x, CodeType) else x for x in code.co_consts
     )
@@ -425,7 +429,8 @@ def _placeless(code: CodeType) -> CodeType:
 
 
 def _read_by(fn: FunctionType, ignored: set[str]) -> dict[str, Any]:
-    """Globals and variables of enclosing functions that a function reads, by name.
+    """Return globals and variables of enclosing functions that a function reads, by
+    name.
 
     :param fn: the function.
     :param ignored: names of containers that are left out.
@@ -444,7 +449,7 @@ _CONTAINERS = list, dict, set
 
 
 def _contents(fn: FunctionType) -> tuple[Any, ...]:
-    """The contents of the cells of a closure."""
+    """Return the contents of the cells of a closure."""
     held = []
     for cell in fn.__closure__ or ():
         try:
@@ -465,7 +470,7 @@ def _is_core(top: str) -> bool:
 
 @cache
 def _is_installed(top: str) -> bool:
-    """Whether a module is a library: one that was installed."""
+    """Whether a module is a library, that is, installed."""
     if top == "__main__":
         return False
     module = sys.modules.get(top)

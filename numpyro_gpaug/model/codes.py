@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether data index the members that latents have, and look at groups as a joint
-Gaussian needs it."""
+"""Checks of the codes by which data index latents: members exist, and data depend on
+groups as a joint Gaussian needs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from numpyro_gpaug.model.program import Gather
 )  # fmt: skip
 @dataclass(frozen=True)
 class Codes:
-    """The dependence of data on latents by codes, found once by a program.
+    """The dependence of data on latents by codes, computed once by a program.
 
-    :param extremes: of all gathers, one after the other, what
-        :meth:`~numpyro_gpaug.model.program.Gather.extremes` returns: one answer, as
-        each takes a while to be read.
+    :param extremes: results of :meth:`~numpyro_gpaug.model.program.Gather.extremes` for
+        all gathers, concatenated into one array, since each transfer takes a while.
     :param misfit: see :attr:`~numpyro_gpaug.model.joint.JointView.misfit`.
-    :param gathers: where latents are indexed.
+    :param gathers: the indexed latents.
     """
 
     extremes: Array
@@ -39,7 +38,7 @@ class Codes:
 
     @classmethod
     def of(cls, view: JointView) -> Self:
-        """Of a model at the arguments that it is seen with.
+        """Return the codes of a model at the arguments of its view.
 
         :raises ValueError: for observations that are missing.
         """
@@ -56,11 +55,10 @@ class Codes:
         return cls(extremes, misfit, gathers)
 
     def check(self) -> None:
-        """Raises for codes that no member has, and for data that look at several
-        groups.
+        """Raise for codes without a member, and for data that depend on several groups.
 
-        :raises ValueError: naming what is indexed.
-        :raises NotConjugateError: where data look at several groups.
+        :raises ValueError: naming the indexed latent.
+        :raises NotConjugateError: if data depend on several groups.
         """
         numbers = iter(np.asarray(self.extremes).tolist())
         for gather in self.gathers:

@@ -9,7 +9,7 @@ that is affine in them,
    \quad c^n = |L|:
 
 independent normal data of other predictors, which are affine too. Nothing else in the
-package has to know of covariances of data, until they are predicted.
+package depends on covariances of data, except for predictions.
 
 Reference: Aitken (1935), On least squares and linear combination of observations.
 """
@@ -39,27 +39,28 @@ _CORRELATED = (
 
 
 def is_correlated(fn: Any) -> bool:
-    """Whether a law is a Gaussian with a mean and a covariance, however it is wrapped.
+    """Whether a distribution is a Gaussian with a mean and a covariance, also inside
+    wrappers.
 
-    :param fn: of a site.
+    :param fn: the distribution of a site.
     """
     return isinstance(base_distribution(fn), _CORRELATED)
 
 
 def mean_of(fn: Any) -> Array:
-    """The mean of such a law, in the shape of its values.
+    """Return the mean of such a distribution, in the shape of its values.
 
-    :param fn: of a site.
+    :param fn: the distribution of a site.
     """
     return jnp.broadcast_to(base_distribution(fn).loc, fn.shape())
 
 
 def covariance_of(fn: Any) -> Array:
-    """The covariance of its entries, (..., n, n), or that of the independent ones that
-    they were written as.
+    """Return the covariance of its entries, (..., n, n). For data that were rewritten
+    as independent ones it is the covariance of these.
 
-    :param fn: of a site.
-    :raises NotConjugateError: for a matrix, whose rows and columns both are correlated.
+    :param fn: the distribution of a site.
+    :raises NotConjugateError: for a matrix whose rows and columns are both correlated.
     """
     base = base_distribution(fn)
     if isinstance(base, dist.MatrixNormal):
@@ -74,7 +75,7 @@ def covariance_of(fn: Any) -> Array:
 
 
 def independent_data(model: Callable[..., Any]) -> Callable[..., Any]:
-    """``model`` with correlated Gaussian data written as independent ones.
+    """Return ``model`` with correlated Gaussian data rewritten as independent ones.
 
     :param model: a NumPyro model.
     """
@@ -89,7 +90,7 @@ def independent_data(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Independent(Reparam):
-    """See :func:`independent_data`."""
+    """The reparametrisation of :func:`independent_data`."""
 
     def __call__(self, name: str, fn: Any, obs: Any) -> tuple[Any, Array]:
         base, apart = base_distribution(fn), mean_of(fn) - feasible(fn, obs)
@@ -112,13 +113,14 @@ class _Independent(Reparam):
 
 
 def _log_scale(factor: Array) -> Array:
-    """The logarithm of the geometric mean of standard deviations, from a triangular
-    factor of a precision."""
+    """Return the logarithm of the geometric mean of standard deviations, from a
+    triangular factor of a precision."""
     return -jnp.log(jnp.diagonal(factor, axis1=-2, axis2=-1)).mean(-1)
 
 
 def _factor_and_covariance(base: Any) -> tuple[Array, Array]:
-    """A triangular W, with ``W' W`` the inverse of the covariance, and this."""
+    """Return a triangular W, with ``W' W`` the inverse of the covariance, and the
+    covariance."""
     if isinstance(base, dist.CAR):
         factor = linalg.cholesky(car_precision(base))
         inverse = linalg.inverse_lower(factor)

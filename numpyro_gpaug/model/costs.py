@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The costs of the forms of a model's joint Gaussian, in operations of a sweep."""
+"""The costs of the forms of a model's joint Gaussian, in operations of one update."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _OVERHEAD = 2e7
 class Purpose(NamedTuple):
     """The purpose for which a form is chosen.
 
-    :param apart: groups from which on they are wanted as such, whatever it costs.
-    :param held: numbers of a site, at most, that may be held with the hyperparameters
-        where no Gaussian takes it.
+    :param apart: the number of groups from which on groups are preferred even if they
+        save less than the overhead of a form.
+    :param held: the largest size of a site that may be fixed at a point estimate, with
+        the hyperparameters, if no Gaussian can contain it.
     """
 
     apart: float = inf
     held: int = 0
 
     def overhead(self, form: JointStructure) -> float:
-        """Operations that a form has to save.
+        """Return the number of operations that a form has to save.
 
-        :param form: of groups or chains.
+        :param form: a form with groups or chains.
         """
         if form.form.independent_groups >= self.apart:
             return 0.0
@@ -36,8 +37,8 @@ class Purpose(NamedTuple):
     def contents(self, structure: JointStructure, rows: int) -> bool:
         """Whether one dense matrix is as good as any form can be.
 
-        :param structure: of a model, dense.
-        :param rows: how many predictors there are.
+        :param structure: the dense structure of a model.
+        :param rows: the number of predictors.
         """
         largest = max((prod(s.shape) for s in structure.sites), default=0)
         cheap = structure.cost(rows) < _OVERHEAD

@@ -72,7 +72,8 @@ class Dependencies:
     def _parts(
         self, trace: Trace, candidates: list[Block], values: dict[str, Any]
     ) -> dict[str, Any]:
-        """What may depend on a block: likelihood parameters, densities, all else."""
+        """Return the parts that may depend on a block: likelihood parameters,
+        densities, others."""
         carried: dict[str, Any] = {}
         densities: dict[str, Any] = {}
         rest: dict[str, Any] = {}
@@ -111,10 +112,10 @@ class Dependencies:
         }  # fmt: skip
 
     def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
-        """Raises for models whose processes feed something other than likelihoods.
+        """Raise for models whose processes enter something other than likelihoods.
 
         :param latents: all latent sites.
-        :param observed: whether anything is observed; if nothing is, a latent site that
+        :param observed: whether anything is observed. If nothing is, a latent site that
             depends on a process is an observation that was not passed in.
         :raises NotConjugateError: naming the two sites.
         """
@@ -149,8 +150,8 @@ class Dependencies:
         return any(self.processes & set(leaf.state) for leaf in leaves)
 
     def is_weight(self, name: str) -> bool:
-        """Whether nothing but likelihood predictors depends on a vector normal, and
-        they affinely, so that its update has a closed form."""
+        """Whether only likelihood predictors depend on a vector normal, and they are
+        affine in it, so that its update has a closed form."""
         rest = jax.tree.leaves(self.states["rest"])
         if any(name in leaf.state for leaf in rest):
             return False
@@ -173,7 +174,7 @@ class Dependencies:
         return all(r.route is Route.CLOSED_FORM for r in reached)
 
     def observed(self, name: str, blocks: tuple[Block, ...]) -> Observed:
-        """The route of an observed site."""
+        """Return an observed site with its route."""
         density = self.states["densities"][name].state
         reached = tuple(b.name for b in blocks if b.name in density)
         processes = tuple(n for n in reached if n in self.processes)
@@ -210,8 +211,8 @@ class Dependencies:
     def _refuse_correlated(
         self, name: str, processes: tuple[str, ...], route: Route
     ) -> None:
-        """Raises if a likelihood looks at several outputs that share latents: each by
-        itself is Gaussian with a known variance, and that is all the bound uses."""
+        """Raise if a likelihood depends on several outputs that share latents. Each of
+        them is Gaussian with a known variance, but the bound uses no covariances."""
         correlated = [p for p in processes if self.correlated[p]]
         joint = self.joint[name] or route is Route.MONTE_CARLO
         if correlated and joint:
@@ -223,7 +224,8 @@ class Dependencies:
             )
 
     def _missing_link(self, name: str) -> str | None:
-        """What to say of a parameter that has a domain and is affine in a block."""
+        """Return the message about a parameter that has a domain and is affine in a
+        block."""
         for k, leaf in self.states["bounded"][name].items():
             for block, dependence in leaf.state.items():
                 if dependence.affine:

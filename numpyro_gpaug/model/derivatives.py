@@ -2,9 +2,9 @@
 """Comparison of custom derivatives (``jax.custom_jvp``, ``custom_vjp``) with the
 derivatives of the functions' values.
 
-The expectation of a density is differentiated through them. A derivative that is meant
-to be another one, as of straight-through estimators or clipped gradients, would move a
-fit to where its bound is not highest.
+The expectation of a density is differentiated through custom derivatives. A derivative
+that intentionally differs, as in straight-through estimators or clipped gradients,
+would lead a fit away from the maximum of its bound.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _POINTS, _STEP, _FAR = 3, 0.01, 0.05
 
 
 def differs(eqn: Any) -> bool:
-    """Whether a call's own derivative is another one than that of its values, at all of
-    some random points.
+    """Whether a call's own derivative differs from the derivative of its values, at
+    each of some random points.
 
-    :param eqn: of a jaxpr.
+    :param eqn: an equation of a jaxpr.
     """
     rng = np.random.default_rng(0)
     return all(_differs(eqn, rng) for _ in range(_POINTS))

@@ -22,9 +22,9 @@ _ROUTES = {
 
 
 def latent_rows(structure: Structure) -> list[Row]:
-    """Name, shape and kind of every Gaussian latent.
+    """Return name, shape and kind of every Gaussian latent.
 
-    :param structure: of a model.
+    :param structure: the structure of a model.
     """
     if isinstance(structure, JointStructure):
         # A prediction at the rows of the fit does not know theirs: nobody may miss it.
@@ -46,10 +46,11 @@ def _block_row(structure: Structure, block: Block) -> Row:
 def observed_rows(
     structure: Structure, errors: Mapping[str, float] | None = None
 ) -> list[Row]:
-    """Name, shape and route of every observed site.
+    """Return name, shape and route of every observed site.
 
-    :param structure: of a model.
-    :param errors: of quadrature, in nats per datum, by site, where they are known.
+    :param structure: the structure of a model.
+    :param errors: errors of quadrature, in nats per datum, by site, where they are
+        known.
     """
     shapes = dict(getattr(structure, "shapes", ()))
 

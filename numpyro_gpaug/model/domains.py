@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of observed sites that lack a link: they are affine in Gaussian latents,
-which are any numbers, but have a domain."""
+"""Parameters of observed sites that lack a link: they have a domain, but are affine in
+Gaussian latents, which may have any value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANY = constraints.real, constraints.real_vector, constraints.real_matrix
 def bounded(base: dist.Distribution) -> dict[str, Any]:
     """Return the parameters of a distribution that have a domain, by name.
 
-    :param base: without wrappers.
+    :param base: the distribution, without wrappers.
     """
     return {
         k: vars(base)[k]
@@ -35,12 +35,12 @@ def bounded(base: dist.Distribution) -> dict[str, Any]:
 
 
 def missing_link(name: str, cls: type, parameter: str, latent: str) -> str:
-    """Return what to say of a parameter that lacks a link.
+    """Return the message about a parameter that lacks a link.
 
-    :param name: of the site.
+    :param name: the name of the site.
     :param cls: the class of its distribution.
-    :param parameter: of the distribution.
-    :param latent: that it is affine in.
+    :param parameter: the parameter of the distribution.
+    :param latent: the latent that it is affine in.
     """
     domain = cls.arg_constraints[parameter]  # type: ignore[attr-defined]
     cure = f"{parameter}=jnp.exp(f)"
@@ -58,12 +58,13 @@ def missing_link(name: str, cls: type, parameter: str, latent: str) -> str:
 def find_missing_link(
     program: Program, classes: dict[str, type], parameters: dict[str, dict[str, Any]]
 ) -> str | None:
-    """Return what to say of a parameter that leaves its domain where latents are one
-    standard deviation of their prior, or less, from its mean; ``None`` if none does.
+    """Return the message about a parameter that leaves its domain where latents are at
+    most one standard deviation of their prior from its mean; ``None`` if no parameter
+    does.
 
     :param program: the model, from standard normal numbers.
-    :param classes: of the distributions of observed sites, by name.
-    :param parameters: those of :func:`bounded`, as outputs of the program.
+    :param classes: classes of the distributions of observed sites, by name.
+    :param parameters: parameters from :func:`bounded`, as outputs of the program.
     """
     found = [
         (name, k, leaf.variable)

@@ -5,11 +5,11 @@ They are
 
 .. math:: a + b \eta + \sum_k c_k \exp(d_k \eta + e_k),
 
-as those of Poisson, gamma, exponential and Weibull laws with ``exp(eta)`` for a
-rate or a mean. Under ``eta ~ N(m, v)`` their expectation is
-``a + b m + sum_k c_k exp(d_k m + e_k + d_k^2 v / 2)``.
+as for Poisson, gamma, exponential and Weibull distributions with ``exp(eta)`` for a
+rate or a mean. Under ``eta ~ N(m, v)`` their expectation is ``a + b m + sum_k c_k
+exp(d_k m + e_k + d_k^2 v / 2)``.
 
-The operations between predictor and density are carried out on such sums.
+The operations between predictor and density are evaluated on such sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOVES = {
 
 
 class NoFormError(Exception):
-    """A density is no such sum."""
+    """The density is not a sum of this kind."""
 
 
 @partial(
@@ -47,10 +47,10 @@ class NoFormError(Exception):
 )
 @dataclass(frozen=True)
 class ExponentialSum:
-    """Such a sum, and the Gaussian of its predictor, entry by entry.
+    """A sum of this kind, and the Gaussian of its predictor, entry by entry.
 
     :param affine: a and b; ``None`` if both are zero.
-    :param terms: c, d and e of each.
+    :param terms: c, d and e of each term.
     :param mean: m.
     :param variance: v.
     """
@@ -65,7 +65,7 @@ class ExponentialSum:
 
     @property
     def expectation(self) -> Array:
-        """The expectation of the sum."""
+        """Return the expectation of the sum."""
         total = jnp.zeros_like(self.mean)
         if self.affine is not None:
             total += self.affine[0] + self.affine[1] * self.mean
@@ -74,16 +74,17 @@ class ExponentialSum:
         return total
 
     def single(self) -> tuple[Array, Array, Array]:
-        """Its one term.
+        """Return its only term.
 
-        :raises NoFormError: if there is more.
+        :raises NoFormError: if it has more.
         """
         if self.affine is not None or len(self.terms) != 1:
             raise NoFormError
         return self.terms[0]
 
     def replaced(self, affine: Any, *terms: Any) -> ExponentialSum:
-        """Another sum of the same predictor; its numbers are made whole."""
+        """Return another sum of the same predictor, with its numbers broadcast to full
+        shape."""
 
         def whole(x: Any) -> Array:
             return jnp.broadcast_to(jnp.asarray(x, self.mean.dtype), self.mean.shape)
@@ -127,14 +128,14 @@ class ExponentialSum:
         return -self + other
 
     def exp(self) -> ExponentialSum:
-        """Its exponential, if it has none in it."""
+        """Return its exponential, if the sum itself contains none."""
         if self.terms or self.affine is None:
             raise NoFormError
         a, b = self.affine
         return self.replaced(None, (1, b, a))
 
     def log(self) -> ExponentialSum:
-        """Its logarithm, if it is one exponential."""
+        """Return its logarithm, if it is a single exponential."""
         c, d, e = self.single()
         return self.replaced((jnp.log(c) + e, d))
 
@@ -160,13 +161,13 @@ class Expected(NamedTuple):
 
 
 def expectation(found: Frontier, numbers: Any, mean: Array, variance: Array) -> Array:
-    """The expectation of a frontier's densities.
+    """Return the expectation of a frontier's densities.
 
-    :param found: with one root.
-    :param numbers: values of what depends on no latent.
-    :param mean: of the root, in its shape.
-    :param variance: of the root.
-    :raises NoFormError: if a density is no sum of this kind.
+    :param found: a frontier with one root.
+    :param numbers: values of the variables that depend on no latent.
+    :param mean: the mean of the root, in its shape.
+    :param variance: the variance of the root.
+    :raises NoFormError: if a density is not a sum of this kind.
     """
     known: dict[int, Any] = dict(zip(found.fixed, numbers, strict=True))
     zero, one = jnp.zeros_like(mean), jnp.ones_like(mean)
@@ -192,7 +193,7 @@ def _expected(x: Any) -> Any:
 
 
 def has_form(found: Frontier, avals: list[Any]) -> bool:
-    """Whether :func:`expectation` takes a frontier's densities.
+    """Whether :func:`expectation` supports a frontier's densities.
 
     :param found: the frontier.
     :param avals: shapes of the program's variables.
@@ -215,7 +216,7 @@ def has_form(found: Frontier, avals: list[Any]) -> bool:
 
 
 def _after(eqn: Any, operands: list[Any]) -> list[Any]:
-    """What one equation makes of sums, of expectations and of other arrays."""
+    """Return the results of one equation, given sums, expectations and other arrays."""
     if not any(isinstance(x, ExponentialSum | Expected) for x in operands):
         return applied(eqn, operands)
     called = called_jaxpr(eqn)

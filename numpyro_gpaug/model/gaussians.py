@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gaussian sample sites, as affine functions of independent standard normal numbers.
 
-A site filled in as ``loc + factor z``, with ``z ~ N(0, I)``, has its own law given all
-that ``loc`` and ``factor`` are made of. Locations may be other Gaussian sites: every
-value is then affine in the flat ``z`` of all, whose prior is ``N(0, I)``."""
+A site that is filled in as ``loc + factor z``, with ``z ~ N(0, I)``, has its own
+distribution given the inputs of ``loc`` and ``factor``. Locations may depend on other
+Gaussian sites: every value is then affine in the flat ``z`` of all sites, whose prior
+is ``N(0, I)``.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,13 @@ _AFFINE = (
 class Whitening(NamedTuple):
     """A Gaussian as an affine function of standard normal numbers.
 
-    :param shape: of these.
-    :param value: gives a value of the site from them.
-    :param spread: what must not depend on other Gaussian latents: scales, factors.
-    :param numbers: gives the numbers of a value; ``None`` where there are more of them.
-    :param mixes: whether a value is made of several of the numbers by a factor: the
-        same numbers then mean something else where the factor is another.
+    :param shape: the shape of these numbers.
+    :param value: returns a value of the site from the numbers.
+    :param spread: scales and factors, which must not depend on other Gaussian latents.
+    :param numbers: returns the numbers of a value; ``None`` if there are more numbers
+        than entries.
+    :param mixes: whether a factor combines several numbers in an entry of the value.
+        The same numbers then give another value with another factor.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +53,8 @@ class Whitening(NamedTuple):
 def whitening(fn: dist.Distribution) -> Whitening | None:
     """Return the whitening of a site's distribution; ``None`` if it is not Gaussian.
 
-    :param fn: as in the message of the site, wrapped in plates or not.
+    :param fn: the distribution in the message of the site, which may be wrapped in
+        plates.
     """
     if isinstance(fn, dist.MaskedDistribution):
         return None
@@ -134,9 +138,9 @@ def _(base: dist.MatrixNormal, shape: tuple[int, ...]) -> Whitening:
 
 
 def car_precision(base: dist.CAR) -> Array:
-    """The inverse of its covariance, (..., n, n).
+    """Return the inverse of its covariance, (..., n, n).
 
-    :param base: a law of areas.
+    :param base: a distribution of areas.
     """
     adjacency = base.adj_matrix
     adjacency = adjacency.toarray() if base.is_sparse else adjacency

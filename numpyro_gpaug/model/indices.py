@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes that index latents: none may be of a member that there is not."""
+"""Checks of codes that index latents: every code must have a member."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from numpyro_gpaug.model.structure import run_model
 
 
 def check_indices(program: Program) -> None:
-    """Raises for codes that no member of a plate has: JAX would take the last one.
+    """Raise for codes that no member of a plate has. JAX would silently take the last
+    one.
 
-    :param program: of a model, with its arguments for constants.
+    :param program: the program of a model, with its arguments as constants.
     :raises ValueError: naming the site.
     """
     if any(isinstance(x, Tracer) for x in program.constants.values()):
@@ -38,13 +39,13 @@ def program_of_others(
     values: dict[str, Any],
     dtype: Any,
 ) -> Program:
-    """What a model computes from latents that are not among the Gaussian ones.
+    """Return the program of a model as a function of its latents that are not Gaussian.
 
     :param model: the model.
     :param arguments: its arguments.
-    :param shapes: of these latents, by name; scalars are left out.
-    :param values: of params, by name.
-    :param dtype: of their values.
+    :param shapes: shapes of these latents, by name; scalars are left out.
+    :param values: values of params, by name.
+    :param dtype: the dtype of the latents.
     """
     arrays = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items() if s}
 

@@ -2,9 +2,9 @@
 """The structure of a model: which latents update in closed form, and on which of them
 each observed site depends.
 
-Everything is found by tracing abstractly (no arithmetic runs) and by reading the jaxpr
-of the likelihood's parameters. The model is run twice: once for its sites, and once for
-how they depend on each other.
+Everything comes from abstract tracing (no arithmetic runs) and from the jaxpr of the
+likelihood's parameters. The model is run twice: once for its sites, and once for their
+dependences.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from numpyro_gpaug.model.structure import (
 
 
 def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
-    """The structure of a model.
+    """Return the structure of a model.
 
     :param model: a NumPyro model.
     :param args: its arguments.
@@ -78,7 +78,7 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
 def _refuse_latents(
     others: tuple[str, ...], discrete: tuple[str, ...], candidates: list[Block]
 ) -> None:
-    """Raises for latents no guide of ours, nor an autoguide, can take."""
+    """Raise for latents that no guide of this package, and no autoguide, supports."""
     for name in others:
         if name in discrete:
             raise NotConjugateError(
@@ -97,10 +97,10 @@ def _refuse_latents(
 def structure_at(
     model: Callable[..., Any], structure: Structure, arguments: Arguments
 ) -> Structure:
-    """``structure`` with the plates and shapes that these arguments give the model.
+    """Return ``structure`` with the plates and shapes of the model at these arguments.
 
     :param model: the model.
-    :param structure: what it is made of, from arguments of any size.
+    :param structure: its structure, from arguments of any size.
     :param arguments: its arguments.
     :raises ValueError: if it is the structure of another model.
     """
@@ -130,10 +130,12 @@ def structure_at(
 
 
 class _Survey:
-    """The sites of a model, from a trace without arithmetic: names of its ``observed``
-    sites and of its ``latent`` ones, which may be ``discrete`` or ``gaussian``;
-    ``plates``, ``constraints`` of params, and ``candidates`` for blocks, which are the
-    processes and the vector normals, with the shapes of their ``inputs``.
+    """The sites of a model, from a trace without arithmetic.
+
+    It lists names of ``observed`` sites and of ``latent`` ones, which may be
+    ``discrete`` or ``gaussian``; ``plates``, ``constraints`` of params, and
+    ``candidates`` for blocks, which are the processes and the vector normals, with the
+    shapes of their ``inputs``.
 
     :param model: a NumPyro model.
     :param arguments: its arguments.
@@ -212,9 +214,9 @@ def _is_vector_normal(site: dict[str, Any]) -> bool:
 
 
 def require_conjugate(structure: Structure, updates: str) -> None:
-    """Raises unless every observed site has closed-form updates.
+    """Raise unless every observed site has closed-form updates.
 
-    :param structure: what the model is made of.
+    :param structure: the structure of the model.
     :param updates: ``"auto"``, ``"exact"`` or ``"augmented"``.
 
     :raises NotConjugateError: naming the site, the operation and a route that works.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gaussian latents of a model on which its data depend affinely, and the dependence
-of each observed site on them; found by reading the traced model, not by probing it."""
+"""The Gaussian latents of a model that its data depend on affinely, and the dependence
+of each observed site on them. The traced model is read, not probed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def inspect_joint(
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     :raises NotConjugateError: for discrete latents, and for a site whose log-density is
-        no sum over data of functions of one or two affine predictors each, whichever
-        latent is held fixed.
+        not a sum over data of functions of one or two affine predictors each, whichever
+        latent is fixed.
     """
     arguments = Arguments.split(args, kwargs)
     survey = Survey(model, arguments)
@@ -97,11 +97,13 @@ def _chosen(
     purpose: Purpose,
     blamed: dict[str, str],
 ) -> tuple[str, str]:
-    """The site to hold fixed: one without which all the others pass, of the smallest,
-    and of several of one size one that leaves most observed sites in closed form;
-    otherwise the smallest.
+    """Return the site to fix at a point estimate, and the reason.
 
-    :param blamed: sites that may be at fault, with what they do.
+    It is the smallest site without which all others can be part of the joint Gaussian.
+    Among several of this size, it is one that leaves most observed sites in closed
+    form. If there is no such site, it is the smallest candidate.
+
+    :param blamed: candidates, with the reason for each.
     """
     # Names in the order of the model: those blamed come from a set.
     sizes = {s.name: prod(s.shape) for s in sites if s.name in blamed}
@@ -125,10 +127,10 @@ def _chosen(
 def joint_structure_at(
     model: Callable[..., Any], structure: JointStructure, arguments: Arguments
 ) -> JointStructure:
-    """``structure`` with the plates and shapes that these arguments give the model.
+    """Return ``structure`` with the plates and shapes of the model at these arguments.
 
     :param model: the model.
-    :param structure: what it is made of, from other arguments.
+    :param structure: its structure, from other arguments.
     :param arguments: its arguments.
     """
     data = tuple(site.name for site in structure.observed)
@@ -147,10 +149,10 @@ def joint_structure_at(
 
 
 def _check_members(structure: JointStructure, grouping: Grouping) -> None:
-    """Raises where sites that had members in common no longer have as many.
+    """Raise if sites that had members in common no longer have equally many.
 
-    :param structure: of the model at other arguments than those it was found at.
-    :param grouping: of its sites.
+    :param structure: the structure of the model at new arguments.
+    :param grouping: a grouping of its sites.
     """
     alone = [Grouping((site,)) for site in grouping.sites]
     found = {g.sites[0][0]: structure.members(g) for g in alone}
@@ -172,7 +174,7 @@ def warn_of_points(
     joint Gaussian: random effects in plates, scalar weights.
 
     :param model: the model.
-    :param structure: its blocks, which are held independent, and all other latents.
+    :param structure: its blocks, which are independent, and all other latents.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     """

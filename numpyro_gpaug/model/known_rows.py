@@ -28,16 +28,16 @@ from numpyro_gpaug.model.structure import Observed
 
 
 def local_names(structure: JointStructure) -> set[str]:
-    """Latents that have a member for every row."""
+    """Return the names of the latents that have a member for every row."""
     return {s.name for s in structure.sites if s.local}
 
 
 def refuse_others(site: Observed, law: Any, structure: JointStructure) -> None:
-    """Raises for what has no Gaussian to be conditioned on.
+    """Raise for observations that a Gaussian cannot be conditioned on.
 
-    :param site: observed at new rows.
-    :param law: its law.
-    :param structure: of the model there.
+    :param site: a site that is observed at the new rows.
+    :param law: its distribution.
+    :param structure: the structure of the model there.
     """
     chained = {name for steps in structure.recurrences for name, _ in steps.sites}
     normal = isinstance(base_distribution(law), dist.Normal)
@@ -63,14 +63,15 @@ def conditioned(
     predictors: list[Predictors],
     laws: list[Likelihood],
 ) -> Moments:
-    """The Gaussian on the latents at new rows, of which the rows' own are conditioned
-    on what is known of these given all others, which stay as they were fitted: a
-    prediction of one row does not depend on the other rows.
+    """Return the Gaussian on the latents at new rows, given other observations of these
+    rows. Only the rows' own latents are conditioned, given all other latents, which
+    keep their fitted distribution: a prediction of one row does not depend on the other
+    rows.
 
-    :param q: with those of new rows at their prior.
-    :param structure: of the model at the new rows.
-    :param predictors: of Normal observations.
-    :param laws: of them.
+    :param q: a Gaussian in which the latents of new rows have their prior.
+    :param structure: the structure of the model at the new rows.
+    :param predictors: predictors of Normal observations.
+    :param laws: the distributions of these observations.
     """
     numbers = structure.split(np.arange(structure.size))
     own = np.concatenate([numbers[k].ravel() for k in sorted(local_names(structure))])
@@ -94,8 +95,8 @@ def conditioned(
 
 
 def _factors(map_: AffineMap, law: Likelihood, at: Array) -> tuple[Array, Array]:
-    """Slopes and curvatures, flat, of the log-density of Normal observations in their
-    predictors, of which inducing values leave some variance over."""
+    """Return slopes and curvatures, flat, of the log-density of Normal observations in
+    their predictors, including the variance that inducing values do not explain."""
     fn, value = law.fn, feasible(law.fn, law.value)
     shape = jnp.shape(base_distribution(fn).loc)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equations of traced programs, one after the other.
 
-A scan is written as two: what its steps carry on and leave that is affine in Gaussian
-latents, and, of all steps at once, what is computed of it and carried no further. So
-the rate ``exp(level)`` that a step leaves, or a likelihood inside of the scan, is read
-as one after it would be.
+A scan is divided into two parts. The first, a scan, computes the carry and the outputs
+that are affine in Gaussian latents. The second computes, for all steps at once, outputs
+that are not affine and are not carried further. So the rate ``exp(level)`` that a step
+returns, or a likelihood inside of the scan, is read like one after the scan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from numpyro_gpaug.model.jaxpr import (
 class Operation(NamedTuple):
     """An equation between numbered variables.
 
-    :param eqn: of the jaxpr.
+    :param eqn: an equation of the jaxpr.
     :param operands: numbers of variables, or literals.
     :param results: numbers of variables.
     """
@@ -43,7 +43,7 @@ class Operation(NamedTuple):
 class Listing:
     """Numbered variables and the equations between them.
 
-    :param reader: that says how variables depend on the latents of a model.
+    :param reader: computes how variables depend on the latents of a model.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -55,17 +55,17 @@ class Listing:
         self.inputs: dict[str, int] = {}
 
     def new(self, aval: Any, value: Value) -> int:
-        """The number of another variable.
+        """Return the number of a new variable.
 
         :param aval: its shape and dtype.
-        :param value: what is known of it.
+        :param value: the known facts about it.
         """
         self.avals.append(aval)
         self.values.append(value)
         return len(self.avals) - 1
 
     def held(self, closed: Any) -> list[int]:
-        """Variables of the constants of a closed jaxpr."""
+        """Return variables for the constants of a closed jaxpr."""
         numbers = []
         pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
         for var, value in pairs:
@@ -77,11 +77,11 @@ class Listing:
     def write(
         self, jaxpr: Any, constants: list[int], starts: list[Any]
     ) -> list[int | Literal]:
-        """Appends a jaxpr's equations, those of its calls in their place.
+        """Append a jaxpr's equations, with calls replaced by their equations.
 
         :param constants: variables of its constants.
-        :param starts: of its inputs.
-        :return: those of its outputs.
+        :param starts: variables of its inputs.
+        :return: variables of its outputs.
         """
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         env |= dict(zip(jaxpr.invars, starts, strict=True))
@@ -103,15 +103,17 @@ class Listing:
         return [read(v) for v in jaxpr.outvars]
 
     def _is_identity(self, eqn: Any, operands: tuple[int | Literal, ...]) -> bool:
-        """Whether an equation gives latents, which a program is a function of, other
-        derivatives, or other ways to be compiled, and the same values."""
+        """Whether an equation returns its operands, which depend on latents, unchanged.
+        It may change their derivatives or their compilation, which do not matter
+        here."""
         name = eqn.primitive.name
         same = name in ("stop_gradient", "optimization_barrier")
         return same and any(map(self.depends, operands))
 
     def _keeps_derivative(self, eqn: Any, operands: tuple[Any, ...]) -> bool:
-        """Whether a call is kept whole for its own derivative: of what is affine in
-        latents the derivative is known, and it is that of the values."""
+        """Whether a call is kept as a whole for its own derivative. This is not needed
+        if it is affine in latents, where its derivative is known to be that of the
+        values."""
         if eqn.primitive.name not in OWN_DERIVATIVE:
             return False
         found = self._reader.equation(eqn, [self.value(x) for x in operands])
@@ -133,7 +135,7 @@ class Listing:
         return results
 
     def value(self, variable: int | Literal) -> Value:
-        """What is known of how a variable depends on the inputs."""
+        """Return the known dependence of a variable on the inputs."""
         if isinstance(variable, Literal):
             return self._reader.literal(variable)
         return self.values[variable]
@@ -143,12 +145,12 @@ class Listing:
         return bool(self.value(variable).state)
 
     def affine(self, variable: int | Literal) -> bool:
-        """Whether it depends on inputs, and affinely on them all together."""
+        """Whether a variable depends on inputs, and is jointly affine in them."""
         state = self.value(variable).state
         return bool(state) and _affine(state)
 
     def between(self, wanted: Iterable[Any], known: Iterable[int]) -> list[Operation]:
-        """The operations that compute some variables from others, in order.
+        """Return the operations that compute some variables from others, in order.
 
         :param wanted: numbers of variables, or literals.
         :param known: numbers of variables that need no computing.
@@ -168,27 +170,28 @@ class Listing:
         return chosen[::-1]
 
     def read_for(self, wanted: list[Any], known: Iterable[int]) -> set[int]:
-        """The variables that are read to compute some from others, or that they are."""
+        """Return the variables that are read to compute some variables from others, and
+        these variables themselves."""
         operations = self.between(wanted, known)
         read = [*wanted, *(x for each in operations for x in each.operands)]
         return {x for x in read if not isinstance(x, Literal)}
 
     def run(self, wanted: list[Any], known: dict[int, Any]) -> list[Any]:
-        """Values of variables, given those of some others.
+        """Return values of variables, given those of some others.
 
         :param wanted: numbers of variables, or literals.
-        :param known: values by number; constants are known anyway.
+        :param known: values by number; constants are always known.
         """
         return execute(self.between(wanted, known), wanted, {**self.constants, **known})
 
 
 class _Scan:
-    """A scan, of which it is told apart what is affine.
+    """A scan that is divided into an affine part and the rest.
 
-    :param reader: of the program.
-    :param eqn: of the scan.
-    :param begun: what is known of what a step begins with.
-    :param left: how what it carries on and leaves depends on the program's inputs.
+    :param reader: the reader of the program.
+    :param eqn: the equation of the scan.
+    :param begun: the known facts about the values at the start of a step.
+    :param left: how its carry and outputs depend on the program's inputs.
     """
 
     def __init__(
@@ -201,8 +204,8 @@ class _Scan:
         self.late = [] if min(nonlinear, default=0) < self._count else nonlinear
 
     def parted(self) -> Any:
-        """The scan without it, and it of all steps at once: a closed jaxpr of the same
-        operands and results."""
+        """Return the scan without the nonlinear outputs, followed by these for all
+        steps at once, as a closed jaxpr with the same operands and results."""
         body, count = self._eqn.params["jaxpr"], self._count
         step = Listing(self._reader)
         pairs = zip(body.jaxpr.invars, self._begun, strict=True)
@@ -244,18 +247,18 @@ class _Scan:
         return jax.make_jaxpr(parted)(*shapes)
 
     def _parts(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """What is the same at all steps, what is carried, what a step has of its
-        own."""
+        """Return the operands that are constant over steps, those that are carried, and
+        the inputs of each step."""
         end = self._begin + self._count
         return operands[: self._begin], operands[self._begin : end], operands[end:]
 
 
 def _passed(step: Listing, wanted: list[Any], given: set[int]) -> list[Any]:
-    """Variables of a scan's step that what it leaves beside is computed from.
+    """Return variables of a scan's step from which its nonlinear outputs are computed.
 
-    :param step: its program.
-    :param wanted: variables that are left.
-    :param given: those that are known of all steps without a scan.
+    :param step: the program of the step.
+    :param wanted: the variables of these outputs.
+    :param given: variables that are known for all steps without a scan.
     """
     moving = [x for x in range(len(step.values)) if step.affine(x)]
     after = step.between(wanted, moving)
@@ -275,11 +278,11 @@ def execute(
     wanted: list[Any],
     known: dict[int, Any],
 ) -> list[Any]:
-    """Runs operations in order.
+    """Run operations in order.
 
     :param operations: see :meth:`Program.between`.
     :param wanted: numbers of variables, or literals.
-    :param known: values of all that the operations do not compute.
+    :param known: values of all variables that the operations do not compute.
     """
     env = dict(known)
 

@@ -22,11 +22,12 @@ def block_marginals(
     maps: Mapping[str, AffineMap | AffineBlocks],
     moments: dict[str, Moments],
 ) -> dict[str, Marginals]:
-    """Marginals of blocks under independent Gaussians on them.
+    """Return marginals of blocks under independent Gaussians on them.
 
-    :param view: the model.
+    :param view: the view of the model.
     :param maps: affine maps, by block.
-    :param moments: of all latents of every block, with or without an axis over them.
+    :param moments: moments of all latents of every block, with or without an axis over
+        them.
     """
     chosen = view.selected()
     return {
@@ -38,14 +39,14 @@ def block_marginals(
 
 
 def with_latent_axis(q: Moments) -> Moments:
-    """Moments with a leading axis over latents, of size 1 for a single one."""
+    """Return moments with a leading axis over latents, of size 1 for a single one."""
     if q.mean.ndim > 1:
         return q
     return Moments(*(x[None] for x in q))
 
 
 def moments_of(fn: dist.Distribution) -> Moments:
-    """Moments of a guide's Gaussian.
+    """Return moments of a guide's Gaussian.
 
     :param fn: :class:`~numpyro_gpaug.distributions.BlockGaussian`, independent normals,
         or a multivariate normal (possibly one per latent).

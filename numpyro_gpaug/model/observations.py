@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the observations of a model were passed in, have the shapes that it gives
-them, and lie in the supports of their likelihoods."""
+"""Checks that the observations of a model were passed in, have the right shapes, and
+are in the supports of their likelihoods."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from numpyro_gpaug.model.structure import (
 
 
 def unobserved_error(names: Iterable[str]) -> ValueError:
-    """The error for data that were not passed in.
+    """Return the error for data that were not passed in.
 
-    :param names: of the sites that have no observed value but need one.
+    :param names: names of the sites that have no observed value but need one.
     """
     quoted = " and ".join(map(repr, names))
     return ValueError(
@@ -51,13 +51,13 @@ def check_observed(
     arguments: Arguments,
     given: Iterable[str] = (),
 ) -> None:
-    """Raises for a model in which no site has an observed value.
+    """Raise for a model in which no site has an observed value.
 
     :param model: the model.
-    :param structure: of it.
+    :param structure: its structure.
     :param arguments: its arguments.
-    :param given: sites whose values are another sampler's, which are no data.
-    :raises ValueError: naming the site that comes last, which most likely is the one.
+    :param given: sites whose values come from another sampler, and are not data.
+    :raises ValueError: naming the last site, which most likely is the observed one.
     """
     if any(site.name not in given for site in structure.observed):
         return
@@ -73,7 +73,7 @@ def check_observed(
 
 
 def check_shape(name: str, site: dict[str, Any]) -> None:
-    """Raises if an observed value does not have the shape of its distribution.
+    """Raise if an observed value does not have the shape of its distribution.
 
     :param name: the site.
     :param site: its message.
@@ -119,11 +119,11 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
 
 
 def check_law(name: str, law: dist.Distribution) -> None:
-    """Raise for a distribution of observations that lacks attributes of NumPyro's.
+    """Raise for a distribution of observations that lacks attributes NumPyro requires.
 
     :param name: the site.
-    :param law: of it.
-    :raises TypeError: naming what its class lacks.
+    :param law: its distribution.
+    :raises TypeError: naming the attribute that its class lacks.
     """
     base = base_distribution(law)
     cls = type(base)
@@ -137,9 +137,9 @@ def check_law(name: str, law: dist.Distribution) -> None:
     if numbers and not cls.gather_pytree_data_fields():
         named = ", ".join(f"{k!r}: constraints.real" for k in numbers)
         raise TypeError(
-            f"site {name!r}: {cls.__name__} has no arg_constraints, without which its "
-            f"parameters are not passed on to JAX's programs: set {cls.__name__}."
-            f"arg_constraints = {{{named}}}, say"
+            f"site {name!r}: {cls.__name__} has no arg_constraints, so that its "
+            f"parameters are not passed on to JAX's programs. Set {cls.__name__}."
+            f"arg_constraints = {{{named}}}, for example"
         )
 
 
@@ -151,15 +151,14 @@ def check_observations(
     *,
     needed: bool = True,
 ) -> None:
-    """Raises for observations outside the support of their likelihood, or parameters
-    of it that break their constraints, at initial params; traced ones are not looked
-    at.
+    """Raise for observations outside the support of their likelihood, or parameters
+    that break their constraints, at initial params. Traced ones are not checked.
 
     :param model: the model.
-    :param structure: what it is made of.
+    :param structure: its structure.
     :param arguments: its arguments.
-    :param programs: those compiled before, by shapes of arguments.
-    :param needed: whether observations may not be left out.
+    :param programs: compiled programs, by shapes of arguments.
+    :param needed: whether observations are required.
     :raises ValueError: naming the site and what was expected.
     """
     if any(isinstance(x, jax.core.Tracer) for x in arguments.arrays):
@@ -198,10 +197,10 @@ def check_observations(
 
 
 def check_constants(trace: Trace) -> None:
-    """Raises for parameters of laws that are known numbers and break their constraints;
-    by NumPy, which has nothing to compile.
+    """Raise for parameters of distributions that are known numbers and break their
+    constraints. NumPy checks them, which needs no compilation.
 
-    :param trace: of the model; of traced parameters no values are looked at.
+    :param trace: a trace of the model; traced parameters are not checked.
     :raises ValueError: naming the site and what was expected.
     """
     for name, site in trace.items():
@@ -220,10 +219,10 @@ def check_constants(trace: Trace) -> None:
 def all_valid(
     model: Callable[..., Any], structure: Structure, arguments: Arguments
 ) -> Array:
-    """Whether :func:`check_observations` has nothing to say; may run inside ``jit``.
+    """Whether :func:`check_observations` would pass; may run inside ``jit``.
 
     :param model: the model.
-    :param structure: what it is made of.
+    :param structure: its structure.
     :param arguments: its arguments.
     """
     flat = flat_functions(model)
@@ -233,9 +232,9 @@ def all_valid(
 
 
 def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
-    """Whether each observed site's value lies in its support, by ``(site, "")``, and
-    each parameter of its likelihood satisfies its constraint, by ``(site, parameter)``;
-    may run inside ``jit``.
+    """Return whether each observed site's value is in its support, by ``(site, "")``,
+    and whether each parameter of its likelihood satisfies its constraint, by ``(site,
+    parameter)``. It may run inside ``jit``.
 
     :param trace: a trace of the model.
     :raises ValueError: for observations of the wrong shape, naming both shapes.
@@ -278,19 +277,19 @@ GRAPH = "adj_matrix"
 
 
 def _graph_faults(law: dist.CAR) -> tuple[Array, Array]:
-    """The pairs of areas of which only one is a neighbour of the other, and the areas
-    without neighbours."""
+    """Return the pairs of areas of which only one is a neighbour of the other, and the
+    areas without neighbours."""
     matrix = law.adj_matrix.toarray() if law.is_sparse else law.adj_matrix
     graph = jnp.asarray(matrix)
     return graph != jnp.swapaxes(graph, -1, -2), (graph == 0).all(-1)
 
 
 def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError:
-    """The error for what :func:`valid_observations` found invalid.
+    """Return the error for a value that :func:`valid_observations` found invalid.
 
     :param name: the site.
-    :param parameter: the parameter that breaks its constraint; empty if it is the
-        observations that leave their support.
+    :param parameter: the parameter that breaks its constraint; empty if the
+        observations are outside their support.
     :param site: the message of the site, executed.
     """
     base = base_distribution(site["fn"])

@@ -3,7 +3,7 @@
 
 Data that grow by a row (Bayesian optimisation), and the folds of a cross-validation,
 would otherwise compile everything anew. Rows are repeated to reach one of few sizes;
-the repeated ones get no weight in the likelihood.
+the repeated ones have weight zero in the likelihood.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Shape = tuple[int, ...]
 
 
 class Padding:
-    """Fills arguments up with rows of weight zero, where this changes no result.
+    """Pads arguments with rows of weight zero, where this changes no result.
 
-    The first data are left as they are. Data with another number of rows are filled
-    up, if the model treats rows one by one, which is proved from traces of the model
-    with two numbers of rows.
+    The first data are not padded. Data with another number of rows are, if the model
+    treats rows one by one. This is proved from traces of the model with two numbers of
+    rows.
 
     :param model: the model.
     """
@@ -51,12 +51,12 @@ class Padding:
         self._proved: dict[Hashable, Added | None] = {}
 
     def __call__(self, arguments: Arguments, mesh: Mesh | None = None) -> Arguments:
-        """Return the arguments, with added rows or as they are.
+        """Return the arguments, with added rows or unchanged.
 
-        :param arguments: of the model; traced ones, and those of which rows are on
-            several devices, are left as they are.
-        :param mesh: where rows are to be shared out: then the first data are filled
-            up, too, if they cannot be divided evenly.
+        :param arguments: arguments of the model. Traced ones, and those with rows on
+            several devices, are unchanged.
+        :param mesh: the mesh that rows will be divided among. With a mesh the first
+            data are padded, too, if their rows cannot be divided evenly.
         """
         num = arguments.num_rows
         traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
@@ -76,7 +76,7 @@ class Padding:
         return arguments if proved is None else arguments.with_rows(proved)
 
     def clear(self) -> None:
-        """Forget the proofs, for another model."""
+        """Drop the proofs, for another model."""
         self._traced.clear()
         self._proved.clear()
 
@@ -84,9 +84,10 @@ class Padding:
         """Prove that rows are treated one by one, and have weights wherever data have
         them.
 
-        :param arguments: without added rows.
-        :param added: what is added.
-        :return: this, with the axes of deterministic sites; ``None`` without a proof.
+        :param arguments: arguments without added rows.
+        :param added: the rows to add.
+        :return: ``added``, with the axes of deterministic sites; ``None`` without a
+            proof.
         """
         # Weighted, too: the same program but for the number of rows.
         few = arguments.with_rows(added._replace(size=arguments.num_rows))
@@ -111,7 +112,7 @@ class Padding:
             return None
 
     def _trace(self, arguments: Arguments) -> _Traced:
-        """What the model computes for its likelihoods, and for the distributions of its
+        """Return the trace of the model's likelihoods, and of the distributions of its
         latents."""
         sites: dict[str, _SiteShapes] = {}
         computed: dict[str, Shape] = {}
@@ -139,9 +140,9 @@ class Padding:
 
 
 class _Family:
-    """Arguments that differ in their numbers of rows alone.
+    """Arguments that differ only in their numbers of rows.
 
-    :param first: of them.
+    :param first: the first of these arguments.
     """
 
     def __init__(self, first: Arguments) -> None:
@@ -151,7 +152,8 @@ class _Family:
         self.rows = _with_rows(first)
 
     def sees(self, arguments: Arguments) -> bool:
-        """Whether there have been several numbers of rows, these included."""
+        """Whether there have been several numbers of rows, including these
+        arguments."""
         self._several |= arguments.num_rows != self._first
         # Inducing inputs may be as many as the rows of some data.
         self.rows &= _with_rows(arguments)
@@ -167,11 +169,11 @@ class _SiteShapes(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    """What a model computes: a closed jaxpr, and the shapes of its sites.
+    """The computation of a model: a closed jaxpr, and the shapes of its sites.
 
-    :param sites: of observed sites.
-    :param latent: of params and latents.
-    :param computed: of deterministic sites.
+    :param sites: shapes of observed sites.
+    :param latent: shapes of params and latents.
+    :param computed: shapes of deterministic sites.
     """
 
     jaxpr: Any
@@ -181,10 +183,10 @@ class _Traced(NamedTuple):
 
 
 def padded_size(num: int, parts: int = 1) -> int:
-    """The number of rows that programs are compiled for.
+    """Return the number of rows that programs are compiled for.
 
     :param num: the number of data.
-    :param parts: that rows are to come in.
+    :param parts: the number of parts that rows are divided into.
     """
     step = 1
     if num <= _LEAST:
@@ -206,7 +208,8 @@ def _with_rows(arguments: Arguments) -> set[int]:
 
 
 def _parts(site: dict[str, Any]) -> list[Any]:
-    """The arrays of a site: its value, its distribution's, and its log-density."""
+    """Return the arrays of a site: its value, its distribution's, and its
+    log-density."""
     parts, fn = [site["value"]], site.get("fn")
     if site["type"] == "sample" or isinstance(fn, Conditional):
         parts.append(fn)
@@ -223,6 +226,6 @@ def _in_plates(few: _SiteShapes, many: _SiteShapes) -> bool:
 
 
 def _differing(few: Shape, many: Shape) -> set[int]:
-    """Axes, from the last, of which sizes differ."""
+    """Return axes, counted from the last, whose sizes differ."""
     pairs = zip(reversed(few), reversed(many), strict=True)
     return {-1 - i for i, (a, b) in enumerate(pairs) if a != b}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plates of a model: their sizes, and whether data have a row for every member."""
+"""The plates of a model: their sizes, and whether data have a row for every member."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEPT = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"}
 
 
 def with_whole_sizes(model: Callable[..., Any]) -> Callable[..., Any]:
-    """``model``, which raises for plates of sizes that are no whole numbers.
+    """Return ``model`` with a check that sizes of plates are whole numbers.
 
     :param model: a NumPyro model.
     """
@@ -44,20 +44,19 @@ def with_whole_sizes(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_int(name: str, value: Any) -> None:
-    """A size makes shapes, which 10.0 and True do not."""
+    """Raise unless a size is an integer: 10.0 and True cannot be part of a shape."""
     check_count(name, value)
     if isinstance(value, (bool, np.bool_, float, np.floating)):
         raise ValueError(f"{name} must be an int, got {value!r}")
 
 
 def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str, Plate]:
-    """Plates by name, from a trace of the model without arithmetic.
+    """Return plates by name, from a trace of the model without arithmetic.
 
-    :param run: the trace, from the arrays among the arguments.
+    :param run: returns the trace, from the arrays among the arguments.
     :param arguments: the model's arguments.
-    :raises ValueError: for a plate whose members index an array that has fewer (JAX
-        would repeat its last row), or an argument that has more, which would never be
-        looked at.
+    :raises ValueError: for a plate whose members index a shorter array (JAX would
+        repeat its last row), or an argument with more rows, which would be ignored.
     """
     plates: dict[str, Plate] = {}
 
@@ -88,7 +87,7 @@ def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str,
 
 
 class _Span(NamedTuple):
-    """Numbers a plate's index runs over, perhaps with something added."""
+    """The numbers that a plate's index runs over, perhaps with a constant added."""
 
     plate: str
     low: int
@@ -96,20 +95,20 @@ class _Span(NamedTuple):
 
 
 class _Data(NamedTuple):
-    """An argument of the model, or one changed element by element."""
+    """An argument of the model, possibly after elementwise operations."""
 
     number: int
 
 
 class _Never(NamedTuple):
-    """A condition that does not hold."""
+    """A condition that is never true."""
 
 
 class _Reading:
-    """Of a program: which rows of arguments the indices of plates take.
+    """The rows of arguments that the indices of plates take in a program.
 
-    :param sizes: of plates.
-    :param shapes: of arguments.
+    :param sizes: sizes of plates.
+    :param shapes: shapes of arguments.
     """
 
     def __init__(self, sizes: dict[str, int], shapes: list[tuple[int, ...]]) -> None:
@@ -120,11 +119,11 @@ class _Reading:
         self.elsewhere: set[_Data] = set()
 
     def read(self, jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
-        """What is known of the results.
+        """Return the known facts about the results.
 
         :param jaxpr: the program.
-        :param known: of its variables; those found here are added.
-        :raises ValueError: for gathers from less than a plate has members.
+        :param known: known facts about its variables; new ones are added.
+        :raises ValueError: for gathers from an axis that is shorter than the plate.
         """
         for eqn in jaxpr.eqns:
             given = _looked_up(eqn.invars, known)
@@ -173,7 +172,7 @@ class _Reading:
             self.elsewhere.add(operand)
 
     def check_rows(self) -> None:
-        """Raises for arguments of which a plate's indices leave rows out.
+        """Raise for arguments that have rows outside a plate's indices.
 
         :raises ValueError: naming the plate, and the shape of the argument.
         """
@@ -198,7 +197,7 @@ def _looked_up(variables: Any, known: dict[Any, Any]) -> list[Any]:
 
 
 def _moved(eqn: Any, given: list[Any], span: _Span) -> Any:
-    """The index of a plate after an operation, if it still is one."""
+    """Return the index of a plate after an operation, if it still is one."""
     name = eqn.primitive.name
     if name in _KEPT:
         return span

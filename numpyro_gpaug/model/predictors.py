@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictors of observed sites, and their expected log-likelihood, as functions of the
-Gaussian blocks' marginals; pytrees, so that they can be differentiated."""
+Gaussian blocks' marginals. They are pytrees, so that they can be differentiated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from numpyro_gpaug.model.structure import Observed
 @jax.tree_util.register_pytree_node_class
 class Likelihood(Ordered):
     """An observed site's distribution, value and scale (``None`` for 1), at function
-    values of zero; nothing of it but its latent-carrying parameters depends on them."""
+    values of zero. Only its latent-carrying parameters depend on function values."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tree)
@@ -44,7 +44,7 @@ class Likelihood(Ordered):
 
     @property
     def value(self) -> Any:
-        """What was observed."""
+        """The observed value."""
         return self.tree[1]
 
     @property
@@ -62,12 +62,12 @@ class Likelihood(Ordered):
 class Predictors:
     """Latent-carrying parameters of likelihoods, affine in function values and weights.
 
-    :param values: those at zero, by ``"site/parameter"``.
-    :param push: how they move as function values and weights, by block, move.
-    :param outputs: from latents to function values, by process.
-    :param columns: predictors that depend on a weight vector, by block: its affine map
-        runs over them side by side.
-    :param shapes: of function values and weights, by block.
+    :param values: their values at zero, by ``"site/parameter"``.
+    :param push: their derivative in function values and weights, by block.
+    :param outputs: maps from latents to function values, by process.
+    :param columns: predictors that depend on a weight vector, by block; its affine map
+        has them concatenated.
+    :param shapes: shapes of function values and weights, by block.
     """
 
     values: dict[str, Array]
@@ -77,12 +77,12 @@ class Predictors:
     shapes: dict[str, jax.ShapeDtypeStruct]
 
     def at(self, moved: dict[str, Array]) -> dict[str, Array]:
-        """The predictors at function values and weights, zero where missing."""
+        """Return the predictors at function values and weights, zero where missing."""
         shifts = self.shifts(moved)
         return {k: value + shifts[k] for k, value in self.values.items()}
 
     def shifts(self, moved: dict[str, Array]) -> dict[str, Array]:
-        """How they move as function values and weights move."""
+        """Return their change for a change of function values and weights."""
         full = {
             k: jnp.asarray(moved.get(k, jnp.zeros(like.shape)), like.dtype)
             for k, like in self.shapes.items()
@@ -90,12 +90,13 @@ class Predictors:
         return self.push(full)
 
     def projection(self, block: str, names: tuple[str, ...], by: Any) -> Array:
-        """How predictors, raveled side by side, move as one block moves.
+        """Return the change of predictors, raveled and concatenated, for changes of one
+        block.
 
         :param block: its name.
-        :param names: of the predictors.
-        :param by: moves of its function values, or weights, with a leading axis.
-        :return: (moves, n).
+        :param names: names of the predictors.
+        :param by: changes of its function values, or weights, with a leading axis.
+        :return: (changes, n).
         """
 
         def columns(move: Array) -> Array:
@@ -105,7 +106,7 @@ class Predictors:
         return jax.vmap(columns)(by)
 
     def split(self, names: tuple[str, ...], flat: Array) -> dict[str, Array]:
-        """Values side by side, (n,), by predictor and in its shape."""
+        """Split concatenated values, (n,), by predictor and into its shape."""
         found, begin = {}, 0
         for name in names:
             value = self.values[name]
@@ -116,7 +117,7 @@ class Predictors:
     def moments(
         self, at: dict[str, Marginals]
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Means and variances of function values as the model sees them, by process.
+        """Return means and variances of function values in the model, by process.
 
         :param at: marginals by block name.
         """
@@ -126,11 +127,11 @@ class Predictors:
         return means, variances
 
     def marginals(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
-        """Marginals of every predictor from those of independent blocks.
+        """Return marginals of every predictor, given those of independent blocks.
 
         A predictor is elementwise affine in function values, so its variance is the sum
-        over processes of slope^2 v; slope and slope * v are two tangents, and no square
-        root (whose gradient at 0 is infinite) is taken.
+        over processes of slope^2 v. Slope and slope * v are two tangents, which avoids
+        a square root (its gradient at 0 is infinite).
 
         :param at: marginals by block name; blocks that are missing are at zero.
         """
@@ -158,8 +159,8 @@ class Predictors:
 class ExpectedLogLikelihood:
     """The expected log-likelihood in closed form, as a function of marginals.
 
-    :param predictors: of all observed sites.
-    :param likelihoods: by site.
+    :param predictors: predictors of all observed sites.
+    :param likelihoods: likelihoods by site.
     :param sites: the observed sites that it sums over.
     :param bound: ``"exact"`` or ``"augmented"``.
     """
@@ -175,15 +176,15 @@ class ExpectedLogLikelihood:
         return are_normal(self.sites, self.likelihoods)
 
     def __call__(self, at: dict[str, Marginals], bound: str | None = None) -> Array:
-        """The sum over sites of their scaled, masked expectations.
+        """Return the sum over sites of their scaled, masked expectations.
 
         :param at: marginals by block name.
-        :param bound: another one.
+        :param bound: a bound to use in place of :attr:`bound`.
         """
         return self.of_predictors(self.carried(at), bound)
 
     def carried(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
-        """Marginals of the predictors.
+        """Return marginals of the predictors.
 
         :param at: marginals by block name.
         """
@@ -192,7 +193,7 @@ class ExpectedLogLikelihood:
     def of_predictors(
         self, carried: dict[str, Marginals], bound: str | None = None
     ) -> Array:
-        """The same from marginals of the predictors."""
+        """Return the same sum, given marginals of the predictors."""
         bound = self.bound if bound is None else bound
         total = jnp.zeros((), jnp.result_type(*jax.tree.leaves(carried), 0.0))
         for site in self.sites:
@@ -207,10 +208,10 @@ class ExpectedLogLikelihood:
 
 def are_normal(sites: tuple[Observed, ...], likelihoods: dict[str, Likelihood]) -> bool:
     """Whether the expected log-likelihood is quadratic in the latents, so that Gaussian
-    factors are the same wherever they are taken.
+    factors are the same at any marginals.
 
     :param sites: observed sites.
-    :param likelihoods: by site, of those in closed form.
+    :param likelihoods: likelihoods of the sites in closed form, by site.
     """
     closed = [s.name for s in sites if s.route is Route.CLOSED_FORM]
     rest = [s for s in sites if s.route not in (Route.CLOSED_FORM, Route.CONSTANT)]
@@ -221,7 +222,7 @@ def are_normal(sites: tuple[Observed, ...], likelihoods: dict[str, Likelihood]) 
 def of_site(
     carried: dict[str, Marginals], site: Observed
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Means and variances of one site's latent-carrying parameters."""
+    """Return means and variances of one site's latent-carrying parameters."""
     found = {k: carried[f"{site.name}/{k}"] for k in site.latents}
     means = {k: marginal.mean for k, marginal in found.items()}
     return means, {k: marginal.variance for k, marginal in found.items()}
@@ -230,7 +231,7 @@ def of_site(
 def closed_form(
     site: Observed, fn: Any, value: Any, carried: dict[str, Marginals], bound: str
 ) -> Array:
-    """The expected log-density of each datum of a site."""
+    """Return the expected log-density of each datum of a site."""
     moments, y = of_site(carried, site), feasible(fn, value)
     if bound == "exact":
         return expected_log_prob(fn, y, *moments)
@@ -245,5 +246,5 @@ def closed_form(
 
 
 def scaled_sum(value: Array, scale: Any) -> Array:
-    """Sum of a site's terms, with the scale NumPyro put on the site."""
+    """Return the sum of a site's terms, with the scale NumPyro put on the site."""
     return jnp.sum(value if scale is None else value * scale)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traced programs, parts of which can be run, and the indices they apply to their
-inputs."""
+"""Traced programs, whose parts can be run separately, and the indices they apply to
+their inputs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _INDEX_MOVES = {
 class Gather(NamedTuple):
     """An indexed input.
 
-    :param name: of the input.
-    :param sizes: how many places there are, by coordinate of the indices.
-    :param indices: the variable that holds them, coordinates last.
-    :param raw: variables that hold them before negative ones count from the end.
+    :param name: the name of the input.
+    :param sizes: the number of places along each coordinate of the indices.
+    :param indices: the variable of the indices, coordinates last.
+    :param raw: variables of the indices before negative ones are wrapped.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Gather(NamedTuple):
     raw: tuple[int, ...]
 
     def bad(self, values: Any) -> str | None:
-        """What is wrong with indices, ``None`` if nothing is.
+        """Return a description of invalid indices, ``None`` if all are valid.
 
         :param values: from :meth:`extremes`, as numbers.
         """
@@ -59,10 +59,11 @@ class Gather(NamedTuple):
 
     @staticmethod
     def extremes(indices: Any, raw: list[Any]) -> tuple[Any, Any, Any]:
-        """The least and largest index by coordinate, and the least before wrapping.
+        """Return the least and largest index by coordinate, and the least before
+        wrapping.
 
         :param indices: values of the variable.
-        :param raw: of those before wrapping.
+        :param raw: values of the variables before wrapping.
         """
         # Of numbers that are known nothing is compiled.
         traced = any(isinstance(x, Tracer) for x in (indices, *raw))
@@ -76,8 +77,8 @@ class Gather(NamedTuple):
 class Program(Listing):
     """The computation of a function of named arrays, as a list of equations.
 
-    :param fn: function of one dict of arrays; it is called once. What it closes over
-        may be traced.
+    :param fn: function of one dict of arrays; it is called once. It may close over
+        traced values.
     :param inputs: arrays, or their shapes, by name.
     """
 
@@ -98,7 +99,8 @@ class Program(Listing):
         self.makers = {k: op for op in self.operations for k in op.results}
 
     def gathers(self) -> Iterator[Gather]:
-        """Where inputs are indexed by numbers that depend on none."""
+        """Iterate over the inputs that are indexed by numbers that depend on no
+        input."""
         for eqn, operands, _ in self.operations:
             if eqn.primitive.name != "gather" or self.depends(operands[1]):
                 continue
@@ -111,7 +113,7 @@ class Program(Listing):
                 yield Gather(names[-1], sizes, operands[1], raw)
 
     def reached(self) -> list[tuple[Gather, tuple[Any, Any, Any]]]:
-        """Inputs that are indexed, and how far their indices go."""
+        """Return the indexed inputs, with the ranges of their indices."""
         gathers = list(self.gathers())
         wanted = [x for gather in gathers for x in (gather.indices, *gather.raw)]
         operations = self.between(wanted, ())
@@ -130,7 +132,8 @@ class Program(Listing):
         return list(zip(gathers, found, strict=True))
 
     def _before_wrapping(self, variable: Any) -> Iterator[int]:
-        """Index arrays to which their axis' length is added where they are negative."""
+        """Iterate over index arrays whose negative entries get their axis' length
+        added."""
         if isinstance(variable, Literal) or variable not in self.makers:
             return
         eqn, operands, _ = self.makers[variable]
@@ -146,7 +149,7 @@ class Program(Listing):
 
 
 class Output:
-    """A leaf of what the function returned: the variable that holds it."""
+    """A leaf of the function's result: its variable."""
 
     def __init__(self, variable: int | Literal) -> None:
         self.variable = variable

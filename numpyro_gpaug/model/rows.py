@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proof, from two jaxprs, that a function treats the rows of its arguments one by one.
 
-Repeated rows may then be added and given no weight, which changes nothing but the
-shapes that programs are compiled for. Traced with two numbers of rows, the function
-must give the same program but for that number (a ``1 / N`` written into it would
-differ), and no operation may let one row depend on another (a ``mean`` over them
-would).
+Repeated rows may then be added with weight zero, which changes only the shapes that
+programs are compiled for. Traced with two numbers of rows, the function must give the
+same program except for that number (a ``1 / N`` in the program would differ), and no
+operation may make one row depend on another (a ``mean`` over rows would).
 """
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ class _MixedError(Exception):
 
 
 def rows_apart(few: Any, many: Any) -> bool:
-    """Whether a function treats rows one by one, so that more of them change none.
+    """Whether a function treats rows one by one, so that additional rows change no
+    other row.
 
     :param few: its closed jaxpr at one number of rows.
-    :param many: at another.
+    :param many: its closed jaxpr at another number.
     """
     try:
         _Pair(_row_sizes(few.jaxpr, many.jaxpr)).closed(few, many)
@@ -50,7 +50,8 @@ def rows_apart(few: Any, many: Any) -> bool:
 
 
 def _row_sizes(first: Any, second: Any) -> set[tuple[int, int]]:
-    """Numbers of rows, as the shapes of what goes in differ by them."""
+    """Return numbers of rows: the pairs of sizes in which the shapes of inputs
+    differ."""
     pairs = zip(first.invars, second.invars, strict=True)
     return {
         sizes
@@ -67,13 +68,13 @@ class _Pair:
         self._sizes = sizes
 
     def closed(self, first: Any, second: Any) -> None:
-        """Reads two closed jaxprs; constants must be the same."""
+        """Read two closed jaxprs; constants must be the same."""
         for a, b in zip(first.consts, second.consts, strict=True):
             _demand(a is b or np.array_equal(np.asarray(a), np.asarray(b)))
         self.open(first.jaxpr, second.jaxpr)
 
     def open(self, first: Any, second: Any) -> None:
-        """Reads two jaxprs without constants."""
+        """Read two jaxprs without constants."""
         _demand(len(first.eqns) == len(second.eqns))
         starts = zip(
             (*first.constvars, *first.invars), (*second.constvars, *second.invars),
@@ -94,7 +95,7 @@ class _Pair:
             _demand(isinstance(x, Literal) or partner.get(x) is y)
 
     def _axis(self, a: Any, b: Any) -> int | None:
-        """The axis over rows of a variable, if it has one."""
+        """Return the axis over rows of a variable, if it has one."""
         pairs = zip(a.aval.shape, b.aval.shape, strict=True)
         found = [(i, sizes) for i, sizes in enumerate(pairs) if sizes[0] != sizes[1]]
         _demand(a.aval.dtype == b.aval.dtype and len(found) <= 1)
@@ -112,7 +113,7 @@ class _Pair:
             _demand(_keeps_rows(a, ins, outs[0]))
 
     def _param(self, x: Any, y: Any) -> bool:
-        """Demands that two params are the same; whether they hold a jaxpr."""
+        """Raise unless two params are the same. Return whether they contain a jaxpr."""
         if hasattr(x, "consts"):
             self.closed(x, y)
         elif hasattr(x, "eqns"):
@@ -128,11 +129,12 @@ class _Pair:
 
 
 def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
-    """Whether an operation lets a row of its result depend on that row alone.
+    """Whether each row of an operation's result depends only on the same row of its
+    operands.
 
     :param eqn: the equation.
     :param ins: axes over rows of its operands, ``None`` without.
-    :param out: that of its result.
+    :param out: the axis over rows of its result.
     """
     name, params, axis = eqn.primitive.name, eqn.params, ins[0] if ins else None
     if name == "iota":

@@ -13,7 +13,7 @@ _KNOWN: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
 def signature_of(model: Callable[..., Any]) -> inspect.Signature:
-    """:func:`inspect.signature`, read once.
+    """Return :func:`inspect.signature`, cached by model.
 
     :param model: the model.
     """
@@ -30,7 +30,7 @@ def argument_names(model: Callable[..., Any], given: int) -> list[str]:
     """Return the names of a model's arguments, in order; ``*args`` are numbered.
 
     :param model: the model.
-    :param given: how many are given by position.
+    :param given: the number of arguments given by position.
     """
     names: list[str] = []
     for parameter in signature_of(model).parameters.values():

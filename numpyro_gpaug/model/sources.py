@@ -34,13 +34,13 @@ _POOLING = {
 
 
 class Sources(NamedTuple):
-    """Names of arguments.
+    """Names of arguments, by their use.
 
-    :param observed: those that observed values are computed from.
+    :param observed: arguments that observed values are computed from.
     :param inducing: inducing matrices (inducing inputs and hyperparameters).
     :param inputs: inputs of processes, and parameters of likelihoods.
-    :param pooled: those that inputs are computed from by a sum, an extreme or an order
-        over their rows: they are others where other rows are passed together.
+    :param pooled: arguments whose rows are combined by a sum, an extreme or an order on
+        the way to inputs. The inputs then depend on which rows are passed together.
     """
 
     observed: tuple[str, ...]
@@ -56,14 +56,13 @@ def sources(
     structure: Structure | None = None,
     values: dict[str, Any] | None = None,
 ) -> Sources:
-    """Return what is computed from each argument; the model is traced without
-    arithmetic.
+    """Return the use of each argument; the model is traced without arithmetic.
 
     :param model: the model.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
-    :param structure: of the model, if known; its blocks are then at zero.
-    :param values: of params and other latents, where they are known.
+    :param structure: the structure of the model, if known; its blocks are then at zero.
+    :param values: values of params and other latents, where they are known.
     """
     arguments = Arguments.split(args, kwargs)
     inputs = {str(i): a for i, a in enumerate(arguments.arrays)}
@@ -120,10 +119,10 @@ def _is_factor(law: dist.Distribution) -> bool:
 def pooled_inputs(
     closed: Any, names: list[str], arguments: Arguments
 ) -> list[dict[str, Dependence]]:
-    """Return, for every result of a program, the inputs of which it pools the rows.
+    """Return, for every result of a program, the inputs whose rows it pools.
 
     :param closed: the program.
-    :param names: of its inputs.
+    :param names: names of its inputs.
     :param arguments: arrays in the order of the inputs.
     """
     rows = arguments.num_rows

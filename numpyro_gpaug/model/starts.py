@@ -25,15 +25,15 @@ _WRAPPERS = ExpandedDistribution, Independent, MaskedDistribution
 
 
 class MedianStart:
-    """Next to the prior's median: its quantile at a normal draw of a tenth of a
-    standard deviation. Where a prior has no quantiles, NumPyro's ``init_to_median``,
-    the median of 15 draws.
+    """Initial values near the prior's median: the quantile at a normal draw with a
+    standard deviation of a tenth. For a prior without quantiles it is NumPyro's
+    ``init_to_median``, the median of 15 draws.
 
-    That has a third of a standard deviation, and one start in a hundred is .8 of one
-    away: where a prior is wide, in the basin of another optimum. Not the median itself:
-    hyperparameters of one prior would start alike, and a sum of two kernels would never
-    tell them apart. The draws are one call for all sites: every call is a program that
-    costs a twentieth of a second to compile.
+    That median has a standard deviation of a third, and one start in a hundred is .8 of
+    a standard deviation away: for a wide prior, in the basin of another optimum. The
+    exact median would not do: hyperparameters with the same prior would start alike,
+    and a sum of two kernels would never separate. The draws are one call for all sites,
+    since every call is a program that takes a twentieth of a second to compile.
 
     :param key: random key.
     """
@@ -43,7 +43,8 @@ class MedianStart:
         self._pool = _draws(key, _POOL)
 
     def __call__(self, site: dict[str, Any]) -> Any:
-        """A ``substitute_fn`` of NumPyro's handler.
+        """Return the initial value of a site, as a ``substitute_fn`` of NumPyro's
+        handler.
 
         :param site: a site of a model's trace.
         :return: its value, or ``None`` where NumPyro's function has none.
@@ -71,10 +72,12 @@ def _draws(key: Array, num: int) -> Array:
 
 
 def _quantile(prior: Distribution, normal: Array) -> Array:
-    """The value below which a distribution has as much mass as a standard normal.
+    """Return the value below which a distribution has as much mass as a standard
+    normal.
 
     :param prior: the distribution, of independent scalars.
-    :param normal: of the shape of its draws.
+    :param normal: values of the standard normal, in the shape of the distribution's
+        draws.
     :raises NotImplementedError: if it has no quantiles.
     """
     while isinstance(prior, _WRAPPERS):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments and params that users pass in, and the likely causes of a bound
-that is not finite; every error names the argument and its shape."""
+"""Checks of the arguments and params that users pass in, and the likely causes of a
+bound that is not finite. Every error names the argument and its shape."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ def check_arguments(
     kwargs: dict[str, Any],
     uses: Callable[[], Sources] | None = None,
 ) -> None:
-    """Raises for arrays a fit could only turn into NaN.
+    """Raise for arrays that could only turn a fit into NaN.
 
     :param model: the model, for the names of its arguments.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
-    :param uses: what the model computes from which argument, found only if need be.
+    :param uses: returns the use of each argument in the model; called only if
+        necessary.
     :raises ValueError: for arrays that are empty, not numeric, NaN or infinite, and for
-        numbers that would be rounded to other ones. Observations may be NaN: those that
-        are not masked are outside of the support, which is checked elsewhere.
+        numbers that rounding would change. Observations may be NaN: unless masked,
+        these are outside of the support, which is checked elsewhere.
     :raises TypeError: for lists of numbers or strings, data frames, sparse matrices,
-        and arguments that the model does not take.
+        and arguments that the model does not have.
     """
     named = _named(model, args, kwargs)
     known: list[Sources] = []
@@ -83,7 +84,7 @@ _OWN, _LARGE_SINGLE = 1e-11, 1e4
 
 
 def _coarse_columns(array: np.ndarray) -> np.ndarray:
-    """Return the columns in which JAX's dtype may make other numbers the same."""
+    """Return the columns in which JAX's dtype may make different numbers equal."""
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     rows = array[:: max(1, len(array) // _SEEN)]
     columns = rows.reshape(len(rows), -1)
@@ -96,10 +97,10 @@ def _coarse_columns(array: np.ndarray) -> np.ndarray:
 
 
 def _warn_of_rounding(name: str, value: np.ndarray) -> None:
-    """Warn of columns in which other numbers become the same, as seconds since 1970 do
-    in float32.
+    """Warn about columns in which different numbers become equal, as seconds since 1970
+    do in float32.
 
-    :param name: of the argument.
+    :param name: the name of the argument.
     :param value: its floats.
     """
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)
@@ -143,11 +144,11 @@ def _is_plain(array: Any) -> bool:
 
 
 def are_moderate(arrays: Iterable[np.ndarray]) -> bool:
-    """Whether arrays need no closer look by :func:`check_arguments`, which takes longer
-    than a step on a small batch: they hold numbers that are finite, and that no dtype
-    rounds or squares to infinity.
+    """Whether arrays pass without :func:`check_arguments`, which takes longer than a
+    step on a small batch: their numbers are finite, and no dtype rounds or squares them
+    to infinity.
 
-    :param arrays: of shapes and dtypes that were checked.
+    :param arrays: arrays whose shapes and dtypes were checked.
     """
     return all(x.size and -_LARGE < x.min() and x.max() < _LARGE for x in arrays)
 
@@ -253,8 +254,8 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
 
 
 def _check_size(name: str, value: Any, uses: Callable[[], Sources]) -> None:
-    """Raises for entries that are not finite, or whose squares are not: data sets have
-    1e20 or 1e36 for what is missing. And for inputs whose squares are all zero."""
+    """Raise for entries that are not finite, or whose squares are not (data sets use
+    1e20 or 1e36 for missing values), and for inputs whose squares are all zero."""
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)
     # Numbers alone may stand for a prior that is flat.
     largest = math.sqrt(jnp.finfo(dtype).max) if np.ndim(value) else math.inf
@@ -290,7 +291,7 @@ def _check_smallest(name: str, value: Any, uses: Callable[[], Sources]) -> None:
 
 
 def _check_precision(name: str, value: Any, uses: Callable[[], Sources]) -> None:
-    """Raises for numbers of which JAX has no kind, or no factorisation."""
+    """Raise for numbers of a dtype that JAX does not have, or cannot factorise."""
     shape, dtype = np.shape(value), np.dtype(value.dtype)
     foreign = not dtype.isnative or (dtype.kind == "f" and dtype.itemsize > 8)
     half = jax.dtypes.issubdtype(dtype, np.floating) and dtype.itemsize < 4
@@ -326,7 +327,7 @@ def _is_rounded(value: Any) -> bool:
 
 
 def check_param(name: str, value: Any, constraint: constraints.Constraint) -> None:
-    """Raises for an initial param value that is not finite or breaks its constraint.
+    """Raise for an initial param value that is not finite or breaks its constraint.
 
     :param name: the param.
     :param value: its initial value, possibly a tree.
@@ -349,11 +350,11 @@ def explain_failure(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> NoReturn:
-    """Raises for a bound that is not finite, naming the likely cause.
+    """Raise for a bound that is not finite, naming the likely cause.
 
     :param model: the model.
     :param values: params and other latents at the failure.
-    :param structure: what it is made of.
+    :param structure: the structure of the model.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     :raises CholeskyError: always.
@@ -382,9 +383,9 @@ def check_trace(trace: Trace, structure: Structure) -> None:
     """Raise for a kernel matrix without a Cholesky factor, and for priors of Gaussian
     latents and log-densities that are not finite.
 
-    :param trace: of a run; joint latents are drawn from their prior, over which
-        expectations are taken too.
-    :param structure: what the model is made of.
+    :param trace: the trace of a run. Joint latents are drawn from their prior, over
+        which expectations are taken too.
+    :param structure: the structure of the model.
     :raises CholeskyError: naming the first site at fault.
     """
     for name in structure.process_names:
@@ -421,9 +422,9 @@ def _check_prior(name: str, fn: Any) -> None:
 
 
 def _check_densities(trace: Trace) -> None:
-    """Raises for observed sites whose log-density, or logits, are not finite.
+    """Raise for observed sites whose log-density, or logits, are not finite.
 
-    :param trace: of a run.
+    :param trace: the trace of a run.
     """
     for name, site in trace.items():
         if site["type"] != "sample" or not site["is_observed"]:
@@ -449,7 +450,7 @@ def _check_densities(trace: Trace) -> None:
 
 
 def cholesky_message(gp: Any) -> str:
-    """Why the inducing matrix of a process may not have factorised."""
+    """Explain why the inducing matrix of a process may not have a Cholesky factor."""
     Z = np.asarray(gp.inducing)
     gram = np.asarray(gp.kernel(gp.inducing, gp.inducing))
     rows = np.unique(Z.reshape(-1, Z.shape[-1]), axis=0) if Z.ndim > 1 else np.unique(Z)

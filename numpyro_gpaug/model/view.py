@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model at fixed params and other latents, seen from its Gaussian blocks."""
+"""The view of a model at fixed params and other latents by its Gaussian blocks."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class _Run(NamedTuple):
 
 
 class ModelView:
-    """A model at fixed params and other latents, seen from its Gaussian blocks: their
-    priors, their affine maps to the predictors, and the likelihoods there.
+    """A model at fixed params and other latents, by its Gaussian blocks: their priors,
+    their affine maps to the predictors, and the likelihoods there.
 
-    The model is run once, at function values and weights of zero, when something is
-    first asked for; quadrature and samplers, which want its densities elsewhere, run it
-    again (:meth:`trace`).
+    The model is run once, at function values and weights of zero, on first use.
+    Quadrature and samplers, which need its densities elsewhere, run it again
+    (:meth:`trace`).
 
-    :param structure: what the model is made of, at these arguments.
+    :param structure: the structure of the model, at these arguments.
     :param model: the model.
     :param arguments: its arguments.
     :param values: params, other latents and plate indices by name.
@@ -72,8 +72,8 @@ class ModelView:
         self.values, self._key = values, key
 
     def trace(self, at: dict[str, Array]) -> Trace:
-        """Runs the model with function values and weights filled in from ``at``;
-        whatever is missing from it is at zero."""
+        """Run the model with function values and weights filled in from ``at``; missing
+        ones are zero."""
         values = {**self._zeros, **self.values, **at}
         return run_model(self._model, self.arguments, self._key, values)
 
@@ -143,11 +143,11 @@ class ModelView:
         return {name: self._run.trace[name] for name in self.structure.others}
 
     def selected(self) -> dict[str, Array | None]:
-        """Which latents each process was called for; ``None`` for all."""
+        """Return the latents that each process was called for; ``None`` for all."""
         return {k: o.selected for k, o in self.predictors.outputs.items()}
 
     def coupled(self) -> tuple[str, ...]:
-        """Processes whose latents share outputs."""
+        """Return the processes whose latents share outputs."""
         outputs = self.predictors.outputs
         return tuple(k for k, o in outputs.items() if o.loadings is not None)
 
@@ -156,10 +156,11 @@ class ModelView:
     def maps(
         self, factors: dict[str, Any] | None = None
     ) -> dict[str, AffineMap | AffineBlocks]:
-        """The affine map of every block: of a process to its latents' values at the
-        data, of a weight vector to the predictors that depend on it, side by side.
+        """Return the affine map of every block. The map of a process is to its latents'
+        values at the data, and that of a weight vector is to the predictors that depend
+        on it, concatenated.
 
-        :param factors: what whitens inducing values, if computed before.
+        :param factors: whitening factors of inducing values, if computed before.
         """
         found: dict[str, AffineMap | AffineBlocks] = {}
         for block in self.structure.processes:
@@ -169,8 +170,8 @@ class ModelView:
         return {**found, **self.weight_maps()}
 
     def unreached(self, maps: dict[str, Any]) -> dict[str, Array]:
-        """By process, of which function values no more than one of its inducing values
-        explains something.
+        """Return, by process, which function values are explained by at most one of its
+        inducing values.
 
         :param maps: from :meth:`maps`.
         """
@@ -178,7 +179,7 @@ class ModelView:
         return {name: unshared(maps[name].shared()) for name in names}
 
     def weight_maps(self) -> dict[str, AffineMap]:
-        """Affine maps of plain weight vectors."""
+        """Return the affine maps of plain weight vectors."""
         found, predictors = {}, self.predictors
         for block in self.structure.weights:
             names, eye = predictors.columns[block.name], jnp.eye(block.shape[0])
@@ -189,7 +190,7 @@ class ModelView:
         return found
 
     def priors(self) -> dict[str, Prior]:
-        """Priors of every block, latent axis first."""
+        """Return the priors of every block, latent axis first."""
         found = {}
         for block in self.structure.blocks:
             normal = base_distribution(self._run.trace[block.site]["fn"])
@@ -202,8 +203,9 @@ class ModelView:
         return found
 
     def block_scale(self, block: Block) -> Any:
-        """The factor of a block's KL: the scale NumPyro put on its sample site, times
-        C / K if the process was called for the K latents a plate of size C drew."""
+        """Return the factor of a block's KL: the scale NumPyro put on its sample site,
+        times C / K if the process was called for the K latents a plate of size C
+        drew."""
         trace = self._run.trace
         scale = trace[block.site]["scale"]
         scale = 1 if scale is None else scale
@@ -226,7 +228,7 @@ class ModelView:
     def expected(
         self, bound: str, sites: tuple[Observed, ...] | None = None
     ) -> ExpectedLogLikelihood:
-        """The expected log-likelihood of sites that have it in closed form.
+        """Return the expected log-likelihood of sites that have it in closed form.
 
         :param bound: ``"exact"`` or ``"augmented"``.
         :param sites: the sites; all by default.
@@ -235,8 +237,8 @@ class ModelView:
         return ExpectedLogLikelihood(run.predictors, run.likelihoods, sites, bound)
 
     def expected_log_likelihood(self, at: dict[str, Marginals], bound: str) -> Array:
-        """The expected log-likelihood of all sites, by nodes if there is no closed
-        form.
+        """Return the expected log-likelihood of all sites, by nodes if there is no
+        closed form.
 
         :param at: marginals by block name.
         :param bound: ``"exact"`` or ``"augmented"``.
@@ -259,7 +261,8 @@ class ModelView:
     def _at_nodes(
         self, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
     ) -> Array:
-        """Expectation by re-running the model at nodes of the function values."""
+        """Return the expectation by running the model again at nodes of the function
+        values."""
         draws, weights = nodes_of(site, means, self._key)
 
         def density(z: dict[str, Array]) -> Array:
@@ -271,7 +274,7 @@ class ModelView:
 
 
 def predictor_values(structure: Structure, trace: Trace) -> dict[str, Array]:
-    """Every latent-carrying parameter in a trace, by ``"site/parameter"``."""
+    """Return every latent-carrying parameter in a trace, by ``"site/parameter"``."""
     return {
         f"{site.name}/{k}": jnp.asarray(
             getattr(base_distribution(trace[site.name]["fn"]), k)
@@ -284,8 +287,8 @@ def predictor_values(structure: Structure, trace: Trace) -> dict[str, Array]:
 def nodes_of(
     site: Observed, means: dict[str, Array], key: Array
 ) -> tuple[dict[str, Array], Array]:
-    """Standard normal nodes for the processes a site depends on, and their weights:
-    Gauss-Hermite where each datum depends on one, else draws.
+    """Return standard normal nodes for the processes a site depends on, and their
+    weights: Gauss-Hermite if each datum depends on one process, otherwise draws.
 
     :param site: the site.
     :param means: means of function values, for shapes and dtype.

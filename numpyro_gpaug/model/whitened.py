@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model run from the standard normal numbers that its Gaussian latents are made of,
-and what such a run leaves."""
+"""The run of a model from the standard normal numbers behind its Gaussian latents, and
+the results of such a run."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ class Parts(NamedTuple):
     """The results of a run of the model, as outputs of a :class:`Program`.
 
     :param densities: scaled log-densities of observed sites.
-    :param parameters: of observed sites with a registered likelihood, the parameter
+    :param parameters: for observed sites with a registered likelihood, the parameter
         that may carry latents.
-    :param rest: of these, what else their laws are given.
-    :param likelihoods: of observed sites.
-    :param others: the laws of all other latents.
-    :param spreads: of Gaussian sites, what must not depend on latents.
-    :param values: of Gaussian sites and of deterministic ones.
-    :param factors: of Gaussian sites whose values mix numbers by them.
-    :param bounded: of observed sites, parameters that have a domain.
+    :param rest: for the same sites, the other arguments of their distributions.
+    :param likelihoods: likelihoods of observed sites.
+    :param others: the distributions of all other latents.
+    :param spreads: for Gaussian sites, the scales and factors, which must not depend on
+        latents.
+    :param values: values of Gaussian and deterministic sites.
+    :param factors: factors of Gaussian sites that mix several numbers in their values.
+    :param bounded: for observed sites, parameters that have a domain.
     :param residuals: variances of function values given inducing values, by process.
-    :param unreached: of which of them no more than one inducing value says something,
-        likewise.
+    :param unreached: which function values are explained by at most one inducing value,
+        by process.
     """
 
     densities: dict[str, Any]
@@ -66,10 +67,10 @@ class Parts(NamedTuple):
 
 
 def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]:
-    """``model`` with Gaussian sites filled in from standard normal numbers, and
-    correlated Gaussian data written as independent ones.
+    """Return ``model`` with Gaussian sites filled in from standard normal numbers, and
+    with correlated Gaussian data rewritten as independent ones.
 
-    :param z: by site; by process, what is added to its function values.
+    :param z: numbers by site; for a process, the numbers to add to its function values.
     """
 
     def filled(message: dict[str, Any]) -> Array | None:
@@ -88,11 +89,11 @@ def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]
 
 
 def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
-    """The standard normal numbers that the values of Gaussian sites are made of.
+    """Return the standard normal numbers behind the values of Gaussian sites.
 
-    :param trace: of the model at these values.
-    :param names: of the sites.
-    :raises NotConjugateError: for a site of which there is more than one choice.
+    :param trace: the trace of the model at these values.
+    :param names: names of the sites.
+    :raises NotConjugateError: for a site whose values do not determine the numbers.
     """
     found = {}
     for name in names:
@@ -111,9 +112,9 @@ def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
 def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) -> Parts:
     """Return the results of a trace of a :func:`whitened` model.
 
-    :param trace: of the model.
+    :param trace: the trace of the model.
     :param sites: names of Gaussian sites.
-    :param observed: of observed sites, which need not be so in a prediction.
+    :param observed: names of observed sites; in a prediction they need not be observed.
     """
     parts = Parts(*({} for _ in Parts._fields))
     for name, site in trace.items():
@@ -153,7 +154,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
 
 
 def _parameter(fn: Any) -> str | None:
-    """The parameter that may carry latents, of a registered likelihood."""
+    """Return the parameter that may carry latents, for a registered likelihood."""
     if found := elementwise_expectation(fn):
         return found.latents[0]
     several = lookup_correlated(type(base_distribution(fn)))
@@ -161,8 +162,9 @@ def _parameter(fn: Any) -> str | None:
 
 
 def _rest(fn: Any, latent: str) -> tuple[Any, Any]:
-    """Parameters of a law but for the one that carries latents, not what it makes of
-    them all, and masks."""
+    """Return the parameters of a distribution other than the one that carries latents,
+    and masks. Parameters that the distribution derives from all of them are left
+    out."""
     base, masks = base_distribution(fn), []
     while fn is not base:
         masks.append(getattr(fn, "_mask", None))
@@ -172,8 +174,8 @@ def _rest(fn: Any, latent: str) -> tuple[Any, Any]:
 
 
 def elementwise_expectation(fn: Any) -> Expectation | None:
-    """The registered expectation of a likelihood, if it has one and looks at one
-    predictor for each datum."""
+    """Return the registered expectation of a likelihood, if it has one and depends on
+    one predictor for each datum."""
     base = base_distribution(fn)
     found = lookup_expectation(type(base))
     if found is None or len(found.latents) != 1:

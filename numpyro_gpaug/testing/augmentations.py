@@ -95,7 +95,8 @@ class _Check(NamedTuple):
     tolerance: float
 
     def gaussian_given_auxiliaries(self, draws: list[Parameters], key: Array) -> None:
-        """Given auxiliaries, the joint density is a Gaussian in each latent."""
+        """Check that, given auxiliaries, the joint density is a Gaussian in each
+        latent."""
         augmentation, d, y, _ = self
         blocks = augmentation.gibbs_blocks(d)
         after = blocks.index(("aux",)) if ("aux",) in blocks else len(blocks)
@@ -129,7 +130,8 @@ class _Check(NamedTuple):
         return left
 
     def below_expectation(self, means: Parameters, variances: Parameters) -> None:
-        """The bound is a lower bound, and its Gaussian factors are proper."""
+        """Check that the bound is a lower bound, and that its Gaussian factors are
+        proper."""
         bound = self.augmentation.bound(self.d, self.y, means, variances)
         exact = self._expectation(means, variances)
         worst = float(jnp.max(bound - exact - self.tolerance * (1 + jnp.abs(exact))))
@@ -142,8 +144,8 @@ class _Check(NamedTuple):
             )
 
     def tight(self, means: Parameters) -> None:
-        """Without variance the bound equals the density, with the derivatives of
-        ``natural``."""
+        """Check that the bound at zero variance equals the density, with the
+        derivatives of ``natural``."""
         augmentation, d, y, _ = self
         zeros = {k: jnp.zeros_like(m) for k, m in means.items()}
         bound = augmentation.bound(d, y, means, zeros)

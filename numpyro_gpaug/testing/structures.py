@@ -32,19 +32,20 @@ def check_structure(
     r"""Check all that a structure of Gaussians offers against a dense matrix.
 
     Random Gaussian factors on random predictors are added to the prior, in compiled
-    programs. Compared are the prior, what factors say of the latents (on single
-    predictors and on pairs), moments, factors of the covariance, the divergence,
-    marginals and covariances of predictors, moments of other latents, and derivatives,
-    under :func:`jax.vmap`, with respect to factors, predictors and ``links``.
+    programs. The comparison covers the prior, the information of factors about the
+    latents (on single predictors and on pairs), moments, factors of the covariance, the
+    divergence, marginals and covariances of predictors, moments of other latents, and
+    derivatives, under :func:`jax.vmap`, with respect to factors, predictors and
+    ``links``.
 
     :param structure: see ``numpyro_gpaug.gaussians.base``.
-    :param links: what its prior takes.
+    :param links: the transition matrices of its prior.
     :param precision: the prior's precision matrix as a function of the structure and of
         ``links``; from the prior's ``pull`` by default.
-    :param other: a structure of other latents, what its prior takes, and where its
-        latents are among those of ``structure`` (-1 for new ones).
+    :param other: a structure of other latents, the transition matrices of its prior,
+        and the places of its latents among those of ``structure`` (-1 for new ones).
     :param dtype: a float dtype; JAX's default by default.
-    :param seed: of the random numbers.
+    :param seed: the seed of the random numbers.
     :param tolerance: relative to one plus the largest number; default 2e-3 in float32
         and 1e-8 in float64.
     :raises AssertionError: naming what differs, and by how much.
@@ -87,7 +88,7 @@ def _compare(what: str, found: Any, expected: Any, tolerance: float) -> None:
 class _Problem(NamedTuple):
     """Random factors on random predictors of the latents of a structure.
 
-    :param cross: of factors on pairs of predictors.
+    :param cross: cross precisions of factors on pairs of predictors.
     :param places: the pairs.
     :param noise: standard normal numbers.
     """
@@ -134,7 +135,7 @@ class _Problem(NamedTuple):
         return self._replace(precision=self.precision * scale)
 
     def dense(self, structure: Structure) -> AffineMap:
-        """Return the map with a matrix, whatever it is in the structure."""
+        """Return the map with a dense matrix, whatever form it has in the structure."""
         own, group, dense, value, place = self.rows
         groups, _, others, _ = structure.layout
         chosen = jax.nn.one_hot(group, groups, dtype=own.dtype)
@@ -146,7 +147,7 @@ class _Problem(NamedTuple):
 
 
 class _Structured(NamedTuple):
-    """A structure, and what it is compared with."""
+    """A structure, and its dense reference."""
 
     structure: Structure
     precision: Callable[[Structure, Any], Array] | None
@@ -167,8 +168,8 @@ class _Structured(NamedTuple):
         return jax.tree.map(jnp.add, prior.natural, added)
 
     def pairs(self, problem: _Problem) -> tuple[Array, Array]:
-        """Return pairs of predictors whose covariances are known from their rows: of
-        any groups, if these are independent given all others."""
+        """Return pairs of predictors whose covariances follow from their rows: pairs in
+        any groups, if groups are independent given all other latents."""
         left, right = problem.places
         free = self.structure.any_rows or self.structure.independent_groups
         return left, right[::-1] if free else right
@@ -260,7 +261,7 @@ class _Structured(NamedTuple):
         return found
 
     def expected(self, problem: _Problem) -> dict[str, Any]:
-        """Return what it should be, computed with matrices in double precision."""
+        """Return the expected results, computed with matrices in double precision."""
         exact = jax.tree.map(lambda x: np.asarray(x, float), problem)
         _, residual, _, _, potential, precision, cross, _, noise = exact
         dense, first = jax.jit(self.matrices)(problem)
@@ -330,7 +331,7 @@ class _Structured(NamedTuple):
 
 
 def _moved(natural: Any, eye: Array) -> Array:
-    """Return the precision that is added to the prior's."""
+    """Return the added precision, without that of the prior."""
     zero = natural._replace(potential=jnp.zeros_like(natural.potential))
     return jax.vmap(lambda z: zero.moved(z[None]).potential[0])(eye)
 
