@@ -96,7 +96,7 @@ def test_a_result_tells_its_bound_and_params():
         "ConjugateResult",
         "  steps    3",
         "  bound    -2.5",
-        "  verdict  too short: 3 steps tell nothing: run at least 5",
+        "  verdict  too short: 3 steps are too few: run at least 5",
         "  b        array (3, 3)",
     ]
     params, _, _ = result  # still the tuple that NumPyro's is

@@ -199,20 +199,20 @@ class GaussianPrior(Protocol):
 
     @property
     def natural(self) -> Any:
-        """Potential and precision."""
+        """The potential and precision."""
 
     def divergence(self, q: Any) -> Array:
-        """KL(q || prior), (latents,)."""
+        """Return KL(q || prior), (latents,)."""
 
     def pull(self, mean: Array) -> Array:
-        """Gradient of :meth:`divergence` in the means, (latents, M)."""
+        """Return the gradient of :meth:`divergence` in the means, (latents, M)."""
 
 
 class StructurePrior(GaussianPrior, Protocol):
     """The prior of a :class:`Structure`."""
 
     def log_density(self, z: Array) -> Array:
-        """Log-density at latents (latents, M), (latents,)."""
+        """Return the log-density at latents (latents, M), (latents,)."""
 
 
 def selected(tree: Any, latents: Array | None) -> Any:

@@ -85,7 +85,7 @@ class ChainMoments(NamedTuple):
 
     @property
     def log_det(self) -> Array:
-        """Log-determinant of the covariance, (1,)."""
+        """The log-determinant of the covariance, (1,)."""
         return log_det_of(self.inverse, self.whitener)
 
     @property
@@ -374,7 +374,7 @@ class ChainPrior:
 
     @property
     def natural(self) -> ChainNatural:
-        """Potential and precision."""
+        """The potential and precision."""
         standard = self.structure.standard(self.loc.dtype)
         return standard._replace(links=self.links[None])
 

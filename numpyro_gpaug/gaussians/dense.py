@@ -49,7 +49,7 @@ class Moments(NamedTuple):
 
     @property
     def log_det(self) -> Array:
-        """Log-determinant of the covariance, (...)."""
+        """The log-determinant of the covariance, (...)."""
         return 2 * jnp.log(jnp.abs(linalg.diagonal(self.whitener))).sum(-1)
 
     @property
@@ -167,13 +167,13 @@ class Prior(NamedTuple):
 
     @property
     def natural(self) -> NaturalGaussian:
-        """Potential and precision."""
+        """The potential and precision."""
         precision = jnp.square(1 / self.scale)
         eye = jnp.eye(precision.shape[-1], dtype=precision.dtype)
         return NaturalGaussian(precision * self.loc, precision[..., None] * eye)
 
     def divergence(self, q: Moments) -> Array:
-        """KL(q || prior), (latents,)."""
+        """Return KL(q || prior), (latents,)."""
         return kl_to_diagonal(q, self.loc, self.scale)
 
     def pull(self, mean: Array) -> Array:
@@ -184,7 +184,7 @@ class Prior(NamedTuple):
         return (mean - self.loc) * jnp.square(1 / self.scale)
 
     def log_density(self, z: Array) -> Array:
-        """Log-density at latents (latents, M), (latents,)."""
+        """Return the log-density at latents (latents, M), (latents,)."""
         white = (z - self.loc) / self.scale
         terms = jnp.square(white) + 2 * jnp.log(self.scale)
         return -0.5 * (terms + float(np.log(2 * np.pi))).sum(-1)
@@ -234,12 +234,12 @@ class AffineMap(NamedTuple):
         return jnp.square(self.projection[..., 0, :]) + rest
 
     def explained(self) -> Array:
-        """The share of :meth:`prior_variance` that the latents explain, (latents, n); 1
-        where the variance is zero."""
+        """Return the explained share of :meth:`prior_variance`, (latents, n); 1 where
+        the variance is zero."""
         return self._share(self._explained())
 
     def shared(self) -> Array:
-        """The part of :meth:`explained` that no latent explains alone."""
+        """Return the part of :meth:`explained` that no latent explains alone."""
         return self._share(self._explained() - jnp.square(self.projection).max(-2))
 
     def _share(self, part: Array) -> Array:

@@ -79,7 +79,7 @@ class GroupMoments(NamedTuple):
 
     @property
     def log_det(self) -> Array:
-        """Log-determinant of the covariance, (1,)."""
+        """The log-determinant of the covariance, (1,)."""
         return log_det_of(self.inverse, self.whitener)
 
     def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -256,11 +256,11 @@ class GroupPrior:
 
     @property
     def natural(self) -> GroupNatural:
-        """Potential and precision."""
+        """The potential and precision."""
         return self.structure.standard(self.loc.dtype)
 
     def divergence(self, q: GroupMoments) -> Array:
-        """KL(q || prior), (1,)."""
+        """Return KL(q || prior), (1,)."""
         parts = q.mean, q.inverse, q.cross, q.whitener
         squares = sum(jnp.square(x).reshape(1, -1).sum(-1) for x in parts)
         return 0.5 * (squares - self.structure.size - q.log_det)
@@ -273,12 +273,12 @@ class GroupPrior:
         return mean
 
     def log_density(self, z: Array) -> Array:
-        """Log-density at latents (..., G R + K)."""
+        """Return the log-density at latents (..., G R + K)."""
         return log_normal(z)
 
 
 def log_normal(z: Array) -> Array:
-    """Log-density of standard normal numbers (..., n), (...)."""
+    """Return the log-density of standard normal numbers (..., n), (...)."""
     return -0.5 * (jnp.square(z) + float(np.log(2 * np.pi))).sum(-1)
 
 

@@ -85,7 +85,7 @@ class SeenPrior(NamedTuple):
 
     @property
     def natural(self) -> NaturalGaussian:
-        """Potential and precision of the product of both."""
+        """The potential and precision of the product of both."""
         targets, root = self.data
         potential = jnp.vecmat(targets, root)
         own = NaturalGaussian(potential, root.mT @ root)

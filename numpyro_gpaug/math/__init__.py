@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Special functions, quadrature and linear algebra; knows of no model."""
+"""Special functions, quadrature and linear algebra, independent of any model."""

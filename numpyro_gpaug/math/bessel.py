@@ -187,7 +187,7 @@ def _energy_terms(u, right, left, big, log_q):
 
 @jax.custom_jvp
 def log_peak_integral(big: Array, log_q: Array) -> Array:
-    r"""Log of :math:`\int e^{-\frac P2 e_2(u) - \frac Q2 e_2(-u)} du`.
+    r"""Return the log of :math:`\int e^{-\frac P2 e_2(u) - \frac Q2 e_2(-u)} du`.
 
     :param big: ``P > 0``.
     :param log_q: ``log Q``, at most ``log P``, of the same shape and dtype.

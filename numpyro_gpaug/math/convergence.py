@@ -149,12 +149,12 @@ def _judged(found: Convergence, steps: int, tol: float) -> tuple[str, str]:
     """Return the verdict on a finite trace, and what to do about it."""
     change, hidden, window = found.change, found.hidden, found.window
     if steps < 5:
-        return "too short", f"{steps} steps tell nothing: run at least 5"
+        return "too short", f"{steps} steps are too few: run at least 5"
     if abs(found.relative_change) <= tol or abs(change) <= hidden:
         if hidden <= tol * max(1.0, abs(found.elbo)):
             return "converged", (
-                "none: the bound is still (if a schedule shrank the steps, pass "
-                "step_sizes)"
+                "none: the bound has stopped changing (if a schedule shrank the steps, "
+                "pass step_sizes)"
             )
         return "converged", (
             f"changes below {hidden:.3g} nats would not show in the noise: "

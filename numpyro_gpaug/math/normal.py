@@ -13,10 +13,10 @@ LOG_2PI = math.log(2 * math.pi)
 
 
 def density(z: Array) -> Array:
-    """The density at z."""
+    """Return the density at z."""
     return jnp.exp(-0.5 * z * z) * (1 / math.sqrt(2 * math.pi))
 
 
 def cdf(z: Array) -> Array:
-    """The probability below z, to relative precision where it is small."""
+    """Return the probability below z, to relative precision where it is small."""
     return 0.5 * erfc(z * -math.sqrt(0.5))

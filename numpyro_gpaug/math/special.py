@@ -17,7 +17,7 @@ __all__ = ["log2cosh_half", "pg_mean_unit"]
 
 
 def tanh_taylor(num_terms: int) -> np.ndarray:
-    r"""Taylor coefficients of :math:`T(q)=\tanh(\sqrt q)/\sqrt q` about 0.
+    r"""Return Taylor coefficients of :math:`T(q)=\tanh(\sqrt q)/\sqrt q` about 0.
 
     From :math:`2qT' = 1 - T - qT^2`; the radius of convergence is
     :math:`\pi^2/4`.

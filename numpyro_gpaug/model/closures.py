@@ -84,7 +84,7 @@ class Watched:
         self.ignored: set[str] = set()
 
     def version(self) -> Version:
-        """The values that the model reads now."""
+        """Return the version of the model, with the values that it reads now."""
         content = self._read(self.model)
         if content not in self._versions:
             # As if it had never read anything else, so that it is known again.

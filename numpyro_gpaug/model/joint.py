@@ -313,7 +313,7 @@ class JointView:
         return self.structure.prior(self.links)
 
     def priors(self) -> dict[str, StructurePrior]:
-        """:attr:`prior` by block."""
+        """Return :attr:`prior` by block."""
         return {JOINT: self.prior}
 
     def block_scale(self, block: Block) -> Any:
@@ -329,7 +329,7 @@ class JointView:
         return ()
 
     def other_sites(self) -> Trace:
-        """The sample sites of all other latents."""
+        """Return the sample sites of all other latents."""
         found = self._at_zero(self._program.outputs.others)
         return {
             name: dict(zip(("fn", "value", "scale"), likelihood, strict=True))
@@ -337,13 +337,13 @@ class JointView:
         }
 
     def message(self, site: str) -> dict[str, Any]:
-        """The message of an observed site, at latents of zero."""
+        """Return the message of an observed site, at latents of zero."""
         law = self._at_zero(self._program.outputs.likelihoods[site])
         named = dict(zip(("fn", "value", "scale"), law, strict=True))
         return {"is_observed": site in self._shown, **named}
 
     def expected(self, bound: str) -> JointExpectation:
-        """The expected log-likelihood.
+        """Return the expected log-likelihood.
 
         :param bound: ``"exact"`` or ``"augmented"``, of registered likelihoods.
         """

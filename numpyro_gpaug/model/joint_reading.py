@@ -39,7 +39,7 @@ from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 # Why a site is held that is multiplied by another, say.
 IN_DENSITY = "in the density"
 _SEVERAL = "several function values"
-_OTHER_DERIVATIVE = " has a derivative of its own that is not that of its values"
+_OTHER_DERIVATIVE = " has a custom derivative, which is not that of its values"
 
 
 class Reading:

@@ -23,8 +23,8 @@ from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
 from numpyro_gpaug.model.structure import Trace, is_improper, run_model
 
 IMPROPER = (
-    "its prior is flat, so that it is a point: with a wide one, such as "
-    "dist.Normal(0, 100), it is Gaussian"
+    "its prior is flat. With a wide one, such as dist.Normal(0, 100), it would be "
+    "Gaussian"
 )
 SCALED = "its density is scaled, by handlers.scale or a plate that is subsampled"
 

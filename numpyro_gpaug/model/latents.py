@@ -375,7 +375,7 @@ class JointStructure(Structure):
         return found
 
     def site(self, name: str) -> GaussianSite:
-        """The Gaussian site of this name."""
+        """Return the Gaussian site of this name."""
         return next(s for s in self.sites if s.name == name)
 
     @property

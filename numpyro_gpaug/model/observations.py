@@ -41,7 +41,7 @@ def unobserved_error(names: Iterable[str]) -> ValueError:
     quoted = " and ".join(map(repr, names))
     return ValueError(
         f"site {quoted} has no observed value: was an argument left out? Pass the "
-        "model its values, and those to the site, numpyro.sample(..., obs=y)"
+        "model its values, and use them at the site, numpyro.sample(..., obs=y)"
     )
 
 

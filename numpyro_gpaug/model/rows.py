@@ -62,7 +62,7 @@ def _row_sizes(first: Any, second: Any) -> set[tuple[int, int]]:
 
 
 class _Pair:
-    """Two jaxprs read side by side."""
+    """Two jaxprs that are read in parallel."""
 
     def __init__(self, sizes: set[tuple[int, int]]) -> None:
         self._sizes = sizes

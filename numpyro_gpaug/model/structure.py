@@ -135,7 +135,7 @@ class Structure:
         return max((b.shape[-1] for b in self.blocks), default=0)
 
     def sources(self) -> dict[str, tuple[str, ...]]:
-        """Names of the blocks that each predictor depends on."""
+        """Return names of the blocks that each predictor depends on."""
         return {
             predictor: sources
             for site in self.observed
@@ -185,7 +185,7 @@ def remembered(
 
 
 class Leaves(NamedTuple):
-    """The leaves of a param loaded from an archive; its code knows their structure."""
+    """The leaves of a param loaded from an archive. Its code defines their tree."""
 
     leaves: tuple[Array, ...]
 
@@ -320,5 +320,5 @@ def without_gaussians(
 
 
 def conditional_of(trace: Trace, block: Block) -> Conditional:
-    """The conditional distribution of a Gaussian process's function values."""
+    """Return the conditional distribution of a Gaussian process's function values."""
     return trace[block.name]["fn"]

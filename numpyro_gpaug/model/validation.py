@@ -464,7 +464,7 @@ def cholesky_message(gp: Any) -> str:
         causes = [f"the kernel gives negative variances, such as {variances.min():.3g}"]
     else:
         causes.append(
-            "the lengthscale is long against the spacing of the inducing inputs"
+            "the lengthscale is long compared with the spacing of inducing inputs"
         )
     jitter = "every jitter" if gp.jitter is None else f"relative jitter {gp.jitter:g}"
     return (

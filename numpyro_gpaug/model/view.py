@@ -127,11 +127,12 @@ class ModelView:
         return self._run.predictors
 
     def conditional(self, block: Block) -> Conditional:
-        """The distribution of a process's function values given its inducing vector."""
+        """Return the distribution of a process's function values given its inducing
+        vector."""
         return conditional_of(self._run.trace, block)
 
     def message(self, site: str) -> dict[str, Any]:
-        """The message of a sample site, at function values of zero."""
+        """Return the message of a sample site, at function values of zero."""
         message = self._run.trace[site]
         if site not in self._run.likelihoods:
             return message
@@ -139,7 +140,7 @@ class ModelView:
         return {**message, "fn": fn, "value": value, "scale": scale}
 
     def other_sites(self) -> Trace:
-        """The sample sites of all other latents."""
+        """Return the sample sites of all other latents."""
         return {name: self._run.trace[name] for name in self.structure.others}
 
     def selected(self) -> dict[str, Array | None]:
