@@ -709,7 +709,7 @@ def test_many_hyperparameters_go_to_nuts(capsys):
     found.print_summary()
     printed = " ".join(capsys.readouterr().out.split())
     assert "NUTS on the collapsed model" in printed
-    assert "log evidence: not known" in printed
+    assert "log evidence: not available" in printed
     assert np.isnan(found.get_extra_fields()["log_evidence"])
     assert found.get_samples()["b"].shape == (1000, 9)
 

@@ -192,6 +192,40 @@ def test_no_rows_are_added_where_they_could_change_a_fit(model) -> None:
     assert list(padding._proved.values()) == [None]
 
 
+LIKELIHOODS = {
+    "Bernoulli": lambda f: dist.Bernoulli(logits=f[:, 0]),
+    "Binomial": lambda f: dist.Binomial(3, logits=f[:, 0]),
+    "Categorical": lambda f: dist.Categorical(logits=f),
+    "logistic softmax": gpaug.LogisticSoftmax,
+    "robust max": gpaug.RobustMax,
+    "Bayesian SVM": lambda f: gpaug.BayesianSVM(f[:, 0]),
+    "Normal": lambda f: dist.Normal(f[:, 0], jnp.exp(f[:, 1])),
+    "Student-t": lambda f: dist.StudentT(4.0, f[:, 0], 0.5),
+    "Laplace": lambda f: dist.Laplace(f[:, 0], 0.5),
+    "Poisson": lambda f: dist.Poisson(jnp.exp(f[:, 0])),
+    "negative binomial": lambda f: dist.NegativeBinomial2(jnp.exp(f[:, 0]), 2.0),
+    "zero-inflated": lambda f: dist.ZeroInflatedPoisson(0.2, jnp.exp(f[:, 0])),
+    "Gamma": lambda f: dist.Gamma(2.0, jnp.exp(f[:, 0])),
+    "Beta": lambda f: dist.Beta(jnp.exp(f[:, 0]), 2.0),
+    "ordinal": lambda f: dist.OrderedLogistic(f[:, 0], jnp.array([-1.0, 1.0])),
+    "Weibull": lambda f: dist.Weibull(jnp.exp(f[:, 0]), 2.0),
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_rows_are_added_whatever_the_likelihood(name) -> None:
+    def model(X, y=None, *, inducing):
+        kernel = gpaug.kernels.SquaredExponential(1.0)
+        f = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)(X)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", LIKELIHOODS[name](f), obs=y)
+
+    padding, kwargs = Padding(model), {"inducing": INDUCING}
+    for num in (7, 9):
+        found = padding(Arguments.split(data(num), kwargs))
+    assert found.num_rows == 64
+
+
 def test_arrays_that_once_have_as_many_entries_as_there_are_rows() -> None:
     """Inducing inputs are as many as the rows of one data set, but not of another."""
     padding, kwargs = Padding(binary), {"inducing": INDUCING}
@@ -257,6 +291,10 @@ ROWWISE = {
     "turned": lambda x: x.T[None].reshape(1, 1, 2, -1),
     "looked up": lambda x: jnp.arange(4.0)[jnp.int32(x[:, 0])],
     "columns": lambda x: x[:, jnp.array([1, 0, 1])],
+    "each row by its own": lambda x: jnp.take_along_axis(
+        x, jnp.int32(x[:, :1] > 0), axis=1
+    ),
+    "stacked": lambda x: jnp.stack([x, 2 * x], 1),
     "columns of a stack": lambda x: jax.vmap(lambda i: x[:, i])(jnp.eye(2, dtype=int)),
     "constant": lambda x: jnp.zeros(len(x)) + jnp.arange(2.0)[:, None],
     "inner function": lambda x: jax.jit(jax.nn.softplus)(x)[:, 1],

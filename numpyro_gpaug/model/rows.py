@@ -85,7 +85,7 @@ class _Pair:
             _demand(a.primitive is b.primitive)
             for x, y in zip(a.invars, b.invars, strict=True):
                 if isinstance(x, Literal):
-                    _demand(isinstance(y, Literal) and bool(np.all(x.val == y.val)))
+                    _demand(isinstance(y, Literal) and _equal(x.val, y.val))
                 else:
                     _demand(partner.get(x) is y)
             partner |= zip(a.outvars, b.outvars, strict=True)
@@ -123,7 +123,7 @@ class _Pair:
         else:
             # Derivatives that come with a function are made for these very programs.
             derivative = callable(x) or hasattr(x, "call_wrapped")
-            _demand(derivative or bool(np.all(x == y)))
+            _demand(derivative or _equal(x, y))
             return False
         return True
 
@@ -141,6 +141,12 @@ def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
         return True
     if name == "gather":
         numbers = params["dimension_numbers"]
+        if axis in numbers.operand_batching_dims:  # of each row, by its own indices
+            place = numbers.operand_batching_dims.index(axis)
+            paired = numbers.start_indices_batching_dims[place]
+            rank = eqn.outvars[0].aval.ndim
+            batch = [i for i in range(rank) if i not in numbers.offset_dims]
+            return ins[1] == paired and out == batch[paired]
         if ins[1] is not None:  # what is wanted of something without rows, by row
             return axis is None and out is not None and out not in numbers.offset_dims
         # Columns of rows: along these the operand is taken whole.
@@ -154,6 +160,9 @@ def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
         contracted, _ = params["dimension_numbers"]
         sides = zip(ins, contracted, strict=True)
         return all(axis not in axes for axis, axes in sides)
+    if name == "stack":
+        new = params["axis"]
+        return all(a is not None and out == a + (new <= a) for a in ins)
     if name in _ROWWISE or name == "concatenate":
         return params.get("dimension") != out and all(a in (None, out) for a in ins)
     if axis is None:
@@ -178,6 +187,12 @@ def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
             0, whole
         )  # fmt: skip
     return False
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """Whether two params or numbers are equal; NaN, which fills gaps, equals itself."""
+    both = isinstance(x, float | np.floating) and isinstance(y, float | np.floating)
+    return bool(np.all(x == y)) or (both and bool(np.isnan(x) and np.isnan(y)))
 
 
 def _demand(true: bool) -> None:
