@@ -31,7 +31,7 @@ class ClassCounts(dist.MultinomialLogits):
 
 
 def traceable(law: Distribution) -> Distribution:
-    """Return ``law`` with all of its arrays among the leaves of its tree: JAX neither
+    """Return a copy of ``law`` whose arrays are all leaves of its tree: JAX neither
     traces nor compares others.
 
     :param law: the distribution of an observed site.
