@@ -47,6 +47,7 @@ def check_fit(
     kwargs: dict[str, Any],
     *,
     begins: bool = False,
+    arguments: Arguments | None = None,
 ) -> Arguments:
     """Set up a guide, and raise for a model or arguments that cannot be fitted.
 
@@ -57,11 +58,13 @@ def check_fit(
     :param kwargs: its keyword arguments.
     :param begins: whether :func:`~numpyro_gpaug.infer.vi.start.initial_state` will
         check them as ``guide.check_data`` does.
+    :param arguments: the arguments split, if they have been checked one by one.
     :return: the arguments, transferred to the device once.
     :raises ValueError: for such a model or argument; it names the argument or the site.
     """
-    check_arguments(model, args, kwargs)
-    arguments = Arguments.split(args, kwargs)
+    if arguments is None:
+        check_arguments(model, args, kwargs)
+        arguments = Arguments.split(args, kwargs)
     if begins:
         guide.prepare(arguments)
     else:

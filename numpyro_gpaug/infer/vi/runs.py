@@ -125,26 +125,31 @@ class Runs:
         more = self.padding(first, self._mesh) if fills else first
         if more is not first:
             # Checks compile programs, too: for the padded size.
-            args, kwargs = more.counting_all().merge()
+            padded = more.counting_all()
+            args, kwargs = padded.merge()
+            filled = given._replace(args=args, kwargs=kwargs)
             try:
-                self.check(given._replace(args=args, kwargs=kwargs), begins=begins)
+                self.check(filled, begins=begins, arguments=padded)
             except (TypeError, ValueError):
                 # A message about the arguments themselves has the right numbers.
                 more = first
         if more is first:
-            first = more = self.check(given, begins=begins)
+            more = self.check(given, begins=begins, arguments=first)
         return first, more.on(self._mesh)
 
-    def check(self, given: Given, *, begins: bool) -> Arguments:
+    def check(
+        self, given: Given, *, begins: bool, arguments: Arguments | None = None
+    ) -> Arguments:
         """Raise for arguments that cannot be fitted.
 
         :param given: the arguments of a run.
         :param begins: whether it begins with them, from no state.
+        :param arguments: the arguments split, if they have been checked one by one.
         :return: the arguments, on the device.
         """
         found = check_fit(
             self._model, self._guide, self._settings.updates, given.args, given.kwargs,
-            begins=begins and given.batch is None,
+            begins=begins and given.batch is None, arguments=arguments,
         )  # fmt: skip
         check_gaussian(self._guide.structure)
         if self._programs.keep_up():
