@@ -154,7 +154,7 @@ def counted(
         unseen = moves & (SHORT * tol < shown)
         short = new.bound - state.bound < jnp.maximum(SHORT * tol, shown)
         whole = was_whole(state.step_sizes, new.step_sizes)
-        ends = short & (state.stalled == 0) & whole & ~moves
+        ends = short & (state.stalled == 0) & whole & jnp.logical_not(moves)
         tried = jnp.where(ends, PATIENCE, jnp.where(unseen, 1, POINTS))
     stalled = jnp.where(rose, 0, state.stalled + tried)
     if rests and exact:
