@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places of the entries of sparse symmetric matrices, and how to eliminate their
+nodes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from numpyro_gpaug.math.dissection import dissect
+
+_Indices = np.ndarray
+# Parts of the graph up to this size are not cut.
+_LEAF = 8
+# Costs in operations of a product of matrices: an entry that is gathered, a front, and
+# a group of fronts. The last is mostly the time to compile it.
+_GATHERED, _FRONT, _GROUP = 12.0, 5e4, 1e7
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """The places of the entries of a sparse symmetric matrix: those of the lower
+    triangle, with the whole diagonal.
+
+    Patterns are equal if their entries are, and have a hash, so that a pattern can be a
+    static argument of a compiled function.
+
+    :param size: the number of rows.
+    :param rows: the row of each entry, (nnz,), int32, sorted by row and column.
+    :param columns: the column of each entry, at most the row.
+    """
+
+    size: int
+    rows: _Indices
+    columns: _Indices
+
+    @classmethod
+    def of(cls, size: int, rows: ArrayLike, columns: ArrayLike) -> Pattern:
+        """Return the pattern that contains given entries and the diagonal.
+
+        :param size: the number of rows.
+        :param rows: row of each entry, in any order and either triangle. Entries may
+            repeat.
+        :param columns: the columns.
+        :raises ValueError: for an index outside of the matrix.
+        """
+        every = np.arange(size)
+        given = [np.asarray(x, np.int64).reshape(-1) for x in (rows, columns)]
+        for x in given:
+            if len(x) and not 0 <= x.min() <= x.max() < size:
+                raise ValueError(
+                    f"indices of a matrix of {size} rows must be from 0 to {size - 1}, "
+                    f"got {x.min()} to {x.max()}"
+                )
+        ends = [np.concatenate([x, every]) for x in given]
+        keys = np.unique(np.maximum(*ends) * size + np.minimum(*ends))
+        return cls(size, *(x.astype(np.int32) for x in np.divmod(keys, max(size, 1))))
+
+    def union(self, other: Pattern) -> Pattern:
+        """Return the pattern with the entries of both.
+
+        :raises ValueError: if the sizes differ.
+        """
+        if self.size != other.size:
+            raise ValueError(f"patterns have {self.size} and {other.size} rows")
+        if self == other:
+            return self
+        both = ((self.rows, other.rows), (self.columns, other.columns))
+        return Pattern.of(self.size, *map(np.concatenate, both))
+
+    def places(self, rows: ArrayLike, columns: ArrayLike) -> Array:
+        """Return the place of each entry in an array of values, by binary search.
+
+        :param rows: integers, in either triangle; they may be traced.
+        :param columns: integers; the shapes broadcast.
+        :return: int32, the number of entries where the pattern does not have the entry.
+        """
+        i, j = jnp.broadcast_arrays(
+            *(jnp.asarray(x, jnp.int32) for x in (rows, columns))
+        )
+        row, column = jnp.maximum(i, j), jnp.minimum(i, j)
+        inside = (column >= 0) & (row < self.size)
+        row = jnp.clip(row, 0, self.size - 1)
+        starts = jnp.asarray(self.starts)
+        low, high = _at(starts, row), _at(starts, row + 1)
+        # The last entry of a row is on the diagonal, so that a row is never empty.
+        for _ in range(int(np.diff(self.starts).max()).bit_length()):
+            middle = (low + high) // 2
+            right = _at(jnp.asarray(self.columns), middle) <= column
+            proceed = high - low > 1
+            low = jnp.where(proceed & right, middle, low)
+            high = jnp.where(proceed & ~right, middle, high)
+        found = inside & (_at(jnp.asarray(self.columns), low) == column)
+        return jnp.where(found, low, len(self.rows))
+
+    @cached_property
+    def starts(self) -> _Indices:
+        """The place of the first entry of each row, and the number of entries."""
+        counts = np.bincount(self.rows, minlength=self.size)
+        return np.append(0, np.cumsum(counts)).astype(np.int32)
+
+    @property
+    def elimination(self) -> Elimination:
+        """The order of elimination. It is cached."""
+        return _eliminated(self)
+
+    @cached_property
+    def _digest(self) -> bytes:
+        digest = hashlib.blake2b(str(self.size).encode(), digest_size=16)
+        for x in (self.rows, self.columns):
+            digest.update(np.ascontiguousarray(x).data)
+        return digest.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pattern) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+
+def _at(values: Array, places: Array) -> Array:
+    return values.at[places].get(mode="clip", wrap_negative_indices=False)
+
+
+class Group(NamedTuple):
+    """Fronts that are eliminated together: m dense matrices with P pivots and B border
+    nodes each, R = P + B. Fronts with fewer are padded.
+
+    :param pivots: the nodes that a front eliminates, (m, P); the size of the matrix for
+        padding.
+    :param parent: the front of the group above that each front passes its border to,
+        (m,).
+    :param up: the places of the border nodes in the parent's front, (m, B); -1 for
+        padding.
+    :param children: the fronts of the group below whose borders a front takes, (m, C),
+        and 0 where there are fewer.
+    :param down: for each place in a front, the place in each child's border, (m, C, R);
+        -1 for none.
+    :param entries: the places of entries of the matrix, and of ones for the pivots that
+        are padding, in the flat (m, R, P) fronts.
+    :param sources: the places of the values; the number of values for a one.
+    """
+
+    pivots: _Indices
+    parent: _Indices
+    up: _Indices
+    children: _Indices
+    down: _Indices
+    entries: _Indices
+    sources: _Indices
+
+
+class Elimination(NamedTuple):
+    """The order in which nodes are eliminated.
+
+    :param groups: the last to be eliminated first.
+    :param nodes: the place of each node among the pivots of all groups, (size,).
+    :param selected: by group, the places of entries of the matrix in flat (m, R, P)
+        fronts.
+    :param order: the place of each entry among those of all groups, (nnz,).
+    """
+
+    groups: tuple[Group, ...]
+    nodes: _Indices
+    selected: tuple[_Indices, ...]
+    order: _Indices
+
+
+@lru_cache(maxsize=16)
+def _eliminated(pattern: Pattern) -> Elimination:
+    rows, columns = _both_directions(pattern)
+    depth, code = dissect(pattern.size, rows, columns, _LEAF)
+    borders = _borders(pattern.size, rows, columns, depth, code)
+    tops = _groups(depth, code, borders)
+    return _Builder(pattern, depth, code, borders, tops).build()
+
+
+def _both_directions(pattern: Pattern) -> tuple[_Indices, _Indices]:
+    """Return the edges of the graph, sorted, in both directions and without loops."""
+    apart = pattern.rows != pattern.columns
+    i, j = (x[apart].astype(np.int64) for x in (pattern.rows, pattern.columns))
+    keys = np.sort(np.concatenate([i * pattern.size + j, j * pattern.size + i]))
+    rows, columns = np.divmod(keys, max(pattern.size, 1))
+    return rows, columns
+
+
+def _borders(
+    size: int, rows: _Indices, columns: _Indices, depth: _Indices, code: _Indices
+) -> list[_Indices]:
+    """Return, for each depth, the borders of the parts of the tree: sorted keys
+    ``code * size + node`` of the nodes above that are neighbours of the part."""
+    above = depth[columns] < depth[rows]
+    keys, at = code[rows[above]] * size + columns[above], depth[rows[above]]
+    order = np.argsort(at, kind="stable")
+    cuts = np.searchsorted(at[order], np.arange(1, depth.max(initial=0) + 1))
+    by_depth = np.split(keys[order], cuts)
+    borders = []
+    passed = np.zeros(0, np.int64)
+    for d in range(len(by_depth) - 1, -1, -1):
+        border = np.unique(np.concatenate([by_depth[d], passed]))
+        borders.append(border)
+        part, node = np.divmod(border, size)
+        higher = depth[node] < d - 1
+        passed = (part[higher] >> 1) * size + node[higher]
+    return borders[::-1]
+
+
+def _groups(depth: _Indices, code: _Indices, borders: list[_Indices]) -> list[int]:
+    """Return the depths at which groups of fronts begin. A group joins the separators
+    of consecutive depths where that costs less than to eliminate them one after
+    another."""
+    deepest = int(depth.max(initial=0))
+    size = len(depth)
+    best = np.full(deepest + 2, np.inf)
+    best[deepest + 1], ends = 0.0, np.zeros(deepest + 1, np.int64)
+    for top in range(deepest, -1, -1):
+        below = depth >= top
+        over = depth[below] - top
+        part = np.unique(code[below] >> over, return_inverse=True)[1]
+        count = int(part.max(initial=-1)) + 1
+        _, sizes = np.unique(borders[top] // max(size, 1), return_counts=True)
+        border = int(sizes.max(initial=0))
+        pivots = np.zeros(count, np.int64)
+        for end in range(top, deepest + 1):
+            pivots += np.bincount(part[over == end - top], minlength=count)
+            children = 0 if end == deepest else 2 ** (end - top + 1)
+            here = _cost(count, int(pivots.max(initial=0)), border, children)
+            if here + best[end + 1] < best[top]:
+                best[top], ends[top] = here + best[end + 1], end + 1
+    tops = [0]
+    while ends[tops[-1]] <= deepest:
+        tops.append(int(ends[tops[-1]]))
+    return tops
+
+
+def _cost(count: int, p: int, b: int, children: int) -> float:
+    """Return the cost of a group of fronts with p pivots and b border nodes."""
+    products = 3.0 * p**3 + 6.0 * b * p**2 + 4.0 * p * b**2
+    gathered = _GATHERED * ((p + b) ** 2 * children + b**2 + (p + b) * p)
+    return count * (products + gathered + _FRONT) + _GROUP
+
+
+class _Builder:
+    """The index arrays of an elimination."""
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        depth: _Indices,
+        code: _Indices,
+        borders: list[_Indices],
+        tops: list[int],
+    ) -> None:
+        self.pattern, self.size = pattern, pattern.size
+        self.group = np.searchsorted(tops, depth, side="right") - 1
+        begins = np.array(tops)
+        self.codes, self.borders, self.counts = [], [], []
+        self.front = np.zeros(self.size, np.int64)
+        self.place = np.zeros(self.size, np.int64)
+        for g, top in enumerate(tops):
+            inside = self.group >= g
+            codes = np.unique(code[inside] >> (depth[inside] - top))
+            mine = np.flatnonzero(self.group == g)
+            self.front[mine] = np.searchsorted(
+                codes, code[mine] >> (depth[mine] - begins[g])
+            )
+            self.place[mine], counts = _ranks(self.front[mine], len(codes))
+            part, node = np.divmod(borders[top], max(self.size, 1))
+            # Keys by front, not by code.
+            self.borders.append(np.searchsorted(codes, part) * self.size + node)
+            self.codes.append(codes)
+            self.counts.append(int(counts.max(initial=0)))
+        self.tops = tops
+
+    def build(self) -> Elimination:
+        places = self._entries()
+        groups = tuple(self._group(g, *places) for g in range(len(self.tops)))
+        # Nodes and entries, by group.
+        widths = [x.pivots.size for x in groups]
+        offsets = np.append(0, np.cumsum(widths))[self.group]
+        counts = np.array(self.counts)[self.group]
+        nodes = offsets + self.front * counts + self.place
+        holder, flat, _ = places
+        order = np.argsort(holder, kind="stable")
+        cuts = np.searchsorted(holder[order], np.arange(1, len(groups)))
+        selected = tuple(x.astype(np.int32) for x in np.split(flat[order], cuts))
+        where = np.empty(len(order), np.int32)
+        where[order] = np.arange(len(order))
+        return Elimination(groups, nodes.astype(np.int32), selected, where)
+
+    def _locate(self, g: int, front: _Indices, node: _Indices) -> _Indices:
+        """Return the places of nodes in fronts of a group, as pivots or in the
+        border."""
+        border = self.borders[g]
+        firsts = np.searchsorted(border, front * self.size)
+        rank = np.searchsorted(border, front * self.size + node) - firsts
+        own = (self.group[node] == g) & (self.front[node] == front)
+        return np.where(own, self.place[node], self.counts[g] + rank)
+
+    def _widths(self, g: int) -> tuple[int, int, int]:
+        """Return the numbers of fronts, pivots and border nodes."""
+        front = self.borders[g] // max(self.size, 1)
+        most = int(np.bincount(front, minlength=1).max(initial=0))
+        return len(self.codes[g]), self.counts[g], most
+
+    def _entries(self) -> tuple[_Indices, _Indices, _Indices]:
+        """Return, for each entry of the matrix, the group of its front, its place in
+        the flat fronts, and the place of its mirror image in the block of pivots; -1
+        for none."""
+        i, j = self.pattern.rows.astype(np.int64), self.pattern.columns.astype(np.int64)
+        swap = self.group[i] > self.group[j]
+        first, other = np.where(swap, i, j), np.where(swap, j, i)
+        holder = self.group[first]
+        flat, mirror = np.empty(len(i), np.int64), np.full(len(i), -1)
+        for g in range(len(self.tops)):
+            here = np.flatnonzero(holder == g)
+            _, p, b = self._widths(g)
+            f, u, v = self.front[first[here]], first[here], other[here]
+            row, column = self._locate(g, f, v), self.place[u]
+            flat[here] = (f * (p + b) + row) * p + column
+            twin = (row < p) & (row != column)
+            mirror[here[twin]] = ((f * (p + b) + column) * p + row)[twin]
+        return holder, flat, mirror
+
+    def _group(
+        self, g: int, holder: _Indices, flat: _Indices, mirror: _Indices
+    ) -> Group:
+        m, p, b = self._widths(g)
+        pivots = np.full((m, p), self.size)
+        mine = np.flatnonzero(self.group == g)
+        pivots[self.front[mine], self.place[mine]] = mine
+        parent, up = self._parents(g)
+        children, down = self._children(g)
+        here = np.flatnonzero(holder == g)
+        both = here[mirror[here] >= 0]
+        front, place = np.nonzero(pivots == self.size)
+        ones = (front * (p + b) + place) * p + place
+        entries = np.concatenate([flat[here], mirror[both], ones])
+        sources = np.concatenate([here, both, np.full(len(ones), len(holder))])
+        order = np.argsort(entries)
+        arrays = (
+            pivots, parent, up, children, down, entries[order], sources[order],
+        )  # fmt: skip
+        return Group(*(x.astype(np.int32) for x in arrays))
+
+    def _parents(self, g: int) -> tuple[_Indices, _Indices]:
+        m, _, b = self._widths(g)
+        up = np.full((m, b), -1)
+        if g == 0:
+            return np.zeros(m, np.int64), up
+        shift = self.tops[g] - self.tops[g - 1]
+        parent = np.searchsorted(self.codes[g - 1], self.codes[g] >> shift)
+        front, node = np.divmod(self.borders[g], max(self.size, 1))
+        rank = _ranks(front, m)[0]
+        up[front, rank] = self._locate(g - 1, parent[front], node)
+        return parent, up
+
+    def _children(self, g: int) -> tuple[_Indices, _Indices]:
+        m, p, b = self._widths(g)
+        if g == len(self.tops) - 1:
+            return np.zeros((m, 0), np.int64), np.zeros((m, 0, p + b), np.int64)
+        parent, up = self._parents(g + 1)
+        slot, counts = _ranks(parent, m)
+        children = np.zeros((m, int(counts.max())), np.int64)
+        children[parent, slot] = np.arange(len(parent))
+        down = np.full((*children.shape, p + b), -1)
+        child, rank = np.nonzero(up >= 0)
+        down[parent[child], slot[child], up[child, rank]] = rank
+        return children, down
+
+
+def _ranks(keys: _Indices, count: int) -> tuple[_Indices, _Indices]:
+    """Return the rank of each element among the elements of its key, and the number of
+    elements of each key."""
+    counts = np.bincount(keys, minlength=count)
+    order = np.argsort(keys, kind="stable")
+    starts = np.append(0, np.cumsum(counts))[:-1]
+    ranks = np.empty(len(keys), np.int64)
+    ranks[order] = np.arange(len(keys)) - starts[keys[order]]
+    return ranks, counts
