@@ -2,6 +2,7 @@
 """Distributions with the full interface of NumPyro."""
 
 from numpyro_gpaug.distributions.bayesian_svm import BayesianSVM
+from numpyro_gpaug.distributions.fields import BYM2, GMRF, ICAR
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.distributions.generalized_inverse_gaussian import (
     GeneralizedInverseGaussian,
@@ -26,10 +27,13 @@ from numpyro_gpaug.distributions.robust_max import RobustMax
 from numpyro_gpaug.distributions.sampled_softmax import SampledLogisticSoftmax
 
 __all__ = [
+    "BYM2",
     "BayesianSVM",
     "BlockGaussian",
     "GeneralizedInverseGaussian",
+    "GMRF",
     "HeteroscedasticNormal",
+    "ICAR",
     "InverseGaussian",
     "Linked",
     "LogVarianceNormal",

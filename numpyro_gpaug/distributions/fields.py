@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussian Markov random fields: distributions with a sparse precision.
+
+They are ordinary NumPyro distributions. Memory and work grow little faster than the
+number of entries of the precision. :mod:`.sparse_prior` is the form in which a guide
+reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array, random
+from jax.experimental.sparse import BCOO
+from jax.typing import ArrayLike
+from numpyro.distributions import constraints
+from numpyro.distributions.util import validate_sample
+
+from numpyro_gpaug.distributions.graph import Graph, graph_of
+from numpyro_gpaug.distributions.sparse_prior import SparsePrior
+from numpyro_gpaug.distributions.zero_sum import ZeroSumByComponent, centred, sums
+from numpyro_gpaug.math import sparse_cholesky
+from numpyro_gpaug.math.linalg import precise
+from numpyro_gpaug.math.sparse_terms import sum_of_terms
+
+_LOG_2PI = float(np.log(2 * np.pi))
+
+
+class ICAR(dist.Distribution):
+    r"""The intrinsic conditional autoregression on a graph, with a zero sum over every
+    connected component and unit generalised variance at ``scale=1``.
+
+    The density on the vectors with zero sums is proportional to :math:`\exp(-\frac{s}
+    {2\,\text{scale}^2} \sum_{i \sim j} w_{ij} (u_i - u_j)^2)`, and is normalised. The
+    constant s of a component makes the geometric mean of the marginal variances one, so
+    ``scale`` is a typical standard deviation on every graph (Sorbye and Rue, 2014;
+    Riebler et al., 2016; Freni-Sterrantino et al., 2018, for several components). It is
+    computed once per graph, on the host. Areas without neighbours ("islands") are
+    independent normals with standard deviation ``scale``.
+
+    NumPyro's :class:`~numpyro.infer.NUTS` samples one number less than nodes for every
+    component.
+
+    :param adjacency: weights of neighbours, (n, n), symmetric and zero on the diagonal:
+        an array, or a SciPy sparse matrix. Lists of neighbours i, j (with both orders)
+        make one: ``scipy.sparse.coo_array((ones, (i, j)), shape=(n, n))``. The graph
+        must be known when the model is traced.
+    :param scale: a positive number, or an array of independent fields' scales.
+    :raises TypeError: for a traced adjacency.
+    :raises ValueError: for an adjacency that is not square, or has entries that are
+        negative, not finite, on the diagonal, or not symmetric.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> road = np.diag(np.ones(3), 1) + np.diag(np.ones(3), -1)  # four areas in a row
+    >>> field = ICAR(road, scale=2.0)
+    >>> print(field.variance.round(2))
+    [7.11 2.25 2.25 7.11]
+    >>> print(field.log_prob(np.array([0.5, -0.5, -0.5, 0.5])).round(3))
+    -5.026
+    """
+
+    arg_constraints = {"scale": constraints.positive}
+    reparametrized_params = ["scale"]
+    pytree_aux_fields = ("graph",)
+
+    def __init__(
+        self,
+        adjacency: Any,
+        scale: ArrayLike = 1.0,
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.graph = graph_of(adjacency)
+        self.scale = jnp.asarray(scale, jnp.result_type(scale, float))
+        super().__init__(
+            self.scale.shape, (self.graph.size,), validate_args=validate_args
+        )
+
+    @constraints.dependent_property(is_discrete=False, event_dim=1)
+    def support(self) -> constraints.Constraint:
+        return ZeroSumByComponent(self.graph)
+
+    @precise
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        shape = (*sample_shape, *self.batch_shape, *self.event_shape)
+        return self.scale[..., None] * _intrinsic(self.graph, key, shape, self.dtype)
+
+    @validate_sample
+    def log_prob(self, value: Array) -> Array:
+        graph, dtype = self.graph, self.dtype
+        x = jnp.asarray(value, dtype) / self.scale[..., None]
+        constant = jnp.asarray(graph.log_det - graph.rank * _LOG_2PI, dtype)
+        quadratic = _quadratic(graph, x)
+        return 0.5 * (constant - quadratic) - graph.rank * jnp.log(self.scale)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the values."""
+        return self.scale.dtype
+
+    @property
+    def mean(self) -> Array:
+        return jnp.zeros(self.shape(), self.dtype)
+
+    @property
+    def variance(self) -> Array:
+        variances = jnp.asarray(self.graph.variances, self.dtype)
+        return jnp.square(self.scale[..., None]) * variances
+
+    def _sparse_precision(self) -> SparsePrior:
+        graph, dtype = self.graph, self.dtype
+        return SparsePrior(
+            graph.pattern, jnp.asarray(graph.precision, dtype), _zero_sums(graph),
+            jnp.zeros((), dtype), (self.scale[..., None],),
+            lambda: jnp.asarray(graph.log_det, dtype),
+        )  # fmt: skip
+
+
+class BYM2(dist.Distribution):
+    r"""The sum of a structured and an unstructured effect of areas: ``scale * (sqrt(1 -
+    mixing) v + sqrt(mixing) u)``.
+
+    v is standard normal and u an :class:`ICAR` with unit generalised variance, so
+    ``scale`` is a typical standard deviation of the sum, and ``mixing`` the share of
+    the variance that is structured (Riebler et al., 2016). Islands have the variance
+    ``scale ** 2``.
+
+    The log density costs one sparse factorisation.
+
+    :param adjacency: as for :class:`ICAR`.
+    :param scale: a positive number, or an array.
+    :param mixing: a number in [0, 1), or an array. At 1 the distribution is degenerate:
+        it is an :class:`ICAR`.
+    :raises TypeError: for a traced adjacency.
+    :raises ValueError: as :class:`ICAR`.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> road = np.diag(np.ones(3), 1) + np.diag(np.ones(3), -1)
+    >>> field = BYM2(road, scale=2.0, mixing=0.5)
+    >>> print(field.variance.round(2))
+    [5.56 3.12 3.12 5.56]
+    >>> print(field.log_prob(np.array([1.0, -0.5, 0.0, 0.5])).round(3))
+    -6.206
+    """
+
+    arg_constraints = {
+        "scale": constraints.positive,
+        "mixing": constraints.unit_interval,
+    }
+    support = constraints.real_vector
+    reparametrized_params = ["scale", "mixing"]
+    pytree_aux_fields = ("graph",)
+
+    def __init__(
+        self,
+        adjacency: Any,
+        scale: ArrayLike,
+        mixing: ArrayLike,
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.graph = graph_of(adjacency)
+        dtype = jnp.result_type(scale, mixing, float)
+        self.scale, self.mixing = jnp.broadcast_arrays(
+            jnp.asarray(scale, dtype), jnp.asarray(mixing, dtype)
+        )
+        super().__init__(
+            self.scale.shape, (self.graph.size,), validate_args=validate_args
+        )
+
+    @precise
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        shape = (*sample_shape, *self.batch_shape, *self.event_shape)
+        of_noise, of_field = random.split(key)
+        noise = random.normal(of_noise, shape, self.dtype)
+        field = _intrinsic(self.graph, of_field, shape, self.dtype)
+        unstructured, structured = self._scales
+        return unstructured * noise + structured * field
+
+    @validate_sample
+    @precise
+    def log_prob(self, value: Array) -> Array:
+        size, dtype = self.graph.size, self.dtype
+        x = jnp.asarray(value, dtype) / self.scale[..., None]
+        per_field = jnp.vectorize(self._log_prob_at_unit_scale, signature="(n),()->()")
+        constant = jnp.asarray(0.5 * size * _LOG_2PI, dtype)
+        return per_field(x, self.mixing) - constant - size * jnp.log(self.scale)
+
+    def _log_prob_at_unit_scale(self, x: Array, mixing: Array) -> Array:
+        """Return the log density of one vector, without the constant.
+
+        With the precision Q of the field, ``M = (1 - mixing) Q + mixing I`` and z the
+        vector minus the means of components, the quadratic form is ``z' Q M^-1 z`` plus
+        ``n mean^2 / (1 - mixing)`` of every component. M is singular on constants as
+        ``mixing`` vanishes. M plus a multiple c of ``e_k e_k'`` (k the last node of a
+        component) is not; with its solution h for a vector of ones, ``log|M| =
+        log|M + c e_k e_k'| + log(mixing h_k)``, and ``M^-1 z`` differs from the new
+        solution w by ``h w_k / h_k`` and a constant.
+        """
+        graph, dtype = self.graph, self.dtype
+        labels, sizes, last = graph.components
+        pattern = graph.pattern
+        eye = jnp.asarray(pattern.rows == pattern.columns, dtype)
+        precision = jnp.asarray(graph.precision, dtype)
+        raised = jnp.asarray(graph.grounded - graph.precision, dtype)
+        values = (1 - mixing) * precision + mixing * eye + raised
+        z = centred(graph, x)
+        sides = jnp.stack([z, jnp.ones_like(z)], -1)
+        w, h = sparse_cholesky.solve(pattern, values, sides).T
+        ratio = jnp.append(w[last] / h[last], 0)[labels]
+        pulled = sparse_cholesky.matvec(pattern, precision, z)
+        quadratic = pulled @ (w - h * ratio)
+        means = sums(graph, x)[:-1] / jnp.asarray(np.sqrt(sizes), dtype)
+        quadratic = quadratic + jnp.square(means).sum() / (1 - mixing)
+        log_det = sparse_cholesky.log_det(pattern, values) + jnp.log(h[last]).sum()
+        log_det = log_det + len(sizes) * jnp.log1p(-mixing)
+        return 0.5 * (jnp.asarray(graph.log_det, dtype) - log_det - quadratic)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the values."""
+        return self.scale.dtype
+
+    @property
+    def mean(self) -> Array:
+        return jnp.zeros(self.shape(), self.dtype)
+
+    @property
+    def variance(self) -> Array:
+        variances = jnp.asarray(self.graph.variances, self.dtype)
+        unstructured, structured = map(jnp.square, self._scales)
+        return unstructured + structured * variances
+
+    @property
+    def _scales(self) -> tuple[Array, Array]:
+        scale, mixing = self.scale[..., None], self.mixing[..., None]
+        return scale * jnp.sqrt(1 - mixing), scale * jnp.sqrt(mixing)
+
+    def _sparse_precision(self) -> SparsePrior:
+        graph, dtype, size = self.graph, self.dtype, self.graph.size
+        pattern = graph.pattern
+        of_field = _zero_sums(graph)
+        if of_field is not None:
+            of_field = np.hstack([np.zeros_like(of_field), of_field])
+        ones = jnp.ones(size, dtype)
+        return SparsePrior(
+            _after(size, pattern),
+            jnp.concatenate([ones, jnp.asarray(graph.precision, dtype)]),
+            of_field, jnp.zeros((), dtype), self._scales,
+            lambda: jnp.asarray(graph.log_det, dtype),
+        )  # fmt: skip
+
+
+class GMRF(dist.Distribution):
+    r"""A multivariate normal with a sparse precision: a Gaussian Markov random field.
+
+    :param loc: the mean, a number or (..., n); leading axes are independent fields.
+    :param precision: symmetric positive definite (n, n), both triangles stored. A SciPy
+        sparse matrix; or a :class:`jax.experimental.sparse.BCOO`, whose values may be
+        traced but whose indices may not (in a model, pass it the indices of a BCOO that
+        was made outside); or pairs ``[(a, A), (b, B)]`` of a number that may be traced,
+        and such a matrix: their sum ``a A + b B``.
+    :raises TypeError: for traced indices, and for a dense precision.
+    :raises ValueError: for a precision that is not square or not symmetric, or a
+        ``loc`` of another length.
+
+    The density is NaN where the precision is not positive definite. For a field with a
+    singular precision see :class:`ICAR`.
+
+    **Example**
+
+    >>> import numpy as np, scipy.sparse
+    >>> steps = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1],
+    ...                                  shape=(4, 4))
+    >>> field = GMRF(0.0, [(2.0, steps), (0.1, scipy.sparse.eye_array(4))])
+    >>> print(field.variance.round(3))
+    [0.363 0.531 0.531 0.363]
+    >>> print(field.log_prob(np.zeros(4)).round(3))
+    -1.3
+    """
+
+    arg_constraints = {"loc": constraints.real_vector}
+    support = constraints.real_vector
+    reparametrized_params = ["loc", "values"]
+    pytree_data_fields = ("values",)
+    pytree_aux_fields = ("pattern",)
+
+    def __init__(
+        self,
+        loc: ArrayLike,
+        precision: Any,
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        terms = precision if isinstance(precision, list | tuple) else [(1.0, precision)]
+        if isinstance(precision, BCOO):
+            terms = [(1.0, precision)]
+        self.pattern, self.values = sum_of_terms(terms, "precision")
+        size = self.pattern.size
+        if np.ndim(loc) and np.shape(loc)[-1] not in (1, size):
+            raise ValueError(
+                f"loc has shape {np.shape(loc)}, and the precision ({size}, {size})"
+            )
+        dtype = jnp.result_type(loc, self.values)
+        self.values = self.values.astype(dtype)
+        batch = np.shape(loc)[:-1]
+        self.loc = jnp.broadcast_to(jnp.asarray(loc, dtype), (*batch, size))
+        super().__init__(batch, (size,), validate_args=validate_args)
+
+    @precise
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        shape = (*sample_shape, *self.batch_shape, *self.event_shape)
+        noise = random.normal(key, shape, self.loc.dtype)
+        factor = sparse_cholesky.factor(self.pattern, self.values)
+        return self.loc + _by_columns(factor.half_solve_transposed, noise)
+
+    @validate_sample
+    @precise
+    def log_prob(self, value: Array) -> Array:
+        x = value - self.loc
+        pulled = _by_columns(
+            lambda b: sparse_cholesky.matvec(self.pattern, self.values, b), x
+        )
+        log_det = sparse_cholesky.log_det(self.pattern, self.values)
+        constant = jnp.asarray(self.pattern.size * _LOG_2PI, x.dtype)
+        return 0.5 * (log_det - constant - jnp.vecdot(x, pulled))
+
+    @property
+    def mean(self) -> Array:
+        return self.loc
+
+    @property
+    @precise
+    def variance(self) -> Array:
+        factor = sparse_cholesky.factor(self.pattern, self.values)
+        on_diagonal = np.flatnonzero(self.pattern.rows == self.pattern.columns)
+        variances = factor.selected_inverse()[on_diagonal]
+        return jnp.broadcast_to(variances, self.shape())
+
+    def _sparse_precision(self) -> SparsePrior:
+        return SparsePrior(
+            self.pattern, self.values, None, self.loc,
+            (jnp.ones((), self.loc.dtype),),
+            lambda: sparse_cholesky.log_det(self.pattern, self.values),
+        )  # fmt: skip
+
+
+def _intrinsic(
+    graph: Graph, key: Array, shape: tuple[int, ...], dtype: np.dtype
+) -> Array:
+    """Return draws of the scaled intrinsic field: of the grounded field, without the
+    levels of components."""
+    values = jnp.asarray(graph.grounded, dtype)
+    factor = sparse_cholesky.factor(graph.pattern, values)
+    noise = random.normal(key, shape, dtype)
+    return centred(graph, _by_columns(factor.half_solve_transposed, noise))
+
+
+def _quadratic(graph: Graph, x: Array) -> Array:
+    """Return the quadratic form of the scaled precision, as a sum of squares."""
+    off_diagonal = graph.pattern.rows != graph.pattern.columns
+    rows, columns = (
+        index[off_diagonal] for index in (graph.pattern.rows, graph.pattern.columns)
+    )
+    weights = jnp.asarray(-graph.precision[off_diagonal], x.dtype)
+    edges = weights * jnp.square(x[..., rows] - x[..., columns])
+    labels, sizes, _ = graph.components
+    islands = x[..., np.flatnonzero(labels == len(sizes))]
+    return edges.sum(-1) + jnp.square(islands).sum(-1)
+
+
+def _zero_sums(graph: Graph) -> np.ndarray | None:
+    labels, sizes, _ = graph.components
+    rows = np.arange(len(sizes))[:, None] == labels
+    return rows.astype(float) if len(sizes) else None
+
+
+def _after(size: int, pattern: Any) -> Any:
+    """Return a pattern after a diagonal of a given size."""
+    own = np.arange(size)
+    rows, columns = (
+        np.append(own, index + size) for index in (pattern.rows, pattern.columns)
+    )
+    return type(pattern).of(size + pattern.size, rows, columns)
+
+
+def _by_columns(function: Any, x: Array) -> Array:
+    """Apply a function of columns (n, k) to the vectors of an array (..., n)."""
+    columns = x.reshape(-1, x.shape[-1]).T
+    return function(columns).T.reshape(x.shape)

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of neighbours and the intrinsic Gaussian Markov random fields on them,
+analysed on the host in double precision."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from scipy import sparse
+from scipy.linalg import solve_triangular
+
+from numpyro_gpaug.math.sparse_pattern import Pattern
+
+
+class Graph:
+    """An undirected graph with positive weights; static metadata of a pytree.
+
+    Equal graphs are one object (:func:`graph_of`), which caches its analysis.
+
+    :param size: number of nodes n.
+    :param rows: a node of each edge, sorted.
+    :param columns: the other node of each edge, ``columns < rows``.
+    :param weights: positive weights of the edges, float64.
+    """
+
+    def __init__(
+        self, size: int, rows: np.ndarray, columns: np.ndarray, weights: np.ndarray
+    ) -> None:
+        self.size, self.rows, self.columns, self.weights = size, rows, columns, weights
+        self._digest = hashlib.sha256(
+            b"".join(np.ascontiguousarray(x) for x in (size, rows, columns, weights))
+        ).digest()
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Graph) and self._digest == other._digest
+
+    def __repr__(self) -> str:
+        return f"Graph({self.size} nodes, {len(self.rows)} edges)"
+
+    @cached_property
+    def components(self) -> Components:
+        """The connected components."""
+        edges = self.weights, (self.rows, self.columns)
+        matrix = sparse.coo_array(edges, shape=(self.size,) * 2)
+        count, labels = sparse.csgraph.connected_components(matrix, directed=False)
+        sizes = np.bincount(labels, minlength=count)
+        # Components with edges first, and one label for all islands.
+        connected = np.flatnonzero(sizes > 1)
+        renamed = np.full(count, len(connected))
+        renamed[connected] = np.arange(len(connected))
+        labels = renamed[labels].astype(np.int32)
+        last = np.zeros(len(connected) + 1, np.int32)
+        last[labels] = np.arange(self.size)
+        return Components(labels, sizes[connected], last[:-1])
+
+    @property
+    def rank(self) -> int:
+        """The rank of the precision: nodes minus components with edges."""
+        return self.size - len(self.components.sizes)
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """The places of the entries of the precision."""
+        return Pattern.of(self.size, self.rows, self.columns)
+
+    @cached_property
+    def precision(self) -> np.ndarray:
+        """The entries of the scaled precision on :attr:`pattern`, float64."""
+        parts = self.components
+        scaling = np.append(self._intrinsic.scaling, 1)[parts.labels]
+        weights = self.weights * scaling[self.rows]
+        diagonal = _degrees(self, weights) + (parts.labels == len(parts.sizes))
+        return entries(self.pattern, _symmetric(self, weights, diagonal))
+
+    @cached_property
+    def grounded(self) -> np.ndarray:
+        """The entries of :attr:`precision` with the diagonal doubled at one node of
+        every component.
+
+        The matrix is positive definite. A draw with this precision is a draw of the
+        intrinsic field plus an independent level of each component: the field depends
+        on differences only, and the added term on the level given the differences.
+        """
+        doubled = np.zeros(self.size)
+        doubled[self.components.last] = 1
+        on_diagonal = self.pattern.rows == self.pattern.columns
+        return self.precision * (1 + on_diagonal * doubled[self.pattern.rows])
+
+    @property
+    def variances(self) -> np.ndarray:
+        """Marginal variances of the scaled field, (n,): their geometric mean over each
+        component is 1, and islands have variance 1."""
+        return self._intrinsic.variances
+
+    @property
+    def log_det(self) -> float:
+        """The logarithm of the product of the nonzero eigenvalues of the scaled
+        precision."""
+        return self._intrinsic.log_det
+
+    @cached_property
+    def _intrinsic(self) -> _Intrinsic:
+        labels, sizes, last = self.components
+        degrees = _degrees(self, self.weights)
+        diagonal = np.where(labels == len(sizes), 1, degrees)
+        level = diagonal[last]
+        diagonal[last] *= 2
+        grounded = _symmetric(self, self.weights, diagonal)
+        variances, log_det, sums = _inverted(grounded)
+        # The generalised inverse centres: V_ii - 2 mean_j V_ij + mean_jk V_jk.
+        totals = np.bincount(labels, sums, len(sizes) + 1)[:-1]
+        centre = np.append(1 / sizes, 0)[labels]
+        mean = np.append(totals / sizes**2, 0)[labels]
+        variances = variances - 2 * centre * sums + mean
+        logs = np.bincount(labels, np.log(variances), len(sizes) + 1)[:-1]
+        scaling = np.exp(logs / sizes)
+        # Matrix-tree theorem: the product of the nonzero eigenvalues of a Laplacian is
+        # n times the determinant without one row and column.
+        log_det += np.log(sizes / level).sum() + ((sizes - 1) * np.log(scaling)).sum()
+        variances = variances / np.append(scaling, 1)[labels]
+        return _Intrinsic(variances, scaling, log_det)
+
+
+class Components(NamedTuple):
+    """The connected components of a graph, with those of one node ("islands") apart.
+
+    :param labels: the component of each node, (n,); islands have label c.
+    :param sizes: numbers of nodes of the c components that have edges, (c,).
+    :param last: the last node of each of these components, (c,).
+    """
+
+    labels: np.ndarray
+    sizes: np.ndarray
+    last: np.ndarray
+
+
+class _Intrinsic(NamedTuple):
+    variances: np.ndarray
+    scaling: np.ndarray
+    log_det: float
+
+
+def graph_of(adjacency: Any) -> Graph:
+    """Return the graph of an adjacency matrix.
+
+    :param adjacency: symmetric (n, n) without negative entries and with a zero
+        diagonal: a SciPy sparse matrix, or an array. It must be known when the model is
+        traced.
+    :raises TypeError: for a traced matrix.
+    :raises ValueError: for a matrix that is not square, or has entries that are
+        negative, not finite, on the diagonal, or not symmetric.
+    """
+    matrix = _as_csr(adjacency)
+    lower = sparse.tril(matrix, -1).tocsr()
+    lower.sort_indices()
+    coo = lower.tocoo()
+    rows, columns = (x.astype(np.int32) for x in (coo.row, coo.col))
+    return _interned(Graph(matrix.shape[0], rows, columns, coo.data))
+
+
+@lru_cache(maxsize=64)
+def _interned(graph: Graph) -> Graph:
+    """Return the first graph that was equal, which has its analysis cached."""
+    return graph
+
+
+def _as_csr(adjacency: Any) -> Any:
+    if isinstance(adjacency, jax.core.Tracer):
+        raise TypeError(
+            "adjacency is traced, and a graph must be known when the model is traced. "
+            "Pass a NumPy array or a SciPy sparse matrix that is not an argument of "
+            "the compiled function"
+        )
+    if not sparse.issparse(adjacency):
+        adjacency = np.asarray(adjacency, float)
+    shape = adjacency.shape
+    if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
+        raise ValueError(f"adjacency has shape {shape}; expected (n, n)")
+    matrix = sparse.csr_array(adjacency, dtype=float)
+    matrix.sum_duplicates()
+    matrix.eliminate_zeros()
+    coo = matrix.tocoo()
+    for faulty, fault in (
+        (~np.isfinite(coo.data), "is {}"),
+        (coo.row == coo.col, "is {}: a node is no neighbour of its own"),
+        (coo.data < 0, "is {}: weights must be positive"),
+    ):
+        if faulty.any():
+            first = np.argmax(faulty)
+            place, value = (coo.row[first], coo.col[first]), coo.data[first]
+            raise ValueError(_at(place) + " " + fault.format(value))
+    if (difference := abs(matrix - matrix.T).tocoo()).data.any():
+        first = np.argmax(difference.data)
+        i, j = difference.row[first], difference.col[first]
+        raise ValueError(
+            f"{_at((i, j))} is {matrix[i, j]}, but {_at((j, i))} is {matrix[j, i]}. "
+            "Neighbours are mutual: pass a symmetric matrix"
+        )
+    return matrix
+
+
+def _at(place: tuple[Any, ...]) -> str:
+    return f"adjacency[{', '.join(map(str, map(int, place)))}]"
+
+
+def _degrees(graph: Graph, weights: np.ndarray) -> np.ndarray:
+    ends = np.append(graph.rows, graph.columns)
+    return np.bincount(ends, np.tile(weights, 2), graph.size)
+
+
+def _symmetric(graph: Graph, weights: np.ndarray, diagonal: np.ndarray) -> Any:
+    """Return the matrix with a given diagonal and ``-weights`` at the edges."""
+    shape = (graph.size,) * 2
+    lower = sparse.coo_array((-weights, (graph.rows, graph.columns)), shape=shape)
+    return (lower + lower.T + sparse.diags_array(diagonal)).tocsc()
+
+
+def entries(pattern: Pattern, matrix: Any) -> np.ndarray:
+    """Return the entries of a SciPy sparse matrix at the places of a pattern, (nnz,).
+
+    :param pattern: the places.
+    :param matrix: symmetric (n, n).
+    """
+    return np.asarray(matrix.tocsr()[pattern.rows, pattern.columns]).ravel()
+
+
+def _inverted(matrix: Any) -> tuple[np.ndarray, float, np.ndarray]:
+    """Return the diagonal of the inverse of a matrix, its log-determinant, and the row
+    sums of the inverse.
+
+    The diagonal comes from the recursion of Takahashi et al. (1973) on the supernodes
+    of a sparse factor ``L D L'``, from the last to the first. No entry of L cancels in
+    the matrices of graphs, whose entries off the diagonal are not positive. The nodes
+    below a supernode are therefore all among the nodes of the next one above it.
+
+    :param matrix: positive definite without positive entries off the diagonal, CSC.
+    """
+    size = matrix.shape[0]
+    decomposition = sparse.linalg.splu(
+        matrix, "MMD_AT_PLUS_A", diag_pivot_thresh=0, options={"SymmetricMode": True}
+    )
+    lower = sparse.csc_array(decomposition.L)
+    lower.eliminate_zeros()
+    lower.sort_indices()
+    pivots = decomposition.U.diagonal()
+    bounds, nodes = lower.indptr, lower.indices
+    counts = np.diff(bounds)
+    joined = counts[:-1] == counts[1:] + 1
+    joined[joined] = nodes[bounds[:-2][joined] + 1] == np.flatnonzero(joined) + 1
+    starts = np.append(0, np.flatnonzero(~joined) + 1)
+    stops = np.append(starts[1:], size)
+    owner = np.repeat(np.arange(len(starts)), stops - starts)
+    has_parent = counts[starts] > stops - starts
+    above = nodes[bounds[starts] + np.minimum(stops - starts, counts[starts] - 1)]
+    parents = np.where(has_parent, owner[above], -1)
+    waiting = np.bincount(parents[has_parent], minlength=len(starts))
+    fronts: dict[int, np.ndarray] = {}
+    diagonal = np.empty(size)
+    for k in range(len(starts) - 1, -1, -1):
+        start, stop, parent = starts[k], stops[k], parents[k]
+        front, width = nodes[bounds[start] : bounds[start + 1]], stop - start
+        columns = np.zeros((width, len(front)))
+        columns[np.triu(np.ones_like(columns, bool))] = lower.data[
+            bounds[start] : bounds[stop]
+        ]
+        root = solve_triangular(
+            columns[:, :width].T, np.eye(width), lower=True, unit_diagonal=True
+        )
+        inverse = np.zeros((len(front),) * 2)
+        inverse[:width, :width] = (root.T / pivots[start:stop]) @ root
+        if parent >= 0:
+            shared = front[width:]
+            first = bounds[starts[parent]]
+            length = counts[starts[parent]]
+            places = np.searchsorted(nodes[first : first + length], shared)
+            border = fronts[parent][places[:, None], places]
+            ratio = columns[:, width:].T @ root
+            cross = -border @ ratio
+            inverse[width:, width:] = border
+            inverse[width:, :width], inverse[:width, width:] = cross, cross.T
+            inverse[:width, :width] -= ratio.T @ cross
+            waiting[parent] -= 1
+            if not waiting[parent]:
+                del fronts[parent]
+        if waiting[k]:
+            fronts[k] = inverse
+        diagonal[start:stop] = inverse.diagonal()[:width]
+    sums = decomposition.solve(np.ones(size))
+    return diagonal[decomposition.perm_c], float(np.log(pivots).sum()), sums

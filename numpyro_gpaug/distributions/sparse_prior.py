@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The one form in which Gaussian Markov random fields state their sparse precision.
+
+A field is an affine function of coordinates ``x = (x_1, .., x_K)``, K vectors of n
+numbers each: ``value = loc + scales[0] * x_1 + .. + scales[K-1] * x_K``. The
+coordinates have mean zero and a sparse precision Q, and are restricted to
+``constraints @ x = 0``. They are chosen such that Q depends on as few
+hyperparameters as possible:
+
+=========================  =  ========================  ===========================
+field                      K  Q depends on              constraints
+=========================  =  ========================  ===========================
+``ICAR``                   1  the graph                 a sum over each component
+``BYM2``                   2  the graph                 the same, on the second half
+``GMRF``                   1  the precision             none
+``dist.CAR``               1  the graph, correlation    none
+weights of an ``SPDE``     1  the mesh, range           none
+=========================  =  ========================  ===========================
+
+A distribution states it by a method ``_sparse_precision()``. Independent fields of one
+distribution (axes of its ``batch_shape``) have coordinates of their own, all with the
+same Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from scipy import sparse
+
+from numpyro_gpaug.distributions.graph import entries, graph_of
+from numpyro_gpaug.math import sparse_cholesky
+from numpyro_gpaug.math.sparse_pattern import Pattern
+
+
+class SparsePrior(NamedTuple):
+    """A field as an affine function of coordinates with a sparse precision Q.
+
+    :param pattern: the places of the entries of Q, of size ``K n``.
+    :param values: the entries, (nnz,).
+    :param constraints: rows ``a`` with ``a' x = 0``, (c, K n), or ``None``. Q may be
+        singular on their span, and is positive definite on the null space.
+    :param loc: the value at ``x = 0``; it broadcasts to (..., n).
+    :param scales: K factors, each broadcasts to (..., n).
+    :param log_det: returns the logarithm of the determinant of Q, or of its restriction
+        to the null space of the constraints in orthonormal coordinates.
+    """
+
+    pattern: Pattern
+    values: Array
+    constraints: np.ndarray | None
+    loc: Array
+    scales: tuple[Array, ...]
+    log_det: Callable[[], Array]
+
+    def value(self, x: Array) -> Array:
+        """Return the value of the field.
+
+        :param x: coordinates, (..., K n).
+        """
+        groups = jnp.split(x, len(self.scales), -1)
+        return self.loc + sum(
+            scale * group for scale, group in zip(self.scales, groups, strict=True)
+        )
+
+
+def sparse_prior(fn: dist.Distribution) -> SparsePrior | None:
+    """Return the sparse form of a distribution, or ``None`` if it has none.
+
+    :param fn: a distribution without wrappers (plates, masks).
+
+    **Example**
+
+    >>> import numpy as np
+    >>> from numpyro_gpaug.distributions import ICAR
+    >>> prior = sparse_prior(ICAR(np.ones((3, 3)) - np.eye(3), scale=2.0))
+    >>> prior.pattern.size, prior.constraints.tolist(), float(prior.scales[0][0])
+    (3, [[1.0, 1.0, 1.0]], 2.0)
+    """
+    if isinstance(fn, dist.CAR):
+        return _of_car(fn)
+    stated = getattr(fn, "_sparse_precision", None)
+    return None if stated is None else stated()
+
+
+def _of_car(fn: dist.CAR) -> SparsePrior | None:
+    adjacency: Any = fn.adj_matrix
+    if isinstance(adjacency, jax.core.Tracer) or np.ndim(adjacency) != 2:
+        return None
+    if np.ndim(fn.correlation):
+        return None
+    graph = graph_of(adjacency)
+    dtype = jnp.result_type(fn.loc, fn.correlation, fn.conditional_precision, float)
+    ends = np.append(graph.rows, graph.columns)
+    degrees = np.bincount(ends, np.tile(graph.weights, 2), graph.size)
+    diagonal = entries(graph.pattern, sparse.diags_array(degrees))
+    neighbours = entries(
+        graph.pattern,
+        sparse.coo_array(
+            (graph.weights, (graph.rows, graph.columns)), shape=(graph.size,) * 2
+        ),
+    )
+    correlation = jnp.asarray(fn.correlation, dtype)
+    values = jnp.asarray(diagonal, dtype) - correlation * neighbours.astype(dtype)
+    scale = jnp.asarray(fn.conditional_precision, dtype)[..., None] ** -0.5
+    return SparsePrior(
+        graph.pattern, values, None, jnp.asarray(fn.loc, dtype), (scale,),
+        lambda: sparse_cholesky.log_det(graph.pattern, values),
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symmetric sparse matrices as weighted sums of matrices with known places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.sparse import BCOO
+from scipy import sparse
+
+from numpyro_gpaug.math.sparse_pattern import Pattern
+
+
+class _Entries(NamedTuple):
+    """Entries of a sparse matrix: known places, and values that may be traced."""
+
+    size: int
+    rows: np.ndarray
+    columns: np.ndarray
+    values: Any
+
+
+def sum_of_terms(terms: Iterable[Any], name: str) -> tuple[Pattern, Array]:
+    """Return the pattern and the entries (nnz,) of ``sum of coefficient * matrix``.
+
+    :param terms: pairs of a number and a symmetric matrix, SciPy sparse or BCOO.
+    :param name: the name of the sum in error messages.
+    :raises TypeError: for matrices of other types, and BCOO with traced indices.
+    :raises ValueError: unless all matrices are square, symmetric, and of one size.
+    """
+    terms = list(terms)
+    found = [_entries(matrix, name) for _, matrix in terms]
+    sizes = {entries.size for entries in found}
+    if len(sizes) != 1:
+        raise ValueError(f"{name} is a sum of matrices with {sorted(sizes)} rows")
+    (size,) = sizes
+    rows = np.concatenate([entries.rows for entries in found])
+    columns = np.concatenate([entries.columns for entries in found])
+    pattern = Pattern.of(size, rows, columns)
+    keys = _keys(pattern.rows, pattern.columns, size)
+    total: Any = 0
+    for (coefficient, _), entries in zip(terms, found, strict=True):
+        places = np.searchsorted(keys, _keys(entries.rows, entries.columns, size))
+        # An entry and its mirror image share a place.
+        halves = np.where(entries.rows == entries.columns, 1, 0.5)
+        values = jnp.asarray(entries.values)
+        halved = values * halves.astype(values.dtype)
+        summed = jax.ops.segment_sum(halved, places, len(keys))
+        total = total + coefficient * summed
+    return pattern, total
+
+
+def _keys(rows: np.ndarray, columns: np.ndarray, size: int) -> np.ndarray:
+    low, high = np.minimum(rows, columns), np.maximum(rows, columns)
+    return high.astype(np.int64) * size + low
+
+
+def _entries(matrix: Any, name: str) -> _Entries:
+    if sparse.issparse(matrix):
+        coo = sparse.coo_array(matrix)
+        coo.sum_duplicates()
+        places, values = np.stack(coo.coords, -1), coo.data
+        if values.dtype.kind != "f":
+            values = values.astype(float)
+    elif isinstance(matrix, BCOO):
+        places, values = _places(matrix, name), matrix.data
+    else:
+        raise TypeError(
+            f"{name} is a {type(matrix).__name__}. Pass a SciPy sparse matrix, a "
+            "jax.experimental.sparse.BCOO, or pairs of a number and such a matrix; for "
+            "a dense matrix use dist.MultivariateNormal"
+        )
+    if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"{name} has shape {matrix.shape}; expected (n, n)")
+    size = matrix.shape[0]
+    # Padding of a BCOO lies outside of the matrix.
+    inside = np.flatnonzero((places < size).all(-1))
+    if len(inside) < len(places):
+        places, values = places[inside], values[inside]
+    rows, columns = places.T.astype(np.int32)
+    _check_symmetric(size, rows, columns, values, name)
+    return _Entries(size, rows, columns, values)
+
+
+def _places(matrix: BCOO, name: str) -> np.ndarray:
+    if matrix.n_batch or matrix.n_dense:
+        raise ValueError(f"{name} is a BCOO with batch or dense axes; expected none")
+    if isinstance(matrix.indices, jax.core.Tracer):
+        raise TypeError(
+            f"{name} is a BCOO whose indices are traced. Make the indices outside of "
+            "the model, as a JAX array, or pass pairs of a number and a SciPy sparse "
+            "matrix"
+        )
+    return np.asarray(matrix.indices)
+
+
+def _check_symmetric(
+    size: int, rows: np.ndarray, columns: np.ndarray, values: Any, name: str
+) -> None:
+    stored = sparse.coo_array((np.ones(len(rows)), (rows, columns)), shape=(size,) * 2)
+    matrix, tolerance = stored.tocsr(), 0.0
+    if isinstance(values, jax.core.Tracer):
+        matrix.data[:] = 1
+    else:
+        numbers = np.asarray(values, float)
+        matrix = sparse.csr_array((numbers, (rows, columns)), shape=(size,) * 2)
+        tolerance = 1e-5 * abs(numbers).max(initial=0)
+    differences = abs(matrix - matrix.T).tocoo()
+    if (differences.data > tolerance).any():
+        first = np.argmax(differences.data)
+        i, j = int(differences.row[first]), int(differences.col[first])
+        raise ValueError(
+            f"{name} is not symmetric: entries [{i}, {j}] and [{j}, {i}] differ. Store "
+            "both triangles"
+        )

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gaussian Markov random fields against dense matrices."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax.experimental.sparse import BCOO
+from numpyro.distributions import biject_to
+from numpyro.infer import NUTS, Predictive
+from numpyro.infer.util import initialize_model
+from scipy import sparse
+
+from numpyro_gpaug.distributions import BYM2, GMRF, ICAR
+from numpyro_gpaug.distributions.sparse_prior import sparse_prior
+
+
+def planar(num, seed=0):
+    """A connected graph of near neighbours, with weights."""
+    rng = np.random.default_rng(seed)
+    points = rng.random((num, 2))
+    distances = np.linalg.norm(points[:, None] - points, axis=-1)
+    nearest = np.argsort(distances, 1)[:, 1:4]
+    matrix = np.zeros((num, num))
+    matrix[np.arange(num)[:, None], nearest] = 1
+    order = np.argsort(points[:, 0])
+    matrix[order[1:], order[:-1]] = 1
+    matrix = np.maximum(matrix, matrix.T)
+    weights = rng.uniform(0.5, 2, matrix.shape)
+    return matrix * (weights + weights.T)
+
+
+def in_pieces():
+    """Two components and two islands, mixed up."""
+    parts = [planar(9, 1), np.zeros((1, 1)), planar(14, 2), np.zeros((1, 1))]
+    matrix = sparse.block_diag(parts).toarray()
+    order = np.random.default_rng(3).permutation(len(matrix))
+    return matrix[np.ix_(order, order)]
+
+
+def reference(adjacency):
+    """Covariance of the scaled field, (n, n), and its components, in dense algebra."""
+    laplacian = np.diag(adjacency.sum(0)) - adjacency
+    count, labels = sparse.csgraph.connected_components(adjacency)
+    covariance = np.linalg.pinv(laplacian, hermitian=True)
+    for c in range(count):
+        own = np.flatnonzero(labels == c)
+        block = np.ix_(own, own)
+        if len(own) == 1:
+            covariance[block] = 1
+        covariance[block] /= np.exp(np.log(covariance.diagonal()[own]).mean())
+    return covariance, labels
+
+
+GRAPHS = {"connected": planar(60), "pieces": in_pieces()}
+TOLERANCE = 2e-4
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_icar_is_the_scaled_zero_sum_normal(graph):
+    covariance, labels = reference(GRAPHS[graph])
+    field = ICAR(sparse.csr_array(GRAPHS[graph]), scale=1.7)
+    np.testing.assert_allclose(field.variance, 1.7**2 * covariance.diagonal(), 1e-5)
+    values, vectors = np.linalg.eigh(covariance)
+    kept = values > 1e-9
+    isolated = np.bincount(labels)[labels] == 1
+    assert kept.sum() == len(labels) - len(set(labels[~isolated]))
+    z = np.random.default_rng(0).normal(size=(3, kept.sum()))
+    u = 1.7 * z @ (vectors[:, kept] * np.sqrt(values[kept])).T
+    expected = -0.5 * (z**2).sum(1) - 0.5 * np.log(2 * np.pi * values[kept]).sum()
+    expected -= kept.sum() * np.log(1.7)
+    assert field.support(u.astype(np.float32)).all()
+    np.testing.assert_allclose(field.log_prob(u), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_transform_is_an_isometry_onto_the_support(graph):
+    field = ICAR(GRAPHS[graph], scale=1.0)
+    transform = biject_to(field.support)
+    assert transform.inverse_shape((2, field.graph.size)) == (2, field.graph.rank)
+    x = np.random.default_rng(0).normal(size=(2, field.graph.rank)).astype(np.float32)
+    y = transform(x)
+    assert y.shape == transform.forward_shape(x.shape)
+    assert field.support(y).all()
+    assert not field.support(y + 1).any()
+    np.testing.assert_allclose(transform.inv(y), x, atol=1e-5)
+    inner = x @ x.T
+    np.testing.assert_allclose(y @ y.T, inner, rtol=1e-4, atol=1e-4)
+    assert transform == biject_to(ICAR(GRAPHS[graph]).support)
+    jax.tree.map(jnp.shape, (transform, field.support))
+
+
+def test_one_component_transforms_as_in_numpyro():
+    x = np.random.default_rng(0).normal(size=59).astype(np.float32)
+    ours = biject_to(ICAR(GRAPHS["connected"]).support)(x)
+    theirs = dist.transforms.ZeroSumTransform()(x)
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixing", [0.0, 1e-6, 0.3, 0.99])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_bym2_is_the_sum_of_both_effects(graph, mixing):
+    covariance, labels = reference(GRAPHS[graph])
+    covariance = 1.7**2 * (mixing * covariance + (1 - mixing) * np.eye(len(labels)))
+    field = BYM2(GRAPHS[graph], 1.7, mixing)
+    np.testing.assert_allclose(field.variance, covariance.diagonal(), 1e-5)
+    dense = np.linalg.cholesky(covariance)
+    u = np.random.default_rng(1).normal(size=(2, len(labels))) @ dense.T
+    white = np.linalg.solve(dense, u.T)
+    expected = -0.5 * (white**2).sum(0) - np.log(dense.diagonal()).sum()
+    expected -= 0.5 * len(labels) * np.log(2 * np.pi)
+    np.testing.assert_allclose(field.log_prob(u), expected, TOLERANCE)
+
+
+def steps(num):
+    return sparse.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1], shape=(num, num))
+
+
+def gmrf(theta, loc=0.5, num=12):
+    return GMRF(loc, [(theta, steps(num)), (0.3, sparse.eye_array(num))])
+
+
+def dense_twin(theta, loc=0.5, num=12):
+    precision = theta * steps(num).toarray() + 0.3 * np.eye(num)
+    return dist.MultivariateNormal(loc, precision_matrix=precision)
+
+
+def test_gmrf_is_the_multivariate_normal():
+    x = np.random.default_rng(0).normal(size=(2, 12)).astype(np.float32)
+    field, twin = gmrf(2.0), dense_twin(2.0)
+    np.testing.assert_allclose(field.variance, twin.variance, 1e-4)
+    of_both = (
+        jax.value_and_grad(lambda theta, x, of=of: of(theta).log_prob(x).sum(), (0, 1))
+        for of in (gmrf, dense_twin)
+    )
+    ours, theirs = (f(2.0, x) for f in of_both)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), ours, theirs
+    )
+    several = gmrf(2.0, jnp.zeros((3, 12)))
+    assert several.batch_shape == (3,)
+    assert several.log_prob(x[:, None]).shape == (2, 3)
+
+
+def test_gmrf_takes_sparse_matrices_of_jax():
+    matrix = BCOO.from_scipy_sparse(steps(12) + 0.1 * sparse.eye_array(12))
+
+    @jax.jit
+    def density(theta):
+        scaled = BCOO((theta * matrix.data, matrix.indices), shape=matrix.shape)
+        return GMRF(0.0, scaled).log_prob(jnp.ones(12))
+
+    whole = 3 * matrix.todense()
+    twin = dist.MultivariateNormal(0.0, precision_matrix=whole)
+    np.testing.assert_allclose(density(3.0), twin.log_prob(jnp.ones(12)), 1e-4)
+
+
+def law(name):
+    """A field and its covariance."""
+    pieces = GRAPHS["pieces"]
+    covariance, labels = reference(pieces)
+    if name == "icar":
+        return ICAR(pieces, 2.0), 4 * covariance
+    if name == "bym2":
+        return BYM2(pieces, 2.0, 0.4), 1.6 * covariance + 2.4 * np.eye(len(labels))
+    return gmrf(2.0, 0.0), dense_twin(2.0).covariance_matrix
+
+
+@pytest.mark.parametrize("name", ["icar", "bym2", "gmrf"])
+def test_draws_have_the_covariance(name):
+    field, covariance = law(name)
+    draws = field.sample(jax.random.key(0), (4000,))
+    found = np.cov(draws.T)
+    deviation = np.sqrt(np.outer(*[covariance.diagonal()] * 2) / 4000)
+    assert (abs(found - covariance) < 6 * deviation + 1e-3).all()
+    if isinstance(field, ICAR):
+        assert field.support(draws).all()
+
+
+@pytest.mark.parametrize("name", ["icar", "bym2", "gmrf"])
+def test_the_sparse_form_is_the_field(name):
+    field, covariance = law(name)
+    prior = sparse_prior(field)
+    precision = np.zeros((prior.pattern.size,) * 2)
+    precision[prior.pattern.rows, prior.pattern.columns] = prior.values
+    precision += np.tril(precision, -1).T
+    eye = np.eye(len(precision), dtype=np.float32)
+    affine = np.asarray(prior.value(eye) - prior.value(0 * eye)).T
+    free = eye
+    if prior.constraints is not None:
+        free = np.linalg.svd(prior.constraints)[2][len(prior.constraints) :].T
+    inner = free.T @ precision @ free
+    half = affine @ free
+    found = half @ np.linalg.solve(inner, half.T)
+    np.testing.assert_allclose(found, covariance, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(prior.log_det(), np.linalg.slogdet(inner)[1], 1e-3)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_the_sparse_form_of_car(is_sparse):
+    graph = GRAPHS["connected"]
+    graph = sparse.csr_matrix(graph) if is_sparse else graph
+    law = dist.CAR(1.0, 0.7, 2.0, graph, is_sparse=is_sparse)
+    prior = sparse_prior(law)
+    found = GMRF(0.0, sparse.eye_array(60))
+    found.pattern, found.values = prior.pattern, prior.values
+    x = np.random.default_rng(0).normal(size=60).astype(np.float32)
+    value = prior.value(x)
+    expected = law.log_prob(value) + 60 * jnp.log(prior.scales[0][0])
+    np.testing.assert_allclose(found.log_prob(x), expected, 1e-4)
+    assert sparse_prior(dist.Normal(0, 1)) is None
+
+
+def test_gradients_of_densities():
+    u = centred_draw()
+
+    def density(parameters, u):
+        scale, mixing = parameters
+        structured = ICAR(GRAPHS["pieces"], scale).log_prob(u)
+        return structured + BYM2(GRAPHS["pieces"], scale, mixing).log_prob(u)
+
+    parameters = jnp.array([1.5, 0.6])
+    gradient, _ = jax.grad(density, (0, 1))(parameters, u)
+    covariance, labels = reference(GRAPHS["pieces"])
+
+    def twin(parameters):
+        scale, mixing = parameters
+        whole = mixing * covariance + (1 - mixing) * jnp.eye(len(labels))
+        normal = dist.MultivariateNormal(0.0, scale**2 * whole)
+        rank = len(labels) - 2
+        quadratic = u @ np.linalg.pinv(covariance, hermitian=True) @ u
+        return normal.log_prob(u) - rank * jnp.log(scale) - 0.5 * quadratic / scale**2
+
+    np.testing.assert_allclose(gradient, jax.grad(twin)(parameters), 1e-3)
+
+
+def centred_draw():
+    return ICAR(GRAPHS["pieces"]).sample(jax.random.key(1))
+
+
+def model(y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    field = numpyro.sample("field", ICAR(GRAPHS["pieces"], scale))
+    mixing = numpyro.sample("mixing", dist.Beta(1.0, 1.0))
+    areas = numpyro.sample("areas", BYM2(GRAPHS["pieces"], scale, mixing))
+    numpyro.sample("y", dist.Poisson(jnp.exp(field + areas)).to_event(1), obs=y)
+
+
+def test_fields_are_sites_of_numpyro():
+    draws = Predictive(model, num_samples=3)(jax.random.key(0))
+    assert draws["field"].shape == (3, 25)
+    info = initialize_model(jax.random.key(1), model, model_args=(jnp.ones(25),))
+    start = info.param_info.z
+    assert start["field"].shape == (23,)
+    value, gradient = jax.jit(jax.value_and_grad(info.potential_fn))(start)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((value, gradient)))
+    NUTS(model)  # accepts the model
+    leaves, tree = jax.tree.flatten(ICAR(GRAPHS["pieces"], 2.0))
+    again = jax.tree.unflatten(tree, leaves)
+    assert again.graph is ICAR(GRAPHS["pieces"]).graph
+
+
+def spoilt(entries, shape=(4, 4)):
+    matrix = np.zeros(shape)
+    for place, value in entries.items():
+        matrix[place] = value
+    return matrix
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "message"),
+    [
+        (np.zeros((2, 3)), r"shape \(2, 3\); expected \(n, n\)"),
+        (spoilt({(1, 2): 1.0}), r"adjacency\[1, 2\] is 1.0, but adjacency\[2, 1\] is"),
+        (spoilt({(1, 1): 2.0}), r"adjacency\[1, 1\] is 2.0: a node is no neighbour"),
+        (spoilt({(1, 2): -1.0, (2, 1): -1.0}), r"adjacency\[1, 2\] is -1.0: weights"),
+        (spoilt({(1, 2): np.nan, (2, 1): 1.0}), r"adjacency\[1, 2\] is nan"),
+    ],
+)
+def test_graphs_that_are_none(adjacency, message):
+    for given in (adjacency, sparse.csr_array(adjacency)):
+        with pytest.raises(ValueError, match=message):
+            ICAR(given)
+
+
+def test_precisions_that_are_none():
+    with pytest.raises(ValueError, match=r"\[0, 1\] and \[1, 0\] differ"):
+        GMRF(0.0, sparse.csr_array(np.array([[2.0, 1.0], [0.0, 2.0]])))
+    with pytest.raises(ValueError, match=r"shape \(2, 3\); expected"):
+        GMRF(0.0, sparse.csr_array(np.ones((2, 3))))
+    with pytest.raises(ValueError, match=r"with \[2, 3\] rows"):
+        GMRF(0.0, [(1.0, sparse.eye_array(2)), (1.0, sparse.eye_array(3))])
+    with pytest.raises(ValueError, match=r"loc has shape \(3,\)"):
+        GMRF(jnp.zeros(3), sparse.eye_array(2))
+    with pytest.raises(TypeError, match=r"dense matrix use dist.MultivariateNormal"):
+        GMRF(0.0, np.eye(2))
+    with pytest.raises(TypeError, match="indices are traced"):
+        jax.jit(lambda x: GMRF(0.0, BCOO.fromdense(x, nse=2)).loc)(jnp.eye(2))
+    with pytest.raises(TypeError, match="adjacency is traced"):
+        jax.jit(lambda x: ICAR(x).mean)(jnp.zeros((2, 2)))
