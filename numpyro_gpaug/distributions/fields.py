@@ -58,10 +58,10 @@ class ICAR(dist.Distribution):
     >>> import numpy as np
     >>> road = np.diag(np.ones(3), 1) + np.diag(np.ones(3), -1)  # four areas in a row
     >>> field = ICAR(road, scale=2.0)
-    >>> print(field.variance.round(2))
-    [7.11 2.25 2.25 7.11]
-    >>> print(field.log_prob(np.array([0.5, -0.5, -0.5, 0.5])).round(3))
-    -5.026
+    >>> print(np.asarray(field.variance).round(2))
+    [6.11 2.62 2.62 6.11]
+    >>> print(f"{field.log_prob(np.array([0.5, -0.5, -0.5, 0.5])):.3f}")
+    -5.122
     """
 
     arg_constraints = {"scale": constraints.positive}
@@ -144,10 +144,10 @@ class BYM2(dist.Distribution):
     >>> import numpy as np
     >>> road = np.diag(np.ones(3), 1) + np.diag(np.ones(3), -1)
     >>> field = BYM2(road, scale=2.0, mixing=0.5)
-    >>> print(field.variance.round(2))
-    [5.56 3.12 3.12 5.56]
-    >>> print(field.log_prob(np.array([1.0, -0.5, 0.0, 0.5])).round(3))
-    -6.206
+    >>> print(np.asarray(field.variance).round(2))
+    [5.06 3.31 3.31 5.06]
+    >>> print(f"{field.log_prob(np.array([1.0, -0.5, 0.0, 0.5])):.3f}")
+    -6.507
     """
 
     arg_constraints = {
@@ -280,10 +280,10 @@ class GMRF(dist.Distribution):
     >>> steps = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1],
     ...                                  shape=(4, 4))
     >>> field = GMRF(0.0, [(2.0, steps), (0.1, scipy.sparse.eye_array(4))])
-    >>> print(field.variance.round(3))
-    [0.363 0.531 0.531 0.363]
-    >>> print(field.log_prob(np.zeros(4)).round(3))
-    -1.3
+    >>> print(np.asarray(field.variance).round(3))
+    [0.373 0.542 0.542 0.373]
+    >>> print(f"{field.log_prob(np.zeros(4)):.3f}")
+    -1.389
     """
 
     arg_constraints = {"loc": constraints.real_vector}

@@ -31,9 +31,10 @@ class Graph:
         self, size: int, rows: np.ndarray, columns: np.ndarray, weights: np.ndarray
     ) -> None:
         self.size, self.rows, self.columns, self.weights = size, rows, columns, weights
-        self._digest = hashlib.sha256(
-            b"".join(np.ascontiguousarray(x) for x in (size, rows, columns, weights))
-        ).digest()
+        digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+        for x in (rows, columns, weights):
+            digest.update(np.ascontiguousarray(x).data)
+        self._digest = digest.digest()
 
     def __hash__(self) -> int:
         return hash(self._digest)
@@ -47,9 +48,11 @@ class Graph:
     @cached_property
     def components(self) -> Components:
         """The connected components."""
+        from scipy.sparse.csgraph import connected_components
+
         edges = self.weights, (self.rows, self.columns)
         matrix = sparse.coo_array(edges, shape=(self.size,) * 2)
-        count, labels = sparse.csgraph.connected_components(matrix, directed=False)
+        count, labels = connected_components(matrix, directed=False)
         sizes = np.bincount(labels, minlength=count)
         # Components with edges first, and one label for all islands.
         connected = np.flatnonzero(sizes > 1)
@@ -242,8 +245,10 @@ def _inverted(matrix: Any) -> tuple[np.ndarray, float, np.ndarray]:
 
     :param matrix: positive definite without positive entries off the diagonal, CSC.
     """
+    from scipy.sparse.linalg import splu
+
     size = matrix.shape[0]
-    decomposition = sparse.linalg.splu(
+    decomposition = splu(
         matrix, "MMD_AT_PLUS_A", diag_pivot_thresh=0, options={"SymmetricMode": True}
     )
     lower = sparse.csc_array(decomposition.L)

@@ -53,9 +53,8 @@ class ZeroSumByComponent(constraints.Constraint):
 
 
 class ZeroSumByComponentTransform(Transform):
-    """NumPyro's :class:`~numpyro.distributions.transforms.ZeroSumTransform` on each
-    component of a graph: an isometry from the entries of all nodes but the last of
-    each component, in their order.
+    """The ``ZeroSumTransform`` of NumPyro on each component of a graph: an isometry from
+    the entries of all nodes but the last of each component, in their order.
 
     :param graph: the graph.
     """
@@ -109,8 +108,9 @@ class ZeroSumByComponentTransform(Transform):
 
     def eq(self, other: object, *, static: bool = False) -> bool:
         """Whether ``other`` is the transform of an equal graph."""
-        same = isinstance(other, ZeroSumByComponentTransform)
-        return same and self.graph == other.graph
+        if not isinstance(other, ZeroSumByComponentTransform):
+            return False
+        return self.graph == other.graph
 
 
 @biject_to.register(ZeroSumByComponent)
@@ -132,8 +132,8 @@ def centred(graph: Graph, x: Array) -> Array:
     """Return numbers at the nodes, (..., n), minus their means over components. Islands
     keep theirs."""
     labels, sizes, _ = graph.components
-    sizes = jnp.asarray(np.append(sizes, np.inf), x.dtype)
-    return x - (sums(graph, x) / sizes)[..., labels]
+    divisors = jnp.asarray(np.append(sizes, np.inf), x.dtype)
+    return x - (sums(graph, x) / divisors)[..., labels]
 
 
 def _free(graph: Graph) -> np.ndarray:
