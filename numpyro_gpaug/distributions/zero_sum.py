@@ -53,8 +53,8 @@ class ZeroSumByComponent(constraints.Constraint):
 
 
 class ZeroSumByComponentTransform(Transform):
-    """The ``ZeroSumTransform`` of NumPyro on each component of a graph: an isometry from
-    the entries of all nodes but the last of each component, in their order.
+    """NumPyro's ``ZeroSumTransform`` on each component of a graph: an isometry from the
+    entries of all nodes but the last of each component, in their order.
 
     :param graph: the graph.
     """
