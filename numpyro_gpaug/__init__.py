@@ -10,6 +10,7 @@ from numpyro_gpaug import (
     kernels,
     multilabel,
     plots,
+    spatial,
     testing,
 )
 from numpyro_gpaug.distributions import (
@@ -71,6 +72,7 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.multilabel import ranking
 from numpyro_gpaug.predict import FunctionValues, Posterior
+from numpyro_gpaug.spatial import SPDE
 
 __version__ = "0.1.0"
 
@@ -114,6 +116,7 @@ __all__ = [
     "PolyaGamma",
     "Posterior",
     "RobustMax",
+    "SPDE",
     "SampledLogisticSoftmax",
     "Route",
     "Stream",
@@ -134,6 +137,7 @@ __all__ = [
     "ranking",
     "register_augmentation",
     "register_expectation",
+    "spatial",
     "squared_wasserstein",
     "testing",
     "with_residual",

@@ -24,7 +24,7 @@ from numpyro_gpaug.distributions.sparse_prior import SparsePrior
 from numpyro_gpaug.distributions.zero_sum import ZeroSumByComponent, centred, sums
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.math.sparse_terms import sum_of_terms
+from numpyro_gpaug.math.sparse_terms import by_columns, sum_of_terms
 
 _LOG_2PI = float(np.log(2 * np.pi))
 
@@ -319,13 +319,13 @@ class GMRF(dist.Distribution):
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)
         noise = random.normal(key, shape, self.loc.dtype)
         factor = sparse_cholesky.factor(self.pattern, self.values)
-        return self.loc + _by_columns(factor.half_solve_transposed, noise)
+        return self.loc + by_columns(factor.half_solve_transposed, noise)
 
     @validate_sample
     @precise
     def log_prob(self, value: Array) -> Array:
         x = value - self.loc
-        pulled = _by_columns(
+        pulled = by_columns(
             lambda b: sparse_cholesky.matvec(self.pattern, self.values, b), x
         )
         log_det = sparse_cholesky.log_det(self.pattern, self.values)
@@ -360,7 +360,7 @@ def _intrinsic(
     values = jnp.asarray(graph.grounded, dtype)
     factor = sparse_cholesky.factor(graph.pattern, values)
     noise = random.normal(key, shape, dtype)
-    return centred(graph, _by_columns(factor.half_solve_transposed, noise))
+    return centred(graph, by_columns(factor.half_solve_transposed, noise))
 
 
 def _quadratic(graph: Graph, x: Array) -> Array:
@@ -389,9 +389,3 @@ def _after(size: int, pattern: Any) -> Any:
         np.append(own, index + size) for index in (pattern.rows, pattern.columns)
     )
     return type(pattern).of(size + pattern.size, rows, columns)
-
-
-def _by_columns(function: Any, x: Array) -> Array:
-    """Apply a function of columns (n, k) to the vectors of an array (..., n)."""
-    columns = x.reshape(-1, x.shape[-1]).T
-    return function(columns).T.reshape(x.shape)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric sparse matrices as weighted sums of matrices with known places."""
+"""Symmetric sparse matrices as weighted sums of matrices with known places, and their
+functions of vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,12 @@ def sum_of_terms(terms: Iterable[Any], name: str) -> tuple[Pattern, Array]:
         summed = jax.ops.segment_sum(halved, places, len(keys))
         total = total + coefficient * summed
     return pattern, total
+
+
+def by_columns(function: Callable[[Array], Array], x: Array) -> Array:
+    """Apply a function of columns (n, k) to the vectors of an array (..., n)."""
+    columns = x.reshape(-1, x.shape[-1]).T
+    return function(columns).T.reshape(x.shape)
 
 
 def _keys(rows: np.ndarray, columns: np.ndarray, size: int) -> np.ndarray:
