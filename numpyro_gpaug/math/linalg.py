@@ -161,11 +161,10 @@ def safe_sqrt(x: Array) -> Array:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
-@jax.custom_jvp
 def cholesky_and_inverse(matrix: Array) -> tuple[Array, Array]:
-    """Return the lower factors L of many matrices (..., M, M), and their inverses; NaN
-    where a matrix is not positive definite. One loop computes both, so that they
-    compile sooner than :func:`cholesky` and :func:`inverse_lower`."""
+    """Return the lower Cholesky factors of matrices (..., M, M), and their inverses,
+    without derivatives; NaN where a matrix is not positive definite. One loop computes
+    both: this compiles sooner than :func:`cholesky` and :func:`inverse_lower`."""
     eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
 
     def both(matrix: Array, eye: Array) -> tuple[Array, Array]:
@@ -176,16 +175,6 @@ def cholesky_and_inverse(matrix: Array) -> tuple[Array, Array]:
         return factor, solved.mT
 
     return one_by_one(both)(matrix.mT, eye)
-
-
-@cholesky_and_inverse.defjvp
-@precise
-def _cholesky_and_inverse_jvp(
-    primals: Any, tangents: Any
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    factor, inverse = cholesky_and_inverse(*primals)
-    half = lower_half(inverse, tangents[0])
-    return (factor, inverse), (factor @ half, -half @ inverse)
 
 
 def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:

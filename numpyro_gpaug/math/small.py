@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.math import linalg
 
 # Matrices up to this size are taken number by number.
 SMALL = 6
+# Larger matrices than this are factorised by LAPACK in :func:`cholesky_and_inverse`.
+_ELIMINATED = 128
 
 _Entries = list[list[Any]]
 
@@ -56,6 +59,49 @@ def inverse_cholesky(matrix: Array) -> Array:
     factor, pivots = _factored(matrix)
     lower = _stacked(_inverted(factor, matrix))
     return lower / jnp.sqrt(jnp.stack(pivots, -1))[..., :, None]
+
+
+@jax.custom_jvp
+def cholesky_and_inverse(matrix: Array) -> tuple[Array, Array]:
+    """Return the lower Cholesky factors of many matrices (m, P, P), and their inverses;
+    NaN where a matrix is not positive definite.
+
+    Up to 128 rows are eliminated one after the other, for all matrices at once. This
+    compiles in half the time of LAPACK's functions.
+    """
+    size = matrix.shape[-1]
+    if size > _ELIMINATED:
+        return linalg.cholesky_and_inverse(matrix)
+    places = np.arange(size, dtype=np.int32)
+
+    def eliminate(k: Any, rows: Array) -> Array:
+        """Subtract multiples of row k from all rows below. The same operations on the
+        rows of the identity, of which columns before k take the place, give the
+        inverse."""
+        row = lax.dynamic_index_in_dim(rows, k, -2)
+        column = lax.dynamic_index_in_dim(rows, k, -1)
+        pivot = lax.dynamic_index_in_dim(row, k, -1)
+        scale = lax.rsqrt(jnp.where(pivot > 0, pivot, jnp.nan))
+        here = places == k
+        row = jnp.where(here, 1, row) * scale
+        rest = jnp.where(here, 0, rows) - column * scale * row
+        below = places[:, None] > k
+        return jnp.where(below, rest, jnp.where(here[:, None], row, rows))
+
+    rows = lax.fori_loop(np.int32(0), np.int32(size), eliminate, matrix)
+    eye, above = (places[:, None] == places), (places[:, None] < places)
+    factor = jnp.where(eye, 1 / rows, jnp.where(above, rows, 0)).mT
+    return factor, jnp.tril(rows)
+
+
+@cholesky_and_inverse.defjvp
+@linalg.precise
+def _cholesky_and_inverse_jvp(
+    primals: Any, tangents: Any
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    factor, inverse = cholesky_and_inverse(*primals)
+    half = linalg.lower_half(inverse, tangents[0])
+    return (factor, inverse), (factor @ half, -half @ inverse)
 
 
 def inverse_lower(factor: Array) -> Array:

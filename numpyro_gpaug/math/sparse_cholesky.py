@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_gpaug.math import linalg
+from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.sparse_pattern import Group, Pattern
 
@@ -39,12 +39,12 @@ from numpyro_gpaug.math.sparse_pattern import Group, Pattern
 class Fronts(NamedTuple):
     """The factors of a group of fronts.
 
-    :param lower: L, (m, P, P).
+    :param factor: L, (m, P, P).
     :param inverse: its inverse, (m, P, P).
-    :param gain: G, (m, B, P).
+    :param gain: ``-G``, (m, B, P).
     """
 
-    lower: Array
+    factor: Array
     inverse: Array
     gain: Array
 
@@ -76,43 +76,24 @@ class SparseFactor:
 
         :param b: (size,) or (size, k).
         """
-        return self.half_solve_transposed(self.half_solve(b))
+        return self._in_order(self._down(self._up(self._by_group(b))), b)
 
     @jax.jit
-    @precise
     def half_solve(self, b: Array) -> Array:
         """Return ``P' L^-1 P b``. Its squares sum to ``b' Q^-1 b``.
 
         :param b: (size,) or (size, k).
         """
-        pivots, white = self._pivots_of(b), []
-        update: Array | None = None
-        for own, fronts, group in self._upwards(pivots):
-            if update is not None:
-                passed = _passed_vectors(group, update)
-                own, passed = own + passed[:, : own.shape[1]], passed[:, own.shape[1] :]
-            white.append(fronts.inverse @ own)
-            update = -fronts.gain @ own
-            if group.children.shape[1]:
-                update = update + passed
-        return self._in_order(white[::-1], b)
+        return self._in_order(self._up(self._by_group(b)), b)
 
     @jax.jit
-    @precise
     def half_solve_transposed(self, e: Array) -> Array:
         """Return ``P' L^-T P e``. A vector of standard normal numbers becomes a draw of
         ``N(0, Q^-1)``.
 
         :param e: (size,) or (size, k).
         """
-        found: list[Array] = []
-        above: Array | None = None
-        for own, fronts, group in self._downwards(self._pivots_of(e)):
-            border = _border_vectors(group, above, own)
-            solved = fronts.inverse.mT @ own - fronts.gain.mT @ border
-            found.append(solved)
-            above = jnp.concatenate([solved, border], 1)
-        return self._in_order(found, e)
+        return self._in_order(self._down(self._by_group(e)), e)
 
     @jax.jit
     @precise
@@ -121,32 +102,29 @@ class SparseFactor:
 
         :param x: (size,) or (size, k).
         """
-        white: list[Array] = []
-        above: Array | None = None
-        for own, fronts, group in self._downwards(self._pivots_of(x)):
-            border = _border_vectors(group, above, own)
-            white.append(fronts.lower.mT @ (own + fronts.gain.mT @ border))
-            above = jnp.concatenate([own, border], 1)
+        white = []
+        known = jnp.zeros((1, *x.shape[1:]), x.dtype).reshape(1, -1)
+        steps = zip(self._by_group(x), self.fronts, self._groups, strict=True)
+        for own, front, group in steps:
+            innovation = own - front.gain.mT @ _at(known, group.border)
+            white.append(front.factor.mT @ innovation)
+            known = jnp.concatenate([known, own.reshape(-1, own.shape[-1])])
         return self._in_order(white, x)
 
     @jax.jit
     @precise
     def selected_inverse(self) -> Array:
         """Return the entries of ``Q^-1`` at the places of the pattern, (nnz,)."""
-        elimination = self.pattern.elimination
-        found = []
-        above: Array | None = None
-        steps = zip(elimination.groups, self.fronts, elimination.selected, strict=True)
-        for group, fronts, places in steps:
-            border = _border_matrix(group, above, fronts.gain)
-            across = -border @ fronts.gain
-            own = fronts.inverse.mT @ fronts.inverse - fronts.gain.mT @ across
-            columns = jnp.concatenate([own, across], 1)
-            found.append(_at(columns.reshape(-1), places))
-            if group is not elimination.groups[-1]:
-                rest = jnp.concatenate([across.mT, border], 1)
-                above = jnp.concatenate([columns, rest], 2)
-        return _at(jnp.concatenate(found), elimination.order)
+        found: list[Array] = []
+        above = jnp.zeros((1, 0, 0), self.log_det.dtype)
+        for front, group in zip(self.fronts, self._groups, strict=True):
+            border = _border(group, found[-1], above) if found else above
+            across = border @ front.gain
+            own = front.inverse.mT @ front.inverse + front.gain.mT @ across
+            found.append(jnp.concatenate([own, across], 1))
+            above = border
+        flat = jnp.concatenate([x.reshape(-1) for x in found])
+        return _at(flat, self.pattern.elimination.places)
 
     @jax.jit
     def forms(self, nodes: Array, coefficients: Array) -> Array:
@@ -163,32 +141,54 @@ class SparseFactor:
         places = self.pattern.places(nodes[:, :, None], nodes[:, None, :])
         used = coefficients != 0
         needed = used[:, :, None] & used[:, None, :]
-        known = jnp.where(
-            places < len(self.pattern.rows),
-            inverse.at[places].get(mode="clip", wrap_negative_indices=False),
-            jnp.nan,
-        )
+        known = inverse.at[places].get(mode="fill", fill_value=jnp.nan)
         return _form(jnp.where(needed, known, 0), coefficients)
 
-    def _pivots_of(self, b: Array) -> list[Array]:
+    @property
+    def _groups(self) -> tuple[Group, ...]:
+        return self.pattern.elimination.groups
+
+    def _by_group(self, x: Array) -> list[Array]:
         """Return the rows of the pivots of each group, (m, P, k), and zero for
         padding."""
-        columns = b.reshape(self.pattern.size, -1)
-        padded = jnp.pad(columns, ((0, 1), (0, 0)))
-        groups = self.pattern.elimination.groups
-        return [_rows(padded, group.pivots) for group in groups]
+        columns = jnp.pad(x.reshape(self.pattern.size, -1), ((0, 1), (0, 0)))
+        pivots = [group.pivots for group in self._groups]
+        flat = _at(columns, np.concatenate([x.reshape(-1) for x in pivots]))
+        cuts = np.cumsum([x.size for x in pivots])[:-1]
+        split = jnp.split(flat, cuts)
+        return [x.reshape(*p.shape, -1) for x, p in zip(split, pivots, strict=True)]
 
     def _in_order(self, found: list[Array], like: Array) -> Array:
         """Return rows of pivots in the order of the matrix."""
         flat = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in found])
-        return _rows(flat, self.pattern.elimination.nodes).reshape(like.shape)
+        return _at(flat, self.pattern.elimination.nodes).reshape(like.shape)
 
-    def _downwards(self, pivots: list[Array]) -> Any:
-        groups = self.pattern.elimination.groups
-        return zip(pivots, self.fronts, groups, strict=True)
+    @precise
+    def _up(self, given: list[Array]) -> list[Array]:
+        """Return ``L^-1 b``."""
+        white: list[Array] = []
+        update: Array | None = None
+        steps = list(zip(given, self.fronts, self._groups, strict=True))
+        for own, front, group in reversed(steps):
+            p = own.shape[1]
+            rest = jnp.zeros((), own.dtype)
+            if update is not None:
+                passed = _passed_vectors(group, update)
+                own, rest = own + passed[:, :p], passed[:, p:]
+            white.append(front.inverse @ own)
+            update = rest + front.gain @ own
+        return white[::-1]
 
-    def _upwards(self, pivots: list[Array]) -> Any:
-        return reversed(list(self._downwards(pivots)))
+    @precise
+    def _down(self, white: list[Array]) -> list[Array]:
+        """Return ``L^-T e``."""
+        found = []
+        known = jnp.zeros((1, white[0].shape[-1]), white[0].dtype)
+        for own, front, group in zip(white, self.fronts, self._groups, strict=True):
+            moved = front.gain.mT @ _at(known, group.border)
+            found.append(front.inverse.mT @ own + moved)
+            known = jnp.concatenate([known, found[-1].reshape(-1, own.shape[-1])])
+        return found
 
 
 @partial(jax.jit, static_argnums=0)
@@ -200,27 +200,41 @@ def factor(pattern: Pattern, values: Array) -> SparseFactor:
     :param values: the entries, (nnz,).
     :return: the factor; its numbers are NaN where the matrix is not positive definite.
     """
-    padded = jnp.append(values, jnp.ones(1, values.dtype))
-    found: list[Fronts] = []
-    log_det = jnp.zeros((), values.dtype)
+    elimination = pattern.elimination
+    fronts: list[Fronts] = []
     update: Array | None = None
-    for group in reversed(pattern.elimination.groups):
-        (m, p), b = group.pivots.shape, group.up.shape[1]
-        columns = jnp.zeros(m * (p + b) * p, values.dtype)
-        columns = columns.at[group.entries].set(
-            _at(padded, group.sources),
-            mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True,
-        ).reshape(m, p + b, p)  # fmt: skip
+    starts = _columns(pattern, values)
+    steps = zip(elimination.groups[::-1], starts[::-1], strict=True)
+    for group, columns in steps:
+        p = columns.shape[2]
+        own, across = columns[:, :p], -columns[:, p:]
         rest = jnp.zeros((), values.dtype)
         if update is not None:
             passed = _passed_matrix(group, update)
-            columns, rest = columns + passed[:, :, :p], passed[:, p:, p:]
-        lower, inverse = linalg.cholesky_and_inverse(columns[:, :p])
-        half = columns[:, p:] @ inverse.mT
-        found.append(Fronts(lower, inverse, half @ inverse))
+            own, across = own + passed[:, :p, :p], across - passed[:, p:, :p]
+            rest = passed[:, p:, p:]
+        lower, inverse = small.cholesky_and_inverse(own)
+        half = across @ inverse.mT
+        fronts.append(Fronts(lower, inverse, half @ inverse))
         update = rest - half @ half.mT
-        log_det = log_det + 2 * jnp.log(linalg.diagonal(lower)).sum()
-    return SparseFactor(pattern, tuple(found[::-1]), log_det)
+    flat = jnp.concatenate([x.inverse.reshape(-1) for x in fronts[::-1]])
+    log_det = -2 * jnp.log(_at(flat, elimination.diagonal)).sum()
+    return SparseFactor(pattern, tuple(fronts[::-1]), log_det)
+
+
+def _columns(pattern: Pattern, values: Array) -> list[Array]:
+    """Return the entries of the matrix in the fronts of each group, (m, R, P)."""
+    elimination = pattern.elimination
+    shapes = [(*x.pivots.shape, x.up.shape[1]) for x in elimination.groups]
+    cuts = np.cumsum([m * (p + b) * p for m, p, b in shapes])
+    flat = jnp.zeros(int(cuts[-1]), values.dtype)
+    with_one = jnp.append(values, jnp.ones(1, values.dtype))
+    flat = flat.at[elimination.entries].set(
+        _at(with_one, elimination.sources),
+        mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True,
+    )  # fmt: skip
+    split = jnp.split(flat, cuts[:-1])
+    return [x.reshape(m, p + b, p) for x, (m, p, b) in zip(split, shapes, strict=True)]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -284,16 +298,12 @@ def _at(values: Array, places: Any) -> Array:
     return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-_rows = _at
-
-
 def _passed_matrix(group: Group, update: Array) -> Array:
     """Return the sums of the updates of children, (m, R, R)."""
-    b = update.shape[-1]
-    down = group.down
-    row = jnp.asarray(group.children[:, :, None] * b + np.maximum(down, 0)) * b
-    places = row[..., None] + np.maximum(down, 0)[:, :, None, :]
-    there = jnp.asarray(down >= 0)
+    b, down = update.shape[-1], np.maximum(group.down, 0)
+    row = jnp.asarray((group.children[:, :, None] * b + down) * b)
+    places = row[..., None] + down[:, :, None, :]
+    there = jnp.asarray(group.down >= 0)
     both = there[..., None] & there[:, :, None, :]
     return jnp.where(both, _at(update.reshape(-1), places), 0).sum(1)
 
@@ -302,31 +312,26 @@ def _passed_vectors(group: Group, update: Array) -> Array:
     """Return the sums of the updates of children, (m, R, k)."""
     m, b, k = update.shape
     places = group.children[:, :, None] * b + np.maximum(group.down, 0)
-    rows = _rows(update.reshape(m * b, k), places)
+    rows = _at(update.reshape(m * b, k), places)
     return jnp.where((group.down >= 0)[..., None], rows, 0).sum(1)
 
 
-def _border_matrix(group: Group, above: Array | None, like: Array) -> Array:
-    """Return the inverse at the borders of fronts, (m, B, B), from the fronts above."""
-    b = like.shape[1]
-    if above is None:
-        return jnp.zeros((len(like), b, b), like.dtype)
-    r, up = above.shape[1], np.maximum(group.up, 0)
-    row = jnp.asarray((group.parent[:, None] * r + up) * r)
-    places = row[:, :, None] + up[:, None, :]
-    there = jnp.asarray(group.up >= 0)
-    both = there[:, :, None] & there[:, None, :]
-    return jnp.where(both, _at(above.reshape(-1), places), 0)
+def _border(group: Group, columns: Array, rest: Array) -> Array:
+    """Return the inverse at the borders of fronts, (m, B, B).
 
-
-def _border_vectors(group: Group, above: Array | None, like: Array) -> Array:
-    """Return rows of the borders of fronts, (m, B, k), from the fronts above."""
-    if above is None:
-        return jnp.zeros((len(like), group.up.shape[1], like.shape[2]), like.dtype)
-    count, r, k = above.shape
-    places = group.parent[:, None] * r + np.maximum(group.up, 0)
-    rows = _rows(above.reshape(count * r, k), places)
-    return jnp.where((group.up >= 0)[..., None], rows, 0)
+    :param columns: the inverse at the pivots of the fronts above, (m', R, P).
+    :param rest: the inverse at their borders.
+    """
+    count, r, p = columns.shape
+    b = r - p
+    parent, up = jnp.asarray(group.parent)[:, None, None], jnp.asarray(group.up)
+    high = jnp.maximum(up[:, :, None], up[:, None, :])
+    low = jnp.minimum(up[:, :, None], up[:, None, :])
+    first = _at(columns.reshape(-1), (parent * r + high) * p + jnp.clip(low, 0, p - 1))
+    if b:
+        places = (parent * b + jnp.maximum(high - p, 0)) * b + jnp.maximum(low - p, 0)
+        first = jnp.where(low < p, first, _at(rest.reshape(-1), places))
+    return jnp.where(low >= 0, first, 0)
 
 
 def _form(matrix: Array, a: Array) -> Array:

@@ -14,14 +14,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_gpaug.math.dissection import dissect
-
 _Indices = np.ndarray
 # Parts of the graph up to this size are not cut.
 _LEAF = 8
 # Costs in operations of a product of matrices: an entry that is gathered, a front, and
 # a group of fronts. The last is mostly the time to compile it.
-_GATHERED, _FRONT, _GROUP = 12.0, 5e4, 1e7
+_GATHERED, _FRONT, _GROUP = 12.0, 5e4, 1e8
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +133,8 @@ class Group(NamedTuple):
 
     :param pivots: the nodes that a front eliminates, (m, P); the size of the matrix for
         padding.
+    :param border: the places of the border nodes among the pivots of all groups,
+        counted from one, (m, B); 0 for padding.
     :param parent: the front of the group above that each front passes its border to,
         (m,).
     :param up: the places of the border nodes in the parent's front, (m, B); -1 for
@@ -143,38 +143,46 @@ class Group(NamedTuple):
         and 0 where there are fewer.
     :param down: for each place in a front, the place in each child's border, (m, C, R);
         -1 for none.
-    :param entries: the places of entries of the matrix, and of ones for the pivots that
-        are padding, in the flat (m, R, P) fronts.
-    :param sources: the places of the values; the number of values for a one.
     """
 
     pivots: _Indices
+    border: _Indices
     parent: _Indices
     up: _Indices
     children: _Indices
     down: _Indices
-    entries: _Indices
-    sources: _Indices
 
 
 class Elimination(NamedTuple):
     """The order in which nodes are eliminated.
 
+    Fronts are stored as the columns of their pivots, (m, R, P), one group after the
+    other.
+
     :param groups: the last to be eliminated first.
     :param nodes: the place of each node among the pivots of all groups, (size,).
-    :param selected: by group, the places of entries of the matrix in flat (m, R, P)
-        fronts.
-    :param order: the place of each entry among those of all groups, (nnz,).
+    :param places: the place of each entry of the matrix in the fronts, (nnz,).
+    :param entries: the places in the fronts of all numbers that a matrix sets, sorted:
+        its entries, in both triangles of the pivots, and ones on the diagonal of
+        padding.
+    :param sources: the places of their values; the number of values for a one.
+    :param diagonal: the places of the diagonal entries of all (m, P, P) blocks of
+        pivots, one group after the other.
     """
 
     groups: tuple[Group, ...]
     nodes: _Indices
-    selected: tuple[_Indices, ...]
-    order: _Indices
+    places: _Indices
+    entries: _Indices
+    sources: _Indices
+    diagonal: _Indices
 
 
 @lru_cache(maxsize=16)
 def _eliminated(pattern: Pattern) -> Elimination:
+    # SciPy's graphs take a while to import.
+    from numpyro_gpaug.math.dissection import dissect
+
     rows, columns = _both_directions(pattern)
     depth, code = dissect(pattern.size, rows, columns, _LEAF)
     borders = _borders(pattern.size, rows, columns, depth, code)
@@ -278,22 +286,39 @@ class _Builder:
             self.codes.append(codes)
             self.counts.append(int(counts.max(initial=0)))
         self.tops = tops
+        sizes = [m * (p + b) * p for m, p, b in map(self._widths, range(len(tops)))]
+        self.offsets = np.append(0, np.cumsum(sizes))
 
     def build(self) -> Elimination:
-        places = self._entries()
-        groups = tuple(self._group(g, *places) for g in range(len(self.tops)))
-        # Nodes and entries, by group.
-        widths = [x.pivots.size for x in groups]
-        offsets = np.append(0, np.cumsum(widths))[self.group]
+        slots = self._slots()
+        places, mirrors = self._entries()
+        both = np.flatnonzero(mirrors >= 0)
+        groups = tuple(self._group(g, slots) for g in range(len(self.tops)))
+        ones, diagonal, start = [], [], 0
+        for g, group in enumerate(groups):
+            m, p, b = self._widths(g)
+            front, place = np.arange(m)[:, None], np.arange(p)
+            diagonal.append(start + front * p * p + place * (p + 1))
+            start += m * p * p
+            corner = self.offsets[g] + front * (p + b) * p + place * (p + 1)
+            ones.append(corner[group.pivots == self.size])
+        padding = np.concatenate(ones)
+        entries = np.concatenate([places, mirrors[both], padding])
+        none = np.full(len(padding), len(places))
+        sources = np.concatenate([np.arange(len(places)), both, none])
+        order = np.argsort(entries)
+        arrays = (
+            slots, places, entries[order], sources[order],
+            np.concatenate([x.reshape(-1) for x in diagonal]),
+        )  # fmt: skip
+        return Elimination(groups, *(x.astype(np.int32) for x in arrays))
+
+    def _slots(self) -> _Indices:
+        """Return the place of each node among the pivots of all groups."""
+        widths = [len(x) * p for x, p in zip(self.codes, self.counts, strict=True)]
+        first = np.append(0, np.cumsum(widths))[self.group]
         counts = np.array(self.counts)[self.group]
-        nodes = offsets + self.front * counts + self.place
-        holder, flat, _ = places
-        order = np.argsort(holder, kind="stable")
-        cuts = np.searchsorted(holder[order], np.arange(1, len(groups)))
-        selected = tuple(x.astype(np.int32) for x in np.split(flat[order], cuts))
-        where = np.empty(len(order), np.int32)
-        where[order] = np.arange(len(order))
-        return Elimination(groups, nodes.astype(np.int32), selected, where)
+        return first + self.front * counts + self.place
 
     def _locate(self, g: int, front: _Indices, node: _Indices) -> _Indices:
         """Return the places of nodes in fronts of a group, as pivots or in the
@@ -310,44 +335,34 @@ class _Builder:
         most = int(np.bincount(front, minlength=1).max(initial=0))
         return len(self.codes[g]), self.counts[g], most
 
-    def _entries(self) -> tuple[_Indices, _Indices, _Indices]:
-        """Return, for each entry of the matrix, the group of its front, its place in
-        the flat fronts, and the place of its mirror image in the block of pivots; -1
-        for none."""
+    def _entries(self) -> tuple[_Indices, _Indices]:
+        """Return the place of each entry of the matrix in the fronts, and the place of
+        its mirror image in the block of pivots; -1 for none."""
         i, j = self.pattern.rows.astype(np.int64), self.pattern.columns.astype(np.int64)
         swap = self.group[i] > self.group[j]
         first, other = np.where(swap, i, j), np.where(swap, j, i)
         holder = self.group[first]
-        flat, mirror = np.empty(len(i), np.int64), np.full(len(i), -1)
+        places, mirrors = np.empty(len(i), np.int64), np.full(len(i), -1)
         for g in range(len(self.tops)):
             here = np.flatnonzero(holder == g)
-            _, p, b = self._widths(g)
-            f, u, v = self.front[first[here]], first[here], other[here]
-            row, column = self._locate(g, f, v), self.place[u]
-            flat[here] = (f * (p + b) + row) * p + column
+            m, p, b = self._widths(g)
+            front, u, v = self.front[first[here]], first[here], other[here]
+            row, column = self._locate(g, front, v), self.place[u]
+            corner = self.offsets[g] + front * (p + b) * p
+            places[here] = corner + row * p + column
             twin = (row < p) & (row != column)
-            mirror[here[twin]] = ((f * (p + b) + column) * p + row)[twin]
-        return holder, flat, mirror
+            mirrors[here[twin]] = (corner + column * p + row)[twin]
+        return places, mirrors
 
-    def _group(
-        self, g: int, holder: _Indices, flat: _Indices, mirror: _Indices
-    ) -> Group:
+    def _group(self, g: int, slots: _Indices) -> Group:
         m, p, b = self._widths(g)
         pivots = np.full((m, p), self.size)
         mine = np.flatnonzero(self.group == g)
         pivots[self.front[mine], self.place[mine]] = mine
-        parent, up = self._parents(g)
-        children, down = self._children(g)
-        here = np.flatnonzero(holder == g)
-        both = here[mirror[here] >= 0]
-        front, place = np.nonzero(pivots == self.size)
-        ones = (front * (p + b) + place) * p + place
-        entries = np.concatenate([flat[here], mirror[both], ones])
-        sources = np.concatenate([here, both, np.full(len(ones), len(holder))])
-        order = np.argsort(entries)
-        arrays = (
-            pivots, parent, up, children, down, entries[order], sources[order],
-        )  # fmt: skip
+        front, node = np.divmod(self.borders[g], max(self.size, 1))
+        border = np.zeros((m, b), np.int64)
+        border[front, _ranks(front, m)[0]] = 1 + slots[node]
+        arrays = (pivots, border, *self._parents(g), *self._children(g))
         return Group(*(x.astype(np.int32) for x in arrays))
 
     def _parents(self, g: int) -> tuple[_Indices, _Indices]:
