@@ -131,25 +131,23 @@ def test_the_field_is_matern():
 
 @pytest.mark.parametrize("double", [False, True])
 def test_densities_of_weights(double):
-    mesh = Mesh.around(SQUARE, 0.25, 0.5)
+    mesh = Mesh.around(SQUARE, 0.4, 0.5)
     with enable_x64(double):
         law = MaternWeights(mesh, 0.6)
         prior = law._sparse_precision()
         precision = lower_to_whole(prior.pattern, prior.values).toarray()
-        x = law.sample(jax.random.key(0), (3,))
+        x = law.sample(jax.random.key(0), (100,))
         quadratic = np.einsum("ki,ij,kj->k", x, precision, x)
         log_det = np.linalg.slogdet(precision)[1]
         expected = 0.5 * (log_det - quadratic - mesh.size * np.log(2 * np.pi))
         tolerance = 1e-9 if double else 2e-5
         np.testing.assert_allclose(law.log_prob(x), expected, tolerance)
         np.testing.assert_allclose(prior.log_det(), log_det, tolerance)
-        variances = np.linalg.inv(precision).diagonal()
-        np.testing.assert_allclose(law.variance, variances, 1e4 * tolerance**1.2)
-        # The quadratic form is chi squared.
-        draws = law.sample(jax.random.key(1), (100,))
-        forms = np.einsum("ki,ij,kj->k", draws, precision, draws)
-        expected, deviation = mesh.size, np.sqrt(2 * mesh.size)
-        assert abs(forms.mean() - expected) < 5 * deviation / 10
+        if double:
+            variances = np.linalg.inv(precision).diagonal()
+            np.testing.assert_allclose(law.variance, variances, tolerance)
+        # The quadratic form of draws is chi squared.
+        assert abs(quadratic.mean() - mesh.size) < 5 * np.sqrt(2 * mesh.size / 100)
 
 
 def test_a_field_in_a_model():

@@ -14,6 +14,7 @@ from scipy import sparse
 from scipy.linalg import solve_triangular
 
 from numpyro_gpaug.math.sparse_pattern import Pattern
+from numpyro_gpaug.math.threads import threads_for
 
 
 class Graph:
@@ -238,54 +239,56 @@ def _inverted(matrix: Any) -> tuple[np.ndarray, float, np.ndarray]:
     """Return the diagonal of the inverse of a matrix, its log-determinant, and the row
     sums of the inverse.
 
-    The diagonal comes from the recursion of Takahashi et al. (1973) on the supernodes
-    of a sparse factor ``L D L'``, from the last to the first. No entry of L cancels in
-    the matrices of graphs, whose entries off the diagonal are not positive. The nodes
-    below a supernode are therefore all among the nodes of the next one above it.
-
     :param matrix: positive definite without positive entries off the diagonal, CSC.
     """
     from scipy.sparse.linalg import splu
 
-    size = matrix.shape[0]
     decomposition = splu(
         matrix, "MMD_AT_PLUS_A", diag_pivot_thresh=0, options={"SymmetricMode": True}
     )
+    # No entry of the factor cancels: entries off the diagonal stay negative. Those that
+    # are zero are padding.
     lower = sparse.csc_array(decomposition.L)
     lower.eliminate_zeros()
     lower.sort_indices()
     pivots = decomposition.U.diagonal()
+    # Many small products, for which threads of BLAS would wait.
+    with threads_for(1):
+        diagonal = _inverse_diagonal(lower, pivots)
+    sums = decomposition.solve(np.ones(matrix.shape[0]))
+    return diagonal[decomposition.perm_c], float(np.log(pivots).sum()), sums
+
+
+def _inverse_diagonal(lower: Any, pivots: np.ndarray) -> np.ndarray:
+    """Return the diagonal of the inverse of ``L D L'``.
+
+    The recursion of Takahashi et al. (1973) goes through the supernodes, from the last
+    to the first. The inverse at the nodes below a supernode is part of the inverse at
+    the front of its parent.
+
+    :param lower: L, with a unit diagonal; CSC.
+    :param pivots: the diagonal of D.
+    """
+    starts, stops, parents = _supernodes(lower)
     bounds, nodes = lower.indptr, lower.indices
-    counts = np.diff(bounds)
-    joined = counts[:-1] == counts[1:] + 1
-    joined[joined] = nodes[bounds[:-2][joined] + 1] == np.flatnonzero(joined) + 1
-    starts = np.append(0, np.flatnonzero(~joined) + 1)
-    stops = np.append(starts[1:], size)
-    owner = np.repeat(np.arange(len(starts)), stops - starts)
-    has_parent = counts[starts] > stops - starts
-    above = nodes[bounds[starts] + np.minimum(stops - starts, counts[starts] - 1)]
-    parents = np.where(has_parent, owner[above], -1)
-    waiting = np.bincount(parents[has_parent], minlength=len(starts))
-    fronts: dict[int, np.ndarray] = {}
-    diagonal = np.empty(size)
+    fronts = [nodes[bounds[k] : bounds[k + 1]] for k in starts]
+    waiting = np.bincount(parents[parents >= 0], minlength=len(starts))
+    inverses: dict[int, np.ndarray] = {}
+    diagonal = np.empty(len(pivots))
     for k in range(len(starts) - 1, -1, -1):
-        start, stop, parent = starts[k], stops[k], parents[k]
-        front, width = nodes[bounds[start] : bounds[start + 1]], stop - start
+        start, stop, parent, front = starts[k], stops[k], parents[k], fronts[k]
+        width = stop - start
         columns = np.zeros((width, len(front)))
-        columns[np.triu(np.ones_like(columns, bool))] = lower.data[
-            bounds[start] : bounds[stop]
-        ]
+        entries_of = lower.data[bounds[start] : bounds[stop]]
+        columns[np.triu(np.ones_like(columns, bool))] = entries_of
         root = solve_triangular(
             columns[:, :width].T, np.eye(width), lower=True, unit_diagonal=True
         )
         inverse = np.zeros((len(front),) * 2)
         inverse[:width, :width] = (root.T / pivots[start:stop]) @ root
         if parent >= 0:
-            shared = front[width:]
-            first = bounds[starts[parent]]
-            length = counts[starts[parent]]
-            places = np.searchsorted(nodes[first : first + length], shared)
-            border = fronts[parent][places[:, None], places]
+            places = np.searchsorted(fronts[parent], front[width:])
+            border = inverses[parent][places[:, None], places]
             ratio = columns[:, width:].T @ root
             cross = -border @ ratio
             inverse[width:, width:] = border
@@ -293,9 +296,26 @@ def _inverted(matrix: Any) -> tuple[np.ndarray, float, np.ndarray]:
             inverse[:width, :width] -= ratio.T @ cross
             waiting[parent] -= 1
             if not waiting[parent]:
-                del fronts[parent]
+                del inverses[parent]
         if waiting[k]:
-            fronts[k] = inverse
+            inverses[k] = inverse
         diagonal[start:stop] = inverse.diagonal()[:width]
-    sums = decomposition.solve(np.ones(size))
-    return diagonal[decomposition.perm_c], float(np.log(pivots).sum()), sums
+    return diagonal
+
+
+def _supernodes(lower: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first and last (exclusive) column of each supernode of a factor, and
+    its parent, the supernode of the first row below it; -1 for none.
+
+    Successive columns are in one supernode if they have the same rows below.
+    """
+    bounds, nodes = lower.indptr, lower.indices
+    counts = np.diff(bounds)
+    joined = counts[:-1] == counts[1:] + 1
+    joined[joined] = nodes[bounds[:-2][joined] + 1] == np.flatnonzero(joined) + 1
+    starts = np.append(0, np.flatnonzero(~joined) + 1)
+    stops = np.append(starts[1:], len(counts))
+    owner = np.repeat(np.arange(len(starts)), stops - starts)
+    widths = np.minimum(stops - starts, counts[starts] - 1)
+    above = owner[nodes[bounds[starts] + widths]]
+    return starts, stops, np.where(counts[starts] > stops - starts, above, -1)

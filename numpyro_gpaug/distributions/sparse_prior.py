@@ -34,9 +34,9 @@ import numpyro.distributions as dist
 from jax import Array
 from scipy import sparse
 
-from numpyro_gpaug.distributions.graph import entries, graph_of
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.sparse_pattern import Pattern
+from numpyro_gpaug.math.sparse_terms import sum_of_terms
 
 
 class SparsePrior(NamedTuple):
@@ -95,21 +95,14 @@ def _of_car(fn: dist.CAR) -> SparsePrior | None:
         return None
     if np.ndim(fn.correlation):
         return None
-    graph = graph_of(adjacency)
-    dtype = jnp.result_type(fn.loc, fn.correlation, fn.conditional_precision, float)
-    ends = np.append(graph.rows, graph.columns)
-    degrees = np.bincount(ends, np.tile(graph.weights, 2), graph.size)
-    diagonal = entries(graph.pattern, sparse.diags_array(degrees))
-    neighbours = entries(
-        graph.pattern,
-        sparse.coo_array(
-            (graph.weights, (graph.rows, graph.columns)), shape=(graph.size,) * 2
-        ),
-    )
-    correlation = jnp.asarray(fn.correlation, dtype)
-    values = jnp.asarray(diagonal, dtype) - correlation * neighbours.astype(dtype)
+    neighbours = sparse.csr_array(adjacency)
+    degrees = sparse.diags_array(np.asarray(neighbours.sum(1)).ravel())
+    terms = [(1.0, degrees), (-jnp.asarray(fn.correlation, float), neighbours)]
+    pattern, values = sum_of_terms(terms, "adj_matrix")
+    dtype = jnp.result_type(fn.loc, values, fn.conditional_precision)
+    values = values.astype(dtype)
     scale = jnp.asarray(fn.conditional_precision, dtype)[..., None] ** -0.5
     return SparsePrior(
-        graph.pattern, values, None, jnp.asarray(fn.loc, dtype), (scale,),
-        lambda: sparse_cholesky.log_det(graph.pattern, values),
+        pattern, values, None, jnp.asarray(fn.loc, dtype), (scale,),
+        lambda: sparse_cholesky.log_det(pattern, values),
     )  # fmt: skip

@@ -29,14 +29,15 @@ class PointProcess(NamedTuple):
 
 
 def point_process(points: ArrayLike, mesh: Mesh, window: ArrayLike) -> PointProcess:
-    r"""Return the data with which a Poisson likelihood fits a log-Gaussian Cox process.
+    r"""Return the data that determine the likelihood of a log-Gaussian Cox process.
 
-    The log-likelihood of points :math:`x_i` with the log intensity f is :math:`\sum_i
-    f(x_i) - \int_W e^{f(x)} dx`. For a piecewise linear f the sum is :math:`\sum_j c_j
-    f_j` over the nodes. The integral is replaced by :math:`\sum_j w_j e^{f_j}` (Simpson
-    et al., 2016, equation 6). Up to a constant the result is the density of
-    ``Poisson(w_j exp(f_j))`` at the counts :math:`c_j`, which are not integers.
-    Covariates in f are thereby interpolated between nodes, too.
+    The log-likelihood of points :math:`x_i` in a window W, with the log intensity f, is
+    :math:`\sum_i f(x_i) - \int_W e^{f(x)} dx`. For an f that is linear on triangles,
+    the sum is :math:`\sum_j c_j f_j` over the nodes, with the counts :math:`c_j`. The
+    integral is replaced by :math:`\sum_j w_j e^{f_j}`, with the exposure :math:`w_j`
+    (Simpson et al., 2016, equation 6). Covariates in f are interpolated between nodes,
+    too. The likelihood is a :func:`numpyro.factor`, because the counts are not
+    integers, which a Poisson distribution would need.
 
     :param points: (N, 2), inside the window.
     :param mesh: a mesh that covers the window.
@@ -55,12 +56,11 @@ def point_process(points: ArrayLike, mesh: Mesh, window: ArrayLike) -> PointProc
     >>> data = gpaug.spatial.point_process(points, mesh, window=square)
     >>> float(data.exposure.sum().round(6)), float(data.counts.sum().round(4))
     (1.0, 40.0)
-    >>> def model(X, exposure, counts=None):
+    >>> def model(X, exposure, counts):
     ...     level = numpyro.sample("level", dist.Normal(0.0, 5.0))
     ...     s = gpaug.SPDE("s", mesh, range=0.5, scale=1.0)
-    ...     with numpyro.plate("nodes", X.shape[0]):
-    ...         rate = exposure * jnp.exp(level + s(X))
-    ...         numpyro.sample("counts", dist.Poisson(rate), obs=counts)
+    ...     f = level + s(X)
+    ...     numpyro.factor("points", (counts * f - exposure * jnp.exp(f)).sum())
     """
     points, window = np.asarray(points, float), np.asarray(window, float)
     for name, given in (("points", points), ("window", window)):
