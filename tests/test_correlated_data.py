@@ -103,6 +103,140 @@ def test_data_that_are_all_correlated_against_linear_algebra(x64):
     np.testing.assert_allclose(law.covariance_matrix, expected, rtol=1e-8)
 
 
+U = np.array([[0.6, 0.2, 0.0], [0.2, 0.5, -0.1], [0.0, -0.1, 0.4]])
+TABLES, MORE = RNG.normal(size=(N, 3, 2)), RNG.normal(size=(4, 3, 2))
+
+
+def tables(X, group, seen, Y=None, *, groups=G):
+    """A matrix for each datum, whose rows and columns have noise in common."""
+    slopes = numpyro.sample("slopes", dist.Normal(0, 2).expand([2, 2]).to_event(2))
+    with numpyro.plate("groups", groups):
+        b = numpyro.sample("b", dist.Normal(0, 0.7).expand([2]).to_event(1))
+    mean = (X @ slopes + b[group])[:, None, :] * jnp.array([[1.0], [2.0], [-1.0]])
+    rows, columns = np.linalg.cholesky(U), np.linalg.cholesky(NOISE)
+    with numpyro.plate("data", len(X)), handlers.mask(mask=seen):
+        numpyro.sample("Y", dist.MatrixNormal(mean, rows, columns), obs=Y)
+
+
+def test_matrices_against_linear_algebra(dtype):
+    rtol = 1e-8 if dtype == "float64" else 2e-4
+    seen, kept = np.array([1, 1, 0, 1, 1, 0, 1], bool), [0, 1, 3, 4, 6]
+    data = np.where(seen[:, None, None], TABLES, np.nan)
+    svi = gpaug.ConjugateSVI(tables, gpaug.AutoLatentGaussian(tables))
+    fit = svi.run(jax.random.key(0), 20, X, GROUP, seen, data, progress_bar=False)
+
+    def in_matrices(J):
+        times = np.array([1.0, 2.0, -1.0])[:, None, None]
+        return (J[:, None] * times).reshape(len(J), 6, -1)
+
+    noise = np.kron(U, NOISE)
+    J = in_matrices(design(X, GROUP)[kept]).reshape(30, -1)
+    mean, spread, evidence = posterior_of(
+        J, np.kron(np.eye(5), noise), TABLES[kept].ravel()
+    )
+    np.testing.assert_allclose(-fit.losses[-1], evidence, rtol=rtol)
+
+    posterior, J = svi.posterior(fit), in_matrices(design(NEW, AMONG))
+    none = np.array([1, 0, 1, 1], bool)
+    law = posterior.predict_y(NEW, AMONG, none)
+    means, expected = J @ mean, J @ spread @ J.mT + noise
+    assert (law.batch_shape, law.event_shape) == ((4,), (3, 2))
+    tolerance = {"rtol": rtol, "atol": rtol}
+    np.testing.assert_allclose(law.mean.reshape(4, 6), means, **tolerance)
+    np.testing.assert_allclose(law.covariance_matrix, expected, **tolerance)
+    variances = expected.diagonal(axis1=1, axis2=2).reshape(4, 3, 2)
+    np.testing.assert_allclose(law.variance, variances, **tolerance)
+    flat = MORE.reshape(4, 6)
+    densities = np.array([
+        multivariate_normal(m, c).logpdf(y)
+        for m, c, y in zip(means, expected, flat, strict=True)
+    ])  # fmt: skip
+    np.testing.assert_allclose(law.log_prob(MORE), densities, rtol=rtol)
+    found = posterior.log_prob(NEW, AMONG, none, MORE)
+    np.testing.assert_allclose(found, densities * none, rtol=rtol)
+    draws = np.asarray(law.sample(jax.random.key(1), (40_000,))).reshape(-1, 4, 6)
+    assert np.abs(np.cov(draws[:, 0].T) - expected[0]).max() < 0.05 * expected[0].max()
+    eta = posterior.predict_f(NEW, AMONG, none, site="Y", full_covariance=True)
+    J = J.reshape(24, -1)
+    np.testing.assert_allclose(eta.mean.ravel(), J @ mean, **tolerance)
+    np.testing.assert_allclose(eta.variance, J @ spread @ J.T, **tolerance)
+
+
+def matrix_of_rows(X, steps, Y=None, *, tau=None):
+    """One matrix of outcomes, correlated along rows and along columns."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1)) if tau is None else tau
+    B = numpyro.sample("B", dist.Normal(0, 3).expand([2, 2]).to_event(2))
+    columns = tau * np.linalg.cholesky(NOISE)
+    rows = jnp.linalg.cholesky(steps)
+    numpyro.sample("Y", dist.MatrixNormal(X @ B, rows, columns), obs=Y)
+
+
+def of_rows(X, steps, tau):
+    J = 3 * np.kron(X, np.eye(2))
+    return J, np.kron(steps, tau**2 * NOISE)
+
+
+def test_one_matrix_of_all_data_against_linear_algebra(x64):
+    svi = gpaug.ConjugateSVI(matrix_of_rows, gpaug.AutoLatentGaussian(matrix_of_rows))
+    tau, steps = np.array(0.8), STEPS[:4, :4]
+    fit = svi.run(
+        jax.random.key(0), 20, X, STEPS, Y, tau=tau, progress_bar=False
+    )  # fmt: skip
+    mean, spread, evidence = posterior_of(*of_rows(X, STEPS, tau), Y.ravel())
+    np.testing.assert_allclose(-fit.losses[-1], evidence, rtol=1e-9)
+    posterior = svi.posterior(fit)
+    with pytest.warns(UserWarning, match="'Y' are correlated .* another set"):
+        law = posterior.predict_y(NEW, steps)
+    J, noise = of_rows(NEW, steps, tau)
+    whole = J @ spread @ J.T + noise
+    np.testing.assert_allclose(law.mean.ravel(), J @ mean, rtol=1e-8)
+    np.testing.assert_allclose(law.covariance_matrix, whole, rtol=1e-8)
+    with pytest.warns(UserWarning, match="'Y' are correlated"):
+        found = posterior.log_prob(NEW, steps, HELD)
+    expected = multivariate_normal(J @ mean, whole).logpdf(HELD.ravel())
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
+    with pytest.raises(ValueError, match=r"shape \(4, 2\), and scale_tril_row has 7"):
+        posterior.predict_y(NEW, STEPS)
+    with pytest.raises(ValueError, match="the 5002 entries of 'Y' are all correlated"):
+        posterior.predict_y(np.ones((2501, 2)), np.eye(2501))
+
+
+def test_matrices_over_hyperparameters(x64):
+    """Predictions are mixtures, and draws have the shape of the data."""
+    nested = gpaug.NestedVI(matrix_of_rows, num_points=64, progress_bar=False)
+    nested.run(jax.random.key(0), X, STEPS, Y)
+    steps, taus = STEPS[:4, :4], (np.arange(600) + 0.5) / 60
+    found, logs = [], -0.5 * taus**2
+    for i, tau in enumerate(taus):
+        mean, spread, evidence = posterior_of(*of_rows(X, STEPS, tau), Y.ravel())
+        J, noise = of_rows(NEW, steps, tau)
+        found.append((J @ mean, J @ spread @ J.T, noise))
+        logs[i] += evidence
+    weights = np.exp(logs - logs.max())
+    weights /= weights.sum()
+    means, given, noise = (np.stack(x) for x in zip(*found, strict=True))
+    mean, posterior = weights @ means, nested.posterior()
+    apart = means - mean
+    covariance = np.tensordot(weights, given + apart[:, :, None] * apart[:, None], 1)
+    variance = np.diag(covariance + np.tensordot(weights, noise, 1))
+    with pytest.warns(UserWarning, match="'Y' are correlated"):
+        law = posterior.predict_y(NEW, steps)
+    assert law.sample(jax.random.key(1), (5,)).shape == (5, 4, 2)
+    np.testing.assert_allclose(law.mean.ravel(), mean, atol=0.02)
+    np.testing.assert_allclose(law.variance.ravel(), variance, rtol=0.1)
+    logs = [
+        multivariate_normal(m, c).logpdf(HELD.ravel())
+        for m, c in zip(means[::20], (given + noise)[::20], strict=True)
+    ]
+    density = np.log(np.exp(logs) @ weights[::20] / weights[::20].sum())
+    np.testing.assert_allclose(law.log_prob(HELD), density, atol=0.1)
+    eta = posterior.predict_f(NEW, steps, site="Y", full_covariance=True)
+    np.testing.assert_allclose(eta.variance, covariance, atol=0.1 * covariance.max())
+    tree = gpaug.diagnostics.to_datatree(jax.random.key(2), nested)
+    assert tree["posterior_predictive"]["Y"].shape[2:] == (N, 2)
+    assert tree["log_likelihood"]["Y"].shape[2:] == ()
+
+
 def in_a_plate(law):
     with numpyro.plate("data", N):
         return numpyro.sample("y", law, obs=Y)
@@ -122,6 +256,13 @@ LAWS = {
         "y",
         dist.LowRankMultivariateNormal(a * X[:, 0], X, 0.1 + jnp.square(X[:, 1])),
         obs=Y[:, 0],
+    ),
+    "matrix": lambda a: numpyro.sample(
+        "y",
+        dist.MatrixNormal(
+            a * X, jnp.linalg.cholesky(jnp.asarray(STEPS)), np.linalg.cholesky(NOISE)
+        ),
+        obs=Y,
     ),
     "areas": lambda a: numpyro.sample(
         "y", dist.CAR(a * X[:, 0], 0.7, 2.0, ROAD), obs=Y[:, 0]

@@ -25,7 +25,6 @@ from jax import Array
 from numpyro import handlers
 from numpyro.infer.reparam import Reparam
 
-from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import base_distribution, feasible
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.model.gaussians import car_precision
@@ -38,13 +37,15 @@ _CORRELATED = (
 )
 
 
-def is_correlated(fn: Any) -> bool:
-    """Whether a distribution is a Gaussian with a mean and a covariance, also inside
-    wrappers.
+def correlated_axes(fn: Any) -> int:
+    """Return the number of axes of the event of a Gaussian with a mean and a
+    covariance, also inside wrappers: 1 for vectors, 2 for matrices. It is 0 for any
+    other distribution.
 
     :param fn: the distribution of a site.
     """
-    return isinstance(base_distribution(fn), _CORRELATED)
+    base = base_distribution(fn)
+    return base.event_dim if isinstance(base, _CORRELATED) else 0
 
 
 def mean_of(fn: Any) -> Array:
@@ -55,22 +56,24 @@ def mean_of(fn: Any) -> Array:
     return jnp.broadcast_to(base_distribution(fn).loc, fn.shape())
 
 
-def covariance_of(fn: Any) -> Array:
-    """Return the covariance of its entries, (..., n, n). For data that were rewritten
-    as independent ones it is the covariance of these.
+def covariance_of(fn: Any, axes: int) -> Array:
+    """Return the covariance of its entries, (..., n, n); the entries of a matrix are
+    counted row by row. For data that were rewritten as independent ones it is the
+    covariance of these.
 
     :param fn: the distribution of a site.
-    :raises NotConjugateError: for a matrix whose rows and columns are both correlated.
+    :param axes: see :func:`correlated_axes`.
     """
     base = base_distribution(fn)
-    if isinstance(base, dist.MatrixNormal):
-        raise NotConjugateError(
-            "predictions of MatrixNormal data are not implemented. Name the mean, "
-            "numpyro.deterministic('eta', ...), and predict it by predict_f(..., "
-            "site='eta')"
-        )
     if isinstance(base, dist.Normal):
-        return jnp.square(base.scale)[..., None] * jnp.eye(base.scale.shape[-1])
+        scale = base.scale.reshape(*base.scale.shape[: base.scale.ndim - axes], -1)
+        return jnp.square(scale)[..., None] * jnp.eye(scale.shape[-1])
+    if isinstance(base, dist.MatrixNormal):
+        factors = base.scale_tril_row, base.scale_tril_column
+        rows, columns = (f @ f.mT for f in factors)
+        whole = jnp.einsum("...ij,...kl->...ikjl", rows, columns)
+        size = rows.shape[-1] * columns.shape[-1]
+        return whole.reshape(*whole.shape[:-4], size, size)
     return _factor_and_covariance(base)[1]
 
 
@@ -82,9 +85,10 @@ def independent_data(model: Callable[..., Any]) -> Callable[..., Any]:
 
     def chosen(message: dict[str, Any]) -> Reparam | None:
         fn, value = message["fn"], message["value"]
+        _check_factors(message["name"], base_distribution(fn))
         # Data of another shape are refused where sites are checked.
         right = message["is_observed"] and jnp.shape(value) == fn.shape()
-        return _Independent() if right and is_correlated(fn) else None
+        return _Independent() if right and correlated_axes(fn) else None
 
     return handlers.reparam(model, config=chosen)
 
@@ -116,6 +120,26 @@ def _log_scale(factor: Array) -> Array:
     """Return the logarithm of the geometric mean of standard deviations, from a
     triangular factor of a precision."""
     return -jnp.log(jnp.diagonal(factor, axis1=-2, axis2=-1)).mean(-1)
+
+
+def _check_factors(name: str, base: Any) -> None:
+    """Raise if the factors of a MatrixNormal do not have the size of its location,
+    which NumPyro does not check.
+
+    :param name: the name of a site.
+    :param base: its distribution, without wrappers.
+    """
+    if not isinstance(base, dist.MatrixNormal):
+        return
+    factors = base.scale_tril_row, base.scale_tril_column
+    pairs = zip(base.event_shape, factors, strict=True)
+    for kind, (size, factor) in zip(("row", "column"), pairs, strict=True):
+        if factor.shape[-1] != size:
+            raise ValueError(
+                f"site {name!r}: the location has shape {base.event_shape}, and "
+                f"scale_tril_{kind} has {factor.shape[-1]} rows. Compute it for the "
+                f"{kind}s of the location, at new inputs too"
+            )
 
 
 def _factor_and_covariance(base: Any) -> tuple[Array, Array]:

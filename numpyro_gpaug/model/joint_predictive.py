@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cached_property, partial
 from typing import Any
@@ -14,6 +15,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug.distributions.dense_matrix_normal import DenseMatrixNormal
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import (
@@ -32,6 +34,7 @@ from numpyro_gpaug.math.expectation import (
 )
 from numpyro_gpaug.model.affine import Predictors
 from numpyro_gpaug.model.correlated_data import covariance_of
+from numpyro_gpaug.model.forms import MAX_DENSE
 from numpyro_gpaug.model.frontier import (
     frontier,
     index_of,
@@ -55,6 +58,10 @@ _ANOTHER = (
     "of them, independent of the fitted set given the latents. For other values of the "
     "same set make the correlated part a latent (a GaussianProcess f), and observe "
     "dist.Normal(f(X), noise)"
+)
+_TOO_MANY = (
+    "the {0} entries of {1!r} are all correlated, and a prediction takes their "
+    "covariance as one matrix, of at most {2} rows. Predict at fewer rows"
 )
 
 
@@ -368,17 +375,25 @@ class JointPredictiveView(JointView):
         that they were rewritten as, which have the same density."""
         variable = self._program.outputs.parameters[site.name].variable
         (law,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
-        shape = self._program.avals[variable].shape
+        whole_shape = self._program.avals[variable].shape
+        batch = whole_shape[: len(whole_shape) - site.correlated]
+        # The entries of a matrix count row by row.
+        shape = *batch, math.prod(whole_shape[len(batch) :])
+        noise = covariance_of(law.fn, site.correlated)
         map_ = self._affine([variable]).matrices
         mean, variance = (x[0].reshape(shape) for x in map_.marginals(q))
-        if len(shape) == 1:
-            warnings.warn(_ANOTHER.format(site.name), stacklevel=2)
-            whole = map_.covariance(q)[0]
-        else:
+        if batch:
             places = map(jnp.asarray, places_within(shape))
             pairs = map_.covariances(q, *places)[0]
-            whole = matrix_of_pairs(variance, pairs.reshape(*shape[:-1], -1))
-        factor = linalg.cholesky(whole + covariance_of(law.fn))
+            whole = matrix_of_pairs(variance, pairs.reshape(*batch, -1))
+        else:
+            if shape[0] > MAX_DENSE:
+                raise ValueError(_TOO_MANY.format(shape[0], site.name, MAX_DENSE))
+            warnings.warn(_ANOTHER.format(site.name), stacklevel=2)
+            whole = map_.covariance(q)[0]
+        factor = linalg.cholesky(whole + noise)
+        if site.correlated == 2:
+            return DenseMatrixNormal(mean.reshape(whole_shape), factor)
         return dist.MultivariateNormal(mean, scale_tril=factor)
 
     def rule_errors(self, q: Any) -> dict[str, Array]:

@@ -195,7 +195,7 @@ class Reading:
             return Observed(
                 name, expectation.latents, ((),), Route.CLOSED_FORM, (), augmented,
                 expectation.log_concave, None,
-                correlated=name in self._survey.correlated,
+                correlated=self._survey.correlated[name],
             )  # fmt: skip
         apart = self._separation(variable)
         found = frontier(self.program, [variable], apart.columns)

@@ -15,7 +15,7 @@ from numpyro_gpaug._numpyro import is_scanned
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.correlated_data import is_correlated
+from numpyro_gpaug.model.correlated_data import correlated_axes
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import unobserved_error
@@ -33,8 +33,8 @@ class Survey:
     """The sites of a model, from a trace without arithmetic.
 
     It lists names of ``latent`` and ``observed`` sites, ``candidates`` for a joint
-    Gaussian and those candidates that are ``scanned``, observed sites that are
-    ``correlated``, latents that are ``held`` (fixed at a point estimate) and why,
+    Gaussian and those candidates that are ``scanned``, how many axes of observed sites
+    are ``correlated``, latents that are ``held`` (fixed at a point estimate) and why,
     ``plates``, ``constraints`` of params, ``shapes`` of values and of ``functions``,
     ``loaded`` processes, whose outputs share latents, the plates that sites are
     ``inside`` of, and the ``dtype`` of the Gaussian.
@@ -55,7 +55,7 @@ class Survey:
         self.candidates: list[GaussianSite] = []
         self.latent: list[str] = []
         self.observed: list[str] = []
-        self.correlated: set[str] = set()
+        self.correlated: dict[str, int] = {}
         self.constraints: dict[str, Any] = {}
         self.held: list[tuple[str, str]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -109,8 +109,7 @@ class Survey:
                 self.inside[name] = {f.name for f in site["cond_indep_stack"]}
                 if self._is_data(site):
                     self.observed.append(name)
-                    if is_correlated(site["fn"]):
-                        self.correlated.add(name)
+                    self.correlated[name] = correlated_axes(site["fn"])
                 else:
                     self.latent.append(name)
                     _refuse(site, observes)

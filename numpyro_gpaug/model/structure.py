@@ -61,8 +61,9 @@ class Observed(NamedTuple):
     :param reason: why the site has no closed-form update, ``None`` if it has.
     :param factor: whether it is a :func:`numpyro.factor`, a term of the density that
         observes nothing.
-    :param correlated: whether it is Gaussian with a covariance; see
-        :mod:`~numpyro_gpaug.model.correlated_data`.
+    :param correlated: for a Gaussian with a covariance the number of axes of its event,
+        1 for vectors and 2 for matrices; see
+        :mod:`~numpyro_gpaug.model.correlated_data`. 0 for other likelihoods.
     :param columns: the axis along which one array contains both predictors of a datum.
     :param indexed: whether indices in the data pair the entries of two predictors.
     """
@@ -76,7 +77,7 @@ class Observed(NamedTuple):
     log_concave: bool
     reason: str | None
     factor: bool = False
-    correlated: bool = False
+    correlated: int = 0
     columns: int | None = None
     indexed: bool = False
 

@@ -23,8 +23,8 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.model.correlated_data import (
+    correlated_axes,
     independent_data,
-    is_correlated,
     mean_of,
 )
 from numpyro_gpaug.model.domains import bounded
@@ -134,7 +134,7 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
             density = fn.log_prob(value)
             parts.bounded[name] = bounded(base_distribution(fn))
             parts.densities[name] = density if scale is None else density * scale
-            if is_correlated(fn):
+            if correlated_axes(fn):
                 parts.parameters[name] = mean_of(fn)
                 parts.rest[name] = *_rest(fn, "loc"), value, scale
             elif latent := _parameter(fn):

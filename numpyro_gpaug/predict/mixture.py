@@ -26,8 +26,9 @@ class FunctionValues(NamedTuple):
     """Posterior of function values.
 
     :param mean: the mean, (N,) or (N, C).
-    :param variance: the variance, of the same shape; or the covariance, (N, N) or (C,
-        N, N).
+    :param variance: the variance, of the same shape; or the covariance: (N, N), (C, N,
+        N) for C independent functions, or (N C, N C) for a table of jointly Gaussian
+        values, counted row by row.
     """
 
     mean: Array
@@ -164,10 +165,12 @@ def _function_values(answers: FunctionValues, log_weights: Array) -> FunctionVal
 
 def _joint(answers: FunctionValues, log_weights: Array) -> FunctionValues:
     weights, (means, covariances) = jnp.exp(log_weights), answers
-    # Of several functions covariances come function by function.
     mean = jnp.tensordot(weights, means, 1)
     apart = means - mean
-    apart = jnp.moveaxis(apart, -1, 1) if covariances.ndim == 4 else apart
+    if covariances.ndim == 4:  # of independent functions, function by function
+        apart = jnp.moveaxis(apart, -1, 1)
+    else:
+        apart = apart.reshape(len(apart), -1)
     between = apart[..., :, None] * apart[..., None, :]
     return FunctionValues(mean, jnp.tensordot(weights, covariances + between, 1))
 
