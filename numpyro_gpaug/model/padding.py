@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of weight zero, so that data of similar size share compiled programs.
 
-Data that grow by a row (Bayesian optimisation), and the folds of a cross-validation,
-would otherwise compile everything anew. Rows are repeated to reach one of few sizes;
-the repeated ones have weight zero in the likelihood.
+Data that grow by a row (Bayesian optimisation), the folds of a cross-validation, and
+requests for predictions would otherwise compile everything anew. Rows are repeated to
+reach one of few sizes; the repeated ones have weight zero in the likelihood, and are
+cut off predictions.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class Padding:
     rows.
 
     :param model: the model.
+    :param data: names of observed sites, where they are not observed.
     """
 
-    def __init__(self, model: Callable[..., Any]) -> None:
-        self._model = model
+    def __init__(self, model: Callable[..., Any], data: tuple[str, ...] = ()) -> None:
+        self._model, self._data = model, data
         # By all that arguments have but for their numbers of rows.
         self._families: dict[Hashable, _Family] = {}
         self._traced: dict[Hashable, _Traced] = {}
@@ -63,17 +65,22 @@ class Padding:
         if traced or not num or arguments.mesh is not None:
             return arguments
         family = remembered(
-            self._families, _family(arguments), lambda: _Family(arguments)
+            self._families, family_of(arguments), lambda: _Family(arguments)
         )
         several = family.sees(arguments)
         parts = 1 if mesh is None else mesh.shape[ROWS]
         size = padded_size(num, parts) if several else -(-num // parts) * parts
-        if size == num or not family.rows:
+        # Inducing inputs may be as many as the rows of some data.
+        rows = family.rows & _with_rows(arguments)
+        if size == num or not rows:
             return arguments
-        added = Added(size, frozenset(family.rows))
+        added = Added(size, frozenset(rows))
         key = arguments.shapes, added
         proved = remembered(self._proved, key, lambda: self._prove(arguments, added))
-        return arguments if proved is None else arguments.with_rows(proved)
+        if proved is None:  # and perhaps wrong arguments, which tell nothing of others
+            return arguments
+        family.rows = rows
+        return arguments.with_rows(proved)
 
     def clear(self) -> None:
         """Drop the proofs, for another model."""
@@ -124,10 +131,12 @@ class Padding:
             at = arguments._replace(arrays=given)
             trace = run_model(self._model, at, any_key(), {})
             for name, site in trace.items():
-                if site["type"] == "sample" and site["is_observed"]:
+                drawn = site["type"] == "sample"
+                if drawn and (site["is_observed"] or name in self._data):
                     shapes = site["fn"].batch_shape, site["fn"].event_shape
                     scale = getattr(site["scale"], "shape", ())
-                    sites[name] = _SiteShapes(*shapes, scale)
+                    weights = scale if site["is_observed"] else None
+                    sites[name] = _SiteShapes(*shapes, weights)
                 if site["type"] == "deterministic":
                     computed[name] = np.shape(site["value"])
                 elif name not in sites and site["type"] in ("sample", "param"):
@@ -155,17 +164,16 @@ class _Family:
         """Whether there have been several numbers of rows, including these
         arguments."""
         self._several |= arguments.num_rows != self._first
-        # Inducing inputs may be as many as the rows of some data.
-        self.rows &= _with_rows(arguments)
         return self._several
 
 
 class _SiteShapes(NamedTuple):
-    """Shapes of an observed site's distribution, and of its weights."""
+    """Shapes of an observed site's distribution, and of its weights; ``None`` where it
+    is not observed."""
 
     batch: Shape
     event: Shape
-    weights: Shape
+    weights: Shape | None
 
 
 class _Traced(NamedTuple):
@@ -197,7 +205,11 @@ def padded_size(num: int, parts: int = 1) -> int:
     return -(-num // step) * step
 
 
-def _family(arguments: Arguments) -> Hashable:
+def family_of(arguments: Arguments) -> Hashable:
+    """Return the properties of arguments other than their number of rows.
+
+    :param arguments: arguments without added rows.
+    """
     shapes = tuple((x.ndim, x.shape[1:], x.dtype) for x in arguments.arrays)
     return shapes, arguments.static
 
@@ -220,9 +232,11 @@ def _parts(site: dict[str, Any]) -> list[Any]:
 
 
 def _in_plates(few: _SiteShapes, many: _SiteShapes) -> bool:
-    """Whether a site has rows along its plates alone, where they have weights."""
-    batch, event, weights = (_differing(*pair) for pair in zip(few, many, strict=True))
-    return not event and batch == weights
+    """Whether a site has rows along its plates alone, where data have weights."""
+    batch, event = _differing(few.batch, many.batch), _differing(few.event, many.event)
+    if few.weights is None or many.weights is None:
+        return not event
+    return not event and batch == _differing(few.weights, many.weights)
 
 
 def _differing(few: Shape, many: Shape) -> set[int]:

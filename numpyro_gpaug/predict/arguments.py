@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -335,4 +334,4 @@ def joined_rows(shape: tuple[int, ...], parts: list[Array]) -> Array:
         )
     # In NumPy: JAX would compile a program for each number of rows.
     whole = np.concatenate([np.asarray(part) for part in parts], axes[0])
-    return jnp.asarray(np.take(whole, range(shape[axes[0]]), axes[0]))
+    return jax.device_put(np.take(whole, range(shape[axes[0]]), axes[0]))

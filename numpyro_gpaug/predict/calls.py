@@ -15,6 +15,7 @@ from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.forms import MAX_DENSE
+from numpyro_gpaug.predict.added_rows import without_added
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
 from numpyro_gpaug.predict.joint import JointPredictor
 from numpyro_gpaug.predict.mixture import Fitted
@@ -55,13 +56,29 @@ class Calls:
         return fit.joined(model, args, {**absent, **kwargs})
 
     def __call__(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
-        """Predict all rows at once.
+        """Predict all rows at once, with added rows if numbers of rows may share
+        programs.
 
         :param what: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
         :param arguments: the model's arguments.
         :param site: the site to predict.
         :param how: options of this kind of prediction.
         """
+        padded = self._predictor.padded(arguments)
+        if padded is not arguments:
+            given = what, arguments, padded, self._fitted, site
+            try:
+                few = self._predictor.fewer(*given, **how)
+                more = {"unpadded": few[0].shape[1:]} if what == "draws" else {}
+                found = self._at_once(what, padded, site, **how, **more)
+                return without_added(found, few, arguments.num_rows)
+            except (TypeError, ValueError):
+                # Without added rows a message has the numbers of the arguments.
+                pass
+        return self._at_once(what, arguments, site, **how)
+
+    def _at_once(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
+        """Predict these rows."""
         if isinstance(self._predictor, JointPredictor) and not is_traced(arguments):
             how["grouped"] = self._predictor.check(
                 arguments, self._fitted, self.marks, site
@@ -122,7 +139,7 @@ class Calls:
             or (arguments.mesh is not None)
         )
         if is_traced(arguments) or at_once:
-            return self(what, arguments, site)
+            return (self if joint else self._at_once)(what, arguments, site)
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
         with self._naming(arguments):
@@ -135,7 +152,7 @@ class Calls:
                 for a, flag in zip(arguments.arrays, by_row, strict=True)
             )
             block = arguments._replace(arrays=arrays)
-            blocks.append(self(what, block, site, like=like))
+            blocks.append(self._at_once(what, block, site, like=like))
         leaves = [
             joined_rows(leaf.shape, parts)
             for leaf, *parts in zip(

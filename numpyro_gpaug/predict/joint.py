@@ -21,13 +21,13 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.affine import ROUNDING, check_groups
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import Block, Structure, remembered
+from numpyro_gpaug.predict.added_rows import joint_draws
 from numpyro_gpaug.predict.mixture import (
     Fitted,
     FunctionValues,
@@ -98,6 +98,9 @@ class JointPredictor(Predictor):
                 )
         for name, mark in here.items():
             if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):
+                if arguments.static[-1] is not None:
+                    # It may depend on the rows.
+                    return self.check(arguments.counted(), fitted, marks, site)
                 raise NotConjugateError(
                     f"the covariance of {name!r} differs from the fit, which does "
                     "not determine its values elsewhere. "
@@ -249,14 +252,21 @@ class JointPredictor(Predictor):
         return FunctionValues(mean, covariance)
 
     def _draws(
-        self, view: Any, fit: Fit, site: str, key: Array, num: int
+        self,
+        view: Any,
+        fit: Fit,
+        site: str,
+        key: Array,
+        num: int,
+        unpadded: tuple[int, ...] | None = None,
     ) -> tuple[Array, Array]:
         if view.structure.functions:
             mean, covariance = self._joint(view, fit, site)
-            factor = cholesky_of_sums(covariance, jnp.diagonal(covariance).mean())
-            noise = random.normal(key, (num, *mean.shape), mean.dtype)
-            moved = noise.reshape(num, -1) @ factor.T
-            return mean + moved.reshape(noise.shape), jnp.isfinite(factor).all()
+            scale = jnp.diagonal(covariance).mean()
+            sizes = zip(mean.shape, unpadded or mean.shape, strict=True)
+            rows = [i for i, (size, other) in enumerate(sizes) if size != other]
+            count = view.arguments.arrays[-1] if rows else None
+            return joint_draws(key, num, mean, covariance, scale, rows, count)
         q, values = self._extended(view, fit, site), view.affine(site)
         noise = random.normal(key, (num, q.rank), q.mean.dtype)
         moved = jax.vmap(lambda e: values(q.mean[0] + q.unwhiten(e[None])[0]))(noise)

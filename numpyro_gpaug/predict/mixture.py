@@ -204,7 +204,12 @@ def _density(answers: Array, log_weights: Array) -> Array:
 
 
 def _draws(
-    answers: tuple[Array, Array], log_weights: Array, *, key: Array, num: int
+    answers: tuple[Array, Array],
+    log_weights: Array,
+    *,
+    key: Array,
+    num: int,
+    unpadded: tuple[int, ...] | None = None,
 ) -> tuple[Array, Array]:
     draws, factorised = answers
     chosen = random.categorical(random.fold_in(key, 1), log_weights, shape=(num,))

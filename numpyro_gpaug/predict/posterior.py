@@ -100,7 +100,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     After :class:`~numpyro_gpaug.AutoSparseGP` blocks are padded to one shape: any
     number of rows costs one or two compilations, and predictions do not depend on it. A
     joint Gaussian takes up to 5000 rows at once, because they may be members of a
-    latent, and compiles for each new number of rows.
+    latent. From the second number of rows on, rows are repeated to reach one of few
+    sizes, if the model provably treats every row alone, and the results are cut.
+    Otherwise each new number of rows costs a compilation.
 
     Predictions have the dtype of the fit, for any later ``jax_enable_x64``. They run
     the model again. If a global that it reads has changed since the fit, they raise a

@@ -33,15 +33,16 @@ from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.observations import check_shape
+from numpyro_gpaug.model.padding import Padding, family_of
 from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import Block, Observed, Structure, remembered
 from numpyro_gpaug.model.view import ModelView
+from numpyro_gpaug.predict.added_rows import joint_draws
 from numpyro_gpaug.predict.left_out import left_out
 from numpyro_gpaug.predict.mixture import (
     Fitted,
@@ -89,12 +90,16 @@ class Predictor:
             "log_prob": self._log_prob, "draws": self._draws,
             "left_out": self._left_out,
         }  # fmt: skip
-        static = "what", "static", "site", "num", "grouped"
+        static = "what", "static", "site", "num", "grouped", "unpadded"
         self._compiled = few(self._answer, static_argnames=static)
         # By the shapes of the arguments.
         self._shapes: dict[Any, Any] = {}
         self._structures: dict[Any, Structure] = {}
         self._sources: dict[Any, Sources] = {}
+        # By what they have in common but for the number of rows: for one number.
+        self._fewer: dict[Any, tuple[int, Any]] = {}
+        names = tuple(site.name for site in structure.observed)
+        self._padding = Padding(self._without_data(), names)
 
     def in_its_dtype(self) -> AbstractContextManager[None]:
         """Give JAX the dtypes of the fit inside this context."""
@@ -180,7 +185,47 @@ class Predictor:
                     raise CholeskyError(
                         f"the kernel matrix of {name!r} did not factorise"
                     )
+        if not is_traced(arguments) and arguments.static[-1] is None:
+            remembered(
+                self._fewer, _kind(what, arguments, fitted, site, how),
+                lambda: (arguments.num_rows, _shapes(ordered.tree)),
+            )  # fmt: skip
         return ordered.tree, prepared
+
+    @one_thread
+    def padded(self, arguments: Arguments) -> Arguments:
+        """Return arguments with added rows, if predictions at several numbers of rows
+        may share programs.
+
+        :param arguments: the model's arguments.
+        """
+        return self._padding(arguments)
+
+    @one_thread
+    def fewer(
+        self,
+        what: str,
+        arguments: Arguments,
+        padded: Arguments,
+        fitted: Fitted,
+        site: str,
+        **how: Any,
+    ) -> Any:
+        """Return the shapes of a prediction for another number of rows than that with
+        added rows. They are those of an earlier prediction, if there was one.
+
+        :param padded: the arguments with added rows; the others are those of
+            :meth:`__call__`.
+        """
+        key = _kind(what, arguments, fitted, site, how)
+        if self._fewer.get(key, (0,))[0] == padded.num_rows:
+            self._fewer.pop(key)
+
+        def found() -> tuple[int, Any]:
+            shapes, _ = self._shapes_of(what, arguments, fitted, site, **how)
+            return arguments.num_rows, shapes
+
+        return remembered(self._fewer, key, found)[1]
 
     @one_thread
     def shapes(
@@ -188,17 +233,21 @@ class Predictor:
     ) -> Any:
         """Return the shapes of the result of :meth:`__call__`, found without
         arithmetic; the model is traced once for the shapes of its arguments."""
+        return remembered(
+            self._shapes, (what, site, fitted.size, arguments.shapes),
+            lambda: self._shapes_of(what, arguments, fitted, site, **how),
+        )  # fmt: skip
 
+    def _shapes_of(
+        self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
+    ) -> Any:
         def run(arrays: tuple[Array, ...], fitted: Fitted) -> tuple[Any, Prepared]:
             answer, ready = self._answer(
                 arrays, fitted, None, None, what, arguments.static, site, **how
             )
             return answer.tree, ready
 
-        return remembered(
-            self._shapes, (what, site, fitted.size, arguments.shapes),
-            lambda: jax.eval_shape(run, arguments.arrays, fitted),
-        )  # fmt: skip
+        return jax.eval_shape(run, arguments.arrays, fitted)
 
     @one_thread
     def moments(self, fitted: Fitted) -> dict[str, Moments]:
@@ -312,10 +361,8 @@ class Predictor:
         """Return a value for a site that is not observed here."""
         return jnp.zeros(message["fn"].shape())
 
-    def _view(
-        self, arrays: Any, static: Any, fitted: Fitted, *, grouped: bool = False
-    ) -> Any:
-        # Of groups only latents that are held jointly are.
+    def _without_data(self) -> Callable[..., Any]:
+        """Return the model with values for sites that are not observed here."""
         names = {site.name for site in self.structure.observed}
 
         def unobserved(message: dict[str, Any]) -> Array | None:
@@ -324,8 +371,14 @@ class Predictor:
                 return self._stand_in(message)
             return None
 
-        whole = whole_plates(self.model)
-        model = handlers.substitute(whole, substitute_fn=unobserved)
+        whole: Any = whole_plates(self.model)
+        return handlers.substitute(whole, substitute_fn=unobserved)
+
+    def _view(
+        self, arrays: Any, static: Any, fitted: Fitted, *, grouped: bool = False
+    ) -> Any:
+        # Of groups only latents that are held jointly are.
+        model = self._without_data()
         arguments = Arguments(arrays, static)
         here = remembered(
             self._structures, arguments.shapes,
@@ -343,14 +396,30 @@ class Predictor:
         return FunctionValues(f.outputs(mean), f.outputs.covariances(covariance))
 
     def _draws(
-        self, view: ModelView, fit: Fit, site: str, key: Array, num: int
+        self,
+        view: ModelView,
+        fit: Fit,
+        site: str,
+        key: Array,
+        num: int,
+        unpadded: tuple[int, ...] | None = None,
     ) -> tuple[Array, Array]:
-        """Return joint draws, and whether the covariance factorised."""
+        """Return joint draws, and whether the covariance factorised.
+
+        :param view: the model at new inputs.
+        :param fit: the fitted quantities.
+        :param site: the site to draw.
+        :param key: random key.
+        :param num: number of draws.
+        :param unpadded: if rows were added, the shape of a draw for another number of
+            rows.
+        """
         f, (mean, covariance) = self._latents(view, fit, site)
-        factor = cholesky_of_sums(covariance, f.prior_variance.mean(-1))
-        noise = random.normal(key, (num, *mean.shape), mean.dtype)
-        latents = mean + jnp.einsum("...ij,s...j->s...i", factor, noise)
-        return jax.vmap(f.outputs)(latents), jnp.isfinite(factor).all()
+        rows = () if unpadded is None else (mean.ndim - 1,)
+        count = view.arguments.arrays[-1] if rows else None
+        scale = f.prior_variance.mean(-1)
+        draws, factorised = joint_draws(key, num, mean, covariance, scale, rows, count)
+        return jax.vmap(f.outputs)(draws), factorised
 
     def _latents(
         self, view: ModelView, fit: Fit, site: str
@@ -424,6 +493,17 @@ def check_observed(site: str, message: dict[str, Any], method: str) -> None:
 def is_traced(arguments: Arguments) -> bool:
     """Whether a caller differentiates, vectorises or compiles the prediction."""
     return any(isinstance(a, jax.core.Tracer) for a in arguments.arrays)
+
+
+def _kind(
+    what: str, arguments: Arguments, fitted: Fitted, site: str, how: dict[str, Any]
+) -> Any:
+    """Return the properties of a prediction other than its number of rows."""
+    return what, site, fitted.size, family_of(arguments), how.get("num")
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _one_of(candidates: Any, name: str | None, what: str) -> Any:

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions at many numbers of rows: from few programs, the same as of all rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_gpaug as gpaug
+from tests.conftest import compilations
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(41, 2)).astype("float32")
+GROUP = RNG.integers(0, 3, 41)
+Y = (X[:, 0] > 0).astype("int32")
+Z = X[:7]
+
+
+def mixed(X, group, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("groups", 3):
+        effect = numpyro.sample("effect", dist.Normal(0, 0.5))
+    eta = numpyro.deterministic("eta", X @ b + effect[group])
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
+
+
+def process(X, group, y=None, *, inducing=Z):
+    """A table with a row of data in each column."""
+    level = numpyro.sample("level", dist.Normal(0, 1).expand([2]).to_event(1))
+    kernel = gpaug.kernels.SquaredExponential(1.0)
+    f = gpaug.GaussianProcess("f", kernel, inducing)(X)
+    eta = numpyro.deterministic("eta", level[:, None] + jnp.array([[1.0], [2.0]]) * f)
+    with numpyro.plate("items", 2, dim=-2), numpyro.plate("data", len(X), dim=-1):
+        y = None if y is None else jnp.stack([y, 2 * y]) + 0.5
+        numpyro.sample("y", dist.Normal(eta, 0.3), obs=y)
+
+
+def matrices(X, group, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    mean = (X * b)[:, None] * jnp.array([[1.0], [2.0], [-1.0]])
+    factor = np.array([[1, 0, 0], [0.5, 1, 0], [0, 0.2, 1]], "float32")
+    with numpyro.plate("data", len(X)):
+        y = None if y is None else jnp.broadcast_to(y[:, None, None], mean.shape)
+        law = dist.MatrixNormal(mean, factor, 0.5 * np.eye(2, dtype="float32"))
+        numpyro.sample("y", law, obs=y)
+
+
+def skewed(X, group, y=None):
+    """Mixtures over nodes and over hyperparameters."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    b = numpyro.sample("b", dist.Normal(0, tau).expand([2]).to_event(1))
+    eta = numpyro.deterministic("eta", X @ b)
+    with numpyro.plate("data", len(X)):
+        y = None if y is None else y + 0.5
+        numpyro.sample("y", dist.Gamma(2.0, jnp.exp(eta)), obs=y)
+
+
+def joint_fit(model):
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(KEY, 10, X[:20], GROUP[:20], Y[:20], progress_bar=False)
+    return svi.posterior(fit), another(model, fit.params)
+
+
+def another(model, params):
+    """The same posterior with programs of its own."""
+    guide = gpaug.AutoLatentGaussian(model)
+    data = X[:20], GROUP[:20], Y[:20]
+    return gpaug.Posterior.from_guide(model, guide, params, *data)
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_all_numbers_of_rows_from_two_programs_of_each_kind() -> None:
+    posterior, other = joint_fit(mixed)
+    new = X[:40], GROUP[:40]
+    probs, f = other.predict_y(*new).probs, other.predict_f(*new)
+    densities = other.log_prob(*new, Y[:40])
+    whole = other.predict_f(*new, full_covariance=True)
+    draws = other.sample(KEY, *new, sample_shape=(3,))
+    before = compilations("_answer"), compilations("checks")
+    for num in range(5, 41):
+        rows = X[:num], GROUP[:num]
+        law = posterior.predict_y(*rows)
+        assert law.batch_shape == (num,)
+        close(law.probs, probs[:num])
+        if num not in (5, 6, 17, 40):
+            continue
+        close(posterior.predict_f(*rows).variance, f.variance[:num])
+        close(posterior.log_prob(*rows, Y[:num]), densities[:num])
+        joint = posterior.predict_f(*rows, full_covariance=True)
+        close(joint.mean, whole.mean[:num])
+        close(joint.variance, whole.variance[:num, :num])
+        found = posterior.sample(KEY, *rows, sample_shape=(3,))
+        close(found, draws[:, :num])
+    assert compilations("_answer") - before[0] == 10
+    # Those of observed and of new data.
+    assert compilations("checks") - before[1] <= 6
+
+
+def test_tables_of_a_process() -> None:
+    """With rows in the last axis, so that their covariances and draws interleave."""
+    posterior, other = joint_fit(process)
+    new = X[:9], GROUP[:9]
+    whole = other.predict_f(*new, site="eta", full_covariance=True)
+    draws = other.sample(KEY, *new, site="eta", sample_shape=(4,))
+    before = compilations("_answer")
+    covariance = whole.variance.reshape(2, 9, 2, 9)
+    for num in (5, 9):
+        rows = X[:num], GROUP[:num]
+        joint = posterior.predict_f(*rows, site="eta", full_covariance=True)
+        close(joint.mean, whole.mean[:, :num])
+        kept = covariance[:, :num, :, :num].reshape(2 * num, 2 * num)
+        close(joint.variance, kept)
+        found = posterior.sample(KEY, *rows, site="eta", sample_shape=(4,))
+        assert found.shape == (4, 2, num)
+    np.testing.assert_allclose(found, draws, atol=0.02)
+    assert compilations("_answer") - before == 4
+
+
+def test_distributions_over_matrices() -> None:
+    posterior, other = joint_fit(matrices)
+    law, before = other.predict_y(X[:9], GROUP[:9]), compilations("_answer")
+    for num in (5, 6, 9):
+        found = posterior.predict_y(X[:num], GROUP[:num])
+        assert found.shape() == (num, 3, 2)
+        close(found.mean, law.mean[:num])
+        close(found.covariance_matrix, law.covariance_matrix[:num])
+    assert compilations("_answer") - before == 2
+
+
+def test_mixtures_over_hyperparameters() -> None:
+    nested = gpaug.NestedVI(skewed, num_points=64, progress_bar=False)
+    nested.run(KEY, X[:20], GROUP[:20], Y[:20])
+    posterior, before = nested.posterior(), compilations("_answer")
+    laws = {n: posterior.predict_y(X[:n], GROUP[:n]) for n in (9, 5, 6)}
+    value = np.linspace(0.1, 2, 9, dtype="float32")
+    for num, law in laws.items():
+        assert law.shape() == law.sample(KEY).shape == (num,)
+        close(law.mean, laws[9].mean[:num])
+        close(law.log_prob(value[:num]), laws[9].log_prob(value)[:num])
+    assert compilations("_answer") - before == 2
+
+
+def test_independent_processes() -> None:
+    """Their other predictions are in blocks, padded to one size."""
+
+    def model(X, y=None, *, inducing=Z):
+        kernel = gpaug.kernels.SquaredExponential(1.0)
+        f = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)(X)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Categorical(logits=f), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    fit = svi.run(KEY, 5, X[:20], Y[:20], progress_bar=False)
+    posterior, before = svi.posterior(fit), compilations("_answer")
+    joint, draws = [], []
+    for num in (9, 5, 9):
+        joint.append(posterior.predict_f(X[:num], full_covariance=True))
+        draws.append(posterior.sample(KEY, X[:num], sample_shape=(2,)))
+        close(joint[-1].mean, joint[0].mean[:num])
+        close(joint[-1].variance, joint[0].variance[:, :num, :num])
+    assert compilations("_answer") - before == 4
+    assert draws[1].shape == (2, 5, 3)
+    np.testing.assert_allclose(draws[2], draws[0], atol=0.02)
+
+
+def centred(X, group, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Normal((X - X.mean(0)) @ b, 1.0), obs=y)
+
+
+def effect_by_row(X, group, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("data", len(X)):
+        noise = numpyro.sample("noise", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(X @ b + noise, 0.5), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore:the model computes a sum")
+@pytest.mark.parametrize("model", [centred, effect_by_row])
+def test_no_rows_are_added_where_they_could_change_a_prediction(model) -> None:
+    posterior, _ = joint_fit(model)
+    before = compilations("_answer")
+    b = posterior["b"].mean
+    for num in (5, 6, 9):
+        x = X[:num] - X[:num].mean(0) if model is centred else X[:num]
+        close(posterior.predict_y(X[:num], GROUP[:num]).mean, x @ b)
+    assert compilations("_answer") - before == 3
+
+
+def test_an_error_has_the_numbers_of_the_arguments() -> None:
+    posterior, _ = joint_fit(mixed)
+    for num in (5, 6):
+        posterior.predict_y(X[:num], GROUP[:num])
+    with pytest.raises(ValueError, match="3"):
+        posterior.predict_y(X[:7], GROUP[:7] + 3)
+    with pytest.raises(TypeError, match="shapes for broadcasting: .6,., .5,."):
+        posterior.predict_y(X[:6], GROUP[:5])
+    before = compilations("_answer")
+    posterior.predict_y(X[:8], GROUP[:8])
+    assert compilations("_answer") == before
