@@ -31,6 +31,7 @@ from numpyro_gpaug.distributions import (
     PiecewiseHeteroscedasticNormal,
     PiecewiseNormal,
     PolyaGamma,
+    RandomWalk2,
     RobustMax,
     SampledLogisticSoftmax,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "PiecewiseNormal",
     "PolyaGamma",
     "Posterior",
+    "RandomWalk2",
     "RobustMax",
     "SPDE",
     "SampledLogisticSoftmax",

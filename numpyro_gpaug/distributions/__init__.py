@@ -23,6 +23,7 @@ from numpyro_gpaug.distributions.logistic_softmax import (
     LogisticSoftmaxMeanField,
 )
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
+from numpyro_gpaug.distributions.random_walk import RandomWalk2
 from numpyro_gpaug.distributions.robust_max import RobustMax
 from numpyro_gpaug.distributions.sampled_softmax import SampledLogisticSoftmax
 
@@ -45,6 +46,7 @@ __all__ = [
     "PiecewiseHeteroscedasticNormal",
     "PiecewiseNormal",
     "PolyaGamma",
+    "RandomWalk2",
     "RobustMax",
     "SampledLogisticSoftmax",
 ]

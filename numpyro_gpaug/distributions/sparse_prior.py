@@ -13,6 +13,7 @@ field                      K  Q depends on              constraints
 ``ICAR``                   1  the graph                 a sum over each component
 ``BYM2``                   2  the graph                 the same, on the second half
 ``GMRF``                   1  the precision             none
+``RandomWalk2``            1  its three scales          none
 ``dist.CAR``               1  the graph, correlation    none
 weights of an ``SPDE``     1  the mesh, range           none
 =========================  =  ========================  ===========================
