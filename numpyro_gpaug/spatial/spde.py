@@ -174,7 +174,7 @@ class SPDE(Displayed):
     >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
     >>> import numpyro_gpaug as gpaug
     >>> X = np.random.default_rng(0).random((50, 2))
-    >>> mesh = gpaug.spatial.Mesh.around(X, max_edge=(0.1, 0.3), offset=0.5)
+    >>> mesh = gpaug.spatial.Mesh.around(X, max_edge=(0.2, 0.4), offset=0.5)
     >>> def model(X, y=None):
     ...     reach = numpyro.sample("range", dist.LogNormal(-1.0, 0.5))
     ...     s = gpaug.SPDE("s", mesh, range=reach, scale=2.0)
