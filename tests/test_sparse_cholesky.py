@@ -9,6 +9,7 @@ from scipy import sparse
 from scipy.spatial import Delaunay
 
 from numpyro_gpaug.math import sparse_cholesky, sparse_pattern
+from numpyro_gpaug.math.dissection import dissect
 from numpyro_gpaug.math.sparse_pattern import Pattern
 
 TOLERANCES = {"float32": 1e-4, "float64": 1e-8}
@@ -149,6 +150,24 @@ def test_large_fronts(dtype):
     np.testing.assert_allclose(found["back"], 1, rtol=rtol)
 
 
+def test_single_precision_of_a_matrix_that_is_almost_singular():
+    """Its condition number is 8e5. Rounding errors of pivots that all had one sign
+    would give an error of .01."""
+    matrix = lattice(30, 30)
+    matrix = -sparse.tril(matrix, -1)
+    matrix = matrix + matrix.T
+    matrix = (sparse.diags_array(matrix.sum(0) + 1e-5) - matrix).tocsr()
+    pattern, values, dense = values_of(matrix, np.float32)
+    dense[pattern.rows, pattern.columns] = dense[pattern.columns, pattern.rows] = values
+    found = everything(sparse_cholesky.factor(pattern, values), jnp.ones((900, 1)))
+    expected = np.linalg.slogdet(dense)[1]
+    np.testing.assert_allclose(found["log_det"], expected, atol=2e-3)
+    inverse = np.linalg.inv(dense)
+    expected = inverse[pattern.rows, pattern.columns]
+    np.testing.assert_allclose(found["inverse"], expected, rtol=2e-3)
+    np.testing.assert_allclose(found["solve"][:, 0], inverse.sum(1), rtol=2e-3)
+
+
 def test_derivatives(x64):
     pattern, values, _ = values_of(mesh(40), np.float64)
     b = jnp.asarray(np.random.default_rng(3).normal(size=pattern.size))
@@ -238,6 +257,22 @@ def test_matrices_that_are_not_positive_definite_give_nan():
     assert np.isnan(factor.solve(jnp.ones(pattern.size))).any()
     singular = Pattern.of(2, [1], [0])
     assert np.isnan(sparse_cholesky.log_det(singular, jnp.ones(3)))
+
+
+def test_separators_are_small():
+    """A square lattice is cut along a line of its nodes, and then its halves are."""
+    matrix = lattice(32, 32)
+    rows, columns = (x.astype(int) for x in matrix.nonzero())
+    apart = rows != columns
+    depth, code = dissect(1024, rows[apart], columns[apart], 8)
+    assert (depth == 0).sum() == 32
+    assert (depth == 1).sum() <= 40
+    sides = np.bincount(code[depth > 0] >> (depth[depth > 0] - 1))
+    assert sides.min() >= 0.45 * 1024
+    # No edge joins two parts of one depth.
+    i, j = rows[apart], columns[apart]
+    level = np.minimum(depth[i], depth[j])
+    assert ((code[i] >> (depth[i] - level)) == (code[j] >> (depth[j] - level))).all()
 
 
 def test_pattern():

@@ -2,10 +2,10 @@
 """Nested dissection of a graph, on the host.
 
 A separator cuts each part of a graph in two, and the parts of one depth are cut all at
-once, with a few calls of SciPy. The nodes of a part are sorted along its longest
-shortest path and cut at the middle. The separator is the smallest set of nodes that
-covers the edges across (Koenig's theorem), so that it is small and both sides have
-about equal sizes: all parts of a depth are alike.
+once, with a few calls of SciPy. The nodes of a part are sorted in a direction and cut
+at the middle, so that all parts of a depth have about equal sizes. The separator is the
+smallest set of nodes that covers the edges across (Koenig's theorem). The best of four
+directions counts: two shortest paths between distant nodes, and their diagonals.
 
 George (1973), Nested dissection of a regular finite element mesh.
 """
@@ -18,7 +18,7 @@ from scipy.sparse import csgraph
 
 _Indices = np.ndarray
 # Averages of neighbours' positions straighten the cuts of irregular meshes.
-_AVERAGES = 10
+_AVERAGES = 60
 # A cut between components needs no separator. The sides may differ by this share.
 _UNEVEN = 0.1
 
@@ -68,44 +68,70 @@ def _bisected(
     """Return whether each node is on the second side of its part, and whether it is in
     the separator."""
     count, component = csgraph.connected_components(graph, directed=False)
-    position = _positions(graph, component, count)
-    order = np.lexsort((position, component, part))
-    right = np.empty(len(part), bool)
-    right[order] = _second_half(part[order], component[order])
-    return right, _cover(right, rows, columns)
+    parts = int(part.max()) + 1
+    least = np.full(parts, len(part) + 1)
+    right, cut = np.empty(len(part), bool), np.empty(len(part), bool)
+    for position in _positions(graph, component, count).T:
+        if least.max() <= 1:
+            break
+        order = np.lexsort((position, component, part))
+        trial = np.empty(len(part), bool)
+        trial[order] = _second_half(part[order], component[order])
+        cover = _cover(trial, rows, columns)
+        needed = np.bincount(part[cover], minlength=parts)
+        better = (needed < least)[part]
+        least = np.minimum(needed, least)
+        right[better], cut[better] = trial[better], cover[better]
+    return right, cut
 
 
 def _positions(graph: sparse.csr_array, component: _Indices, count: int) -> np.ndarray:
-    """Return the position of each node between the ends of its component."""
+    """Return the positions of each node in four directions, (size, 4): between two
+    pairs of distant nodes of its component, such as the opposite corners of a square,
+    and diagonally to both, which is along the sides of a square."""
     ends = np.empty(count, np.int64)
     ends[component[::-1]] = np.arange(len(component))[::-1]
-    levels = []
-    for _ in range(3):
-        level, order = _levels(graph, ends)
-        levels.append(level)
-        # The last node that the search reaches in each component.
-        ends[component[order]] = order
-    position = (levels[1] - levels[2]).astype(float)
-    degree = np.maximum(np.diff(graph.indptr), 1)
+    near = _levels(graph, ends)
+    corners: list[np.ndarray] = []
+    for k in range(4):
+        if k == 2:
+            # Far from both ends of the first pair.
+            near = np.minimum(*corners)
+        ends = _last(near, component)
+        near = _levels(graph, ends)
+        corners.append(near)
+    along, across = corners[0] - corners[1], corners[2] - corners[3]
+    position = np.stack([along + across, along - across, along, across], 1)
+    degree = np.diff(graph.indptr)
+    shares = np.repeat(0.5 / np.maximum(degree, 1), degree).astype(np.float32)
+    own = np.where(degree > 0, 0.5, 1).astype(np.float32)
+    averages = sparse.csr_array((shares, graph.indices, graph.indptr), graph.shape)
+    averages = (averages + sparse.diags_array(own)).tocsr()
+    position = position.astype(np.float32)
     for _ in range(_AVERAGES):
-        position = (position + (graph @ position) / degree) / 2
+        position = averages @ position
     return position
 
 
-def _levels(graph: sparse.csr_array, starts: _Indices) -> tuple[_Indices, _Indices]:
-    """Return the distance of each node from the start in its component, and the nodes
-    in the order of a breadth-first search."""
+def _last(level: _Indices, component: _Indices) -> _Indices:
+    """Return the node of the highest level in each component."""
+    order = np.lexsort((level, component))
+    return order[np.flatnonzero(np.diff(component[order], append=-1))]
+
+
+def _levels(graph: sparse.csr_array, starts: _Indices) -> _Indices:
+    """Return the distance of each node from the start in its component."""
     size = graph.shape[0]
     # A node that is joined to all starts makes this one search.
     indptr = np.append(graph.indptr, graph.indptr[-1] + len(starts))
     indices = np.append(graph.indices, starts).astype(np.int32)
     joined = sparse.csr_array((np.ones(len(indices)), indices, indptr), (size + 1,) * 2)
-    order, before = csgraph.breadth_first_order(joined, size)
+    _, before = csgraph.breadth_first_order(joined, size)
     before[size] = size
     level = (before != size).astype(np.int64)
     while (step := level[before]).any():
         level, before = level + step, before[before]
-    return level[:size], order[1:]
+    return level[:size]
 
 
 def _second_half(part: _Indices, component: _Indices) -> _Indices:

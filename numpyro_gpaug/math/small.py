@@ -17,7 +17,7 @@ from numpyro_gpaug.math import linalg
 # Matrices up to this size are taken number by number.
 SMALL = 6
 # Larger matrices than this are factorised by LAPACK in :func:`cholesky_and_inverse`.
-_ELIMINATED = 128
+_BY_ROWS = 128
 
 _Entries = list[list[Any]]
 
@@ -66,30 +66,32 @@ def cholesky_and_inverse(matrix: Array) -> tuple[Array, Array]:
     """Return the lower Cholesky factors of many matrices (m, P, P), and their inverses;
     NaN where a matrix is not positive definite.
 
-    Up to 128 rows are eliminated one after the other, for all matrices at once. This
-    compiles in half the time of LAPACK's functions.
+    Up to 128 rows are computed one after the other, for all matrices at once. This
+    compiles in less time than LAPACK's functions, and is at least as accurate.
     """
     size = matrix.shape[-1]
-    if size > _ELIMINATED:
+    if size > _BY_ROWS:
         return linalg.cholesky_and_inverse(matrix)
     places = np.arange(size, dtype=np.int32)
 
-    def eliminate(k: Any, rows: Array) -> Array:
-        """Subtract multiples of row k from all rows below. The same operations on the
-        rows of the identity, of which columns before k take the place, give the
-        inverse."""
-        row = lax.dynamic_index_in_dim(rows, k, -2)
-        column = lax.dynamic_index_in_dim(rows, k, -1)
-        pivot = lax.dynamic_index_in_dim(row, k, -1)
-        scale = lax.rsqrt(jnp.where(pivot > 0, pivot, jnp.nan))
-        here = places == k
-        row = jnp.where(here, 1, row) * scale
-        rest = jnp.where(here, 0, rows) - column * scale * row
-        below = places[:, None] > k
-        return jnp.where(below, rest, jnp.where(here[:, None], row, rows))
+    eye, above = places[:, None] == places, places[:, None] < places
 
-    rows = lax.fori_loop(np.int32(0), np.int32(size), eliminate, matrix)
-    eye, above = (places[:, None] == places), (places[:, None] < places)
+    def with_row(k: Any, rows: Array) -> Array:
+        """Write row k of ``L'``, and before its diagonal row k of ``L^-1``. Both are
+        sums over earlier rows, whose rounding errors are smaller than those of
+        repeated differences."""
+        column = lax.dynamic_index_in_dim(rows, k, -1)
+        earlier = jnp.where(above & (places < k), 0, rows) * column
+        given = lax.dynamic_index_in_dim(matrix, k, -2)
+        row = jnp.where(places < k, 0, given) - earlier.sum(-2, keepdims=True)
+        pivot = lax.dynamic_index_in_dim(row, k, -1)
+        # XLA's rsqrt is biased, and here the errors of all rows would add up.
+        scale = jnp.sqrt(1 / jnp.where(pivot > 0, pivot, jnp.nan))
+        row = jnp.where(places == k, 1, row) * scale
+        return lax.dynamic_update_slice_in_dim(rows, row, k, -2)
+
+    start = jnp.zeros_like(matrix)
+    rows = lax.fori_loop(np.int32(0), np.int32(size), with_row, start)
     factor = jnp.where(eye, 1 / rows, jnp.where(above, rows, 0)).mT
     return factor, jnp.tril(rows)
 

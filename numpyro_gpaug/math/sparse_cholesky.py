@@ -54,7 +54,7 @@ class Fronts(NamedTuple):
     data_fields=("fronts", "log_det"),
     meta_fields=("pattern",),
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SparseFactor:
     """The factor L of a matrix ``P Q P' = L L'``, in the order P of elimination.
 
@@ -102,9 +102,9 @@ class SparseFactor:
 
         :param x: (size,) or (size, k).
         """
-        white = []
-        known = jnp.zeros((1, *x.shape[1:]), x.dtype).reshape(1, -1)
-        steps = zip(self._by_group(x), self.fronts, self._groups, strict=True)
+        white, given = [], self._by_group(x)
+        known = jnp.zeros((1, given[0].shape[-1]), x.dtype)
+        steps = zip(given, self.fronts, self._groups, strict=True)
         for own, front, group in steps:
             innovation = own - front.gain.mT @ _at(known, group.border)
             white.append(front.factor.mT @ innovation)
@@ -129,7 +129,8 @@ class SparseFactor:
     @jax.jit
     def forms(self, nodes: Array, coefficients: Array) -> Array:
         """Return the variances ``a' Q^-1 a`` of sparse combinations of the nodes. They
-        are sums of squares, and so at least zero.
+        are sums of squares, and so at least zero. Their rounding errors are relative to
+        the variances of the nodes.
 
         :param nodes: (n, s) integers. The pattern must have an entry for each pair of
             nodes of a row that both have a coefficient other than zero.
