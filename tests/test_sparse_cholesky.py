@@ -151,8 +151,8 @@ def test_large_fronts(dtype):
 
 
 def test_single_precision_of_a_matrix_that_is_almost_singular():
-    """Its condition number is 1e6. With XLA's biased ``rsqrt`` the log-determinant would
-    have an error of .004."""
+    """Its condition number is 1e6. With XLA's biased ``rsqrt`` the log-determinant
+    would have an error of .004."""
     matrix = lattice(30, 30)
     matrix = -sparse.tril(matrix, -1)
     matrix = matrix + matrix.T
