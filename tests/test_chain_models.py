@@ -159,8 +159,10 @@ def test_files_of_a_chain(of_steps, tmp_path):
     posterior.save(tmp_path / "fit.npz")
     loaded = gpaug.Posterior.load(tmp_path / "fit.npz", counts)
     new = TIME[:9], ITEM[:9], X[:9]
-    expected = posterior.predict_y(*new)
-    np.testing.assert_array_equal(loaded.predict_y(*new).mean, expected.mean)
+    found, expected = (
+        p.predict_f(*new, steps=50, site="walk") for p in (loaded, posterior)
+    )
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow

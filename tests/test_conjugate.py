@@ -78,7 +78,7 @@ def test_golden_problem(which: str) -> None:
     y = (np.asarray(GOLDEN["y"]) + 1) / 2
     kernel = {"lengthscale": 0.9, "variance": 1.3}
     given = {"inducing": Z, "jitter": 0, **kernel}
-    _, result = fit(classifier, X, y, updates="augmented", **given)
+    svi, result = fit(classifier, X, y, updates="augmented", **given)
     golden = GOLDEN[which]
     mean, cover = inducing_moments(result.params, Z, **kernel)
     np.testing.assert_allclose(mean, golden["mu"], rtol=1e-8)
@@ -87,6 +87,9 @@ def test_golden_problem(which: str) -> None:
     if which == "sparse":
         trace = golden["elbo_trace_from_prior"][1:]
         np.testing.assert_allclose(-result.losses[: len(trace)], trace, rtol=1e-8)
+        f = svi.posterior(result).predict_f(X)
+        np.testing.assert_allclose(f.mean, golden["m"], rtol=1e-8)
+        np.testing.assert_allclose(f.variance, golden["v"], rtol=1e-8)
     else:
         # The exact bound is tighter and still below the evidence.
         _, exact = fit(classifier, X, y, inducing=Z, jitter=0, **kernel)
@@ -261,7 +264,7 @@ def test_gradient_steps_after_several_updates_end_at_the_same_optimum() -> None:
 @cache
 def lengthscales_on_a_grid():
     """Log lengthscales, and the log density of each: prior, and bound at the best q."""
-    grid = np.linspace(-2.0, 1.5, 15)
+    grid = np.linspace(-2.0, 1.5, 11)
     bounds = [-classify(lengthscale=np.exp(t))[1].losses[-1] for t in grid]
     fine = np.linspace(-2.0, 1.5, 500)
     return fine, np.polyval(np.polyfit(grid, bounds, 8), fine) - fine**2 / 2
@@ -384,31 +387,6 @@ def test_tol_stops_and_init_state_continues() -> None:
     assert np.isfinite(stopped.params["f.v_auto_precision"]).all()
 
 
-def test_a_second_run_and_its_posterior_trace_nothing() -> None:
-    X, y = toy(12)
-    Z = X[:4]
-    calls = []
-
-    def model(X, y=None, *, inducing):
-        calls.append(X.shape)
-        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    state = svi.init(KEY, X, y, inducing=Z)
-    given = {"init_state": state, "progress_bar": False}
-    first = svi.run(KEY, 2, X, y, inducing=Z, **given)
-    svi.posterior(first)
-    seen = len(calls)
-    again = svi.run(KEY, 3, X, y, inducing=Z, **given)
-    svi.posterior(again)
-    assert len(calls) == seen
-    np.testing.assert_array_equal(first.losses, again.losses[:2])
-    svi.run(KEY, 2, X[:10], y[:10], inducing=Z, **given)
-    assert {x[0] for x in calls[seen:]} == {10, 64}
-
-
 def test_one_compilation_whatever_the_number_of_steps() -> None:
     svi, _ = classify(num_steps=3)
     compiled = svi._programs.advance.plain._cache_size()
@@ -506,19 +484,3 @@ def test_a_subset_of_latents_leaves_the_others_at_the_prior() -> None:
     posterior = svi.posterior(part)
     joint = posterior.predict_f(X[:4], full_covariance=True)
     assert joint.variance.shape == (2, 4, 4)
-
-
-@pytest.mark.slow
-def test_params_that_are_trees() -> None:
-    def model(X, y=None, *, inducing):
-        layer = numpyro.param("layer", {"w": jnp.eye(2), "b": jnp.zeros(2)})
-        features = lambda inputs: inputs @ layer["w"] + layer["b"]  # noqa: E731
-        kernel = gpaug.kernels.SquaredExponential()
-        gp = gpaug.GaussianProcess("f", kernel, features(inducing))
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(features(X))), obs=y)
-
-    X, y = toy(40)
-    _, result = fit(model, X, y, inducing=X[:10], optim=optax.adam(0.05))
-    assert result.losses[-1] < result.losses[5]
-    assert result.params["layer"]["w"].shape == (2, 2)

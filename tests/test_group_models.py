@@ -174,35 +174,28 @@ def test_new_groups_and_sums_over_groups(x64, of_groups, monkeypatch):
     joint = posterior.predict_f(*NEW, site="eta", full_covariance=True)
     np.testing.assert_allclose(average.mean, joint.mean.mean(), rtol=1e-4)
     np.testing.assert_allclose(average.variance, joint.variance.mean(), rtol=1e-3)
-    # Of many rows no matrix is made: the same by groups.
+
+    # Of many rows that depend on one group each no matrix is made: the same by groups.
+    def no_matrix(predictors):
+        raise AssertionError(f"a matrix of {len(predictors.offset)} rows")
+
     monkeypatch.setattr(affine, "_LARGE", 0)
-    monkeypatch.setattr(affine, "_MOST", 0)
+    again = posterior.predict_f(*(np.tile(x, 2) for x in NEW), site="average")
+    np.testing.assert_allclose(again, average, rtol=1e-8)
+    monkeypatch.setattr(affine.Predictors, "dense", property(no_matrix))
+    found = posterior.predict_f(*(x[:7] for x in NEW), site="eta")
+    np.testing.assert_allclose(found.mean, joint.mean[:7], rtol=1e-8)
+    variance = np.diagonal(joint.variance)[:7]
+    np.testing.assert_allclose(found.variance, variance, rtol=1e-8)
+    monkeypatch.undo()
+    for limit in ("_LARGE", "_MOST"):
+        monkeypatch.setattr(affine, limit, 0)
     rows = [x[:8] for x in NEW]
     found = posterior.predict_f(*rows, site="eta", full_covariance=True)
     np.testing.assert_allclose(found.mean, joint.mean[:8], rtol=1e-8)
     np.testing.assert_allclose(found.variance, joint.variance[:8, :8], rtol=1e-8)
     with pytest.raises(gpaug.NotConjugateError, match="'average' depend on several"):
         posterior.predict_f(*rows, site="average")
-
-
-def test_large_predictions_are_by_groups_where_rows_look_at_one(
-    x64, of_groups, monkeypatch
-):
-    def no_matrix(predictors):
-        raise AssertionError(f"a matrix of {len(predictors.offset)} rows")
-
-    posterior, *_ = of_groups[1]
-    whole = posterior.predict_f(*NEW, site="eta")
-    average = posterior.predict_f(*NEW, site="average")
-    rows = [x[:7] for x in NEW]
-    monkeypatch.setattr(affine, "_LARGE", 0)
-    # What looks at several groups has its matrix.
-    again = posterior.predict_f(*(np.tile(x, 2) for x in NEW), site="average")
-    np.testing.assert_allclose(again, average, rtol=1e-8)
-    monkeypatch.setattr(affine.Predictors, "dense", property(no_matrix))
-    found = posterior.predict_f(*rows, site="eta")
-    np.testing.assert_allclose(found.mean, whole.mean[:7], rtol=1e-8)
-    np.testing.assert_allclose(found.variance, whole.variance[:7], rtol=1e-8)
 
 
 def test_joint_draws_of_groups(x64, of_groups):
@@ -254,7 +247,7 @@ def test_files_and_draws_of_groups(x64, of_groups, tmp_path):
     predictive = numpyro.infer.Predictive(
         crossed, guide=guide, params=result.params, num_samples=3000
     )
-    draws = predictive(jax.random.key(0), *NEW)["y"]
+    draws = jax.jit(lambda key: predictive(key, *NEW)["y"])(jax.random.key(0))
     np.testing.assert_allclose(draws.mean(0), expected.mean, rtol=0.15)
 
 

@@ -80,46 +80,43 @@ def evaluate(kernel, *inputs):
 
 
 @jax.jit
-def evaluate_all(kernel, X, Z):
-    """Covariances with other inputs and with the same object, and variances."""
-    return kernel(X, Z), kernel(X, X), kernel(X)
+def evaluate_all(kernels, X, Z):
+    """Of every kernel: covariances with other inputs and with the same object, and
+    variances. One compilation for all."""
+    return [(kernel(X, Z), kernel(X, X), kernel(X)) for kernel in kernels]
 
 
 def jaxpr_of(kernel, X, Z):
     return jax.make_jaxpr(lambda k, X, Z: k(X, Z))(kernel, X, Z)
 
 
-PARITY = {
-    "squared_exponential": (SquaredExponential(1.3, 2.0), 2.0 * sk.RBF(1.3)),
-    "matern12": (Matern12(1.3, 2.0), 2.0 * sk.Matern(1.3, nu=0.5)),
-    "matern32": (Matern32(1.3, 2.0), 2.0 * sk.Matern(1.3, nu=1.5)),
-    "matern52": (Matern52(1.3, 2.0), 2.0 * sk.Matern(1.3, nu=2.5)),
-    "rational_quadratic": (
-        RationalQuadratic(1.3, 2.0, 0.7),
-        2.0 * sk.RationalQuadratic(1.3, 0.7),
-    ),
-    "linear": (Linear(2.0), 2.0 * sk.DotProduct(0.0)),
-    "constant": (Constant(2.0), sk.ConstantKernel(2.0)),
-    "composite": (
+PARITY = [
+    (SquaredExponential(1.3, 2.0), 2.0 * sk.RBF(1.3)),
+    (Matern12(1.3, 2.0), 2.0 * sk.Matern(1.3, nu=0.5)),
+    (Matern32(1.3, 2.0), 2.0 * sk.Matern(1.3, nu=1.5)),
+    (Matern52(1.3, 2.0), 2.0 * sk.Matern(1.3, nu=2.5)),
+    (RationalQuadratic(1.3, 2.0, 0.7), 2.0 * sk.RationalQuadratic(1.3, 0.7)),
+    (Linear(2.0), 2.0 * sk.DotProduct(0.0)),
+    (Constant(2.0), sk.ConstantKernel(2.0)),
+    (
         2.0 * SquaredExponential(0.8) * Linear() + Matern32(2.0) + 0.5,
         2.0 * sk.RBF(0.8) * sk.DotProduct(0.0)
         + sk.Matern(2.0, nu=1.5)
         + sk.ConstantKernel(0.5),
     ),
-}
+]
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("case", PARITY)
-def test_agrees_with_scikit_learn(case, columns):
-    ours, theirs = PARITY[case]
+def test_agrees_with_scikit_learn(columns):
     X, Z = draw(0, 9, columns, dtype=np.float64), draw(1, 7, columns, dtype=np.float64)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
-    cross, same, diagonal = evaluate_all(ours, X, Z)
-    close(cross, theirs(X, Z))
-    close(same, theirs(X))
-    close(diagonal, theirs.diag(X))
+    found = evaluate_all([ours for ours, _ in PARITY], X, Z)
+    for each, (ours, theirs) in zip(found, PARITY, strict=True):
+        expected = theirs(X, Z), theirs(X), theirs.diag(X)
+        close = {"rtol": 1e-12, "atol": 1e-12, "err_msg": repr(ours)}
+        for one, other in zip(each, expected, strict=True):
+            np.testing.assert_allclose(one, other, **close)
 
 
 @pytest.mark.usefixtures("x64")
@@ -132,16 +129,12 @@ def test_periodic_agrees_with_scikit_learn_in_one_dimension():
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("Kernel", STATIONARY)
-def test_one_lengthscale_per_column(Kernel, columns):
+def test_one_lengthscale_per_column(columns):
     X, Z = draw(0, 9, columns, dtype=np.float64), draw(1, 7, columns, dtype=np.float64)
-    kernel = Kernel(np.linspace(0.5, 3.0, columns) * columns**0.5, 1.5)
-    np.testing.assert_allclose(evaluate(kernel, X, Z), brute(kernel, X, Z), rtol=1e-11)
-
-
-@jax.jit
-def with_themselves(some_kernels, X):
-    return [(kernel(X, X), kernel(X)) for kernel in some_kernels]
+    scales = np.linspace(0.5, 3.0, columns) * columns**0.5
+    every = [Kernel(scales, 1.5) for Kernel in STATIONARY]
+    for kernel, (cross, *_) in zip(every, evaluate_all(every, X, Z), strict=True):
+        np.testing.assert_allclose(cross, brute(kernel, X, Z), rtol=1e-11)
 
 
 @given(
@@ -163,8 +156,8 @@ def test_right_and_positive_semidefinite_at_any_scale(shape, shift, log_scale, r
         else Kernel(lengthscale * scale, 2.0)
         for Kernel in STATIONARY
     ]
-    found = with_themselves(given_kernels, X)
-    for kernel, (K, diagonal) in zip(given_kernels, found, strict=True):
+    found = evaluate_all(given_kernels, X, X[:1])
+    for kernel, (_, K, diagonal) in zip(given_kernels, found, strict=True):
         K = np.asarray(K, np.float64)
         # Matern12 has a cusp at 0, where a rounded distance counts in full.
         tolerance = 2e-3 if isinstance(kernel, Matern12) else 2e-4
@@ -191,7 +184,7 @@ def test_no_cancellation_in_single_precision(columns, mean, lengthscale, toleran
     Z = draw(1, 80, columns) + np.float32(mean)
     Z[:10] = X[:10]
     kernel = SquaredExponential(np.float32(lengthscale))
-    cross, same, _ = evaluate_all(kernel, X, Z)
+    ((cross, same, _),) = evaluate_all([kernel], X, Z)
     assert np.abs(cross - brute(kernel, X, Z)).max() < tolerance
     K = np.asarray(same, np.float64)
     assert np.abs(K - brute(kernel, X, X)).max() < tolerance
@@ -199,48 +192,51 @@ def test_no_cancellation_in_single_precision(columns, mean, lengthscale, toleran
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("Kernel", STATIONARY)
-def test_diagonal_is_exact_for_the_same_object(Kernel, columns):
+def test_diagonal_is_exact_for_the_same_object(columns):
     X = 50 + draw(0, 20, columns)
-    K = jax.jit(lambda X: (Kernel(0.3) + 0.5)(X, X))(X)
-    np.testing.assert_array_equal(np.diag(K), 1.5)
+    every = [Kernel(0.3) + 0.5 for Kernel in STATIONARY]
+    for _, same, _ in evaluate_all(every, X, X[:1]):
+        np.testing.assert_array_equal(np.diag(same), 1.5)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("Kernel", STATIONARY)
-def test_gradient_is_finite_at_coincident_points(Kernel, columns):
+def test_gradient_is_finite_at_coincident_points(columns):
     X = draw(0, 5, columns)
     X[1] = X[0]
 
-    @jax.jit
-    @functools.partial(jax.grad, argnums=(0, 1, 2))
-    def gradient(X, lengthscale, per_column):
+    def total(Kernel, X, lengthscale, per_column):
         same, equal = Kernel(lengthscale)(X, X), Kernel(per_column)(X, X + 0.0)
         return jnp.sum(jnp.sin(same) + jnp.sin(equal))
 
-    for leaf in gradient(X, np.float32(0.7), np.full(columns, 0.7, np.float32)):
-        assert np.isfinite(leaf).all()
+    @jax.jit
+    def gradients(*at):
+        return [jax.grad(total, (1, 2, 3))(Kernel, *at) for Kernel in STATIONARY]
+
+    found = gradients(X, np.float32(0.7), np.full(columns, 0.7, np.float32))
+    for Kernel, leaves in zip(STATIONARY, found, strict=True):
+        assert all(np.isfinite(leaf).all() for leaf in leaves), Kernel
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("Kernel", "columns"),
-    [*((Kernel, 3) for Kernel in ALL), (SquaredExponential, 12), (Periodic, 12)],
+    ("some", "columns"), [(ALL, 3), ([SquaredExponential, Periodic], 12)]
 )
-def test_gradient_agrees_with_finite_differences(Kernel, columns):
+def test_gradient_agrees_with_finite_differences(some, columns):
     X, Z = (draw(i, 3, columns, dtype=np.float64) for i in (0, 1))
-    kernel = Kernel(variance=np.asarray(1.3))
-    if Kernel in STATIONARY:
-        kernel = Kernel(np.linspace(1.0, 3.0, columns) * columns**0.5, kernel.variance)
+    every = [Kernel(variance=np.asarray(1.3)) for Kernel in some]
+    scales = np.linspace(1.0, 3.0, columns) * columns**0.5
+    every = [type(k)(scales, k.variance) if type(k) in STATIONARY else k for k in every]
     weights = draw(2, 3, 3, dtype=np.float64)
-    start = (kernel, X, Z)
+    start = (every, X, Z)
     direction = jax.tree.map(lambda x: draw(3, *np.shape(x), dtype=np.float64), start)
 
     @jax.jit
-    @jax.value_and_grad
     def along(step):
-        k, X, Z = jax.tree.map(lambda x, v: x + step * v, start, direction)
-        return jnp.sum(weights * k(X, Z))
+        def totals(step):
+            every, X, Z = jax.tree.map(lambda x, v: x + step * v, start, direction)
+            return jnp.stack([jnp.sum(weights * k(X, Z)) for k in every])
+
+        return jax.jvp(totals, (step,), (1.0,))
 
     step = 1e-5
     difference = (along(step)[0] - along(-step)[0]) / (2 * step)
@@ -252,49 +248,47 @@ def test_gradient_agrees_with_finite_differences(Kernel, columns):
 @pytest.mark.parametrize(
     ("shape", "batched_Z"), [((None,), False), ((4, 1), True), ((4, None), False)]
 )
-@pytest.mark.parametrize("Kernel", [Matern32, RationalQuadratic, Periodic])
-def test_batch_of_latents_equals_a_loop(Kernel, shape, batched_Z, columns):
+def test_batch_of_latents_equals_a_loop(shape, batched_Z, columns):
     rng = np.random.default_rng(2)
     X = draw(0, 5, columns, dtype=np.float64)
     Z = draw(1, *(4,) * batched_Z, 3, columns, dtype=np.float64)
     shape = tuple(columns if axis is None else axis for axis in shape)
     lengthscale = columns**0.5 * rng.uniform(0.5, 2.0, shape)
-    variance = rng.uniform(0.5, 2.0, 4)
-    extra = {
-        name: rng.uniform(0.5, 2.0, 4)
-        for name in ("alpha", "period")
-        if hasattr(Kernel, name)
-    }
-    kernel = Kernel(lengthscale, variance, **extra) + Constant(variance)
-    assert kernel.batch_shape == (4,)
-    K, diagonal = jax.jit(lambda k, X, Z: (k(X, Z), k(X)))(kernel, X, Z)
-    assert K.shape == (4, 5, 3)
-    assert diagonal.shape == (4, 5)
-    for c in range(4):
-        single = Kernel(
-            lengthscale[c] if len(shape) == 2 else lengthscale,
-            variance[c],
-            **{name: float(value[c]) for name, value in extra.items()},
-        )
-        Z_c = Z[c] if batched_Z else Z
-        expected = brute(single, X, Z_c) + variance[c]
-        np.testing.assert_allclose(K[c], expected, rtol=1e-11)
-        np.testing.assert_allclose(diagonal[c], 2 * variance[c], rtol=1e-12)
+    variance, other = rng.uniform(0.5, 2.0, (2, 4))
+    extra = {Matern32: {}, RationalQuadratic: {"alpha": other}}
+    extra[Periodic] = {"period": other}
+    every = [K(lengthscale, variance, **more) for K, more in extra.items()]
+    every = [kernel + Constant(variance) for kernel in every]
+    assert {kernel.batch_shape for kernel in every} == {(4,)}
+    found = jax.jit(lambda ks, X, Z: [(k(X, Z), k(X)) for k in ks])(every, X, Z)
+    for (Kernel, more), (K, diagonal) in zip(extra.items(), found, strict=True):
+        assert K.shape == (4, 5, 3)
+        assert diagonal.shape == (4, 5)
+        for c in range(4):
+            single = Kernel(
+                lengthscale[c] if len(shape) == 2 else lengthscale,
+                variance[c],
+                **{name: float(value[c]) for name, value in more.items()},
+            )
+            Z_c = Z[c] if batched_Z else Z
+            expected = brute(single, X, Z_c) + variance[c]
+            np.testing.assert_allclose(K[c], expected, rtol=1e-11)
+            np.testing.assert_allclose(diagonal[c], 2 * variance[c], rtol=1e-12)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("Kernel", [Matern52, Periodic, Linear, Constant])
-def test_inputs_of_each_latent_with_shared_hyperparameters(Kernel, columns):
+def test_inputs_of_each_latent_with_shared_hyperparameters(columns):
     X, Z = draw(0, 5, columns), draw(1, 4, 3, columns)
-    kernel = Kernel()
-    expected = np.stack([brute(kernel, X, Z_c) for Z_c in Z])
+    every = [Matern52(), Periodic(), Linear(), Constant()]
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    each = jax.jit(lambda k, X, Z: (k(X, Z), k(Z, X), k(Z)))
-    cross, turned, diagonal = each(kernel, X, Z)
-    close(cross, expected)
-    close(turned, np.swapaxes(expected, -1, -2))
-    close(diagonal, [np.diag(brute(kernel, Z_c, Z_c)) for Z_c in Z])
-    assert jax.eval_shape(evaluate, kernel, Z, Z).shape == (4, 3, 3)
+    each = jax.jit(lambda ks, X, Z: [(k(X, Z), k(Z, X), k(Z)) for k in ks])
+    for kernel, found in zip(every, each(every, X, Z), strict=True):
+        expected = np.stack([brute(kernel, X, Z_c) for Z_c in Z])
+        cross, turned, diagonal = found
+        close(cross, expected)
+        close(turned, np.swapaxes(expected, -1, -2))
+        close(diagonal, [np.diag(brute(kernel, Z_c, Z_c)) for Z_c in Z])
+        assert jax.eval_shape(evaluate, kernel, Z, Z).shape == (4, 3, 3)
 
 
 def test_latents_with_one_lengthscale_share_the_distances():
@@ -335,20 +329,26 @@ def test_deviations_from_the_constant_do_not_cancel(name):
     def covariance(scale, X, Z):
         return DEVIATING[name](scale)(X, Z)
 
-    for scale in np.array([0.5, 3.0, 30.0, 2000.0], np.float32):
-        single = np.asarray(deviation(scale, X, Z))
-        with enable_x64(True):
-            wide = [np.asarray(x, np.float64) for x in (scale, X, Z)]
-            kernel = DEVIATING[name](wide[0])
-            double = np.asarray(deviation(*wide))
-            whole = np.asarray(kernel(*wide[1:]))
-            np.testing.assert_allclose(constant_of(kernel) + double, whole, atol=1e-11)
-            own = constant_of(kernel) + deviation_of(kernel, wide[1])
-            np.testing.assert_allclose(own, kernel(wide[1]), rtol=1e-12)
-            slope = jax.jacfwd(deviation)(*wide)
-            expected = jax.jacfwd(covariance)(*wide)
-            np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-12)
-        np.testing.assert_allclose(single, double, rtol=5e-5, atol=1e-10)
+    scales = np.array([0.5, 3.0, 30.0, 2000.0], np.float32)
+    singles = [jax.jit(deviation)(scale, X, Z) for scale in scales]
+
+    @jax.jit
+    def in_double(*wide):
+        kernel = DEVIATING[name](wide[0])
+        constant = constant_of(kernel)
+        own = constant + deviation_of(kernel, wide[1]), kernel(wide[1])
+        slopes = [jax.jacfwd(f)(*wide) for f in (deviation, covariance)]
+        double = deviation(*wide)
+        return double, (constant + double, kernel(*wide[1:])), own, slopes
+
+    with enable_x64(True):
+        for scale, single in zip(scales, singles, strict=True):
+            wide = (np.asarray(x, np.float64) for x in (scale, X, Z))
+            double, whole, own, slopes = in_double(*wide)
+            np.testing.assert_allclose(*whole, atol=1e-11)
+            np.testing.assert_allclose(*own, rtol=1e-12)
+            np.testing.assert_allclose(*slopes, rtol=1e-6, atol=1e-12)
+            np.testing.assert_allclose(single, double, rtol=5e-5, atol=1e-10)
 
 
 def test_deviations_are_rounded_as_few_times_as_can_be():
@@ -422,16 +422,20 @@ def test_no_implicit_promotion(x64, Kernel, columns):
             assert jax.eval_shape(kernel, *inputs).dtype == np.float32
 
 
-@pytest.mark.parametrize("Kernel", ALL)
-def test_inputs_without_columns(Kernel):
+def test_inputs_without_columns():
     x, z = draw(0, 5), draw(1, 3)
-    kernel = Kernel(variance=1.5)
-    each = jax.jit(lambda k, x, z: (k(x, z), k(x), k(x[:, None]), k(x[:0], z)))
-    cross, diagonal, of_column, none = each(kernel, x, z)
-    np.testing.assert_allclose(cross, brute(kernel, x, z), rtol=1e-4)
-    np.testing.assert_allclose(diagonal, of_column, rtol=1e-6)
-    np.testing.assert_allclose(diagonal, np.diag(brute(kernel, x, x)), rtol=1e-6)
-    assert none.shape == (0, 3)
+    every = [Kernel(variance=1.5) for Kernel in ALL]
+
+    @jax.jit
+    def each(every, x, z):
+        return [(k(x, z), k(x), k(x[:, None]), k(x[:0], z)) for k in every]
+
+    for kernel, found in zip(every, each(every, x, z), strict=True):
+        cross, diagonal, of_column, none = found
+        np.testing.assert_allclose(cross, brute(kernel, x, z), rtol=1e-4)
+        np.testing.assert_allclose(diagonal, of_column, rtol=1e-6)
+        np.testing.assert_allclose(diagonal, np.diag(brute(kernel, x, x)), rtol=1e-6)
+        assert none.shape == (0, 3)
 
 
 @pytest.mark.parametrize("Kernel", [Matern32, RationalQuadratic, Linear])

@@ -2,6 +2,7 @@
 """Hyperparameters: L-BFGS on the collapsed bound, and minibatches that run away."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -247,19 +248,24 @@ def test_the_search_begins_at_the_best_of_the_first_order_phase(x64) -> None:
     zero = jax.tree.map(jnp.zeros_like, values)
     hyper = Hyper(values, zero, jnp.ones(()), search)
 
-    def fn(z):
-        return -0.5 * (jnp.geomspace(1.0, 1e4, 3) * (z - 0.405) ** 2).sum()
+    def fn(values):
+        return -0.5 * (jnp.geomspace(1.0, 1e4, 3) * (values["z"] - 0.405) ** 2).sum()
 
-    seen, best, stalled = [], -jnp.inf, 0
-    while quasi_newton.ascends(hyper):
-        begins = bool(quasi_newton.begins(hyper))
-        here = quasi_newton.moved(hyper)
-        value, ascent = jax.value_and_grad(lambda z: fn(z["z"]))(here)
-        hyper = quasi_newton.accepted(hyper, here, ascent, not seen, stalled)
+    @jax.jit
+    def step(hyper, best, first, stalled):
+        here, begins = quasi_newton.moved(hyper), quasi_newton.begins(hyper)
+        value, ascent = jax.value_and_grad(fn)(here)
+        hyper = quasi_newton.accepted(hyper, here, ascent, first, stalled)
+        better = quasi_newton.improved(hyper, here, 0.0)
+        kept = jax.tree.map(partial(jnp.where, value >= best), better, hyper)
+        return kept, value, begins, quasi_newton.ascends(kept)
+
+    seen, best, stalled, ascends = [], -np.inf, 0, quasi_newton.ascends(hyper)
+    while ascends:
+        hyper, value, begins, ascends = step(hyper, best, not seen, stalled)
         seen.append(float(value))
-        stalled = 0 if value > best else stalled + 1
-        if value >= best:
-            hyper, best = quasi_newton.improved(hyper, here, 0.0), value
+        stalled = 0 if seen[-1] > best else stalled + 1
+        best = max(best, seen[-1])
     assert begins
     assert seen[-1] == max(seen) > seen[-2]
     assert first_order.PATIENCE < len(seen) < first_order.STEPS

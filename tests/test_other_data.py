@@ -49,15 +49,15 @@ def test_other_data_start_where_a_new_fit_does(model, units, guide):
     def made():
         return gpaug.ConjugateSVI(model, guide(model))
 
-    used = made()
+    used, new = made(), {unit: made() for unit in units}
     for unit in (*units, units[0]):
-        state = used.init(KEY, X, Y, unit=unit)
-        found, new = used.get_params(state), made()
-        expected = new.get_params(new.init(KEY, X, Y, unit=unit))
+        found, expected = (
+            svi.get_params(svi.init(KEY, X, Y, unit=unit)) for svi in (used, new[unit])
+        )
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
     # And its steps are in the same coordinates.
     options = {"unit": units[1], "progress_bar": False}
-    ends = [svi.run(KEY, 3, X, Y, **options).losses for svi in (used, made())]
+    ends = [svi.run(KEY, 3, X, Y, **options).losses for svi in (used, new[units[1]])]
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model through every route, and the same posterior at the end of each."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
 from jax import random
@@ -54,14 +49,10 @@ from tests.routes import (
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-GOLDEN = json.loads(
-    (Path(__file__).parent / "golden" / "problem_binary_logistic.json").read_text()
-)
-
 # Closed form against NumPy.
 
 
-@crossed("updates", [(3, "auto"), (None, "augmented")], ["auto", "augmented", "exact"])
+@crossed("updates", [(3, "auto")], ["auto", "augmented", "exact"])
 def test_closed_form_ends_at_the_brute_force_bound(num_latents, updates):
     (X, y), kwargs = problem(num_latents)
     svi, result = fitted(num_latents, updates)
@@ -76,7 +67,8 @@ def test_closed_form_ends_at_the_brute_force_bound(num_latents, updates):
     np.testing.assert_allclose(-value, expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("num_latents", [None, SLOW_THREE], ids=["C=1", None])
+@pytest.mark.slow  # quick, and with the evidence, in test_conjugate.py
+@latents
 def test_exact_sites_end_at_a_higher_bound(num_latents):
     svi, augmented = fitted(num_latents, "augmented")
     args, kwargs = problem(num_latents)
@@ -85,40 +77,6 @@ def test_exact_sites_end_at_a_higher_bound(num_latents):
     assert fitted(num_latents, "exact")[1].losses[-1] < there < augmented.losses[-1]
     auto = fitted(num_latents, "auto")[1].losses[-1]
     np.testing.assert_allclose(fitted(num_latents, "exact")[1].losses[-1], auto)
-
-
-# Quick in test_conjugate.py: the same numbers through the params.
-@pytest.mark.slow
-@pytest.mark.parametrize("sparse", [False, True], ids=["full", "sparse"])
-def test_augmented_steps_are_coordinate_ascent_to_the_golden_optimum(sparse):
-    X, Z = np.asarray(GOLDEN["X"]), np.asarray(GOLDEN["Z"])
-    y = ((np.asarray(GOLDEN["y"]) + 1) / 2).astype(int)
-    inducing = Z if sparse else X
-    golden = GOLDEN["sparse" if sparse else "full"]
-
-    def model(X, y):
-        kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
-        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing, jitter=0.0)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    svi, result = conjugate((X, y), {}, 100, model, updates="augmented")
-    np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-8)
-    at = inducing if sparse else X
-    mean, cover = svi.posterior(result).predict_f(at, full_covariance=True)
-    np.testing.assert_allclose(mean, golden["mu"], rtol=1e-8)
-    np.testing.assert_allclose(cover, golden["Sigma"], rtol=1e-7, atol=1e-10)
-    if sparse:
-        trace = golden["elbo_trace_from_prior"]
-        ours = -np.asarray(result.losses)
-        start = int(np.argmin(np.abs(np.asarray(trace[:3]) - ours[0])))
-        count = min(8, len(trace) - start)
-        np.testing.assert_allclose(
-            ours[:count], trace[start : start + count], rtol=1e-8
-        )
-        f = svi.posterior(result).predict_f(X)
-        np.testing.assert_allclose(f.mean, golden["m"], rtol=1e-8)
-        np.testing.assert_allclose(f.variance, golden["v"], rtol=1e-8)
 
 
 @pytest.mark.parametrize("num_latents", [SLOW_ONE, 3])
@@ -279,18 +237,20 @@ def test_stock_bounds_agree_with_the_analytic_one(num_latents, covariance):
     ("loss", "batch_size"),
     [
         (TraceMeanField_ELBO(), 8),
+        pytest.param(gpaug.TraceAnalytic_ELBO(), 8, marks=pytest.mark.slow),
         pytest.param(Trace_ELBO(), None, marks=pytest.mark.slow),
         pytest.param(Trace_ELBO(), 8, marks=pytest.mark.slow),
         pytest.param(TraceMeanField_ELBO(), None, marks=pytest.mark.slow),
     ],
 )
-def test_stock_svi_runs(loss, batch_size):
+def test_svi_of_numpyro_runs(loss, batch_size):
     args, kwargs = problem(None, batch_size=batch_size)
     guide, result = stock(args, kwargs, loss, "dense", 400)
     analytic = gpaug.TraceAnalytic_ELBO()
     value = loss_at(analytic, result.params, guide, *problem(None))
     best = fitted(None)[1].losses[-1]
-    assert best - 1e-9 < value < best + 1.0
+    near = 0.5 if isinstance(loss, gpaug.TraceAnalytic_ELBO) else 1.0
+    assert best - 1e-9 < value < best + near
 
 
 # Minibatches.
@@ -349,14 +309,6 @@ def test_minibatches_approach_the_full_optimum(num_latents, passed_in):
     value = -brute_bound(X, y, full["inducing"], blocks_of(guide, params))
     best = fitted(num_latents)[1].losses[-1]
     assert best - 1e-9 < value < best + (0.2 if num_latents is None else 0.6)
-
-
-def test_analytic_svi_on_minibatches():
-    args, kwargs = problem(None, batch_size=8)
-    guide, result = stock(args, kwargs, gpaug.TraceAnalytic_ELBO(), "dense", 400)
-    value = loss_at(gpaug.TraceAnalytic_ELBO(), result.params, guide, *problem(None))
-    best = fitted(None)[1].losses[-1]
-    assert best - 1e-9 < value < best + 0.5
 
 
 # MCMC.
