@@ -16,15 +16,16 @@ from numpyro_gpaug.gaussians.base import Layout, Structure
 from numpyro_gpaug.gaussians.chain import Chain
 from numpyro_gpaug.gaussians.dense import Dense
 from numpyro_gpaug.gaussians.groups import Groups
+from numpyro_gpaug.gaussians.sparse import Sparse
 
 __all__ = [
-    "Chain", "Dense", "Groups", "Layout", "STRUCTURES", "Structure", "natural_from",
-    "unstructured",
+    "Chain", "Dense", "Groups", "Layout", "STRUCTURES", "Sparse", "Structure",
+    "natural_from", "unstructured",
 ]  # fmt: skip
 
 # By the name that saved files have.
 STRUCTURES: Mapping[str, type[Structure]] = {
-    "dense": Dense, "groups": Groups, "chain": Chain
+    "dense": Dense, "groups": Groups, "chain": Chain, "sparse": Sparse
 }  # fmt: skip
 
 
@@ -33,9 +34,15 @@ def unstructured(size: int) -> Structure:
     return Dense(Layout(0, 0, size))
 
 
-def natural_from(parts: Mapping[str, Array]) -> Any:
-    """Return natural parameters of any structure, from their arrays by name."""
+def natural_from(parts: Mapping[str, Array], structure: Structure) -> Any:
+    """Return natural parameters from their arrays by name.
+
+    :param parts: arrays of natural parameters of any structure.
+    :param structure: the structure, if they contain theirs.
+    """
     for kind in STRUCTURES.values():
-        if set(kind.natural._fields) == parts.keys():
-            return kind.natural(**parts)
+        fields = set(kind.natural._fields)
+        if fields - {"structure"} == parts.keys():
+            own = {"structure": structure} if "structure" in fields else {}
+            return kind.natural(**parts, **own)
     raise ValueError(f"no Gaussian has the natural parameters {sorted(parts)}")

@@ -43,8 +43,8 @@ A *prior* is a :class:`StructurePrior`. A *map* takes latents to predictors, see
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -134,11 +134,39 @@ class Structure(ABC):
     natural: ClassVar[Any]
     #: Whether a predictor may depend on any latents: the map is then one matrix.
     any_rows: ClassVar[bool] = False
+    #: Whether the first latents are those of all groupings, or those of the first
+    #: alone.
+    all_groupings: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
         """Number of latents."""
         return self.layout.size
+
+    @property
+    def record(self) -> tuple[str, ...]:
+        """What a file contains of the structure besides its name."""
+        return ()
+
+    @classmethod
+    def of_record(cls, record: tuple[str, ...]) -> Self:
+        """Return the structure of a file, for any numbers of latents."""
+        return cls(Layout(0, 0, 0))
+
+    @property
+    def rank(self) -> int:
+        """Number of standard normal numbers that the latents are made of."""
+        return self.size
+
+    @classmethod
+    def param_names(cls) -> tuple[str, ...]:
+        """Return the names of the arrays of natural parameters, in their order as
+        leaves."""
+        return tuple(name for name in cls.natural._fields if name != "structure")
+
+    def resized(self, layout: Layout) -> Self:
+        """Return this structure for other numbers of latents."""
+        return replace(self, layout=layout)
 
     @property
     def largest_matrix(self) -> int:
@@ -210,6 +238,14 @@ class GaussianPrior(Protocol):
 
 class StructurePrior(GaussianPrior, Protocol):
     """The prior of a :class:`Structure`."""
+
+    @property
+    def log_det(self) -> Any:
+        """The log-determinant of the precision."""
+
+    def terms(self, z: Array) -> Array:
+        """Return numbers whose sum is the log-density at latents (M,), without half of
+        :attr:`log_det` and the constant of a normal distribution."""
 
     def log_density(self, z: Array) -> Array:
         """Return the log-density at latents (latents, M), (latents,)."""

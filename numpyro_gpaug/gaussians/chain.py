@@ -41,6 +41,7 @@ from numpyro_gpaug.gaussians.groups import (
     GroupMoments,
     GroupNatural,
     Groups,
+    crossed_of,
     half_of,
     log_det_of,
     log_normal,
@@ -117,6 +118,16 @@ class ChainMoments(NamedTuple):
         :meth:`~numpyro_gpaug.gaussians.groups.GroupMoments.half`, for predictors of one
         step each."""
         return half_of(self.roots, self.cross, self.whitener, rows)
+
+    def spreads(self, rows: Rows) -> Array:
+        """Return the variances of predictors, (n,), as sums of squares."""
+        own, rest = self.half(rows)
+        return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
+
+    def crossed(self, left: Rows, right: Rows) -> Array:
+        """Return the covariances of pairs of predictors, (P,)."""
+        halves = self.half(left), self.half(right)
+        return crossed_of(*halves, left.group == right.group)
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
@@ -372,6 +383,8 @@ class ChainPrior:
     links: Array
     structure: Chain
 
+    log_det: ClassVar[float] = 0.0
+
     @property
     def natural(self) -> ChainNatural:
         """The potential and precision."""
@@ -414,6 +427,12 @@ class ChainPrior:
         layout = self.structure.layout
         steps = pulled.reshape(1, layout.groups, layout.each)
         return layout.joined(steps, corner)
+
+    def terms(self, z: Array) -> Array:
+        """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
+        return -0.5 * jnp.square(
+            jnp.concatenate([x.ravel() for x in self._noise(z[None])])
+        )
 
     def log_density(self, z: Array) -> Array:
         """Return the log-density at latents (1, G R + K), (1,)."""

@@ -183,6 +183,15 @@ class Prior(NamedTuple):
         """
         return (mean - self.loc) * jnp.square(1 / self.scale)
 
+    @property
+    def log_det(self) -> Array:
+        """The log-determinant of the precision of the first set of latents."""
+        return -2 * jnp.log(self.scale[0]).sum()
+
+    def terms(self, z: Array) -> Array:
+        """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
+        return -0.5 * jnp.square((z - self.loc[0]) / self.scale[0])
+
     def log_density(self, z: Array) -> Array:
         """Return the log-density at latents (latents, M), (latents,)."""
         white = (z - self.loc) / self.scale

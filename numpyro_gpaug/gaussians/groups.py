@@ -36,7 +36,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.gaussians.base import Layout, Structure
-from numpyro_gpaug.gaussians.rows import RowMap, Rows
+from numpyro_gpaug.gaussians.rows import RowMap, Rows, shifts
 from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.blocks import cut_rows, rows_of_blocks, summed_blocks
 
@@ -112,6 +112,16 @@ class GroupMoments(NamedTuple):
         """Return ``L a`` (n, R) and ``V c - Y' a`` (n, E) of rows: their squares sum to
         the variances of the predictors."""
         return half_of(self.inverse, self.cross, self.whitener, rows)
+
+    def spreads(self, rows: Rows) -> Array:
+        """Return the variances of predictors, (n,), as sums of squares."""
+        own, rest = self.half(rows)
+        return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
+
+    def crossed(self, left: Rows, right: Rows) -> Array:
+        """Return the covariances of pairs of predictors, (P,)."""
+        halves = self.half(left), self.half(right)
+        return crossed_of(*halves, left.group == right.group)
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
@@ -254,6 +264,8 @@ class GroupPrior:
     loc: Array
     structure: Groups
 
+    log_det: ClassVar[float] = 0.0
+
     @property
     def natural(self) -> GroupNatural:
         """The potential and precision."""
@@ -271,6 +283,10 @@ class GroupPrior:
         :param mean: the means, (1, G R + K).
         """
         return mean
+
+    def terms(self, z: Array) -> Array:
+        """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
+        return -0.5 * jnp.square(z)
 
     def log_density(self, z: Array) -> Array:
         """Return the log-density at latents (..., G R + K)."""
@@ -315,6 +331,10 @@ class Groups(Structure):
     def map(self, predictors: Any) -> RowMap:
         offset, residual = predictors.offset[None], predictors.residual[None]
         return RowMap(offset, predictors.rows, residual, self)
+
+    def shifts(self, rows: Rows, z: Array) -> Array:
+        """Return the change of predictors for latents (size,), (n,)."""
+        return shifts(rows, self.layout, z)
 
     def information(self, rows: Rows, potential: Array, precision: Array) -> Any:
         """Return the information of factors ``exp(h p - w p^2 / 2)`` on predictors.
@@ -386,6 +406,21 @@ class Groups(Structure):
             sums = summed_blocks(_with_rows, sums, (*parts, cut))
         blocks = [[sums.dense, sums.mixed.T], [sums.mixed, sums.single]]
         return sums.groups[None], sums.border[None], jnp.block(blocks)[None]
+
+
+def crossed_of(
+    left: tuple[Array, Array], right: tuple[Array, Array], same: Array
+) -> Array:
+    """Return covariances of pairs of predictors from the factors of
+    :meth:`GroupMoments.half`: rows of one group covary through both factors, and rows
+    of different groups through the second alone.
+
+    :param left: factors of one predictor of each pair.
+    :param right: factors of the other.
+    :param same: whether both are of one group, (P,).
+    """
+    own = jnp.where(same, (left[0] * right[0]).sum(-1), 0)
+    return own + (left[1] * right[1]).sum(-1)
 
 
 def half_of(

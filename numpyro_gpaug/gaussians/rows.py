@@ -62,11 +62,11 @@ def shifts(rows: Rows, layout: Layout, z: Array) -> Array:
 class RowMap:
     """Predictors ``offset + A' z`` (plus a residual), A' of :class:`Rows`.
 
-    The structure has ``information(rows, potential, precision)`` and ``coupling(left,
-    right, cross)``, the information of factors about the latents, and
-    ``rows_of_block(number, dtype)``. Its moments have ``covariance(rows)``, and
-    ``half(rows)``, which returns two arrays (n, r): rows of one group covary through
-    both, and rows of different groups through the second alone.
+    The structure has ``shifts(rows, z)``; ``information(rows, potential, precision)``
+    and ``coupling(left, right, cross)``, the information of factors about the latents;
+    and ``rows_of_block(number, dtype)``. Its moments have the variances
+    ``spreads(rows)``, the covariances of pairs ``crossed(left, right)``, and
+    ``covariance(rows)``.
 
     :param offset: predictors at latents of zero, (1, n).
     :param rows: the rows of A'.
@@ -108,7 +108,7 @@ class RowMap:
 
     def __call__(self, z: Array) -> Array:
         """Return means of the predictors given latents (1, size), (1, n)."""
-        moved = shifts(self.rows, self.structure.layout, z[0])
+        moved = self.structure.shifts(self.rows, z[0])
         return self.offset + self._put_back(moved)
 
     def given(self, z: Array) -> Marginals:
@@ -117,12 +117,7 @@ class RowMap:
 
     def marginals(self, q: Any) -> Marginals:
         """Return marginals of the predictors; variances are sums of squares."""
-
-        def squares(rows: Rows) -> Array:
-            own, rest = q.half(rows)
-            return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
-
-        variance = self._put_back(self._over_rows(squares, self.rows))
+        variance = self._put_back(self._over_rows(q.spreads, self.rows))
         return Marginals(self(q.mean), self.residual + variance)
 
     def covariances(self, q: Any, left: Array, right: Array) -> Array:
@@ -133,16 +128,9 @@ class RowMap:
         :param left: one predictor of each pair, (P,).
         :param right: the other.
         """
-
-        def products(rows: Any) -> Array:
-            first, second = rows
-            own, rest = zip(*map(q.half, rows), strict=True)
-            same = first.group == second.group
-            found = jnp.where(same, (own[0] * own[1]).sum(-1), 0)
-            return found + (rest[0] * rest[1]).sum(-1)
-
         given = self._in_place
-        return self._over_rows(products, (given.at(left), given.at(right)))[None]
+        pairs = given.at(left), given.at(right)
+        return self._over_rows(lambda rows: q.crossed(*rows), pairs)[None]
 
     def covariance(self, q: Any) -> Array:
         """Return the covariance of all predictors, (1, n, n), without the residual."""

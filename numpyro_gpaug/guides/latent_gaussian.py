@@ -29,8 +29,9 @@ from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.codes import Codes
-from numpyro_gpaug.model.costs import FIT
+from numpyro_gpaug.model.costs import FIT, WHITE
 from numpyro_gpaug.model.forms import refuse_large
+from numpyro_gpaug.model.gaussians import field
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, Grouping, JointStructure
@@ -151,7 +152,8 @@ class AutoLatentGaussian(ProcessGuide):
         return found
 
     def _inspect(self, *args: Any, **kwargs: Any) -> JointStructure:
-        found = inspect_joint(self.model, self._purpose, *args, **kwargs)
+        purpose = self._purpose if self.conjugate else WHITE
+        found = inspect_joint(self.model, purpose, *args, **kwargs)
         if not self.conjugate:
             found = found.unstructured
             refuse_large(found)
@@ -227,10 +229,10 @@ class AutoLatentGaussian(ProcessGuide):
         """
         if set(self.own_params()).isdisjoint(given):
             return {}
-        start: Any = self._prior
-        named = zip(self.own_params(), start, strict=True)
-        values = (given.get(name, x[0])[None].astype(x.dtype) for name, x in named)
-        return {JOINT: type(start)(*values)}
+        leaves, treedef = jax.tree.flatten(self._prior)
+        named = zip(self.own_params(), leaves, strict=True)
+        values = [given.get(name, x[0])[None].astype(x.dtype) for name, x in named]
+        return {JOINT: jax.tree.unflatten(treedef, values)}
 
     @property
     def _prior(self) -> Any:
@@ -264,8 +266,8 @@ class AutoLatentGaussian(ProcessGuide):
 
     def natural_params(self, natural: dict[str, Any]) -> dict[str, Array]:
         """Return natural parameters as params by name."""
-        named = zip(_names(type(natural[JOINT])), natural[JOINT], strict=True)
-        params = {name: x[0] for name, x in named}
+        leaves = jax.tree.leaves(natural[JOINT])
+        params = {k: x[0] for k, x in zip(self.own_params(), leaves, strict=True)}
         if self.structure.basis is not None:
             params[_BASIS] = self.structure.matrix
         return params
@@ -273,13 +275,13 @@ class AutoLatentGaussian(ProcessGuide):
     def own_params(self) -> tuple[str, ...]:
         if not self.conjugate:
             return _DENSE
-        return _names(self.structure.form.natural)
+        return _names(self.structure.form)
 
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
         # The data of the fit may have given the precision another form.
-        natural = {_BASIS}.union(*(_names(s.natural) for s in STRUCTURES.values()))
+        natural = {_BASIS}.union(*map(_names, STRUCTURES.values()))
         names = natural if self.conjugate else _DENSE
         own = {k: x for k, x in params.items() if k in names}
         return {k: x for k, x in params.items() if k not in own}, {JOINT: own}
@@ -295,7 +297,7 @@ class AutoLatentGaussian(ProcessGuide):
             return {JOINT: with_latent_axis(_factored(given).moments())}
         parts = {k.removeprefix(_PREFIX): x[None] for k, x in given.items()}
         basis = parts.pop("basis", None)
-        q = natural_from(parts).moments()
+        q = natural_from(parts, self.structure.form).moments()
         if basis is not None:
             back = basis[0].T
             q = Moments(q.mean @ back, q.whitener @ back)
@@ -346,7 +348,7 @@ class AutoLatentGaussian(ProcessGuide):
             flat = numpyro.param(_BASIS, eye) @ flat
             structure = structure.unturned
         white = structure.unlinked(structure.split(flat), links)
-        model = whitened(self.model, white)
+        model = whitened(self.model, white, structure.fields)
         filled = handlers.substitute(model, data=values)
         with handlers.block():
             trace = handlers.trace(handlers.seed(filled, 0)).get_trace(*args, **kwargs)
@@ -355,7 +357,12 @@ class AutoLatentGaussian(ProcessGuide):
             # The density of values is that of the numbers they are made of, times what
             # the prior's is of theirs.
             ratio = fn.log_prob(value).sum()
-            ratio -= dist.Normal().log_prob(white[site.name]).sum()
+            if site.name in structure.fields:
+                own = field(fn)
+                assert own is not None
+                ratio -= own.log_density(white[site.name])
+            else:
+                ratio -= dist.Normal().log_prob(white[site.name]).sum()
             shares = jnp.full(fn.batch_shape, ratio / math.prod(fn.batch_shape))
             delta = dist.Delta(value, shares, event_dim=fn.event_dim)
             values[site.name] = numpyro.sample(site.name, delta)
@@ -369,12 +376,13 @@ class AutoLatentGaussian(ProcessGuide):
             scale = START * jnp.eye(structure.size, dtype=structure.dtype)
             pairs = zip(names, (zeros, scale), strict=True)
             return _factored({name: numpyro.param(name, x) for name, x in pairs})
-        start: Any = self._prior
+        leaves, treedef = jax.tree.flatten(self._prior)
         params = [
             numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
-            for name, x in zip(names, start, strict=True)
+            for name, x in zip(names, leaves, strict=True)
         ]
-        return StructuredGaussian(type(start)(*(x[None] for x in params)))
+        natural = jax.tree.unflatten(treedef, [x[None] for x in params])
+        return StructuredGaussian(natural)
 
     # What is what.
 
@@ -402,4 +410,4 @@ def _factored(params: Mapping[str, Array]) -> BlockGaussian:
 
 
 def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(f"{_PREFIX}{part}" for part in kind._fields)
+    return tuple(f"{_PREFIX}{part}" for part in kind.param_names())

@@ -335,6 +335,7 @@ def _border(group: Group, columns: Array, rest: Array) -> Array:
     return jnp.where(low >= 0, first, 0)
 
 
+@jax.custom_jvp
 def _form(matrix: Array, a: Array) -> Array:
     """Return ``a' M a`` for small positive semi-definite matrices (n, s, s), as a sum
     of squares by ``L D L'``. Rounding errors of pivots and of covariances are cut off
@@ -352,3 +353,10 @@ def _form(matrix: Array, a: Array) -> Array:
         total = total + pivot * jnp.square((loading * a).sum(-1))
         matrix = matrix - column[:, :, None] * loading[:, None, :]
     return total
+
+
+@_form.defjvp
+def _form_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (matrix, a), (moved, b) = primals, tangents
+    pulled = 2 * jnp.matvec(matrix, b) + jnp.matvec(moved, a)
+    return _form(matrix, a), jnp.vecdot(a, pulled)

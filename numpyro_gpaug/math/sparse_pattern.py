@@ -104,6 +104,19 @@ class Pattern:
         counts = np.bincount(self.rows, minlength=self.size)
         return np.append(0, np.cumsum(counts)).astype(np.int32)
 
+    @cached_property
+    def colours(self) -> _Indices:
+        """A colour of each node, (size,), such that neighbours have different ones."""
+        rows, columns = _both_directions(self)
+        starts = np.searchsorted(rows, np.arange(self.size + 1))
+        found = np.full(self.size, -1)
+        for node in range(self.size):
+            near = found[columns[starts[node] : starts[node + 1]]]
+            free = np.ones(len(near) + 1, bool)
+            free[near[(near >= 0) & (near < len(free))]] = False
+            found[node] = free.argmax()
+        return found
+
     @property
     def elimination(self) -> Elimination:
         """The order of elimination. It is cached."""

@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import AffineMap
-from numpyro_gpaug.gaussians.rows import Rows, shifts
+from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.model.latents import Grouping, JointStructure
 from numpyro_gpaug.model.program import Program
@@ -145,30 +145,57 @@ class Predictors(NamedTuple):
         """The predictors as rows that each depend on one group, or on one step of a
         chain; see :meth:`misfit`."""
         structure = self.structure
-        groups, *others = structure.groupings
-        own, group = self.looked_at(groups)
+        if structure.form.all_groupings:
+            others = list(structure.groupings)
+            own = jnp.zeros((len(self.offset), 0), structure.dtype)
+            group = jnp.zeros(len(self.offset), int)
+        else:
+            groups, *others = structure.groupings
+            own, group = self.looked_at(groups)
         eye = jnp.eye(structure.width, dtype=structure.dtype)
         dense = jax.vmap(self._pushed(None), out_axes=1)(eye)
         values, places, begin = [own[:, :0]], [group[:, None][:, :0]], 0
         for grouping in others:
-            value, index = self.looked_at(grouping)
-            each = value.shape[-1]
+            value, place = self.single(grouping)
             values.append(value)
-            places.append(begin + index[:, None] * each + jnp.arange(each))
-            begin += each * structure.members(grouping)
+            places.append(begin + place)
+            begin += structure.each(grouping) * structure.members(grouping)
         value, index = jnp.concatenate(values, -1), jnp.concatenate(places, -1)
         return Rows(own, group, dense, value, index)
 
     def _pushed(self, grouping: Grouping | None) -> Callable[[Array], Array]:
         return lambda numbers: self.push(self.structure.placed(grouping, numbers))
 
-    def looked_at(self, grouping: Grouping) -> tuple[Array, Array]:
+    def single(self, grouping: Grouping) -> tuple[Array, Array]:
+        """Return the coefficients of single latents of a grouping, (n, s), and the
+        places of these latents among those of the grouping.
+
+        :param grouping: a grouping such that each predictor depends on at most one
+            member, or on one of each colour.
+        """
+        if not grouping.colours:
+            value, index = self.looked_at(grouping)
+            each = value.shape[-1]
+            return value, index[:, None] * each + jnp.arange(each)
+        classes = jnp.asarray(grouping.classes, self.structure.dtype)
+        found = lax.map(lambda marked: self.looked_at(grouping, marked), classes)
+        value, place = found[0][..., 0].T, found[1].T
+        if grouping.most >= len(classes):
+            return value, place
+        _, largest = lax.top_k(jnp.abs(value), grouping.most)
+        value, place = (jnp.take_along_axis(x, largest, 1) for x in (value, place))
+        return value, place
+
+    def looked_at(
+        self, grouping: Grouping, marked: Array | float = 1.0
+    ) -> tuple[Array, Array]:
         """Return the coefficients (n, R) of the member that each predictor depends on,
         and which member it is, (n,). For a predictor that depends on none, these are
         zeros and the first member.
 
         :param grouping: a grouping such that each predictor depends on at most one
             member.
+        :param marked: one for members that count, and zero for all others, (members,).
         """
         structure = self.structure
         members, each = structure.members(grouping), structure.each(grouping)
@@ -178,6 +205,7 @@ class Predictors(NamedTuple):
         counted = jnp.arange(members)
         codes = [counted // _BASE**k % _BASE for k in range(digits)]
         marks = jnp.stack([jnp.ones_like(counted), *codes]).astype(structure.dtype)
+        marks = marks * marked
         # One number of every member at a time. The compiler would compute it all
         # itself, and slowly, where nothing else is known only later.
         eye = jnp.eye(each, dtype=structure.dtype)[:, None, None, :]
@@ -201,15 +229,21 @@ class Predictors(NamedTuple):
             group.
         """
         structure, parts = self.structure, self.rows
+        form: Any = structure.form
         terms = parts.own, parts.dense, parts.value
         scale = jnp.abs(jnp.concatenate(terms, -1)).sum(-1)
         rng, worst = np.random.default_rng(0), jnp.zeros((), self.offset.dtype)
         for _ in range(PROBES):
             probe = jnp.asarray(rng.normal(size=structure.size), structure.dtype)
             # Without the offset, which may be larger than all else.
-            moved = shifts(parts, structure.form.layout, probe)
+            moved = form.shifts(parts, probe)
             off = self.push(structure.split(probe)) - moved
             worst = jnp.maximum(worst, relative(off, scale))
+        if form.all_groupings:
+            both = (parts, parts) if pairs is None else [parts.at(x) for x in pairs]
+            missing = form.missing(parts, parts)
+            missing |= form.missing(*both)
+            return jnp.where(missing, jnp.inf, worst)
         if pairs is not None:
             left, right = (parts.at(place) for place in pairs)
             seen = (left.own != 0).any(-1) & (right.own != 0).any(-1)

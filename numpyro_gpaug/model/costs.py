@@ -11,6 +11,8 @@ from numpyro_gpaug.model.latents import JointStructure
 # The programs of other forms take a quarter of a second longer to compile: so many
 # operations they have to save, as long as that in two hundred sweeps, ten fits.
 _OVERHEAD = 2e7
+# Fields of fewer coordinates are a dense matrix: the operations of it are fewer.
+FEWEST_NODES = round(_OVERHEAD ** (1 / 3))
 
 
 class Purpose(NamedTuple):
@@ -20,10 +22,13 @@ class Purpose(NamedTuple):
         save less than the overhead of a form.
     :param held: the largest size of a site that may be fixed at a point estimate, with
         the hyperparameters, if no Gaussian can contain it.
+    :param fields: whether fields may keep coordinates of their own, with a sparse
+        precision.
     """
 
     apart: float = inf
     held: int = 0
+    fields: bool = True
 
     def overhead(self, form: JointStructure) -> float:
         """Return the number of operations that a form has to save.
@@ -46,3 +51,5 @@ class Purpose(NamedTuple):
 
 
 FIT = Purpose()
+# Of standard normal numbers alone.
+WHITE = Purpose(fields=False)

@@ -16,12 +16,19 @@ from jax import Array
 from jax.core import Tracer
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.gaussians import Chain, Groups
+from numpyro_gpaug.gaussians import Chain, Groups, Layout, Sparse
 from numpyro_gpaug.math.compiling import once
+from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model.affine import PROBES, ROUNDING, Predictors, relative
 from numpyro_gpaug.model.costs import Purpose
+from numpyro_gpaug.model.gaussians import Field
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import GaussianSite, Grouping, JointStructure
+from numpyro_gpaug.model.latents import (
+    GaussianSite,
+    Grouping,
+    JointStructure,
+    coded,
+)
 from numpyro_gpaug.model.loops import WIDEST, Loop
 
 # Gaussian latents that are held by one dense matrix: all, or those beside groups.
@@ -85,6 +92,29 @@ class Asked(NamedTuple):
 
         return once(looked_at, self.arrays)
 
+    def members(self, structure: JointStructure, grouping: Grouping) -> Any:
+        """Return the places of the numbers of a grouping that each predictor depends
+        on, (n, s), -1 for none; ``None`` if it depends on several members, or on
+        several of one colour, or if the arguments are traced."""
+
+        def members(arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+            predictors = self.view(structure, arrays).predictors
+            value, place = predictors.single(grouping)
+            rng, worst = np.random.default_rng(0), []
+            shape = structure.members(grouping), structure.each(grouping)
+            for _ in range(PROBES):
+                probe = jnp.asarray(rng.normal(size=shape), structure.dtype)
+                moved = predictors.push(structure.placed(grouping, probe))
+                off = moved - (value * probe.ravel()[place]).sum(-1)
+                worst.append(relative(off, jnp.abs(value).sum(-1)))
+            return value != 0, place, jnp.stack(worst).max()
+
+        found = once(members, self.arrays)
+        if any(isinstance(x, Tracer) for x in found):
+            return None
+        depends, place, off = map(np.asarray, found)
+        return np.where(depends, place, -1) if off < ROUNDING else None
+
 
 def find_form(
     structure: JointStructure, asked: Asked, purpose: Purpose
@@ -123,6 +153,111 @@ def find_form(
     return structure
 
 
+def find_sparse(
+    structure: JointStructure,
+    asked: Asked,
+    purpose: Purpose,
+    fields: dict[str, Field],
+) -> JointStructure | None:
+    """Return a structure in which fields, and other sites of whose members each datum
+    depends on one, are the nodes of a sparse precision; ``None`` if it does not exist,
+    or if one dense matrix costs less.
+
+    :param structure: the dense structure of a model, with fields in coordinates of
+        their own.
+    :param asked: its predictors.
+    :param purpose: the purpose of the form.
+    :param fields: the fields.
+    """
+    rows, found = asked.rows, []
+    for site in structure.sites:
+        for grouping in _tried(site, fields.get(site.name)):
+            told = asked.members(structure, grouping)
+            if told is not None:
+                if grouping.colours:
+                    most = int((told >= 0).sum(-1).max(initial=0))
+                    grouping = grouping._replace(most=max(most, 1))
+                found.append((grouping, told))
+                break
+        else:
+            if site.name in fields:
+                return None
+    chosen = [both for both in found if both[0].sites[0][0] in fields]
+    forms = [_sparse(structure, part, asked.pairs, fields) for part in (found, chosen)]
+    form = min(forms, key=lambda form: form.cost(rows))
+    whole = form.cost(rows) + purpose.overhead(form)
+    # The other form has numbers of the same size.
+    if whole < structure.cost(rows) and asked.misfit(form) < ROUNDING:
+        return form
+    return None
+
+
+def _tried(site: GaussianSite, own: Field | None) -> Iterator[Grouping]:
+    """Iterate over groupings of a site by itself, the simplest first."""
+    if own is None:
+        for axes in _axes(site.shape):
+            yield Grouping(((site.name, axes),))
+        return
+    alone = Grouping(((site.name, tuple(range(len(site.shape)))),))
+    # By the vectors that a field is the sum of, by independent fields, and such that
+    # neighbours have different colours.
+    size, fields = site.shape[-1], prod(site.shape[:-1])
+    parts = np.tile(np.arange(size) * len(own.prior.scales) // size, fields)
+    tried = [parts]
+    if 1 < fields <= _WIDEST:
+        tried.append(parts * fields + np.repeat(np.arange(fields), size))
+    near = own.prior.pattern.colours
+    tried.append(parts * (near.max() + 1) + np.tile(near, fields))
+    for colours in (np.unique(x, return_inverse=True)[1] for x in tried):
+        if most := int(colours.max()):
+            yield alone._replace(colours=coded(colours), most=most + 1)
+        else:
+            yield alone
+
+
+def _sparse(
+    structure: JointStructure,
+    found: list[tuple[Grouping, np.ndarray]],
+    pairs: tuple[Array, Array] | None,
+    fields: dict[str, Field],
+) -> JointStructure:
+    """Return a structure with a sparse precision.
+
+    :param structure: the dense structure of a model.
+    :param found: groupings, with the numbers that each predictor depends on, -1 for
+        none.
+    :param pairs: pairs of predictors that likelihoods depend on jointly.
+    :param fields: the fields.
+    """
+    begin, nodes, edges, labels, most = 0, [], [], [], 0
+    for grouping, told in found:
+        size = structure.members(grouping) * structure.each(grouping)
+        nodes.append(np.where(told >= 0, told + begin, -1))
+        own = fields.get(grouping.sites[0][0])
+        each = size if own is None else own.shape[-1]
+        for first in range(begin, begin + size, each):
+            component = np.full(each, -1)
+            if own is not None:
+                pattern = own.prior.pattern
+                edges.append((first + pattern.rows, first + pattern.columns))
+                component = own.labels
+            labels.append(np.where(component >= 0, component + most, -1))
+            most += component.max(initial=-1) + 1
+        begin += size
+    rows = [np.concatenate(nodes, -1)]
+    if pairs is not None:
+        rows.append(np.concatenate([rows[0][np.asarray(x)] for x in pairs], -1))
+    for repeated in rows:
+        part = np.unique(repeated, axis=0)
+        for s, t in combinations(range(part.shape[-1]), 2):
+            both = (part[:, s] >= 0) & (part[:, t] >= 0)
+            edges.append((part[both, s], part[both, t]))
+    pattern = Pattern.of(begin, *(np.concatenate(x) for x in zip(*edges, strict=True)))
+    known = np.concatenate(labels).astype(np.int32).tobytes() if most else None
+    form = Sparse(Layout(begin, 1, structure.size - begin), pattern, known)
+    return structure.in_form(form, tuple(grouping for grouping, _ in found))
+
+
 def _once(chains: tuple[Grouping, ...]) -> tuple[Grouping, ...]:
     """Return the first of any groupings that have sites in common."""
     found: dict[str, Grouping] = {}
@@ -145,7 +280,7 @@ def _groups(
     chosen = _disjoint(structure, _apart(found, chains))
     if not chosen:
         return None
-    return structure.in_form(Groups, tuple(chosen))
+    return structure.in_form(Groups(Layout(0, 0, 0)), tuple(chosen))
 
 
 def _chain(
@@ -164,7 +299,7 @@ def _chain(
     ]
     chosen = _disjoint(structure, others)
     ordered = structure.in_steps(tuple(x for x in chains if _within(x, first)))
-    return ordered.in_form(Chain, (first, *chosen))
+    return ordered.in_form(Chain(Layout(0, 0, 0)), (first, *chosen))
 
 
 def _disjoint(structure: JointStructure, found: list[Grouping]) -> list[Grouping]:

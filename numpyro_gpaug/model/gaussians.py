@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian sample sites, as affine functions of independent standard normal numbers.
+"""Gaussian sample sites, as affine functions of numbers with a known prior.
 
 A site that is filled in as ``loc + factor z``, with ``z ~ N(0, I)``, has its own
 distribution given the inputs of ``loc`` and ``factor``. Locations may depend on other
 Gaussian sites: every value is then affine in the flat ``z`` of all sites, whose prior
-is ``N(0, I)``.
+is ``N(0, I)``. Where the precision of all numbers is to remain sparse, a field is an
+affine function of coordinates whose own prior has a sparse precision.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from functools import partial, singledispatch
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import transforms
 
+from numpyro_gpaug.distributions.sparse_prior import SparsePrior, sparse_prior
+from numpyro_gpaug.gaussians import Layout, Sparse
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math import linalg
+from numpyro_gpaug.math.sparse_cholesky import matvec
 
 _AFFINE = (
     transforms.AffineTransform,
@@ -61,9 +66,95 @@ def whitening(fn: dist.Distribution) -> Whitening | None:
     return _whitening(base_distribution(fn), tuple(fn.shape()))
 
 
+class Field(NamedTuple):
+    """A Gaussian as an affine function of coordinates with a sparse precision.
+
+    :param shape: the shape of the coordinates, (..., N).
+    :param prior: the distribution of the coordinates, and the function.
+    """
+
+    shape: tuple[int, ...]
+    prior: SparsePrior
+
+    @property
+    def untraced(self) -> Field:
+        """The same field without its arrays."""
+        none: Any = None
+        kept = self.prior._replace(
+            values=none, loc=none, scales=(none,) * len(self.prior.scales), log_det=none
+        )
+        return self._replace(prior=kept)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The component of each node in which coordinates add up to zero, (N,); -1 for
+        none."""
+        constraints = self.prior.constraints
+        if constraints is None:
+            return np.full(self.shape[-1], -1)
+        return np.where(constraints.any(0), constraints.argmax(0), -1)
+
+    @property
+    def structure(self) -> Sparse:
+        """The structure of one set of coordinates."""
+        labels, size = self.labels.astype(np.int32), self.shape[-1]
+        known = labels.tobytes() if labels.max() >= 0 else None
+        return Sparse(Layout(size, 1, 0), self.prior.pattern, known)
+
+    def root(self) -> Array:
+        """The coordinates that independent standard normal numbers make, (N, rank)."""
+        given = self.prior.values, self.prior.log_det()
+        moments = self.structure.prior(given[0].dtype, given).natural.moments()
+        return moments.unwhiten(jnp.eye(moments.rank, dtype=given[0].dtype)).T
+
+    def log_density(self, x: Array) -> Array:
+        """Return the log-density of coordinates (..., N), summed."""
+        prior, columns = self.prior, x.reshape(-1, x.shape[-1]).T
+        squares = (columns * matvec(prior.pattern, prior.values, columns)).sum()
+        constant = self.structure.rank * float(np.log(2 * np.pi))
+        each = prior.log_det() - constant
+        return 0.5 * (columns.shape[1] * each - squares)
+
+    def whitening(self) -> Whitening:
+        """Return the same Gaussian from standard normal numbers."""
+        prior = self.prior
+
+        def value(z: Array) -> Array:
+            return prior.value((self.root() @ z[..., None])[..., 0])
+
+        def numbers(x: Array) -> Array:
+            inner = (x - prior.loc) / prior.scales[0]
+            columns = inner.reshape(-1, inner.shape[-1]).T
+            found = self.root().T @ matvec(prior.pattern, prior.values, columns)
+            return found.T.reshape(*inner.shape[:-1], -1)
+
+        return Whitening(
+            (*self.shape[:-1], self.structure.rank), value,
+            (prior.values, prior.scales), numbers if len(prior.scales) == 1 else None,
+            mixes=True,
+        )  # fmt: skip
+
+
+def field(fn: dist.Distribution) -> Field | None:
+    """Return a site's distribution as a field; ``None`` if it has no sparse precision.
+
+    :param fn: the distribution in the message of the site, which may be wrapped in
+        plates.
+    """
+    if isinstance(fn, dist.MaskedDistribution):
+        return None
+    prior = sparse_prior(base_distribution(fn))
+    if prior is None:
+        return None
+    return Field((*fn.shape()[:-1], prior.pattern.size), prior)
+
+
 @singledispatch
 def _whitening(base: Any, shape: tuple[int, ...]) -> Whitening | None:
-    return None
+    prior = sparse_prior(base)
+    if prior is None:
+        return None
+    return Field((*shape[:-1], prior.pattern.size), prior).whitening()
 
 
 @_whitening.register

@@ -15,9 +15,9 @@ from jax import Array
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.costs import FIT, Purpose
+from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, Purpose
 from numpyro_gpaug.model.domains import find_missing_link
-from numpyro_gpaug.model.forms import Asked, find_form, refuse_large
+from numpyro_gpaug.model.forms import Asked, find_form, find_sparse, refuse_large
 from numpyro_gpaug.model.indices import check_indices, program_of_others
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.joint_reading import Reading
@@ -46,12 +46,40 @@ def inspect_joint(
     """
     arguments = Arguments.split(args, kwargs)
     survey = Survey(model, arguments)
+    size = sum(prod(own.shape) for own in survey.fields.values())
+    if purpose.fields and survey.observed and size >= FEWEST_NODES:
+        found = _read(model, purpose, arguments, survey, tuple(survey.fields))
+        if found is not None:
+            return found
+    found = _read(model, purpose, arguments, survey, ())
+    assert found is not None
+    return found
+
+
+def _read(
+    model: Callable[..., Any],
+    purpose: Purpose,
+    arguments: Arguments,
+    survey: Survey,
+    fields: tuple[str, ...],
+) -> JointStructure | None:
+    """Return the structure of a model.
+
+    :param fields: names of the sites in coordinates of their own, with which only a
+        structure with a sparse precision is returned; ``None`` if there is none.
+    """
     sites, held = tuple(survey.candidates), [*survey.held]
+    own = {k: survey.fields[k] for k in fields}
+    sites = tuple(
+        s._replace(shape=own[s.name].shape) if s.name in own else s for s in sites
+    )
     while True:
-        found = Reading(model, arguments, sites, survey, purpose.held)
+        found = Reading(model, arguments, sites, survey, purpose.held, fields)
         if not (blamed := found.blamed()):
             break
-        name, reason = _chosen(model, arguments, sites, survey, purpose, blamed)
+        if not own.keys().isdisjoint(blamed):
+            return None
+        name, reason = _chosen(model, arguments, sites, survey, purpose, blamed, fields)
         held.append((name, reason))
         sites = tuple(s for s in sites if s.name != name)
     sites = tuple(found.kept(s) for s in sites)
@@ -74,6 +102,7 @@ def inspect_joint(
         held=tuple(held),
         shapes=tuple(survey.shapes.items()),
         process_names=tuple(survey.functions),
+        fields=fields,
     ).with_sites(sites)
     if not sites or not survey.observed:
         return structure
@@ -84,6 +113,8 @@ def inspect_joint(
 
     view = seen(structure, arguments.arrays)
     asked = Asked(seen, arguments.arrays, view.pairs, view.rows)
+    if fields:
+        return find_sparse(structure, asked, purpose, own)
     form = find_form(structure, asked, purpose)
     refuse_large(form, tuple(loop.steps for loop in view.loops))
     return form
@@ -96,6 +127,7 @@ def _chosen(
     survey: Survey,
     purpose: Purpose,
     blamed: dict[str, str],
+    fields: tuple[str, ...],
 ) -> tuple[str, str]:
     """Return the site to fix at a point estimate, and the reason.
 
@@ -112,7 +144,7 @@ def _chosen(
         if passed and sizes[name] > sizes[next(iter(passed))]:
             break
         rest = tuple(s for s in sites if s.name != name)
-        found = Reading(model, arguments, rest, survey, purpose.held)
+        found = Reading(model, arguments, rest, survey, purpose.held, fields)
         if not found.blamed():
             routes = [found.observed(k).route for k in survey.observed]
             passed[name] = sum(route is Route.GAUSS_HERMITE for route in routes)
@@ -136,8 +168,12 @@ def joint_structure_at(
     data = tuple(site.name for site in structure.observed)
     survey = Survey(model, arguments, data)
     local = {s.name: s.local for s in structure.sites}
+    shape = {s.name: s.shape for s in survey.candidates}
+    shape |= {k: survey.fields[k].shape for k in structure.fields if k in survey.fields}
     sites = tuple(
-        s._replace(local=local[s.name]) for s in survey.candidates if s.name in local
+        s._replace(local=local[s.name], shape=shape[s.name])
+        for s in survey.candidates
+        if s.name in local
     )
     here = structure.with_sites(sites)
     for grouping in here.groupings:

@@ -14,12 +14,14 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians import Sparse
 from numpyro_gpaug.gaussians.base import StructurePrior
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.affine import BySites, Predictors
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.frontier import Frontier, frontier, index_of
+from numpyro_gpaug.model.gaussians import Field, field
 from numpyro_gpaug.model.indices import program_of_others
 from numpyro_gpaug.model.joint_expectation import (
     JointExpectation,
@@ -61,6 +63,7 @@ class JointView:
         self.values, self._key = values, key
         self._shown: set[str] = set()
         self._grouped = False
+        self._fields: dict[str, Field] = {}
 
     @cached_property
     def _program(self) -> Program:
@@ -68,11 +71,15 @@ class JointView:
         observed = tuple(site.name for site in structure.observed)
 
         def parts(z: dict[str, Array]) -> Parts:
-            model = whitened(self._model, z)
+            model = whitened(self._model, z, structure.fields)
             trace = run_model(model, self.arguments, self._key, self.values)
             here = [k for k in observed if k in trace]
             self._shown = {k for k in here if trace[k]["is_observed"]}
-            return parts_of(trace, tuple(z), observed)
+            for name in structure.fields:
+                own = field(trace[name]["fn"])
+                assert own is not None
+                self._fields[name] = own
+            return parts_of(trace, tuple(z), observed, structure.fields)
 
         return Program(parts, self._shapes | structure.functions)
 
@@ -127,6 +134,33 @@ class JointView:
     def links(self) -> tuple[Array, ...]:
         """The transition matrices of the steps, by chain of the structure."""
         return tuple(chain.links.values for chain in self._chains)
+
+    @cached_property
+    def nodes(self) -> tuple[Array, Array] | None:
+        """The entries of the precision of nodes, and its log-determinant; ``None`` for
+        other structures."""
+        structure, form = self.structure, self.structure.form
+        if not structure.fields:
+            return None
+        assert isinstance(form, Sparse)
+        found = self._at_zero(self._program.outputs.precisions)
+        places, values, begin = [form.diagonal], [], 0
+        ones = np.ones(form.nodes)
+        log_det = jnp.zeros((), structure.dtype)
+        for grouping in structure.groupings:
+            own = self._fields.get(grouping.sites[0][0])
+            size = structure.members(grouping) * structure.each(grouping)
+            if own is not None:
+                entries, each = found[grouping.sites[0][0]]
+                for first in range(begin, begin + size, own.shape[-1]):
+                    ones[first : first + own.shape[-1]] = 0
+                    places.append(form.place_of(own.prior.pattern, first))
+                    values.append(entries)
+                    log_det += each
+            begin += size
+        entries = jnp.zeros(len(form.pattern.rows), structure.dtype)
+        flat = jnp.concatenate([jnp.asarray(ones, entries.dtype), *values])
+        return entries.at[np.concatenate(places)].add(flat, mode="drop"), log_det
 
     @cached_property
     def frontiers(self) -> dict[str, Frontier]:
@@ -310,7 +344,7 @@ class JointView:
     def prior(self) -> StructurePrior:
         """Return the prior: standard normal latents, or latents with transitions
         between steps."""
-        return self.structure.prior(self.links)
+        return self.structure.prior(self.links, self.nodes)
 
     def priors(self) -> dict[str, StructurePrior]:
         """Return :attr:`prior` by block."""
@@ -394,6 +428,12 @@ class JointView:
         if self.structure.form.any_rows:
             return jnp.zeros((), self.structure.dtype)
         return self.predictors.misfit(self.pairs)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """Sites in coordinates of their own."""
+        _ = self._program
+        return self._fields
 
     def gathers(self) -> list[tuple[Gather, tuple[Array, Array, Array]]]:
         """Return the indexed latents and hyperparameters, with the range of the

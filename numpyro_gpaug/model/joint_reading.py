@@ -51,6 +51,7 @@ class Reading:
     :param survey: the survey of the model.
     :param held: the largest size of a site that may be fixed at a point estimate
         although no other site requires it.
+    :param fields: names of the sites in coordinates of their own.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Reading:
         sites: tuple[GaussianSite, ...],
         survey: Survey,
         held: int,
+        fields: tuple[str, ...] = (),
     ) -> None:
         self._survey = survey
         self._small = {s.name for s in sites if prod(s.shape) <= held}
@@ -69,12 +71,12 @@ class Reading:
         self._processes = set(survey.functions)
 
         def parts(z: dict[str, Array]) -> Parts:
-            seeded = whitened(model, z)
+            seeded = whitened(model, z, fields)
             trace = run_model(seeded, arguments, jax.random.key(0), {})
             check_constants(trace)
             for name in survey.observed:
                 self.classes[name] = type(base_distribution(trace[name]["fn"]))
-            return parts_of(trace, tuple(z), tuple(survey.observed))
+            return parts_of(trace, tuple(z), tuple(survey.observed), fields)
 
         self.program = Program(parts, shapes | survey.functions)
         self.parts: Parts = self.program.outputs

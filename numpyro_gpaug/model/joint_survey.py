@@ -16,7 +16,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import correlated_axes
-from numpyro_gpaug.model.gaussians import whitening
+from numpyro_gpaug.model.gaussians import field, whitening
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import unobserved_error
 from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
@@ -36,6 +36,7 @@ class Survey:
     Gaussian and those candidates that are ``scanned``, how many axes of observed sites
     are ``correlated``, latents that are ``held`` (fixed at a point estimate) and why,
     ``plates``, ``constraints`` of params, ``shapes`` of values and of ``functions``,
+    ``fields`` (the coordinates of candidates with a sparse precision),
     ``loaded`` processes, whose outputs share latents, the plates that sites are
     ``inside`` of, and the ``dtype`` of the Gaussian.
 
@@ -59,6 +60,7 @@ class Survey:
         self.constraints: dict[str, Any] = {}
         self.held: list[tuple[str, str]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.fields: dict[str, Any] = {}
         self.functions: dict[str, jax.ShapeDtypeStruct] = {}
         self.loaded: set[str] = set()
         self.scanned: list[str] = []
@@ -140,6 +142,8 @@ class Survey:
         self.candidates.append(GaussianSite(name, *known, local))
         if is_scanned(site):
             self.scanned.append(name)
+        elif own := field(site["fn"]):
+            self.fields[name] = own.untraced
 
 
 def _refuse(site: dict[str, Any], observes: bool) -> None:

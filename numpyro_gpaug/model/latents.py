@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import zlib
+from base64 import b64decode, b64encode
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -45,11 +46,27 @@ class Grouping(NamedTuple):
     :param before: the number of entries of the first block that precede the first step;
         entries may also follow the last step. These entries are standard normal, and no
         datum depends on them.
+    :param colours: the colour of each member (by :func:`coded`) if a datum depends on
+        several members, each of another colour.
+    :param most: the number of members that a datum depends on at most.
     """
 
     sites: tuple[tuple[str, tuple[int, ...]], ...]
     size: int = 1
     before: int = 0
+    colours: str = ""
+    most: int = 1
+
+    @property
+    def classes(self) -> np.ndarray:
+        """Whether each member has each of the colours, (colours, members)."""
+        found = np.frombuffer(b64decode(self.colours), np.int32)
+        return np.equal.outer(np.arange(found.max() + 1), found)
+
+
+def coded(colours: np.ndarray) -> str:
+    """Return whole numbers as text."""
+    return b64encode(colours.astype(np.int32).tobytes()).decode()
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,8 @@ class JointStructure(Structure):
         Gaussian are coordinates in its columns; see :meth:`turned`.
     :param process_names: names of the Gaussian processes at inducing inputs, which are
         not blocks of their own.
+    :param fields: names of the sites in coordinates of their own, whose prior has a
+        sparse precision (:class:`~numpyro_gpaug.model.gaussians.Field`).
     """
 
     sites: tuple[GaussianSite, ...] = ()
@@ -83,6 +102,7 @@ class JointStructure(Structure):
     recurrences: tuple[Grouping, ...] = ()
     basis: bytes | None = None
     process_names: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
     @property
     def zeros(self) -> dict[str, Array]:
@@ -123,10 +143,14 @@ class JointStructure(Structure):
         )
         steps = self.along(self.recurrences[0])[1] if self.recurrences else 1
         layout = Layout(0, 0, total)
-        for first in self.groupings[:1]:
+        if self.form.all_groupings:
+            nodes = sum(self.members(g) * self.each(g) for g in self.groupings)
+            layout = Layout(nodes, 1, total - nodes)
+        elif self.groupings:
+            first = self.groupings[0]
             groups, each = self.members(first), self.each(first)
             layout = Layout(groups, each, total - groups * each, steps)
-        form = type(self.form)(layout)
+        form = self.form.resized(layout)
         basis = self.basis if total == self.size else None
         block = Block(JOINT, JOINT, (total,), self.dtype)
         return replace(self, form=form, blocks=(block,), basis=basis)
@@ -192,14 +216,12 @@ class JointStructure(Structure):
 
     # Forms.
 
-    def in_form(
-        self, kind: type[Form], groupings: tuple[Grouping, ...]
-    ) -> JointStructure:
+    def in_form(self, form: Form, groupings: tuple[Grouping, ...]) -> JointStructure:
         """Return this structure in another form, with its numbers in another order.
 
+        :param form: the form, for any numbers of latents.
         :param groupings: see :class:`JointStructure`.
         """
-        form = kind(Layout(0, 0, 0))
         return replace(self, form=form, groupings=groupings)._of_its_size()
 
     def in_steps(self, recurrences: tuple[Grouping, ...]) -> JointStructure:
@@ -211,12 +233,12 @@ class JointStructure(Structure):
     def unstructured(self) -> JointStructure:
         """Return this structure with independent standard normal numbers and a dense
         precision."""
-        return self.in_steps(()).in_form(type(unstructured(0)), ())
+        return self.in_steps(()).in_form(unstructured(0), ())
 
     @property
     def standard(self) -> bool:
         """Whether its latents are standard normal a priori."""
-        return not self.recurrences
+        return not (self.recurrences or self.fields)
 
     def along(self, steps: Grouping) -> tuple[int, int]:
         """Return the number of chains, and the number of steps (or of blocks of steps)
@@ -246,7 +268,7 @@ class JointStructure(Structure):
 
         :param links: transition matrices by chain, (chains, steps, R, R).
         """
-        if self.standard and self.basis is None:
+        if not self.recurrences and self.basis is None:
             return flat
         return self.joined(self.unlinked(self.split(flat), links))
 
@@ -259,7 +281,7 @@ class JointStructure(Structure):
         """
         if self.basis is not None:
             return white @ self.matrix
-        if self.standard:
+        if not self.recurrences:
             return white
         numbers = self.split(white)
         for steps, link in zip(self.recurrences, links, strict=True):
@@ -287,11 +309,14 @@ class JointStructure(Structure):
             found = found.at[:, :, own[:, None], own].set(link)
         return found
 
-    def prior(self, links: tuple[Array, ...]) -> StructurePrior:
+    def prior(self, links: tuple[Array, ...], nodes: Any = None) -> StructurePrior:
         """Return the prior of its numbers.
 
         :param links: transition matrices by chain.
+        :param nodes: the entries of a sparse precision, and its log-determinant.
         """
+        if nodes is not None:
+            return self.form.prior(self.dtype, nodes)
         whole = self.whole_links(links) if links else None
         return self.form.prior(self.dtype, whole)
 
@@ -383,7 +408,9 @@ class JointStructure(Structure):
         """Groupings and single sites, in the order of the numbers."""
         names = {name for g in self.groupings for name, _ in g.sites}
         rest = [s for s in self.sites if s.name not in names]
-        return (*self.groupings[:1], *rest, *self.groupings[1:])
+        cut = None if self.form.all_groupings else 1
+        first = self.groupings[:cut]
+        return (*first, *rest, *self.groupings[len(first) :])
 
 
 JOINT = "latents"

@@ -221,7 +221,7 @@ class Chained:
     @property
     def _missing(self) -> tuple[int, int]:
         """Return the numbers of missing steps in the first and in the last block."""
-        _, size, before = self._loop.steps
+        size, before = self._loop.steps.size, self._loop.steps.before
         return before, -(self._shape[1] + before) % size
 
     def _whole(self, along: Array) -> Array:

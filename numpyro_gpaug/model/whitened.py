@@ -28,7 +28,7 @@ from numpyro_gpaug.model.correlated_data import (
     mean_of,
 )
 from numpyro_gpaug.model.domains import bounded
-from numpyro_gpaug.model.gaussians import whitening
+from numpyro_gpaug.model.gaussians import field, whitening
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import Likelihood
 from numpyro_gpaug.model.structure import Trace
@@ -47,6 +47,8 @@ class Parts(NamedTuple):
         latents.
     :param values: values of Gaussian and deterministic sites.
     :param factors: factors of Gaussian sites that mix several numbers in their values.
+    :param precisions: for sites in coordinates of their own, the entries of the
+        precision of these, and its log-determinant.
     :param bounded: for observed sites, parameters that have a domain.
     :param residuals: variances of function values given inducing values, by process.
     :param unreached: which function values are explained by at most one inducing value,
@@ -63,14 +65,18 @@ class Parts(NamedTuple):
     residuals: dict[str, Any]
     unreached: dict[str, Any]
     factors: dict[str, Any]
+    precisions: dict[str, Any]
     bounded: dict[str, dict[str, Any]]
 
 
-def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]:
+def whitened(
+    model: Callable[..., Any], z: dict[str, Any], fields: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """Return ``model`` with Gaussian sites filled in from standard normal numbers, and
     with correlated Gaussian data rewritten as independent ones.
 
     :param z: numbers by site; for a process, the numbers to add to its function values.
+    :param fields: names of the sites that are filled in from coordinates of their own.
     """
 
     def filled(message: dict[str, Any]) -> Array | None:
@@ -78,6 +84,10 @@ def whitened(model: Callable[..., Any], z: dict[str, Any]) -> Callable[..., Any]
             return message["fn"]() + z[message["name"]]
         if message["type"] != "sample" or message["name"] not in z:
             return None
+        if message["name"] in fields:
+            own = field(message["fn"])
+            assert own is not None
+            return own.prior.value(z[message["name"]])
         found = whitening(message["fn"])
         if found is None:
             return None
@@ -109,12 +119,18 @@ def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
     return found
 
 
-def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) -> Parts:
+def parts_of(
+    trace: Trace,
+    sites: tuple[str, ...],
+    observed: tuple[str, ...],
+    fields: tuple[str, ...] = (),
+) -> Parts:
     """Return the results of a trace of a :func:`whitened` model.
 
     :param trace: the trace of the model.
     :param sites: names of Gaussian sites.
     :param observed: names of observed sites; in a prediction they need not be observed.
+    :param fields: names of Gaussian sites in coordinates of their own.
     """
     parts = Parts(*({} for _ in Parts._fields))
     for name, site in trace.items():
@@ -141,6 +157,12 @@ def parts_of(trace: Trace, sites: tuple[str, ...], observed: tuple[str, ...]) ->
                 parts.parameters[name] = getattr(base_distribution(fn), latent)
                 parts.rest[name] = *_rest(fn, latent), value, scale
             parts.likelihoods[name] = Likelihood((traceable(fn), value, scale))
+        elif name in fields:
+            own = field(fn)
+            assert own is not None
+            parts.spreads[name] = own.prior.values, own.prior.scales
+            parts.precisions[name] = own.prior.values, own.prior.log_det()
+            parts.values[name] = value
         elif name in sites:
             found = whitening(fn)
             assert found is not None

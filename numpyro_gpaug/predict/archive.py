@@ -197,11 +197,11 @@ def check_moments(
             raise ValueError(f"it has moments of {name!r}, which is not a latent")
         latents, size = math.prod(shapes[name][:-1]), shapes[name][-1]
         given, expected = (
-            [x.shape for x in moments],
+            [x.shape for x in jax.tree.leaves(moments)],
             [(latents, size), (latents, size, size)],
         )
         if isinstance(structure, JointStructure):
-            expected = [x.shape for x in moments_of(structure)]
+            expected = [x.shape for x in jax.tree.leaves(moments_of(structure))]
         if given != [(*leading, *shape) for shape in expected]:
             raise ValueError(
                 f"moments of {name!r}, of shape {shapes[name]}, have shapes {given}"
@@ -344,6 +344,8 @@ class Parts(NamedTuple):
     groupings: tuple[Grouping, ...] = ()
     recurrences: tuple[Grouping, ...] = ()
     process_names: tuple[str, ...] = ()
+    record: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, structure: Structure) -> Parts:
@@ -352,6 +354,7 @@ class Parts(NamedTuple):
         if isinstance(structure, JointStructure):
             names = {kind: name for name, kind in STRUCTURES.items()}
             known["form"] = names[type(structure.form)]
+            known["record"] = structure.form.record
         return cls(**known)
 
     @property
@@ -373,9 +376,10 @@ class Parts(NamedTuple):
         dtype = structure.blocks[0].dtype
         found = JointStructure(
             **kept, dtype=dtype, held=self.held, recurrences=self.recurrences,
-            process_names=self.process_names, sites=self.sites,
+            process_names=self.process_names, sites=self.sites, fields=self.fields,
         )  # fmt: skip
-        return found.in_form(STRUCTURES[self.form], self.groupings)
+        form = STRUCTURES[self.form].of_record(self.record)
+        return found.in_form(form, self.groupings)
 
 
 def migrated(structure: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from os import PathLike
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -170,7 +171,7 @@ def read_fit(
 
 
 def _listed(moments: dict[str, Any]) -> dict[str, list[Array]]:
-    return {k: list(m) for k, m in moments.items()}
+    return {k: jax.tree.leaves(m) for k, m in moments.items()}
 
 
 def _arrays(site: SiteMoments) -> tuple[Array, Array, Array | None]:
@@ -199,9 +200,10 @@ def _moments(
 
     :param leading: the number of leading axes.
     """
-    of: Any = Moments
+    like: Any = Moments(0, 0)  # type: ignore[arg-type]
     if isinstance(structure, JointStructure):
-        of = type(moments_of(structure))
-    own = {k: of(*m) for k, m in saved.items()}
+        like = moments_of(structure)
+    made = jax.tree.structure(like)
+    own = {k: jax.tree.unflatten(made, m) for k, m in saved.items()}
     check_moments(structure, own, leading)
     return own

@@ -117,6 +117,13 @@ class _Problem(NamedTuple):
         own = rng.normal(size=(number, each))
         own[0] = 0
         place = rng.integers(0, max(others - width, 1), (number, singles))
+        if structure.all_groupings:
+            # Two neighbours each.
+            width, singles, own = others, 2, own[:, :0]
+            pattern: Any = structure.pattern  # type: ignore[attr-defined]
+            edge = rng.integers(0, len(pattern.rows), number)
+            place = np.stack([pattern.rows[edge], pattern.columns[edge]], 1)
+            same = [*range(number)]
         dense, value = (rng.normal(size=(number, n)) for n in (width, singles))
         rows = Rows(*map(jnp.asarray, (own, group, dense, value, place)))
         arrays: list[Any] = [
@@ -140,8 +147,13 @@ class _Problem(NamedTuple):
         groups, _, others, _ = structure.layout
         chosen = jax.nn.one_hot(group, groups, dtype=own.dtype)
         ours = (chosen[..., None] * own[:, None]).reshape(len(own), -1)
-        single = jax.nn.one_hot(place, others - dense.shape[1], dtype=own.dtype)
-        parts = ours, dense, (single * value[..., None]).sum(1)
+        parts: tuple[Array, ...]
+        if structure.all_groupings:
+            single = jax.nn.one_hot(place, groups, dtype=own.dtype)
+            parts = (single * value[..., None]).sum(1), dense
+        else:
+            single = jax.nn.one_hot(place, others - dense.shape[1], dtype=own.dtype)
+            parts = ours, dense, (single * value[..., None]).sum(1)
         whole = jnp.concatenate(parts, 1)
         return AffineMap(self.offset[None], whole.T[None], self.residual[None])
 

@@ -14,7 +14,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.groups import Values
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.costs import FIT
+from numpyro_gpaug.model.costs import WHITE
 from numpyro_gpaug.model.inspect_joint import inspect_joint
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JointStructure
@@ -39,7 +39,7 @@ class JointKernel(GaussianKernel):
     def _structure_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> JointStructure:
-        found = inspect_joint(self._model, FIT, *args, **kwargs)
+        found = inspect_joint(self._model, WHITE, *args, **kwargs)
         if found.held and not found.sites:
             raise NotConjugateError(
                 f"{self._name} samples {self._kinds}, and none can be part of the "

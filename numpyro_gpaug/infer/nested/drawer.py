@@ -192,7 +192,7 @@ class Drawer:
     def latents(self) -> int:
         """The number of latents that share one weight."""
         if self.apart is None:
-            return self.programs.structure.size
+            return self.programs.structure.form.rank
         return self.apart.sizes.others
 
     @property

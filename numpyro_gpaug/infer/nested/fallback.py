@@ -81,7 +81,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     chosen = run.weighted.resampled(CHAINS, rng) // run.weighted.log_ratios.shape[1]
     white = law.along(run.weighted.points[chosen])
     noise_key, chain_key = random.split(random.fold_in(key, 5))
-    shape = CHAINS, programs.structure.size
+    shape = CHAINS, programs.structure.form.rank
     start = {
         "hyper": jnp.asarray(white, dtype),
         "noise": random.normal(noise_key, shape, programs.structure.dtype),

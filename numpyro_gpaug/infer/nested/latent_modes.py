@@ -67,7 +67,7 @@ def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Sea
     concave, along = _along_lines(drawer, point, rng)
     if concave:
         return Searched(concave=True)
-    white = rng.normal(size=(FROM_PRIOR, structure.size))
+    white = rng.normal(size=(FROM_PRIOR, structure.form.rank))
     prior = programs.from_white(point, white, arrays)
     own, all_ = drawer.found(point), np.concatenate([along, prior])
     starts = programs.factors_at(point, own.factors, all_, arrays)
@@ -106,7 +106,7 @@ class _Mode(NamedTuple):
 
     def is_apart(self, other: _Mode, rng: np.random.Generator) -> bool:
         """Whether the distance of the means exceeds the widths of the Gaussians."""
-        noise = rng.normal(size=(64, other.moments.mean.shape[-1]))
+        noise = rng.normal(size=(64, other.moments.rank))
         noise = noise.astype(other.moments.mean.dtype)
         widths = [np.asarray(m.moments.unwhiten(noise)).std(0) for m in (self, other)]
         apart = np.abs(np.asarray(self.moments.mean - other.moments.mean))[0]
@@ -125,7 +125,7 @@ def _along_lines(
     :param rng: random numbers.
     """
     programs, arrays = drawer.programs, drawer.arrays
-    size, dtype = programs.structure.size, programs.structure.dtype
+    size, dtype = programs.structure.form.rank, programs.structure.dtype
     steps = np.concatenate([-REACH[::-1], [0.0], REACH])
     factors = drawer.found(point).factors
     _, terms, _ = programs.terms(point, factors, np.zeros((1, size)), arrays)
@@ -147,7 +147,7 @@ def _along_lines(
         peaks = peaks[np.abs(steps[peaks]) > 1]
         found += [(total[i], z[i]) for i in peaks]
     found = sorted(found, key=lambda pair: -pair[0])[:FROM_LINES]
-    return concave, np.array([z for _, z in found]).reshape(-1, size)
+    return concave, np.array([z for _, z in found]).reshape(-1, programs.structure.size)
 
 
 def _is_concave(terms: np.ndarray, steps: np.ndarray) -> bool:

@@ -293,10 +293,12 @@ class Programs:
         view = self.bound.view(values, arrays)
         q = moments_given(factors, view)
 
+        prior = view.prior
+
         def at(z: Array) -> tuple[Array, Array]:
             white = self.structure.white(z, view.links)
             terms, _ = self.log_terms(values, white, arrays)
-            return terms, jnp.square(white).sum()
+            return terms, -2 * prior.terms(z).sum()
 
         z = q.mean + q.unwhiten(noise)
         return z, *jax.vmap(at)(z)
@@ -310,8 +312,11 @@ class Programs:
 
     def _linked_at(self, point: Array, white: Array, arrays: Any) -> Array:
         values, _ = self.hyper.values(point, arrays)
-        links = self.bound.view(values, arrays).links
-        return jax.vmap(lambda z: self.structure.linked(z, links))(white)
+        view = self.bound.view(values, arrays)
+        if self.structure.fields:
+            moments = view.prior.natural.moments()
+            return moments.unwhiten(white[:, : moments.rank])
+        return jax.vmap(lambda z: self.structure.linked(z, view.links))(white)
 
     def factors_at(
         self, point: np.ndarray, factors: Any, z: np.ndarray, arrays: Any
@@ -355,7 +360,8 @@ class Programs:
     ) -> tuple[Array, Trace]:
         """Return log-densities of all data given hyperparameters and whitened latents,
         flat, and the trace of the model."""
-        model = whitened(self._model, self.structure.split(white))
+        numbers = self.structure.split(white)
+        model = whitened(self._model, numbers, self.structure.fields)
         arguments = Arguments(arrays, self.static)
         trace = run_model(model, arguments, random.key(0), values)
         terms = []
@@ -397,19 +403,19 @@ class Programs:
         """
         values, log_prior = self.hyper.values(point, arrays)
         view = self.bound.view(values, arrays)
-        q, links = moments_given(factors, view), view.links
+        q, links, prior = moments_given(factors, view), view.links, view.prior
         z = q.mean + q.unwhiten(widths[:, None] * noise)
 
         def terms(z: Array, noise: Array, width: Array) -> tuple[Any, ...]:
-            # Both Gaussian log-densities at once: their difference is small.
             white = self.structure.white(z, links)
-            latents = 0.5 * (noise - white) * (noise + white) + jnp.log(width)
             data, trace = self.log_terms(values, white, arrays)
-            sums = compensated_sum(jnp.concatenate([data, latents]))
+            own = 0.5 * jnp.square(noise) + jnp.log(width)
+            # All at once: their sum is small.
+            sums = compensated_sum(jnp.concatenate([data, own, prior.terms(z)]))
             return *sums, self._latents(trace)
 
         weighed = jax.vmap(terms)(z, noise, widths)
-        return Drawn(log_prior, z, q.log_det[0], *weighed)
+        return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *weighed)
 
     def _draw_apart(
         self,
@@ -464,13 +470,13 @@ class Programs:
         """Draw as described in :meth:`draw_mixed`. The density of a Gaussian at draws
         of another follows from its factors: it is the density of the prior times
         theirs, up to a constant."""
-        modes, size = len(log_shares), self.structure.size
+        modes, size = len(log_shares), self.structure.form.rank
 
         def one(each: Any) -> Drawn:
             point, factors, chosen, noise, widths = each
             values, log_prior = self.hyper.values(point, arrays)
             view = self.bound.view(values, arrays)
-            map_ = view.maps()[JOINT]
+            map_, prior = view.maps()[JOINT], view.prior
             parts = [jax.tree.map(lambda x, k=k: x[k], factors) for k in range(modes)]
             qs = [moments_given(part, view) for part in parts]
             moved = widths[:, None] * noise
@@ -478,8 +484,7 @@ class Programs:
             z = z[chosen, jnp.arange(len(chosen))]
 
             def log_density(part: Any, z: Array) -> Array:
-                white = self.structure.white(z, view.links)
-                return log_factors(map_, part, z[None]) - 0.5 * jnp.square(white).sum()
+                return log_factors(map_, part, z[None]) + prior.terms(z).sum()
 
             def terms(z: Array, width: Array) -> tuple[Any, ...]:
                 white = self.structure.white(z, view.links)
@@ -490,14 +495,14 @@ class Programs:
                     logs.append(fall / jnp.square(width) - volume)
                 mixed = jax.nn.logsumexp(log_shares + jnp.stack(logs))
                 data, trace = self.log_terms(values, white, arrays)
-                rest = jnp.append(-0.5 * jnp.square(white), -mixed)
+                rest = jnp.append(prior.terms(z), -mixed)
                 sums = compensated_sum(jnp.concatenate([data, rest]))
                 return *sums, self._latents(trace)
 
             weighed = jax.vmap(terms)(z, widths)
             # Volumes are in the weights: it only says whether there are Gaussians.
             finite = jnp.stack([0 * q.log_det[0] for q in qs]).sum()
-            return Drawn(log_prior, z, finite, *weighed)
+            return Drawn(log_prior, z, finite + prior.log_det, *weighed)
 
         return self._each(one, (points, factors, chosen, noise, widths))
 
@@ -557,9 +562,10 @@ class Programs:
         """Return the log-density of data, whitened latents and unconstrained
         hyperparameters, up to a constant."""
         values, log_prior = self.hyper.values(point, arrays)
-        white = self.structure.white(z, self.bound.view(values, arrays).links)
+        view = self.bound.view(values, arrays)
+        prior, white = view.prior, self.structure.white(z, view.links)
         data, _ = self.log_terms(values, white, arrays)
-        return data.sum() + log_prior - 0.5 * jnp.square(white).sum()
+        return data.sum() + log_prior + prior.terms(z).sum() + 0.5 * prior.log_det
 
     def sites(self, points: Any, z: Any, arrays: Any) -> dict[str, Array]:
         """Return the values of all sites at draws, without added rows.

@@ -19,7 +19,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.costs import FIT
+from numpyro_gpaug.model.costs import WHITE
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.inspect_joint import inspect_joint
 from numpyro_gpaug.model.joint import JointView
@@ -113,7 +113,7 @@ class TraceAnalytic_ELBO(ELBO):
         if ours is not None and model is ours.model:
             structure = ours.structure_at(arguments).unturned
         elif isinstance(ours, AutoLatentGaussian):
-            structure = inspect_joint(model, FIT, *args, **kwargs)
+            structure = inspect_joint(model, WHITE, *args, **kwargs)
         else:
             structure = inspect_model(model, *args, **kwargs)
         check_observed(model, structure, arguments)

@@ -40,7 +40,7 @@ def inflation(natural: Any) -> Array:
 
     :param natural: natural parameters of a block.
     """
-    return natural.diagonal * natural.moments().variances
+    return _inflated_and_displaced(natural)[0]
 
 
 def displaced(natural: Any) -> Array:
@@ -50,8 +50,17 @@ def displaced(natural: Any) -> Array:
 
     :param natural: natural parameters of a block.
     """
-    eps = float(jnp.finfo(natural.potential.dtype).eps)
-    return jnp.square(eps * natural.potential) * natural.moments().variances / 24
+    return _inflated_and_displaced(natural)[1]
+
+
+def _inflated_and_displaced(natural: Any) -> tuple[Array, Array]:
+    variances, eps = natural.moments().variances, _eps(natural)
+    moved = jnp.square(eps * natural.potential) * variances / 24
+    return natural.diagonal * variances, moved
+
+
+def _eps(natural: Any) -> float:
+    return float(jnp.finfo(natural.potential.dtype).eps)
 
 
 def lost(natural: Natural) -> Array:
@@ -64,8 +73,8 @@ def lost(natural: Natural) -> Array:
     """
     total: Any = 0.0
     for each in natural.values():
-        eps = float(jnp.finfo(each.potential.dtype).eps)
-        total += eps * jnp.linalg.norm(inflation(each)) + displaced(each).sum()
+        inflated, moved = _inflated_and_displaced(each)
+        total += _eps(each) * jnp.linalg.norm(inflated) + moved.sum()
     return jnp.asarray(total)
 
 

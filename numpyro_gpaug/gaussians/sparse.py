@@ -1,0 +1,675 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Gaussians with a sparse precision: areas, meshes, and effects that cross.
+
+The latents are ``z = (x, u)``: N nodes, whose precision M has a fixed sparse pattern,
+and K numbers that any datum may depend on. A predictor depends on a few nodes, which
+are neighbours in the pattern, and on ``u``. With the border B (N, K) and the corner C
+(K, K) of the precision, ``M = L L'`` (in an order of elimination) and ``F = L^{-1} B``,
+the Schur complement of the corner is ``S = C - F' F``. With ``S^{-1} = V' V`` and ``Y =
+L^{-T} F V'``,
+
+.. math:: u = m + V^\top \epsilon, \quad x = m + L^{-T} e - Y \epsilon.
+
+The nodes of an intrinsic prior add up to zero in each connected component: ``a_k' x =
+0``. Its precision Q is singular along these orthonormal vectors. Given the constraints,
+``e`` is orthogonal to ``U = L^{-1} (a_1, ..., a_c)``: reflections turn ``e`` such that
+its first c numbers are zero, and everything above holds for the others. ``M`` then
+contains a small multiple of the identity, without which it would be singular where
+there are no data; the prior's density does not contain it.
+
+References: Rue and Held (2005), Gaussian Markov random fields, chapters 2 and 3; Rue
+and Martino (2007), Approximate Bayesian inference for hierarchical Gaussian Markov
+random field models, section 2.1, on constraints.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug.gaussians.base import Layout, Structure
+from numpyro_gpaug.gaussians.rows import RowMap, Rows
+from numpyro_gpaug.math import linalg, sparse_cholesky
+from numpyro_gpaug.math.sparse_pattern import Pattern
+
+# Of the mean of a singular precision's diagonal: what is added to all of it.
+_RIDGE = {"float32": 1e-5, "float64": 1e-10}
+
+
+_NONE = np.zeros(0, np.int32)
+
+
+class SparseMoments(NamedTuple):
+    """Moments of a Gaussian with a sparse precision, with a leading axis of 1.
+
+    :param mean: (1, N + K).
+    :param factor: the factor L of the precision of the nodes.
+    :param reflections: vectors v of the reflections ``I - 2 v v'``, (1, c, N).
+    :param constrained: ``log det U' U``, (1,).
+    :param entries: the precision of the nodes, (1, nnz).
+    :param cross: Y, (1, N, K).
+    :param whitener: V, (1, K, K).
+    :param structure: the structure of the latents.
+    """
+
+    mean: Array
+    factor: Any
+    reflections: Array
+    constrained: Array
+    entries: Array
+    cross: Array
+    whitener: Array
+    structure: Sparse
+
+    @property
+    def log_det(self) -> Array:
+        """The log-determinant of the covariance, of latents that fulfil the
+        constraints, (1,)."""
+        corner = jnp.log(jnp.abs(linalg.diagonal(self.whitener))).sum(-1)
+        return 2 * corner - self.factor.log_det - self.constrained
+
+    @property
+    def rank(self) -> int:
+        """The number of standard normal numbers that :meth:`unwhiten` takes."""
+        return self.structure.rank
+
+    @property
+    def _half(self) -> _Half:
+        return _Half(jax.tree.map(lambda x: x[0], self.factor), self.reflections[0])
+
+    @property
+    def _drawn(self) -> Array:
+        """Columns W (N, c) whose products ``W W'`` the constraints take from the
+        inverse
+        of the nodes' precision."""
+        return self._half.removed()
+
+    @property
+    def variances(self) -> Array:
+        """Variances of the latents, (1, N + K)."""
+        inverse = self._half.factor.selected_inverse()
+        own = inverse[self.structure.diagonal]
+        own = own - jnp.square(self._drawn).sum(-1)
+        own = jnp.maximum(own, 0) + jnp.square(self.cross[0]).sum(-1)
+        corner = jnp.square(self.whitener[0]).sum(-2)
+        return jnp.concatenate([own, corner])[None]
+
+    def spreads(self, rows: Rows) -> Array:
+        """Return the variances of predictors whose nodes are neighbours, (n,)."""
+        dense = rows.dense @ self.whitener[0].T - self._crossed(rows)
+        return self._of_nodes(rows) + jnp.square(dense).sum(-1)
+
+    def _crossed(self, rows: Rows) -> Array:
+        """Return ``Y' a`` of rows, (n, K)."""
+        return (rows.value[..., None] * self.cross[0][rows.place]).sum(1)
+
+    def _of_nodes(self, rows: Rows) -> Array:
+        """Return the variances of predictors given all latents of the border, (n,)."""
+        found = self._half.factor.forms(rows.place, rows.value)
+        removed = (rows.value[..., None] * self._drawn[rows.place]).sum(1)
+        return jnp.maximum(found - jnp.square(removed).sum(-1), 0)
+
+    def crossed(self, left: Rows, right: Rows) -> Array:
+        """Return the covariances of pairs of predictors, (P,). The nodes of both are
+        neighbours."""
+        both, difference = (_added(left, right, sign) for sign in (1, -1))
+        return (self.spreads(both) - self.spreads(difference)) / 4
+
+    def covariance(self, rows: Rows) -> Array:
+        """Return the covariances of predictors, (n, n)."""
+        own = self._half(_nodes(rows, self.structure))
+        dense = rows.dense @ self.whitener[0].T - self._crossed(rows)
+        return own.T @ own + dense @ dense.T
+
+    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
+        """Return the shift of the means, and the root of the covariance, under an
+        affine map.
+
+        :param projection: A, (1, N + K, n).
+        :return: ``A' mean`` (1, n) and rows, (1, N - c, n) and (1, K, n), whose squares
+            sum to the variances.
+        """
+        shift = jnp.vecmat(self.mean, projection)
+        own, corner = self.structure.columns(projection[0])
+        rest = self.whitener[0] @ corner - self.cross[0].T @ own
+        return shift, (self._half(own)[None], rest[None])
+
+    def unwhiten(self, noise: Array) -> Array:
+        """Return deviations from the mean.
+
+        :param noise: standard normal, (..., rank).
+        """
+        lead, flat = noise.shape[:-1], noise.reshape(-1, self.rank).T
+        cut = self.rank - self.whitener.shape[-1]
+        own, corner = flat[:cut], flat[cut:]
+        rows = self._half.transposed(own) - self.cross[0] @ corner
+        found = jnp.concatenate([rows, self.whitener[0].T @ corner])
+        return found.T.reshape(*lead, self.structure.size)
+
+    def whiten(self, deviation: Array) -> Array:
+        """Return the noise of deviations; the inverse of :meth:`unwhiten`.
+
+        :param deviation: (..., N + K), which fulfil the constraints.
+        """
+        lead = deviation.shape[:-1]
+        own, corner = self.structure.columns(
+            deviation.reshape(-1, self.structure.size).T
+        )
+        corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
+        rows = self._half.product(own + self.cross[0] @ corner)
+        return jnp.concatenate([rows, corner]).T.reshape(*lead, self.rank)
+
+    def extended(self, prior: NodePrior, places: np.ndarray) -> Any:
+        """Return the moments of latents of another prior; see
+        :mod:`numpyro_gpaug.gaussians.base`. New nodes are standard normal."""
+        if np.array_equal(places, np.arange(self.structure.size)):
+            return self
+        return Extended(self, prior.structure, places)
+
+
+class _Half(NamedTuple):
+    """Half solves with a precision under constraints.
+
+    :param factor: the factor of the precision.
+    :param reflections: (c, N).
+    """
+
+    factor: Any
+    reflections: Array
+
+    def __call__(self, b: Array) -> Array:
+        """Return rows (N - c, n) whose squares sum to variances, of columns (N, n)."""
+        return self._turned(self.factor.half_solve(b))
+
+    def product(self, x: Array) -> Array:
+        """Return the noise (N - c, n) of deviations (N, n)."""
+        return self._turned(self.factor.half_product(x))
+
+    def transposed(self, noise: Array) -> Array:
+        """Return deviations (N, n) of noise (N - c, n)."""
+        return self.factor.half_solve_transposed(self._back(noise))
+
+    def removed(self) -> Array:
+        """Return the columns W (N, c), see :class:`SparseMoments`."""
+        count, size = self.reflections.shape
+        first = jnp.eye(size, count, dtype=self.reflections.dtype)
+        if not count:
+            return first
+        return self.factor.half_solve_transposed(_reflected(self.reflections, first))
+
+    def _turned(self, e: Array) -> Array:
+        return _reflected(self.reflections[::-1], e)[len(self.reflections) :]
+
+    def _back(self, noise: Array) -> Array:
+        full = jnp.pad(noise, [(len(self.reflections), 0), (0, 0)])
+        return _reflected(self.reflections, full)
+
+
+def _reflected(vectors: Array, x: Array) -> Array:
+    """Apply reflections to columns (N, n), the last vector first."""
+    for v in vectors[::-1]:
+        x = x - 2 * v[:, None] * (v @ x)
+    return x
+
+
+def _reflections(columns: Array) -> Array:
+    """Return unit vectors (c, N) of reflections, which turn columns (N, c) into columns
+    that are zero below the first c rows."""
+    found: list[Array] = []
+    rest = columns
+    for k in range(columns.shape[-1]):
+        x = jnp.where(jnp.arange(len(rest)) < k, 0, rest[:, k])
+        size = jnp.linalg.norm(x)
+        v = x.at[k].add(jnp.where(x[k] < 0, -size, size))
+        v = v / jnp.linalg.norm(v)
+        rest = _reflected(v[None], rest)
+        found.append(v)
+    return jnp.stack(found) if found else jnp.zeros((0, len(columns)), columns.dtype)
+
+
+class SparseNatural(NamedTuple):
+    """Natural parameters.
+
+    :param potential: (1, N + K).
+    :param entries: M, in the places of the pattern, (1, nnz).
+    :param border: B, (1, N, K).
+    :param corner: C, (1, K, K).
+    :param structure: the structure of the latents.
+    """
+
+    potential: Array
+    entries: Array
+    border: Array
+    corner: Array
+    structure: Sparse
+
+    def moments(self) -> SparseMoments:
+        """Return mean and factors of the covariance; NaN where the precision is not
+        positive definite.
+
+        ``S`` is a difference, but its eigenvalues are at least those of the prior's
+        precision; see :meth:`numpyro_gpaug.gaussians.groups.GroupNatural.moments`.
+        """
+        structure, entries = self.structure, self.entries[0]
+        factor = sparse_cholesky.factor(structure.pattern, entries)
+        normals = jnp.asarray(structure.constraints, entries.dtype)
+        free = factor.half_solve(normals) if normals.shape[-1] else normals
+        half = _Half(factor, _reflections(free))
+        own, corner = structure.columns(self.potential[0][:, None])
+        rows = half(jnp.concatenate([own, self.border[0]], -1))
+        white, rows = rows[:, 0], rows[:, 1:]
+        whitener = linalg.inverse_cholesky(self.corner - (rows.T @ rows)[None])
+        corner = whitener[0] @ (corner[:, 0] - rows.T @ white)
+        spread = rows @ whitener[0].T
+        white = white - spread @ corner
+        back = half.transposed(jnp.concatenate([white[:, None], spread], -1))
+        mean = jnp.concatenate([back[:, 0], corner @ whitener[0]])
+        gram = free.T @ free
+        constrained = (
+            jnp.linalg.slogdet(gram)[1] if len(gram) else jnp.zeros_like(mean[0])
+        )
+        leading = jax.tree.map(lambda x: x[None], factor)
+        return SparseMoments(
+            mean[None], leading, half.reflections[None], constrained[None],
+            self.entries, back[None, :, 1:], whitener, structure,
+        )  # fmt: skip
+
+    def moved(self, z: Array) -> SparseNatural:
+        """Return the natural parameters of latents, given those of their deviations
+        from ``z``, (1, N + K); see
+        :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
+        own, corner = self.structure.columns(z[0][:, None])
+        pattern, border = self.structure.pattern, self.border[0]
+        rows = sparse_cholesky.matvec(pattern, self.entries[0], own) + border @ corner
+        rest = border.T @ own + self.corner[0] @ corner
+        moved = jnp.concatenate([rows, rest])[:, 0]
+        return self._replace(potential=self.potential + moved)
+
+    @property
+    def diagonal(self) -> Array:
+        """The diagonal of the precision, (1, N + K)."""
+        own = self.entries[:, self.structure.diagonal]
+        return jnp.concatenate([own, linalg.diagonal(self.corner)], -1)
+
+    def stand_in(self) -> SparseMoments:
+        """Return meaningless numbers in the shapes of :meth:`moments`."""
+        shapes = jax.eval_shape(SparseNatural.moments, self)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("loc", "entries", "log_det"), meta_fields=("structure",),
+)  # fmt: skip
+@dataclass(frozen=True)
+class NodePrior:
+    """The prior of nodes with a sparse precision Q, and of standard normal numbers.
+
+    :param loc: zeros (1, N + K).
+    :param entries: Q, in the places of the pattern, (nnz,).
+    :param log_det: the log-determinant of Q; of its restriction to latents that fulfil
+        the constraints if there are any.
+    :param structure: the structure of the latents.
+    """
+
+    loc: Array
+    entries: Array
+    log_det: Array
+    structure: Sparse
+
+    @property
+    def natural(self) -> SparseNatural:
+        """The potential and precision."""
+        standard = self.structure.standard(self.loc.dtype)
+        entries = self.entries
+        if self.structure.labels is not None:
+            places = self.structure.diagonal
+            ridge = _RIDGE[str(entries.dtype)] * entries[places].mean()
+            entries = entries.at[places].add(ridge * self.structure.is_constrained)
+        return standard._replace(entries=entries[None])
+
+    def divergence(self, q: SparseMoments) -> Array:
+        """Return KL(q || prior), (1,).
+
+        The trace of ``Q M^-1`` is the number of nodes plus the trace of ``(Q - M)
+        M^-1``: that is as small as the information about them, and does not contain the
+        large entries of Q that cancel each other.
+        """
+        structure = self.structure
+        own, corner = structure.columns(q.mean[0][:, None])
+        columns = jnp.concatenate([own, q.cross[0]], -1)
+        moved = sparse_cholesky.matvec(structure.pattern, self.entries, columns)
+        trace = (structure.counted * (self.entries - q.entries[0]) * q_inverse(q)).sum()
+        squares = jnp.square(corner).sum() + jnp.square(q.whitener).sum()
+        squares += (columns * moved).sum()
+        known = trace + squares - q.whitener.shape[-1]
+        return 0.5 * (known - self.log_det - q.log_det)
+
+    def pull(self, mean: Array) -> Array:
+        """Return the gradient of :meth:`divergence` in the means, (1, N + K).
+
+        :param mean: the means, (1, N + K).
+        """
+        return self._moved(mean[0])[None]
+
+    def _moved(self, z: Array) -> Array:
+        own, corner = self.structure.columns(z[:, None])
+        moved = sparse_cholesky.matvec(self.structure.pattern, self.entries, own)
+        return jnp.concatenate([moved, corner])[:, 0]
+
+    def terms(self, z: Array) -> Array:
+        """Return numbers whose sum is the log-density at latents (N + K,), without its
+        constant and half of :attr:`log_det`."""
+        return -0.5 * z * self._moved(z)
+
+    def log_density(self, z: Array) -> Array:
+        """Return the log-density at latents (1, N + K), (1,)."""
+        constant = self.structure.rank * float(np.log(2 * np.pi))
+        return (self.terms(z[0]).sum() + 0.5 * (self.log_det - constant))[None]
+
+
+class Extended:
+    """Moments of latents some of which are those of a known Gaussian; all others are
+    standard normal.
+
+    :param known: moments of the known latents.
+    :param structure: the structure of the requested latents.
+    :param places: places of the requested latents among the known ones, -1 for new
+        ones.
+    """
+
+    def __init__(
+        self, known: SparseMoments, structure: Sparse, places: np.ndarray
+    ) -> None:
+        self._known, self._structure = known, structure
+        self._new, self._places = places < 0, np.where(places < 0, 0, places)
+        self.rank = known.rank + int(self._new.sum())
+
+    @property
+    def mean(self) -> Array:
+        """Means, (1, N + K)."""
+        return jnp.where(self._new, 0, self._known.mean[:, self._places])
+
+    @property
+    def variances(self) -> Array:
+        """Variances, (1, N + K)."""
+        return jnp.where(self._new, 1, self._known.variances[:, self._places])
+
+    def unwhiten(self, noise: Array) -> Array:
+        """Return deviations from the mean.
+
+        :param noise: standard normal, (..., rank).
+        """
+        old, new = jnp.split(noise, [self._known.rank], -1)
+        found = self._known.unwhiten(old)[..., self._places]
+        return found.at[..., np.flatnonzero(self._new)].set(new)
+
+    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, ...]]:
+        """See :meth:`SparseMoments.push_forward`."""
+        shift, parts = self._known.push_forward(self._of_known(projection))
+        return shift, (*parts, projection[:, np.flatnonzero(self._new)])
+
+    def _of_known(self, projection: Array) -> Array:
+        old = np.flatnonzero(~self._new)
+        shape = 1, self._known.structure.size, projection.shape[-1]
+        found = jnp.zeros(shape, projection.dtype)
+        return found.at[:, self._places[old]].set(projection[:, old])
+
+    def _projection(self, rows: Rows) -> Array:
+        nodes = _nodes(rows, self._structure)
+        return jnp.concatenate([nodes, rows.dense.T])[None]
+
+    def spreads(self, rows: Rows) -> Array:
+        """Return the variances of predictors, (n,)."""
+        nodes, new = self._structure.nodes, jnp.asarray(self._new)
+        whole = self._of_known(self._projection(rows))[0]
+        old = rows._replace(
+            dense=whole[self._known.structure.nodes :].T,
+            value=jnp.where(new[rows.place], 0, rows.value),
+            place=jnp.asarray(self._places)[rows.place],
+        )
+        own = jnp.where(new[rows.place], rows.value, 0)
+        rest = jnp.where(new[nodes:], rows.dense, 0)
+        fresh = jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
+        return self._known.spreads(old) + fresh
+
+    def crossed(self, left: Rows, right: Rows) -> Array:
+        """Return the covariances of pairs of predictors, (P,)."""
+        both, difference = (_added(left, right, sign) for sign in (1, -1))
+        return (self.spreads(both) - self.spreads(difference)) / 4
+
+    def covariance(self, rows: Rows) -> Array:
+        """Return the covariances of predictors, (n, n)."""
+        _, parts = self.push_forward(self._projection(rows))
+        root = jnp.concatenate(parts, 1)[0]
+        return root.T @ root
+
+
+def q_inverse(q: SparseMoments) -> Array:
+    """Return the covariances of neighbours, given the border, (nnz,)."""
+    pattern = q.structure.pattern
+    inverse, drawn = q._half.factor.selected_inverse(), q._drawn
+    if not drawn.shape[-1]:
+        return inverse
+    return inverse - (drawn[pattern.rows] * drawn[pattern.columns]).sum(-1)
+
+
+@dataclass(frozen=True)
+class Sparse(Structure):
+    """Nodes with a sparse precision, and latents that any predictor may depend on.
+
+    :param layout: one node is one group of the layout.
+    :param pattern: the places of the entries of the nodes' precision.
+    :param labels: the component of each node, as bytes of int32, if nodes of components
+        add up to zero; -1 for a node without a constraint.
+    """
+
+    pattern: Pattern
+    labels: bytes | None = None
+
+    natural: ClassVar[Any] = SparseNatural
+    all_groupings: ClassVar[bool] = True
+
+    @property
+    def record(self) -> tuple[str, ...]:
+        arrays = self.pattern.rows, self.pattern.columns
+        parts = str(self.nodes), *(_text(x.tobytes()) for x in arrays)
+        return parts if self.labels is None else (*parts, _text(self.labels))
+
+    @classmethod
+    def of_record(cls, record: tuple[str, ...]) -> Sparse:
+        size, *arrays = record
+        rows, columns, *labels = map(b64decode, arrays)
+        pattern = Pattern.of(
+            int(size), *(np.frombuffer(x, np.int32) for x in (rows, columns))
+        )
+        return cls(Layout(int(size), 1, 0), pattern, *labels)
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return self.layout.groups
+
+    @property
+    def rank(self) -> int:
+        return self.size - self.constraints.shape[-1]
+
+    @property
+    def largest_matrix(self) -> int:
+        return self.layout.others
+
+    @cached_property
+    def constraints(self) -> np.ndarray:
+        """Orthonormal vectors to which the nodes are orthogonal, (N, c)."""
+        if self.labels is None:
+            return np.zeros((self.nodes, 0))
+        labels = np.frombuffer(self.labels, np.int32)
+        found = np.equal.outer(labels, np.arange(labels.max() + 1)).astype(float)
+        return found / np.linalg.norm(found, axis=0)
+
+    @property
+    def is_constrained(self) -> np.ndarray:
+        """Whether each node is in a component that adds up to zero, (N,)."""
+        return np.asarray(self.constraints.any(-1))
+
+    @property
+    def counted(self) -> np.ndarray:
+        """How often each entry is in the whole matrix: twice off the diagonal."""
+        return 2.0 - (self.pattern.rows == self.pattern.columns)
+
+    @property
+    def diagonal(self) -> np.ndarray:
+        """The places of the diagonal among the entries, (N,)."""
+        return np.flatnonzero(self.pattern.rows == self.pattern.columns)
+
+    def resized(self, layout: Layout) -> Sparse:
+        if layout.groups == self.nodes:
+            return replace(self, layout=layout)
+        # Whatever the pattern is: other latents have their prior given these.
+        return Sparse(layout, Pattern.of(layout.groups, _NONE, _NONE))
+
+    def place_of(self, pattern: Pattern, first: int) -> np.ndarray:
+        """Return the places of the entries of a part of the nodes.
+
+        :param pattern: the pattern of the part.
+        :param first: its first node.
+        """
+        size = self.nodes
+        keys = self.pattern.rows.astype(np.int64) * size + self.pattern.columns
+        wanted = (
+            (pattern.rows.astype(np.int64) + first) * size + pattern.columns + first
+        )
+        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[places] == wanted, places, len(keys))
+
+    def columns(self, flat: Array) -> tuple[Array, Array]:
+        """Return columns (N + K, n) as those of nodes and those of the border."""
+        return flat[: self.nodes], flat[self.nodes :]
+
+    def cost(self, rows: int, width: int) -> float:
+        groups = self.pattern.elimination.groups
+        sizes = [(*x.pivots.shape, x.up.shape[1]) for x in groups]
+        own = sum(m * (p + b) ** 2 * p for m, p, b in sizes)
+        return (
+            10.0 * own
+            + float(rows) * (30 + width) ** 2
+            + float(self.layout.others) ** 3
+        )
+
+    def describe(self, names: str, block: int) -> str:
+        edges = len(self.pattern.rows) - self.nodes
+        return (
+            f"a sparse precision of {self.nodes} nodes ({names}) with {edges} edges, "
+            f"{self.layout.others} others dense"
+        )
+
+    def standard(self, dtype: Any) -> SparseNatural:
+        nodes, others = self.nodes, self.layout.others
+        entries = np.zeros((1, len(self.pattern.rows)), dtype)
+        entries[:, self.diagonal] = 1
+        zeros, eye = jnp.zeros((1, self.size), dtype), jnp.eye(others, dtype=dtype)
+        border = jnp.zeros((1, nodes, others), dtype)
+        return SparseNatural(zeros, jnp.asarray(entries), border, eye[None], self)
+
+    def prior(self, dtype: Any, links: Any = None) -> NodePrior:
+        """Return the prior.
+
+        :param links: the entries of the precision of the nodes, (nnz,), or a tuple of
+            them and the log-determinant of the precision; ``None`` for standard normal
+            nodes.
+        """
+        zeros = jnp.zeros((1, self.size), dtype)
+        if links is None:
+            links = self.standard(dtype).entries[0], jnp.zeros((), dtype)
+        if not isinstance(links, tuple):
+            links = links, sparse_cholesky.log_det(self.pattern, links)
+        entries, log_det = links
+        return NodePrior(zeros, entries, log_det, self)
+
+    def map(self, predictors: Any) -> RowMap:
+        offset, residual = predictors.offset[None], predictors.residual[None]
+        return RowMap(offset, predictors.rows, residual, self)
+
+    def shifts(self, rows: Rows, z: Array) -> Array:
+        """Return the change of predictors for latents (size,), (n,)."""
+        nodes, corner = z[: self.nodes], z[self.nodes :]
+        return rows.dense @ corner + (rows.value * nodes[rows.place]).sum(-1)
+
+    def missing(self, left: Rows, right: Rows) -> Array:
+        """Whether predictors depend on nodes that are no neighbours."""
+        there = self.pattern.places(left.place[:, :, None], right.place[:, None])
+        both = (left.value[:, :, None] != 0) & (right.value[:, None] != 0)
+        return (both & (there == len(self.pattern.rows))).any()
+
+    def information(self, rows: Rows, potential: Array, precision: Array) -> Any:
+        """Return the information of factors ``exp(h p - w p^2 / 2)`` on predictors.
+
+        :param potential: h, (n,).
+        :param precision: w, (n,).
+        """
+        own = jnp.zeros(self.nodes, potential.dtype)
+        own = own.at[rows.place].add(potential[:, None] * rows.value)
+        whole = jnp.concatenate([own, potential @ rows.dense])[None]
+        return self._products(rows, rows, 0.5 * precision)._replace(potential=whole)
+
+    def coupling(self, left: Rows, right: Rows, cross: Array) -> Any:
+        """Return the information of factors ``exp(-c p q)`` on pairs of predictors, all
+        of whose nodes are neighbours.
+
+        :param cross: c, (n,).
+        """
+        return self._products(left, right, cross)
+
+    def _products(self, left: Rows, right: Rows, weights: Array) -> SparseNatural:
+        """Return natural parameters with the precision ``sum w (l r' + r l')``."""
+        pattern, dtype = self.pattern, weights.dtype
+        entries = jnp.zeros(len(pattern.rows), dtype)
+        border = jnp.zeros((self.nodes, self.layout.others), dtype)
+        for one, other in ((left, right), (right, left)):
+            weighted = weights[:, None] * one.value
+            border = border.at[one.place].add(
+                weighted[..., None] * other.dense[:, None]
+            )
+        row, column = left.place[:, :, None], right.place[:, None]
+        product = (weights[:, None] * left.value)[..., None] * right.value[:, None]
+        product = jnp.where(row == column, 2 * product, product)
+        entries = entries.at[pattern.places(row, column)].add(product, mode="drop")
+        half = (weights[:, None] * left.dense).T @ right.dense
+        zeros = jnp.zeros((1, self.size), dtype)
+        corner = (half + half.T)[None]
+        return SparseNatural(zeros, entries[None], border[None], corner, self)
+
+    def rows_of_block(self, number: int, dtype: Any) -> int | None:
+        """Return ``None``: all rows are one block."""
+        return None
+
+
+def _text(numbers: bytes) -> str:
+    return b64encode(numbers).decode()
+
+
+def _nodes(rows: Rows, structure: Sparse) -> Array:
+    """Return the dependence of predictors on nodes as a matrix, (N, n)."""
+    number = len(rows.dense)
+    found = jnp.zeros((structure.nodes, number), rows.dense.dtype)
+    return found.at[rows.place, jnp.arange(number)[:, None]].add(rows.value)
+
+
+def _added(left: Rows, right: Rows, sign: float) -> Rows:
+    """Return the rows of sums of predictors, or of differences."""
+    return left._replace(
+        dense=left.dense + sign * right.dense,
+        value=jnp.concatenate([left.value, sign * right.value], -1),
+        place=jnp.concatenate([left.place, right.place], -1),
+    )
+
+
+# Natural parameters and moments hold their structure, which has no arrays.
+jax.tree_util.register_static(Sparse)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with fields, whose latents have a sparse precision, against dense matrices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy import sparse
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.gaussians import Dense, Layout, Sparse
+from numpyro_gpaug.math.sparse_pattern import Pattern
+from numpyro_gpaug.model import inspect_joint
+from numpyro_gpaug.model.costs import WHITE
+from numpyro_gpaug.testing import check_structure
+
+SIDE = 5
+AREAS = SIDE**2
+KEY = jax.random.key(0)
+
+
+def lattice(side=SIDE, *, island=False):
+    """Neighbours on a lattice, (n, n); the last area of it may be an island."""
+    place = np.arange(side**2).reshape(side, side)
+    i = np.append(place[1:], place[:, 1:])
+    j = np.append(place[:-1], place[:, :-1])
+    weights = np.zeros((side**2, side**2))
+    weights[i, j] = weights[j, i] = 1
+    if island:
+        weights[-1] = weights[:, -1] = 0
+    return weights
+
+
+RNG = np.random.default_rng(0)
+AREA = RNG.integers(0, AREAS, 60)
+HOSPITAL = RNG.integers(0, 16, 60)
+X = RNG.normal(size=60)
+COUNTS = RNG.poisson(np.exp(0.5 + 0.3 * X + np.sin(AREA)))
+PLACES = RNG.uniform(size=(60, 2))
+MESH = gpaug.spatial.Mesh.around(PLACES, max_edge=0.35, offset=0.2)
+
+
+@pytest.fixture
+def always_sparse(monkeypatch):
+    """However few the nodes are."""
+    monkeypatch.setattr(inspect_joint, "FEWEST_NODES", 1)
+    monkeypatch.setattr(Dense, "cost", lambda *args: np.inf)
+
+
+def of_areas(field):
+    """A model of counts in areas."""
+
+    def model(area, x, hospital=None, y=None):
+        numbers = numpyro.sample("numbers", dist.Normal(0, 2).expand([2]))
+        effect = numpyro.sample("effect", field())
+        eta = numbers[0] + numbers[1] * x + jnp.atleast_2d(effect)[:, area].sum(0)
+        if hospital is not None:
+            with numpyro.plate("hospitals", 16):
+                own = numpyro.sample("own", dist.Normal(0, 0.5))
+            eta = eta + own[hospital]
+        with numpyro.plate("data", len(area)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
+
+    return model
+
+
+def of_places(X, y=None):
+    """Counts at places, and a field in the logarithm of their spread."""
+    level = numpyro.sample("level", dist.Normal(0, 2))
+    field = gpaug.SPDE("field", MESH, range=0.5, scale=0.7)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + field(X))), obs=y)
+
+
+def of_spread(X, y=None):
+    """Two predictors of each datum depend on one field."""
+    levels = numpyro.sample("levels", dist.Normal(0, 2).expand([2]))
+    field = gpaug.SPDE("field", MESH, range=0.5, scale=0.7)(X)
+    with numpyro.plate("data", len(X)):
+        scale = jnp.exp(0.5 * (levels[1] + 0.3 * field))
+        numpyro.sample("y", dist.Normal(levels[0] + field, scale), obs=y)
+
+
+W = sparse.csr_array(lattice())
+FIELDS = {
+    "car": lambda: dist.CAR(jnp.full(AREAS, 0.2), 0.9, 2.0, W, is_sparse=True),
+    "two cars": lambda: dist.CAR(0.0, 0.9, 2.0, lattice()).expand([2]),
+    "icar": lambda: gpaug.ICAR(lattice(island=True), 0.6),
+    "bym2": lambda: gpaug.BYM2(lattice(), 0.6, 0.7),
+    "gmrf": lambda: gpaug.GMRF(0.1, 3 * sparse.eye_array(AREAS) - 0.5 * W),
+}
+MODELS = {
+    name: (of_areas(field), (AREA, X, HOSPITAL)) for name, field in FIELDS.items()
+}
+MODELS |= {"places": (of_places, (PLACES,)), "spread": (of_spread, (PLACES,))}
+
+
+def fitted(model, args, white, steps=60):
+    guide = gpaug.AutoLatentGaussian(model)
+    if white:
+        guide._purpose = WHITE
+    svi = gpaug.ConjugateSVI(model, guide)
+    fit = svi.run(KEY, steps, *args, y=COUNTS, progress_bar=False)
+    assert isinstance(guide.structure.form, Sparse) is not white
+    return svi, fit
+
+
+def case(name, dtype):
+    marks = () if (name, dtype) in QUICK else pytest.mark.slow
+    return pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
+
+
+QUICK = {("bym2", "float32"), ("icar", "float64"), ("places", "float64")}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [case(n, d) for n in MODELS for d in ("float32", "float64")],
+    indirect=["dtype"],
+)
+def test_a_field_is_a_dense_gaussian(name, dtype, always_sparse, tmp_path):
+    model, args = MODELS[name]
+    (svi, fit), (dense, other) = (fitted(model, args, white) for white in (False, True))
+    close = {"float32": 2e-3, "float64": 1e-6}[str(jnp.result_type(float))]
+    assert float(fit.losses[-1]) == pytest.approx(float(other.losses[-1]), abs=close)
+    found, expected = svi.posterior(fit), dense.posterior(other)
+    new = tuple(x[:9][::-1] for x in args)
+    site = {"places": "field", "spread": "field"}.get(name, "effect")
+    for of in (
+        lambda q: q[
+            "numbers" if site == "effect" else "level" + "s" * (name == "spread")
+        ],
+        lambda q: q[site] if site == "effect" else q.predict_f(*new, site=site),
+        lambda q: q.predict_y(*new),
+    ):
+        one, two = of(found), of(expected)
+        np.testing.assert_allclose(one.mean, two.mean, atol=close, rtol=close)
+        np.testing.assert_allclose(one.variance, two.variance, atol=close, rtol=close)
+    found.save(tmp_path / "fit.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "fit.npz", model)
+    np.testing.assert_allclose(
+        loaded.predict_y(*new).mean, found.predict_y(*new).mean, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float64", pytest.param("float32", marks=pytest.mark.slow)],
+    indirect=["dtype"],
+)
+def test_a_sparse_structure_is_a_dense_gaussian(dtype):
+    i, j = np.nonzero(np.tril(lattice(3)))
+    pattern = Pattern.of(9, i, j)
+    entries = np.where(pattern.rows == pattern.columns, 4.0, -0.7)
+    check_structure(Sparse(Layout(9, 1, 2), pattern), entries, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float64"], indirect=True)
+def test_constrained_nodes_are_the_limit_of_a_penalty(dtype):
+    """A large precision of the sum of the nodes, in dense matrices."""
+    i, j = np.nonzero(np.tril(lattice(3)))
+    pattern = Pattern.of(9, i, j)
+    laplacian = np.diag(lattice(3).sum(0)) - lattice(3)
+    structure = Sparse(Layout(9, 1, 0), pattern, np.zeros(9, np.int32).tobytes())
+    entries = jnp.asarray(laplacian[pattern.rows, pattern.columns])
+    log_det = np.log(np.linalg.eigvalsh(laplacian)[1:]).sum()
+    prior = structure.prior(entries.dtype, (entries, jnp.asarray(log_det)))
+    seen = np.diag(np.arange(9.0))
+    natural = prior.natural
+    added = jnp.asarray(seen[pattern.rows, pattern.columns])
+    lean = jnp.arange(9.0)[None] - 3
+    natural = natural._replace(entries=natural.entries + added, potential=lean)
+    q = natural.moments()
+    whole = np.linalg.inv(laplacian + seen + 1e9 * np.ones((9, 9)))
+    root = q.unwhiten(jnp.eye(q.rank))
+    np.testing.assert_allclose(root.T @ root, whole, atol=1e-6)
+    np.testing.assert_allclose(q.mean, lean @ whole, atol=1e-6)
+    np.testing.assert_allclose(q.variances[0], np.diag(whole), atol=1e-6)
+    plane = np.linalg.eigh(laplacian)[1][:, 1:]
+    inner = plane.T @ (laplacian + seen) @ plane
+    np.testing.assert_allclose(q.log_det, -np.linalg.slogdet(inner)[1], atol=1e-6)
+    mean = np.asarray(q.mean[0])
+    divergence = np.trace(laplacian @ whole) - 8 + mean @ laplacian @ mean
+    divergence -= log_det + float(q.log_det[0])
+    np.testing.assert_allclose(prior.divergence(q), 0.5 * divergence, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_integrated_hyperparameters_of_a_field(always_sparse, monkeypatch):
+    def model(area, x, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        of_areas(lambda: gpaug.ICAR(lattice(), scale))(area, x, y=y)
+
+    found = []
+    for fewest in (1, np.inf):
+        monkeypatch.setattr(inspect_joint, "FEWEST_NODES", fewest)
+        nested = gpaug.NestedVI(model, num_points=128, progress_bar=False)
+        nested.run(KEY, AREA, X, y=COUNTS)
+        found.append(nested)
+    one, two = (x.get_extra_fields()["log_evidence"] for x in found)
+    assert found[0].certified
+    assert one == pytest.approx(two, abs=0.15)
