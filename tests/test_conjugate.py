@@ -152,6 +152,7 @@ def test_sparse_with_all_inputs_equals_a_dense_reference() -> None:
     np.testing.assert_allclose(f.variance, np.diag(S), atol=1e-5)
 
 
+@pytest.mark.slow  # quick with normal data, in test_process.py
 def test_two_processes_are_updated_one_at_a_time() -> None:
     def model(X, y=None):
         total = 0.0

@@ -301,7 +301,9 @@ def network(library: str, depth: int):
     return lambda X: module.flax_module("net", stack, input_shape=(1, 2))(X)[..., 0]
 
 
-@pytest.mark.parametrize("library", ["equinox", "nnx", "linen"])
+@pytest.mark.parametrize(
+    "library", ["equinox", pytest.param("nnx", marks=pytest.mark.slow), "linen"]
+)
 def test_save_and_load_a_network(tmp_path, library) -> None:
     mean = network(library, 1)
     X = inputs(40)

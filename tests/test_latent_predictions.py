@@ -171,7 +171,7 @@ def ordinal(eta):
     return dist.OrderedLogistic(eta, jnp.array([-0.5, 1.0]))
 
 
-@pytest.mark.parametrize("law", [probit, ordinal])
+@pytest.mark.parametrize("law", [pytest.param(probit, marks=pytest.mark.slow), ordinal])
 def test_labels_by_quadrature_have_probabilities(law):
     def model(t, y=None, *, prior=1.0):
         b = numpyro.sample("b", dist.Normal(0, prior))

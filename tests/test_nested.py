@@ -3,7 +3,7 @@
 weighted draws against sums over grids."""
 
 import warnings
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -260,6 +260,7 @@ def test_guides_take_the_collapsed_model_and_params_are_learnt():
 # -- weighted draws -------------------------------------------------------------------
 
 
+@cache
 def grid():
     """Unnormalised log posterior of the normal model's hyperparameters over a grid."""
     tau, sigma = np.linspace(0.01, 4, 200), np.linspace(0.15, 1.5, 150)

@@ -185,6 +185,7 @@ def test_likelihood_parameters_outside_their_constraint() -> None:
         run(model, X, jnp.asarray(y, X.dtype), df=jnp.asarray(-1.0))
 
 
+@pytest.mark.slow  # quick with L-BFGS, in test_learning.py
 def test_a_fit_continues_on_other_data() -> None:
     X, y = toy(60)
     Z = X[:10]

@@ -71,7 +71,7 @@ def run_hard(names, dtype, variances, num_steps: int, kinds, first=0) -> None:
 
 
 def test_hard_problems_float32() -> None:
-    names = ["separable", "one class", "noise", "duplicates"]
+    names = ["separable", "one class", "noise"]
     run_hard(names, np.float32, (1e4,), 40, ["auto"], first=1)
 
 

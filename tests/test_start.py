@@ -66,6 +66,7 @@ def test_the_model_runs_once_per_purpose() -> None:
     assert model.since() == 0
 
 
+@pytest.mark.slow
 def test_batches_of_numpy_arrays_with_other_latents() -> None:
     def model(X, y=None, *, inducing, batch_size=None):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))

@@ -13,18 +13,9 @@ from numpyro_gpaug.testing import check_augmentation
 Y = jnp.array([0, 1, 1, 0, 1])
 
 
-def test_built_in_augmentations_conform() -> None:
-    check_augmentation(dist.Bernoulli(logits=jnp.zeros(5)), Y)
-
-
-@pytest.mark.slow
-def test_normal_sites_conform() -> None:
-    check_augmentation(dist.Normal(jnp.zeros(5), 0.7), jnp.linspace(-2, 2, 5))
-
-
-@pytest.mark.slow
-def test_built_in_augmentations_conform_in_float64(x64) -> None:
-    zeros = jnp.zeros(5, jnp.float64)
+@pytest.mark.slow  # quick for likelihoods with the same auxiliaries
+def test_built_in_augmentations_conform(dtype) -> None:
+    zeros = jnp.zeros(5, dtype)
     check_augmentation(dist.Bernoulli(logits=zeros), Y)
     check_augmentation(dist.Normal(zeros, 0.7), jnp.linspace(-2, 2, 5))
 

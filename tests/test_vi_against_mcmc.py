@@ -40,7 +40,7 @@ def fitted():
     tree = diagnostics.to_datatree(
         random.key(1), classifier, guide, result.params, X, y, Z=X
     )
-    mcmc = MCMC(NUTS(classifier), num_warmup=150, num_samples=500, progress_bar=False)
+    mcmc = MCMC(NUTS(classifier), num_warmup=100, num_samples=300, progress_bar=False)
     mcmc.run(random.key(2), X, y, Z=X)
     return X, y, posterior, tree, mcmc
 
