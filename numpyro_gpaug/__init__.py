@@ -34,6 +34,7 @@ from numpyro_gpaug.distributions import (
     RandomWalk2,
     RobustMax,
     SampledLogisticSoftmax,
+    SpaceTime,
 )
 from numpyro_gpaug.distributions.links import PiecewiseLink, learned_link, link_penalty
 from numpyro_gpaug.errors import (
@@ -117,6 +118,7 @@ __all__ = [
     "PolyaGamma",
     "Posterior",
     "RandomWalk2",
+    "SpaceTime",
     "RobustMax",
     "SPDE",
     "SampledLogisticSoftmax",

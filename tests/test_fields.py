@@ -12,7 +12,7 @@ from numpyro.distributions import biject_to
 from numpyro.infer.util import initialize_model
 from scipy import sparse
 
-from numpyro_gpaug.distributions import BYM2, GMRF, ICAR, RandomWalk2
+from numpyro_gpaug.distributions import BYM2, GMRF, ICAR, RandomWalk2, SpaceTime
 from numpyro_gpaug.distributions.sparse_prior import sparse_prior
 
 
@@ -345,3 +345,35 @@ def test_precisions_that_are_none():
         jax.jit(lambda x: GMRF(0.0, BCOO.fromdense(x, nse=2)).loc)(jnp.eye(2))
     with pytest.raises(TypeError, match="adjacency is traced"):
         jax.jit(lambda x: ICAR(x).mean)(jnp.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["float64"], indirect=True)
+def test_space_time_is_a_kronecker_product(dtype):
+    adjacency = planar(6)
+    steps, correlation, persistence, scale = 4, 0.8, -0.6, 0.7
+    field = SpaceTime(adjacency, steps, scale, correlation, persistence)
+    of_areas = np.linalg.inv(np.diag(adjacency.sum(0)) - correlation * adjacency)
+    lags = np.abs(np.subtract.outer(np.arange(steps), np.arange(steps)))
+    covariance = scale**2 * np.kron(persistence**lags, of_areas)
+    x = np.random.default_rng(0).normal(size=(steps, 6))
+    expected = log_density(covariance, x.ravel())
+    np.testing.assert_allclose(field.log_prob(x), expected, rtol=1e-10)
+    np.testing.assert_allclose(field.variance.ravel(), np.diag(covariance), rtol=1e-10)
+    prior = sparse_prior(field)
+    rows, columns = prior.pattern.rows, prior.pattern.columns
+    precision = np.zeros((24, 24))
+    precision[rows, columns] = precision[columns, rows] = prior.values
+    np.testing.assert_allclose(precision @ covariance, scale**2 * np.eye(24), atol=1e-9)
+    log_det = np.linalg.slogdet(precision)[1]
+    np.testing.assert_allclose(prior.log_det(), log_det, rtol=1e-10)
+    drawn = field.sample(jax.random.key(0), (20000,)).reshape(-1, 24)
+    np.testing.assert_allclose(np.cov(drawn.T), covariance, atol=0.05)
+
+
+def test_space_time_needs_neighbours():
+    apart = np.zeros((4, 4))
+    apart[[0, 1, 1, 2], [1, 0, 2, 1]] = 1
+    with pytest.raises(ValueError, match=r"areas \[3\] have no neighbours"):
+        SpaceTime(apart, 3, 1.0, 0.5, 0.5)
+    with pytest.raises(ValueError, match="num_steps must be at least 2, got 1"):
+        SpaceTime(planar(6), 1, 1.0, 0.5, 0.5)

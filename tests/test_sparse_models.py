@@ -83,6 +83,15 @@ def of_spread(X, y=None):
         numpyro.sample("y", dist.Normal(levels[0] + field, scale), obs=y)
 
 
+def of_steps(area, step, y=None):
+    """Counts in areas at several times."""
+    level = numpyro.sample("level", dist.Normal(0, 2))
+    values = numpyro.sample("values", gpaug.SpaceTime(lattice(3), 3, 0.7, 0.9, 0.6))
+    field = numpyro.deterministic("field", values[step, area])
+    with numpyro.plate("data", len(area)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + field)), obs=y)
+
+
 W = sparse.csr_array(lattice())
 FIELDS = {
     "car": lambda: dist.CAR(jnp.full(AREAS, 0.2), 0.9, 2.0, W, is_sparse=True),
@@ -95,6 +104,7 @@ MODELS = {
     name: (of_areas(field), (AREA, X, HOSPITAL)) for name, field in FIELDS.items()
 }
 MODELS |= {"places": (of_places, (PLACES,)), "spread": (of_spread, (PLACES,))}
+MODELS["steps"] = of_steps, (AREA % 9, HOSPITAL % 3)
 
 
 def fitted(model, args, white, steps=60):
@@ -127,12 +137,10 @@ def test_a_field_is_a_dense_gaussian(name, dtype, always_sparse, tmp_path):
     assert float(fit.losses[-1]) == pytest.approx(float(other.losses[-1]), abs=close)
     found, expected = svi.posterior(fit), dense.posterior(other)
     new = tuple(x[:9][::-1] for x in args)
-    site = {"places": "field", "spread": "field"}.get(name, "effect")
+    level = {"spread": "levels", "places": "level", "steps": "level"}
     for of in (
-        lambda q: q[
-            "numbers" if site == "effect" else "level" + "s" * (name == "spread")
-        ],
-        lambda q: q[site] if site == "effect" else q.predict_f(*new, site=site),
+        lambda q: q[level.get(name, "numbers")],
+        lambda q: q["effect"] if name in FIELDS else q.predict_f(*new, site="field"),
         lambda q: q.predict_y(*new),
     ):
         one, two = of(found), of(expected)

@@ -26,6 +26,7 @@ from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
 from numpyro_gpaug.distributions.random_walk import RandomWalk2
 from numpyro_gpaug.distributions.robust_max import RobustMax
 from numpyro_gpaug.distributions.sampled_softmax import SampledLogisticSoftmax
+from numpyro_gpaug.distributions.space_time import SpaceTime
 
 __all__ = [
     "BYM2",
@@ -49,4 +50,5 @@ __all__ = [
     "RandomWalk2",
     "RobustMax",
     "SampledLogisticSoftmax",
+    "SpaceTime",
 ]

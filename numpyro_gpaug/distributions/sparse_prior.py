@@ -14,6 +14,7 @@ field                      K  Q depends on              constraints
 ``BYM2``                   2  the graph                 the same, on the second half
 ``GMRF``                   1  the precision             none
 ``RandomWalk2``            1  its three scales          none
+``SpaceTime``              1  the graph, correlations   none
 ``dist.CAR``               1  the graph, correlation    none
 weights of an ``SPDE``     1  the mesh, range           none
 =========================  =  ========================  ===========================
@@ -51,6 +52,7 @@ class SparsePrior(NamedTuple):
     :param scales: K factors, each broadcasts to (..., n).
     :param log_det: returns the logarithm of the determinant of Q, or of its restriction
         to the null space of the constraints in orthonormal coordinates.
+    :param event_shape: the shape of a value, of n numbers; (n,) for ``None``.
     """
 
     pattern: Pattern
@@ -59,12 +61,19 @@ class SparsePrior(NamedTuple):
     loc: Array
     scales: tuple[Array, ...]
     log_det: Callable[[], Array]
+    event_shape: tuple[int, ...] | None = None
 
     def value(self, x: Array) -> Array:
         """Return the value of the field.
 
         :param x: coordinates, (..., K n).
         """
+        flat = self._flat_value(x)
+        if self.event_shape is None:
+            return flat
+        return flat.reshape(*flat.shape[:-1], *self.event_shape)
+
+    def _flat_value(self, x: Array) -> Array:
         groups = jnp.split(x, len(self.scales), -1)
         return self.loc + sum(
             scale * group for scale, group in zip(self.scales, groups, strict=True)

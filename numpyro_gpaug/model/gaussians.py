@@ -123,7 +123,8 @@ class Field(NamedTuple):
             return prior.value((self.root() @ z[..., None])[..., 0])
 
         def numbers(x: Array) -> Array:
-            inner = (x - prior.loc) / prior.scales[0]
+            flat = x.reshape(*x.shape[: len(self.shape) - 1], -1)
+            inner = (flat - prior.loc) / prior.scales[0]
             columns = inner.reshape(-1, inner.shape[-1]).T
             found = self.root().T @ matvec(prior.pattern, prior.values, columns)
             return found.T.reshape(*inner.shape[:-1], -1)
@@ -143,18 +144,21 @@ def field(fn: dist.Distribution) -> Field | None:
     """
     if isinstance(fn, dist.MaskedDistribution):
         return None
-    prior = sparse_prior(base_distribution(fn))
+    return _field(base_distribution(fn), tuple(fn.shape()))
+
+
+def _field(base: Any, shape: tuple[int, ...]) -> Field | None:
+    prior = sparse_prior(base)
     if prior is None:
         return None
-    return Field((*fn.shape()[:-1], prior.pattern.size), prior)
+    batch = shape[: len(shape) - base.event_dim]
+    return Field((*batch, prior.pattern.size), prior)
 
 
 @singledispatch
 def _whitening(base: Any, shape: tuple[int, ...]) -> Whitening | None:
-    prior = sparse_prior(base)
-    if prior is None:
-        return None
-    return Field((*shape[:-1], prior.pattern.size), prior).whitening()
+    found = _field(base, shape)
+    return None if found is None else found.whitening()
 
 
 @_whitening.register
