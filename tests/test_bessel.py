@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the logarithm of the modified Bessel function of the second kind."""
 
-import doctest
 import json
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from scipy.special import kv
 
-from numpyro_gpaug.math import bessel as _bessel
 from numpyro_gpaug.math.bessel import averages, e2, log_bessel_k, peak
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "gig_logk.json").read_text())
@@ -182,12 +180,6 @@ def test_e2(dtype):
         exact = [float(mp.exp(v) - 1 - v) for v in map(mp.mpf, u.astype(float))]
     ours = jax.jit(e2)(u)
     np.testing.assert_allclose(ours, exact, rtol=tol(dtype, 2e-6, 4e-15))
-
-
-def test_docstring_example():
-    results = doctest.testmod(_bessel)
-    assert results.failed == 0
-    assert results.attempted > 0
 
 
 @pytest.mark.slow

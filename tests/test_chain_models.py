@@ -79,15 +79,6 @@ FORMS = pytest.mark.parametrize(
 
 
 @pytest.mark.slow
-def test_walks_of_a_panel(monkeypatch):
-    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
-    guide = gpaug.AutoLatentGaussian(panel)
-    guide.setup(TIME, ITEM, X, REAL)
-    found = r"3 chains of 40 steps of 2 \(level, spread\), 0 others dense"
-    assert re.search(found, repr(guide))
-
-
-@pytest.mark.slow
 @FORMS
 def test_a_chain_fits_what_a_matrix_fits(x64, monkeypatch, model, y, form):
     found = []

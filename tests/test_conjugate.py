@@ -115,24 +115,6 @@ def test_regression_equals_the_exact_posterior() -> None:
     np.testing.assert_allclose(-result.losses[-1], density, rtol=1e-7)
 
 
-@pytest.mark.slow
-def test_augmented_bound_never_falls_and_exact_ends_higher() -> None:
-    _, augmented = classify("augmented", 300, variance=100)
-    assert np.diff(augmented.losses).max() < 1e-10
-    svi, exact = classify("exact", variance=100)
-    args, kwargs = exact.args, exact.kwargs
-    # The exact bound of the augmented optimum, not only its own bound.
-    state = svi.init(KEY, *args, init_params=augmented.params, **kwargs)
-    there = svi.evaluate(state, *args, **kwargs)
-    assert exact.losses[-1] < there < augmented.losses[-1]
-
-
-@pytest.mark.slow
-def test_auto_and_exact_sites_meet() -> None:
-    ends = [classify(updates)[1].losses[-1] for updates in ("auto", "exact")]
-    np.testing.assert_allclose(*ends, rtol=1e-9)
-
-
 def test_sparse_with_all_inputs_equals_a_dense_reference() -> None:
     """Newton's method on the exact bound over dense full-GP moments, by hand."""
     X, y = toy(25)
@@ -150,24 +132,6 @@ def test_sparse_with_all_inputs_equals_a_dense_reference() -> None:
     W = np.diag(-2 * np.asarray(curvature))
     S = np.linalg.inv(np.eye(25) + K @ W) @ K
     np.testing.assert_allclose(f.variance, np.diag(S), atol=1e-5)
-
-
-@pytest.mark.slow  # quick with normal data, in test_process.py
-def test_two_processes_are_updated_one_at_a_time() -> None:
-    def model(X, y=None):
-        total = 0.0
-        for name, variance in (("f", 4.0), ("g", 9.0)):
-            kernel = gpaug.kernels.SquaredExponential(1.0, variance)
-            gp = gpaug.GaussianProcess(name, kernel, inducing=X[:20])
-            with numpyro.plate(f"data_{name}", X.shape[0]):
-                total = total + gp(X)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=total), obs=y)
-
-    _, result = fit(model, *toy(60), num_steps=100)
-    assert np.diff(result.losses).max() < 1e-8
-    # A factorised posterior of the two terms can only be worse than that of the sum.
-    assert result.losses[-1] > classify(variance=13)[1].losses[-1]
 
 
 @pytest.mark.parametrize(
@@ -350,29 +314,6 @@ def test_an_epoch_visits_every_datum_once() -> None:
     jax.effects_barrier()
     used = np.unique(np.concatenate(seen))
     np.testing.assert_array_equal(used, np.sort(np.asarray(order)[15:]))
-
-
-@pytest.mark.slow
-def test_batches_passed_in() -> None:
-    def model(X, y, *, size, inducing):
-        gp = gpaug.GaussianProcess("f", gpaug.kernels.SquaredExponential(), inducing)
-        with numpyro.plate("data", size, subsample_size=X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    X, y = toy(60)
-    arguments = {"size": 60, "inducing": X[:20]}
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    state = svi.init(KEY, X[:12], y[:12], **arguments)
-    for step in range(100):
-        rows = slice(12 * (step % 5), 12 * (step % 5) + 12)
-        state, _ = svi.update(state, X[rows], y[rows], **arguments)
-    full = classify()[1].losses[-1]
-    losses = [
-        svi.evaluate(state, X[i : i + 12], y[i : i + 12], **arguments)
-        for i in range(0, 60, 12)
-    ]
-    # Each batch's loss is scaled to all the data, so their mean is the full loss.
-    assert full - 1e-3 * abs(full) <= np.mean(losses) < full + 0.5
 
 
 def test_tol_stops_and_init_state_continues() -> None:

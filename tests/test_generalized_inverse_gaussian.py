@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the generalised inverse Gaussian and inverse Gaussian distributions."""
 
-import doctest
 import json
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import pytest
 from jax import random
 from numpyro.distributions.kl import kl_divergence
@@ -19,8 +16,6 @@ from numpyro_gpaug import GeneralizedInverseGaussian as GIG
 from numpyro_gpaug import InverseGaussian
 from numpyro_gpaug.distributions import (
     _gig_sampler,
-    generalized_inverse_gaussian,
-    inverse_gaussian,
 )
 from numpyro_gpaug.math.bessel import log_peak_integral, peak
 
@@ -523,79 +518,11 @@ def test_bad_parameters_do_not_hang():
     assert np.isnan(density(GIG(ones, *zeros, validate_args=False), ones)).all()
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(GIG, marks=pytest.mark.slow), InverseGaussian]
-)
-def test_pytree_vmap_and_jit(kind):
-    args, names = LAWS[kind]
-    law = kind(*args)
-    leaves, structure = jax.tree.flatten(law)
-    assert len(leaves) == len(names)
-    x = single(0.2, 0.7, 4.0)
-    want = density(law, x)
-    again = jax.tree.unflatten(structure, leaves)
-    close = partial(np.testing.assert_allclose, desired=want, rtol=1e-5, atol=2e-6)
-    np.testing.assert_array_equal(density(again, x), want)
-
-    @jax.jit
-    @jax.vmap
-    def each(law, x, key):
-        return law.log_prob(x), law.sample(key, (6,))
-
-    full = kind(*np.broadcast_arrays(*args))
-    keys = random.split(random.key(3), 3)
-    rows, draws = each(full, x, keys)
-    close(rows)
-    assert draws.shape == (3, 6)
-    one = kind(*(v[1] for v in np.broadcast_arrays(*args)))
-    alone = jax.jit(lambda law, key: law.sample(key, (6,)))(one, keys[1])
-    np.testing.assert_allclose(draws[1], alone, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", LAWS)
-def test_expand_and_numpyro_site(kind):
-    args, _ = LAWS[kind]
-    law = kind(*args)
-    assert not law.has_rsample
-    wide = law.expand((4, 3))
-    draws, again, others = (
-        np.asarray(wide.sample(random.key(seed), (5,))) for seed in (0, 0, 1)
-    )
-    assert draws.shape == (5, 4, 3)
-    assert len(np.unique(draws)) == 60
-    np.testing.assert_array_equal(draws, again)
-    assert np.all(draws != others)
-
-    @jax.jit
-    def of_wide(wide, draws):
-        return wide.log_prob(draws), wide.mean, law.mean, kl_divergence(wide, wide)
-
-    value, mean, plain, itself = of_wide(wide, draws)
-    assert value.shape == (5, 4, 3)
-    np.testing.assert_allclose(mean, np.broadcast_to(plain, (4, 3)), rtol=1e-6)
-    np.testing.assert_allclose(itself, 0.0, atol=1e-6)
-    empty = jax.eval_shape(lambda key: law.sample(key, (0,)), random.key(0))
-    assert empty.shape == (0, 3)
-
-    def model():
-        with numpyro.plate("data", 3):
-            numpyro.sample("x", kind(*args))
-
-    trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace()
-    assert trace["x"]["value"].shape == (3,)
-
-
 @pytest.mark.parametrize("kind", LAWS)
 def test_draws_carry_no_gradient(kind):
     args, _ = LAWS[kind]
     total = jax.jit(jax.grad(lambda a: kind(a, *args[1:]).sample(random.key(0)).sum()))
     np.testing.assert_array_equal(total(args[0]), 0.0)
-
-
-def test_integer_arguments_become_floats():
-    for law in (GIG(1, np.array([1, 2]), 3), InverseGaussian(1, np.array([1, 2]))):
-        found = jax.eval_shape(lambda d: (d.mean, d.sample(random.key(0))), law)
-        assert {x.dtype for x in found} == {np.dtype("float32")}
 
 
 @pytest.mark.slow
@@ -610,10 +537,3 @@ def test_precision_of_single_follows_double():
         np.testing.assert_allclose(
             got[name], double[name], rtol=3e-5, atol=1e-30, err_msg=name
         )
-
-
-@pytest.mark.parametrize("module", [generalized_inverse_gaussian, inverse_gaussian])
-def test_docstring_example(module):
-    results = doctest.testmod(module)
-    assert results.failed == 0
-    assert results.attempted > 0

@@ -107,17 +107,6 @@ def test_groups_fit_what_a_matrix_fits(x64, of_groups):
 
 
 @pytest.mark.slow
-def test_two_predictors_of_a_group(x64):
-    """Given hyperparameters; with these learnt: below."""
-    dense, grouped = of_both_forms(slopes, REAL, optim=None)
-    assert re.search(r"40 groups of 2 \(z\), 1 others", repr(grouped[2]))
-    np.testing.assert_allclose(grouped[1].losses[-1], dense[1].losses[-1], rtol=1e-8)
-    laws = [fit[0]["z"] for fit in (dense, grouped)]
-    np.testing.assert_allclose(*(q.mean for q in laws), atol=1e-5)
-    np.testing.assert_allclose(*(q.variance for q in laws), rtol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "form"),
     [

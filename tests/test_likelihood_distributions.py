@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
 import pytest
 import scipy.stats as st
@@ -72,6 +73,16 @@ TABLE = {
 }
 # Classes have no order, and no moments.
 ORDERED = list(TABLE)[:-3]
+# Distributions of positive numbers, which have tests of their own besides.
+POSITIVE = {
+    gpaug.PolyaGamma: (1.0, [0.0, 1.0, 4.0]),
+    gpaug.GeneralizedInverseGaussian: ([-1.0, 0.5, 3.0], 2.0, [0.1, 1.0, 5.0]),
+    gpaug.InverseGaussian: ([0.5, 1.0, 4.0], [2.0, 1.0, 0.3]),
+}
+CITIZENS = TABLE | {
+    kind.__name__: lambda t, kind=kind: kind(*(np.array(x, t) for x in POSITIVE[kind]))
+    for kind in POSITIVE
+}
 
 
 @cache
@@ -80,26 +91,28 @@ def compiled(name, dtype):
 
     @jax.jit
     def make():
-        d = TABLE[name](dtype)
+        d = CITIZENS[name](dtype)
         return d, d.mean, d.variance
 
     return make()
 
 
-QUICK = ("svm", "logistic_poisson", "heteroscedastic_normal", "predicted_poisson",
-         "predicted_student_t", "robust_max")  # fmt: skip
+QUICK = (
+    "PolyaGamma", "InverseGaussian", "svm", "logistic_poisson", "predicted_poisson",
+    "heteroscedastic_normal", "predicted_student_t", "robust_max",
+)  # fmt: skip
 
 
 def some_slow(names):
     return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-@pytest.mark.parametrize("name", some_slow(TABLE))
+@pytest.mark.parametrize("name", some_slow(CITIZENS))
 def test_citizenship(x64, name) -> None:
     """Pytree, jit, vmap and expand leave the log-density what it is."""
     d, moment, _ = compiled(name, "float64")
     assert (d.batch_shape, d.event_shape) == ((3,), ())
-    y = np.ones(3, float if name in ORDERED else int)
+    y = np.ones(3, int if name in TABLE and name not in ORDERED else float)
 
     @jax.jit
     def everything(d, y):
@@ -120,6 +133,43 @@ def test_citizenship(x64, name) -> None:
     np.testing.assert_array_equal(everything(rebuilt, y)[-2], mean)
     np.testing.assert_allclose(mean, moment, rtol=1e-12)
     assert supported.all()
+
+
+@pytest.mark.parametrize("kind", POSITIVE)
+def test_draws_of_positive_numbers(kind) -> None:
+    """Expanded, mapped, none of them, of whole parameters, and as a site."""
+    args = [np.array(x, "float32") for x in POSITIVE[kind]]
+    law, full, key = kind(*args), np.broadcast_arrays(*args), random.key(0)
+    assert not law.has_rsample
+    wide, keys = law.expand((4, 3)), random.split(key, 3)
+    draw = jax.jit(lambda key: wide.sample(key, (5,)))
+    draws, again, others = map(np.asarray, (draw(key), draw(key), draw(keys[0])))
+    assert draws.shape == (5, 4, 3)
+    assert len(np.unique(draws)) == 60
+    np.testing.assert_array_equal(draws, again)
+    assert np.all(draws != others)
+
+    @jax.jit
+    def mapped(keys, *full):
+        each = jax.vmap(lambda k, *args: kind(*args).sample(k, (6,)))(keys, *full)
+        return each[1], kind(*(x[1] for x in full)).sample(keys[1], (6,))
+
+    np.testing.assert_allclose(*mapped(keys, *full), rtol=1e-4)
+    np.testing.assert_allclose(wide.mean, np.tile(law.mean, (4, 1)), rtol=1e-6)
+
+    def model():
+        with numpyro.plate("data", 3):
+            numpyro.sample("x", law)
+
+    def shapes(key):
+        whole = kind(*(np.arange(1, 4) for _ in args))
+        trace = numpyro.handlers.trace(numpyro.handlers.seed(model, key)).get_trace()
+        some = trace["x"]["value"], law.sample(key, (0,)), wide.log_prob(draws)
+        return *some, whole.sample(key), whole.mean
+
+    *some, drawn, mean = jax.eval_shape(shapes, key)
+    assert [x.shape for x in some] == [(3,), (0, 3), (5, 4, 3)]
+    assert drawn.dtype == mean.dtype == "float32"
 
 
 @pytest.mark.parametrize("name", TABLE)

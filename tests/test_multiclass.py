@@ -24,7 +24,6 @@ from numpyro_gpaug.math.log_sum import (
 )
 from numpyro_gpaug.testing import check_augmentation
 from tests.augmented import left_over
-from tests.conftest import small_blocks
 from tests.models import covariance
 
 GOLDEN = json.loads(
@@ -131,28 +130,6 @@ def test_softmax_identities() -> None:
     np.testing.assert_allclose(shares.sum(-1), 1, atol=1e-6)
     assert curvature.min() > -1e-6
     np.testing.assert_allclose(shifted, value + 50, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_blocks_of_rows_change_nothing() -> None:
-    rng = np.random.default_rng(3)
-    m = rng.normal(size=(11, 2, 3)).astype("float32")
-    v = np.ones_like(m)
-
-    def both(m):
-        value = expected_log_sum(LOGISTIC, m, v)
-        return value.sum(), (value, expected_shares(LOGISTIC, m, v))
-
-    whole, parts = (
-        jax.jit(lambda m, block=block: jax.grad(both, has_aux=True)(m))
-        for block in (None, 15)
-    )
-    whole = whole(m)
-    with small_blocks(2**13):
-        parts = parts(m)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
-        assert a.shape == b.shape
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_golden_expectations(x64) -> None:

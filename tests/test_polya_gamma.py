@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the Polya-Gamma distribution."""
 
-import doctest
 import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import pytest
 from jax import random
 from numpyro.distributions.kl import kl_divergence
 
-from numpyro_gpaug.distributions import PolyaGamma, polya_gamma
+from numpyro_gpaug.distributions import PolyaGamma
 from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "polya_gamma.json").read_text())
@@ -349,71 +347,3 @@ def test_zero_shape_is_a_point_mass():
     assert np.all(draws[:, [0, 2]] == 0)
     assert np.all(draws[:, 1] > 0)
     np.testing.assert_array_equal(moments(law)[0][::2], 0.0)
-
-
-def test_empty_draws():
-    law = PolyaGamma(1.0, np.zeros(3, np.float32))
-    assert law.sample(random.key(0), (0,)).shape == (0, 3)
-
-
-@pytest.mark.slow
-def test_draws_under_vmap_are_those_of_each_alone():
-    c, keys = np.array([0.0, 1.0, 4.0], np.float32), random.split(random.key(3), 3)
-
-    def draw(key, c):
-        return PolyaGamma(1.0, c).sample(key, (50,))
-
-    batched = jax.jit(jax.vmap(draw))(keys, c)
-    assert batched.shape == (3, 50)
-    single = draw(keys[1], c[1])
-    np.testing.assert_allclose(batched[1], single, rtol=1e-5)
-
-
-def test_vmap_jit_and_pytree():
-    b, c = np.array([[1.0, 2.0, 3.0], [0.0, 1.0, 4.0]], np.float32)
-    x = np.array([0.2, 0.3, 0.4], np.float32)
-    law = PolyaGamma(b, c)
-    leaves, structure = jax.tree.flatten(law)
-    assert len(leaves) == 2
-    again = jax.tree.unflatten(structure, leaves)
-    np.testing.assert_array_equal(moments(again)[0], moments(law)[0])
-
-    @jax.jit
-    @jax.vmap
-    def each(law, x, key):
-        return law.log_prob(x), law.sample(key, (2,))
-
-    rows, draws = each(law, x, random.split(random.key(3), 3))
-    np.testing.assert_allclose(rows, log_prob(x, b, c), rtol=1e-5)
-    assert draws.shape == (3, 2)
-
-
-def test_expand_and_numpyro_site():
-    law = PolyaGamma(1.0, 2.0)
-    assert not law.has_rsample
-    wide = law.expand((2, 5))
-    draws = wide.sample(random.key(0), (5,))
-    assert draws.shape == (5, 2, 5)
-    assert jax.eval_shape(wide.log_prob, draws).shape == (5, 2, 5)
-    assert len(np.unique(draws)) == 50
-    mean = moments(law)[0]
-    np.testing.assert_allclose(moments(wide)[0], np.full((2, 5), mean), rtol=1e-6)
-
-    def model():
-        with numpyro.plate("data", 4):
-            numpyro.sample("omega", PolyaGamma(1.0, np.arange(4, dtype="float32")))
-
-    trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace()
-    assert trace["omega"]["value"].shape == (4,)
-
-
-def test_integer_arguments_become_floats():
-    law = PolyaGamma(1, np.arange(4))
-    mean, draw = jax.eval_shape(lambda: (law.mean, law.sample(random.key(0))))
-    assert mean.dtype == draw.dtype == jnp.float32
-
-
-def test_docstring_example():
-    results = doctest.testmod(polya_gamma)
-    assert results.failed == 0
-    assert results.attempted > 0

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 
 import numpyro_gpaug as gpaug
@@ -219,24 +218,6 @@ def test_a_dense_guide_of_the_same_gaussian_predicts_the_same() -> None:
     dense = gpaug.Posterior.from_guide(classifier, guide, params, X, y, inducing=X[:12])
     expected = posterior.predict_y(new).probs
     np.testing.assert_allclose(dense.predict_y(new).probs, expected, rtol=1e-8)
-
-
-@pytest.mark.slow
-def test_from_a_gradient_fit_and_a_dense_guide() -> None:
-    X, y = toy(60)
-    guide = gpaug.AutoSparseGP(classifier, covariance="dense")
-    svi = numpyro.infer.SVI(
-        classifier, guide, optax.adam(0.05), gpaug.TraceAnalytic_ELBO()
-    )
-    result = svi.run(KEY, 1500, X, y, inducing=X[:12], progress_bar=False)
-    posterior = gpaug.Posterior.from_guide(
-        classifier, guide, result.params, X, y, inducing=X[:12]
-    )
-    closed, _ = fitted()
-    new = toy(9, seed=5)[0]
-    np.testing.assert_allclose(
-        posterior.predict_y(new).probs, closed.predict_y(new).probs, atol=5e-3
-    )
 
 
 def test_three_latents() -> None:

@@ -185,17 +185,6 @@ def test_likelihood_parameters_outside_their_constraint() -> None:
         run(model, X, jnp.asarray(y, X.dtype), df=jnp.asarray(-1.0))
 
 
-@pytest.mark.slow  # quick with L-BFGS, in test_learning.py
-def test_a_fit_continues_on_other_data() -> None:
-    X, y = toy(60)
-    Z = X[:10]
-    svi, first = run(learnt, X[:20], y[:20], inducing=Z, optim=optax.adam(0.05))
-    more = {"inducing": Z, "num_steps": 60}
-    _, on = run(learnt, X, y, svi=svi, init_state=first.state, **more)
-    fresh = run(learnt, X, y, svi=svi, **more)[1]
-    np.testing.assert_allclose(on.losses[-1], fresh.losses[-1], rtol=1e-2)
-
-
 @pytest.mark.slow
 def test_steps_continue_on_other_data() -> None:
     X, y = toy(60)
