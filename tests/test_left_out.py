@@ -4,7 +4,10 @@
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
@@ -67,8 +70,60 @@ def test_rows_of_no_fit_are_refused() -> None:
         posterior.leave_one_out(X)
 
 
+GROUP = np.arange(40) % 20
+
+
+def of_groups(likelihood, num=1):
+    """A model of groups, with one or two predictors of each datum."""
+
+    def model(group, x, y=None):
+        slopes = numpyro.sample("slopes", dist.Normal(0, 1).expand([num]))
+        with numpyro.plate("groups", 20):
+            effect = numpyro.sample("effect", dist.Normal(0, 0.7))
+        eta = [slope * x + effect[group] for slope in slopes]
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", likelihood(*eta), obs=y)
+
+    return model
+
+
+COUNTS = np.random.default_rng(2).poisson(np.exp(0.5 + 0.5 * X[:, 0]))
+JOINT = {
+    "normal": (of_groups(lambda f: dist.Normal(f, 0.5)), VALUES, 1e-8),
+    "counts": (of_groups(lambda f: dist.Poisson(jnp.exp(f))), COUNTS, 0.02),
+    "spread": (
+        of_groups(lambda f, g: dist.Normal(f, jnp.exp(g / 4 - 0.5)), 2), VALUES, 0.05
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_a_joint_gaussian_is_near_refits(name) -> None:
+    model, y, close = JOINT[name]
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+
+    def fitted(rows):
+        data = GROUP[rows], X[rows, 0], y[rows]
+        return svi.posterior(svi.run(KEY, 100, *data, progress_bar=False)), data
+
+    posterior, data = fitted(np.arange(40))
+    left_out = posterior.leave_one_out(*data).log_prob(y)
+    inside = posterior.log_prob(*data)
+    for row in (3, 17, 30):
+        others, _ = fitted(np.arange(40) != row)
+        one = np.array([row])
+        expected = float(others.log_prob(GROUP[one], X[one, 0], y[one])[0])
+        assert float(left_out[row]) == pytest.approx(expected, abs=close)
+        assert abs(inside[row] - expected) > 3 * abs(left_out[row] - expected)
+
+
 def test_what_has_no_factor_for_each_observation_is_refused() -> None:
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoLatentGaussian(classifier), None)
-    result = svi.run(KEY, 5, X, LABELS, inducing=Z, progress_bar=False)
-    with pytest.raises(gpaug.NotConjugateError, match="AutoSparseGP"):
-        svi.posterior(result).leave_one_out(X, LABELS)
+    def model(x, y=None):
+        with numpyro.plate("data", len(x)):
+            own = numpyro.sample("own", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Poisson(jnp.exp(own)), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    result = svi.run(KEY, 5, X[:, 0], COUNTS, progress_bar=False)
+    with pytest.raises(gpaug.NotConjugateError, match="no latent for each row"):
+        svi.posterior(result).leave_one_out(X[:, 0], COUNTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_correlated,
     predictive,
 )
-from numpyro_gpaug.math import linalg
+from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.correlated_softmax import FINER, NODES, matrix_of_pairs
 from numpyro_gpaug.math.expectation import (
     PredictorMoments,
@@ -50,9 +51,15 @@ from numpyro_gpaug.model.joint_expectation import (
     places_within,
 )
 from numpyro_gpaug.model.known_rows import conditioned, local_names, refuse_others
+from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Observed, run_model
 from numpyro_gpaug.model.whitened import whitened
 
+_NO_FACTORS = (
+    "leave_one_out needs one or two predictors of its own for each datum of {0!r}, and "
+    "no latent for each row. "
+    "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
+)
 _ANOTHER = (
     "all data of {0!r} are correlated with one another. The prediction is another set "
     "of them, independent of the fitted set given the latents. For other values of the "
@@ -68,6 +75,10 @@ _TOO_MANY = (
 class JointPredictiveView(JointView):
     """A model at fixed params and other latents, with predictions of its sites from
     Gaussians on its latents."""
+
+    # Variables of predictors, derivatives in their means, and precisions of their
+    # factors; see left_out.
+    _without: tuple[list[Any], Array, Array] | None = None
 
     def marks(self) -> dict[str, Array]:
         """Return checksums, by site, of the factors by which sites mix their values,
@@ -289,6 +300,78 @@ class JointPredictiveView(JointView):
         whole = program.avals[found.roots[0]].size >= density.size
         return closed or (whole and not found.scaled[0])
 
+    def left_out(self, site: Observed, q: Any) -> JointPredictiveView:
+        """Return this view, in which predictors of a site have the moments that they
+        have without the Gaussian factors of their own observations.
+
+        :param site: an observed site.
+        :param q: moments of the latents, of the fit to these observations.
+        :raises NotConjugateError: for a site without one or two predictors of its own
+            for each datum.
+        """
+        roots, avals = self._of_site(site), self._program.avals
+        sizes = {avals[v].size for v in roots}
+        if site.route is Route.CORRELATED or site.correlated or len(sizes) != 1:
+            raise NotConjugateError(_NO_FACTORS.format(site.name))
+        if site.indexed or local_names(self.structure):
+            raise NotConjugateError(_NO_FACTORS.format(site.name))
+        first, begin = 0, 0
+        for other in self.structure.observed:
+            if other.name == site.name:
+                break
+            shapes = [avals[v].shape for v in self._of_site(other)]
+            begin += sum(map(math.prod, shapes))
+            first += len(pair_places(other, shapes, self._indices.get(other.name))[0])
+        map_ = self.maps()[JOINT]
+        at, expected = map_.marginals(q), self.expected("exact")
+        slopes = jax.grad(lambda at: expected({JOINT: at}))(at)
+        (size,) = sizes
+        places = begin + np.arange(len(roots) * size).reshape(len(roots), size)
+        precision = jax.vmap(jnp.diag)(-2 * slopes.variance[0][places].T)
+        if len(roots) == 2:
+            cross = -slopes.covariance[0, first : first + size, None, None]
+            precision += cross * (1 - jnp.eye(2, dtype=cross.dtype))
+        view = copy(self)
+        view._without = roots, slopes.mean[0][places].T, precision
+        return view
+
+    def _marginals_without(self, variables: list[Any], q: Any) -> PredictorMoments:
+        r"""Return :meth:`_marginals` without the factors of each datum.
+
+        With p the predictors of the factors, their precision W and the derivatives g in
+        the means of p, the moments of predictors r are, with covariances C,
+
+        .. math:: m_r - C_{rp} (I - W C_{pp})^{-1} g, \quad
+            C_{rr} + C_{rp} (I - W C_{pp})^{-1} W C_{pr}.
+
+        They are NaN where less is known of p than the factors say.
+        """
+        assert self._without is not None
+        known, slopes, precision = self._without
+        both, size = [*known, *variables], len(slopes)
+        if any(self._program.avals[v].size != size for v in variables):
+            raise NotConjugateError(_NO_FACTORS.format("the site"))
+        map_ = self._affine(both).matrices
+        mean, variance = (x[0].reshape(-1, size) for x in map_.marginals(q))
+        residual = map_.residual[0].reshape(-1, size)
+        count, rows = len(both), jnp.arange(size)
+        own = jnp.zeros((size, count, count), mean.dtype)
+        for i in range(count):
+            own = own.at[:, i, i].set(variance[i] - residual[i])
+            for j in range(i):
+                each = map_.covariances(q, i * size + rows, j * size + rows)[0]
+                own = own.at[:, i, j].set(each).at[:, j, i].set(each)
+        cut = len(known)
+        pp, rp = own[:, :cut, :cut], own[:, cut:, :cut]
+        kept = jnp.eye(cut, dtype=own.dtype) - small.product(precision, pp)
+        gain = small.product(rp, _inverse(kept))
+        added = small.product(gain, small.product(precision, rp.mT))
+        moved = mean[cut:].T - jnp.matvec(gain, slopes)
+        spread = own[:, cut:, cut:] + added
+        variances = linalg.diagonal(spread).T + residual[cut:]
+        covariance = spread[:, 0, 1] if len(variables) == 2 else None
+        return PredictorMoments((*moved.T,), (*variances,), covariance)
+
     def _marginals(
         self, variables: list[Any], q: Any, index: Array | None = None
     ) -> PredictorMoments:
@@ -297,6 +380,8 @@ class JointPredictiveView(JointView):
         :param index: the entry of the first predictor that is paired with each entry of
             the second, if the data contain indices.
         """
+        if self._without is not None:
+            return self._marginals_without(variables, q)
         sizes = [self._program.avals[v].size for v in variables]
         ends = np.cumsum(sizes)
         map_ = self._affine(variables).matrices
@@ -440,3 +525,14 @@ class JointPredictiveView(JointView):
 
     def _split(self, site: Observed) -> Split:
         return Split(self._program, self.frontiers[site.name])
+
+
+def _inverse(x: Array) -> Array:
+    """Return the inverses of matrices of one or two rows, (n, k, k); NaN where the
+    determinant is not positive."""
+    a, b, c, d = x[:, 0, 0], x[:, 0, -1], x[:, -1, 0], x[:, -1, -1]
+    two = x.shape[-1] == 2
+    determinant = a * d - b * c if two else a
+    adjugate = jnp.stack([d, -b, -c, a], -1) if two else jnp.ones_like(x)
+    kept = jnp.where(determinant > 0, determinant, jnp.nan)
+    return adjugate.reshape(x.shape) / kept[:, None, None]

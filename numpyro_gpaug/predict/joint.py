@@ -33,7 +33,7 @@ from numpyro_gpaug.predict.mixture import (
     FunctionValues,
     averaged,
 )
-from numpyro_gpaug.predict.predictor import Predictor
+from numpyro_gpaug.predict.predictor import Predictor, check_observed
 from numpyro_gpaug.predict.summary import MAX_JOINT, SiteMoments
 
 # Of an expectation by quadrature, in nats per datum.
@@ -271,6 +271,11 @@ class JointPredictor(Predictor):
         noise = random.normal(key, (num, q.rank), q.mean.dtype)
         moved = jax.vmap(lambda e: values(q.mean[0] + q.unwhiten(e[None])[0]))(noise)
         return moved.reshape(num, *view.shape(site)), jnp.array(True)
+
+    def _left_out(self, view: Any, fit: Fit, site: str) -> Distribution:
+        check_observed(site, view.message(site), "leave_one_out")
+        observed, q = self.observed(site), self._at_prior(view, fit)
+        return view.left_out(observed, q).predictive(observed, q)
 
     def _predictive(
         self, view: Any, fit: Fit, site: str

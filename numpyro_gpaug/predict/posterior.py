@@ -30,7 +30,6 @@ from numpyro_gpaug.model.structure import Structure, remembered
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.calls import Calls
 from numpyro_gpaug.predict.joint import (
-    JointPredictor,
     predictor_for,
     warn_of_quadrature,
 )
@@ -453,8 +452,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param site: the observed site, if the model has several.
         :param batch_size: rows per block.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
-        :raises NotConjugateError: unless processes are independent (``AutoSparseGP``)
-            and hyperparameters are point estimates; :func:`diagnostics.loo
+        :raises NotConjugateError: if hyperparameters are integrated, and unless each
+            datum has one or two predictors of its own (no softmax of a joint Gaussian,
+            no latent for each row); :func:`diagnostics.loo
             <numpyro_gpaug.diagnostics.loo>` accepts any fit.
         :raises ValueError: for rows that were not in the fit.
 
@@ -462,10 +462,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         leave-one-out cross-validation approximations for Gaussian latent variable
         models.
         """
-        if self.is_mixture or isinstance(self._predictor, JointPredictor):
+        if self.is_mixture:
             raise NotConjugateError(
-                "leave_one_out needs a fit of AutoSparseGP with point values of "
-                "the hyperparameters. "
+                "leave_one_out needs point values of the hyperparameters. "
                 "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
             )
         observed = self._predictor.predicted(site)
