@@ -92,7 +92,7 @@ JOINT = {
     "normal": (of_groups(lambda f: dist.Normal(f, 0.5)), VALUES, 1e-8),
     "counts": (of_groups(lambda f: dist.Poisson(jnp.exp(f))), COUNTS, 0.02),
     "spread": (
-        of_groups(lambda f, g: dist.Normal(f, jnp.exp(g / 4 - 0.5)), 2), VALUES, 0.05
+        of_groups(lambda f, g: dist.Normal(f, jnp.exp(g / 4 - 0.5)), 2), VALUES, 0.2
     ),
 }  # fmt: skip
 
