@@ -21,12 +21,16 @@ precision, as the structure lays it out. They are added. They have
 - ``diagonal``, of the precision, (latents, M);
 - ``stand_in()``: meaningless numbers in the shapes of ``moments()``.
 
+If natural parameters contain their structure, as a field ``structure`` without arrays,
+so do moments.
+
 *Moments* are a named tuple of ``mean`` (latents, M) and factors of the covariance ``W'
 W``. They have
 
 - ``log_det`` of the covariance, (latents,), and ``variances``, (latents, M);
 - ``unwhiten(noise)``: deviations ``W' noise`` from the mean, for standard normal
-  ``noise`` (..., latents, rank), and ``rank``, which is M, or more if extended;
+  ``noise`` (..., latents, rank), and ``rank``, which is M, more if extended, or less if
+  latents fulfil constraints;
 - ``whiten(deviation)``, its inverse;
 - ``push_forward(projection)``: for A (latents, M, n), ``A' mean``, and rows in several
   parts (latents, r, n), whose squares sum to the variances of ``A' z``;
