@@ -54,7 +54,9 @@ def data():
     labels = (X[:, 0] * X[:, 1] > 0).astype("int32")
     heavy = (X[:, 0] + 0.3 * rng.standard_t(3, ROWS)).astype("float32")
     counts = rng.poisson(2.0, ROWS).astype("int32")
-    return SimpleNamespace(X=X, y=labels, heavy=heavy, counts=counts, Z=X[:5])
+    waves = (np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=ROWS)).astype("float32")
+    parts = {"y": labels, "heavy": heavy, "counts": counts, "waves": waves}
+    return SimpleNamespace(X=X, Z=X[:5], **parts)
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +219,7 @@ def regression(X, y=None, *, Z):
 @pytest.mark.parametrize(
     ("fn", "guide", "y"),
     [
-        (regression, gpaug.AutoSparseGP, "heavy"),
+        (regression, gpaug.AutoSparseGP, "waves"),
         pytest.param(
             effects, gpaug.AutoLatentGaussian, "counts", marks=pytest.mark.slow
         ),

@@ -406,15 +406,15 @@ def test_a_flat_prior_is_the_limit_of_wide_ones():
 def poisson_truth():
     """Evidence and moments of the Poisson model, by sums over tau, the level, and
     each effect: given the two, effects are independent."""
-    tau = np.exp(np.linspace(-6, 1.6, 120))
-    level = np.linspace(-4, 4, 161)
-    a = np.linspace(-7, 5, 1201)
+    tau = np.exp(np.linspace(-6, 1.6, 60))
+    level = np.linspace(-4, 4, 81)
+    a = np.linspace(-7, 5, 601)
     width = a[1] - a[0]
     log_lik = np.array(
         [stats.poisson(np.exp(a)[:, None]).logpmf(COUNTS[GROUP == g]).sum(1)
          for g in range(G)]
     )  # fmt: skip
-    total = np.zeros((120, 161))
+    total = np.zeros((60, 81))
     for i, t in enumerate(tau):
         prior = stats.norm(level[:, None], t).logpdf(a) + np.log(width)
         if t < 3 * width:  # the grid does not resolve it
@@ -424,7 +424,7 @@ def poisson_truth():
             total[i] = special.logsumexp(prior + log_lik[:, None], axis=2).sum(0)
     total += stats.norm(0, 2).logpdf(level)
     total += (stats.halfnorm.logpdf(tau) + np.log(tau))[:, None]
-    area = (level[1] - level[0]) * 7.6 / 119
+    area = (level[1] - level[0]) * 7.6 / 59
     weights = special.softmax(total).sum(1)
     mean = weights @ tau
     evidence = special.logsumexp(total) + np.log(area)
@@ -640,13 +640,13 @@ def wide(y=None):
 def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, num):
     monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", warmup)
     options = {"num_points": 64, "num_draws": 2, "num_samples": 4 * num, "key": 2}
-    y = np.arange(40) % 2
+    y = np.arange(20) % 2
     with pytest.warns(UserWarning, match=r"k-hat .* NOT those of the exact posterior"):
         found = nested(wide, y, **options)
-    assert found.get_extra_fields()["khat"] > 0.7
+    assert not found.certified
     chains = nested(wide, y, **options, correct="mcmc")
     draws = chains.get_samples(group_by_chain=True)
-    assert draws["a"].shape == (4, num, 40)
+    assert draws["a"].shape == (4, num, 20)
     chains.print_summary()
     printed = " ".join(capsys.readouterr().out.split())
     assert "The draws are from NUTS on the whitened model" in printed

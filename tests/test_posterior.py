@@ -25,13 +25,15 @@ POTENTIAL = RNG.normal(size=(3, 12))
 PRECISION = np.eye(12) + [b @ b.T / 4 for b in RNG.normal(size=(3, 12, 12))]
 
 
+SVI = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
+
+
 @cache
 def fitted():
     """A classifier, fitted in float64 once for all tests."""
     X, y = toy(60)
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
-    result = svi.run(KEY, 10, X, y, progress_bar=False, inducing=X[:12])
-    return svi.posterior(result), result
+    result = SVI.run(KEY, 10, X, y, progress_bar=False, inducing=X[:12])
+    return SVI.posterior(result), result
 
 
 def by_hand(model, *args, latents=0, **params):
@@ -153,9 +155,8 @@ def test_saving_what_cannot_be_saved_is_named(tmp_path) -> None:
 
 def test_keyword_data_and_observations_are_forgotten() -> None:
     X, y = toy(60)
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
-    result = svi.run(KEY, 10, X=X, y=y, inducing=X[:12], progress_bar=False)
-    posterior, new = svi.posterior(result), toy(7, seed=4)[0]
+    result = SVI.run(KEY, 10, X=X, y=y, inducing=X[:12], progress_bar=False)
+    posterior, new = SVI.posterior(result), toy(7, seed=4)[0]
     as_positional = fitted()[0]
     found = posterior.predict_y(X=new).probs
     np.testing.assert_allclose(found, as_positional.predict_y(new).probs, rtol=1e-9)

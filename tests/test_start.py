@@ -83,11 +83,17 @@ def test_batches_of_numpy_arrays_with_other_latents() -> None:
     assert svi.posterior(result).predict_y(X[:3]).probs.shape == (3,)
 
 
-def test_a_posterior_is_that_of_its_own_run() -> None:
-    """Whatever the same svi has fitted since."""
+@pytest.fixture(scope="module")
+def fitted():
+    """Data, the fitter of a classifier, and a fit."""
     X, y = toy(60)
     svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
-    first = svi.run(KEY, 5, X, y, inducing=X[:12], **QUIET)
+    return X, y, svi, svi.run(KEY, 5, X, y, inducing=X[:12], **QUIET)
+
+
+def test_a_posterior_is_that_of_its_own_run(fitted) -> None:
+    """Whatever the same svi has fitted since."""
+    X, y, svi, first = fitted
     before = svi.posterior(first).predict_y(X).probs
     svi.run(KEY, 5, X + 2, 1 - y, inducing=X[30:42], **QUIET)
     np.testing.assert_array_equal(svi.posterior(first).predict_y(X).probs, before)
@@ -119,11 +125,10 @@ def test_steps_continue_only_on_the_data_of_their_bound() -> None:
 @pytest.mark.parametrize(
     "rows", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (11, 13))]
 )
-def test_inducing_inputs_are_no_rows_of_new_inputs(rows: int) -> None:
+def test_inducing_inputs_are_no_rows_of_new_inputs(fitted, rows: int) -> None:
     """``len(X_new) == len(Z)``, with Z passed again."""
-    X, y = toy(60)
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
-    posterior = svi.posterior(svi.run(KEY, 5, X, y, inducing=X[:12], **QUIET))
+    X, y, svi, result = fitted
+    posterior = svi.posterior(result)
     expected = posterior.predict_y(X[:rows]).probs
     passed = posterior.predict_y(X[:rows], inducing=X[:12]).probs
     np.testing.assert_allclose(passed, expected, rtol=1e-6)
@@ -133,13 +138,12 @@ def test_inducing_inputs_are_no_rows_of_new_inputs(rows: int) -> None:
     np.testing.assert_allclose(again, whole.predict_y(X[:rows]).probs, rtol=1e-6)
 
 
-def test_predictions_can_be_differentiated_and_compiled() -> None:
-    X, y = toy(30)
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
-    posterior = svi.posterior(svi.run(KEY, 5, X, y, inducing=X[:12], **QUIET))
+def test_predictions_can_be_differentiated_and_compiled(fitted) -> None:
+    X, _, svi, result = fitted
+    posterior = svi.posterior(result)
 
     def total(x):
-        return posterior.predict_f(x).mean.sum()
+        return jnp.exp(posterior.predict_f(x).mean).sum()
 
     slope = jax.grad(total)(X[:3])
     step = 1e-2 * jnp.ones((3, X.shape[1]))
