@@ -137,7 +137,10 @@ def independent(t, total, y=None, *, inducing):
     observed(total, gp(t[:, None]), y)
 
 
-FAMILIES = [(joint, gpaug.AutoLatentGaussian), (independent, gpaug.AutoSparseGP)]
+FAMILIES = [
+    pytest.param(joint, gpaug.AutoLatentGaussian, marks=pytest.mark.slow),
+    (independent, gpaug.AutoSparseGP),
+]
 
 
 @pytest.mark.parametrize(("model", "family"), FAMILIES)

@@ -117,6 +117,7 @@ def posterior(svi):
     return svi.posterior(result)
 
 
+@pytest.mark.slow  # quick for other guides, in test_learning.py
 def test_inputs_far_from_all_inducing_inputs_are_named(svi, posterior):
     far = T[::4, None] + 1e6
     with pytest.warns(UserWarning, match=r'"f"\): for 100% .* different units') as seen:

@@ -139,13 +139,14 @@ def random_problem(rng, num: int, dim: int, num_inducing: int):
     )
 
 
-def run_random(per_shape: int, which: slice) -> None:
+@pytest.mark.slow  # quick, and against float64, in test_random_problems.py
+def test_500_random_problems_in_float32_stay_finite() -> None:
     rng = np.random.default_rng(0)
     shapes = [(2, 1, 1), (5, 1, 5), (20, 2, 20), (30, 3, 10)]
     shapes += [(50, 10, 20), (50, 9, 50), (64, 1, 16), (100, 5, 30)]
-    for shape in shapes[which]:
+    for shape in shapes:
         svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
-        for _ in range(per_shape):
+        for _ in range(63):
             X, y, Z, lengthscale, variance = random_problem(rng, *shape)
             with warnings.catch_warnings():
                 # Some lengthscales are drawn far too short, and that is said.
@@ -158,15 +159,6 @@ def run_random(per_shape: int, which: slice) -> None:
             assert_monotone(result.losses, np.float32)
             for name, value in result.params.items():
                 assert np.isfinite(value).all(), name
-
-
-def test_random_problems_in_float32_stay_finite() -> None:
-    run_random(15, slice(1, 2))
-
-
-@pytest.mark.slow
-def test_500_random_problems_in_float32_stay_finite() -> None:
-    run_random(63, slice(None))
 
 
 # -- bad input --------------------------------------------------------------------

@@ -15,20 +15,20 @@ from scipy.special import ndtri
 from numpyro_gpaug.model.starts import MedianStart
 
 PRIORS = {
-    "normal": dist.Normal(2.0, 3.0),
-    "vector": dist.LogNormal(jnp.array([-1.0, 2.0]), 0.5).to_event(1),
-    "plate": dist.Normal(1.0, 2.0).expand([2, 3]).to_event(1),
-    "half_normal": dist.HalfNormal(2.0),
-    "half_cauchy": dist.HalfCauchy(1.0).expand([2]),
-    "exponential": dist.Exponential(3.0),
-    "falling": dist.TransformedDistribution(
+    "normal": lambda: dist.Normal(2.0, 3.0),
+    "vector": lambda: dist.LogNormal(jnp.array([-1.0, 2.0]), 0.5).to_event(1),
+    "plate": lambda: dist.Normal(1.0, 2.0).expand([2, 3]).to_event(1),
+    "half_normal": lambda: dist.HalfNormal(2.0),
+    "half_cauchy": lambda: dist.HalfCauchy(1.0).expand([2]),
+    "exponential": lambda: dist.Exponential(3.0),
+    "falling": lambda: dist.TransformedDistribution(
         dist.LogNormal(0.0, 1.0), AffineTransform(1.0, -2.0)
     ),
-    "interval": dist.Uniform(-1.0, 2.0).mask(False),
+    "interval": lambda: dist.Uniform(-1.0, 2.0).mask(False),
 }
 WITHOUT = {
-    "joint": dist.MultivariateNormal(jnp.ones(3), jnp.eye(3)),
-    "improper": dist.ImproperUniform(dist.constraints.positive, (), ()),
+    "joint": lambda: dist.MultivariateNormal(jnp.ones(3), jnp.eye(3)),
+    "improper": lambda: dist.ImproperUniform(dist.constraints.positive, (), ()),
 }
 
 
@@ -37,7 +37,7 @@ def starts(priors, function):
 
     def model():
         for name, prior in priors.items():
-            numpyro.sample(name, prior)
+            numpyro.sample(name, prior())
 
     def one(key):
         seeded = handlers.seed(model, jax.random.fold_in(key, 1))
@@ -53,8 +53,7 @@ def test_starts_are_near_the_medians():
     keys = jax.random.split(jax.random.key(0), 500)
     found = jax.jit(jax.vmap(starts(PRIORS, MedianStart)))(keys)
     for name, values in found.items():
-        prior = PRIORS[name]
-        draws = prior.sample(jax.random.key(1), (20_000,))
+        draws = PRIORS[name]().sample(jax.random.key(1), (20_000,))
         # Of the draws below a start, what its normal says: ndtr(.1 eps).
         below = np.mean(np.asarray(draws)[:, None] < np.asarray(values)[None], 0)
         eps = ndtri(np.clip(below, 1e-3, 1 - 1e-3)) / 0.1

@@ -71,13 +71,11 @@ def bound(fitters, problem, dtype, **hyper) -> float:
     ("dim", "kernel"),
     [
         (2, SMOOTH),
-        (6, ROUGH),
-        pytest.param(4, SMOOTH, marks=pytest.mark.slow),
-        pytest.param(6, SMOOTH, marks=pytest.mark.slow),
-        pytest.param(2, ROUGH, marks=pytest.mark.slow),
-        pytest.param(4, ROUGH, marks=pytest.mark.slow),
+        (2, ROUGH),
+        *(pytest.param(d, k, marks=pytest.mark.slow) for d in (4, 6)
+          for k in (SMOOTH, ROUGH)),
     ],
-)
+)  # fmt: skip
 def test_float32_loses_at_most_two_nats(dim, kernel, problems, fitters) -> None:
     for lengthscale, variance in ((2.0, 3.0), (3.0, 10.0)):
         hyper = {"kernel": kernel, "lengthscale": lengthscale, "variance": variance}
