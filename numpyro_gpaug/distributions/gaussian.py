@@ -121,15 +121,15 @@ class StructuredGaussian(dist.Distribution):
     @precise
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         q = self.natural.moments()
-        eps = random.normal(key, sample_shape + self.event_shape, q.mean.dtype)
-        return q.mean[0] + q.unwhiten(eps[..., None, :])[..., 0, :]
+        eps = random.normal(key, (*sample_shape, 1, q.rank), q.mean.dtype)
+        return q.mean[0] + q.unwhiten(eps)[..., 0, :]
 
     @precise
     def log_prob(self, value: Array) -> Array:
         q = self.natural.moments()
         white = q.whiten((value - q.mean[0])[..., None, :])
         quadratic = jnp.square(white).sum((-2, -1))
-        constant = jnp.asarray(value.shape[-1] * np.log(2 * np.pi), value.dtype)
+        constant = jnp.asarray(q.rank * np.log(2 * np.pi), value.dtype)
         return -0.5 * (quadratic + q.log_det[0] + constant)
 
     @property

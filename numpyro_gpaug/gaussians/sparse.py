@@ -82,7 +82,9 @@ class SparseMoments(NamedTuple):
 
     @property
     def _half(self) -> _Half:
-        return _Half(jax.tree.map(lambda x: x[0], self.factor), self.reflections[0])
+        normals = jnp.asarray(self.structure.constraints, self.mean.dtype)
+        factor = jax.tree.map(lambda x: x[0], self.factor)
+        return _Half(factor, self.reflections[0], normals)
 
     @property
     def _drawn(self) -> Array:
@@ -179,10 +181,12 @@ class _Half(NamedTuple):
 
     :param factor: the factor of the precision.
     :param reflections: (c, N).
+    :param normals: orthonormal vectors to which deviations are orthogonal, (N, c).
     """
 
     factor: Any
     reflections: Array
+    normals: Array
 
     def __call__(self, b: Array) -> Array:
         """Return rows (N - c, n) whose squares sum to variances, of columns (N, n)."""
@@ -194,7 +198,10 @@ class _Half(NamedTuple):
 
     def transposed(self, noise: Array) -> Array:
         """Return deviations (N, n) of noise (N - c, n)."""
-        return self.factor.half_solve_transposed(self._back(noise))
+        found = self.factor.half_solve_transposed(self._back(noise))
+        # The reflections have rounding errors, which a precision close to singular
+        # enlarges. Without this, sums differ from zero by more than the site allows.
+        return found - self.normals @ (self.normals.T @ found)
 
     def removed(self) -> Array:
         """Return the columns W (N, c), see :class:`SparseMoments`."""
@@ -261,7 +268,7 @@ class SparseNatural(NamedTuple):
         factor = sparse_cholesky.factor(structure.pattern, entries)
         normals = jnp.asarray(structure.constraints, entries.dtype)
         free = factor.half_solve(normals) if normals.shape[-1] else normals
-        half = _Half(factor, _reflections(free))
+        half = _Half(factor, _reflections(free), normals)
         own, corner = structure.columns(self.potential[0][:, None])
         rows = half(jnp.concatenate([own, self.border[0]], -1))
         white, rows = rows[:, 0], rows[:, 1:]
