@@ -68,9 +68,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 # What takes longest goes first, so that the processes end together.
 LONGEST = (
-    "latent_gaussian", "calibration_of_samplers", "random_problems", "conjugate",
-    "linked", "faults_runs", "vi_against_mcmc", "multiclass", "gibbs", "examples",
-    "routes", "m_steps", "loadings", "learning", "start",
+    "nested", "learning", "latent_gaussian", "function_space", "devices", "process",
+    "latent_predictions", "linked", "conjugate", "gibbs", "posterior", "m_steps",
+    "nested_predictions", "latent_messages", "group_models", "sparse_models",
+    "vi_against_mcmc", "batches", "streams", "diagnostics", "kernels", "joint_gibbs",
+    "faults_inputs", "faults_runs", "calibration_of_samplers", "faults_numerics",
+    "padding", "polya_gamma", "faults_files", "routes", "chain_models", "structures",
+    "resolution", "augmentations", "blocks", "likelihood_distributions", "refusals",
+    "robustness", "generalized_inverse_gaussian", "multiclass", "loadings",
+    "scanned_models", "joint_slices", "whitening", "closures", "correlated_data",
+    "correlated_softmax", "random_problems", "left_out", "known_rows", "dtypes",
+    "robust_max", "start", "nested_apart", "fields", "spatial", "sparse_cholesky",
 )  # fmt: skip
 
 
