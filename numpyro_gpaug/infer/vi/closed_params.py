@@ -177,7 +177,9 @@ def _proved(
             f"m_step names {name!r}, but no closed-form maximiser is registered for "
             f"{owner}. Leave it to optim"
         )
-    once, half = (parts({name: x})["parameters"][key] for x in (value, 0.5 * value))
+    # One program: operation by operation, a model compiles a hundred.
+    at = jax.jit(lambda x: parts({name: x})["parameters"][key])
+    once, half = at(value), at(0.5 * value)
     # Affine without an offset: a multiple of the param, which a maximiser in one number
     # allows for; heights have to be the param itself.
     same = affine and np.allclose(half, 0.5 * np.asarray(once))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,8 +28,9 @@ from jax import Array
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.dense import LEAST_EXPLAINED, AffineMap
 from numpyro_gpaug.gp.process import Conditional, GaussianProcess
-from numpyro_gpaug.gp.projection import lead, project
+from numpyro_gpaug.gp.projection import lead, project, whitener
 from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.structure import Structure, flat_functions, run_model
@@ -99,9 +101,8 @@ def _diagnosis(conditional: Conditional) -> str | None:
     """Return the problem of a process; ``None`` if its prior is not the prior of the
     model (the posterior of a stream explains little because it is narrow)."""
     gp, X = conditional.gp, _some_rows(conditional)
-    seen = project(gp, gp.whitener, X)
-    explained = AffineMap(seen.residual, *seen).explained()
-    share = float((explained < LEAST_EXPLAINED).mean())
+    explained, _ = _seen(gp.kernel, gp.inducing, gp.jitter, X)
+    share = float((np.asarray(explained) < LEAST_EXPLAINED).mean())
     if share <= MOST_UNREACHED:
         return None
     rows = np.asarray(X, float).reshape(len(X), -1)
@@ -122,6 +123,15 @@ def _diagnosis(conditional: Conditional) -> str | None:
         "of X, take inducing inputs from them (numpyro_gpaug.inducing.kmeans), and "
         "start from a lengthscale of the size of their distances"
     )
+
+
+@few
+def _seen(kernel: Any, inducing: Array, jitter: Any, X: Array) -> tuple[Array, Array]:
+    """Return the shares of the prior variance that inducing values explain, and the
+    projection."""
+    gp = SimpleNamespace(kernel=kernel, inducing=inducing, jitter=jitter)
+    seen = project(gp, whitener(gp), X)
+    return AffineMap(seen.residual, *seen).explained(), seen.projection
 
 
 def _cause(gp: GaussianProcess, rows: np.ndarray, inducing: np.ndarray) -> str:
@@ -167,19 +177,30 @@ def _extreme(conditional: Conditional, least: float) -> str | None:
     return APART if all(_is_apart(k, X, gp.inducing) for k in parts) else None
 
 
+@few
+def _own_covariances(kernel: Any, X: Array) -> tuple[Array, Array]:
+    return kernel(X), kernel(X, X)
+
+
 def _differences(kernel: Any, X: Array) -> float:
     """Return the share of the prior variance that is not common to all rows; 1 if there
     is no variance."""
-    total = np.asarray(kernel(X), float).mean(-1)
-    common = np.asarray(kernel(X, X), float).mean((-2, -1))
+    total, common = (np.asarray(x, float) for x in _own_covariances(kernel, X))
+    total, common = total.mean(-1), common.mean((-2, -1))
     return float(np.median(1 - common / np.where(total > 0, total, np.inf)))
+
+
+@few
+def _covariances(kernel: Any, X: Array, Z: Array) -> tuple[Array, Array, Array]:
+    return kernel(X), kernel(Z), kernel(X, Z)
 
 
 def _is_apart(kernel: Any, X: Array, Z: Array) -> bool:
     """Whether most function values are uncorrelated with the values at all other
     inputs."""
-    scale = np.sqrt(kernel(X))[..., :, None] * np.sqrt(kernel(Z))[..., None, :]
-    squared = np.square(np.asarray(kernel(X, Z)) / np.where(scale > 0, scale, np.inf))
+    of_X, of_Z, across = _covariances(kernel, X, Z)
+    scale = np.sqrt(of_X)[..., :, None] * np.sqrt(of_Z)[..., None, :]
+    squared = np.square(np.asarray(across) / np.where(scale > 0, scale, np.inf))
     itself = (np.asarray(X)[:, None] == np.asarray(Z)).reshape(len(X), len(Z), -1)
     others = np.where(itself.all(-1), 0, squared)
     return bool((others.max(-1) < LEAST_EXPLAINED).mean() > MOST_UNREACHED)
@@ -195,7 +216,7 @@ def _is_known(conditional: Conditional, mean: Array | None) -> bool:
         return True
     gp, X = conditional.gp, _some_rows(conditional)
     total = _differences(gp.kernel, X) * float(np.mean(gp.kernel(X)))
-    projection = project(gp, gp.whitener, X).projection
+    _, projection = _seen(gp.kernel, gp.inducing, gp.jitter, X)
     found = np.asarray(jnp.vecmat(lead(mean, 1), projection), float).var(-1).mean()
     return found > LEAST_KNOWN * total
 
