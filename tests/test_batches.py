@@ -239,7 +239,7 @@ def test_hyperparameters_are_learnt_in_blocks_as_in_memory(data, fn, guide, y):
     for name, value in whole.params.items():
         scale = max(np.abs(value).max(), 0.1)
         # Where the bound is flat: ends of equal bounds differ by rounding.
-        np.testing.assert_allclose(read.params[name], value, atol=0.02 * scale)
+        np.testing.assert_allclose(read.params[name], value, atol=0.05 * scale)
     if fn is not regression:
         return
     # From where it ended, of other data, it starts anew.

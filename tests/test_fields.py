@@ -34,7 +34,7 @@ def planar(num, seed=0):
 def in_pieces():
     """Two components and two islands, mixed up."""
     parts = [planar(9, 1), np.zeros((1, 1)), planar(14, 2), np.zeros((1, 1))]
-    matrix = sparse.block_diag(parts).toarray()
+    matrix = sparse.block_diag([sparse.coo_array(x) for x in parts]).toarray()
     order = np.random.default_rng(3).permutation(len(matrix))
     return matrix[np.ix_(order, order)]
 

@@ -53,7 +53,9 @@ def scattered(size):
 
 def components():
     """Three components, and a node without neighbours."""
-    return sparse.block_diag([lattice(4, 5), chain(9), np.eye(1), star(6)]).tocsr()
+    return sparse.block_diag(
+        [sparse.coo_array(x) for x in (lattice(4, 5), chain(9), np.eye(1), star(6))]
+    ).tocsr()
 
 
 CASES = {

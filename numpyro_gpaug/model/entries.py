@@ -397,6 +397,12 @@ class Entries:
         parts = [_namespace(p).split(p, ends, axis) for p in places]
         return [*zip(*parts, strict=True)]
 
+    def _unstack(self, eqn: Any, operands: list[Term]) -> list[Places]:
+        (places,) = (x.places for x in operands)
+        assert places is not None
+        axis, number = eqn.params["axis"], len(eqn.outvars)
+        return [tuple(p.take(k, axis) for p in places) for k in range(number)]
+
     def _pad(self, eqn: Any, operands: list[Term]) -> list[Places]:
         pairs = zip(*self._whole_terms(eqn, operands), strict=True)
         return [tuple(_bound(eqn, operand, filler) for operand, filler in pairs)]
@@ -505,7 +511,8 @@ class Entries:
 
 _RULES: dict[str, Callable[[Entries, Any, list[Term]], list[Places]]] = {
     "concatenate": Entries._concatenate, "stack": Entries._stack,
-    "split": Entries._split, "pad": Entries._pad, "gather": Entries._gather,
+    "split": Entries._split, "unstack": Entries._unstack,
+    "pad": Entries._pad, "gather": Entries._gather,
     "dynamic_slice": Entries._dynamic_slice, "dot_general": Entries._dot_general,
     "dynamic_update_slice": Entries._dynamic_update_slice,
 }  # fmt: skip

@@ -51,7 +51,8 @@ LINEAR = {
 }  # fmt: skip
 _MOVES = {
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
-    "rev", "gather", "dynamic_slice", "pad", "split", "concatenate", "stack", "tile",
+    "rev", "gather", "dynamic_slice", "pad", "split", "concatenate", "stack", "unstack",
+    "tile",
 }  # fmt: skip
 _SUMS = {"reduce_sum", "cumsum", "reduce_window_sum", "fft"}
 # Operations that are linear in one of two operands, the other fixed.
