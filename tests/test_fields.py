@@ -219,6 +219,14 @@ def test_random_walks_of_order_two():
         jax.jit(lambda x: RandomWalk2(x, 1.0, 1.0, 1.0).mean)(jnp.arange(3.0))
 
 
+def test_a_smooth_curve_in_float32_has_no_sparse_form():
+    walk, covariance = law("walk")
+    assert sparse_prior(walk) is None
+    root = np.asarray(walk.walked(jnp.eye(6)))
+    np.testing.assert_allclose(root.T @ root, covariance, rtol=1e-4)
+    np.testing.assert_allclose(walk.noise(root), np.eye(6), atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["icar", "bym2", "gmrf", "walk"])
 def test_draws_have_the_covariance(name):
     field, covariance = law(name)
@@ -230,14 +238,15 @@ def test_draws_have_the_covariance(name):
         assert field.support(draws).all()
 
 
+@pytest.mark.parametrize("dtype", ["float64"], indirect=True)
 @pytest.mark.parametrize("name", ["icar", "bym2", "gmrf", "walk"])
-def test_the_sparse_form_is_the_field(name):
+def test_the_sparse_form_is_the_field(name, dtype):
     field, covariance = law(name)
     prior = sparse_prior(field)
     precision = np.zeros((prior.pattern.size,) * 2)
     precision[prior.pattern.rows, prior.pattern.columns] = prior.values
     precision += np.tril(precision, -1).T
-    eye = np.eye(len(precision), dtype=np.float32)
+    eye = np.eye(len(precision))
     affine = np.asarray(prior.value(eye) - prior.value(0 * eye)).T
     free = eye
     if prior.constraints is not None:

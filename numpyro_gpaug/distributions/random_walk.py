@@ -45,6 +45,9 @@ class RandomWalk2(dist.Distribution):
     curve is predicted. The value and the slope at the first point are normal with
     standard deviations ``level`` and ``slope``; large ones leave the line free.
 
+    In float32 a fit keeps the curve as a dense matrix, of at most 5000 points, because
+    the precision of a smooth curve needs more digits. In float64 it is sparse.
+
     :param points: increasing numbers, (n,), n > 1. They must be known when the model is
         traced.
     :param scale: the standard deviation of the change of the slope over a unit of
@@ -96,19 +99,28 @@ class RandomWalk2(dist.Distribution):
         super().__init__((), (size,), validate_args=validate_args)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        noise = random.normal(key, (*sample_shape, *self.event_shape), self.scale.dtype)
+        shape = (*sample_shape, *self.event_shape)
+        return self.walked(random.normal(key, shape, self.scale.dtype))
+
+    def walked(self, noise: Array) -> Array:
+        """Return the curve of independent standard normal numbers, (..., n)."""
         first, changes = noise[..., :1] * self.level, noise[..., 1:] * self._deviations
         rises = changes.cumsum(-1) * self._between
         return first + jnp.concatenate([0 * first, rises.cumsum(-1)], -1)
 
-    @validate_sample
-    def log_prob(self, value: Array) -> Array:
-        value = jnp.asarray(value, self.scale.dtype)
+    def noise(self, value: Array) -> Array:
+        """Return the numbers of a curve; the inverse of :meth:`walked`."""
         slopes = jnp.diff(value) / self._between
         changes = jnp.diff(slopes, prepend=jnp.zeros_like(slopes[..., :1]))
-        first = dist.Normal(0.0, self.level).log_prob(value[..., 0])
-        later = dist.Normal(0.0, self._deviations).log_prob(changes)
-        return first + (later - jnp.log(self._between)).sum(-1)
+        first = value[..., :1] / self.level
+        return jnp.concatenate([first, changes / self._deviations], -1)
+
+    @validate_sample
+    def log_prob(self, value: Array) -> Array:
+        white = self.noise(jnp.asarray(value, self.scale.dtype))
+        constant = jnp.asarray(white.shape[-1] * np.log(2 * np.pi), white.dtype)
+        squares = jnp.square(white).sum(-1)
+        return -0.5 * (squares + constant) - jnp.log(self._spreads).sum()
 
     @property
     def mean(self) -> Array:
@@ -133,7 +145,16 @@ class RandomWalk2(dist.Distribution):
         changes = self.scale * jnp.asarray(np.sqrt(self.steps.around), self.scale.dtype)
         return jnp.append(self.slope, changes)
 
-    def _sparse_precision(self) -> SparsePrior:
+    @property
+    def _spreads(self) -> Array:
+        """Standard deviations of the first value and of the next given the earlier."""
+        return jnp.append(self.level, self._deviations * self._between)
+
+    def _sparse_precision(self) -> SparsePrior | None:
+        if self.scale.dtype == jnp.float32:
+            # A smooth curve has a small quadratic form, a sum of large terms which
+            # float32 does not resolve: the bound is wrong by tens of nats.
+            return None
         size, around = self.event_shape[0], self.steps.around
         inverse = 1 / np.asarray(self.steps.between)
         shape = (size - 1, size)
@@ -146,10 +167,10 @@ class RandomWalk2(dist.Distribution):
         terms = zip((n**-2 for n in numbers), (level, slope, weighted), strict=True)
         pattern, values = sum_of_terms(terms, "precision")
         one = jnp.ones((), self.scale.dtype)
-        spreads = jnp.append(self.level, self._deviations * self._between)
         return SparsePrior(
-            pattern, values, None, 0 * one, (one,), lambda: -2 * jnp.log(spreads).sum()
-        )
+            pattern, values, None, 0 * one, (one,),
+            lambda: -2 * jnp.log(self._spreads).sum(),
+        )  # fmt: skip
 
 
 def _steps(points: ArrayLike) -> _Steps:

@@ -19,7 +19,8 @@ field                      K  Q depends on              constraints
 weights of an ``SPDE``     1  the mesh, range           none
 =========================  =  ========================  ===========================
 
-A distribution states it by a method ``_sparse_precision()``. Independent fields of one
+A distribution states it by a method ``_sparse_precision()``, which may return ``None``
+if float32 does not suffice. Independent fields of one
 distribution (axes of its ``batch_shape``) have coordinates of their own, all with the
 same Q.
 """

@@ -20,6 +20,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import transforms
 
+from numpyro_gpaug.distributions.random_walk import RandomWalk2
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior, sparse_prior
 from numpyro_gpaug.gaussians import Layout, Sparse
 from numpyro_gpaug.likelihoods.expectations import base_distribution
@@ -199,6 +200,12 @@ def _(base: dist.GaussianRandomWalk, shape: tuple[int, ...]) -> Whitening:
         shape, lambda z: jnp.cumsum(scale * z, -1), scale,
         lambda x: jnp.diff(x, axis=-1, prepend=0) / scale,
     )  # fmt: skip
+
+
+@_whitening.register
+def _(base: RandomWalk2, shape: tuple[int, ...]) -> Whitening:
+    spread = base.level, base.slope, base.scale
+    return Whitening(shape, base.walked, spread, base.noise, mixes=True)
 
 
 @_whitening.register
