@@ -219,9 +219,9 @@ def test_random_walks_of_order_two():
         jax.jit(lambda x: RandomWalk2(x, 1.0, 1.0, 1.0).mean)(jnp.arange(3.0))
 
 
-def test_a_smooth_curve_in_float32_has_no_sparse_form():
+def test_a_smooth_curve_is_made_of_independent_numbers():
     walk, covariance = law("walk")
-    assert sparse_prior(walk) is None
+    assert sparse_prior(walk).needs_float64
     root = np.asarray(walk.walked(jnp.eye(6)))
     np.testing.assert_allclose(root.T @ root, covariance, rtol=1e-4)
     np.testing.assert_allclose(walk.noise(root), np.eye(6), atol=1e-4)

@@ -230,3 +230,15 @@ def test_integrated_hyperparameters_of_a_field(always_sparse, monkeypatch):
     one, two = (x.get_extra_fields()["log_evidence"] for x in found)
     assert found[0].certified
     assert one == pytest.approx(two, abs=0.15)
+
+
+def test_a_long_curve_in_float32_warns():
+    def model(step, y=None):
+        walk = gpaug.RandomWalk2(np.arange(300.0), 0.01, 1.0, 0.1)
+        curve = numpyro.sample("curve", walk)
+        with numpyro.plate("data", len(step)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(curve[step])), obs=y)
+
+    guide = gpaug.AutoLatentGaussian(model)
+    with pytest.warns(UserWarning, match="float32 does not resolve .* 'curve'"):
+        guide.setup(np.arange(300), np.ones(300, int))

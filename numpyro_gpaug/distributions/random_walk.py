@@ -45,8 +45,8 @@ class RandomWalk2(dist.Distribution):
     curve is predicted. The value and the slope at the first point are normal with
     standard deviations ``level`` and ``slope``; large ones leave the line free.
 
-    In float32 a fit keeps the curve as a dense matrix, of at most 5000 points, because
-    the precision of a smooth curve needs more digits. In float64 it is sparse.
+    Fits of more than 270 points need float64: a smooth curve has a small quadratic form
+    that is a sum of large terms, and float32 does not resolve it. Fits warn.
 
     :param points: increasing numbers, (n,), n > 1. They must be known when the model is
         traced.
@@ -150,11 +150,7 @@ class RandomWalk2(dist.Distribution):
         """Standard deviations of the first value and of the next given the earlier."""
         return jnp.append(self.level, self._deviations * self._between)
 
-    def _sparse_precision(self) -> SparsePrior | None:
-        if self.scale.dtype == jnp.float32:
-            # A smooth curve has a small quadratic form, a sum of large terms which
-            # float32 does not resolve: the bound is wrong by tens of nats.
-            return None
+    def _sparse_precision(self) -> SparsePrior:
         size, around = self.event_shape[0], self.steps.around
         inverse = 1 / np.asarray(self.steps.between)
         shape = (size - 1, size)
@@ -169,7 +165,7 @@ class RandomWalk2(dist.Distribution):
         one = jnp.ones((), self.scale.dtype)
         return SparsePrior(
             pattern, values, None, 0 * one, (one,),
-            lambda: -2 * jnp.log(self._spreads).sum(),
+            lambda: -2 * jnp.log(self._spreads).sum(), needs_float64=True,
         )  # fmt: skip
 
 

@@ -19,8 +19,7 @@ field                      K  Q depends on              constraints
 weights of an ``SPDE``     1  the mesh, range           none
 =========================  =  ========================  ===========================
 
-A distribution states it by a method ``_sparse_precision()``, which may return ``None``
-if float32 does not suffice. Independent fields of one
+A distribution states it by a method ``_sparse_precision()``. Independent fields of one
 distribution (axes of its ``batch_shape``) have coordinates of their own, all with the
 same Q.
 """
@@ -54,6 +53,8 @@ class SparsePrior(NamedTuple):
     :param log_det: returns the logarithm of the determinant of Q, or of its restriction
         to the null space of the constraints in orthonormal coordinates.
     :param event_shape: the shape of a value, of n numbers; (n,) for ``None``.
+    :param needs_float64: whether float32 does not resolve the quadratic form of likely
+        values.
     """
 
     pattern: Pattern
@@ -63,6 +64,7 @@ class SparsePrior(NamedTuple):
     scales: tuple[Array, ...]
     log_det: Callable[[], Array]
     event_shape: tuple[int, ...] | None = None
+    needs_float64: bool = False
 
     def value(self, x: Array) -> Array:
         """Return the value of the field.

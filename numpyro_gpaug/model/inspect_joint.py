@@ -48,12 +48,25 @@ def inspect_joint(
     survey = Survey(model, arguments)
     size = sum(prod(own.shape) for own in survey.fields.values())
     if purpose.fields and survey.observed and size >= FEWEST_NODES:
+        _warn_of_rounding(survey)
         found = _read(model, purpose, arguments, survey, tuple(survey.fields))
         if found is not None:
             return found
     found = _read(model, purpose, arguments, survey, ())
     assert found is not None
     return found
+
+
+def _warn_of_rounding(survey: Survey) -> None:
+    """Warn about long curves, which need more digits than float32 has."""
+    names = [k for k, own in survey.fields.items() if own.prior.needs_float64]
+    if names and survey.dtype == "float32":
+        warnings.warn(
+            f"float32 does not resolve so long a smooth curve as "
+            f"{', '.join(map(repr, names))}: its learnt scale will be too large. Use "
+            "float64, jax.config.update('jax_enable_x64', True), or at most 270 points",
+            stacklevel=2,
+        )
 
 
 def _read(
