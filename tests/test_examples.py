@@ -103,6 +103,15 @@ def test_drawn_classes_err_as_all_classes_do(tmp_path: Path) -> None:
     assert max(errors.values()) < errors["whole"] + 0.05
 
 
+def test_benchmark_of_fields_runs_at_small_sizes(tmp_path: Path) -> None:
+    cases = ["--cases", "lattice log det", "lattice icar"]
+    run("benchmarks/fields", tmp_path, "--quick", *cases, "--json", "found.json")
+    one, other = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert one["log det"] < 1e-9
+    assert other["nodes"] == 289
+    assert 0 < other["hyper"]["scale"] < 1
+
+
 @pytest.mark.slow
 def test_recipe_is_not_worse_than_logistic_regression(tmp_path: Path) -> None:
     size = ["--sets", "breast_cancer", "--splits", "1", "--inducing", "50"]

@@ -155,6 +155,33 @@ def test_a_field_is_a_dense_gaussian(name, dtype, always_sparse, tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float64"], indirect=True)
+@pytest.mark.parametrize("fewest", [1, np.inf], ids=["nodes", "border"])
+def test_groups_that_are_new_beside_a_field(dtype, always_sparse, monkeypatch, fewest):
+    """As nodes of the precision and as part of its border."""
+    if fewest > 1:
+        monkeypatch.setattr("numpyro_gpaug.model.forms._FEWEST", fewest)
+
+    def model(area, hospital, num, y=None):
+        field = numpyro.sample("field", gpaug.ICAR(lattice(), 0.6))
+        with numpyro.plate("hospitals", num):
+            own = numpyro.sample("own", dist.Normal(0, 0.5))
+        eta = numpyro.deterministic("eta", field[area] + own[hospital])
+        with numpyro.plate("data", len(area)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
+
+    found = []
+    for white in (False, True):
+        svi, fit = fitted(model, (AREA, HOSPITAL, 16), white)
+        q = svi.posterior(fit)
+        new = AREA[:4], np.array([3, 17, 17, 18]), 20
+        predicted = q.predict_y(*new)
+        joint = q.predict_f(*new, site="eta", full_covariance=True).variance
+        found.append((predicted.mean, predicted.variance, joint))
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     "dtype",
     ["float64", pytest.param("float32", marks=pytest.mark.slow)],
@@ -164,7 +191,14 @@ def test_a_sparse_structure_is_a_dense_gaussian(dtype):
     i, j = np.nonzero(np.tril(lattice(3)))
     pattern = Pattern.of(9, i, j)
     entries = np.where(pattern.rows == pattern.columns, 4.0, -0.7)
-    check_structure(Sparse(Layout(9, 1, 2), pattern), entries, dtype=dtype)
+    # Three more nodes, and another number that any datum may depend on.
+    wider = Pattern.of(12, np.append(i, [9, 10, 11]), np.append(j, [9, 10, 11]))
+    more = np.where(wider.rows == wider.columns, 4.0, -0.7)
+    more[wider.diagonal[9:]] = 1
+    places = np.array([*range(9), -1, -1, -1, 9, 10, -1])
+    other = Sparse(Layout(12, 1, 3), wider), more, places
+    structure = Sparse(Layout(9, 1, 2), pattern)
+    check_structure(structure, entries, other=other, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float64"], indirect=True)

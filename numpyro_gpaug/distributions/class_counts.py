@@ -30,21 +30,21 @@ class ClassCounts(dist.MultinomialLogits):
         return made
 
 
-def traceable(law: Distribution) -> Distribution:
-    """Return a copy of ``law`` whose arrays are all leaves of its tree: JAX neither
-    traces nor compares others.
+def traceable(fn: Distribution) -> Distribution:
+    """Return an equal distribution that has all of its arrays among the leaves of its
+    tree. JAX neither traces nor compares other arrays.
 
-    :param law: the distribution of an observed site.
+    :param fn: the distribution of an observed site.
     """
-    if isinstance(law, _WRAPPERS):
-        inner = traceable(law.base_dist)
-        if inner is law.base_dist:
-            return law
-        found = copy.copy(law)
+    if isinstance(fn, _WRAPPERS):
+        inner = traceable(fn.base_dist)
+        if inner is fn.base_dist:
+            return fn
+        found = copy.copy(fn)
         found.base_dist = inner
         return found
-    if type(law) is not dist.MultinomialLogits:
-        return law
+    if type(fn) is not dist.MultinomialLogits:
+        return fn
     made: Any = ClassCounts.__new__(ClassCounts)
-    vars(made).update(vars(law))
+    vars(made).update(vars(fn))
     return made

@@ -29,7 +29,24 @@ from numpyro_gpaug.math.sparse_terms import by_columns, sum_of_terms
 _LOG_2PI = float(np.log(2 * np.pi))
 
 
-class ICAR(dist.Distribution):
+class _OfAreas(dist.Distribution):
+    """A field of mean zero on the nodes of a graph."""
+
+    pytree_aux_fields = ("graph",)
+    graph: Graph
+    scale: Array
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the values."""
+        return self.scale.dtype
+
+    @property
+    def mean(self) -> Array:
+        return jnp.zeros(self.shape(), self.dtype)
+
+
+class ICAR(_OfAreas):
     r"""The intrinsic conditional autoregression on a graph, with a zero sum over every
     connected component and unit generalised variance at ``scale=1``.
 
@@ -66,7 +83,6 @@ class ICAR(dist.Distribution):
 
     arg_constraints = {"scale": constraints.positive}
     reparametrized_params = ["scale"]
-    pytree_aux_fields = ("graph",)
 
     def __init__(
         self,
@@ -99,15 +115,6 @@ class ICAR(dist.Distribution):
         return 0.5 * (constant - quadratic) - graph.rank * jnp.log(self.scale)
 
     @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the values."""
-        return self.scale.dtype
-
-    @property
-    def mean(self) -> Array:
-        return jnp.zeros(self.shape(), self.dtype)
-
-    @property
     def variance(self) -> Array:
         variances = jnp.asarray(self.graph.variances, self.dtype)
         return jnp.square(self.scale[..., None]) * variances
@@ -121,7 +128,7 @@ class ICAR(dist.Distribution):
         )  # fmt: skip
 
 
-class BYM2(dist.Distribution):
+class BYM2(_OfAreas):
     r"""The sum of a structured and an unstructured effect of areas: ``scale * (sqrt(1 -
     mixing) v + sqrt(mixing) u)``.
 
@@ -156,7 +163,6 @@ class BYM2(dist.Distribution):
     }
     support = constraints.real_vector
     reparametrized_params = ["scale", "mixing"]
-    pytree_aux_fields = ("graph",)
 
     def __init__(
         self,
@@ -222,15 +228,6 @@ class BYM2(dist.Distribution):
         log_det = sparse_cholesky.log_det(pattern, values) + jnp.log(h[last]).sum()
         log_det = log_det + len(sizes) * jnp.log1p(-mixing)
         return 0.5 * (jnp.asarray(graph.log_det, dtype) - log_det - quadratic)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the values."""
-        return self.scale.dtype
-
-    @property
-    def mean(self) -> Array:
-        return jnp.zeros(self.shape(), self.dtype)
 
     @property
     def variance(self) -> Array:
@@ -340,8 +337,7 @@ class GMRF(dist.Distribution):
     @precise
     def variance(self) -> Array:
         factor = sparse_cholesky.factor(self.pattern, self.values)
-        on_diagonal = np.flatnonzero(self.pattern.rows == self.pattern.columns)
-        variances = factor.selected_inverse()[on_diagonal]
+        variances = factor.selected_inverse()[self.pattern.diagonal]
         return jnp.broadcast_to(variances, self.shape())
 
     def _sparse_precision(self) -> SparsePrior:

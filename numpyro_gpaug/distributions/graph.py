@@ -92,10 +92,9 @@ class Graph:
         intrinsic field plus an independent level of each component: the field depends
         on differences only, and the added term on the level given the differences.
         """
-        doubled = np.zeros(self.size)
-        doubled[self.components.last] = 1
-        on_diagonal = self.pattern.rows == self.pattern.columns
-        return self.precision * (1 + on_diagonal * doubled[self.pattern.rows])
+        found = self.precision.copy()
+        found[self.pattern.diagonal[self.components.last]] *= 2
+        return found
 
     @property
     def variances(self) -> np.ndarray:

@@ -14,9 +14,8 @@ from jax import Array, lax, random
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
-from scipy import sparse
 
-from numpyro_gpaug.distributions.graph import Graph, entries, graph_of
+from numpyro_gpaug.distributions.graph import Graph, graph_of
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.linalg import precise
@@ -142,8 +141,7 @@ class SpaceTime(dist.Distribution):
     def variance(self) -> Array:
         pattern = self.graph.pattern
         inverse = sparse_cholesky.factor(pattern, self._of_areas).selected_inverse()
-        on_diagonal = np.flatnonzero(pattern.rows == pattern.columns)
-        variances = jnp.square(self.scale) * inverse[on_diagonal]
+        variances = jnp.square(self.scale) * inverse[pattern.diagonal]
         return jnp.broadcast_to(variances, self.event_shape)
 
     @property
@@ -180,11 +178,11 @@ class SpaceTime(dist.Distribution):
 @lru_cache(maxsize=16)
 def _entries_of(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
     """Return the entries of D and of W."""
-    edges = graph.weights, (graph.rows, graph.columns)
-    lower = sparse.coo_array(edges, shape=(graph.size, graph.size))
-    neighbours = lower + lower.T
-    degrees = sparse.diags_array(neighbours.sum(0))
-    return entries(graph.pattern, degrees), entries(graph.pattern, neighbours)
+    ends, pattern = np.append(graph.rows, graph.columns), graph.pattern
+    degrees, neighbours = np.zeros((2, len(pattern.rows)))
+    degrees[pattern.diagonal] = np.bincount(ends, np.tile(graph.weights, 2))
+    neighbours[pattern.find(graph.rows, graph.columns)] = graph.weights
+    return degrees, neighbours
 
 
 class _Product(NamedTuple):

@@ -41,7 +41,6 @@ from numpyro_gpaug.gaussians.groups import (
     GroupMoments,
     GroupNatural,
     Groups,
-    crossed_of,
     half_of,
     log_det_of,
     log_normal,
@@ -118,16 +117,6 @@ class ChainMoments(NamedTuple):
         :meth:`~numpyro_gpaug.gaussians.groups.GroupMoments.half`, for predictors of one
         step each."""
         return half_of(self.roots, self.cross, self.whitener, rows)
-
-    def spreads(self, rows: Rows) -> Array:
-        """Return the variances of predictors, (n,), as sums of squares."""
-        own, rest = self.half(rows)
-        return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
-
-    def crossed(self, left: Rows, right: Rows) -> Array:
-        """Return the covariances of pairs of predictors, (P,)."""
-        halves = self.half(left), self.half(right)
-        return crossed_of(*halves, left.group == right.group)
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""

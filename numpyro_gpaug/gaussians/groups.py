@@ -113,16 +113,6 @@ class GroupMoments(NamedTuple):
         the variances of the predictors."""
         return half_of(self.inverse, self.cross, self.whitener, rows)
 
-    def spreads(self, rows: Rows) -> Array:
-        """Return the variances of predictors, (n,), as sums of squares."""
-        own, rest = self.half(rows)
-        return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
-
-    def crossed(self, left: Rows, right: Rows) -> Array:
-        """Return the covariances of pairs of predictors, (P,)."""
-        halves = self.half(left), self.half(right)
-        return crossed_of(*halves, left.group == right.group)
-
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
         (own, rest), group = self.half(rows), rows.group
@@ -332,6 +322,20 @@ class Groups(Structure):
         offset, residual = predictors.offset[None], predictors.residual[None]
         return RowMap(offset, predictors.rows, residual, self)
 
+    def spreads(self, q: Any, rows: Rows) -> Array:
+        """Return the variances of predictors, (n,), as sums of squares."""
+        own, rest = q.half(rows)
+        return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
+
+    def crossed(self, q: Any, left: Rows, right: Rows) -> Array:
+        """Return the covariances of pairs of predictors, (P,). Rows of one group covary
+        through both factors of :meth:`GroupMoments.half`, and rows of different groups
+        through the second alone."""
+        own, rest = zip(q.half(left), q.half(right), strict=True)
+        same = left.group == right.group
+        found = jnp.where(same, (own[0] * own[1]).sum(-1), 0)
+        return found + (rest[0] * rest[1]).sum(-1)
+
     def shifts(self, rows: Rows, z: Array) -> Array:
         """Return the change of predictors for latents (size,), (n,)."""
         return shifts(rows, self.layout, z)
@@ -406,21 +410,6 @@ class Groups(Structure):
             sums = summed_blocks(_with_rows, sums, (*parts, cut))
         blocks = [[sums.dense, sums.mixed.T], [sums.mixed, sums.single]]
         return sums.groups[None], sums.border[None], jnp.block(blocks)[None]
-
-
-def crossed_of(
-    left: tuple[Array, Array], right: tuple[Array, Array], same: Array
-) -> Array:
-    """Return covariances of pairs of predictors from the factors of
-    :meth:`GroupMoments.half`: rows of one group covary through both factors, and rows
-    of different groups through the second alone.
-
-    :param left: factors of one predictor of each pair.
-    :param right: factors of the other.
-    :param same: whether both are of one group, (P,).
-    """
-    own = jnp.where(same, (left[0] * right[0]).sum(-1), 0)
-    return own + (left[1] * right[1]).sum(-1)
 
 
 def half_of(

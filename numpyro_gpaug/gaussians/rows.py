@@ -64,8 +64,8 @@ class RowMap:
 
     The structure has ``shifts(rows, z)``; ``information(rows, potential, precision)``
     and ``coupling(left, right, cross)``, the information of factors about the latents;
-    and ``rows_of_block(number, dtype)``. Its moments have the variances
-    ``spreads(rows)``, the covariances of pairs ``crossed(left, right)``, and
+    the variances ``spreads(q, rows)`` and the covariances of pairs ``crossed(q, left,
+    right)`` under moments q; and ``rows_of_block(number, dtype)``. Its moments have
     ``covariance(rows)``.
 
     :param offset: predictors at latents of zero, (1, n).
@@ -117,7 +117,8 @@ class RowMap:
 
     def marginals(self, q: Any) -> Marginals:
         """Return marginals of the predictors; variances are sums of squares."""
-        variance = self._put_back(self._over_rows(q.spreads, self.rows))
+        spreads = partial(self.structure.spreads, q)
+        variance = self._put_back(self._over_rows(spreads, self.rows))
         return Marginals(self(q.mean), self.residual + variance)
 
     def covariances(self, q: Any, left: Array, right: Array) -> Array:
@@ -128,9 +129,9 @@ class RowMap:
         :param left: one predictor of each pair, (P,).
         :param right: the other.
         """
-        given = self._in_place
+        given, crossed = self._in_place, partial(self.structure.crossed, q)
         pairs = given.at(left), given.at(right)
-        return self._over_rows(lambda rows: q.crossed(*rows), pairs)[None]
+        return self._over_rows(lambda rows: crossed(*rows), pairs)[None]
 
     def covariance(self, q: Any) -> Array:
         """Return the covariance of all predictors, (1, n, n), without the residual."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -41,9 +41,6 @@ from numpyro_gpaug.math.sparse_pattern import Pattern
 
 # Of the mean of a singular precision's diagonal: what is added to all of it.
 _RIDGE = {"float32": 1e-5, "float64": 1e-10}
-
-
-_NONE = np.zeros(0, np.int32)
 
 
 class SparseMoments(NamedTuple):
@@ -88,18 +85,22 @@ class SparseMoments(NamedTuple):
 
     @property
     def _drawn(self) -> Array:
-        """Columns W (N, c) whose products ``W W'`` the constraints take from the
-        inverse
-        of the nodes' precision."""
+        """Columns W (N, c): the constraints subtract ``W W'`` from the inverse of the
+        nodes' precision."""
         return self._half.removed()
+
+    @property
+    def neighbours(self) -> Array:
+        """The covariances of neighbours, given the border, (nnz,)."""
+        pattern, drawn = self.structure.pattern, self._drawn
+        taken = (drawn[pattern.rows] * drawn[pattern.columns]).sum(-1)
+        return self._half.factor.selected_inverse() - taken
 
     @property
     def variances(self) -> Array:
         """Variances of the latents, (1, N + K)."""
-        inverse = self._half.factor.selected_inverse()
-        own = inverse[self.structure.diagonal]
-        own = own - jnp.square(self._drawn).sum(-1)
-        own = jnp.maximum(own, 0) + jnp.square(self.cross[0]).sum(-1)
+        own = jnp.maximum(self.neighbours[self.structure.pattern.diagonal], 0)
+        own += jnp.square(self.cross[0]).sum(-1)
         corner = jnp.square(self.whitener[0]).sum(-2)
         return jnp.concatenate([own, corner])[None]
 
@@ -117,12 +118,6 @@ class SparseMoments(NamedTuple):
         found = self._half.factor.forms(rows.place, rows.value)
         removed = (rows.value[..., None] * self._drawn[rows.place]).sum(1)
         return jnp.maximum(found - jnp.square(removed).sum(-1), 0)
-
-    def crossed(self, left: Rows, right: Rows) -> Array:
-        """Return the covariances of pairs of predictors, (P,). The nodes of both are
-        neighbours."""
-        both, difference = (_added(left, right, sign) for sign in (1, -1))
-        return (self.spreads(both) - self.spreads(difference)) / 4
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
@@ -173,7 +168,7 @@ class SparseMoments(NamedTuple):
         :mod:`numpyro_gpaug.gaussians.base`. New nodes are standard normal."""
         if np.array_equal(places, np.arange(self.structure.size)):
             return self
-        return Extended(self, prior.structure, places)
+        return Extended(self, prior.structure, places.astype(np.int64).tobytes())
 
 
 class _Half(NamedTuple):
@@ -302,13 +297,19 @@ class SparseNatural(NamedTuple):
     @property
     def diagonal(self) -> Array:
         """The diagonal of the precision, (1, N + K)."""
-        own = self.entries[:, self.structure.diagonal]
+        own = self.entries[:, self.structure.pattern.diagonal]
         return jnp.concatenate([own, linalg.diagonal(self.corner)], -1)
 
     def stand_in(self) -> SparseMoments:
         """Return meaningless numbers in the shapes of :meth:`moments`."""
-        shapes = jax.eval_shape(SparseNatural.moments, self)
+        shapes = _moments_of(self.structure, self.potential.dtype)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+@lru_cache(maxsize=16)
+def _moments_of(structure: Sparse, dtype: Any) -> Any:
+    """Return the shapes of moments, which a trace of a factorisation finds."""
+    return jax.eval_shape(lambda: structure.standard(dtype).moments())
 
 
 @partial(
@@ -337,7 +338,7 @@ class NodePrior:
         standard = self.structure.standard(self.loc.dtype)
         entries = self.entries
         if self.structure.labels is not None:
-            places = self.structure.diagonal
+            places = self.structure.pattern.diagonal
             ridge = _RIDGE[str(entries.dtype)] * entries[places].mean()
             entries = entries.at[places].add(ridge * self.structure.is_constrained)
         return standard._replace(entries=entries[None])
@@ -353,7 +354,8 @@ class NodePrior:
         own, corner = structure.columns(q.mean[0][:, None])
         columns = jnp.concatenate([own, q.cross[0]], -1)
         moved = sparse_cholesky.matvec(structure.pattern, self.entries, columns)
-        trace = (structure.counted * (self.entries - q.entries[0]) * q_inverse(q)).sum()
+        lacking = structure.pattern.multiplicity * (self.entries - q.entries[0])
+        trace = (lacking * q.neighbours).sum()
         squares = jnp.square(corner).sum() + jnp.square(q.whitener).sum()
         squares += (columns * moved).sum()
         known = trace + squares - q.whitener.shape[-1]
@@ -382,6 +384,11 @@ class NodePrior:
         return (self.terms(z[0]).sum() + 0.5 * (self.log_det - constant))[None]
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("known",), meta_fields=("structure", "places"),
+)  # fmt: skip
+@dataclass(frozen=True)
 class Extended:
     """Moments of latents some of which are those of a known Gaussian; all others are
     standard normal.
@@ -389,83 +396,79 @@ class Extended:
     :param known: moments of the known latents.
     :param structure: the structure of the requested latents.
     :param places: places of the requested latents among the known ones, -1 for new
-        ones.
+        ones; as bytes of int64.
     """
 
-    def __init__(
-        self, known: SparseMoments, structure: Sparse, places: np.ndarray
-    ) -> None:
-        self._known, self._structure = known, structure
-        self._new, self._places = places < 0, np.where(places < 0, 0, places)
-        self.rank = known.rank + int(self._new.sum())
+    known: SparseMoments
+    structure: Sparse
+    places: bytes
+
+    @property
+    def rank(self) -> int:
+        """The number of standard normal numbers that :meth:`unwhiten` takes."""
+        return self.known.rank + int(self._new.sum())
+
+    @property
+    def _new(self) -> np.ndarray:
+        return np.frombuffer(self.places, np.int64) < 0
+
+    @property
+    def _places(self) -> np.ndarray:
+        return np.maximum(np.frombuffer(self.places, np.int64), 0)
 
     @property
     def mean(self) -> Array:
         """Means, (1, N + K)."""
-        return jnp.where(self._new, 0, self._known.mean[:, self._places])
+        return jnp.where(self._new, 0, self.known.mean[:, self._places])
 
     @property
     def variances(self) -> Array:
         """Variances, (1, N + K)."""
-        return jnp.where(self._new, 1, self._known.variances[:, self._places])
+        return jnp.where(self._new, 1, self.known.variances[:, self._places])
 
     def unwhiten(self, noise: Array) -> Array:
         """Return deviations from the mean.
 
         :param noise: standard normal, (..., rank).
         """
-        old, new = jnp.split(noise, [self._known.rank], -1)
-        found = self._known.unwhiten(old)[..., self._places]
+        old, new = jnp.split(noise, [self.known.rank], -1)
+        found = self.known.unwhiten(old)[..., self._places]
         return found.at[..., np.flatnonzero(self._new)].set(new)
 
     def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, ...]]:
         """See :meth:`SparseMoments.push_forward`."""
-        shift, parts = self._known.push_forward(self._of_known(projection))
+        shift, parts = self.known.push_forward(self._of_known(projection))
         return shift, (*parts, projection[:, np.flatnonzero(self._new)])
 
     def _of_known(self, projection: Array) -> Array:
         old = np.flatnonzero(~self._new)
-        shape = 1, self._known.structure.size, projection.shape[-1]
+        shape = 1, self.known.structure.size, projection.shape[-1]
         found = jnp.zeros(shape, projection.dtype)
         return found.at[:, self._places[old]].set(projection[:, old])
 
     def _projection(self, rows: Rows) -> Array:
-        nodes = _nodes(rows, self._structure)
+        nodes = _nodes(rows, self.structure)
         return jnp.concatenate([nodes, rows.dense.T])[None]
 
     def spreads(self, rows: Rows) -> Array:
         """Return the variances of predictors, (n,)."""
-        nodes, new = self._structure.nodes, jnp.asarray(self._new)
+        nodes, new = self.structure.nodes, jnp.asarray(self._new)
         whole = self._of_known(self._projection(rows))[0]
         old = rows._replace(
-            dense=whole[self._known.structure.nodes :].T,
+            dense=whole[self.known.structure.nodes :].T,
             value=jnp.where(new[rows.place], 0, rows.value),
             place=jnp.asarray(self._places)[rows.place],
         )
         own = jnp.where(new[rows.place], rows.value, 0)
         rest = jnp.where(new[nodes:], rows.dense, 0)
         fresh = jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
-        return self._known.spreads(old) + fresh
-
-    def crossed(self, left: Rows, right: Rows) -> Array:
-        """Return the covariances of pairs of predictors, (P,)."""
-        both, difference = (_added(left, right, sign) for sign in (1, -1))
-        return (self.spreads(both) - self.spreads(difference)) / 4
+        return self.known.spreads(old) + fresh
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
         _, parts = self.push_forward(self._projection(rows))
         root = jnp.concatenate(parts, 1)[0]
         return root.T @ root
-
-
-def q_inverse(q: SparseMoments) -> Array:
-    """Return the covariances of neighbours, given the border, (nnz,)."""
-    pattern = q.structure.pattern
-    inverse, drawn = q._half.factor.selected_inverse(), q._drawn
-    if not drawn.shape[-1]:
-        return inverse
-    return inverse - (drawn[pattern.rows] * drawn[pattern.columns]).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -508,10 +511,6 @@ class Sparse(Structure):
     def rank(self) -> int:
         return self.size - self.constraints.shape[-1]
 
-    @property
-    def largest_matrix(self) -> int:
-        return self.layout.others
-
     @cached_property
     def constraints(self) -> np.ndarray:
         """Orthonormal vectors to which the nodes are orthogonal, (N, c)."""
@@ -526,35 +525,26 @@ class Sparse(Structure):
         """Whether each node is in a component that adds up to zero, (N,)."""
         return np.asarray(self.constraints.any(-1))
 
-    @property
-    def counted(self) -> np.ndarray:
-        """How often each entry is in the whole matrix: twice off the diagonal."""
-        return 2.0 - (self.pattern.rows == self.pattern.columns)
-
-    @property
-    def diagonal(self) -> np.ndarray:
-        """The places of the diagonal among the entries, (N,)."""
-        return np.flatnonzero(self.pattern.rows == self.pattern.columns)
-
     def resized(self, layout: Layout) -> Sparse:
         if layout.groups == self.nodes:
             return replace(self, layout=layout)
         # Whatever the pattern is: other latents have their prior given these.
-        return Sparse(layout, Pattern.of(layout.groups, _NONE, _NONE))
+        every = np.arange(layout.groups)
+        return Sparse(layout, Pattern.of(layout.groups, every, every))
 
-    def place_of(self, pattern: Pattern, first: int) -> np.ndarray:
-        """Return the places of the entries of a part of the nodes.
+    def joined(self, parts: list[tuple[int, Pattern, Array]], dtype: Any) -> Array:
+        """Return the entries of the precision of independent parts of the nodes,
+        (nnz,). Nodes of no part are standard normal.
 
-        :param pattern: the pattern of the part.
-        :param first: its first node.
+        :param parts: the first node of each part, its pattern, and its entries.
+        :param dtype: a float dtype.
         """
-        size = self.nodes
-        keys = self.pattern.rows.astype(np.int64) * size + self.pattern.columns
-        wanted = (
-            (pattern.rows.astype(np.int64) + first) * size + pattern.columns + first
-        )
-        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[places] == wanted, places, len(keys))
+        entries, ones = jnp.zeros(len(self.pattern.rows), dtype), np.ones(self.nodes)
+        for first, own, values in parts:
+            ones[first : first + own.size] = 0
+            places = self.pattern.find(own.rows + first, own.columns + first)
+            entries = entries.at[places].set(values, mode="drop")
+        return entries.at[self.pattern.diagonal].add(jnp.asarray(ones, dtype))
 
     def columns(self, flat: Array) -> tuple[Array, Array]:
         """Return columns (N + K, n) as those of nodes and those of the border."""
@@ -580,7 +570,7 @@ class Sparse(Structure):
     def standard(self, dtype: Any) -> SparseNatural:
         nodes, others = self.nodes, self.layout.others
         entries = np.zeros((1, len(self.pattern.rows)), dtype)
-        entries[:, self.diagonal] = 1
+        entries[:, self.pattern.diagonal] = 1
         zeros, eye = jnp.zeros((1, self.size), dtype), jnp.eye(others, dtype=dtype)
         border = jnp.zeros((1, nodes, others), dtype)
         return SparseNatural(zeros, jnp.asarray(entries), border, eye[None], self)
@@ -603,6 +593,16 @@ class Sparse(Structure):
     def map(self, predictors: Any) -> RowMap:
         offset, residual = predictors.offset[None], predictors.residual[None]
         return RowMap(offset, predictors.rows, residual, self)
+
+    def spreads(self, q: Any, rows: Rows) -> Array:
+        """Return the variances of predictors, (n,)."""
+        return q.spreads(rows)
+
+    def crossed(self, q: Any, left: Rows, right: Rows) -> Array:
+        """Return the covariances of pairs of predictors, (P,). The nodes of both are
+        neighbours."""
+        both, difference = (_added(left, right, sign) for sign in (1, -1))
+        return (q.spreads(both) - q.spreads(difference)) / 4
 
     def shifts(self, rows: Rows, z: Array) -> Array:
         """Return the change of predictors for latents (size,), (n,)."""

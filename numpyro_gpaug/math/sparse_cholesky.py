@@ -168,16 +168,17 @@ class SparseFactor:
     def _up(self, given: list[Array]) -> list[Array]:
         """Return ``L^-1 b``."""
         white: list[Array] = []
-        update: Array | None = None
+        passed: Array | None = None
         steps = list(zip(given, self.fronts, self._groups, strict=True))
-        for own, front, group in reversed(steps):
+        for k, (own, front, group) in reversed([*enumerate(steps)]):
             p = own.shape[1]
             rest = jnp.zeros((), own.dtype)
-            if update is not None:
-                passed = _passed_vectors(group, update)
+            if passed is not None:
                 own, rest = own + passed[:, :p], passed[:, p:]
             white.append(front.inverse @ own)
-            update = rest + front.gain @ own
+            if k:
+                above = self._groups[k - 1]
+                passed = _passed_vectors(group, above, rest + front.gain @ own)
         return white[::-1]
 
     @precise
@@ -202,22 +203,21 @@ def factor(pattern: Pattern, values: Array) -> SparseFactor:
     :return: the factor; its numbers are NaN where the matrix is not positive definite.
     """
     elimination = pattern.elimination
-    fronts: list[Fronts] = []
-    update: Array | None = None
-    starts = _columns(pattern, values)
-    steps = zip(elimination.groups[::-1], starts[::-1], strict=True)
-    for group, columns in steps:
+    groups, fronts = elimination.groups, list[Fronts]()
+    passed: Array | None = None
+    for k, columns in reversed([*enumerate(_columns(pattern, values))]):
         p = columns.shape[2]
         own, across = columns[:, :p], -columns[:, p:]
         rest = jnp.zeros((), values.dtype)
-        if update is not None:
-            passed = _passed_matrix(group, update)
+        if passed is not None:
             own, across = own + passed[:, :p, :p], across - passed[:, p:, :p]
             rest = passed[:, p:, p:]
         lower, inverse = small.cholesky_and_inverse(own)
         half = across @ inverse.mT
         fronts.append(Fronts(lower, inverse, half @ inverse))
-        update = rest - half @ half.mT
+        if k:
+            update = rest - half @ half.mT
+            passed = _passed_matrix(groups[k], groups[k - 1], update)
     flat = jnp.concatenate([x.inverse.reshape(-1) for x in fronts[::-1]])
     log_det = -2 * jnp.log(_at(flat, elimination.diagonal)).sum()
     return SparseFactor(pattern, tuple(fronts[::-1]), log_det)
@@ -254,8 +254,7 @@ def log_det(pattern: Pattern, values: Array) -> Array:
 @log_det.defjvp
 def _log_det_jvp(pattern: Pattern, primals: Any, tangents: Any) -> tuple[Array, Array]:
     factored = factor(pattern, *primals)
-    twice = np.where(pattern.rows == pattern.columns, 1, 2)
-    inverse = twice * factored.selected_inverse()
+    inverse = pattern.multiplicity * factored.selected_inverse()
     return factored.log_det, (inverse * tangents[0]).sum()
 
 
@@ -299,22 +298,28 @@ def _at(values: Array, places: Any) -> Array:
     return values.at[places].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def _passed_matrix(group: Group, update: Array) -> Array:
-    """Return the sums of the updates of children, (m, R, R)."""
-    b, down = update.shape[-1], np.maximum(group.down, 0)
-    row = jnp.asarray((group.children[:, :, None] * b + down) * b)
-    places = row[..., None] + down[:, :, None, :]
-    there = jnp.asarray(group.down >= 0)
-    both = there[..., None] & there[:, :, None, :]
-    return jnp.where(both, _at(update.reshape(-1), places), 0).sum(1)
+def _passed_matrix(group: Group, above: Group, update: Array) -> Array:
+    """Return the sums of the updates of children, (m, R, R). Padding of a border is
+    zero, whatever it is added to."""
+    r = above.width
+    up, row = jnp.asarray(np.maximum(group.up, 0)), jnp.asarray(_rows_above(group, r))
+    found = jnp.zeros(len(above.pivots) * r * r, update.dtype)
+    places = row[:, :, None] * r + up[:, None]
+    found = found.at[places].add(update, mode="promise_in_bounds")
+    return found.reshape(-1, r, r)
 
 
-def _passed_vectors(group: Group, update: Array) -> Array:
+def _passed_vectors(group: Group, above: Group, update: Array) -> Array:
     """Return the sums of the updates of children, (m, R, k)."""
-    m, b, k = update.shape
-    places = group.children[:, :, None] * b + np.maximum(group.down, 0)
-    rows = _at(update.reshape(m * b, k), places)
-    return jnp.where((group.down >= 0)[..., None], rows, 0).sum(1)
+    r, k = above.width, update.shape[-1]
+    found = jnp.zeros((len(above.pivots) * r, k), update.dtype)
+    found = found.at[_rows_above(group, r)].add(update, mode="promise_in_bounds")
+    return found.reshape(-1, r, k)
+
+
+def _rows_above(group: Group, r: int) -> np.ndarray:
+    """Return the place of each border node among the rows of all fronts above."""
+    return group.parent[:, None] * r + np.maximum(group.up, 0)
 
 
 def _border(group: Group, columns: Array, rest: Array) -> Array:

@@ -17,9 +17,11 @@ from jax.typing import ArrayLike
 _Indices = np.ndarray
 # Parts of the graph up to this size are not cut.
 _LEAF = 8
-# Costs in operations of a product of matrices: an entry that is gathered, a front, and
-# a group of fronts. The last is mostly the time to compile it.
-_GATHERED, _FRONT, _GROUP = 12.0, 5e4, 1e8
+# Nanoseconds on one core of a CPU: of an operation of a product of matrices, of the
+# cube of a number of pivots, of an entry of a border that is passed on, of an entry of
+# a front that is copied, of a front, and of a group of fronts. The last is mostly the
+# time to compile it, over some hundred runs.
+_PRODUCT, _FACTORISED, _PASSED, _COPIED, _FRONT, _GROUP = 0.025, 0.25, 10, 1.5, 1e3, 1e6
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +106,26 @@ class Pattern:
         counts = np.bincount(self.rows, minlength=self.size)
         return np.append(0, np.cumsum(counts)).astype(np.int32)
 
+    def find(self, rows: _Indices, columns: _Indices) -> _Indices:
+        """Return the place of each entry in an array of values, as :meth:`places`, on
+        the host."""
+        high, low = np.maximum(rows, columns), np.minimum(rows, columns)
+        wanted = high.astype(np.int64) * self.size + low
+        keys = self.rows.astype(np.int64) * self.size + self.columns
+        found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[found] == wanted, found, len(keys))
+
+    @property
+    def diagonal(self) -> _Indices:
+        """The places of the diagonal, (size,): each is the last entry of its row."""
+        return self.starts[1:] - 1
+
+    @property
+    def multiplicity(self) -> _Indices:
+        """The number of times that each entry is in the matrix, (nnz,): once on the
+        diagonal, and twice elsewhere."""
+        return 2 - (self.rows == self.columns)
+
     @cached_property
     def colours(self) -> _Indices:
         """A colour of each node, (size,), such that neighbours have different ones."""
@@ -152,18 +174,17 @@ class Group(NamedTuple):
         (m,).
     :param up: the places of the border nodes in the parent's front, (m, B); -1 for
         padding.
-    :param children: the fronts of the group below whose borders a front takes, (m, C),
-        and 0 where there are fewer.
-    :param down: for each place in a front, the place in each child's border, (m, C, R);
-        -1 for none.
     """
 
     pivots: _Indices
     border: _Indices
     parent: _Indices
     up: _Indices
-    children: _Indices
-    down: _Indices
+
+    @property
+    def width(self) -> int:
+        """The number of nodes of a front, R."""
+        return self.pivots.shape[1] + self.up.shape[1]
 
 
 class Elimination(NamedTuple):
@@ -251,8 +272,7 @@ def _groups(depth: _Indices, code: _Indices, borders: list[_Indices]) -> list[in
         pivots = np.zeros(count, np.int64)
         for end in range(top, deepest + 1):
             pivots += np.bincount(part[over == end - top], minlength=count)
-            children = 0 if end == deepest else 2 ** (end - top + 1)
-            here = _cost(count, int(pivots.max(initial=0)), border, children)
+            here = _cost(count, int(pivots.max(initial=0)), border)
             if here + best[end + 1] < best[top]:
                 best[top], ends[top] = here + best[end + 1], end + 1
     tops = [0]
@@ -261,11 +281,11 @@ def _groups(depth: _Indices, code: _Indices, borders: list[_Indices]) -> list[in
     return tops
 
 
-def _cost(count: int, p: int, b: int, children: int) -> float:
+def _cost(count: int, p: int, b: int) -> float:
     """Return the cost of a group of fronts with p pivots and b border nodes."""
-    products = 3.0 * p**3 + 6.0 * b * p**2 + 4.0 * p * b**2
-    gathered = _GATHERED * ((p + b) ** 2 * children + b**2 + (p + b) * p)
-    return count * (products + gathered + _FRONT) + _GROUP
+    products = _PRODUCT * (6 * b * p**2 + 4 * p * b**2) + _FACTORISED * p**3
+    moved = _PASSED * b**2 + _COPIED * (p + b) ** 2
+    return count * (products + moved + _FRONT) + _GROUP
 
 
 class _Builder:
@@ -375,7 +395,7 @@ class _Builder:
         front, node = np.divmod(self.borders[g], max(self.size, 1))
         border = np.zeros((m, b), np.int64)
         border[front, _ranks(front, m)[0]] = 1 + slots[node]
-        arrays = (pivots, border, *self._parents(g), *self._children(g))
+        arrays = pivots, border, *self._parents(g)
         return Group(*(x.astype(np.int32) for x in arrays))
 
     def _parents(self, g: int) -> tuple[_Indices, _Indices]:
@@ -389,19 +409,6 @@ class _Builder:
         rank = _ranks(front, m)[0]
         up[front, rank] = self._locate(g - 1, parent[front], node)
         return parent, up
-
-    def _children(self, g: int) -> tuple[_Indices, _Indices]:
-        m, p, b = self._widths(g)
-        if g == len(self.tops) - 1:
-            return np.zeros((m, 0), np.int64), np.zeros((m, 0, p + b), np.int64)
-        parent, up = self._parents(g + 1)
-        slot, counts = _ranks(parent, m)
-        children = np.zeros((m, int(counts.max())), np.int64)
-        children[parent, slot] = np.arange(len(parent))
-        down = np.full((*children.shape, p + b), -1)
-        child, rank = np.nonzero(up >= 0)
-        down[parent[child], slot[child], up[child, rank]] = rank
-        return children, down
 
 
 def _ranks(keys: _Indices, count: int) -> tuple[_Indices, _Indices]:

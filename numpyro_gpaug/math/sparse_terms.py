@@ -43,15 +43,14 @@ def sum_of_terms(terms: Iterable[Any], name: str) -> tuple[Pattern, Array]:
     rows = np.concatenate([entries.rows for entries in found])
     columns = np.concatenate([entries.columns for entries in found])
     pattern = Pattern.of(size, rows, columns)
-    keys = _keys(pattern.rows, pattern.columns, size)
     total: Any = 0
     for (coefficient, _), entries in zip(terms, found, strict=True):
-        places = np.searchsorted(keys, _keys(entries.rows, entries.columns, size))
+        places = pattern.find(entries.rows, entries.columns)
         # An entry and its mirror image share a place.
         halves = np.where(entries.rows == entries.columns, 1, 0.5)
         values = jnp.asarray(entries.values)
         halved = values * halves.astype(values.dtype)
-        summed = jax.ops.segment_sum(halved, places, len(keys))
+        summed = jax.ops.segment_sum(halved, places, len(pattern.rows))
         total = total + coefficient * summed
     return pattern, total
 
@@ -60,11 +59,6 @@ def by_columns(function: Callable[[Array], Array], x: Array) -> Array:
     """Apply a function of columns (n, k) to the vectors of an array (..., n)."""
     columns = x.reshape(-1, x.shape[-1]).T
     return function(columns).T.reshape(x.shape)
-
-
-def _keys(rows: np.ndarray, columns: np.ndarray, size: int) -> np.ndarray:
-    low, high = np.minimum(rows, columns), np.maximum(rows, columns)
-    return high.astype(np.int64) * size + low
 
 
 def _entries(matrix: Any, name: str) -> _Entries:

@@ -81,39 +81,16 @@ class Asked(NamedTuple):
     def looked_at(
         self, structure: JointStructure, singles: list[Grouping]
     ) -> list[tuple[Any, Any, Any]]:
-        """Return, by grouping, whether each predictor depends on any of the grouping's
-        members, on which member, and how far the response to random numbers differs
-        from this dependence, relative to the size of the terms. One program computes
-        everything."""
+        """Return, by grouping, whether each predictor depends on single numbers of the
+        grouping, the places of these numbers, and how far the response to random
+        numbers differs from this dependence, relative to the size of the terms. One
+        program computes everything."""
 
         def looked_at(arrays: tuple[Array, ...]) -> list[tuple[Array, Array, Array]]:
             predictors = self.view(structure, arrays).predictors
             return [_looked_at(predictors, single) for single in singles]
 
         return once(looked_at, self.arrays)
-
-    def members(self, structure: JointStructure, grouping: Grouping) -> Any:
-        """Return the places of the numbers of a grouping that each predictor depends
-        on, (n, s), -1 for none; ``None`` if it depends on several members, or on
-        several of one colour, or if the arguments are traced."""
-
-        def members(arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-            predictors = self.view(structure, arrays).predictors
-            value, place = predictors.single(grouping)
-            rng, worst = np.random.default_rng(0), []
-            shape = structure.members(grouping), structure.each(grouping)
-            for _ in range(PROBES):
-                probe = jnp.asarray(rng.normal(size=shape), structure.dtype)
-                moved = predictors.push(structure.placed(grouping, probe))
-                off = moved - (value * probe.ravel()[place]).sum(-1)
-                worst.append(relative(off, jnp.abs(value).sum(-1)))
-            return value != 0, place, jnp.stack(worst).max()
-
-        found = once(members, self.arrays)
-        if any(isinstance(x, Tracer) for x in found):
-            return None
-        depends, place, off = map(np.asarray, found)
-        return np.where(depends, place, -1) if off < ROUNDING else None
 
 
 def find_form(
@@ -172,12 +149,14 @@ def find_sparse(
     rows, found = asked.rows, []
     for site in structure.sites:
         for grouping in _tried(site, fields.get(site.name)):
-            told = asked.members(structure, grouping)
-            if told is not None:
+            ((depends, place, off),) = asked.looked_at(structure, [grouping])
+            if isinstance(off, Tracer):
+                return None
+            if off < ROUNDING:
                 if grouping.colours:
-                    most = int((told >= 0).sum(-1).max(initial=0))
-                    grouping = grouping._replace(most=max(most, 1))
-                found.append((grouping, told))
+                    most = int(depends.sum(-1).max(initial=1))
+                    grouping = grouping._replace(most=most)
+                found.append((grouping, np.where(depends, place, -1)))
                 break
         else:
             if site.name in fields:
@@ -199,20 +178,24 @@ def _tried(site: GaussianSite, own: Field | None) -> Iterator[Grouping]:
             yield Grouping(((site.name, axes),))
         return
     alone = Grouping(((site.name, tuple(range(len(site.shape)))),))
-    # By the vectors that a field is the sum of, by independent fields, and such that
-    # neighbours have different colours.
-    size, fields = site.shape[-1], prod(site.shape[:-1])
-    parts = np.tile(np.arange(size) * len(own.prior.scales) // size, fields)
-    tried = [parts]
-    if 1 < fields <= _WIDEST:
-        tried.append(parts * fields + np.repeat(np.arange(fields), size))
-    near = own.prior.pattern.colours
-    tried.append(parts * (near.max() + 1) + np.tile(near, fields))
-    for colours in (np.unique(x, return_inverse=True)[1] for x in tried):
+    for colouring in _colourings(own, site.shape):
+        colours = np.unique(colouring, return_inverse=True)[1]
         if most := int(colours.max()):
             yield alone._replace(colours=coded(colours), most=most + 1)
         else:
             yield alone
+
+
+def _colourings(own: Field, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Iterate over colours of the coordinates of a field: by the vectors that it is the
+    sum of, by independent fields, and such that neighbours have different ones."""
+    size, fields = shape[-1], prod(shape[:-1])
+    parts = np.tile(np.arange(size) * len(own.prior.scales) // size, fields)
+    yield parts
+    if 1 < fields <= _WIDEST:
+        yield parts * fields + np.repeat(np.arange(fields), size)
+    near = own.prior.pattern.colours
+    yield parts * (near.max() + 1) + np.tile(near, fields)
 
 
 def _sparse(
@@ -419,15 +402,15 @@ def _looked_at(
     """Return the dependence of predictors on one grouping; see
     :meth:`Asked.looked_at`."""
     structure = predictors.structure
-    loadings, group = predictors.looked_at(grouping)
+    value, place = predictors.single(grouping)
     rng, worst = np.random.default_rng(0), []
     for _ in range(PROBES):
         shape = structure.members(grouping), structure.each(grouping)
         probe = jnp.asarray(rng.normal(size=shape), structure.dtype)
         moved = predictors.push(structure.placed(grouping, probe))
-        off = moved - (loadings * probe[group]).sum(-1)
-        worst.append(relative(off, jnp.abs(loadings).sum(-1)))
-    return (loadings != 0).any(-1), group, jnp.stack(worst).max()
+        off = moved - (value * probe.ravel()[place]).sum(-1)
+        worst.append(relative(off, jnp.abs(value).sum(-1)))
+    return value != 0, place, jnp.stack(worst).max()
 
 
 def _group_of_data(
@@ -439,10 +422,10 @@ def _group_of_data(
     :param told: an answer of :meth:`Asked.looked_at`.
     :param pairs: the pairs of predictors of one datum.
     """
-    looks, group, off = map(np.asarray, told)
+    depends, place, off = map(np.asarray, told)
     if not off < ROUNDING:
         return None
-    found = np.where(looks, group, -1)
+    found = np.where(depends.any(-1), place[:, 0] // place.shape[-1], -1)
     if pairs is not None:
         first, second = (np.asarray(place) for place in pairs)
         left, right = found[first], found[second]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.gaussians import Sparse
 from numpyro_gpaug.gaussians.base import StructurePrior
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.likelihoods.expectations import Route
@@ -139,28 +138,22 @@ class JointView:
     def nodes(self) -> tuple[Array, Array] | None:
         """The entries of the precision of nodes, and its log-determinant; ``None`` for
         other structures."""
-        structure, form = self.structure, self.structure.form
+        structure, form = self.structure, cast(Any, self.structure.form)
         if not structure.fields:
             return None
-        assert isinstance(form, Sparse)
         found = self._at_zero(self._program.outputs.precisions)
-        places, values, begin = [form.diagonal], [], 0
-        ones = np.ones(form.nodes)
+        parts, begin = [], 0
         log_det = jnp.zeros((), structure.dtype)
         for grouping in structure.groupings:
-            own = self._fields.get(grouping.sites[0][0])
             size = structure.members(grouping) * structure.each(grouping)
-            if own is not None:
-                entries, each = found[grouping.sites[0][0]]
-                for first in range(begin, begin + size, own.shape[-1]):
-                    ones[first : first + own.shape[-1]] = 0
-                    places.append(form.place_of(own.prior.pattern, first))
-                    values.append(entries)
-                    log_det += each
+            if (own := self._fields.get(grouping.sites[0][0])) is not None:
+                values, each = found[grouping.sites[0][0]]
+                pattern = own.prior.pattern
+                firsts = range(begin, begin + size, pattern.size)
+                parts += [(first, pattern, values) for first in firsts]
+                log_det += len(firsts) * each
             begin += size
-        entries = jnp.zeros(len(form.pattern.rows), structure.dtype)
-        flat = jnp.concatenate([jnp.asarray(ones, entries.dtype), *values])
-        return entries.at[np.concatenate(places)].add(flat, mode="drop"), log_det
+        return form.joined(parts, structure.dtype), log_det
 
     @cached_property
     def frontiers(self) -> dict[str, Frontier]:
@@ -428,12 +421,6 @@ class JointView:
         if self.structure.form.any_rows:
             return jnp.zeros((), self.structure.dtype)
         return self.predictors.misfit(self.pairs)
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """Sites in coordinates of their own."""
-        _ = self._program
-        return self._fields
 
     def gathers(self) -> list[tuple[Gather, tuple[Array, Array, Array]]]:
         """Return the indexed latents and hyperparameters, with the range of the

@@ -197,9 +197,11 @@ class JointPredictiveView(JointView):
         ]
         if not known:
             return q
-        laws = self._at_zero([program.outputs.likelihoods[s.name] for s in known])
-        for site, law in zip(known, laws, strict=True):
-            refuse_others(site, law.fn, structure)
+        likelihoods = self._at_zero(
+            [program.outputs.likelihoods[s.name] for s in known]
+        )
+        for site, likelihood in zip(known, likelihoods, strict=True):
+            refuse_others(site, likelihood.fn, structure)
         self._grouped = False
         found = [self._affine(self._of_site(s)) for s in known]
         if any(each.many for each in found):
@@ -208,7 +210,7 @@ class JointPredictiveView(JointView):
                 "observed are too many for one matrix. Predict a few thousand rows "
                 "at a time"
             )
-        return conditioned(q, structure, found, laws)
+        return conditioned(q, structure, found, likelihoods)
 
     def _residuals(self, variables: list[Any]) -> list[Array]:
         """Return the residual variances. Where a variable mixes several function values
@@ -407,11 +409,11 @@ class JointPredictiveView(JointView):
         if site.route is Route.CLOSED_FORM:
             parameter = parts.parameters[site.name].variable
             (mean,), (variance,), *_ = self._marginals([parameter], q)
-            (law,) = self._at_zero([parts.likelihoods[site.name]])
+            (likelihood,) = self._at_zero([parts.likelihoods[site.name]])
             (latent,) = site.latents
             shape = self._program.avals[parameter].shape
             return predictive(
-                law.fn,
+                likelihood.fn,
                 {latent: mean.reshape(shape)},
                 {latent: variance.reshape(shape)},
             )
@@ -421,9 +423,9 @@ class JointPredictiveView(JointView):
             entry = lookup_correlated(type(fn))
             assert entry is not None
             pairs = pairs.reshape(*mean.shape[:-1], -1)
-            (law,) = self._at_zero([parts.likelihoods[site.name]])
-            law = base_distribution(law.fn)
-            return entry.predictive(law, mean, variance, pairs)
+            (likelihood,) = self._at_zero([parts.likelihoods[site.name]])
+            likelihood = base_distribution(likelihood.fn)
+            return entry.predictive(likelihood, mean, variance, pairs)
         leaves, treedef = jax.tree.flatten(fn)
         variables = [leaf.variable for leaf in leaves]
         varies = tuple(program.depends(v) for v in variables)
@@ -459,12 +461,12 @@ class JointPredictiveView(JointView):
         For observations that are given it is the distribution of the independent data
         that they were rewritten as, which have the same density."""
         variable = self._program.outputs.parameters[site.name].variable
-        (law,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
+        (likelihood,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
         whole_shape = self._program.avals[variable].shape
         batch = whole_shape[: len(whole_shape) - site.correlated]
         # The entries of a matrix count row by row.
         shape = *batch, math.prod(whole_shape[len(batch) :])
-        noise = covariance_of(law.fn, site.correlated)
+        noise = covariance_of(likelihood.fn, site.correlated)
         map_ = self._affine([variable]).matrices
         mean, variance = (x[0].reshape(shape) for x in map_.marginals(q))
         if batch:
@@ -509,9 +511,11 @@ class JointPredictiveView(JointView):
     def _node_error(self, site: Observed, q: Any) -> Array:
         """Return the error of an average over quasi-random nodes; see
         :meth:`rule_errors`."""
-        (law,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
+        (likelihood,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
         at = self._correlated(site, q)
-        rough, fine = (correlated(law.fn, law.value, *at, n) for n in (NODES, FINER))
+        rough, fine = (
+            correlated(likelihood.fn, likelihood.value, *at, n) for n in (NODES, FINER)
+        )
         return jnp.abs(rough - fine).mean()
 
     def _correlated(self, site: Observed, q: Any) -> tuple[Array, Array, Array]:

@@ -33,14 +33,14 @@ def without_added(found: Any, few: Any, num: int) -> Any:
         if covariance.shape == (whole.size, whole.size) and whole.ndim != 1:
             # Entries of a table, counted row by row.
             table = np.asarray(covariance).reshape(2 * whole.shape)
-            cut = _of_array(table, 2 * few.mean.shape, num)
-            return FunctionValues(mean, cut.reshape(mean.size, mean.size))
+            kept = _of_array(table, 2 * few.mean.shape, num)
+            return FunctionValues(mean, kept.reshape(mean.size, mean.size))
         return FunctionValues(mean, _of_array(covariance, few.variance.shape, num))
     if isinstance(found, Distribution):
-        law, others = copy.copy(found), vars(few)
+        cut, others = copy.copy(found), vars(few)
         for name, value in vars(found).items():
-            vars(law)[name] = without_added(value, others[name], num)
-        return law
+            vars(cut)[name] = without_added(value, others[name], num)
+        return cut
     if isinstance(found, tuple | list):
         pairs = zip(found, few, strict=True)
         return type(found)(without_added(a, b, num) for a, b in pairs)

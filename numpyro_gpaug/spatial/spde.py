@@ -114,8 +114,7 @@ class MaternWeights(dist.Distribution):
     def variance(self) -> Array:
         prior = self._sparse_precision()
         factor = sparse_cholesky.factor(prior.pattern, prior.values)
-        on_diagonal = np.flatnonzero(prior.pattern.rows == prior.pattern.columns)
-        return factor.selected_inverse()[on_diagonal]
+        return factor.selected_inverse()[prior.pattern.diagonal]
 
     @property
     def _kappa(self) -> Array:
