@@ -152,7 +152,8 @@ def find_sparse(
             ((depends, place, off),) = asked.looked_at(structure, [grouping])
             if isinstance(off, Tracer):
                 return None
-            if off < ROUNDING:
+            # A number of Python's: in a trace JAX traces comparisons of what is known.
+            if float(off) < ROUNDING:
                 if grouping.colours:
                     most = int(depends.sum(-1).max(initial=1))
                     grouping = grouping._replace(most=most)

@@ -255,16 +255,19 @@ def car_precision(base: dist.CAR) -> Array:
 
 @_whitening.register
 def _(base: dist.CAR, shape: tuple[int, ...]) -> Whitening:
-    inverse = linalg.inverse_cholesky(car_precision(base))
+    # Dense, and so made only where there is no sparse form.
+    def inverse() -> Array:
+        return linalg.inverse_cholesky(car_precision(base))
 
     def value(z: Array) -> Array:
-        return base.loc + (jnp.swapaxes(inverse, -1, -2) @ z[..., None])[..., 0]
+        return base.loc + (jnp.swapaxes(inverse(), -1, -2) @ z[..., None])[..., 0]
 
     def numbers(x: Array) -> Array:
         deviation = (x - base.loc)[..., None]
-        return linalg.solve_lower(inverse, deviation, transpose=True)[..., 0]
+        return linalg.solve_lower(inverse(), deviation, transpose=True)[..., 0]
 
-    return Whitening(shape, value, inverse, numbers, mixes=True)
+    spread = base.correlation, base.conditional_precision
+    return Whitening(shape, value, spread, numbers, mixes=True)
 
 
 @_whitening.register

@@ -244,8 +244,7 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
         if site["type"] == "sample" and isinstance(
             law := base_distribution(site["fn"]), dist.CAR
         ):
-            one_way, alone = _graph_faults(law)
-            valid[name, GRAPH] = ~(one_way.any() | alone.any())
+            valid[name, GRAPH] = sum(x.sum() for x in _graph_faults(law)) == 0
         if site["type"] != "sample" or not site["is_observed"]:
             continue
         check_shape(name, site)
@@ -276,11 +275,13 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
 GRAPH = "adj_matrix"
 
 
-def _graph_faults(law: dist.CAR) -> tuple[Array, Array]:
-    """Return the pairs of areas of which only one is a neighbour of the other, and the
-    areas without neighbours."""
-    matrix = law.adj_matrix.toarray() if law.is_sparse else law.adj_matrix
-    graph = jnp.asarray(matrix)
+def _graph_faults(law: dist.CAR) -> tuple[Any, Any]:
+    """Return the pairs of areas of which only one is a neighbour of the other, a matrix
+    as sparse as the graph, and the areas without neighbours."""
+    graph: Any = law.adj_matrix
+    if law.is_sparse:
+        return graph != graph.T, np.asarray((graph != 0).sum(-1)).ravel() == 0
+    graph = jnp.asarray(graph)
     return graph != jnp.swapaxes(graph, -1, -2), (graph == 0).all(-1)
 
 
@@ -295,11 +296,11 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
     base = base_distribution(site["fn"])
     cls = type(base).__name__
     if isinstance(base, dist.CAR) and parameter == GRAPH:
-        one_way, alone = (np.asarray(x) for x in _graph_faults(base))
+        one_way, alone = _graph_faults(base)
         said = f"areas {np.flatnonzero(alone)[:5]} have no neighbours: give these an "
         said += "effect of their own, dist.Normal, or leave them out"
-        if one_way.any():
-            pair = tuple(int(x) for x in np.argwhere(one_way)[0])
+        if one_way.sum():
+            pair = tuple(int(places[0]) for places in one_way.nonzero())
             said = f"it is not symmetric, as at {pair}"
         return ValueError(
             f"site {name!r}: {GRAPH} of CAR, {one_way.shape}, is no graph of "

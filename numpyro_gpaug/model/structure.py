@@ -14,12 +14,15 @@ import numpy as np
 import numpyro
 from jax import Array
 from numpyro import handlers
-from numpyro.distributions import ImproperUniform
+from numpyro.distributions import CAR, ImproperUniform, Normal
 from numpyro.infer import init_to_feasible
 
 from numpyro_gpaug._numpyro import expanded_sites, first_rows, residual_policy
+from numpyro_gpaug.distributions.sparse_prior import sparse_prior
 from numpyro_gpaug.gp.process import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.math import sparse_cholesky
+from numpyro_gpaug.math.sparse_terms import by_columns
 from numpyro_gpaug.model.arguments import Arguments, is_array
 from numpyro_gpaug.model.closures import count_run
 
@@ -283,9 +286,18 @@ def is_improper(site: dict[str, Any]) -> bool:
 
 
 def _somewhere(site: dict[str, Any]) -> Array | None:
-    """Return a value for a site that has none and cannot be drawn."""
-    if site["type"] == "sample" and site["value"] is None and is_improper(site):
+    """Return a value for a site that has none and cannot be drawn: its prior is flat,
+    or NumPyro draws it by a dense matrix of all areas."""
+    if site["type"] != "sample" or site["value"] is not None:
+        return None
+    if is_improper(site):
         return init_to_feasible(site)
+    base = base_distribution(site["fn"])
+    if isinstance(base, CAR) and base.is_sparse and (field := sparse_prior(base)):
+        noise = Normal().expand(site["fn"].shape())
+        white = noise.sample(site["kwargs"]["rng_key"])
+        factor = sparse_cholesky.factor(field.pattern, field.values)
+        return field.value(by_columns(factor.half_solve_transposed, white))
     return None
 
 
