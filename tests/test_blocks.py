@@ -87,11 +87,8 @@ def everything(problem, values, natural):
     natural = jax.tree.map(lambda x: 1.3 * x + 0.1 * (x > 0), natural)
     evaluation = at.evaluate(natural)
     slopes = pull(at.gradient(evaluation))
-    parts = evaluation.moments, evaluation.marginals, evaluation.slopes
-    target = at.target("f", *(part["f"] for part in parts))
-    one = at.of_latent("f", jnp.array([0])).target(
-        "f", *(jax.tree.map(lambda x: x[:1], part["f"]) for part in parts)
-    )  # fmt: skip
+    target = at.target("f", evaluation, None)
+    one = at.target("f", evaluation, None, jnp.array([0]))
     given = at.maps["f"].given(natural["f"].potential)
     return evaluation.bound, slopes, target, one, given
 

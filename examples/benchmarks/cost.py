@@ -74,9 +74,11 @@ def programs(n: int, m: int, d: int, c: int) -> dict[str, tuple[Any, Any]]:
     rest = Settings(None, "exact", None, 1, None, ())
 
     def sweep(state: Any, arrays: Any) -> Any:
+        begun = Pass.begun(state.natural, plan)
         return add_block(
-            rest, state, Pass.begun(state), arrays, plan, arguments.static, None
-        ).targets
+            rest, state.hyper.values, state.rng_key, begun, arrays, plan,
+            arguments.static, None,
+        ).targets  # fmt: skip
 
     def gradient(state: Any, arrays: Any) -> Any:
         stepper = Stepper(plan, svi.settings, Arguments(arrays, arguments.static))

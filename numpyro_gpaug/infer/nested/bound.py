@@ -200,9 +200,7 @@ class CollapsedBound:
         found = self.settle(problem, start, tolerance)
 
         def gradient() -> dict[str, Array]:
-            at = found.evaluation
-            corrections = problem.corrections(at)
-            return pullback(problem.gradient(at, corrections=corrections))
+            return pullback(problem.collapsed_gradient(found.evaluation))
 
         return found.evaluation.bound, gradient, found
 

@@ -22,7 +22,7 @@ from numpyro_gpaug.infer.vi.checks import (
     check_run,
     warn_of_units,
 )
-from numpyro_gpaug.infer.vi.feeds import Given
+from numpyro_gpaug.infer.vi.feeds import Given, InMemory
 from numpyro_gpaug.infer.vi.loop import CHUNK, copied
 from numpyro_gpaug.infer.vi.plan import LBFGS, LEAST_RISE, Plan, Settings
 from numpyro_gpaug.infer.vi.programs import Programs
@@ -282,9 +282,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
         never = np.zeros((), state.bound.dtype)
-        state, losses, *_ = self._runs.steps(
-            copied(state), 1, never, data, arguments, plan
-        )
+        feed = InMemory(self._programs, plan, arguments, data)
+        state, losses, *_ = feed.take(copied(state), 1, never)
         return state, losses[0]
 
     @_of_the_model_now

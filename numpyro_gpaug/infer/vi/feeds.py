@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,60 +44,64 @@ class Taken(NamedTuple):
     params: dict[str, Any] | None = None
 
 
-class Feed(Protocol):
-    """The interface of a source of rows to a run."""
+class Feed:
+    """A source of rows to a run.
 
-    @property
-    def size(self) -> int:
-        """The number of entries of the data of a step."""
+    :ivar size: the number of entries of the data of a step.
+    :ivar mesh: the mesh of the rows.
+    """
 
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh of the rows."""
+    size: int
+    mesh: Mesh | None
 
     def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
         """Take so many steps, or fewer if the bound no longer rises."""
+        raise NotImplementedError
 
     def bounds(self, state: ConjugateState) -> Array:
         """Return the bounds of a state on minibatches that are the same in every
         call."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop all threads of this source."""
 
 
-class InMemory(NamedTuple):
+class InMemory(Feed):
     """Arguments that every step uses completely.
 
+    :param programs: the :class:`~numpyro_gpaug.infer.vi.programs.Programs` of the fit.
+    :param plan: the plan of the fit.
     :param arguments: the model's arguments.
-    :param take: takes steps, given the state (``None`` at the start of the run), the
-        number of steps and the tolerance; returns the state, losses, number of steps
-        taken, params, and the part of the posterior that is known from these, if any.
-    :param bounds: see :class:`Feed`.
+    :param data: fingerprint of the arguments, without added rows.
     """
 
-    arguments: Arguments
-    take: Callable[..., tuple[Any, ...]]
-    bounds: Callable[[ConjugateState], Array]
+    def __init__(
+        self, programs: Any, plan: Plan, arguments: Arguments, data: np.uint32
+    ) -> None:
+        self._programs, self._plan, self._data = programs, plan, data
+        self._arguments, self.mesh = arguments, arguments.mesh
+        self.size = sum(x.size for x in arguments.arrays)
 
-    @property
-    def size(self) -> int:
-        """The number of entries of the data."""
-        return sum(x.size for x in self.arguments.arrays)
+    @one_thread
+    def take(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
+        """Take steps; see :func:`~numpyro_gpaug.infer.vi.loop.run_chunk`. The state is
+        overwritten."""
+        with on_mesh(self.mesh):
+            return self._programs.advance(
+                state, np.int32(wanted), tol, self._data, self._arguments.arrays,
+                plan=self._plan, static=self._arguments.static,
+            )  # fmt: skip
 
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh of the data."""
-        return self.arguments.mesh
+    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
+        last, losses, taken, params = self.take(state, wanted, tol)
+        return Taken(last, np.asarray(losses)[: int(taken)], params)
 
-    def steps(
-        self, state: ConjugateState | None, wanted: int, tol: np.ndarray
-    ) -> Taken:
-        last, losses, taken, *known = self.take(state, wanted, tol)
-        return Taken(last, np.asarray(losses)[: int(taken)], *known)
-
-    def close(self) -> None:
-        pass
+    @one_thread
+    def bounds(self, state: ConjugateState) -> Array:
+        arrays, static = self._arguments
+        with on_mesh(self.mesh):
+            return self._programs.bounds(state, arrays, plan=self._plan, static=static)
 
 
 class Given(NamedTuple):
@@ -335,32 +339,28 @@ class Reader:
             raise
 
 
-class Minibatches:
+class Minibatches(Feed):
     """Steps that use one batch each.
 
-    :param reader: the reader of the batches.
+    :param programs: the :class:`~numpyro_gpaug.infer.vi.programs.Programs` of the fit.
     :param plan: the plan of the fit at one batch.
-    :param advance: the compiled steps; see
-        :func:`~numpyro_gpaug.infer.vi.loop.run_batches`.
-    :param bounds_of: the compiled bounds on batches.
+    :param reader: the reader of the batches.
     :param data: fingerprint of the first batch.
     """
 
     def __init__(
-        self, reader: Reader, plan: Plan, advance: Any, bounds_of: Any, data: np.uint32
+        self, programs: Any, plan: Plan, reader: Reader, data: np.uint32
     ) -> None:
         self._reader, self._plan, self._data = reader, plan, data
-        self._advance, self._bounds_of = advance, bounds_of
+        self.mesh = reader.mesh
+        # A batch is checked by another thread, which waits for these at most.
+        self._advance = one_thread(programs.advance_batches)
+        self._bounds_of = one_thread(programs.bounds)
         first = reader.batches.first
         self.size = sum(x.size for x in jax.tree.leaves(first))
         self._coming: Any = None
         self._next = -1
         self._compared: Stacked | None = None
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh over which batches are sharded."""
-        return self._reader.mesh
 
     def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
         """Take so many steps."""
@@ -374,7 +374,7 @@ class Minibatches:
             number = min(wanted, self._reader.together)
             batches = self._reader.some(self._coming, number)
             arrays, static = self._reader.stacked(batches, self._reader.together)
-            with on_mesh(self._reader.mesh):
+            with on_mesh(self.mesh):
                 state, losses, valid = self._advance(
                     state, np.int32(number), self._data, arrays, plan=self._plan,
                     static=static,
@@ -401,7 +401,7 @@ class Minibatches:
                 first = self._reader.some(batches, BATCHES)
             self._compared = self._reader.stacked(first, BATCHES)
         arrays, static = self._compared
-        with on_mesh(self._reader.mesh):
+        with on_mesh(self.mesh):
             return self._bounds_of(state, arrays, plan=self._plan, static=static)
 
     def close(self) -> None:

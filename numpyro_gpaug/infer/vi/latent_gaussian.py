@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,9 @@ class LatentGaussian:
     constant: Array | float
     unreached: dict[str, Array]
     learns: bool = False
+    # Updates are loops of the program. Where every evaluation reads data they are
+    # Python's (passes.py).
+    loops: ClassVar[Any] = lax
 
     @classmethod
     def seen(
@@ -214,12 +217,53 @@ class LatentGaussian:
         q = old.moments()
         at = maps[name].given(selected(q.mean, self.latents.get(name)))
         slopes = jax.grad(lambda at: self.likelihood({name: at}))(at)
-        found = {name: self.target(name, q, at, slopes)}
+        found = {name: self._target(name, q, at, slopes)}
         return found, self.evaluate(found)
 
-    def augmented_slopes(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
-        """Return derivatives of the augmented bound with respect to the marginals."""
-        return jax.grad(lambda at: self.likelihood(at, bound="augmented"))(at)
+    def slopes_at(
+        self, name: str, evaluation: Evaluation, augmented: Array | None
+    ) -> Marginals:
+        """Return the derivatives of the expected log-likelihood that define the factors
+        of a block.
+
+        :param name: the block.
+        :param evaluation: the evaluation at the point.
+        :param augmented: whether they are of the augmented bound; ``None`` if they
+            never are.
+        """
+        exact = evaluation.slopes[name]
+        if augmented is None:
+            return exact
+
+        def of_augmented() -> Marginals:
+            at = evaluation.marginals
+            return jax.grad(lambda at: self.likelihood(at, bound="augmented"))(at)[name]
+
+        return lax.cond(augmented, of_augmented, lambda: exact)
+
+    def target(
+        self,
+        name: str,
+        evaluation: Evaluation,
+        augmented: Array | None,
+        index: Array | None = None,
+        least_precision: float = -jnp.inf,
+    ) -> Any:
+        """Return the result of a whole step of a block: the prior times the Gaussian
+        factors.
+
+        :param name: the block.
+        :param evaluation: the evaluation at the point.
+        :param augmented: see :meth:`slopes_at`.
+        :param index: the one latent to update, (1,); ``None`` for all.
+        :param least_precision: the smallest precision of the factors, see
+            :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`.
+        """
+        slopes = self.slopes_at(name, evaluation, augmented)
+        at = evaluation.moments[name], evaluation.marginals[name], slopes
+        q, at, slopes = selected(at, index)
+        problem = self.of_latent(name, index)
+        return problem._target(name, q, at, slopes, least_precision)
 
     def _marginals(self, name: str, q: Any) -> Any:
         return self.maps[name].marginals(selected(q, self.latents.get(name)))
@@ -390,6 +434,10 @@ class LatentGaussian:
             for name, q in evaluation.moments.items()
         }
 
+    def collapsed_gradient(self, evaluation: Evaluation) -> tuple[Array, ...]:
+        """Return :meth:`gradient` at an optimum, which the means follow."""
+        return self.gradient(evaluation, corrections=self.corrections(evaluation))
+
     def gradient(
         self,
         evaluation: Evaluation,
@@ -453,7 +501,7 @@ class LatentGaussian:
 
         return jax.grad(linearised)(floats)
 
-    def target(
+    def _target(
         self,
         name: str,
         q: Any,
@@ -461,16 +509,6 @@ class LatentGaussian:
         slopes: Any,
         least_precision: float = -jnp.inf,
     ) -> Any:
-        """Return the result of a whole step of a block: the prior times the Gaussian
-        factors.
-
-        :param name: the block.
-        :param q: its moments.
-        :param at: its marginals.
-        :param slopes: derivatives of the expected log-likelihood there.
-        :param least_precision: the smallest precision of the factors, see
-            :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`.
-        """
         information = self.information(name, q, at, slopes, least_precision)
         natural, here = self.priors[name].natural, self.latents.get(name)
         if here is None:
@@ -486,8 +524,14 @@ class LatentGaussian:
         slopes: Any,
         least_precision: float = -jnp.inf,
     ) -> Any:
-        """Return the information of the data about a block, a sum over rows; see
-        :meth:`target`."""
+        """Return the information of the data about a block, a sum over rows.
+
+        :param name: the block.
+        :param q: its moments.
+        :param at: its marginals.
+        :param slopes: derivatives of the expected log-likelihood there.
+        :param least_precision: see :meth:`target`.
+        """
         factors = self.maps[name].factors(at, slopes, least_precision)
         # A scale on the whole model multiplies likelihood and prior alike.
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)

@@ -12,13 +12,12 @@ from jax import Array, lax, random
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
-from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.plan import Plan, Settings
 from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.infer.vi.stepper import Carry, Stepper
+from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.infer.vi.sweeps import was_whole
 from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.arguments import Arguments
@@ -68,14 +67,36 @@ def run_chunk(
         params.
     """
     stepper = Stepper(plan, settings, Arguments(arrays, static))
-    losses = jnp.zeros((CHUNK,), state.bound.dtype)
+    state, losses, taken, *_ = stepped(stepper, state, num_steps, tol, data)
+    params = read_params(plan.guide, state.hyper.values, state.natural)
+    return state, losses, taken, params
+
+
+def stepped(
+    stepper: Stepper,
+    state: ConjugateState,
+    num_steps: Any,
+    tol: Any,
+    data: Any,
+    problem: Any = None,
+    evaluation: Any = None,
+) -> tuple[ConjugateState, Array, Array, Any, Any]:
+    """Take steps until they are taken, or the bound no longer rises. Parameters are
+    those of :func:`run_chunk`.
+
+    :param stepper: takes the steps.
+    :param problem: the problem of all steps, if it is fixed and known.
+    :param evaluation: the evaluation of it at the state.
+    :return: the state, losses (CHUNK,), the number of steps taken, and the last two.
+    """
     bound = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
-    if stepper.learns:  # else no step looks at the last one's
+    if stepper.learns:  # else no step depends on the last one's
         bound = jnp.where(state.data == data, state.bound, bound)
-    state = state._replace(bound=bound, data=data)
-    first = stepper.start(state)
-    state = stepper.noted(state, first)
-    exact = isinstance(first.problem, LatentGaussian) and first.problem.quadratic
+    state = state._replace(bound=bound, data=jnp.asarray(data))
+    if problem is None:
+        problem = stepper.fixed(state)
+        evaluation = () if problem is None else problem.unevaluated(state.natural)
+    exact = problem is not None and problem.quadratic
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
@@ -87,9 +108,8 @@ def run_chunk(
         return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
 
     def body(carry: Any) -> Any:
-        i, state, evaluation, losses = carry
-        before = evaluation
-        new, evaluation = stepper.step(state, Carry(first.problem, before))
+        i, state, before, losses = carry
+        new, evaluation = stepper.step(state, problem, before)
         moves = _moves(before, evaluation, tol)
         new = counted(state, new, tol, moves=moves, exact=exact)
         new = new._replace(natural=latents_apart(new.natural))
@@ -98,12 +118,15 @@ def run_chunk(
         )
         return i + 1, new, evaluation, noted
 
-    start = jnp.int32(0), state, first.evaluation, losses
-    taken, state, _, losses = lax.while_loop(going, body, start)
-    if not plan.noisy:
+    losses = jnp.zeros((CHUNK,), state.bound.dtype)
+    start = jnp.int32(0), state, evaluation, losses
+    loop = stepper.loops.while_loop
+    taken, state, evaluation, losses = loop(going, body, start)
+    if problem is not None:
+        state = state._replace(unreached=problem.shares_unreached)
+    if not stepper.plan.noisy:
         state = state._replace(lost=lost(state.natural))
-    params = read_params(plan.guide, state.hyper.values, state.natural)
-    return state, losses, taken, params
+    return state, losses, taken, problem, evaluation
 
 
 def _moves(before: Any, after: Any, tol: Array) -> Any:
@@ -208,7 +231,7 @@ def run_batches(
     def body(i: Array, carry: Any) -> Any:
         state, losses, valid = carry
         here = batches.one(i)
-        new, _ = Stepper(plan, settings, here).step(state, Carry((), ()))
+        new, _ = Stepper(plan, settings, here).step(state)
         new = new._replace(step=state.step + 1, natural=latents_apart(new.natural))
         fine = all_valid(plan.model, plan.structure, here)
         return new, losses.at[i].set(-new.bound), valid.at[i].set(fine)

@@ -4,50 +4,33 @@ so is the gradient in hyperparameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 
-from numpyro_gpaug.infer.vi import quasi_newton
-from numpyro_gpaug.infer.vi.feeds import Reader, Taken
+from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.infer.vi.feeds import Feed, Reader, Taken
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.infer.vi.loop import PATIENCE, counted
-from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
-from numpyro_gpaug.infer.vi.resolution import lost
-from numpyro_gpaug.infer.vi.schedules import as_schedule
-from numpyro_gpaug.infer.vi.searching import Collapsed, goes_on, searched
-from numpyro_gpaug.infer.vi.settling import (
-    MAX_MOVES,
-    SETTLED,
-    Memory,
-    are_mixed,
-    least_seen,
-    mixed,
-    seen,
-)
-from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.infer.vi.loop import stepped
+from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.infer.vi.stepper import Stepper
-from numpyro_gpaug.infer.vi.sweeps import (
-    MAX_HALVINGS,
-    mix,
-    next_step,
-    slopes_at,
-    starts_augmented,
-)
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import all_valid
 
 
 class Pass(NamedTuple):
-    """The results of a pass over the data at natural parameters, so far or complete.
+    """The results of a pass over the data at natural parameters, so far or complete: an
+    :class:`~numpyro_gpaug.infer.vi.evaluation.Evaluation` without numbers by row.
 
+    :param natural: the natural parameters.
     :param bound: evidence lower bound of the rows so far.
     :param rounding: the largest decrease that rounding alone may cause.
     :param expected: the expected log-likelihood.
@@ -61,8 +44,10 @@ class Pass(NamedTuple):
         determine, and the total number.
     :param unresolved: see :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
     :param valid: whether all observations are valid.
+    :param rise: the increase of the bound in the last update.
     """
 
+    natural: Natural
     bound: Array
     rounding: Array
     expected: Array
@@ -74,32 +59,37 @@ class Pass(NamedTuple):
     values: dict[str, Array]
     unresolved: Array
     valid: Array
+    rise: Array
 
     @classmethod
-    def begun(cls, state: ConjugateState) -> Pass:
+    def begun(cls, natural: Natural, plan: Plan) -> Pass:
         """Return the pass before the first block.
 
-        :param state: the state of the pass.
+        :param natural: natural parameters.
+        :param plan: the plan of the fit.
         """
-        dtype = state.bound.dtype
+        dtype = plan.dtype
         # In NumPy: JAX would compile a program for each shape.
-        none = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.natural)
-        values: Any = {name: np.zeros(2, dtype) for name in state.unreached}
+        none = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), natural)
+        values: Any = {name: np.zeros(2, dtype) for name in plan.structure.functions}
         zero: Any = np.zeros((), dtype)
         means = {name: q.potential for name, q in none.items()}
         return cls(
-            zero, zero, zero, none, means, means, means, none, values, zero, zero == 0
-        )
+            natural, zero, zero, zero, none, means, means, means, none, values, zero,
+            zero == 0, zero,
+        )  # fmt: skip
 
     @property
-    def shares_unreached(self) -> dict[str, Array]:
-        """Return the shares of these function values, by process."""
-        return {name: none / all_ for name, (none, all_) in self.values.items()}
+    def slack(self) -> Array:
+        """The largest decrease for which an update is accepted: with so many rows, it
+        is the rounding error."""
+        return self.rounding
 
 
 def add_block(
     settings: Settings,
-    state: ConjugateState,
+    params: dict[str, Any],
+    key: Array,
     before: Pass,
     arrays: tuple[Array, ...],
     plan: Plan,
@@ -109,7 +99,8 @@ def add_block(
     """Return a pass with one more block of rows.
 
     :param settings: options of the fit.
-    :param state: the state of the pass.
+    :param params: unconstrained params.
+    :param key: random key.
     :param before: the pass so far.
     :param arrays: array arguments of the model.
     :param plan: the plan of the fit.
@@ -120,17 +111,17 @@ def add_block(
         latents that a plate draws.
     """
     stepper = Stepper(plan, settings, Arguments(arrays, static))
-    problem = stepper.problem(state.hyper.values, stepper.key(state), {})
+    problem = stepper.problem(params, key, {})
     drawn = any(latents is not None for latents in problem.latents.values())
     if problem.coupled or drawn:
         raise NotImplementedError(
             "Blocks are for processes without loadings that are called for all of "
             "their latents. Pass Batches"
         )
-    at = problem.evaluate(state.natural)
+    at = problem.evaluate(before.natural)
     found = {
         name: problem.information(
-            name, q, at.marginals[name], slopes_at(problem, at, name, augmented)
+            name, q, at.marginals[name], problem.slopes_at(name, at, augmented)
         )
         for name, q in at.moments.items()
     }
@@ -148,22 +139,23 @@ def add_block(
     ascents = {name: pushes[name] - problem.pull(name, means[name]) for name in means}
     unresolved = before.unresolved
     if stepper.searches:
-        unresolved = unresolved + stepper.unresolved(problem, at)
+        unresolved = unresolved + problem.unresolved(at, stepper.processes)
     bound, rounding = problem.bound(value, at.divergences)
     priors = {name: problem.priors[name].natural for name in found}
     targets = jax.tree.map(jnp.add, priors, found)
     valid = all_valid(plan.model, plan.structure, Arguments(arrays, static))
     return Pass(
-        bound, rounding, value, found, pushes, means, ascents, targets, values,
-        unresolved, before.valid & valid,
+        before.natural, bound, rounding, value, found, pushes, means, ascents, targets,
+        values, unresolved, before.valid & valid, before.rise,
     )  # fmt: skip
 
 
 def add_gradient(
     settings: Settings,
-    state: ConjugateState,
+    params: dict[str, Any],
+    key: Array,
     before: dict[str, Array],
-    ascents: dict[str, Array],
+    at: Pass,
     share: Array,
     arrays: tuple[Array, ...],
     plan: Plan,
@@ -173,9 +165,10 @@ def add_gradient(
     hyperparameters.
 
     :param settings: options of the fit.
-    :param state: the state of the pass.
+    :param params: unconstrained params.
+    :param key: random key.
     :param before: the gradient so far.
-    :param ascents: gradients of the bound with respect to means, by block.
+    :param at: the pass at these params.
     :param share: 1 for the first block, which has all terms that are not sums over
         rows, and 0 for others.
     :param arrays: array arguments of the model.
@@ -183,50 +176,146 @@ def add_gradient(
     :param static: the model's other arguments.
     """
     stepper = Stepper(plan, settings, Arguments(arrays, static))
-    problem, pullback = stepper.problem_and_pullback(
-        state.hyper.values, stepper.key(state), {}
-    )
-    at = problem.evaluate(state.natural)
-    corrections = problem.newton(at, ascents)
-    slopes = problem.gradient(at, share=share, corrections=corrections)
+    problem, pullback = stepper.problem_and_pullback(params, key, {})
+    here = problem.evaluate(at.natural)
+    corrections = problem.newton(here, at.ascents)
+    slopes = problem.gradient(here, share=share, corrections=corrections)
     return jax.tree.map(jnp.add, before, pullback(slopes))
 
 
-_moved, _goes_on = few(quasi_newton.moved), few(goes_on)
-_patience, _lost = few(quasi_newton.patience), few(lost)
-_empty, _mix = few(Memory.empty), few(mixed)
+class _PythonLoops:
+    """Loops whose bodies read data."""
+
+    @staticmethod
+    def while_loop(goes_on: Any, body: Any, carry: Any) -> Any:
+        while goes_on(carry):
+            carry = body(carry)
+        return carry
+
+    @staticmethod
+    def cond(which: Any, one: Any, other: Any) -> Any:
+        return one() if which else other()
 
 
-@few
-def _searched(
-    state: ConjugateState, values: dict[str, Any], at: Collapsed, ascent: dict[str, Any]
-) -> ConjugateState:
-    return searched(state, values, at, lambda: ascent, lambda ascent: {})
+class InBlocks:
+    """The problem that closed-form updates solve, on data that are read block by block.
+    For these updates it has the interface of
+    :class:`~numpyro_gpaug.infer.vi.latent_gaussian.LatentGaussian`. A pass is one
+    evaluation of the bound, which also finds the next targets, or one of its gradient.
 
-
-def _rise(before: Pass, after: Pass) -> Array:
-    """Return the increase of the bound in a move."""
-    along = jnp.zeros_like(after.bound)
-    for name, mean in after.means.items():
-        slopes = before.ascents[name] + after.ascents[name]
-        along += 0.5 * (slopes * (mean - before.means[name])).sum()
-    return seen(after.bound - before.bound, after.rounding, along)
-
-
-class Passes:
-    """Steps that use all data, each as in memory. At fixed hyperparameters every block
-    is updated once (:func:`~.sweeps.backtracked_sweep`), and the step is halved while
-    the bound falls. If hyperparameters are learnt, blocks are updated until the bound
-    no longer rises, and L-BFGS proposes the next point (:mod:`~.searching`). A pass is
-    one evaluation of the bound, which also finds the next targets, or one of its
-    gradient.
-
-    :param reader: the reader of the blocks of rows.
+    :param programs: the :class:`~numpyro_gpaug.infer.vi.programs.Programs` of the fit.
     :param plan: the plan of the fit at the first block.
-    :param plan_at: returns the plan at a block with fewer rows.
+    :param reader: the reader of the blocks of rows.
+    :param params: unconstrained params.
+    :param key: random key.
+    """
+
+    loops: ClassVar[Any] = _PythonLoops
+    coupled: ClassVar[tuple[str, ...]] = ()
+    quadratic: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        programs: Any,
+        plan: Plan,
+        reader: Reader,
+        params: dict[str, Any],
+        key: Array,
+    ) -> None:
+        self._programs, self._plan, self._reader = programs, plan, reader
+        # Blocks are checked by another thread, which waits for these at most.
+        self._add, self._add_slopes = map(one_thread, (programs.sums, programs.slopes))
+        self._params, self._key = params, key
+        self._may_be_augmented = starts_augmented(plan.structure)
+        self.shares_unreached: dict[str, Array] = {}
+
+    def unevaluated(self, natural: Natural) -> Pass:
+        begun = Pass.begun(natural, self._plan)
+        return begun._replace(bound=jnp.full_like(begun.bound, -jnp.inf))
+
+    def evaluate(self, natural: Natural, *, augmented: bool = False) -> Pass:
+        at = Pass.begun(natural, self._plan)
+        for arguments, plan in self._blocks():
+            with on_mesh(self._reader.mesh):
+                at = self._add(
+                    self._params, self._key, at, arguments.arrays, plan=plan,
+                    static=arguments.static,
+                    augmented=augmented if self._may_be_augmented else None,
+                )  # fmt: skip
+        shares = {name: none / all_ for name, (none, all_) in at.values.items()}
+        self.shares_unreached = shares
+        if not at.valid:
+            for number, block in enumerate(self._reader.blocks()):
+                self._reader.explain(block, f"batch {number} of a pass")
+        return at
+
+    def reevaluate(
+        self, old: Pass, name: str, candidate: Any, index: Array | None
+    ) -> Pass:
+        return self.evaluate({**old.natural, name: candidate})
+
+    def target(
+        self, name: str, at: Pass, augmented: Any, index: Array | None = None
+    ) -> Any:
+        if augmented is not None and augmented:  # in a first step
+            at = self.evaluate(at.natural, augmented=True)
+        return at.targets[name]
+
+    def place(self, name: str, at: Pass) -> tuple[Array, Array]:
+        return at.means[name], at.ascents[name]
+
+    def slopes_between(self, name: str, one: Any, other: Any) -> tuple[Array, Array]:
+        moved = other[0] - one[0]
+        return (one[1] * moved).sum(), (other[1] * moved).sum()
+
+    def unresolved(self, at: Pass, processes: tuple[str, ...]) -> Array:
+        return at.unresolved
+
+    def collapsed_gradient(self, at: Pass) -> dict[str, Array]:
+        ascent = jax.tree.map(np.zeros_like, self._params)
+        share = jnp.ones((), at.bound.dtype)
+        for arguments, plan in self._blocks():
+            with on_mesh(self._reader.mesh):
+                ascent = self._add_slopes(
+                    self._params, self._key, ascent, at, share, arguments.arrays,
+                    plan=plan, static=arguments.static,
+                )  # fmt: skip
+            share = jnp.zeros_like(share)
+        return ascent
+
+    def _blocks(self) -> Iterator[tuple[Arguments, Plan]]:
+        for block in self._reader.blocks():
+            arguments = self._reader.arguments(block)
+            # No param that has to be known is set in closed form.
+            yield arguments, self._programs.plan(arguments, dict)
+
+
+class _Stepper(Stepper):
+    """Steps whose problem is :class:`InBlocks`.
+
+    :param problem: returns the problem at params, given a random key.
+    """
+
+    loops = InBlocks.loops
+
+    def __init__(
+        self, plan: Plan, settings: Settings, problem: Callable[..., InBlocks]
+    ) -> None:
+        super().__init__(plan, settings, Arguments.split((), {}))
+        self._in_blocks = problem
+
+    def problem_and_pullback(self, values: Any, key: Array, indices: Any) -> Any:
+        # Its gradient is in the params already.
+        return self._in_blocks(values, key), lambda slopes: slopes
+
+
+class Passes(Feed):
+    """Steps that use all data, each as in memory.
+
+    :param programs: the :class:`~numpyro_gpaug.infer.vi.programs.Programs` of the fit.
+    :param plan: the plan of the fit at the first block.
     :param settings: options of the fit.
-    :param add: :func:`add_block`, compiled.
-    :param add_slopes: :func:`add_gradient`, compiled.
+    :param reader: the reader of the blocks of rows.
     :param data: fingerprint of the first block.
     :raises NotImplementedError: for hyperparameters that are learnt without L-BFGS, and
         for latents drawn at random.
@@ -234,192 +323,31 @@ class Passes:
 
     def __init__(
         self,
-        reader: Reader,
+        programs: Any,
         plan: Plan,
-        plan_at: Callable[[Arguments, ConjugateState], Plan],
         settings: Settings,
-        add: Any,
-        add_slopes: Any,
+        reader: Reader,
         data: np.uint32,
     ) -> None:
-        self._searches = bool(plan.transforms) and settings.optim == LBFGS
-        learns = bool(plan.transforms) and settings.optim is not None
-        if plan.noisy or plan.closed or learns > self._searches:
+        problem = partial(InBlocks, programs, plan, reader)
+        self._stepper = _Stepper(plan, settings, problem)
+        if plan.noisy or plan.closed or self._stepper.learns > self._stepper.searches:
             raise NotImplementedError(
                 "steps on Blocks draw nothing, and learn hyperparameters "
                 f"({sorted(plan.transforms)}) by optim='lbfgs' only. Otherwise "
                 "learn them on Batches, then pass optim=None and "
                 "init_params=result.params"
             )
-        self._reader, self._plan, self._plan_at = reader, plan, plan_at
-        self._add, self._add_slopes, self._data = add, add_slopes, data
-        self._augmented = settings.updates == "auto" and starts_augmented(
-            plan.structure
-        )
-        schedule: Any = as_schedule(settings.step_size, None)
-        self._largest = getattr(schedule, "value", 1.0)
-        self._here: Pass | None = None
+        self._data, self.mesh = data, reader.mesh
+        # The problem and its evaluation at the last state, if hyperparameters are
+        # fixed: an evaluation reads all data.
+        self._here: tuple[Any, Any] = None, None
         first = jax.tree.leaves(reader.batches.first)
         self.size = reader.batches.rows * sum(x[0].size for x in first)
 
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh over which blocks are sharded."""
-        return self._reader.mesh
-
     def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
-        """Take some steps, fewer if the bound no longer rises; return also their
-        losses."""
-        if self._searches and state.data != self._data:
-            unknown = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
-            state = state._replace(bound=unknown)
-        state = state._replace(data=jnp.asarray(self._data))
-        step = self._search_step if self._searches else self._step
-        losses: list[np.ndarray] = []
-        while len(losses) < wanted:
-            state = counted(state, step(state), tol)
-            losses.append(np.asarray(-state.bound))
-            patience: Any = PATIENCE
-            if self._searches:
-                patience = _patience(state.hyper, tol)
-            if tol > 0 and state.stalled >= patience:
-                break
-        state = state._replace(lost=_lost(state.natural))
-        return Taken(state, np.array(losses))
-
-    def bounds(self, state: ConjugateState) -> Array:
-        """Return the bound of a state."""
-        return self._pass(state, last=True).bound[None]
-
-    def close(self) -> None:
-        """Do nothing: no thread runs between steps."""
-
-    def _step(self, state: ConjugateState) -> ConjugateState:
-        here = self._here or self._pass(state, last=False)
-        state, self._here = self._sweep(state, here)
-        return state._replace(unreached=self._here.shares_unreached)
-
-    def _search_step(self, state: ConjugateState) -> ConjugateState:
-        values = _moved(state.hyper)
-        there = state._replace(hyper=state.hyper._replace(values=values))
-        there, found = self._settled(there)
-        at = Collapsed(
-            there.natural, there.step_sizes, self._plan.known(found.bound, values),
-            found.rounding, found.unresolved, found.shares_unreached,
-        )  # fmt: skip
-        ascent = jax.tree.map(np.zeros_like, values)
-        if _goes_on(state, at):
-            ascent = self._gradient(there, ascent, found.ascents)
-        return _searched(state, values, at, ascent)
-
-    def _settled(self, state: ConjugateState) -> tuple[ConjugateState, Pass]:
-        """Update the blocks until the bound no longer rises, as
-        :func:`~numpyro_gpaug.infer.vi.settling.settled` does."""
-        here, first = self._pass(state, last=False), state.step
-        mixes = are_mixed(state.natural)
-        memory = _empty(state.natural) if mixes else None
-        before: Any = -np.inf
-        # Where targets are mixed the first move is the evaluation.
-        for moves in range(mixes, MAX_MOVES):
-            state = state._replace(step=first + moves - mixes)
-            if memory is None:
-                state, here = self._sweep(state, here)
-                rise, least = here.bound - before, max(here.rounding, SETTLED)
-                before = here.bound
-            else:
-                start = here
-                state, here, memory = self._mixed(state, here, memory, moves)
-                rise, least = _rise(start, here), least_seen(here.rounding, SETTLED)
-            if not rise > least:
-                break
-        return state, here
-
-    def _mixed(
-        self, state: ConjugateState, here: Pass, memory: Memory, moves: int
-    ) -> tuple[ConjugateState, Pass, Memory]:
-        """Take an Anderson step from the last targets, or a coordinate pass if that
-        makes the bound fall."""
-        number = jnp.int32(moves)
-        proposal, memory = _mix(memory, number, here.targets, state.natural)
-        there = state._replace(natural=proposal)
-        found = self._pass(there, last=True)
-        rose = found.bound >= here.bound - here.rounding
-        rose = rose and -_rise(here, found) <= least_seen(here.rounding, SETTLED)
-        there = there._replace(bound=found.bound)
-        if not rose:
-            there, found = self._sweep(state, here)
-        return there, found, memory
-
-    def _gradient(
-        self,
-        state: ConjugateState,
-        ascent: dict[str, Array],
-        ascents: dict[str, Array],
-    ) -> dict[str, Array]:
-        """Return the gradient of the bound with respect to hyperparameters.
-
-        :param ascents: gradients with respect to means, by block.
-        """
-        share = jnp.ones((), state.bound.dtype)
-        for block in self._reader.blocks():
-            arguments = self._reader.arguments(block)
-            plan = self._plan_at(arguments, state)
-            with on_mesh(self._reader.mesh):
-                ascent = self._add_slopes(
-                    state, ascent, ascents, share, arguments.arrays, plan=plan,
-                    static=arguments.static,
-                )  # fmt: skip
-            share = jnp.zeros_like(share)
-        return ascent
-
-    def _sweep(self, state: ConjugateState, here: Pass) -> tuple[ConjugateState, Pass]:
-        """Update every block once; return the state, and the pass there.
-
-        :param here: the pass at the state.
-        """
-        names = list(state.natural)
-        for name in names:
-            floor = here.bound - here.rounding
-            old, step = state.natural[name], state.step_sizes[name]
-            for tries in range(MAX_HALVINGS + 1):
-                # The last attempt is no step at all, and is accepted.
-                none = tries == MAX_HALVINGS
-                size = 0 * step if none else step * 2.0**-tries
-                candidate = mix(old, here.targets[name], size)
-                natural = {**state.natural, name: candidate}
-                there = self._pass(
-                    state._replace(natural=natural), last=name == names[-1]
-                )
-                if none or there.bound >= floor:
-                    break
-            moved = there.means[name] - here.means[name]
-            slopes = ((at.ascents[name] * moved).sum() for at in (here, there))
-            size = next_step(step, jnp.int32(tries + 1), self._largest, *slopes)
-            state = state._replace(
-                natural=natural, step_sizes=state.step_sizes | {name: size},
-                bound=there.bound,
-            )  # fmt: skip
-            here = there
-        return state, here
-
-    def _pass(self, state: ConjugateState, *, last: bool) -> Pass:
-        """Read all data once.
-
-        :param state: the state of the pass.
-        :param last: whether the next step follows, which does not use the augmented
-            bound.
-        """
-        kind = (state.step == 0) & (not last) if self._augmented else None
-        found = Pass.begun(state)
-        for block in self._reader.blocks():
-            arguments = self._reader.arguments(block)
-            plan = self._plan_at(arguments, state)
-            with on_mesh(self._reader.mesh):
-                found = self._add(
-                    state, found, arguments.arrays, plan=plan,
-                    static=arguments.static, augmented=kind,
-                )  # fmt: skip
-        if not found.valid:
-            for number, block in enumerate(self._reader.blocks()):
-                self._reader.explain(block, f"batch {number} of a pass")
-        return found
+        state, losses, taken, *here = stepped(
+            self._stepper, state, wanted, tol, self._data, *self._here
+        )
+        self._here = here[0], here[1]
+        return Taken(state, np.asarray(losses)[: int(taken)])

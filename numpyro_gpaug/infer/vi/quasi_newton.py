@@ -35,6 +35,7 @@ from jax import Array
 from numpyro_gpaug.infer.vi.differentiation import raveled
 from numpyro_gpaug.infer.vi.first_order import Ascent
 from numpyro_gpaug.infer.vi.hyper import Hyper
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.structure import Structure
 
 # Pairs of points that curvature is known from. With 20 that of a dozen lengthscales is
@@ -139,6 +140,7 @@ def begins(hyper: Hyper) -> Array | bool:
     return isinstance(ascent, Ascent) and ascent.left == 0
 
 
+@few
 def moved(hyper: Hyper) -> dict[str, Any]:
     """Return hyperparameters after the pending update.
 
@@ -272,6 +274,7 @@ def refused(
     return Hyper(hyper.values, unravel(update), scale, search)
 
 
+@few
 def patience(hyper: Hyper, tol: Any) -> Array:
     """Return the number of steps without a rise by ``tol`` that end a search.
 

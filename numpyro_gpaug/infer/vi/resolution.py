@@ -19,6 +19,7 @@ from jax import Array
 
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Structure
 
@@ -63,6 +64,7 @@ def _eps(natural: Any) -> float:
     return float(jnp.finfo(natural.potential.dtype).eps)
 
 
+@few
 def lost(natural: Natural) -> Array:
     """Return the error of the bound, in nats, due to rounding of natural parameters.
 

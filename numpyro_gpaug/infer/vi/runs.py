@@ -35,7 +35,6 @@ from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint_reading import IN_DENSITY
 from numpyro_gpaug.model.padding import Padding
@@ -170,32 +169,12 @@ class Runs:
         :param plan: of the run.
         :param data: fingerprint of its arguments, without added rows.
         """
-        if given.batches is not None:
-            reader = Reader(given, self._model, plan.structure, self._mesh)
-            if given.batch is None:
-                add, slopes = map(
-                    one_thread, (self._programs.sums, self._programs.slopes)
-                )
-                return Passes(
-                    reader, plan, self._programs.plan_at, self._settings, add, slopes,
-                    data,
-                )  # fmt: skip
-            advance, bounds_of = map(
-                one_thread, (self._programs.advance_batches, self._programs.bounds)
-            )
-            return Minibatches(reader, plan, advance, bounds_of, data)
-
-        def steps(state: ConjugateState, wanted: int, tol: np.ndarray) -> Any:
-            return self.steps(state, wanted, tol, data, arguments, plan)
-
-        @one_thread
-        def bounds(state: ConjugateState) -> Array:
-            with on_mesh(arguments.mesh):
-                return self._programs.bounds(
-                    state, arguments.arrays, plan=plan, static=arguments.static
-                )
-
-        return InMemory(arguments, steps, bounds)
+        if given.batches is None:
+            return InMemory(self._programs, plan, arguments, data)
+        reader = Reader(given, self._model, plan.structure, self._mesh)
+        if given.batch is None:
+            return Passes(self._programs, plan, self._settings, reader, data)
+        return Minibatches(self._programs, plan, reader, data)
 
     def guard(self, num_steps: int, feed: Feed, plan: Plan) -> Guard:
         """Return the guard of a run on minibatches that learns hyperparameters.
@@ -208,32 +187,6 @@ class Runs:
             plan.noisy and bool(plan.transforms) and self._settings.optim is not None
         )
         return Guard(feed.bounds, num_steps if learns else 0)
-
-    @one_thread
-    def steps(
-        self,
-        state: ConjugateState,
-        number: int,
-        tol: np.ndarray,
-        data: np.uint32,
-        arguments: Arguments,
-        plan: Plan,
-    ) -> tuple[ConjugateState, Array, Array, dict[str, Any]]:
-        """Take steps on arguments in memory. Return the state, the losses, their
-        number, and params.
-
-        :param state: to start from, which is overwritten.
-        :param number: of steps, at most.
-        :param tol: see :func:`~numpyro_gpaug.infer.vi.loop.run_chunk`.
-        :param data: fingerprint of the arguments.
-        :param arguments: of the model.
-        :param plan: of the fit.
-        """
-        with on_mesh(arguments.mesh):
-            return self._programs.advance(
-                state, np.int32(number), tol, data, arguments.arrays, plan=plan,
-                static=arguments.static,
-            )  # fmt: skip
 
 
 def _check_plates(plan: Plan, state: ConjugateState) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from numpyro_gpaug.infer.vi.evaluation import relative_rounding
 from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.state import ConjugateState, flagged, unknown_bound
+from numpyro_gpaug.math.compiling import few
 
 # The part of a bound by which two of one fit, at the same hyperparameters, may differ.
 LARGEST_NOISE = 0.01
@@ -38,6 +38,7 @@ class Collapsed(NamedTuple):
     unreached: dict[str, Array]
 
 
+@few
 def goes_on(state: ConjugateState, at: Collapsed) -> Array:
     """Return whether the search continues from the end of the pending update: the bound
     has risen enough, or is the first, or the first-order phase is not over.
@@ -52,37 +53,36 @@ def goes_on(state: ConjugateState, at: Collapsed) -> Array:
     return _is_first(state) | ascends | enough
 
 
+@few
 def searched(
     state: ConjugateState,
     values: dict[str, Any],
     at: Collapsed,
-    gradient: Callable[[], dict[str, Any]],
-    closed: Callable[[dict[str, Any]], dict[str, Any]],
+    further: Array,
+    ascent: dict[str, Any],
+    closed: dict[str, Any],
 ) -> ConjugateState:
     """Return the state after a step of a search.
 
     :param state: the state before the pending update.
     :param values: unconstrained params at its end.
     :param at: the optimum there.
-    :param gradient: returns the gradient of the bound there; not called if the bound
-        did not rise.
-    :param closed: returns updates of params that are set in closed form, from the
-        gradient.
+    :param further: from :func:`goes_on`.
+    :param ascent: the gradient of the bound there, if the search continues.
+    :param closed: updates of params that are set in closed form, likewise.
     """
     best, bound, rounding = state.bound, at.bound, at.rounding
 
     def on() -> Hyper:
-        ascent = gradient()
         hyper = quasi_newton.accepted(
             state.hyper, values, ascent, _is_first(state), state.stalled
         )
-        return hyper._replace(update=hyper.update | closed(ascent))
+        return hyper._replace(update=hyper.update | closed)
 
     def back() -> Hyper:
         largest = LARGEST_NOISE / relative_rounding(bound.dtype) * rounding
         return quasi_newton.refused(state.hyper, best, bound, rounding, largest)
 
-    further = goes_on(state, at)
     hyper = lax.cond(further, on, back)
 
     def better() -> ConjugateState:

@@ -13,17 +13,17 @@ Reference: Walker and Ni (2011), Anderson acceleration for fixed-point iteration
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from numpyro_gpaug.infer.vi.evaluation import Evaluation
-from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
-from numpyro_gpaug.infer.vi.sweeps import MAX_HALVINGS, slopes_at, was_whole
+from numpyro_gpaug.infer.vi.latent_gaussian import Natural
+from numpyro_gpaug.infer.vi.sweeps import MAX_HALVINGS, was_whole
+from numpyro_gpaug.math.compiling import few
 
 # Moves of the blocks, at most, and the rise in nats that ends those of a fit.
 MAX_MOVES, SETTLED = 50, 1e-4
@@ -35,11 +35,12 @@ FINER = 1 / 256
 # rounding.
 MEMORY, RIDGE = 6, 1e-5
 
-Place = tuple[Natural, Evaluation, dict[str, Array]]
+# Natural parameters, the evaluation there, and next step sizes.
+Place = tuple[Natural, Any, dict[str, Array]]
 
 
 def settled(
-    problem: LatentGaussian,
+    problem: Any,
     natural: Natural,
     steps: dict[str, Array],
     sweep: Callable[..., Place],
@@ -48,7 +49,7 @@ def settled(
 ) -> Place:
     """Update the blocks until the bound no longer rises.
 
-    :param problem: the problem.
+    :param problem: see :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
     :param natural: natural parameters of all blocks.
     :param steps: the first step size that a pass tries, by block.
     :param sweep: one pass over the blocks, given natural parameters, the evaluation
@@ -61,12 +62,13 @@ def settled(
     :return: natural parameters, the evaluation there, whose ``rise`` is the total over
         all updates, and next step sizes.
     """
-    several = are_mixed(natural)
+    # Targets are mixed only with several latents.
+    several = sum(len(block.potential) for block in natural.values()) > 1
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _, _ = carry
         if several:
-            least = least_seen(evaluation.rounding, tolerance)
+            least = _least_seen(evaluation.rounding, tolerance)
         else:
             least = jnp.maximum(evaluation.rounding, tolerance)
         return (moves < MAX_MOVES) & (rise > least)
@@ -98,9 +100,10 @@ def settled(
     start = (
         jnp.int32(0), (natural, unevaluated, steps),
         jnp.full_like(bound, jnp.inf), jnp.zeros_like(bound),
-        Memory.empty(natural) if several else (),
+        _Memory.empty(natural) if several else (),
     )  # fmt: skip
-    _, (natural, evaluation, steps), _, total, _ = lax.while_loop(going, move, start)
+    loop = problem.loops.while_loop
+    _, (natural, evaluation, steps), _, total, _ = loop(going, move, start)
     return natural, evaluation._replace(rise=total), steps
 
 
@@ -111,27 +114,25 @@ def _shrank(before: dict[str, Array], after: dict[str, Array]) -> Array:
     return jnp.stack(pairs).any()
 
 
-def _seen(problem: LatentGaussian, before: Evaluation, after: Evaluation) -> Array:
-    """Return :func:`seen`, from evaluations at both ends of an update."""
+def _seen(problem: Any, before: Any, after: Any, names: Iterable[str]) -> Array:
+    """Return the increase of the bound in an update, as accurately as it is known: a
+    change within rounding is taken from the mean of the derivatives at both ends, times
+    the length of the update, which equals it to second order.
+
+    :param problem: the problem.
+    :param before: the evaluation before the update.
+    :param after: the evaluation after it.
+    :param names: the names of all blocks.
+    """
     along = jnp.zeros_like(after.bound)
-    for name in after.moments:
+    for name in names:
         ends = problem.place(name, before), problem.place(name, after)
         along += 0.5 * sum(problem.slopes_between(name, *ends))
-    return seen(after.bound - before.bound, after.rounding, along)
+    change = after.bound - before.bound
+    return jnp.where(change > after.rounding, change, along)
 
 
-def seen(change: Array, rounding: Array, along: Array) -> Array:
-    """Return the increase of the bound in an update, as accurately as it is known.
-
-    :param change: the computed change of the bound.
-    :param rounding: its rounding error.
-    :param along: the mean of the derivatives at both ends times the length of the
-        update, which equals the change to second order.
-    """
-    return jnp.where(change > rounding, change, along)
-
-
-def least_seen(rounding: Array, tolerance: float) -> Array:
+def _least_seen(rounding: Array, tolerance: float) -> Array:
     """Return the rise that ends the updates, and the decrease that rejects an Anderson
     step.
 
@@ -141,12 +142,7 @@ def least_seen(rounding: Array, tolerance: float) -> Array:
     return jnp.maximum(FINER * rounding, tolerance)
 
 
-def are_mixed(natural: Natural) -> bool:
-    """Whether targets are mixed: only with several latents."""
-    return sum(len(block.potential) for block in natural.values()) > 1
-
-
-class Memory(NamedTuple):
+class _Memory(NamedTuple):
     """The last targets of Anderson acceleration, in a ring buffer.
 
     :param targets: of all blocks, with a leading axis (MEMORY,).
@@ -159,7 +155,7 @@ class Memory(NamedTuple):
     known: Array
 
     @classmethod
-    def empty(cls, natural: Natural) -> Memory:
+    def empty(cls, natural: Natural) -> _Memory:
         """Return an empty memory.
 
         :param natural: natural parameters of the same shapes.
@@ -173,50 +169,44 @@ class Memory(NamedTuple):
 
 
 def _mixed_or_swept(
-    problem: LatentGaussian,
+    problem: Any,
     place: Place,
-    memory: Memory,
+    memory: _Memory,
     moves: Array,
     sweep: Callable[..., Place],
     augmented: Callable[[Array], Array | None],
     tolerance: float,
-) -> tuple[Place, Array, Memory]:
+) -> tuple[Place, Array, _Memory]:
     """Take one update, and return its rise. The first one only evaluates, and has
     none."""
     natural, evaluation, steps = place
     before = jnp.maximum(moves - 1, 0)
 
-    def mix() -> tuple[Natural, Memory]:
+    def mix() -> tuple[Natural, _Memory]:
         kind = augmented(before)
-        targets = {
-            name: problem.target(
-                name,
-                evaluation.moments[name],
-                at,
-                slopes_at(problem, evaluation, name, kind),
-            )
-            for name, at in evaluation.marginals.items()
-        }
-        return mixed(memory, moves, targets, natural)
+        targets = {k: problem.target(k, evaluation, kind) for k in natural}
+        return _mixed(memory, moves, targets, natural)
 
-    proposal, memory = lax.cond(moves == 0, lambda: (natural, memory), mix)
+    cond = problem.loops.cond
+    proposal, memory = cond(moves == 0, lambda: (natural, memory), mix)
     outcome = problem.evaluate(proposal)
     # False for a bound of NaN.
     rose = outcome.bound >= evaluation.bound - evaluation.rounding
-    rise = _seen(problem, evaluation, outcome)
-    rose &= (moves == 0) | (rise >= -least_seen(evaluation.rounding, tolerance))
+    rise = _seen(problem, evaluation, outcome, natural)
+    rose &= (moves == 0) | (rise >= -_least_seen(evaluation.rounding, tolerance))
 
     def swept() -> tuple[Place, Array]:
         place = sweep(natural, evaluation, steps, before, moves == 0)
-        return place, _seen(problem, evaluation, place[1])
+        return place, _seen(problem, evaluation, place[1], natural)
 
-    place, rise = lax.cond(rose, lambda: ((proposal, outcome, steps), rise), swept)
+    place, rise = cond(rose, lambda: ((proposal, outcome, steps), rise), swept)
     return place, rise, memory
 
 
-def mixed(
-    memory: Memory, moves: Array, targets: Natural, natural: Natural
-) -> tuple[Natural, Memory]:
+@few
+def _mixed(
+    memory: _Memory, moves: Array, targets: Natural, natural: Natural
+) -> tuple[Natural, _Memory]:
     """Return the combination of targets with the smallest combined residual, and the
     memory with the current target.
 
@@ -241,7 +231,7 @@ def mixed(
     mixture = jax.tree.map(combined, memory.targets, targets)
     kept = jax.tree.map(lambda k, t: k.at[slot].set(t), memory.targets, targets)
     residuals = memory.residuals.at[slot].set(residual)
-    return mixture, Memory(kept, residuals, memory.known.at[slot].set(True))
+    return mixture, _Memory(kept, residuals, memory.known.at[slot].set(True))
 
 
 def _potentials(natural: Natural) -> Array:

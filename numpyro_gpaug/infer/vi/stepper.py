@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from numpyro_gpaug.infer.vi.hyper import Hyper, limited, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
-from numpyro_gpaug.infer.vi.searching import Collapsed, searched
-from numpyro_gpaug.infer.vi.settling import SETTLED, settled
+from numpyro_gpaug.infer.vi.searching import Collapsed, goes_on, searched
+from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, flagged
 from numpyro_gpaug.infer.vi.sweeps import (
     backtracked_sweep,
@@ -30,18 +30,6 @@ from numpyro_gpaug.infer.vi.sweeps import (
     starts_augmented,
 )
 from numpyro_gpaug.model.arguments import Arguments
-
-
-class Carry(NamedTuple):
-    """The values that one step passes to the next; empty if hyperparameters or data
-    change.
-
-    :param problem: the problem at the fixed hyperparameters.
-    :param evaluation: the evaluation of the bound there.
-    """
-
-    problem: LatentGaussian | tuple[()]
-    evaluation: Evaluation | tuple[()]
 
 
 class Stepper:
@@ -52,9 +40,12 @@ class Stepper:
     :param arguments: the model's arguments.
     """
 
+    loops: ClassVar[Any] = LatentGaussian.loops
+
     def __init__(self, plan: Plan, settings: Settings, arguments: Arguments) -> None:
-        self._plan, self._settings, self._arguments = plan, settings, arguments
+        self.plan, self._settings, self._arguments = plan, settings, arguments
         self._structure = plan.structure
+        self.processes = tuple(block.name for block in plan.structure.processes)
         self._optim: Any = settings.optim if plan.transforms else None
         self.searches = self._optim == LBFGS
         self.learns = self._optim is not None or bool(plan.closed)
@@ -78,23 +69,12 @@ class Stepper:
         """The largest step size."""
         return getattr(self._schedule, "value", 1.0)
 
-    def start(self, state: ConjugateState) -> Carry:
-        """Return the values that the first step of a loop needs; the problem is
-        computed here, once, if it cannot change."""
+    def fixed(self, state: ConjugateState) -> Any:
+        """Return the problem that all steps share; ``None`` if hyperparameters or data
+        change."""
         if self.learns or not self._comparable:
-            return Carry((), ())
-        problem = self.problem(state.hyper.values, self.key(state), {})
-        return Carry(problem, problem.unevaluated(state.natural))
-
-    def noted(self, state: ConjugateState, first: Carry) -> ConjugateState:
-        """Return a state with the known quantities of a problem that cannot change.
-
-        :param state: the state.
-        :param first: from :meth:`start`.
-        """
-        if not isinstance(first.problem, LatentGaussian):
-            return state
-        return state._replace(unreached=first.problem.shares_unreached)
+            return None
+        return self.problem_and_pullback(state.hyper.values, self.key(state), {})[0]
 
     def evaluate(
         self, state: ConjugateState, key: Array, indices: dict[str, Array]
@@ -110,15 +90,16 @@ class Stepper:
         return problem.restrict().evaluate(problem.select(state.natural))
 
     def step(
-        self, state: ConjugateState, carry: Carry
-    ) -> tuple[ConjugateState, Evaluation | tuple[()]]:
-        """Take one step.
+        self, state: ConjugateState, problem: Any = None, evaluation: Any = ()
+    ) -> tuple[ConjugateState, Any]:
+        """Take one step; return the state, and the evaluation there if the problem is
+        fixed.
 
         :param state: the state.
-        :param carry: from :meth:`start`, with the evaluation of the last step.
+        :param problem: from :meth:`fixed`.
+        :param evaluation: the evaluation after the last step.
         """
-        problem, evaluation = carry
-        if isinstance(problem, LatentGaussian) and isinstance(evaluation, Evaluation):
+        if problem is not None:
             return self._fixed_step(state, problem, evaluation)
         if not self._comparable:
             return self._batch_step(state), ()
@@ -129,8 +110,8 @@ class Stepper:
     # The kinds of step.
 
     def _fixed_step(
-        self, state: ConjugateState, problem: LatentGaussian, evaluation: Evaluation
-    ) -> tuple[ConjugateState, Evaluation]:
+        self, state: ConjugateState, problem: Any, evaluation: Any
+    ) -> tuple[ConjugateState, Any]:
         """Take a step on full data with fixed hyperparameters: problem and evaluation
         are reused."""
         steps = state.step_sizes
@@ -169,7 +150,7 @@ class Stepper:
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
             unreached=problem.shares_unreached,
         )  # fmt: skip
-        bound = self._plan.known(evaluation.bound, values)
+        bound = self.plan.known(evaluation.bound, values)
         fell = ~(bound >= state.bound - evaluation.rounding)
         same = state._replace(hyper=refused(state.hyper))
         return lax.cond(fell, lambda: same, lambda: flagged(new, hyper))
@@ -180,27 +161,23 @@ class Stepper:
         values = quasi_newton.moved(state.hyper)
         problem, pullback = self.problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
-        bound = self._plan.known(evaluation.bound, values)
+        bound = self.plan.known(evaluation.bound, values)
         at = Collapsed(
             natural, steps, bound, evaluation.rounding,
-            self.unresolved(problem, evaluation), problem.shares_unreached,
+            problem.unresolved(evaluation, self.processes), problem.shares_unreached,
         )  # fmt: skip
 
-        def gradient() -> dict[str, Any]:
-            corrections = problem.corrections(evaluation)
-            return pullback(problem.gradient(evaluation, corrections=corrections))
+        def gradient() -> tuple[dict[str, Any], dict[str, Any]]:
+            ascent = pullback(problem.collapsed_gradient(evaluation))
+            return ascent, self._maximised(problem, evaluation, values, ascent)
 
-        def closed(ascent: dict[str, Any]) -> dict[str, Any]:
-            if not self._plan.closed:
-                return {}
-            return self._maximised(problem, evaluation, values, ascent)
+        def none() -> tuple[dict[str, Any], dict[str, Any]]:
+            zero = jax.tree.map(jnp.zeros_like, values)
+            return zero, {p.name: zero[p.name] for p in self.plan.closed}
 
-        return searched(state, values, at, gradient, closed)
-
-    def unresolved(self, problem: LatentGaussian, evaluation: Evaluation) -> Array:
-        """See :meth:`LatentGaussian.unresolved`."""
-        names = tuple(block.name for block in self._structure.processes)
-        return problem.unresolved(evaluation, names)
+        further = goes_on(state, at)
+        rise = self.loops.cond(further, gradient, none)
+        return searched(state, values, at, further, *rise)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """Take a step on a minibatch, or with other latents drawn at random. Bounds
@@ -248,20 +225,14 @@ class Stepper:
     # Their parts.
 
     def _sweep(
-        self,
-        problem: LatentGaussian,
-        state: ConjugateState,
-        evaluation: Evaluation,
-        fresh: Array,
-    ) -> tuple[Natural, Evaluation, dict[str, Array]]:
+        self, problem: Any, state: ConjugateState, evaluation: Any, fresh: Array
+    ) -> Place:
         return backtracked_sweep(
             problem, state.natural, evaluation, state.step_sizes,
             self._largest, self._augmented(state), fresh,
         )  # fmt: skip
 
-    def _settled(
-        self, problem: LatentGaussian, state: ConjugateState
-    ) -> tuple[Natural, Evaluation, dict[str, Array]]:
+    def _settled(self, problem: Any, state: ConjugateState) -> Place:
         if problem.quadratic:
             return *problem.solved(state.natural), state.step_sizes
 
@@ -269,9 +240,8 @@ class Stepper:
             return state._replace(step=state.step + moves)
 
         def sweep(
-            natural: Natural, evaluation: Evaluation, steps: Any, moves: Array,
-            fresh: Array,
-        ) -> tuple[Natural, Evaluation, dict[str, Array]]:  # fmt: skip
+            natural: Natural, evaluation: Any, steps: Any, moves: Array, fresh: Array
+        ) -> Place:
             here = after(moves)._replace(natural=natural, step_sizes=steps)
             return self._sweep(problem, here, evaluation, fresh)
 
@@ -319,8 +289,7 @@ class Stepper:
                     descent, optim_state, floats_of(values)
                 )
                 update = with_zeros(update, values)
-            if self._plan.closed:
-                update |= self._maximised(at[0], at[2], values, ascent)
+            update |= self._maximised(at[0], at[2], values, ascent)
             return update, optim_state
 
         def one_more(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -351,11 +320,13 @@ class Stepper:
         ascent: dict[str, Any],
     ) -> dict[str, Array]:
         """Return updates of the params that are set in closed form."""
+        if not self.plan.closed:
+            return {}
         expected: Any = problem.likelihood
         carried = expected.carried(evaluation.marginals)
         return {
             p.name: p.update(expected, carried, values[p.name], ascent[p.name])
-            for p in self._plan.closed
+            for p in self.plan.closed
         }
 
     # The problem at given hyperparameters.
@@ -365,14 +336,14 @@ class Stepper:
     ) -> LatentGaussian:
         """Run the model once, with the latents of the other guide drawn with
         ``key``."""
-        params = self._plan.constrain(values)
+        params = self.plan.constrain(values)
         args, kwargs = self._arguments.merge()
-        seeded = handlers.seed(self._plan.guide.draw_others, key)
+        seeded = handlers.seed(self.plan.guide.draw_others, key)
         drawn = handlers.substitute(seeded, data={**params, **indices})
         trace = handlers.trace(drawn).get_trace(*args, **kwargs)
         others = {n: trace[n]["value"] for n in self._structure.others}
         filled = {**params, **others, **indices}
-        plan = self._plan
+        plan = self.plan
         view: Any = plan.guide.view(
             self._structure, plan.model, self._arguments, filled, key
         )

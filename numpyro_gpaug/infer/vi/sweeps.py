@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.gaussians.base import Marginals, scatter, selected
+from numpyro_gpaug.gaussians.base import scatter, selected
 from numpyro_gpaug.infer.vi.evaluation import Evaluation, Place
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.schedules import Schedule
@@ -24,7 +24,7 @@ FALLING = 0.8
 
 
 def backtracked_sweep(
-    problem: LatentGaussian,
+    problem: Any,
     natural: Natural,
     evaluation: Evaluation,
     steps: dict[str, Array],
@@ -35,7 +35,8 @@ def backtracked_sweep(
     """Update every block once, one at a time: joint updates of blocks that share a
     predictor overshoot. So do joint updates of coupled latents of one block.
 
-    :param problem: the problem.
+    :param problem: the problem, a :class:`LatentGaussian` or its sum over blocks of
+        rows, :class:`~numpyro_gpaug.infer.vi.passes.InBlocks`.
     :param natural: natural parameters of all blocks.
     :param evaluation: the evaluation there.
     :param steps: the first step size to try, by block.
@@ -93,17 +94,10 @@ def damped_sweep(
     natural, schedules = dict(natural), dict(schedules)
     sizes = []
 
-    def target(name: str, evaluation: Evaluation, index: Array | None) -> Any:
-        slopes = slopes_at(problem, evaluation, name, augmented)
-        at = evaluation.moments[name], evaluation.marginals[name], slopes
-        q, at, slopes = selected(at, index)
-        return problem.of_latent(name, index).target(
-            name, q, at, slopes, least_precision=0.0
-        )
-
     def move(name: str, size: Array, index: Array, carry: Any) -> Any:
         natural, evaluation, largest = carry
-        old, goal = selected(natural, index), target(name, evaluation, index)
+        old = selected(natural, index)
+        goal = problem.target(name, evaluation, augmented, index, least_precision=0.0)
         new, evaluation, taken = _rising(
             problem, name, old, goal, size, evaluation, index
         )
@@ -111,7 +105,7 @@ def damped_sweep(
         return scatter(natural, index, new), evaluation, largest
 
     for name, old in natural.items():
-        whole = target(name, evaluation, None)
+        whole = problem.target(name, evaluation, augmented, least_precision=0.0)
         direction = jax.tree.map(jnp.subtract, whole, old)
         size, schedules[name] = schedule.next(schedules[name], step, direction)
         if name in problem.coupled:
@@ -176,30 +170,6 @@ def _for_each_latent(move: Callable[[Array, Any], Any], count: int, start: Any) 
     return lax.fori_loop(0, count, lambda p, carry: move(p[None], carry), start)
 
 
-def slopes_at(
-    problem: LatentGaussian,
-    evaluation: Evaluation,
-    name: str,
-    augmented: Array | None,
-) -> Marginals:
-    """Return the derivatives of the expected log-likelihood that define the factors of
-    a block.
-
-    :param problem: the problem.
-    :param evaluation: the evaluation at the point.
-    :param name: the block.
-    :param augmented: as for :func:`backtracked_sweep`.
-    """
-    exact = evaluation.slopes[name]
-    if augmented is None:
-        return exact
-    return lax.cond(
-        augmented,
-        lambda: problem.augmented_slopes(evaluation.marginals)[name],
-        lambda: exact,
-    )
-
-
 def mix(old: Any, target: Any, step: Array) -> Any:
     """Return the convex combination of natural parameters for a step of size
     ``step``."""
@@ -255,7 +225,7 @@ def was_whole(before: dict[str, Array], after: dict[str, Array]) -> Array:
 
 
 def backtracked_update(
-    problem: LatentGaussian,
+    problem: Any,
     natural: Natural,
     evaluation: Evaluation,
     name: str,
@@ -284,9 +254,7 @@ def backtracked_update(
     old = selected(natural[name], index)
 
     def towards(evaluation: Evaluation) -> tuple[Any, Array, Place]:
-        slopes = slopes_at(problem, evaluation, name, augmented)
-        at = evaluation.moments[name], evaluation.marginals[name], slopes
-        target = problem.of_latent(name, index).target(name, *selected(at, index))
+        target = problem.target(name, evaluation, augmented, index)
         floor = evaluation.bound - evaluation.slack
         return target, floor, problem.place(name, evaluation)
 
@@ -295,7 +263,7 @@ def backtracked_update(
 
     def attempt(search: _Search) -> _Search:
         tries, latest = search.tries, search.evaluation
-        target, floor, origin = lax.cond(
+        target, floor, origin = problem.loops.cond(
             tries == 0, lambda: towards(latest),
             lambda: (search.target, search.floor, search.origin),
         )  # fmt: skip
@@ -320,7 +288,7 @@ def backtracked_update(
         tries, jnp.array(False), old, bound, origin,
         problem.slopes_between(name, origin, origin), old, evaluation,
     )  # fmt: skip
-    found = lax.while_loop(refused, attempt, start)
+    found = problem.loops.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
     size = next_step(step, found.tries, largest_step, *found.slopes)
     rise = found.evaluation.bound - found.floor - found.evaluation.slack
