@@ -84,7 +84,7 @@ def marked(names, quick):
 
 
 # Compiling the Polya-Gamma density of any shape and the gamma sampler takes the time.
-QUICK_CONFORMANCE = ("svm", "laplace", "poisson", "heteroscedastic")
+QUICK_CONFORMANCE = ("svm", "laplace", "heteroscedastic")
 
 
 @pytest.mark.parametrize("name", marked(NAMES, QUICK_CONFORMANCE))
@@ -337,7 +337,7 @@ def fitted(name, which, updates):
     )
 
 
-QUICK = [("hinge_svm", "sparse"), (TWO, "sparse")]
+QUICK = [("hinge_svm", "sparse")]
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,7 @@ def log_prior(phi, scale):
     return np.log(0.5) + 0.5 * np.log(2 / np.pi) - 0.5 * scale**2
 
 
+@pytest.mark.slow  # of a scan it is quick in test_scanned_models.py
 def test_the_collapsed_bound_is_the_evidence(x64, monkeypatch):
     """Its derivatives in what links are made of, too."""
     forced(monkeypatch)

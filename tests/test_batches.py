@@ -163,13 +163,12 @@ def test_parquet(data, tmp_path):
 # -- fits -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # quick below, with hyperparameters
 @pytest.mark.parametrize(
     ("fn", "guide", "y"),
     [
         (weights_too, gpaug.AutoSparseGP, "heavy"),
-        pytest.param(
-            effects, gpaug.AutoLatentGaussian, "counts", marks=pytest.mark.slow
-        ),
+        (effects, gpaug.AutoLatentGaussian, "counts"),
     ],
 )
 def test_steps_on_all_data_in_blocks_are_those_in_memory(data, fn, guide, y):

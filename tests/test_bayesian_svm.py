@@ -236,6 +236,7 @@ def test_minibatches_end_near_the_optimum(x64, step_size, most) -> None:
 # -- hyperparameters -------------------------------------------------------------------
 
 
+@pytest.mark.slow  # hyper_every is quick in test_conjugate.py
 def test_a_gradient_step_after_every_k_closed_form_steps(x64) -> None:
     X, y = toy(60)
     every = optax.MultiSteps(optax.adam(0.2), every_k_schedule=5)
@@ -265,9 +266,8 @@ def test_gradient_steps_seldom_and_always_end_alike(x64) -> None:
     np.testing.assert_allclose(*found, rtol=0.02)
 
 
-@pytest.mark.parametrize(
-    "processes", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [False, True])
 def test_weights_of_several_kernels(x64, processes) -> None:
     X, y = toy(150, flipped=0)
     Z = X[:30]

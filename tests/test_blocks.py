@@ -93,10 +93,8 @@ def everything(problem, values, natural):
     return evaluation.bound, slopes, target, one, given
 
 
-@pytest.mark.parametrize(
-    ("fn", "given"),
-    [*(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[:2]), CASES[2]],
-)
+@pytest.mark.slow  # a case of float64 is quick
+@pytest.mark.parametrize(("fn", "given"), CASES)
 def test_blocks_give_the_same_numbers(fn, given) -> None:
     check_blocks(fn, given, "float32")
 
@@ -140,6 +138,7 @@ def test_blocks_under_vmap() -> None:
             assert_close(np.asarray(a)[i], b, 20 * max(1, np.abs(b).max()))
 
 
+@pytest.mark.slow  # quick in test_devices.py
 def test_fits_and_predictions_in_blocks() -> None:
     X, y = toy(ROWS)
     given = {"likelihood": "bernoulli", "Z": X[:INDUCING]}

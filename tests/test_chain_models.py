@@ -145,6 +145,7 @@ def test_sums_over_steps(of_steps, monkeypatch):
         posterior.predict_f(*(x[:8] for x in new), site="growth")
 
 
+@pytest.mark.slow  # quick in test_faults_files.py
 def test_files_of_a_chain(of_steps, tmp_path):
     posterior, *_ = of_steps
     posterior.save(tmp_path / "fit.npz")

@@ -87,6 +87,7 @@ def test_runs_see_what_a_global_is_now(set_sd):
             np.testing.assert_allclose(found, mean(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_chains_of_one_mcmc_see_what_a_global_is_now(set_sd):
     kernel = gpaug.EllipticalSlice(model)
     mcmc = MCMC(kernel, num_warmup=20, num_samples=400, **QUIET)
@@ -99,6 +100,7 @@ def test_chains_of_one_mcmc_see_what_a_global_is_now(set_sd):
         np.testing.assert_allclose(draws.std(0), scale, rtol=0.2)
 
 
+@pytest.mark.slow
 def test_gradients_see_what_a_global_is_now(set_sd):
     guide = gpaug.AutoLatentGaussian(model, covariance="dense")
     svi = SVI(model, guide, numpyro.optim.Adam(0.1), gpaug.TraceAnalytic_ELBO())

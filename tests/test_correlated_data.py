@@ -50,7 +50,9 @@ def posterior_of(J, noise, y):
     return covariance @ given.T @ y, covariance, evidence
 
 
-@pytest.mark.parametrize("covariance", ["dense", "groups"])
+@pytest.mark.parametrize(
+    "covariance", [pytest.param("dense", marks=pytest.mark.slow), "groups"]
+)
 def test_several_outcomes_of_a_datum_against_linear_algebra(x64, covariance):
     seen = np.array([1, 1, 0, 1, 1, 0, 1], bool)
     data = np.where(seen[:, None], Y, np.nan)
@@ -90,6 +92,7 @@ def series(X, y=None):
     numpyro.sample("y", dist.MultivariateNormal(X @ b, covariance), obs=y)
 
 
+@pytest.mark.slow
 def test_data_that_are_all_correlated_against_linear_algebra(x64):
     svi = gpaug.ConjugateSVI(series, gpaug.AutoLatentGaussian(series))
     fit = svi.run(jax.random.key(0), 20, X, Y[:, 0], progress_bar=False)
@@ -118,6 +121,11 @@ def tables(X, group, seen, Y=None, *, groups=G):
         numpyro.sample("Y", dist.MatrixNormal(mean, rows, columns), obs=Y)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("float32", marks=pytest.mark.slow), "float64"],
+    indirect=["dtype"],
+)
 def test_matrices_against_linear_algebra(dtype):
     rtol = 1e-8 if dtype == "float64" else 2e-4
     seen, kept = np.array([1, 1, 0, 1, 1, 0, 1], bool), [0, 1, 3, 4, 6]
@@ -285,6 +293,7 @@ def test_independent_data_have_the_same_density_and_derivatives(x64, sample):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10)
 
 
+@pytest.mark.slow  # quick for matrices
 def test_hyperparameters_of_a_covariance_are_integrated(x64):
     def model(X, y=None):
         rho = numpyro.sample("rho", dist.Uniform(0, 1))

@@ -180,14 +180,8 @@ def test_quadrature_route_matches_the_closed_form(x64):
         np.testing.assert_allclose(flat(closed, name), flat(nodes, name), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "AutoDelta",
-        pytest.param("AutoNormal", marks=pytest.mark.slow),
-        pytest.param("AutoMultivariateNormal", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # quick below, of a guide by hand
+@pytest.mark.parametrize("other", ["AutoDelta", "AutoNormal", "AutoMultivariateNormal"])
 def test_densities_of_other_latents(x64, other):
     """At a point: none. Random: in the space of the model."""
     X, y, labels = data()

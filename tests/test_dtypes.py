@@ -44,7 +44,7 @@ def answers(posterior, args):
     return jax.tree.map(np.asarray, found)
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "model", [groups, pytest.param(process, marks=pytest.mark.slow)]
 )
@@ -86,7 +86,7 @@ def test_predictions_are_in_the_dtype_of_the_fit(double, model, tmp_path):
             np.testing.assert_allclose(new, old, **tolerance)
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_the_dtype_of_its_state(double):
     x = X[:, 0]
     svi = gpaug.ConjugateSVI(groups, gpaug.AutoLatentGaussian(groups))

@@ -550,6 +550,7 @@ def test_a_registered_augmentation_end_to_end(line):
         assert np.abs(gradient).max() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_an_augmentation_alone_is_enough_for_the_defaults(line):
     """Exact expectations are then quadratures: no route that is offered may fail."""

@@ -180,6 +180,7 @@ def test_drawn_classes_reach_the_fit_of_all() -> None:
     assert abs(bound + result.losses[-1] / len(X)) < 0.05
 
 
+@pytest.mark.slow
 def test_all_classes_at_once_bound_the_logistic_softmax() -> None:
     X, y = clusters(6, 1)
     members = jnp.asarray(np.arange(len(X)).reshape(CLASSES, 6))

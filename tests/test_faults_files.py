@@ -233,7 +233,7 @@ def test_edited_headers(kind, tmp_path, request) -> None:
     edited = list(archives.edits(header))
     assert len(edited) > 1000
     whole = request.node.get_closest_marker("slow") is not None
-    for i, (where, other) in enumerate(edited[:: 5 if whole else 61]):
+    for i, (where, other) in enumerate(edited[:: 5 if whole else 121]):
         files.write(path, arrays, other)
         if i % 2:
             text = np.array(json.dumps(other))

@@ -98,7 +98,13 @@ def test_observations_that_were_forgotten_are_named(law, forgets) -> None:
         forgets(partial(effects, law=law))
 
 
-@pytest.mark.parametrize("sampler", [gpaug.AugmentedGaussian, gpaug.EllipticalSlice])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        pytest.param(gpaug.AugmentedGaussian, marks=pytest.mark.slow),
+        gpaug.EllipticalSlice,
+    ],
+)
 def test_observations_forgotten_beside_another_sampler_are_named(sampler) -> None:
     """What that one has drawn is given to the model as data are."""
 
@@ -510,6 +516,7 @@ def test_inducing_inputs_by_position_are_told_their_name() -> None:
         svi.init(jax.random.key(0), X, np.zeros(5, int), X)
 
 
+@pytest.mark.slow  # quick in test_dtypes.py
 def test_one_fitter_for_data_of_two_dtypes(x64) -> None:
     """A guide keeps the dtype of the data that set it up."""
 

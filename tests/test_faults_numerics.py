@@ -394,10 +394,14 @@ def test_drawn_classes_predict_as_all_classes_do() -> None:
 # -- JAX's own checks ------------------------------------------------------------------
 
 
+def logits(f):
+    return dist.Bernoulli(logits=f)
+
+
 @pytest.mark.parametrize(
     ("likelihood", "num_latents"),
     [
-        (lambda f: dist.Bernoulli(logits=f), None),
+        (logits, None),
         pytest.param(
             lambda f: dist.StudentT(4.0, f, 0.3), None, marks=pytest.mark.slow
         ),
@@ -423,6 +427,8 @@ def test_debug_flags_give_no_false_alarm(likelihood, num_latents) -> None:
         result = svi.run(jax.random.key(0), 3, X, y, inducing=Z, progress_bar=False)
         posterior = svi.posterior(result)
         assert np.isfinite(posterior.log_prob(X[:4], y[:4])).all()
+        if likelihood is logits:  # the quick one
+            return
         mcmc = numpyro.infer.MCMC(
             gpaug.EllipticalSlice(model), num_warmup=2, num_samples=3,
             progress_bar=False,

@@ -267,6 +267,7 @@ def together(function, count=4):
         return list(pool.map(one, range(count)))
 
 
+@pytest.mark.slow  # quick in test_latent_gaussian.py
 def test_predictions_in_threads_are_those_of_one() -> None:
     svi = make()
     result = run(svi, 5)

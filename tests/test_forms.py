@@ -49,7 +49,6 @@ LATENTS = {
     "groups": lambda: dist.Normal(0, 0.7).expand([MEMBERS]).to_event(1),
     "a chain": lambda: dist.GaussianRandomWalk(0.3, MEMBERS),
 }
-QUICK = (("a chain", "scale by member"),)
 
 
 def fitted(form, kind, overhead):
@@ -68,16 +67,9 @@ def fitted(form, kind, overhead):
     return result.losses[-1], svi.posterior(result), repr(svi.guide)
 
 
-@pytest.mark.parametrize(
-    ("form", "kind"),
-    [
-        pytest.param(
-            form, kind, marks=() if (form, kind) in QUICK else pytest.mark.slow
-        )
-        for form in LATENTS
-        for kind in LIKELIHOODS
-    ],
-)  # fmt: skip
+@pytest.mark.slow  # quick in test_group_models.py and test_scanned_models.py
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+@pytest.mark.parametrize("form", LATENTS)
 def test_each_form_gives_the_same_gaussian(x64, form, kind):
     (dense, expected, said), (loss, posterior, other) = (
         fitted(form, kind, overhead) for overhead in (np.inf, -np.inf)

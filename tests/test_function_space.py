@@ -72,6 +72,7 @@ def hidden_layer(X):
     return jnp.tanh(X @ inner + numpyro.param("shift", jnp.zeros(20))) @ outer
 
 
+@pytest.mark.slow  # fits in batches are quick
 def test_a_network_recovers_a_regression_function() -> None:
     X = inputs(100)
     truth = np.sin(2 * X[:, 0])
@@ -132,6 +133,7 @@ def test_sites_of_a_guide_with_a_fixed_kernel() -> None:
     assert set(drawn) == {"inner", "outer", "shift", "f"}
 
 
+@pytest.mark.slow
 def test_comparable_with_the_optimum_by_kl() -> None:
     """The same family, the same data, and the optimum of the KL by NumPy: both find
     the function; the distance is no KL, and by its published weight it hardly holds

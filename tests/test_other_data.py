@@ -39,11 +39,21 @@ def by_weights(X, y=None, *, unit):
     ("model", "units", "guide"),
     [
         # Arrays are traced, plain numbers are not.
-        (by_argument, (np.float32(0), np.float32(3)), gpaug.AutoLatentGaussian),
+        pytest.param(
+            by_argument,
+            (np.float32(0), np.float32(3)),
+            gpaug.AutoLatentGaussian,
+            marks=pytest.mark.slow,
+        ),
         (by_argument, (0.0, 3.0), gpaug.AutoSparseGP),
         (by_support, (np.float32(2), np.float32(9)), gpaug.AutoLatentGaussian),
-        (by_weights, (np.float32(0), np.float32(3)), gpaug.AutoSparseGP),
-    ],
+        pytest.param(
+            by_weights,
+            (np.float32(0), np.float32(3)),
+            gpaug.AutoSparseGP,
+            marks=pytest.mark.slow,
+        ),
+    ],  # fmt: skip
 )
 def test_other_data_start_where_a_new_fit_does(model, units, guide):
     def made():

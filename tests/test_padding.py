@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows added, of no weight: the same fits, from programs that similar data share."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,20 +145,28 @@ def alone(svi, num):
     return svi.get_params(state), np.array(losses)
 
 
+@cache
+def used(model, guide, optim):
+    """A fitter that adds rows from now on."""
+    svi = gpaug.ConjugateSVI(model, guide(model), optim)
+    fitted(svi, 7)
+    fitted(svi, 9)
+    return svi
+
+
 @pytest.mark.parametrize(
     ("model", "guide", "optim"),
     [pytest.param(
          binary, gpaug.AutoSparseGP, optax.adam(0.05), marks=pytest.mark.slow),
      (weights, gpaug.AutoLatentGaussian, None),
      pytest.param(classes, gpaug.AutoSparseGP, None, marks=pytest.mark.slow),
-     (centred_outside, gpaug.AutoSparseGP, None)],
+     pytest.param(
+         centred_outside, gpaug.AutoSparseGP, None, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_data_of_similar_size_share_programs_and_give_what_each_gives_alone(
     model, guide, optim
 ) -> None:
-    svi = gpaug.ConjugateSVI(model, guide(model), optim)
-    fitted(svi, 7)
-    fitted(svi, 9)  # from here on rows are added
+    svi = used(model, guide, optim)
     before, calls = compilations(svi), len(CALLS)
     found = fitted(svi, 13)
     assert compilations(svi) == before
@@ -249,6 +259,7 @@ def effects(X, y=None, *, inducing):
         numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
 
 
+@pytest.mark.slow
 def test_integrated_hyperparameters_with_added_rows() -> None:
     nested = gpaug.NestedVI(effects, num_points=128, progress_bar=False)
     for num in (12, 15):
@@ -272,9 +283,7 @@ def test_integrated_hyperparameters_with_added_rows() -> None:
 
 
 def test_messages_have_the_numbers_of_the_data() -> None:
-    svi = gpaug.ConjugateSVI(weights, gpaug.AutoLatentGaussian(weights), None)
-    fitted(svi, 7)
-    fitted(svi, 9)
+    svi = used(weights, gpaug.AutoLatentGaussian, None)
     X, y = data(11)
     with pytest.raises(ValueError, match=r"'y': observations of shape \(11,\)"):
         svi.run(

@@ -179,7 +179,7 @@ def exact_gaps(dtype: str) -> tuple[np.ndarray, ...]:
     [
         ("float32", False),
         ("float32", True),
-        ("float64", False),
+        pytest.param("float64", False, marks=pytest.mark.slow),
         pytest.param("float64", True, marks=pytest.mark.slow),
     ],
     indirect=["dtype"],

@@ -244,7 +244,7 @@ def test_predictive_of_labels(series):
     np.testing.assert_allclose(lines(ax)["mean"].get_ydata(), probs, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_classes", [2, 3])
+@pytest.mark.parametrize("num_classes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_decision_draws_surface_classes_and_inducing_inputs(num_classes):
     X = np.random.default_rng(0).normal(size=(40, 2)).astype("float32")
     y = (X[:, 0] > 0).astype(int) + (num_classes > 2) * (X[:, 1] > 1)

@@ -14,7 +14,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from tests.conftest import compilations
 from tests.models import covariance
-from tests.problems import classifier, learnt, regression, toy
+from tests.problems import classifier, learnt, toy
 
 KEY = jax.random.key(0)
 pytestmark = pytest.mark.usefixtures("x64")
@@ -197,14 +197,6 @@ def test_a_model_whose_observations_have_no_default() -> None:
     np.testing.assert_array_equal(posterior.predict_y(new).probs > 0.5, mean > 0)
 
 
-def test_normal_likelihood_gives_intervals() -> None:
-    posterior, new = by_hand(regression, X, X[:, 0]), toy(7, seed=4)[0]
-    d, f = posterior.predict_y(new), posterior.predict_f(new)
-    np.testing.assert_allclose(d.variance, f.variance + 0.25, rtol=1e-9)
-    expected = f.mean - 1.959963984540054 * np.sqrt(f.variance + 0.25)
-    np.testing.assert_allclose(d.icdf(0.025), expected, rtol=1e-6)
-
-
 def test_a_dense_guide_of_the_same_gaussian_predicts_the_same() -> None:
     posterior, result = fitted()
     (X, y), new = toy(60), toy(9, seed=5)[0]
@@ -219,62 +211,6 @@ def test_a_dense_guide_of_the_same_gaussian_predicts_the_same() -> None:
     dense = gpaug.Posterior.from_guide(classifier, guide, params, X, y, inducing=X[:12])
     expected = posterior.predict_y(new).probs
     np.testing.assert_allclose(dense.predict_y(new).probs, expected, rtol=1e-8)
-
-
-def test_three_latents() -> None:
-    def three(X, y=None, *, inducing):
-        kernel = gpaug.kernels.SquaredExponential()
-        gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)
-        with numpyro.plate("data", X.shape[0]):
-            d = dist.Bernoulli(logits=gp(X)).to_event(1)
-            numpyro.sample("y", d, obs=y)
-
-    labels = np.stack([Y, 1 - Y, Y], 1)
-    posterior = by_hand(three, X, labels, latents=slice(None))
-    new = toy(7, seed=4)[0]
-    f = posterior.predict_f(new)
-    joint = posterior.predict_f(new, full_covariance=True)
-    assert f.mean.shape == f.variance.shape == (7, 3)
-    assert joint.variance.shape == (3, 7, 7)
-    probs = posterior.predict_y(new).probs
-    assert probs.shape == (7, 3)
-    for c in range(3):
-        mean, spread = moments(new, Z, PRECISION[c], POTENTIAL[c])
-        np.testing.assert_allclose(f.mean[:, c], mean, atol=1e-8)
-        np.testing.assert_allclose(f.variance[:, c], np.diag(spread), atol=1e-8)
-        np.testing.assert_allclose(joint.variance[c], spread, atol=1e-8)
-        np.testing.assert_array_equal(probs[:, c] > 0.5, mean > 0)
-    assert posterior.sample(KEY, new, sample_shape=(2,)).shape == (2, 7, 3)
-    found = posterior.log_prob(new, labels[:7])
-    expected = np.log(np.where(labels[:7], probs, 1 - probs)).sum(1)
-    np.testing.assert_allclose(found, expected, rtol=1e-7)
-
-
-def test_a_linear_term_and_two_processes() -> None:
-    def mixed(X, y=None, *, inducing):
-        beta = numpyro.sample("beta", dist.Normal(0, 2).expand([2]).to_event(1))
-        f = gpaug.GaussianProcess("f", gpaug.kernels.SquaredExponential(), inducing)
-        g = gpaug.GaussianProcess("g", gpaug.kernels.Linear(), inducing)
-        with numpyro.plate("data", X.shape[0]):
-            logits = f(X) + g(X) + X @ beta
-            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
-
-    # The linear process as good as zero, the weights as good as known.
-    weights = np.array([0.5, -1.0])
-    q = {
-        "beta_auto_potential": 1e9 * weights, "beta_auto_precision": 1e9 * np.eye(2),
-        "g.v_auto_potential": np.zeros(12), "g.v_auto_precision": 1e9 * np.eye(12),
-    }  # fmt: skip
-    posterior, new = by_hand(mixed, **q), toy(7, seed=4)[0]
-    assert posterior.predict_f(new, site="g").mean.shape == (7,)
-    with pytest.raises(ValueError, match=r"site=None.*\['f', 'g'\]"):
-        posterior.predict_f(new)
-    mean, spread = moments(new, Z, PRECISION[0], POTENTIAL[0])
-    nodes, mass = np.polynomial.hermite_e.hermegauss(80)
-    loc, sd = mean + new @ weights, np.sqrt(np.diag(spread))
-    logits = loc[:, None] + sd[:, None] * nodes
-    probs = (mass / mass.sum() / (1 + np.exp(-logits))).sum(1)
-    np.testing.assert_allclose(posterior.predict_y(new).probs, probs, atol=1e-6)
 
 
 def test_bad_new_inputs() -> None:

@@ -161,6 +161,7 @@ def test_a_singular_kernel_matrix_needs_no_jitter() -> None:
     assert np.all(np.asarray(posterior.predict_f(X).variance) > 0)
 
 
+@pytest.mark.slow
 def test_beside_a_weight_vector(x64) -> None:
     X, y = data()
     kwargs = {"inducing": X[:5], "slope": True}

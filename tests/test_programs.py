@@ -9,7 +9,7 @@ from tests.programs import run
 @pytest.mark.parametrize(
     ("first", "number", "fitted"),
     [
-        (0, 10, False),
+        (0, 6, False),
         (60, 2, True),
         pytest.param(0, 60, False, marks=pytest.mark.slow),
     ],

@@ -63,7 +63,13 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "law", "width"), list(LOSSES))
+@pytest.mark.parametrize(
+    ("kind", "law", "width"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow) if "poisson" in case else case
+        for case in LOSSES
+    ],
+)
 def test_wide_priors_are_those_of_float64(kind, law, width):
     result = run(fitter(), kind, law, width)
     np.testing.assert_allclose(result.losses[-1], LOSSES[kind, law, width], rtol=1e-4)
@@ -119,6 +125,11 @@ def test_what_rounding_loses_is_told(kind, law, width, monkeypatch):
     assert "'w'] compensate for each other, under priors" in said
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
+    indirect=["dtype"],
+)
 def test_inflation_is_that_of_the_dense_precision(dtype):
     rng = np.random.default_rng(0)
     groups, each, corner, steps = 6, 2, 3, 3

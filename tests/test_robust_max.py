@@ -190,6 +190,7 @@ def run_hard(names, dtype, kinds, num_steps, variances=(1.0, 1e3)):
                 assert result.losses[-1] < result.losses[0]
 
 
+@pytest.mark.slow
 def test_hard_problems_learnt() -> None:
     names = ("separable", "one class", "noise")
     run_hard(names, "float32", [(learnt, optax.adam(0.1))], 25, (1e3,))

@@ -67,18 +67,6 @@ def test_closed_form_ends_at_the_brute_force_bound(num_latents, updates):
     np.testing.assert_allclose(-value, expected, rtol=1e-9)
 
 
-@pytest.mark.slow  # quick, and with the evidence, in test_conjugate.py
-@latents
-def test_exact_sites_end_at_a_higher_bound(num_latents):
-    svi, augmented = fitted(num_latents, "augmented")
-    args, kwargs = problem(num_latents)
-    exact_loss = gpaug.TraceAnalytic_ELBO("exact")
-    there = loss_at(exact_loss, augmented.params, svi.guide, args, kwargs)
-    assert fitted(num_latents, "exact")[1].losses[-1] < there < augmented.losses[-1]
-    auto = fitted(num_latents, "auto")[1].losses[-1]
-    np.testing.assert_allclose(fitted(num_latents, "exact")[1].losses[-1], auto)
-
-
 @pytest.mark.parametrize("num_latents", [SLOW_ONE, 3])
 def test_the_first_step_on_a_batch_is_the_formula(num_latents):
     """From the prior every f has mean 0 and variance 2, so PG(1, sqrt(2))."""
@@ -333,6 +321,7 @@ def importance_moments(X, y, Z, q, count=40_000):
     return centre, weight @ (v - centre) ** 2
 
 
+@pytest.mark.slow  # densities: test_process.py
 def test_nuts_samples_the_posterior_of_the_full_process():
     X, y, _ = draw_data(seed=3, rows=8)
     y = jnp.asarray(np.asarray(y)[:, 0])

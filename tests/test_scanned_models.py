@@ -156,7 +156,11 @@ def rates(where):
 
 
 @pytest.mark.parametrize(
-    "where", ["after", "inside", pytest.param("returned", marks=pytest.mark.slow)]
+    "where",
+    [
+        "inside",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("after", "returned")),
+    ],
 )
 def test_what_steps_make_of_their_states_may_be_looked_at(monkeypatch, where):
     monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
@@ -238,6 +242,7 @@ def test_scans_are_read_until_nothing_more_is_carried():
     assert product.state["z"].nonlinear == "mul"
 
 
+@pytest.mark.slow
 def test_what_a_scan_observed_is_replicated_step_by_step():
     def model(y=None):
         def step(x, y):

@@ -63,6 +63,10 @@ CASES = {
     "star": star(100), "scattered": scattered(100), "components": components(),
     "single": sparse.csr_array(np.full((1, 1), 2.5)),
 }  # fmt: skip
+QUICK = {
+    "lattice": "float32", "mesh": "float64", "star": "float64",
+    "scattered": "float32", "components": "float64", "single": "float32",
+}  # fmt: skip
 
 
 def values_of(matrix, dtype):
@@ -97,7 +101,15 @@ def many_groups(monkeypatch, dtype):
 
 
 @pytest.mark.usefixtures("many_groups")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(c, t, marks=() if t in QUICK.get(c, "") else pytest.mark.slow)
+        for c in CASES
+        for t in ("float32", "float64")
+    ],
+    indirect=["dtype"],
+)
 def test_equals_dense(case, dtype):
     pattern, values, dense = values_of(CASES[case], dtype)
     b = np.random.default_rng(2).normal(size=(len(dense), 2))

@@ -67,7 +67,11 @@ def data():
     return X, (X[:, 0] ** 2).astype("float32")
 
 
-@pytest.mark.parametrize("optim", ["lbfgs", optax.adam(0.05)], ids=["lbfgs", "adam"])
+@pytest.mark.parametrize(
+    "optim",
+    ["lbfgs", pytest.param(optax.adam(0.05), marks=pytest.mark.slow)],
+    ids=["lbfgs", "adam"],
+)
 def test_what_is_no_float_stays(optim, data, tmp_path) -> None:
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), optim)
 
@@ -92,6 +96,7 @@ def test_what_is_no_float_stays(optim, data, tmp_path) -> None:
     np.testing.assert_allclose(*means, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # in vectors it is quick in test_nested.py
 def test_a_collapsed_model_differentiates_in_trees(data) -> None:
     """As in a vector of the same numbers."""
 

@@ -206,7 +206,7 @@ def evaluated_at(
         block = {n: v[chosen] for n, v in drawn.items()}
         part, observed = model.at(arrays, params, keys[chosen], fixed, block)
         kept = min(chunk, total - start)
-        parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x[:kept]), part))
+        parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x)[:kept], part))
     draws = jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)
     # In double precision, as the ratios are small differences of large sums.
     log_p = draws.prior.astype(float) + sum(

@@ -73,6 +73,8 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
         z = q.mean[0] + q.unwhiten(draw["noise"][None])[0]
         return centre + axes @ draw["hyper"], z
 
+    # NumPyro begins chains operation by operation.
+    @jax.jit
     def potential(draw: dict[str, Array]) -> Array:
         point, z = placed(draw)
         return -programs.log_joint(point, z, arrays)
@@ -92,7 +94,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
         num_chains=CHAINS, chain_method="vectorized", progress_bar=False,
     )  # fmt: skip
     mcmc.run(chain_key, init_params=start, extra_fields=("diverging",))
-    points, z = jax.vmap(placed)(mcmc.get_samples())
+    points, z = jax.jit(jax.vmap(placed))(mcmc.get_samples())
     by_chain = mcmc.get_samples(group_by_chain=True)
     rhat = max(float(np.max(split_gelman_rubin(np.asarray(x)))) for x in
                by_chain.values() if x.size)  # fmt: skip
