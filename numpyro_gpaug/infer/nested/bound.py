@@ -29,7 +29,7 @@ from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.settling import settled
-from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, starts_augmented
+from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint import JointView
@@ -165,15 +165,8 @@ class CollapsedBound:
                 return None
             return moves == 0 if start is None else (moves == 0) & ~start.known
 
-        def sweep(
-            natural: Any, evaluation: Any, steps: Any, moves: Array, fresh: Array
-        ) -> Any:
-            return backtracked_sweep(
-                problem, natural, evaluation, steps, 1.0, augmented(moves), fresh
-            )
-
         one = {JOINT: jnp.ones((), problem.dtype)}
-        _, evaluation, _ = settled(problem, natural, one, sweep, augmented, tolerance)
+        _, evaluation, _ = settled(problem, natural, one, 1.0, augmented, tolerance)
         factors = map_.factors(
             evaluation.marginals[JOINT], evaluation.slopes[JOINT], 0.0
         )

@@ -13,6 +13,7 @@ from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import Marginals
+from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
@@ -92,24 +93,33 @@ class ClosedParam(NamedTuple):
 def closed_params(
     names: tuple[str, ...],
     model: Callable[..., Any],
+    guide: ConjugateGuide,
     structure: Structure,
     arguments: Arguments,
-    values: dict[str, Any],
+    params: dict[str, Any],
     transforms: dict[str, Any],
-    key: Array,
 ) -> tuple[ClosedParam, ...]:
-    """Verify which likelihood parameter each of ``names`` is.
+    """Return the params that are set in closed form, after verifying which likelihood
+    parameter each of them is.
 
     :param names: names of params.
     :param model: the model.
-    :param structure: the structure of the model.
+    :param guide: its guide.
+    :param structure: the structure of the model at these arguments.
     :param arguments: its arguments.
-    :param values: all params, constrained, and values of other latents.
+    :param params: constrained values, which the verification may use.
     :param transforms: transforms to constrained params, by name.
-    :param key: random key for all sites that are not in ``values``.
     :raises NotConjugateError: for a param that is not one parameter of one likelihood,
         or one without a closed-form maximiser.
+    :raises ValueError: for minibatches, other latents drawn at random, and unknown
+        names.
     """
+    if structure.subsampled or guide.random_others:
+        raise ValueError(
+            "m_step needs full data and point values of other latents, because the "
+            "maximiser of a batch is noise. Leave the params to optim"
+        )
+    values, key = {**params, **guide.other_median(params)}, jax.random.key(0)
     if unknown := set(names) - set(values):
         raise ValueError(
             f"m_step names {sorted(unknown)}, but the params are {sorted(values)}"

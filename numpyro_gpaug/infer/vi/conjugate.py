@@ -23,10 +23,11 @@ from numpyro_gpaug.infer.vi.checks import (
     warn_of_units,
 )
 from numpyro_gpaug.infer.vi.feeds import Given, InMemory
-from numpyro_gpaug.infer.vi.loop import CHUNK, copied
-from numpyro_gpaug.infer.vi.plan import LBFGS, LEAST_RISE, Plan, Settings
+from numpyro_gpaug.infer.vi.guard import Guard
+from numpyro_gpaug.infer.vi.loop import copied
+from numpyro_gpaug.infer.vi.plan import CHUNK, LBFGS, Plan, Settings, constrained
 from numpyro_gpaug.infer.vi.programs import Programs
-from numpyro_gpaug.infer.vi.progress import Progress, settled, steps_compared
+from numpyro_gpaug.infer.vi.progress import Progress
 from numpyro_gpaug.infer.vi.quasi_newton import warn_of_noise
 from numpyro_gpaug.infer.vi.reach import warn_of_reach
 from numpyro_gpaug.infer.vi.resolution import (
@@ -39,6 +40,7 @@ from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.runs import Runs
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.infer.vi.stopping import Stop
 from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
@@ -379,11 +381,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         state, plan, feed = self._runs.begin(
             rng_key, init_state, init_params, given, num_steps
         )
-        epoch = steps_compared(plan.structure) if plan.noisy else 0
-        if tol is None and self._searches(plan):
-            tol = LEAST_RISE
-        limit = np.asarray(0 if tol is None or plan.noisy else tol, plan.dtype)
-        guard = self._runs.guard(num_steps, feed, plan)
+        stop = Stop(plan, tol, searches=self._searches(plan))
+        guards = plan.noisy and self._learns(plan)
+        guard = Guard(feed.bounds, num_steps if guards else 0)
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         turns = turns and given.batches is None and not plan.noisy
         losses: list[np.ndarray] = []
@@ -392,7 +392,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         progress = Progress(num_steps, pace, progress_bar, several=several)
         with progress, closing(feed), threads_for(plan.structure.largest):
             while wanted := progress.next():
-                taken = feed.steps(state, wanted, limit)
+                taken = feed.steps(state, wanted, stop.tol)
                 state, chunk = taken.state, taken.losses
                 losses.append(chunk)
                 # A bound of minus infinity is never known.
@@ -405,7 +405,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                     self._explain(state, first, given.args, given.kwargs)
                 progress.took(losses[-1])
                 short = len(losses[-1]) < wanted
-                progress.at_rest = short or settled(losses, epoch, tol)
+                progress.at_rest = short or stop.settled(losses)
                 state = guard(state, progress, np.concatenate(losses)[-CHUNK:])
                 if several or callback is not None:
                     seen = copied(state), np.concatenate(losses)
@@ -446,6 +446,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         self._begin(self._version)
         return True
 
+    def _learns(self, plan: Plan) -> bool:
+        return self.settings.optim is not None and bool(plan.transforms)
+
     def _searches(self, plan: Plan) -> bool:
         return self.settings.optim == LBFGS and bool(plan.transforms)
 
@@ -463,12 +466,11 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         if self._searches(plan):
             warn_of_noise(state.hyper.optim_state, plan.structure)
         warn_of_lost(state.lost, state.natural, plan.structure)
-        looks = bool(plan.transforms) and self.settings.optim is not None
-        if looks:
+        if learns := self._learns(plan):
             plan.warn_of_range(state.hyper.values)
         warn_of_reach(
             state, plan.structure, self.model, self._values,
-            start if looks else None, given.args, given.kwargs,
+            start if learns else None, given.args, given.kwargs,
         )  # fmt: skip
 
     # -- states and params ------------------------------------------------------------
@@ -538,5 +540,5 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
 
     def _values(self, state: ConjugateState) -> dict[str, Any]:
         """Return params and other latents."""
-        params = self._programs.constrain(state.hyper.values)
+        params = constrained(self.guide, state.hyper.values)
         return {**params, **self.guide.other_median(params)}

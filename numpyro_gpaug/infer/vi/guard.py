@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.infer.vi.loop import CHUNK, copied
+from numpyro_gpaug.infer.vi.loop import copied
+from numpyro_gpaug.infer.vi.plan import CHUNK
 from numpyro_gpaug.infer.vi.progress import Progress
 from numpyro_gpaug.infer.vi.state import ConjugateState
 

@@ -9,29 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
-from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
-from numpyro_gpaug.infer.vi.evaluation import Evaluation
-from numpyro_gpaug.infer.vi.plan import Plan, Settings
-from numpyro_gpaug.infer.vi.quasi_newton import Search
+from numpyro_gpaug.infer.vi.plan import CHUNK, Plan, Settings
 from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Stepper
-from numpyro_gpaug.infer.vi.sweeps import was_whole
+from numpyro_gpaug.infer.vi.stopping import counted, patience
 from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import all_valid
 
-# Steps of one compiled loop.
-CHUNK = 100
-# A step without a rise by the tolerance has some points, and so many end a run at fixed
-# hyperparameters. After one that rose a single whole step does, if it rose by less than
-# this part of it: what is still to come falls at least as fast.
-PATIENCE, POINTS, SHORT = 12, 4, 0.25
-# Rises are seen from so many units in the last place of a bound on. Where the tolerance
-# is none of them, steps that move marginals by it have a single point.
-SHOWN = 2
 # Minibatches on which two states are compared.
 BATCHES = 16
 
@@ -100,18 +88,14 @@ def stepped(
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
-        patience: Any = PATIENCE
-        if stepper.searches:
-            patience = quasi_newton.patience(state.hyper, tol)
-        elif stepper.learns:
-            patience = jnp.maximum(40 * stepper.every, state.step // 5)
-        return (i < num_steps) & ((tol <= 0) | (state.stalled < patience))
+        return (i < num_steps) & (
+            (tol <= 0) | (state.stalled < patience(stepper, state, tol))
+        )
 
     def body(carry: Any) -> Any:
         i, state, before, losses = carry
         new, evaluation = stepper.step(state, problem, before)
-        moves = _moves(before, evaluation, tol)
-        new = counted(state, new, tol, moves=moves, exact=exact)
+        new = counted(state, new, tol, before, evaluation, exact=exact)
         new = new._replace(natural=latents_apart(new.natural))
         noted = losses.at[i].set(
             -new.bound, mode="promise_in_bounds", wrap_negative_indices=False
@@ -127,63 +111,6 @@ def stepped(
     if not stepper.plan.noisy:
         state = state._replace(lost=lost(state.natural))
     return state, losses, taken, problem, evaluation
-
-
-def _moves(before: Any, after: Any, tol: Array) -> Any:
-    """Whether a step has changed any marginal by ``tol`` nats, from evaluations; False
-    if hyperparameters may have changed, because there are no evaluations then.
-    """
-    if not isinstance(after, Evaluation):
-        return False
-
-    def moves(old: Any, new: Any, slopes: Any) -> Array:
-        # Rows without weight do not count.
-        seen = (slopes.mean != 0) | (slopes.variance != 0)
-        far = jnp.square(new.mean - old.mean) > 2 * tol * new.variance
-        return (far & seen).any()
-
-    at, slopes = after.marginals, after.slopes
-    return jnp.stack([moves(before.marginals[k], at[k], slopes[k]) for k in at]).any()
-
-
-def counted(
-    state: ConjugateState,
-    new: ConjugateState,
-    tol: Any,
-    *,
-    moves: Any = False,
-    exact: bool = False,
-) -> ConjugateState:
-    """Return the state after a step, with its counters, and whether the bound has risen
-    by ``tol``.
-
-    :param state: the state before.
-    :param new: the state after.
-    :param tol: see :func:`run_chunk`.
-    :param moves: whether marginals have changed by ``tol``.
-    :param exact: whether a whole step, at fixed hyperparameters, leads to the optimum.
-    """
-    # Not ``mark + tol``: next to a large bound that may be the mark itself.
-    rose = new.bound - state.mark >= tol
-    if isinstance(state.hyper.optim_state, Search):
-        rose |= quasi_newton.begins(state.hyper)
-    # A refused update says nothing: less of it follows, or another.
-    rests = new.hyper is state.hyper
-    tried: Any = jnp.int32(new.hyper.scale >= state.hyper.scale)
-    if rests:
-        # A rise that may be rounding is none, but then marginals say more than it. They
-        # also tell a step that went as far beyond the maximum as it began before it.
-        shown = SHOWN * jnp.finfo(new.bound.dtype).eps * jnp.abs(new.bound)
-        unseen = moves & (SHORT * tol < shown)
-        short = new.bound - state.bound < jnp.maximum(SHORT * tol, shown)
-        whole = was_whole(state.step_sizes, new.step_sizes)
-        ends = short & (state.stalled == 0) & whole & jnp.logical_not(moves)
-        tried = jnp.where(ends, PATIENCE, jnp.where(unseen, 1, POINTS))
-    stalled = jnp.where(rose, 0, state.stalled + tried)
-    if rests and exact:
-        stalled = jnp.where(whole, PATIENCE, stalled)
-    mark = jnp.where(rose, new.bound, state.mark)
-    return new._replace(mark=mark, stalled=stalled, step=state.step + 1)
 
 
 class Stacked(NamedTuple):

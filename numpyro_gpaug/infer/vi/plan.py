@@ -18,10 +18,9 @@ from numpyro.distributions.transforms import IdentityTransform, IndependentTrans
 
 from numpyro_gpaug._numpyro import weighted_plates
 from numpyro_gpaug.guides import ConjugateGuide
-from numpyro_gpaug.infer.vi.closed_params import ClosedParam, closed_params
+from numpyro_gpaug.infer.vi.closed_params import ClosedParam
 from numpyro_gpaug.infer.vi.differentiation import floats_of
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
-from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.structure import Plate, Structure
 
 if TYPE_CHECKING:
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 
 UPDATES = ("auto", "augmented", "exact")
 LBFGS = "lbfgs"
-# Nats by which the bound must go on rising, if no tol is given to a search.
-LEAST_RISE = 1e-3
+# Steps of one compiled loop.
+CHUNK = 100
 # Of the logarithms that a dtype has numbers for: in float32 e-folds of 66 either way,
 # whatever the units.
 FULL = 0.75
@@ -115,10 +114,6 @@ class Plan:
         """Whether other latents are drawn at random."""
         return self.guide.random_others
 
-    def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return constrained params from unconstrained ones."""
-        return {k: jax.tree.map(self.transforms[k], v) for k, v in values.items()}
-
     def warn_of_range(self, values: dict[str, Any]) -> None:
         """Warn if learning has taken a number near the limits of its dtype.
 
@@ -149,7 +144,7 @@ class Plan:
         :param bound: the bound at these values.
         :param values: unconstrained params.
         """
-        leaves = jax.tree.leaves(self.constrain(values))
+        leaves = jax.tree.leaves(constrained(self.guide, values))
         inside = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
         return jnp.where(inside, bound, jnp.nan)
 
@@ -221,32 +216,7 @@ def transforms_of(guide: ConjugateGuide) -> dict[str, Any]:
     return {name: biject_to(c) for name, c in guide.constraints.items()}
 
 
-def closed_params_of(
-    names: tuple[str, ...],
-    model: Callable[..., Any],
-    guide: ConjugateGuide,
-    structure: Structure,
-    arguments: Arguments,
-    params: dict[str, Any],
-) -> tuple[ClosedParam, ...]:
-    """Return the params that are set in closed form, after verifying that they qualify.
-
-    :param names: names of the params.
-    :param model: the model.
-    :param guide: its guide.
-    :param structure: the structure of the model at these arguments.
-    :param arguments: its arguments.
-    :param params: constrained values, which the verification may use.
-    :raises NotConjugateError: for a param without a closed-form maximiser.
-    """
-    if not names:
-        return ()
-    if structure.subsampled or guide.random_others:
-        raise ValueError(
-            "m_step needs full data and point values of other latents, because the "
-            "maximiser of a batch is noise. Leave the params to optim"
-        )
-    values = {**params, **guide.other_median(params)}
+def constrained(guide: ConjugateGuide, values: dict[str, Any]) -> dict[str, Any]:
+    """Return constrained params from unconstrained ones."""
     transforms = transforms_of(guide)
-    key = jax.random.key(0)
-    return closed_params(names, model, structure, arguments, values, transforms, key)
+    return {k: jax.tree.map(transforms[k], v) for k, v in values.items()}

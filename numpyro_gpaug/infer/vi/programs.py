@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 from jax import Array
 
 from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.infer.vi.closed_params import closed_params
 from numpyro_gpaug.infer.vi.loop import (
     bounds_of_batches,
     copied,
@@ -23,7 +23,7 @@ from numpyro_gpaug.infer.vi.plan import (
     Batch,
     Plan,
     Settings,
-    closed_params_of,
+    constrained,
     transforms_of,
 )
 from numpyro_gpaug.infer.vi.progress import Pace
@@ -120,7 +120,8 @@ class Programs:
         :param state: the state.
         :param batch: the numbers of rows, if the arguments are a batch.
         """
-        plan = self.plan(arguments, lambda: self.constrain(state.hyper.values))
+        values = state.hyper.values
+        plan = self.plan(arguments, lambda: constrained(self._guide, values))
         if batch is None:
             return plan
         key = arguments.shapes, batch
@@ -140,11 +141,10 @@ class Programs:
                 structure = guide.structure_at(arguments)
             else:  # a wrapper of the guide's model, or another one: refused there
                 structure = structure_at(model, guide.structure, arguments)
-            names = self._settings.m_step
-            closed = closed_params_of(
-                names, model, guide, structure, arguments, params() if names else {}
-            )
-            return Plan(model, guide, structure, transforms_of(guide), closed)
+            names, transforms = self._settings.m_step, transforms_of(guide)
+            parts = names, model, guide, structure, arguments
+            closed = closed_params(*parts, params(), transforms) if names else ()
+            return Plan(model, guide, structure, transforms, closed)
 
         if len(self.plans) >= MAX_SHAPES and arguments.shapes not in self.plans:
             # JAX would keep what it compiled for every one of them.
@@ -177,8 +177,3 @@ class Programs:
         :param size: number of entries of its data.
         """
         return remembered(self._paces, (plan, size), lambda: Pace(size))
-
-    def constrain(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return constrained params from unconstrained ones."""
-        transforms = transforms_of(self._guide)
-        return {k: jax.tree.map(transforms[k], v) for k, v in values.items()}

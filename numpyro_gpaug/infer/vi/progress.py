@@ -14,10 +14,8 @@ from typing import Any, Self
 import numpy as np
 from tqdm.auto import tqdm
 
-from numpyro_gpaug.infer.vi.epochs import epoch_length
-from numpyro_gpaug.infer.vi.loop import CHUNK
+from numpyro_gpaug.infer.vi.plan import CHUNK
 from numpyro_gpaug.math.processes import least_of_all
-from numpyro_gpaug.model.structure import Structure
 
 # Entries of the data up to which the first loop is a whole one.
 _SMALL = 10**6
@@ -181,22 +179,3 @@ def _script() -> FrameType:
     while frame.f_back is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
     return frame
-
-
-def steps_compared(structure: Structure) -> int:
-    """Return the number of steps whose mean loss is compared with the mean of as many
-    steps before: an epoch."""
-    if not structure.subsampled:
-        return CHUNK
-    return epoch_length(structure)
-
-
-def settled(losses: list[np.ndarray], epoch: int, tol: float | None) -> bool:
-    """Whether the mean loss of the last whole epoch changed by less than ``tol``."""
-    if tol is None or epoch == 0:
-        return False
-    taken = np.concatenate(losses)
-    if len(taken) < 2 * epoch or len(taken) % CHUNK:
-        return False
-    last, before = taken[-epoch:].mean(), taken[-2 * epoch : -epoch].mean()
-    return bool(abs(last - before) < tol)

@@ -28,7 +28,6 @@ from numpyro_gpaug.infer.vi.feeds import (
     Minibatches,
     Reader,
 )
-from numpyro_gpaug.infer.vi.guard import Guard
 from numpyro_gpaug.infer.vi.loop import copied
 from numpyro_gpaug.infer.vi.passes import Passes
 from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
@@ -175,18 +174,6 @@ class Runs:
         if given.batch is None:
             return Passes(self._programs, plan, self._settings, reader, data)
         return Minibatches(self._programs, plan, reader, data)
-
-    def guard(self, num_steps: int, feed: Feed, plan: Plan) -> Guard:
-        """Return the guard of a run on minibatches that learns hyperparameters.
-
-        :param num_steps: of the run.
-        :param feed: of its steps.
-        :param plan: of it.
-        """
-        learns = (
-            plan.noisy and bool(plan.transforms) and self._settings.optim is not None
-        )
-        return Guard(feed.bounds, num_steps if learns else 0)
 
 
 def _check_plates(plan: Plan, state: ConjugateState) -> None:

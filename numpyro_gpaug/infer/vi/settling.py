@@ -22,7 +22,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.infer.vi.sweeps import MAX_HALVINGS, was_whole
+from numpyro_gpaug.infer.vi.sweeps import MAX_HALVINGS, backtracked_sweep, was_whole
 from numpyro_gpaug.math.compiling import few
 
 # Moves of the blocks, at most, and the rise in nats that ends those of a fit.
@@ -43,7 +43,7 @@ def settled(
     problem: Any,
     natural: Natural,
     steps: dict[str, Array],
-    sweep: Callable[..., Place],
+    largest_step: float,
     augmented: Callable[[Array], Array | None],
     tolerance: float,
 ) -> Place:
@@ -52,9 +52,7 @@ def settled(
     :param problem: see :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
     :param natural: natural parameters of all blocks.
     :param steps: the first step size that a pass tries, by block.
-    :param sweep: one pass over the blocks, given natural parameters, the evaluation
-        there, step sizes, the number of updates before, and whether the evaluation is
-        an :meth:`~LatentGaussian.unevaluated` one.
+    :param largest_step: upper limit of the next step sizes.
     :param augmented: given the number of updates before, as for
         :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
     :param tolerance: stop after a rise of less than this, in nats, unless rounding is
@@ -64,6 +62,9 @@ def settled(
     """
     # Targets are mixed only with several latents.
     several = sum(len(block.potential) for block in natural.values()) > 1
+
+    def sweep(place: Place, moves: Array, fresh: Array) -> Place:
+        return backtracked_sweep(problem, *place, largest_step, augmented(moves), fresh)
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _, _ = carry
@@ -86,7 +87,7 @@ def settled(
         else:
             # Of the first move too, which evaluates where it starts: a start close to
             # the optimum takes one move.
-            steps, place = place[2], sweep(*place, moves, first)
+            steps, place = place[2], sweep(place, moves, first)
             rise = place[1].rise
             total += rise
             # Where no step was short enough, the next is shorter.
@@ -196,7 +197,7 @@ def _mixed_or_swept(
     rose &= (moves == 0) | (rise >= -_least_seen(evaluation.rounding, tolerance))
 
     def swept() -> tuple[Place, Array]:
-        place = sweep(natural, evaluation, steps, before, moves == 0)
+        place = sweep((natural, evaluation, steps), before, moves == 0)
         return place, _seen(problem, evaluation, place[1], natural)
 
     place, rise = cond(rose, lambda: ((proposal, outcome, steps), rise), swept)

@@ -23,6 +23,7 @@ from numpyro_gpaug.infer.vi.plan import (
     LBFGS,
     Batch,
     Settings,
+    constrained,
     free_numbers,
     seen_in_batches,
     transforms_of,
@@ -190,9 +191,7 @@ def read_params(
     :param values: unconstrained params.
     :param natural: natural parameters by block, latent axis first.
     """
-    transforms = transforms_of(guide)
-    params = {k: jax.tree.map(transforms[k], v) for k, v in values.items()}
-    return params | guide.natural_params(natural)
+    return constrained(guide, values) | guide.natural_params(natural)
 
 
 def _numbers(name: str, value: Any) -> Any:

@@ -19,9 +19,8 @@ from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
 from numpyro_gpaug.infer.vi.hyper import Hyper, limited, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
-from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings
+from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings, constrained
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
-from numpyro_gpaug.infer.vi.searching import Collapsed, goes_on, searched
 from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, flagged
 from numpyro_gpaug.infer.vi.sweeps import (
@@ -128,24 +127,14 @@ class Stepper:
     def _joint_step(self, state: ConjugateState) -> ConjugateState:
         """Take a step on full data: the pending update of the hyperparameters, a
         coordinate pass, a new gradient."""
-        key = self.key(state)
         values = moved(state.hyper)
-        problem, pullback = self.problem_and_pullback(values, key, {})
+        problem, pullback = self.problem_and_pullback(values, self.key(state), {})
         start = problem.unevaluated(state.natural)
         fresh = jnp.array(True)
         natural, evaluation, steps = self._sweep(problem, state, start, fresh)
 
-        def further(values: Any) -> Any:
-            problem, pullback = self.problem_and_pullback(values, key, {})
-            return problem, pullback, problem.evaluate(natural)
-
-        def gradient(
-            problem: LatentGaussian, pullback: Callable, evaluation: Evaluation
-        ) -> Any:
-            return pullback(problem.gradient(evaluation))
-
         at = problem, pullback, evaluation
-        hyper = self._next_hyper(state, values, at, gradient, further)
+        hyper = self._next_hyper(state, values, natural, at, {})
         new = state._replace(
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
             unreached=problem.shares_unreached,
@@ -162,7 +151,7 @@ class Stepper:
         problem, pullback = self.problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
         bound = self.plan.known(evaluation.bound, values)
-        at = Collapsed(
+        at = quasi_newton.Collapsed(
             natural, steps, bound, evaluation.rounding,
             problem.unresolved(evaluation, self.processes), problem.shares_unreached,
         )  # fmt: skip
@@ -175,9 +164,9 @@ class Stepper:
             zero = jax.tree.map(jnp.zeros_like, values)
             return zero, {p.name: zero[p.name] for p in self.plan.closed}
 
-        further = goes_on(state, at)
+        further = quasi_newton.goes_on(state, at)
         rise = self.loops.cond(further, gradient, none)
-        return searched(state, values, at, further, *rise)
+        return quasi_newton.searched(state, values, at, further, *rise)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """Take a step on a minibatch, or with other latents drawn at random. Bounds
@@ -189,20 +178,10 @@ class Stepper:
         self._refuse_adaptive(whole)
         natural, schedules, evaluation, bound, size = damped_sweep(
             whole.restrict(), whole.select(state.natural), self._schedule,
-            state.schedule, state.step, self._augmented(state),
+            state.schedule, state.step, self._augmented(state.step),
         )  # fmt: skip
-
-        def further(values: Any) -> Any:
-            whole, pullback = self.problem_and_pullback(values, key, indices)
-            return whole, pullback, whole.restrict().evaluate(natural)
-
-        def gradient(
-            problem: LatentGaussian, pullback: Callable, evaluation: Evaluation
-        ) -> Any:
-            return pullback(problem.gradient(evaluation, restricted=True))
-
         at = whole, pullback, evaluation
-        hyper = self._next_hyper(state, values, at, gradient, further)
+        hyper = self._next_hyper(state, values, natural, at, indices)
         if self.learns and self._limits:
             hyper = limited(hyper, size)
         new = state._replace(
@@ -229,59 +208,50 @@ class Stepper:
     ) -> Place:
         return backtracked_sweep(
             problem, state.natural, evaluation, state.step_sizes,
-            self._largest, self._augmented(state), fresh,
+            self._largest, self._augmented(state.step), fresh,
         )  # fmt: skip
 
     def _settled(self, problem: Any, state: ConjugateState) -> Place:
         if problem.quadratic:
             return *problem.solved(state.natural), state.step_sizes
 
-        def after(moves: Array) -> ConjugateState:
-            return state._replace(step=state.step + moves)
-
-        def sweep(
-            natural: Natural, evaluation: Any, steps: Any, moves: Array, fresh: Array
-        ) -> Place:
-            here = after(moves)._replace(natural=natural, step_sizes=steps)
-            return self._sweep(problem, here, evaluation, fresh)
-
         return settled(
-            problem, state.natural, state.step_sizes, sweep,
-            lambda moves: self._augmented(after(moves)), SETTLED,
+            problem, state.natural, state.step_sizes, self._largest,
+            lambda moves: self._augmented(state.step + moves), SETTLED,
         )  # fmt: skip
 
-    def _augmented(self, state: ConjugateState) -> Array | None:
+    def _augmented(self, step: Array) -> Array | None:
         """Return whether a step uses the factors of the augmented bound, for a safe
         start; ``None`` if no step does."""
-        return state.step == 0 if self._starts_augmented else None
+        return step == 0 if self._starts_augmented else None
 
     def _next_hyper(
         self,
         state: ConjugateState,
         values: dict[str, Any],
+        natural: Natural,
         at: tuple[LatentGaussian, Callable, Evaluation],
-        gradient: Callable[..., Any],
-        further: Callable[[Any], Any],
+        indices: dict[str, Array],
     ) -> Hyper:
         """Return hyperparameters with their next pending update, or with none in
-        between two updates.
+        between two updates. The blocks are fixed in whitened coordinates: by the
+        envelope theorem the gradient is the gradient of the optimised bound.
 
         :param values: unconstrained params.
+        :param natural: natural parameters of the blocks.
         :param at: the problem there, its pullback and the evaluation.
-        :param gradient: returns the gradient of the bound from these three. The blocks
-            are fixed in whitened coordinates: by the envelope theorem this is the
-            gradient of the optimised bound.
-        :param further: returns the three at other params.
+        :param indices: indices of the minibatch, by plate.
         """
         hyper = state.hyper
         if not self.learns:
             return hyper
-        due = (state.step + 1) % self.every == 0
+        due, restricted = (state.step + 1) % self.every == 0, not self._comparable
 
         def next_update(
             values: Any, optim_state: Any, at: tuple[Any, Any, Any]
         ) -> tuple[Any, Any]:
-            ascent = gradient(*at)
+            problem, pullback, evaluation = at
+            ascent = pullback(problem.gradient(evaluation, restricted=restricted))
             update = jax.tree.map(jnp.zeros_like, values)
             if self._optim is not None:
                 descent = jax.tree.map(jnp.negative, floats_of(ascent))
@@ -289,13 +259,16 @@ class Stepper:
                     descent, optim_state, floats_of(values)
                 )
                 update = with_zeros(update, values)
-            update |= self._maximised(at[0], at[2], values, ascent)
+            update |= self._maximised(problem, evaluation, values, ascent)
             return update, optim_state
 
         def one_more(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             update, optim_state = carry
             here = jax.tree.map(jnp.add, values, update)
-            more, optim_state = next_update(here, optim_state, further(here))
+            whole, pullback = self.problem_and_pullback(here, self.key(state), indices)
+            problem = whole.restrict() if restricted else whole
+            there = whole, pullback, problem.evaluate(natural)
+            more, optim_state = next_update(here, optim_state, there)
             return jax.tree.map(jnp.add, update, more), optim_state
 
         def moved() -> Hyper:
@@ -336,7 +309,7 @@ class Stepper:
     ) -> LatentGaussian:
         """Run the model once, with the latents of the other guide drawn with
         ``key``."""
-        params = self.plan.constrain(values)
+        params = constrained(self.plan.guide, values)
         args, kwargs = self._arguments.merge()
         seeded = handlers.seed(self.plan.guide.draw_others, key)
         drawn = handlers.substitute(seeded, data={**params, **indices})

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a run stops: the bound has not risen by the tolerance for some steps, or on
+minibatches, the mean loss has not changed by it from one epoch to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_gpaug.infer.vi import quasi_newton
+from numpyro_gpaug.infer.vi.epochs import epoch_length
+from numpyro_gpaug.infer.vi.evaluation import Evaluation
+from numpyro_gpaug.infer.vi.plan import CHUNK, Plan
+from numpyro_gpaug.infer.vi.quasi_newton import Search
+from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.infer.vi.stepper import Stepper
+from numpyro_gpaug.infer.vi.sweeps import was_whole
+
+# Nats by which the bound must go on rising, if no tol is given to a search.
+LEAST_RISE = 1e-3
+# A step without a rise by the tolerance has some points, and so many end a run at fixed
+# hyperparameters. After one that rose a single whole step does, if it rose by less than
+# this part of it: what is still to come falls at least as fast.
+PATIENCE, POINTS, SHORT = 12, 4, 0.25
+# Rises are seen from so many units in the last place of a bound on. Where the tolerance
+# is none of them, steps that move marginals by it have a single point.
+SHOWN = 2
+
+
+class Stop:
+    """The tolerance of a run.
+
+    :param plan: the plan of the fit.
+    :param tol: see :meth:`numpyro_gpaug.ConjugateSVI.run`.
+    :param searches: whether L-BFGS learns hyperparameters.
+    :ivar tol: the tolerance of single steps in nats; 0 if their bounds are noisy, and
+        for a run that does not stop.
+    """
+
+    def __init__(self, plan: Plan, tol: float | None, *, searches: bool) -> None:
+        if tol is None and searches:
+            tol = LEAST_RISE
+        self._noisy_tol = tol if plan.noisy else None
+        self.tol = np.asarray(0 if tol is None or plan.noisy else tol, plan.dtype)
+        # Without minibatches, only draws make losses noisy.
+        batches = bool(plan.structure.subsampled)
+        self._epoch = epoch_length(plan.structure) if batches else CHUNK
+
+    def settled(self, losses: list[np.ndarray]) -> bool:
+        """Whether the mean of noisy losses over the last whole epoch has changed by
+        less than the tolerance.
+
+        :param losses: losses of all steps.
+        """
+        taken, epoch = np.concatenate(losses), self._epoch
+        if self._noisy_tol is None or len(taken) < 2 * epoch or len(taken) % CHUNK:
+            return False
+        last, before = taken[-epoch:].mean(), taken[-2 * epoch : -epoch].mean()
+        return bool(abs(last - before) < self._noisy_tol)
+
+
+def patience(stepper: Stepper, state: ConjugateState, tol: Any) -> Any:
+    """Return the number of stalled steps, or of their points, that end a run.
+
+    :param stepper: takes the steps.
+    :param state: the state after a step.
+    :param tol: see :class:`Stop`.
+    """
+    if stepper.searches:
+        return quasi_newton.patience(state.hyper, tol)
+    if stepper.learns:
+        return jnp.maximum(40 * stepper.every, state.step // 5)
+    return PATIENCE
+
+
+def counted(
+    state: ConjugateState,
+    new: ConjugateState,
+    tol: Any,
+    before: Any,
+    after: Any,
+    *,
+    exact: bool,
+) -> ConjugateState:
+    """Return the state after a step, with its counters, and whether the bound has risen
+    by ``tol``.
+
+    :param state: the state before.
+    :param new: the state after.
+    :param tol: see :class:`Stop`.
+    :param before: the evaluation before, if hyperparameters are fixed.
+    :param after: the evaluation after, likewise.
+    :param exact: whether a whole step, at fixed hyperparameters, leads to the optimum.
+    """
+    # Not ``mark + tol``: next to a large bound that may be the mark itself.
+    rose = new.bound - state.mark >= tol
+    if isinstance(state.hyper.optim_state, Search):
+        rose |= quasi_newton.begins(state.hyper)
+    # A refused update says nothing: less of it follows, or another.
+    rests = new.hyper is state.hyper
+    tried: Any = jnp.int32(new.hyper.scale >= state.hyper.scale)
+    if rests:
+        # A rise that may be rounding is none, but then marginals say more than it. They
+        # also tell a step that went as far beyond the maximum as it began before it.
+        shown = SHOWN * jnp.finfo(new.bound.dtype).eps * jnp.abs(new.bound)
+        moves = _moves(before, after, tol)
+        unseen = moves & (SHORT * tol < shown)
+        short = new.bound - state.bound < jnp.maximum(SHORT * tol, shown)
+        whole = was_whole(state.step_sizes, new.step_sizes)
+        ends = short & (state.stalled == 0) & whole & jnp.logical_not(moves)
+        tried = jnp.where(ends, PATIENCE, jnp.where(unseen, 1, POINTS))
+    stalled = jnp.where(rose, 0, state.stalled + tried)
+    if rests and exact:
+        stalled = jnp.where(whole, PATIENCE, stalled)
+    mark = jnp.where(rose, new.bound, state.mark)
+    return new._replace(mark=mark, stalled=stalled, step=state.step + 1)
+
+
+def _moves(before: Any, after: Any, tol: Array) -> Any:
+    """Whether a step has changed any marginal by ``tol`` nats, from evaluations; False
+    if they do not keep numbers by row."""
+    if not isinstance(after, Evaluation):
+        return False
+
+    def moves(old: Any, new: Any, slopes: Any) -> Array:
+        # Rows without weight do not count.
+        seen = (slopes.mean != 0) | (slopes.variance != 0)
+        far = jnp.square(new.mean - old.mean) > 2 * tol * new.variance
+        return (far & seen).any()
+
+    at, slopes = after.marginals, after.slopes
+    return jnp.stack([moves(before.marginals[k], at[k], slopes[k]) for k in at]).any()
