@@ -16,7 +16,7 @@ import pytest
 from numpyro import handlers
 from numpyro.infer import MCMC, SVI
 from numpyro.infer.util import log_density
-from scipy import stats
+from scipy import sparse, stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import ModelChangedError
@@ -62,6 +62,23 @@ def set_sd():
     before = SD
     yield set_to
     set_to(before)
+
+
+def test_matrices_of_a_list_are_read_whatever_is_known_of_their_order():
+    terms = [sparse.csr_array(np.eye(3)[[1, 0, 2]])]
+
+    def reading():
+        return terms
+
+    watch = watched(reading)
+    before = watch.version()
+    with watch.running():
+        count_run()
+        # It is recorded in the matrix.
+        assert terms[0].has_sorted_indices
+    assert watch.version().same(before)
+    terms[0] = sparse.csr_array(np.eye(3)[[2, 1, 0]])
+    assert not watch.version().same(before)
 
 
 def test_runs_see_what_a_global_is_now(set_sd):

@@ -12,8 +12,10 @@ from numpyro.distributions import biject_to
 from numpyro.infer.util import initialize_model
 from scipy import sparse
 
+import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions import BYM2, GMRF, ICAR, RandomWalk2, SpaceTime
 from numpyro_gpaug.distributions.sparse_prior import sparse_prior
+from numpyro_gpaug.math.sparse_terms import indefinite_node, sum_of_terms
 
 
 def planar(num, seed=0):
@@ -346,6 +348,8 @@ def test_precisions_that_are_none():
         GMRF(0.0, sparse.csr_array(np.ones((2, 3))))
     with pytest.raises(ValueError, match=r"with \[2, 3\] rows"):
         GMRF(0.0, [(1.0, sparse.eye_array(2)), (1.0, sparse.eye_array(3))])
+    with pytest.raises(ValueError, match=r"precision\[1, 1\] is nan"):
+        GMRF(0.0, sparse.diags_array([1.0, np.nan]))
     with pytest.raises(ValueError, match=r"loc has shape \(3,\)"):
         GMRF(jnp.zeros(3), sparse.eye_array(2))
     with pytest.raises(TypeError, match=r"dense matrix use dist.MultivariateNormal"):
@@ -354,6 +358,54 @@ def test_precisions_that_are_none():
         jax.jit(lambda x: GMRF(0.0, BCOO.fromdense(x, nse=2)).loc)(jnp.eye(2))
     with pytest.raises(TypeError, match="adjacency is traced"):
         jax.jit(lambda x: ICAR(x).mean)(jnp.zeros((2, 2)))
+
+
+ROAD = np.diag(np.full(3, 1.0), 1) + np.diag(np.full(3, 1.0), -1)
+LEVELLED = np.diag(ROAD.sum(0)) - ROAD
+
+
+def test_fits_name_a_node_without_precision():
+    def model(y=None):
+        sd = numpyro.sample("sd", dist.HalfNormal(1))
+        x = numpyro.sample("x", GMRF(0.0, [(1 / sd**2, sparse.csr_array(LEVELLED))]))
+        with numpyro.plate("data", 4):
+            numpyro.sample("y", dist.Poisson(jnp.exp(x)), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    message = r"'x', GMRF, is not .* node \d is left with .*: use gpaug.ICAR"
+    with pytest.raises(gpaug.CholeskyError, match=message):
+        svi.run(jax.random.key(0), 2, np.arange(4), progress_bar=False)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "node"),
+    [
+        (np.diag([1.0, 1.0, -0.5, 1.0]), {2}),
+        (np.diag([1.0, 0.0, 1.0, 1.0]), {1}),
+        (np.eye(4) - 0.9 * ROAD, {0, 1, 2, 3}),
+        (LEVELLED + 0.01 * np.eye(4), {None}),
+    ],
+)
+def test_nodes_without_precision(matrix, node):
+    pattern, values = sum_of_terms([(1.0, sparse.csr_array(matrix))], "precision")
+    found = indefinite_node(pattern, np.asarray(values, float))
+    assert (found and found[0]) in node
+
+
+def test_a_given_matrix_stays_as_it_is():
+    ends = np.array([0, 1, 1, 0, 2]), np.array([1, 0, 0, 1, 3])
+    matrix = sparse.coo_array(([1.0, 1, 1, 1, 0], ends), shape=(4, 4)).tocsr()
+    kept = matrix.copy()
+    ICAR(matrix)
+    for name in ("indptr", "indices", "data"):
+        np.testing.assert_array_equal(getattr(matrix, name), getattr(kept, name))
+
+
+def test_a_map_of_islands_is_independent():
+    field = ICAR(sparse.csr_array((4, 4)), 2.0)
+    np.testing.assert_allclose(field.variance, 4)
+    x = jnp.arange(4.0)
+    np.testing.assert_allclose(field.log_prob(x), dist.Normal(0, 2).log_prob(x).sum())
 
 
 @pytest.mark.parametrize("dtype", ["float64"], indirect=True)

@@ -698,21 +698,24 @@ def test_factors_under_masks_count_what_is_not_masked():
 
 
 def test_values_elsewhere_of_a_multivariate_normal_are_refused():
-    def model(x, y=None):
+    def model(x, others, y=None):
         K = gpaug.kernels.Matern52(1.0)(x, x) + 1e-4 * jnp.eye(len(x))
         f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(x)), K))
         with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+            rate = jnp.exp(f + sum(others.values()))
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
 
-    x = T[:, None]
-    posterior, _, _ = fitted(model, x, COUNTS)
-    here = posterior.predict_f(x, site="f")
+    # With more than ten arrays, the order of their numbers is not that of the digits.
+    x, others = T[:, None], {f"z{i:02}": np.zeros(N) for i in range(10)}
+    posterior, _, _ = fitted(model, x, others, COUNTS)
+    here = posterior.predict_f(x, others, site="f")
     np.testing.assert_allclose(here.mean, posterior["f"].mean, rtol=1e-4, atol=1e-5)
     for elsewhere in (x + 0.3, x[:10]):
+        cut = {k: z[: len(elsewhere)] for k, z in others.items()}
         with pytest.raises(
             gpaug.NotConjugateError, match="covariance of 'f'.*inducing"
         ):
-            posterior.predict_y(elsewhere)
+            posterior.predict_y(elsewhere, cut)
 
 
 def test_too_many_latents_are_refused_with_their_size():

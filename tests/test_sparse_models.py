@@ -244,6 +244,22 @@ def test_constrained_nodes_are_the_limit_of_a_penalty(dtype):
     np.testing.assert_allclose(density, 0.5 * expected, atol=1e-6)
 
 
+def test_a_run_continues_on_the_same_graph_only(always_sparse):
+    weights = [lattice()]
+
+    def model(area, y=None):
+        effect = numpyro.sample("effect", gpaug.ICAR(weights[0], 0.6))
+        with numpyro.plate("data", len(area)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(effect[area])), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(KEY, 2, AREA, COUNTS, progress_bar=False)
+    mixed = RNG.permutation(AREAS)
+    weights[0] = weights[0][mixed][:, mixed]
+    with pytest.raises(ValueError, match="the model has another graph"):
+        svi.run(KEY, 2, AREA, COUNTS, progress_bar=False, init_state=fit.state)
+
+
 def test_draws_add_up_to_zero_where_there_are_no_data():
     """In float32, where the precision is nearly singular: the density of the site is
     zero elsewhere."""

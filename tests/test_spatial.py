@@ -96,10 +96,11 @@ def test_points_are_located_where_they_are_traced():
     slope = jax.grad(lambda X: interpolated(X).sum())(CLOUD)
     expected = np.cos(CLOUD @ [2.0, 3.0])[:, None] * [2.0, 3.0]
     np.testing.assert_allclose(slope, expected, atol=0.4)
-    with pytest.raises(
-        ValueError, match=r"1 of 201 points are outside .* row 200: \[9"
-    ):
-        mesh.project(np.concatenate([CLOUD, [[9.0, 9.0]]]))
+    message = r"2 of 202 points .* in row 201, is \[9.*is 10\.\d from .* larger by 11"
+    with pytest.raises(ValueError, match=message):
+        mesh.project(np.concatenate([CLOUD, [[2.0, 2.0], [9.0, 9.0]]]))
+    with pytest.raises(ValueError, match=r"the point in row 1 is \[nan, 0.5\]"):
+        mesh.project([[0.5, 0.5], [np.nan, 0.5]])
     with pytest.raises(ValueError, match=r"shape \(3,\); expected \(N, 2\)"):
         mesh.project(np.zeros(3))
 
@@ -193,6 +194,33 @@ def test_a_point_process_integrates_over_its_window():
         gpaug.spatial.point_process(CLOUD, mesh, window)
     with pytest.raises(ValueError, match=r"covers an area of .* the window's 9"):
         gpaug.spatial.point_process(points, mesh, 3 * SQUARE)
+
+
+def test_predictions_outside_of_a_mesh_and_at_other_exposures():
+    mesh = Mesh.around(CLOUD, 0.5, 0.4)
+
+    def model(X, z, exposure, counts=None):
+        numbers = numpyro.sample("numbers", dist.Normal(0, 1).expand([2]))
+        s = gpaug.SPDE("s", mesh, range=0.7, scale=1.0)
+        eta = numpyro.deterministic("eta", numbers[0] + numbers[1] * z + s(X))
+        terms = (counts if counts is not None else 0) * eta - exposure * jnp.exp(eta)
+        numpyro.factor("points", terms.sum())
+
+    z, exposure = np.sin(np.arange(200)), np.full(200, 0.01) + 1e-3 * CLOUD[:, 0]
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(
+        jax.random.key(0), 5, CLOUD, z, exposure, np.ones(200), progress_bar=False
+    )
+    posterior = svi.posterior(fit)
+    # An exposure of one is not an extrapolation, and another covariate is.
+    posterior.predict_f(CLOUD[:2], z[:2], np.ones(2), site="eta")
+    with pytest.warns(UserWarning, match="z is about 50.4 here"):
+        posterior.predict_f(CLOUD[:2], z[:2] + 50, np.ones(2), site="eta")
+    far = np.array([[0.5, 0.5], [0.5, -3.0], [0.4, 0.5]])
+    with pytest.raises(ValueError, match=r"1 of 3 points .* in row 1, is \[0.5, -3"):
+        posterior.predict_f(far, z[:3], np.ones(3), site="eta")
+    found = jax.jit(lambda X: posterior.predict_f(X, z[:3], z[:3], site="eta"))(far)
+    assert np.isfinite(found.mean).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def _as_csr(adjacency: Any) -> Any:
     shape = adjacency.shape
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise ValueError(f"adjacency has shape {shape}; expected (n, n)")
-    matrix = sparse.csr_array(adjacency, dtype=float)
+    matrix = sparse.csr_array(adjacency, dtype=float, copy=True)
     matrix.sum_duplicates()
     matrix.eliminate_zeros()
     coo = matrix.tocoo()
@@ -215,7 +215,7 @@ def _at(place: tuple[Any, ...]) -> str:
 
 def _degrees(graph: Graph, weights: np.ndarray) -> np.ndarray:
     ends = np.append(graph.rows, graph.columns)
-    return np.bincount(ends, np.tile(weights, 2), graph.size)
+    return np.bincount(ends, np.tile(weights, 2), graph.size).astype(float)
 
 
 def _symmetric(graph: Graph, weights: np.ndarray, diagonal: np.ndarray) -> Any:

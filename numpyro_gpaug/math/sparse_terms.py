@@ -16,6 +16,9 @@ from scipy import sparse
 
 from numpyro_gpaug.math.sparse_pattern import Pattern
 
+# The share of a diagonal entry that float32 resolves.
+_RESOLVED = 1e-7
+
 
 class _Entries(NamedTuple):
     """Entries of a sparse matrix: known places, and values that may be traced."""
@@ -55,6 +58,35 @@ def sum_of_terms(terms: Iterable[Any], name: str) -> tuple[Pattern, Array]:
     return pattern, total
 
 
+def indefinite_node(pattern: Pattern, values: np.ndarray) -> tuple[int, float] | None:
+    """Return a node at which a matrix stops being positive definite, and the precision
+    that is left of it after others are eliminated; ``None`` if float32 factorises the
+    matrix.
+
+    :param pattern: the places of the entries.
+    :param values: the entries, (nnz,), finite.
+    """
+    from scipy.sparse.linalg import splu
+
+    diagonal = values[pattern.diagonal]
+    if (diagonal <= 0).any():
+        node = int(np.argmin(diagonal))
+        return node, float(diagonal[node])
+    shape = (pattern.size,) * 2
+    lower = sparse.coo_array((values, (pattern.rows, pattern.columns)), shape=shape)
+    # Not exactly singular, which splu refuses.
+    shift = sparse.diags_array(1e-14 * diagonal)
+    matrix = (lower + sparse.tril(lower, -1).T + shift).tocsc()
+    decomposition = splu(
+        matrix, "MMD_AT_PLUS_A", diag_pivot_thresh=0, options={"SymmetricMode": True}
+    )
+    left = decomposition.U.diagonal()[decomposition.perm_c]
+    node = int(np.argmin(left / diagonal))
+    if left[node] > _RESOLVED * diagonal[node]:
+        return None
+    return node, float(left[node])
+
+
 def by_columns(function: Callable[[Array], Array], x: Array) -> Array:
     """Apply a function of columns (n, k) to the vectors of an array (..., n)."""
     columns = x.reshape(-1, x.shape[-1]).T
@@ -84,7 +116,7 @@ def _entries(matrix: Any, name: str) -> _Entries:
     if len(inside) < len(places):
         places, values = places[inside], values[inside]
     rows, columns = places.T.astype(np.int32)
-    _check_symmetric(size, rows, columns, values, name)
+    _check_entries(size, rows, columns, values, name)
     return _Entries(size, rows, columns, values)
 
 
@@ -100,7 +132,7 @@ def _places(matrix: BCOO, name: str) -> np.ndarray:
     return np.asarray(matrix.indices)
 
 
-def _check_symmetric(
+def _check_entries(
     size: int, rows: np.ndarray, columns: np.ndarray, values: Any, name: str
 ) -> None:
     stored = sparse.coo_array((np.ones(len(rows)), (rows, columns)), shape=(size,) * 2)
@@ -109,6 +141,11 @@ def _check_symmetric(
         matrix.data[:] = 1
     else:
         numbers = np.asarray(values, float)
+        if not np.isfinite(numbers).all():
+            first = np.argmin(np.isfinite(numbers))
+            raise ValueError(
+                f"{name}[{rows[first]}, {columns[first]}] is {numbers[first]}"
+            )
         matrix = sparse.csr_array((numbers, (rows, columns)), shape=(size,) * 2)
         tolerance = 1e-5 * abs(numbers).max(initial=0)
     differences = abs(matrix - matrix.T).tocoo()

@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
+from scipy import sparse
 
 from numpyro_gpaug.errors import ModelChangedError
 from numpyro_gpaug.math.arrays import has_doubles
@@ -262,6 +263,9 @@ class _Reader(pickle.Pickler):
             return _told(obj.dtype.str, (obj.shape, int(fingerprint([obj]))))
         if isinstance(obj, np.generic):
             return _told(obj.dtype.str, obj.tobytes())
+        if sparse.issparse(obj):
+            # Whether entries are in order is recorded when they are first read.
+            return _told(kind.__qualname__, _without_flags(vars(obj)))
         if isinstance(obj, jax.Array):
             return self._array(obj)
         if kind is MethodType:
@@ -344,6 +348,10 @@ class _Reader(pickle.Pickler):
             module = obj.__module__ if scope is None else scope.get("__name__")
         top = _top(module)
         return not _is_core(top) and (top == self._home or not _is_installed(top))
+
+
+def _without_flags(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: x for k, x in state.items() if not isinstance(x, bool)}
 
 
 def _told(kind: Any, state: Any) -> tuple[Any, ...]:

@@ -296,6 +296,13 @@ class JointView:
         """
         return self._at_zero(self._program.outputs.unreached)
 
+    def slopes(self) -> Array:
+        """Return the change of all predictors if all latents grow by one, (n,). It
+        depends on the arguments on which the weights of latents depend."""
+        found = self._affine(self._roots)
+        ones = {k: jnp.ones(s.shape, s.dtype) for k, s in self._shapes.items()}
+        return found.push(ones)
+
     @property
     def _root_shapes(self) -> list[Any]:
         return [self._program.avals[root] for root in self._roots]

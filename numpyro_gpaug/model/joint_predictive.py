@@ -90,7 +90,8 @@ class JointPredictiveView(JointView):
         arrays = {str(i): x for i, x in enumerate(self.arguments.arrays)}
 
         def factors(inputs: dict[str, Array]) -> Any:
-            arguments = self.arguments._replace(arrays=tuple(inputs.values()))
+            given = tuple(inputs[str(i)] for i in range(len(inputs)))
+            arguments = self.arguments._replace(arrays=given)
             here = self.structure, self._model, arguments, self.values, self._key
             view = JointPredictiveView(*here)
             return view._at_zero(view._program.outputs.factors)

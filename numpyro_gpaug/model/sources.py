@@ -95,21 +95,32 @@ def sources(
     *_, pooled = jax.tree.unflatten(
         treedef, [Leaf(x) for x in pooled_inputs(closed, list(inputs), arguments)]
     )
-    positional = argument_names(model, len(args))
-    paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-    names = Arguments.select_arrays(
-        (args, kwargs),
-        [
-            positional[path[1].idx] if path[0].idx == 0 else path[1].key
-            for path, _ in paths
-        ],
-    )
+    names = names_of_arrays(model, args, kwargs)
     groups = []
     for group in (observed, inducing, (terms, seen), pooled):
         states = [leaf.state for leaf in jax.tree.leaves(group)]
         indices = sorted({int(key) for state in states for key in state})
         groups.append(tuple(dict.fromkeys(names[i] for i in indices)))
     return Sources(*groups)
+
+
+def names_of_arrays(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[str]:
+    """Return, for every array of ``Arguments.split(args, kwargs)``, the name of the
+    argument that contains it.
+
+    :param model: the model.
+    :param args: its arguments.
+    :param kwargs: its keyword arguments.
+    """
+    positional = argument_names(model, len(args))
+    paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+    of_leaves = [
+        positional[path[1].idx] if path[0].idx == 0 else path[1].key
+        for path, _ in paths
+    ]
+    return Arguments.select_arrays((args, kwargs), of_leaves)
 
 
 def _is_factor(law: dist.Distribution) -> bool:

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import constraints
 
+from numpyro_gpaug.distributions.sparse_prior import sparse_prior
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import total
+from numpyro_gpaug.math.sparse_terms import indefinite_node
 from numpyro_gpaug.model.arguments import Arguments, is_array
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.signatures import signature_of
@@ -407,7 +409,7 @@ def _check_prior(name: str, fn: Any) -> None:
     given = {k: x for k, x in vars(base).items() if k in base.arg_constraints}
     broken = [k for k, x in given.items() if is_array(x) and not np.isfinite(x).all()]
     if not broken:
-        return
+        return _check_precision_of(name, base)
     cause = "a hyperparameter that is too large or too small"
     if "scale_tril" in broken:
         cause = (
@@ -419,6 +421,32 @@ def _check_prior(name: str, fn: Any) -> None:
         f"{' and '.join(broken)} of shape {np.shape(given[broken[0]])}. Likely cause: "
         f"{cause}"
     )
+
+
+def _check_precision_of(name: str, fn: Any) -> None:
+    """Raise for a field whose precision is not positive definite.
+
+    :param name: its site.
+    :param fn: its prior.
+    """
+    prior = sparse_prior(fn)
+    if prior is None or prior.constraints is not None:
+        return
+    pattern, values = prior.pattern, np.asarray(prior.values, float)
+    shown = f"the precision of {name!r}, {type(fn).__name__}, "
+    if not np.isfinite(values).all():
+        first = np.argmin(np.isfinite(values))
+        place = f"[{pattern.rows[first]}, {pattern.columns[first]}]"
+        raise CholeskyError(f"{shown}is {values[first]} at {place}")
+    if (found := indefinite_node(pattern, values)) is not None:
+        node, left = found
+        given = values[pattern.diagonal[node]]
+        raise CholeskyError(
+            f"{shown}is not positive definite: of {given:.3g} on the diagonal, node "
+            f"{node} is left with {left:.2g} when other nodes are eliminated. If rows "
+            "add up to zero, the level is free: use gpaug.ICAR, or add a multiple of "
+            "the identity, [(a, A), (b, scipy.sparse.eye_array(n))]"
+        )
 
 
 def _check_densities(trace: Trace) -> None:

@@ -120,11 +120,23 @@ class FitArguments(NamedTuple):
         return self._replace(kwargs={**self.kwargs, **kwargs})
 
     def joined(
-        self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weighing: Callable[[Arguments], tuple[str, ...] | None] = lambda _: None,
     ) -> tuple[Arguments, tuple[bool, ...]]:
         """Return the model's arguments, and which of their arrays run over rows: the
         new ones whose leading axis equals that of the first; none for a model whose
-        inputs had no row per datum at its fit."""
+        inputs had no row per datum at its fit.
+
+        :param model: the model.
+        :param args: its arguments.
+        :param kwargs: its keyword arguments.
+        :param weighing: returns the names of the arguments on which the weights of
+            latents depend, if they are known. It is called only if rows are far from
+            those of the fit.
+        """
         # Observations that are not finite have no density, unless they are masked.
         check_arguments(model, args, kwargs, lambda: Sources(self.observations, (), ()))
         parameters = argument_names(model, len(args))
@@ -148,7 +160,7 @@ class FitArguments(NamedTuple):
         )
         positional = dict(zip(parameters, args, strict=False))
         self._refuse_rows_of_fit(positional, kwargs)
-        self._warn_of_far({**positional, **kwargs})
+        self._warn_of_far({**positional, **kwargs}, lambda: weighing(arguments))
         flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_new))
         pairs = list(zip(flags, arguments.arrays, strict=True))
         rows = [a.shape[0] for flag, a in pairs if flag and a.ndim]
@@ -190,10 +202,14 @@ class FitArguments(NamedTuple):
                 f"in predict_y({differ[0]}_new, {left[0]}=...)"
             )
 
-    def _warn_of_far(self, given: dict[str, Any]) -> None:
-        """Warn about rows that are far from all rows of the fit.
+    def _warn_of_far(
+        self, given: dict[str, Any], weighing: Callable[[], tuple[str, ...] | None]
+    ) -> None:
+        """Warn about rows that are far from all rows of the fit. An exposure or an
+        offset may be anywhere: the weights of latents do not depend on it.
 
         :param given: arguments of a prediction, by name.
+        :param weighing: returns the names of the arguments on which the weights depend.
         """
         for name, ranges in self.ranges.items():
             rows = _some_rows(given.get(name), _SOME)
@@ -202,14 +218,17 @@ class FitArguments(NamedTuple):
             mean, spread, reach = np.array(ranges).T
             here = np.median(rows, 0)
             far = np.abs(here - mean) > spread * np.maximum(_FAR, _TIMES * reach)
-            for i in np.flatnonzero(far & (spread > 0))[:1]:
+            found = np.flatnonzero(far & (spread > 0))[:1]
+            if len(found) and (names := weighing()) is not None and name not in names:
+                continue
+            for i in found:
                 which = name if len(ranges) == 1 else f"column {i} of {name}"
                 warnings.warn(
                     f"{which} is about {here[i]:.3g} here, but was {mean[i]:.3g}, "
                     f"give or take {spread[i]:.3g}, in the fit, which has no "
                     "information so far away. Pass columns in the units of the "
                     "fit, standardised with its means and deviations if they were",
-                    stacklevel=5,
+                    stacklevel=7,
                 )
 
     def not_passed(

@@ -53,9 +53,31 @@ class Calls:
         """
         model, fit = self._predictor.model, self._arguments
         absent = fit.without_observations(model, len(args))
-        return fit.joined(model, args, {**absent, **kwargs})
+        return self.joined(args, {**absent, **kwargs})
+
+    def joined(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Arguments, tuple[bool, ...]]:
+        """Return the model's arguments, observations included, as
+        :meth:`.FitArguments.joined`."""
+
+        def weighing(arguments: Arguments) -> tuple[str, ...] | None:
+            return self._predictor.weighing(arguments, self._fitted)
+
+        return self._arguments.joined(self._predictor.model, args, kwargs, weighing)
 
     def __call__(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
+        """Predict all rows at once; see :meth:`_padded`."""
+        return self._explained(self._padded(what, arguments, site, **how), arguments)
+
+    def _explained(self, answer: Any, arguments: Arguments) -> Any:
+        """Return an answer. If it has NaN, run the model with known arguments, which
+        raises for points outside of a mesh."""
+        if not is_traced(arguments) and _has_nan(answer):
+            self._predictor.run(arguments, self._fitted)
+        return answer
+
+    def _padded(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
         """Predict all rows at once, with added rows if numbers of rows may share
         programs.
 
@@ -139,7 +161,9 @@ class Calls:
             or (arguments.mesh is not None)
         )
         if is_traced(arguments) or at_once:
-            return (self if joint else self._at_once)(what, arguments, site)
+            if joint:
+                return self(what, arguments, site)
+            return self._explained(self._at_once(what, arguments, site), arguments)
         # The answer's structure (a distribution knows its batch shape) at all rows; run
         # first, so that an error tells the shape that was passed in, not a padded one.
         with self._naming(arguments):
@@ -159,7 +183,8 @@ class Calls:
                 jax.tree.leaves(whole), *map(jax.tree.leaves, blocks), strict=True
             )
         ]
-        return jax.tree.unflatten(jax.tree.structure(whole), leaves)
+        found = jax.tree.unflatten(jax.tree.structure(whole), leaves)
+        return self._explained(found, arguments)
 
     @contextmanager
     def _naming(self, arguments: Arguments) -> Iterator[None]:
@@ -176,3 +201,12 @@ class Calls:
                     f"in predict_y(X_new, {missed[0]}=...)"
                 )
             raise
+
+
+def _has_nan(tree: Any) -> bool:
+    """Whether arrays that this process can read contain NaN."""
+    return any(
+        jax.dtypes.issubdtype(x.dtype, np.floating) and bool(np.isnan(x).any())
+        for x in jax.tree.leaves(tree)
+        if getattr(x, "is_fully_addressable", True)
+    )

@@ -24,8 +24,10 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.affine import ROUNDING, check_groups
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
+from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.sources import names_of_arrays
 from numpyro_gpaug.model.structure import Block, Structure, remembered
 from numpyro_gpaug.predict.added_rows import joint_draws
 from numpyro_gpaug.predict.mixture import (
@@ -56,6 +58,7 @@ class JointPredictor(Predictor):
     ) -> None:
         super().__init__(model, structure, guide)
         self._checks: dict[Any, Any] = {}
+        self._weighing: dict[Any, tuple[str, ...]] = {}
         self._sites: dict[Any, Any] = {}
         self._covariances: dict[Any, Any] = {}
 
@@ -103,11 +106,28 @@ class JointPredictor(Predictor):
                     return self.check(arguments.counted(), fitted, marks, site)
                 raise NotConjugateError(
                     f"the covariance of {name!r} differs from the fit, which does "
-                    "not determine its values elsewhere. "
+                    "not determine its values elsewhere. Pass the graph, mesh or "
+                    "points of the fit, or predict a process: "
                     f'gpaug.GaussianProcess("{name}", kernel, inducing)(X) can be '
                     "predicted at any X"
                 )
         return float(whole) < ROUNDING
+
+    @one_thread
+    def weighing(self, arguments: Arguments, fitted: Fitted) -> tuple[str, ...]:
+        static = arguments.static
+
+        def slopes(arrays: dict[str, Array]) -> Array:
+            given = tuple(arrays[str(i)] for i in range(len(arrays)))
+            return self._view(given, static, fitted.first).slopes()
+
+        def found() -> tuple[str, ...]:
+            arrays = {str(i): x for i, x in enumerate(arguments.arrays)}
+            used = dependence_tree(slopes, arrays).state
+            names = names_of_arrays(self.model, *arguments.merge())
+            return tuple(names[int(i)] for i in used)
+
+        return remembered(self._weighing, arguments.shapes, found)
 
     def of_other_sites(self) -> str:
         """Explain, for a message, how to predict a site that is not a Gaussian

@@ -427,7 +427,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         observed = self._predictor.observed(site)
         model, structure = self._predictor.model, self._predictor.structure
-        called = self._fit_arguments.joined(model, args, kwargs)
+        called = self._calls.joined(args, kwargs)
         found = self._calls.stream("log_prob", called, observed.name, batch_size)
         if not is_traced(called[0]) and np.isnan(found).any():
             check_observations(whole_plates(model), structure, called[0])
@@ -468,7 +468,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
             )
         observed = self._predictor.predicted(site)
-        called = self._fit_arguments.joined(self.model, args, kwargs)
+        called = self._calls.joined(args, kwargs)
         found = self._calls.stream("left_out", called, observed.name, batch_size)
         if not is_traced(called[0]):
             check_left_out(found, self.model, self.structure, called[0])

@@ -40,7 +40,14 @@ from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.padding import Padding, family_of
 from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.sources import Sources, sources
-from numpyro_gpaug.model.structure import Block, Observed, Structure, remembered
+from numpyro_gpaug.model.structure import (
+    Block,
+    Observed,
+    Structure,
+    flat_functions,
+    remembered,
+    run_model,
+)
 from numpyro_gpaug.model.view import ModelView
 from numpyro_gpaug.predict.added_rows import joint_draws
 from numpyro_gpaug.predict.left_out import left_out
@@ -254,6 +261,25 @@ class Predictor:
         """Return moments of the Gaussian blocks that are the same for all members,
         latent axis first."""
         return jax.jit(self._moments)(fitted.own) if fitted.own else {}
+
+    def run(self, arguments: Arguments, fitted: Fitted) -> None:
+        """Run the model outside of a program, where it knows its arguments and can
+        raise for them.
+
+        :param arguments: the model's arguments.
+        :param fitted: the fitted quantities.
+        """
+        key, values = random.key(0), fitted.first.values
+        run_model(flat_functions(self._without_data()), arguments, key, values)
+
+    def weighing(self, arguments: Arguments, fitted: Fitted) -> tuple[str, ...] | None:
+        """Return the names of the arguments on which the weights of latents in
+        predictors depend; ``None`` if they are not known.
+
+        :param arguments: the model's arguments.
+        :param fitted: the fitted quantities.
+        """
+        return None
 
     def weights(self, fitted: Fitted) -> dict[str, dist.MultivariateNormal]:
         """Return posteriors of the plain Gaussian weight vectors, by site.

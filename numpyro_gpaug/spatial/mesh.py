@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -153,9 +153,10 @@ class Mesh(Displayed):
         :return: nodes (N, 3), integers, and weights (N, 3), which sum to one. They are
             NaN for traced points outside of the mesh.
         :raises ValueError: for points of another shape, and for points outside of the
-            mesh if they are not traced.
+            mesh if they are not traced; it states the farthest.
         """
-        X = jnp.asarray(X, jnp.result_type(X, float))
+        X = jnp.asarray(X)
+        X = X.astype(jnp.result_type(X, float))
         if X.ndim != 2 or X.shape[1] != 2:
             raise ValueError(f"points have shape {X.shape}; expected (N, 2)")
         if isinstance(X, jax.core.Tracer):
@@ -164,12 +165,38 @@ class Mesh(Displayed):
             found = _located(self, X)
             outside = np.isnan(found[1]).any(1)
         if outside.any():
-            first = np.flatnonzero(outside)[0]
-            raise ValueError(
-                f"{outside.sum()} of {len(X)} points are outside of the mesh, the "
-                f"first in row {first}: {np.asarray(X[first]).tolist()}. Make the mesh "
-                "larger (offset=)"
-            )
+            self._refuse(np.asarray(X, float), np.flatnonzero(outside))
+        return found
+
+    def _refuse(self, X: np.ndarray, outside: np.ndarray) -> NoReturn:
+        """Raise for points outside of the mesh.
+
+        :param X: all points, (N, 2).
+        :param outside: rows of the points.
+        """
+        if not np.isfinite(X).all():
+            row = _first(~np.isfinite(X))
+            raise ValueError(f"the point in row {row} is {X[row].tolist()}")
+        distances = self._distances(X[outside])
+        far = np.argmax(distances)
+        row, distance = outside[far], distances[far]
+        raise ValueError(
+            f"{len(outside)} of {len(X)} points are outside of the mesh. The farthest, "
+            f"in row {row}, is {X[row].tolist()}, which is {distance:.3g} from the "
+            "mesh. Make the mesh around these points, too, or with an offset that is "
+            f"larger by {distance:.2g} or more (Mesh.around(points, max_edge, offset=))"
+        )
+
+    def _distances(self, X: np.ndarray) -> np.ndarray:
+        """Return the distances of points from the boundary, (N,)."""
+        ends = np.sort(self.triangles[:, [[0, 1], [1, 2], [2, 0]]].reshape(-1, 2), 1)
+        sides, counts = np.unique(ends, axis=0, return_counts=True)
+        found = np.full(len(X), np.inf)
+        for start, stop in self.nodes[sides[counts == 1]]:
+            side = stop - start
+            share = np.clip((X - start) @ side / (side @ side), 0, 1)
+            away = X - start - share[:, None] * side
+            found = np.minimum(found, np.linalg.norm(away, axis=1))
         return found
 
     @cached_property

@@ -28,7 +28,7 @@ from numpyro_gpaug.model.calls import (
     check_processes,
 )
 from numpyro_gpaug.model.inspect import require_conjugate
-from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.observations import check_observations, check_observed
 from numpyro_gpaug.model.structure import (
     Structure,
@@ -164,7 +164,8 @@ def _nothing_gaussian(structure: Structure) -> str:
 
 
 def check_basis(state: Any, structure: Structure) -> None:
-    """Raise for a state whose numbers are coordinates in another basis.
+    """Raise for a state whose numbers are coordinates in another basis, or of latents
+    with another structure.
 
     :param state: the state of a fit.
     :param structure: the structure of the model in its guide.
@@ -175,6 +176,15 @@ def check_basis(state: Any, structure: Structure) -> None:
             "the state uses another basis of the latents than the guide, because "
             "the guide changed its basis in a fit whose precision rounding did not "
             "resolve. Start a new run"
+        )
+    if not isinstance(structure, JointStructure):
+        return
+    here: Any = jax.tree.structure(structure.form.standard(structure.dtype))
+    if here != jax.tree.structure(state.natural[JOINT]):
+        raise ValueError(
+            "the state belongs to latents of another structure: the model has another "
+            "graph, mesh or number of groups than in the run that made the state. "
+            "Start a new run"
         )
 
 
