@@ -188,6 +188,22 @@ def check_basis(state: Any, structure: Structure) -> None:
         )
 
 
+def check_plates(structure: Structure, passed: tuple[str, ...], state: Any) -> None:
+    """Raise for a state with other plates that draw a batch.
+
+    :param structure: the structure of the model.
+    :param passed: plates whose batches are passed in.
+    :param state: the state of a fit.
+    :raises ValueError: for such a state; it names the plates.
+    """
+    subsampled = set(structure.subsampled) - set(passed)
+    if subsampled != set(state.epochs):
+        raise ValueError(
+            f"the state was made for subsampled plates {sorted(state.epochs)}, but "
+            f"the arguments subsample {sorted(subsampled)}: start a new run"
+        )
+
+
 # Of a datum, in nats: a loss above which the data are looked at, and by how much a
 # normal distribution of their own mean and deviation has to explain them better; and
 # what the prior of a latent may take of a bound.

@@ -37,7 +37,6 @@ from numpyro_gpaug.infer.vi.resolution import (
     warn_of_lost,
 )
 from numpyro_gpaug.infer.vi.result import ConjugateResult
-from numpyro_gpaug.infer.vi.runs import Runs
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stopping import Stop
@@ -231,8 +230,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         """
         given, self._version = (self.model, self.guide), version
         self._checked = CheckedData(*given, self._mesh)
-        self._programs = Programs(*given, self.settings)
-        self._runs = Runs(*given, self.settings, self._programs, self._mesh)
+        self._programs = Programs(*given, self.settings, self._mesh)
 
     # -- the interface of SVI ---------------------------------------------------------
 
@@ -258,7 +256,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         check_key(rng_key)
         check_shards((args, kwargs))
         given = Given.split(self._mesh, *partitioned((args, kwargs)))
-        arguments = self._runs.check(given, begins=True).on(self._mesh)
+        arguments = self._programs.check(given, begins=True).on(self._mesh)
         return self._programs.start(
             arguments, arguments, rng_key, init_params, given.batch
         )
@@ -378,7 +376,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         given = Given.split(self._mesh, *partitioned((args, kwargs)))
         mesh = rows_mesh(self._mesh, jax.tree.leaves((given.args, given.kwargs)))
         check_alike(mesh, rng_key, num_steps, tol, init_state)
-        state, plan, feed = self._runs.begin(
+        state, plan, feed = self._programs.begin_run(
             rng_key, init_state, init_params, given, num_steps
         )
         stop = Stop(plan, tol, searches=self._searches(plan))
@@ -510,7 +508,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 "svi.posterior(params, X, y)"
             )
         # Read where the run was compiled.
-        arguments = self._runs.padding(Arguments.split(*partitioned((args, kwargs))))
+        arguments = self._programs.padding(
+            Arguments.split(*partitioned((args, kwargs)))
+        )
         return Posterior.of_guide(
             self.model, self.guide, params, args, kwargs, version,
             arguments.counting_all(), whole=whole,

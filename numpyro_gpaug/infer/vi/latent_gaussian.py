@@ -341,12 +341,16 @@ class LatentGaussian:
         :param name: the block.
         :param evaluation: the evaluation at these means.
         """
+        rows, mean = self._rows(name, evaluation)
+        return jax.vjp(rows, mean)[1](evaluation.slopes[name].mean)[0]
+
+    def _rows(
+        self, name: str, evaluation: Evaluation
+    ) -> tuple[Callable[[Array], Array], Array]:
+        """Return the means of predictors as a function of the means of a block, and
+        these."""
         q = evaluation.moments[name]
-
-        def rows(mean: Array) -> Array:
-            return self._marginals(name, q._replace(mean=mean)).mean
-
-        return jax.vjp(rows, q.mean)[1](evaluation.slopes[name].mean)[0]
+        return lambda m: self._marginals(name, q._replace(mean=m)).mean, q.mean
 
     def unresolved(self, evaluation: Evaluation, processes: tuple[str, ...]) -> Array:
         """Return the error, due to rounding of kernel matrices, of bounds at different
@@ -414,18 +418,14 @@ class LatentGaussian:
     def _turn(self, name: str, evaluation: Evaluation, step: Array) -> Array:
         """Return the change of a block's gradient along a step of its means, with fixed
         factors."""
-        q, map_ = evaluation.moments[name], self.maps[name]
+        map_, (rows, mean) = self.maps[name], self._rows(name, evaluation)
         slopes: Any = evaluation.slopes[name]
-
-        def rows(mean: Array) -> Array:
-            return self._marginals(name, q._replace(mean=mean)).mean
-
-        _, moved = jax.jvp(rows, (q.mean,), (step,))
+        _, moved = jax.jvp(rows, (mean,), (step,))
         pushed = 2 * slopes.variance * moved
         if isinstance(map_, PairedMap):
             pushed += map_.swapped(moved, slopes.covariance)
         pulled = self.pull(name, step) - self.pull(name, jnp.zeros_like(step))
-        return jax.vjp(rows, q.mean)[1](pushed)[0] - pulled
+        return jax.vjp(rows, mean)[1](pushed)[0] - pulled
 
     def ascents(self, evaluation: Evaluation) -> dict[str, Array]:
         """Return gradients of the bound with respect to the means, by block."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled functions of a fit, and its plans by the shapes of arguments."""
+"""The compiled functions of a fit, its plans by the shapes of arguments, and the start
+of its runs."""
 
 from __future__ import annotations
 
@@ -7,10 +8,29 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
+from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.infer.vi import quasi_newton
+from numpyro_gpaug.infer.vi.checkpoints import check_state
+from numpyro_gpaug.infer.vi.checks import (
+    check_basis,
+    check_fit,
+    check_gaussian,
+    check_latents,
+    check_plates,
+)
 from numpyro_gpaug.infer.vi.closed_params import closed_params
+from numpyro_gpaug.infer.vi.feeds import (
+    Feed,
+    Given,
+    InMemory,
+    Minibatches,
+    Reader,
+)
 from numpyro_gpaug.infer.vi.loop import (
     bounds_of_batches,
     copied,
@@ -18,8 +38,9 @@ from numpyro_gpaug.infer.vi.loop import (
     run_batches,
     run_chunk,
 )
-from numpyro_gpaug.infer.vi.passes import add_block, add_gradient
+from numpyro_gpaug.infer.vi.passes import Passes, add_block, add_gradient
 from numpyro_gpaug.infer.vi.plan import (
+    LBFGS,
     Batch,
     Plan,
     Settings,
@@ -27,14 +48,22 @@ from numpyro_gpaug.infer.vi.plan import (
     transforms_of,
 )
 from numpyro_gpaug.infer.vi.progress import Pace
-from numpyro_gpaug.infer.vi.start import check_start, initial_state, read_params
+from numpyro_gpaug.infer.vi.start import (
+    check_start,
+    initial_state,
+    opposite_start,
+    read_params,
+    unmarked,
+)
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_given
 from numpyro_gpaug.model.inspect import structure_at
+from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.structure import MAX_SHAPES, remembered
+from numpyro_gpaug.model.validation import check_arguments
 
 
 class Programs:
@@ -44,12 +73,19 @@ class Programs:
     :param model: the model.
     :param guide: its guide.
     :param settings: options of the fit.
+    :param mesh: the mesh over which rows are sharded.
+    :ivar padding: adds rows, so that runs share programs.
     """
 
     def __init__(
-        self, model: Callable[..., Any], guide: ConjugateGuide, settings: Settings
+        self,
+        model: Callable[..., Any],
+        guide: ConjugateGuide,
+        settings: Settings,
+        mesh: Mesh | None,
     ) -> None:
         self._model, self._guide, self._settings = model, guide, settings
+        self._mesh, self.padding = mesh, Padding(model)
         self._generation = guide.generation
         self.plans: dict[Any, Plan] = {}
         self._paces: dict[tuple[Plan, int], Pace] = {}
@@ -71,6 +107,100 @@ class Programs:
             jit(partial(fn, settings), static_argnames=("plan", "static"))
             for fn in (evaluate, bounds_of_batches, add_block, add_gradient)
         )
+
+    @one_thread
+    def begin_run(
+        self,
+        key: Array,
+        state: ConjugateState | None,
+        init_params: dict[str, Any] | None,
+        given: Given,
+        num_steps: int,
+    ) -> tuple[Any, Plan, Feed]:
+        """Return the state that a run starts from, its plan, and the data of its steps.
+
+        :param key: random key.
+        :param state: to continue from, if it does.
+        :param init_params: constrained values to start from, by param name.
+        :param given: the arguments of the run.
+        :param num_steps: of it.
+        """
+        first, arguments = self._padded(given, begins=state is None)
+
+        def started(init_params: dict[str, Any] | None) -> ConjugateState:
+            state = self.start(arguments, first, key, init_params, given.batch)
+            return quasi_newton.within(state, num_steps)
+
+        fresh = state is None
+        if state is None:
+            state = started(init_params)
+        else:
+            check_state(state, "init_state")
+            check_basis(state, self._guide.structure)
+            state = unmarked(copied(state))
+        plan = self.plan_at(arguments, state, given.batch)
+        check_plates(plan.structure, plan.passed, state)
+        check_latents(plan.structure, arguments.mesh)
+        feed: Feed = InMemory(self, plan, arguments, first.data)
+        if given.batches is not None:
+            reader = Reader(given, self._model, plan.structure, self._mesh)
+            if given.batch is None:
+                feed = Passes(self, plan, self._settings, reader, first.data)
+            else:
+                feed = Minibatches(self, plan, reader, first.data)
+        searches = self._settings.optim == LBFGS and not init_params
+        opposite = opposite_start(plan.structure, state.hyper.values)
+        if opposite and fresh and searches and given.batches is None:
+            limit = np.zeros((), plan.dtype)
+            both = state, started(opposite)
+            ends = [feed.steps(copied(each), 1, limit) for each in both]
+            losses = [float(end.losses[-1]) for end in ends]
+            state = both[losses[1] < losses[0]]
+        return state, plan, feed
+
+    def _padded(self, given: Given, *, begins: bool) -> tuple[Arguments, Arguments]:
+        """Check the arguments of a run. Return them, and the arguments to compile for,
+        which may have added rows of weight zero.
+
+        :param given: the arguments of the run.
+        :param begins: whether it begins with them, from no state.
+        """
+        check_arguments(self._model, given.args, given.kwargs)
+        first = Arguments.split(given.args, given.kwargs)
+        noisy = self._guide.random_others or bool(self._settings.m_step)
+        fills = given.batches is None and not noisy
+        more = self.padding(first, self._mesh) if fills else first
+        if more is not first:
+            # Checks compile programs, too: for the padded size.
+            padded = more.counting_all()
+            args, kwargs = padded.merge()
+            filled = given._replace(args=args, kwargs=kwargs)
+            try:
+                self.check(filled, begins=begins, arguments=padded)
+            except (TypeError, ValueError):
+                # A message about the arguments themselves has the right numbers.
+                more = first
+        if more is first:
+            more = self.check(given, begins=begins, arguments=first)
+        return first, more.on(self._mesh)
+
+    def check(
+        self, given: Given, *, begins: bool, arguments: Arguments | None = None
+    ) -> Arguments:
+        """Set up the guide, and raise for arguments that cannot be fitted.
+
+        :param given: the arguments of a run.
+        :param begins: whether it begins with them, from no state.
+        :param arguments: the arguments split, if they have been checked one by one.
+        :return: the arguments, on the device.
+        """
+        found = check_fit(
+            self._model, self._guide, self._settings.updates, given.args, given.kwargs,
+            begins=begins and given.batch is None, arguments=arguments,
+        )  # fmt: skip
+        check_gaussian(self._guide.structure)
+        self.keep_up()
+        return found
 
     def start(
         self,
@@ -151,16 +281,12 @@ class Programs:
             self._clear()
         return remembered(self.plans, arguments.shapes, made)
 
-    def keep_up(self) -> bool:
-        """Discard programs that were compiled before the last set-up of the guide.
-
-        :return: whether the guide has been set up since the last call.
-        """
-        anew = self._generation != self._guide.generation
-        if anew:
+    def keep_up(self) -> None:
+        """Discard everything that was compiled before the last set-up of the guide."""
+        if self._generation != self._guide.generation:
             self._generation = self._guide.generation
             self._clear()
-        return anew
+            self.padding.clear()
 
     def _clear(self) -> None:
         self.plans.clear()

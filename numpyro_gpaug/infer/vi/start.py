@@ -33,6 +33,7 @@ from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.codes import Codes
+from numpyro_gpaug.model.joint_reading import IN_DENSITY
 from numpyro_gpaug.model.observations import invalid_error, valid_observations
 from numpyro_gpaug.model.structure import Structure, flat_functions, run_model
 from numpyro_gpaug.model.validation import check_param
@@ -180,6 +181,29 @@ def _first(
             "optim=None"
         )
     return quasi_newton.start(values, free_numbers(values, transforms))
+
+
+def unmarked(state: ConjugateState) -> ConjugateState:
+    """Return a state from which a run continues: it stops only by its own steps."""
+    hyper = state.hyper
+    if isinstance(search := hyper.optim_state, quasi_newton.Search):
+        # One that is at its end tries once more.
+        going = search._replace(exhausted=jnp.zeros_like(search.exhausted))
+        hyper = hyper._replace(optim_state=going)
+    return state._replace(
+        hyper=hyper,
+        mark=jnp.full_like(state.mark, unknown_bound(state.mark.dtype)),
+        stalled=jnp.zeros_like(state.stalled),
+    )
+
+
+def opposite_start(structure: Structure, values: dict[str, Any]) -> dict[str, Array]:
+    """Return starts of the other sign, by param, for sites that multiply others. A
+    search does not get from one sign to the other, because at zero nothing depends on
+    the others."""
+    held = getattr(structure, "held", ())
+    names = [f"{site}_auto_loc" for site, why in held if why.startswith(IN_DENSITY)]
+    return {k: -values[k] for k in names if k in values}
 
 
 def read_params(
