@@ -252,6 +252,8 @@ def test_arguments_of_meshes_and_fields():
         MaternWeights(mesh, jnp.ones(2))
     with pytest.raises(ValueError, match=r"scale has shape \(2,\)"):
         gpaug.SPDE("s", mesh, 1.0, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"smoothness is 2, .* has smoothness 1"):
+        gpaug.SPDE("s", mesh, 1.0, 1.0, smoothness=2)
     with pytest.raises(TypeError, match=r"used as an array.*s\(X\)"):
         with numpyro.handlers.seed(rng_seed=0):
             jnp.asarray(gpaug.SPDE("s", mesh, 1.0, 1.0))
